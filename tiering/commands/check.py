@@ -1,4 +1,4 @@
-"""``tiering check``: what becomes of each key of a configuration file, before anything runs."""
+"""``tiering check``: reports how each key of a configuration file is handled, without starting an engine."""
 
 from __future__ import annotations
 
@@ -54,15 +54,16 @@ def add_arguments(check: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the report and return the exit code."""
     from tiering.config.ds_config import examine
 
     try:
-        _, report = examine(options.file, world_size=options.ranks, context=_known(options))
+        _, report = examine(options.file, world_size=options.ranks, context=_context(options))
     except ConfigError as error:
         print(f"tiering check: {error}", file=sys.stderr)
         return UNREADABLE
-    wrong = [*report.refused, *((*report.without_effect, *report.deprecated) if options.strict else ())]
-    code = REFUSED if wrong else LOADS
+    failures = [*report.refused, *((*report.without_effect, *report.deprecated) if options.strict else ())]
+    code = REFUSED if failures else LOADS
     if options.json:
         print(json.dumps(report.as_json() | {"exit_code": code}, indent=2, allow_nan=False))
         return code
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console()
-    # With a closed pipe, rich exits with its own code, which means "refused" here: let it write to a string.
+    # Rich exits with code 1, REFUSED here, if the pipe is closed: let it write to a string.
     with console.capture() as table:
         console.print(report.render(console.width, defaults=options.all))
     print(table.get(), end="")
@@ -78,13 +79,14 @@ def run(options: argparse.Namespace) -> int:
         print(report.outcome)
     counts = report.counts().items()
     print(", ".join(f"{count} {verdict}" for verdict, count in counts if count), flush=True)
-    for entry in wrong:
+    for entry in failures:
         line = "" if entry.line is None else f":{entry.line}"
         print(f"{options.file}{line}: {entry.verdict}: {entry.key}: {entry.note}", file=sys.stderr)
     return code
 
 
-def _known(options: argparse.Namespace) -> Any:
+def _context(options: argparse.Namespace) -> Any:
+    """The values that resolve "auto": those of the model's configuration and of ``--args``."""
     from tiering.config.ds_config.auto import LoadContext, hidden_size_of
     from tiering.strict_json import FormatError, parse
 
@@ -111,14 +113,14 @@ def _file(text: str) -> Path:
 
 def _ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"at least 1 rank trains, not {text}")
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
     return int(text)
 
 
 def _argument(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise argparse.ArgumentTypeError(f"NAME=VALUE is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
     try:
         return name, json.loads(value.lower() if value in ("True", "False") else value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""``tiering convert``: a checkpoint as weights that anybody loads, or weights as a checkpoint."""
+"""``tiering convert``: converts a checkpoint to safetensors, or safetensors to a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tiering.strict_json import FormatError, parse
 from tiering.text import counted
 from tiering.weights.files import WeightFiles, open_weights
 
-DONE, FAILED, CANNOT_TELL = 0, 1, 2
+DONE, FAILED, USAGE_ERROR = 0, 1, 2
 
 
 def run(options: argparse.Namespace) -> int:
-    """Does it, says on stdout what was written, and returns the exit code."""
+    """Convert, print a summary of the output, and return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="tiering convert: %(message)s")
     try:
         converted = _run(options)
     except ConfigError as error:
         print(f"tiering convert: {error}", file=sys.stderr)
-        return CANNOT_TELL
+        return USAGE_ERROR
     except (CheckpointError, WeightsError) as error:
         print(f"tiering convert: {error}", file=sys.stderr)
         return FAILED
@@ -41,13 +41,13 @@ def run(options: argparse.Namespace) -> int:
         verb = "is" if count == 1 else "are"
         print(
             f"tiering convert: {counted(count, 'element')} of {name!r} {verb} too large for {options.dtype} and {verb}"
-            " infinite now; bf16 has the range of fp32",
+            " infinite in the output; bf16 has the range of fp32",
             file=sys.stderr,
         )
     if converted.excluded:
         print(
             f"tiering convert: frozen parameters are excluded from the checkpoint, and so from {options.into}:"
-            f" {len(converted.excluded)}, the first {converted.excluded[0]!r}; whoever loads that has to have them",
+            f" {len(converted.excluded)}, the first {converted.excluded[0]!r}; the model that loads it must have them",
             file=sys.stderr,
         )
     if converted.caveat:
@@ -60,40 +60,40 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> Converted:
-    found = _find(options.source, options.tag)
-    if isinstance(found, Checkpoint):
-        return _to_weights(found, options)
-    for given, name in ((options.max_shard_size, "--max-shard-size"), (options.config, "--config")):
-        if given is not None:
-            raise ConfigError(f"{name} is for a checkpoint, and {options.source} holds weights; leave it out")
-    tensors = found.tensors.values()
+    source = _open_source(options.source, options.tag)
+    if isinstance(source, Checkpoint):
+        return _to_weights(source, options)
+    for value, name in ((options.max_shard_size, "--max-shard-size"), (options.config, "--config")):
+        if value is not None:
+            raise ConfigError(f"{name} is for a checkpoint, but {options.source} holds weights; leave it out")
+    tensors = source.tensors.values()
     with _progress(sum(tensor.nbytes for tensor in tensors)) as on_read:
-        return to_checkpoint(found, options.into, options.tag or FIRST_TAG, options.dtype, on_read=on_read)
+        return to_checkpoint(source, options.into, options.tag or FIRST_TAG, options.dtype, on_read=on_read)
 
 
 def _to_weights(checkpoint: Checkpoint, options: argparse.Namespace) -> Converted:
     into: Path = options.into
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
-        raise ConfigError(f"{into} is there, and is no empty directory; name a new one")
+        raise ConfigError(f"{into} exists and is not an empty directory; name a new one")
     try:
-        most_bytes = parse_size(options.max_shard_size or "5GB")
+        max_bytes = parse_size(options.max_shard_size or "5GB")
     except ValueError as error:
         raise ConfigError(f"--max-shard-size: {error}") from None
     config = None if options.config is None else _read_config(options.config)
     tensors = checkpoint.weights.tensors.values()
     with _progress(sum(tensor.nbytes for tensor in tensors)) as on_read:
         return to_weights(
-            checkpoint, into, options.dtype or "fp32", most_bytes=most_bytes, config=config, on_read=on_read
+            checkpoint, into, options.dtype or "fp32", most_bytes=max_bytes, config=config, on_read=on_read
         )
 
 
-def _find(source: Path, tag: str | None) -> Checkpoint | WeightFiles:
-    """The checkpoint, or the weights, that ``source`` names."""
+def _open_source(source: Path, tag: str | None) -> Checkpoint | WeightFiles:
+    """The checkpoint or the weights at ``source``. Raises ConfigError, CheckpointError or WeightsError."""
     if not source.exists():
-        raise ConfigError(f"{source} does not exist; name a checkpoint, or weights")
+        raise ConfigError(f"{source} does not exist; name a checkpoint or weights")
     if (source / MANIFEST).is_file():
         if tag is not None:
-            raise ConfigError(f"{source} is a checkpoint itself; leave --tag out, or name {source.parent}")
+            raise ConfigError(f"{source} is a checkpoint, not a directory of checkpoints; remove --tag")
         return open_checkpoint(source)
     directory = CheckpointDirectory(source)
     if source.is_dir() and (directory.latest() or directory.tags()):
@@ -106,7 +106,8 @@ def _find(source: Path, tag: str | None) -> Checkpoint | WeightFiles:
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        return parse(file.read_bytes(), constant=float)  # transformers writes Infinity
+        # transformers writes Infinity.
+        return parse(file.read_bytes(), constant=float)
     except (OSError, FormatError) as error:
         raise ConfigError(
             f"--config: {file} cannot be read: {error}; name the config.json of a model"
@@ -115,7 +116,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _progress(nbytes: int) -> Iterator[Told]:
-    """Shows on stderr how much of ``nbytes`` was read."""
+    """Show on stderr how many of ``nbytes`` have been read."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=nbytes)

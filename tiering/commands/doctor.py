@@ -1,4 +1,4 @@
-"""``tiering doctor``: all checks, in order, and the exit code."""
+"""``tiering doctor``: runs all checks in order, prints a report and returns the exit code."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the report and return the exit code."""
     from tiering.doctor.report import Report, discreet
 
     report = Report(discreet(examine(options.directories)))
@@ -40,20 +41,21 @@ def run(options: argparse.Namespace) -> int:
         from rich.console import Console
 
         console = Console()
-        with console.capture() as table:  # rich has an exit code of its own for a closed pipe
+        # Rich exits with its own code if the pipe is closed: let it write to a string.
+        with console.capture() as table:
             console.print(report.table())
         print(table.get(), end="")
         print(report.counts())
     else:
         print("Nothing needs attention.")
     if not options.directories:
-        print("No directory was looked at: name those that swap space is to be in.")
-    print(f"To report something, paste this with it:\n\n{report.block()}")
+        print("No directory was checked: name the directories for swap space.")
+    print(f"To report a problem, include this:\n\n{report.block()}")
     return code
 
 
 def examine(directories: Sequence[Path], root: Path = Path("/")) -> list[Entry]:
-    """The entries of the machine whose root directory is ``root``, then those of each of ``directories``."""
+    """Check the machine with the root directory ``root``, then each of ``directories``; return all entries."""
     from tiering.doctor import cpus, directory, engines, limits, memory, nameless, software
     from tiering.doctor.finding import Verdict, perform
 
@@ -61,10 +63,11 @@ def examine(directories: Sequence[Path], root: Path = Path("/")) -> list[Entry]:
     checks = {name: partial(check, root) for group in groups for name, check in group.items()}
     entries = perform(checks)
     entries += perform({"files without a name": lambda: nameless.judge(nameless.holders(root))})
-    for place in directories:
-        asked = directory.checks(place.absolute(), root)
-        first = perform({"directory": asked.pop("directory")}, str(place.absolute()))
+    for path in directories:
+        checks = directory.checks(path.absolute(), root)
+        # The other checks need a usable directory.
+        first = perform({"directory": checks.pop("directory")}, str(path.absolute()))
         entries += first
         if first[0].finding.verdict is not Verdict.PROBLEM:
-            entries += perform(asked, str(place.absolute()))
+            entries += perform(checks, str(path.absolute()))
     return entries

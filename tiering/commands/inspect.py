@@ -1,4 +1,4 @@
-"""``tiering inspect``: what is in a checkpoint, is it whole, and what would it take to load it here. Without torch."""
+"""``tiering inspect``: lists and verifies a checkpoint, and plans the memory to load it here. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from tiering.strict_json import short
 from tiering.text import counted
 
 SCHEMA_VERSION = 1
-WHOLE, DAMAGED, CANNOT_TELL = 0, 1, 2
+WHOLE, DAMAGED, NO_CHECKPOINT = 0, 1, 2
 
-_SHOWN = 20  # damages
+# Damages that are printed.
+_MAX_DAMAGES = 20
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer, and return the exit code."""
+    """Print the report and return the exit code."""
     try:
         gpu_memory = options.gpu
         listing, path = _find(options.path, options.tag)
     except (TieringError, OSError) as error:
         print(f"tiering inspect: {error}", file=sys.stderr)
-        return CANNOT_TELL
+        return NO_CHECKPOINT
     inspection = loading = None
     if path is not None:
         with _progress(path, quick=options.quick) as on_read:
@@ -49,10 +50,10 @@ def run(options: argparse.Namespace) -> int:
             loading = Loading.of(inspection.manifest, gpu_memory)
     if options.json:
         parts = {"directory": listing, "checkpoint": inspection, "loading": loading}
-        told = {name: None if part is None else part.as_dict() for name, part in parts.items()}
+        content = {name: None if part is None else part.as_dict() for name, part in parts.items()}
         # "schema" is the former name, for programs that read it.
         versions = {"schema_version": SCHEMA_VERSION, "schema": SCHEMA_VERSION}
-        print(json.dumps(versions | told, indent=1))
+        print(json.dumps(versions | content, indent=1))
     else:
         console = Console()
         for part in _parts(listing, inspection, loading):
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Loading:
-    """What it takes to load a checkpoint on this machine with ``config``, or why nobody can tell."""
+    """The plan to load a checkpoint on this machine with ``config``, or the ``problem`` that prevents a plan."""
 
     config: dict[str, Any]
     report: PlanReport | None
@@ -79,44 +80,46 @@ class Loading:
             return cls(config, None, str(error))
 
     def as_dict(self) -> dict[str, Any]:
-        told = {} if self.report is None else self.report.as_dict()
-        kept = ("fits", "budgets", "plan", "refusal", "remedies")
-        return {name: told.get(name) for name in kept} | {
+        report = {} if self.report is None else self.report.as_dict()
+        names = ("fits", "budgets", "plan", "refusal", "remedies")
+        return {name: report.get(name) for name in names} | {
             "config": self.config or None,
             "problem": self.problem or None,
         }
 
 
 def _find(path: Path, tag: str | None) -> tuple[Listing | None, Path | None]:
-    """What lies in ``path`` if that is a directory of checkpoints, and the checkpoint to look at, if it can be told."""
+    """The listing of ``path``, if it is a directory of checkpoints, and the checkpoint to inspect, if one is usable."""
     if not path.is_dir():
-        raise ConfigError(f"{path} is no directory; name one that holds checkpoints, or a checkpoint")
+        raise ConfigError(f"{path} is not a directory; name a checkpoint or a directory of checkpoints")
     if (path / MANIFEST).is_file():
         if tag is not None:
-            raise ConfigError(f"{path} is a checkpoint itself; leave --tag out, or name {path.parent}")
+            raise ConfigError(f"{path} is a checkpoint, not a directory of checkpoints; remove --tag")
         return None, path
     directory = CheckpointDirectory(path)
     if tag is not None:
         return None, directory.find(tag)
     listing = list_checkpoints(path)
     if not listing.entries:
-        below = next(_holding_checkpoints(path), None)
-        named = f", as {_printable(str(below))} does," if below else ","
+        candidate = next(_checkpoint_directories(path), None)
+        example = f", for example {_printable(str(candidate))}" if candidate else ""
         raise CheckpointError(
-            f"{path} holds no checkpoint: no directory with a {MANIFEST}; name one that does{named} or a checkpoint"
+            f"{path} holds no checkpoint: no directory with a {MANIFEST}; name a checkpoint or a directory of"
+            f" checkpoints{example}"
         )
     if listing.lost:
         return listing, None
-    # Without latest, a load takes the newest one whose record can be read.
+    # Without the file "latest", a load takes the newest checkpoint with a readable manifest.
     return listing, directory.find(listing.latest or (directory.tags() or listing.entries)[-1].tag)
 
 
-def _holding_checkpoints(path: Path) -> Iterator[Path]:
-    """The directories in ``path`` that would have been something to name."""
-    for below in sorted(path.iterdir()):
-        with suppress(CheckpointError):  # it is another user's, perhaps
-            if below.is_dir() and CheckpointDirectory(below).tags():
-                yield below
+def _checkpoint_directories(path: Path) -> Iterator[Path]:
+    """The directories in ``path`` that hold checkpoints."""
+    for child in sorted(path.iterdir()):
+        # Directories of other users may not be readable.
+        with suppress(CheckpointError):
+            if child.is_dir() and CheckpointDirectory(child).tags():
+                yield child
 
 
 def _parts(
@@ -144,11 +147,11 @@ def _listed(listing: Listing) -> Iterator[RenderableType]:
     yield ""
     yield from (f"Damaged: {_printable(entry.damage)}" for entry in listing.entries if entry.damage)
     if listing.lost:
-        yield f"Nothing to resume from: {_printable(listing.lost)}"
+        yield f"No checkpoint to resume from: {_printable(listing.lost)}"
     for name, nbytes in listing.partials.items():
         yield (
-            f"{_printable(name)} ({format_size(nbytes)}) is of a save that is under way, or was cut off; the next run"
-            " that saves here removes it"
+            f"{_printable(name)} ({format_size(nbytes)}) belongs to a save that is in progress or was interrupted; the"
+            " next run that saves here removes it"
         )
 
 
@@ -167,18 +170,18 @@ def _inspected(inspection: Inspection) -> Iterator[RenderableType]:
             yield ""
             yield (
                 f"Frozen parameters are excluded, {len(manifest.excluded)} of {numel:,} elements, the first"
-                f" {_printable(next(iter(manifest.excluded)))}: to load it takes a model that has them."
+                f" {_printable(next(iter(manifest.excluded)))}: the model that loads it must have them."
             )
         yield ""
     if inspection.damage:
         yield f"Damaged, in {counted(len(inspection.damage), 'place')}:"
-        yield from (f"  {_told(each)}" for each in inspection.damage[:_SHOWN])
-        if len(inspection.damage) > _SHOWN:
-            yield f"  and {len(inspection.damage) - _SHOWN} more"
+        yield from (f"  {_damage_text(damage)}" for damage in inspection.damage[:_MAX_DAMAGES])
+        if len(inspection.damage) > _MAX_DAMAGES:
+            yield f"  and {len(inspection.damage) - _MAX_DAMAGES} more"
     elif inspection.checked:
-        yield f"Whole: {format_size(inspection.checked)} were read, and every page is what its checksum says."
+        yield f"Whole: {format_size(inspection.checked)} were read, and every page matches its checksum."
     else:
-        yield "Sizes and headers are as they should be. Without --quick all checksums are compared, too."
+        yield "Sizes and headers are correct. Without --quick, all checksums are compared, too."
     if inspection.caveat:
         yield _printable(inspection.caveat)
 
@@ -200,10 +203,10 @@ def _contents(inspection: Inspection, manifest: Manifest) -> FiguresTable:
 def _loaded(loading: Loading) -> Iterator[RenderableType]:
     yield ""
     if loading.report is None:
-        yield f"What it takes to load it here cannot be told: {_printable(loading.problem)}"
+        yield f"The memory to load it here cannot be planned: {_printable(loading.problem)}"
         return
     if loading.report.plan is None:
-        yield f"To load it here is not possible yet. {loading.report.refusal}"
+        yield f"It cannot be loaded here. {loading.report.refusal}"
         yield (
             "Any of these makes it fit:"
             if loading.report.remedies
@@ -211,10 +214,10 @@ def _loaded(loading: Loading) -> Iterator[RenderableType]:
         )
         yield from (f"  - {each}" for each in loading.report.remedies)
     else:
-        yield "To load it here, and train on (more choices: tiering plan):"
+        yield "Plan to load it here and continue training (tiering plan has more options):"
         yield loading.report.plan.table()
     yield ""
-    yield "with this configuration, where swap space is in this directory:"
+    yield "with this configuration, which puts swap space in the current directory:"
     yield json.dumps(loading.config, indent=1)
 
 
@@ -226,23 +229,23 @@ def _table(*headings: str) -> FiguresTable:
     return table
 
 
-def _told(damage: Damage) -> str:
+def _damage_text(damage: Damage) -> str:
     file = "" if damage.file is None else f"{damage.file.name}"
     page = "" if damage.page is None or damage.file is None else f", page {damage.page}"
     names = ", ".join(map(_printable, damage.names[:3]))
     more = f" and {len(damage.names) - 3} more" if len(damage.names) > 3 else ""
-    where = f"{_printable(file)}{page}" + (f" ({names}{more})" if names else "")
-    return f"{where}: {damage.what}" if where else _printable(damage.what)
+    place = f"{_printable(file)}{page}" + (f" ({names}{more})" if names else "")
+    return f"{place}: {damage.what}" if place else _printable(damage.what)
 
 
 def _printable(text: str) -> str:
-    """What others wrote, fit for a terminal."""
+    """``text`` from a file, with unprintable characters escaped for the terminal."""
     return text if text.isprintable() else short.repr(text)
 
 
 @contextmanager
 def _progress(path: Path, *, quick: bool) -> Iterator[Told]:
-    """Shows on stderr, if somebody looks, how much was read."""
+    """Show on stderr, if it is a terminal, how many bytes have been read."""
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(

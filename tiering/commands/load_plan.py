@@ -1,7 +1,7 @@
-"""What it takes to load a checkpoint and train on: the planner's answer for a model of which only the names are known.
+"""The plan to load a checkpoint and continue training, from the names of its parameters, without the model.
 
-The engine cuts a model into groups by its modules. Here they are guessed by name, which for most models comes to the
-same: what lies below the first number in a name ("model.layers.3") is a block.
+The engine forms groups from the modules of a model. Here they are derived from the names, with the same result for most
+models: parameters with an equal prefix up to the first number ("model.layers.3") form a block.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _ROOT = "root"
 
 
 def configuration(manifest: Manifest, swap_directory: Path) -> dict[str, Any]:
-    """A configuration to go on with, in DeepSpeed's words: what memory has no room for goes to ``swap_directory``."""
+    """A DeepSpeed configuration to continue training, which offloads to ``swap_directory`` if memory is too small."""
     if manifest.precision not in ITEMSIZES:
-        raise ConfigError(f"nobody trains in {manifest.precision!r} here; there are {', '.join(ITEMSIZES)}")
+        raise ConfigError(f"unsupported precision {manifest.precision!r}; supported: {', '.join(ITEMSIZES)}")
     offload = {"device": "nvme", "nvme_path": str(swap_directory)}
     optimizer: dict[str, Any] = {"type": manifest.optimizer if manifest.optimizer in RULES else "AdamW"}
     if optimizer["type"] == "SGD" and manifest.kinds:
         optimizer["params"] = {"momentum": 0.9}
-    if optimizer["type"] == "Adam":  # which means AdamW unless it says otherwise
+    # In a DeepSpeed configuration, "Adam" means AdamW by default.
+    if optimizer["type"] == "Adam":
         optimizer["params"] = {"adam_w_mode": False}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
     if manifest.precision != "fp32":
@@ -43,9 +44,9 @@ def configuration(manifest: Manifest, swap_directory: Path) -> dict[str, Any]:
 
 
 def plan_to_load(manifest: Manifest, swap_directory: Path, *, gpu_memory: int | None = None) -> PlanReport:
-    """The plan of its model on one rank of this machine, or what would make it fit.
+    """The plan of the checkpoint's model on one rank of this machine, or remedies if it does not fit.
 
-    Raises ConfigError or SwapSpaceError where there is no such plan.
+    Raises ConfigError for an unsupported precision or optimizer, SwapSpaceError for an unusable ``swap_directory``.
     """
     config, _ = ds_config.load(configuration(manifest, swap_directory))
     parameters = {**manifest.parameters, **manifest.excluded}
@@ -66,13 +67,13 @@ def _groups(
         small = stored.numel < max(1, persistence_threshold)
         members.setdefault(_PERSISTENT if small else names[name], []).append(stored)
     around = list(members).index(_ROOT) if _ROOT in members else None
-    for name, stored_ones in members.items():
-        numel = round_up(sum(each.numel for each in stored_ones), QUANTUM)
-        trained = round_up(sum(each.numel for each in stored_ones if each.trained), QUANTUM)
+    for name, stored_parameters in members.items():
+        numel = round_up(sum(each.numel for each in stored_parameters), QUANTUM)
+        trained = round_up(sum(each.numel for each in stored_parameters if each.trained), QUANTUM)
         persistent = name == _PERSISTENT
         parent = None if persistent or name == _ROOT else around
         uses = 0 if persistent else 1
-        largest = max((each.numel for each in stored_ones if each.trained), default=0)
+        largest = max((each.numel for each in stored_parameters if each.trained), default=0)
         yield GroupSizes(name, numel * itemsize, trained, parent, persistent, uses, largest_trained=largest)
 
 
@@ -91,7 +92,7 @@ def _own_groups(parameters: Mapping[str, StoredParameter]) -> dict[str, str]:
 
 
 def _home(name: str) -> tuple[str, bool]:
-    """Where a parameter lives, and whether that is a block."""
+    """The module that a parameter belongs to, and whether that is a block."""
     parts = name.split(".")
     for depth, part in enumerate(parts[:-1], 1):
         if part.isdecimal():

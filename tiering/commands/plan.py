@@ -1,4 +1,4 @@
-"""``tiering plan``: from what a command line says to a report. Without torch, unless a model has to be built."""
+"""``tiering plan``: plans the arguments of a command line. Imports torch only to build a model or to measure rates."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from tiering.planning.report import PlanReport
     from tiering.planning.setting import Setting
 
-LEAST_MEMORY = 1 << 20  # bytes
-FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 1, 2
+# Bytes. A smaller size of memory is taken for a number without its unit.
+MIN_MEMORY = 1 << 20
+FITS, DOES_NOT_FIT, USAGE_ERROR = 0, 1, 2
 
 EPILOG = """\
 sizes: 4K, 1M, 1GiB (1024-based) or 1GB (10^9), as in the configuration; budgets are of a node, for all its ranks.
@@ -50,14 +51,14 @@ RATE_NAMES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``tiering plan`` can be asked."""
+    """Add the arguments of ``tiering plan``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument(
         "--params", type=_count, metavar="N", help="a decoder with about N parameters: 350M, 7B"
     )
-    what.add_argument(
+    model.add_argument(
         "--model", type=Path, metavar="PATH", help="a transformers config.json, or its directory"
     )
     parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
@@ -136,43 +137,44 @@ def _add_rates(group: argparse._ArgumentGroup) -> None:
         group.add_argument(f"--{name}", type=_rate, metavar="RATE", help=text)
     group.add_argument(
         "--tbw",
-        type=_written,
+        type=_endurance,
         metavar="SIZE",
         help="write endurance of a node's drives: 1200TB, or 1200",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer, and return the exit code."""
+    """Print the report and return the exit code."""
     try:
         report = answer(options)
     except (TieringError, OSError) as error:
-        elsewhere = isinstance(error, SwapSpaceError) and not options.measure
-        hint = "; for a machine that is not this one, give --nvme-budget" if elsewhere else ""
+        no_budget = isinstance(error, SwapSpaceError) and not options.measure
+        hint = "; to plan for another machine, give --nvme-budget" if no_budget else ""
         print(f"tiering plan: {error}{hint}", file=sys.stderr)
-        return CANNOT_TELL
+        return USAGE_ERROR
     if options.measure and not report.fits:
-        print("nothing was measured, since the model does not fit", file=sys.stderr)
+        print("no rates were measured, because the model does not fit", file=sys.stderr)
     if options.json:
         print(json.dumps(report.as_dict(), indent=1))
     else:
         from rich.console import Console
 
         console = Console()
-        with console.capture() as text:  # rich has an exit code of its own for a closed pipe
+        # Rich exits with its own code if the pipe is closed: let it write to a string.
+        with console.capture() as text:
             report.print(console)
         print(text.get(), end="")
     return FITS if report.fits else DOES_NOT_FIT
 
 
 def answer(options: argparse.Namespace) -> PlanReport:
-    """The report that ``options`` ask for."""
+    """The report for ``options``. Raises ConfigError, SwapSpaceError or OSError."""
     from tiering.planning.setting import TOKENS, Setting
 
     if options.save_rates is not None and not options.measure:
-        raise ConfigError("--save-rates keeps what --measure finds: give both")
+        raise ConfigError("--save-rates needs --measure DIR")
     if options.measure_again and not options.measure:
-        raise ConfigError("--measure-again says how --measure DIR works: give both")
+        raise ConfigError("--measure-again needs --measure DIR")
     profile = _profile(options.profile)
     ranks = options.ranks or (profile.devices * options.nodes if profile else 1)
     if ranks % options.nodes:
@@ -216,12 +218,12 @@ def _profile(name: str | None) -> Profile | None:
     from tiering.planning.profiles import PROFILES
 
     if name is not None and name not in PROFILES:
-        raise ConfigError(f"there is no profile {name!r}; there are {', '.join(PROFILES)}")
+        raise ConfigError(f"unknown profile {name!r}; use one of {', '.join(PROFILES)}")
     return None if name is None else PROFILES[name]
 
 
 def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) -> TieringConfig:
-    """The configuration: the file's or the usual one, with what the command line says in its place."""
+    """The configuration from the file, or the default one, with the options of the command line."""
     from tiering.config import ds_config
     from tiering.config.training import OptimizerConfig
     from tiering.planning.setting import profile_budgets, usual_config, with_changes
@@ -230,7 +232,8 @@ def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) ->
         directory = options.measure[0] if options.measure else Path()
         if profile is None and options.nvme_budget is None and not options.measure:
             print(
-                f"nvme budget: from what is free in {directory.absolute()}; for another machine give --nvme-budget",
+                f"nvme budget: the free space in {directory.absolute()}; to plan for another machine, give"
+                " --nvme-budget",
                 file=sys.stderr,
             )
         config = usual_config(directory, world_size=ranks)
@@ -240,64 +243,71 @@ def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) ->
             print(f"{options.config} names no optimizer; AdamW is assumed", file=sys.stderr)
             config = config.model_copy(update={"optimizer": OptimizerConfig()})
     keys = ("device_budget", "host_budget", "nvme_budget", "state")
-    given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
+    overrides = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
     tiers = {} if profile is None else profile_budgets(profile)
-    return with_changes(config, micro_batches=options.micro_batches, tiers=tiers | given)
+    return with_changes(config, micro_batches=options.micro_batches, tiers=tiers | overrides)
 
 
 def _rates(
     options: argparse.Namespace, profile: Profile | None, setting: Setting, io: IoConfig
 ) -> Callable[[Workload], Rates]:
-    """The profile's rates, with what a file says in their place, then what is measured, then what is given."""
+    """A function that returns the rates for a workload.
+
+    In increasing precedence, a rate comes from the profile, from the file of ``--rates``, from a measurement, and from
+    its own option.
+    """
     from tiering.planning.rates import Rates
 
-    kept = Rates.load(options.rates) if options.rates is not None else Rates()
-    given = Rates(**{field.name: getattr(options, field.name) for field in fields(Rates)})
+    from_file = Rates.load(options.rates) if options.rates is not None else Rates()
+    from_options = Rates(**{field.name: getattr(options, field.name) for field in fields(Rates)})
 
-    def known(load: Workload) -> Rates:
+    def rates_for(load: Workload) -> Rates:
         rates = profile.rates(load) if profile is not None else Rates()
         if options.nodes > 1:
-            rates = replace(rates, network=None)  # a profile's is that within a node
-        rates = rates.updated(kept)
+            # A profile has the rate of the network within a node.
+            rates = replace(rates, network=None)
+        rates = rates.updated(from_file)
         if options.measure:
             import tiering
 
-            shelf = _Shelf(options.measure_again)
+            cache = _RateCache(measure_again=options.measure_again)
             measured = tiering.measure_rates(
                 *options.measure,
                 workload=load,
                 on_gpu=setting.gpu_memory is not None,
                 tokens=setting.tokens,
                 io=io,
-                take=shelf.take,
+                take=cache.rates,
             )
-            shelf.say()
+            cache.print_summary()
             if options.save_rates is not None:
                 measured.save(options.save_rates)
             rates = rates.updated(measured)
-        return rates.updated(given)
+        return rates.updated(from_options)
 
-    return known
+    return rates_for
 
 
-class _Shelf:
-    """Takes the rates that are saved and fresh, unless ``again``; measures the others, and saves them."""
+class _RateCache:
+    """Measured rates: those of the last 7 days from the user's cache, unless ``measure_again``, and new ones."""
 
-    def __init__(self, again: bool) -> None:
+    def __init__(self, *, measure_again: bool) -> None:
         from tiering.planning.saved_rates import SavedRates
 
         self._saved = SavedRates.of_user()
-        self._again = again
-        self._taken: list[str] = []
+        self._measure_again = measure_again
+        # Name and time of each measurement that came from the cache.
+        self._reused: list[str] = []
 
-    def take(self, part: Measurement) -> Rates:
+    def rates(self, part: Measurement) -> Rates:
+        """The rates of ``part``, measured and saved unless the cache has them."""
         from tiering.planning import saved_rates
         from tiering.planning.others import remark
 
-        record = None if self._again else self._saved.find(part)
+        record = None if self._measure_again else self._saved.find(part)
         if record is not None:
-            beside = f" ({remark(record.others)})" if remark(record.others) else ""
-            self._taken.append(f"{part.name} of {record.measured.astimezone():%Y-%m-%d %H:%M}{beside}")
+            load = f" ({remark(record.others)})" if remark(record.others) else ""
+            self._reused.append(f"{part.name} of {record.measured.astimezone():%Y-%m-%d %H:%M}{load}")
             return record.rates
         print(f"measuring: {part.name}", file=sys.stderr, flush=True)
         record = saved_rates.measured(part)
@@ -306,24 +316,26 @@ class _Shelf:
         self._saved.save(part, record)
         return record.rates
 
-    def say(self) -> None:
-        """From when those are that were not measured now."""
-        if self._taken:
-            told = ", ".join(self._taken)
-            print(f"rates as measured before: {told}; --measure-again for new ones", file=sys.stderr)
+    def print_summary(self) -> None:
+        """Print the times of the reused measurements."""
+        if self._reused:
+            print(
+                f"reused measurements: {', '.join(self._reused)}; --measure-again repeats them",
+                file=sys.stderr,
+            )
 
 
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, not {number}")
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
     return number
 
 
-def _said(read: Callable[[str], Any], text: str) -> Any:
-    """What ``read`` makes of ``text``; argparse does not show the words of a ValueError."""
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    """``parse(text)``, with a ValueError as an ArgumentTypeError: argparse does not print the text of a ValueError."""
     try:
-        return read(text)
+        return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -331,38 +343,38 @@ def _said(read: Callable[[str], Any], text: str) -> Any:
 def _size(text: str) -> int:
     from tiering.config.fields import parse_size
 
-    size: int = _said(parse_size, text)
+    size: int = _parsed(parse_size, text)
     return size
 
 
 def memory_size(text: str) -> int:
-    """``24GiB``. A number alone is bytes, and so few of them are a unit that was forgotten."""
+    """Parse a size of memory: ``24GiB``. A number without a unit is bytes; less than MIN_MEMORY is an error."""
     nbytes = _size(text)
-    if 0 < nbytes < LEAST_MEMORY:
+    if 0 < nbytes < MIN_MEMORY:
         number = text.strip()
         remedy = f"did you mean {number}GiB?" if number.isdigit() else "give at least 1MiB"
         raise argparse.ArgumentTypeError(f"{number} is {nbytes} bytes; {remedy}")
     return nbytes
 
 
-def _written(text: str) -> int:
-    """``1200TB``; a number alone is in TB, as data sheets give it."""
+def _endurance(text: str) -> int:
+    """``1200TB``; a number without a unit is TB, as in data sheets."""
     return _size(text if text.strip()[-1:].isalpha() else f"{text}TB")
 
 
 def _count(text: str) -> int:
     from tiering.planning.sizing import parse_count
 
-    count: int = _said(parse_count, text)
+    count: int = _parsed(parse_count, text)
     return count
 
 
 def _rate(text: str) -> float:
-    """``3GB/s``, ``165T`` or a number: decimal, as data sheets are."""
+    """``3GB/s``, ``165T`` or a number. Prefixes are decimal, as in data sheets."""
     match = _RATE.fullmatch(text.strip())
     rate = float(match[1]) * _SCALES[match[2]] if match else 0.0
     if not rate:
         raise argparse.ArgumentTypeError(
-            f"a rate is a number above 0, as '3GB/s', '165T' or '2e9', not {text!r}"
+            f"must be a number above 0, such as '3GB/s', '165T' or '2e9', not {text!r}"
         )
     return rate

@@ -194,7 +194,7 @@ def test_what_a_checkpoint_excludes_is_told(tmp_path: Path, capsys: pytest.Captu
     assert convert(source, tmp_path / "out") == 0
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"adapter", *BUFFERS}
     assert "frozen parameters are excluded from" in (told := capsys.readouterr().err)
-    assert ": 1, the first 'base.weight'; whoever loads that has to have them" in told
+    assert ": 1, the first 'base.weight'; the model that loads it must have them" in told
 
 
 def test_frozen_parameters_may_stay_behind(tmp_path: Path, checkpoint: Path, values: Tensors) -> None:
@@ -275,12 +275,12 @@ def test_a_full_disk_leaves_nothing(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["{checkpoint}", "{full}"], "is no empty directory; name a new one"),
-        (["{checkpoint}", "{file}"], "is no empty directory; name a new one"),
+        (["{checkpoint}", "{full}"], "exists and is not an empty directory; name a new one"),
+        (["{checkpoint}", "{file}"], "exists and is not an empty directory; name a new one"),
         (["{checkpoint}", "{new}", "--max-shard-size", "5XB"], "--max-shard-size: unknown unit 'XB'"),
         (["{checkpoint}", "{new}", "--config", "{file}"], "cannot be read: it is not valid JSON"),
         (["{checkpoint}", "{new}", "--config", "{full}"], "config.json cannot be read: .*No such file"),
-        (["{new}", "{new}2"], "does not exist; name a checkpoint, or weights"),
+        (["{new}", "{new}2"], "does not exist; name a checkpoint or weights"),
         (["{weights}", "{new}", "--max-shard-size", "1GB"], "--max-shard-size is for a checkpoint"),
         (["{weights}", "{new}", "--config", "{full}"], "--config is for a checkpoint"),
     ],

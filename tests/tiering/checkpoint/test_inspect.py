@@ -99,10 +99,8 @@ def test_a_directory_and_its_latest_checkpoint(checkpoints: Path, inspect: Inspe
     assert "global_step200: step 200, saved 2026-11-22T08:00:00+00:00 by 2 ranks, Lion in bf16" in lines
     assert "weights  3 F32        4,507  17.61 KiB" in lines
     assert "exp_avg  3 F32        4,507  17.61 KiB" in lines
-    assert any(
-        line.startswith("Whole: ") and "every page is what its checksum says" in line for line in lines
-    )
-    assert "To load it here, and train on (more choices: tiering plan):" in lines
+    assert any(line.startswith("Whole: ") and "every page matches its checksum" in line for line in lines)
+    assert "Plan to load it here and continue training (tiering plan has more options):" in lines
     config = json.loads(out[out.index("\n{") :])
     assert config["optimizer"] == {"type": "Lion"}
 
@@ -156,7 +154,10 @@ def test_what_a_checkpoint_excludes(checkpoints: Path, inspect: Inspect) -> None
     replace(found, excluded=base).write(path)
     code, out, _ = inspect(path)
     assert code == 0
-    assert "are excluded, 3 of 3,000,000 elements, the first base.0: to load it takes a model" in out
+    assert (
+        "are excluded, 3 of 3,000,000 elements, the first base.0: the model that loads it must have them"
+        in out
+    )
     about = told(inspect, path)["checkpoint"]["about"]
     assert (about["elements"], about["excluded_parameters"], about["excluded_elements"]) == (4507, 3, 3000000)
     (path / MANIFEST).unlink()
@@ -215,7 +216,7 @@ def test_each_flipped_byte_is_found_and_named(checkpoints: Path, inspect: Inspec
     flip(path / "rank-00001-of-00002.safetensors", PAGE + 3)
     code, out, _ = inspect(checkpoints)
     assert code == 1
-    assert "To load it" not in out
+    assert "Plan to load it" not in out
     assert out.splitlines()[-4:] == [
         "Damaged, in 3 places:",
         "  rank-00001-of-00002.safetensors, page 1 (buffer): it is not what was written: another CRC32C",
@@ -236,7 +237,7 @@ def test_a_quick_look_reads_no_page(checkpoints: Path, inspect: Inspect) -> None
     flip(checkpoints / "global_step200" / WEIGHTS_2, PAGE)
     code, out, _ = inspect(checkpoints, "--quick")
     assert code == 0
-    assert "Without --quick all checksums are compared, too." in out
+    assert "Without --quick, all checksums are compared, too." in out
     assert told(inspect, checkpoints, "--quick")["checkpoint"]["bytes_checked"] == 0
 
 
@@ -352,7 +353,7 @@ def test_a_latest_that_is_gone(checkpoints: Path, inspect: Inspect) -> None:
     (checkpoints / LATEST).write_text("global_step300")
     code, out, _ = inspect(checkpoints)
     assert code == 1
-    assert f"Nothing to resume from: {checkpoints / LATEST} names 'global_step300'" in out
+    assert f"No checkpoint to resume from: {checkpoints / LATEST} names 'global_step300'" in out
     answer = told(inspect, checkpoints)
     assert answer["checkpoint"] is None and "names 'global_step300'" in answer["directory"]["lost"]
 
@@ -378,9 +379,9 @@ def test_what_strangers_wrote_does_not_reach_the_terminal(
 def test_what_is_no_checkpoint(checkpoints: Path, inspect: Inspect, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for arguments, why in [
-        ([tmp_path / "nowhere"], "is no directory; name one that holds checkpoints"),
-        ([checkpoints / LATEST], "is no directory"),
-        ([checkpoints.parent], f"name one that does, as {checkpoints} does, or a checkpoint"),
+        ([tmp_path / "nowhere"], "is not a directory; name a checkpoint or a directory of checkpoints"),
+        ([checkpoints / LATEST], "is not a directory"),
+        ([checkpoints.parent], f"name a checkpoint or a directory of checkpoints, for example {checkpoints}"),
         ([tmp_path / "empty"], "holds no checkpoint: no directory with a checkpoint.json"),
         (
             [checkpoints, "--tag", "no"],
@@ -389,7 +390,7 @@ def test_what_is_no_checkpoint(checkpoints: Path, inspect: Inspect, tmp_path: Pa
         ([checkpoints, "--tag", "../x"], "a checkpoint cannot be named '../x'"),
         (
             [checkpoints / "global_step100", "--tag", "x"],
-            f"is a checkpoint itself; leave --tag out, or name {checkpoints}",
+            "is a checkpoint, not a directory of checkpoints; remove --tag",
         ),
     ]:
         code, out, err = inspect(*arguments)
@@ -494,7 +495,7 @@ def test_a_model_that_does_not_fit_gets_remedies(
     monkeypatch.setattr("tiering.placement.budgets.host_memory", lambda: (1 << 12, 0))
     code, out, _ = inspect(checkpoints)
     assert code == 0  # it is whole
-    assert "To load it here is not possible yet. [TIER-PLAN]" in out
+    assert "It cannot be loaded here. [TIER-PLAN]" in out
     assert "Any of these makes it fit:\n  - " in out
     loading = told(inspect, checkpoints)["loading"]
     assert loading["fits"] is False and loading["remedies"]
@@ -508,5 +509,5 @@ def test_what_cannot_be_planned_says_why(
     monkeypatch.chdir("/dev/shm")
     code, out, _ = inspect(checkpoints)
     assert code == 0
-    assert "What it takes to load it here cannot be told: [TIER-SPACE] nvme_path /dev/shm is on tmpfs" in out
+    assert "The memory to load it here cannot be planned: [TIER-SPACE] nvme_path /dev/shm is on tmpfs" in out
     assert told(inspect, checkpoints)["loading"]["problem"].startswith("[TIER-SPACE]")

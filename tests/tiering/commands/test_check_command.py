@@ -1,4 +1,4 @@
-"""``tiering check``, as somebody at a terminal and a program call it."""
+"""``tiering check``, called by a user at a terminal and by a program."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_file_that_does_not(check: Check) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("[1]", "not a JSON object"),
         ('{"a": }', "line 1 column 7"),
@@ -84,14 +84,14 @@ def test_a_file_that_does_not(check: Check) -> None:
         ("", "not valid JSON"),
     ],
 )
-def test_a_file_that_cannot_be_read(check: Check, tmp_path: Path, text: str, says: str) -> None:
+def test_a_file_that_cannot_be_read(check: Check, tmp_path: Path, text: str, message: str) -> None:
     if "\udcff" in text:
         (tmp_path / "odd.json").write_bytes(text.encode(errors="surrogateescape"))
         assert main(["check", str(tmp_path / "odd.json")]) == 2
         return
     code, out, err = check(text)
     assert (code, out) == (2, "")
-    assert says in err
+    assert message in err
 
 
 def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,8 +113,9 @@ def test_strict_is_about_keys_that_do_nothing(check: Check) -> None:
     assert "3 honoured, 2 no effect, 1 deprecated" in out
     code, _, err = check(GOOD | old, "--strict")
     assert code == 1
-    told = [line.split(": ")[1:3] for line in err.splitlines()]
-    assert told == [  # overlap_comm asks for what is so anyway
+    lines = [line.split(": ")[1:3] for line in err.splitlines()]
+    # overlap_comm is missing: its value true is the only behaviour.
+    assert lines == [
         ["no effect", "zero_optimization.reduce_bucket_size"],
         ["deprecated", "zero_optimization.cpu_offload"],
     ]
@@ -129,7 +130,7 @@ def test_ranks_share_a_batch(check: Check, capsys: pytest.CaptureFixture[str]) -
     assert "2 x 1 x 4 ranks is 8; set only two of the three" in err
     with pytest.raises(SystemExit):
         check(config, "--ranks", "0")
-    assert "at least 1 rank trains" in capsys.readouterr().err
+    assert "must be at least 1, not 0" in capsys.readouterr().err
 
 
 def test_auto_is_filled_in_or_somebody_has_to(check: Check, tmp_path: Path) -> None:
@@ -145,9 +146,9 @@ def test_auto_is_filled_in_or_somebody_has_to(check: Check, tmp_path: Path) -> N
     arguments = ("learning_rate=2e-5", "per_device_train_batch_size=4")
     code, out, _ = check(TRAINERS, "--ranks", "2", "--model", str(model), "--json", "--args", *arguments)
     assert code == 0
-    told = {each["key"]: each for each in json.loads(out)["keys"]}
+    keys = {each["key"]: each for each in json.loads(out)["keys"]}
     zero = "zero_optimization.stage3_"
-    assert {key: each["value"] for key, each in told.items() if each["from"] == "auto"} == {
+    assert {key: each["value"] for key, each in keys.items() if each["from"] == "auto"} == {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 4,
         "bf16.enabled": True,
@@ -156,8 +157,8 @@ def test_auto_is_filled_in_or_somebody_has_to(check: Check, tmp_path: Path) -> N
         f"{zero}prefetch_bucket_size": 9000,
         f"{zero}param_persistence_threshold": 1000,
     }
-    assert told["optimizer.params.lr"]["here"] == "args.learning_rate"
-    assert told[f"{zero}prefetch_bucket_size"]["here"] == "0.9 h^2, h = 100"
+    assert keys["optimizer.params.lr"]["here"] == "args.learning_rate"
+    assert keys[f"{zero}prefetch_bucket_size"]["here"] == "0.9 h^2, h = 100"
 
 
 def test_json_has_everything(check: Check) -> None:
@@ -178,7 +179,7 @@ def test_json_has_everything(check: Check) -> None:
     }
     defaults = {each["key"]: each["value"] for each in told["defaults"]}
     assert defaults["gradient_clipping"] == 1.0
-    assert "bf16.enabled" not in defaults, "it says one precision of three, and has no value of its own"
+    assert "bf16.enabled" not in defaults, "it selects one of three precisions, and has no default"
     assert defaults["train_micro_batch_size_per_gpu"] == 4
     assert defaults["zero_optimization.offload_optimizer.device"] == "none"
     assert not {each["key"] for each in told["keys"]} & set(defaults)
@@ -188,8 +189,8 @@ def test_narrow_terminals_have_a_line_for_what_it_does(check: Check) -> None:
     _, out, _ = check(TRAINERS, "--args", "learning_rate=1", "per_device_train_batch_size=1", columns=80)
     lines = [line.rstrip() for line in out.splitlines()]
     assert max(map(len, lines)) <= 80
-    place = lines.index("zero_optimization.overlap_comm = true  no effect")
-    assert lines[place + 1] == "    collectives always overlap compute"
+    index = lines.index("zero_optimization.overlap_comm = true  no effect")
+    assert lines[index + 1] == "    collectives always overlap compute"
 
 
 def test_all_shows_what_the_file_does_not_set(check: Check) -> None:
@@ -225,5 +226,5 @@ def test_names_reach_a_terminal_as_it_can_show_them() -> None:
     assert ended.returncode == 1
     assert r"\u043a\u043b\u044e\u0447" in ended.stdout.decode("ascii")
     assert b"\x1b" not in ended.stdout + ended.stderr
-    told = [line.split(": ")[2] for line in ended.stderr.decode().splitlines()]
-    assert told == [r"\u043a\u043b\u044e\u0447", r'"\u001b[31mred"', '""', '"a.b"']
+    keys = [line.split(": ")[2] for line in ended.stderr.decode().splitlines()]
+    assert keys == [r"\u043a\u043b\u044e\u0447", r'"\u001b[31mred"', '""', '"a.b"']

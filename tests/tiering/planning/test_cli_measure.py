@@ -88,8 +88,8 @@ def test_what_was_measured_is_taken_while_it_is_what_is_asked(
     assert again == []
     (taken,) = said.splitlines()
     today = f"{datetime.now().astimezone():%Y-%m-%d}"
-    assert taken.startswith("rates as measured before: CPU of") and taken.count(today) == 3
-    assert taken.endswith("--measure-again for new ones")
+    assert taken.startswith("reused measurements: CPU of") and taken.count(today) == 3
+    assert taken.endswith("--measure-again repeats them")
     assert asked("--measure-again")[0] == everything
     assert asked("--state", "split")[0] == ["CPU"]
     assert asked("--tokens", "64")[0] == ["device"]
@@ -207,7 +207,7 @@ def test_what_is_a_week_old_is_measured_again(
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda text: text[: len(text) // 2], "no JSON"),
+        (lambda text: text[: len(text) // 2], "not valid JSON"),
         (lambda text: text.replace("optimizer", "optimiser"), "'optimiser' is no rate"),
         (lambda text: text.replace("500000000.0", "-1"), "'optimizer' is -1"),
         (lambda text: text.replace("500000000.0", "1" + "0" * 400), "too large"),
@@ -295,7 +295,7 @@ def test_what_does_not_fit_is_not_measured_and_that_is_said(
     kept = tmp_path / "rates.json"
     code, _, err = plan(*SMALL, "--host-budget", "1MiB", "--measure", tmp_path, "--save-rates", kept)
     assert code == 1
-    assert "nothing was measured, since the model does not fit" in err
+    assert "no rates were measured, because the model does not fit" in err
     assert not kept.exists() and measured == []
 
 

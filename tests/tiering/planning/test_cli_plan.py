@@ -339,7 +339,7 @@ def test_a_swap_directory_that_is_not_here_needs_a_budget(plan: Plan, tmp_path: 
     code, _, err = plan("--params", "60M", "--config", config)
     assert code == 2
     assert "elsewhere does not exist" in err
-    assert "for a machine that is not this one, give --nvme-budget" in err
+    assert "to plan for another machine, give --nvme-budget" in err
     assert plan("--params", "60M", "--config", config, "--nvme-budget", "2GiB")[0] == 0
 
 
@@ -382,7 +382,7 @@ def test_a_profile_brings_budgets_and_rates(plan: Plan) -> None:
     assert told["gpu_memory"] == profile.device.memory_bytes
     code, _, err = plan("--params", "13B", "--profile", "abacus")
     assert code == 2
-    assert "there is no profile 'abacus'; there are rtx4090," in err
+    assert "unknown profile 'abacus'; use one of rtx4090," in err
 
 
 def test_a_profile_does_not_know_the_network_between_nodes(plan: Plan) -> None:
@@ -403,14 +403,14 @@ def test_a_profile_does_not_know_the_network_between_nodes(plan: Plan) -> None:
         (["--params", "7Q"], "'350M', '7B' or '1.5T', not '7Q'"),
         (["--params", "1M"], "no decoder of 1.00M parameters"),
         (["--params", "7B", "--host-budget", "7 parsecs"], "unknown unit 'parsecs'"),
-        (["--params", "7B", "--flops", "fast"], "a rate is a number above 0"),
-        (["--params", "7B", "--flops", "0"], "a rate is a number above 0"),
-        (["--params", "7B", "--tokens", "0"], "at least 1, not 0"),
+        (["--params", "7B", "--flops", "fast"], "must be a number above 0"),
+        (["--params", "7B", "--flops", "0"], "must be a number above 0"),
+        (["--params", "7B", "--tokens", "0"], "must be at least 1, not 0"),
         (["--params", "7B", "--tbw", "600TBW"], "unknown unit 'TBW' in size '600TBW'; did you mean 'TB'?"),
         (["--params", "7B", "--tbw", "0"], "endurance is 0; it has to be above 0"),
         (["--params", "7B", "--gpu", "0"], "gpu_memory is 0; it has to be above 0"),
-        (["--params", "7B", "--save-rates", "x"], "--save-rates keeps what --measure finds: give both"),
-        (["--params", "7B", "--measure-again"], "--measure-again says how --measure DIR works: give both"),
+        (["--params", "7B", "--save-rates", "x"], "--save-rates needs --measure DIR"),
+        (["--params", "7B", "--measure-again"], "--measure-again needs --measure DIR"),
         (["--params", "7B", "--model", "x"], "not allowed with"),
         ([], "one of the arguments --params --model is required"),
         (["--params", "7B", "--state", "fp8"], "tiering.state: Input should be 'fp32'"),

@@ -130,7 +130,7 @@ def test_what_is_saved_is_what_a_plan_of_this_machine_takes(
     asked = ["plan", *sizes, "--measure", str(disk), "--json"]
     assert tiering.cli.main([*asked, "--state", "split", "--tokens", "256"]) == 0
     captured = capsys.readouterr()
-    assert "measuring" not in captured.err and "rates as measured before: CPU of" in captured.err
+    assert "measuring" not in captured.err and "reused measurements: CPU of" in captured.err
     known = json.loads(captured.out)["rates"]
     assert sorted(known) == sorted([*NVME, *CPU, "flops"])
     assert "measuring: disks" in run(disk, "--no-save")[2]  # whatever is known, and not kept

@@ -64,10 +64,10 @@ def examine(directories: Sequence[Path], root: Path = Path("/")) -> list[Entry]:
     entries = perform(checks)
     entries += perform({"files without a name": lambda: nameless.judge(nameless.holders(root))})
     for path in directories:
-        checks = directory.checks(path.absolute(), root)
+        directory_checks = directory.checks(path.absolute(), root)
         # The other checks need a usable directory.
-        first = perform({"directory": checks.pop("directory")}, str(path.absolute()))
+        first = perform({"directory": directory_checks.pop("directory")}, str(path.absolute()))
         entries += first
         if first[0].finding.verdict is not Verdict.PROBLEM:
-            entries += perform(checks, str(path.absolute()))
+            entries += perform(directory_checks, str(path.absolute()))
     return entries

@@ -299,7 +299,7 @@ def test_the_start_says_what_the_configuration_comes_to(caplog: pytest.LogCaptur
             " run `tiering check FILE` for the reasons"
         )
     ]
-    told = engine._record.description.configuration
+    told = engine._observation.description.configuration
     assert told.outcome == "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1"
     assert told.without_effect == ["zero_optimization.reduce_bucket_size"]
 

@@ -17,7 +17,7 @@ from zero3.observe.ending import Ending
 from zero3.observe.engine_description import describe
 from zero3.observe.monitors import Monitor
 from zero3.observe.progress import Progress
-from zero3.observe.run_record import RunRecord
+from zero3.observe.run_record import Run, RunRecord, Sources
 from zero3.observe.trace import StepTrace
 from zero3.parts import Assembly
 from zero3.passes.activations import Activations
@@ -45,23 +45,24 @@ class Observation:
         self._trace: StepTrace | None = None
         run_name, run_id = _name_run(config.tiering.run_name, parts.collectives)
         peers = None if parts.collectives is None else parts.collectives.peers
+        self.description = describe(
+            config,
+            configuration,
+            tiers=parts.tiers,
+            groups=parts.groups,
+            local_size=parts.world.local_size,
+        )
         self.record = RunRecord(
-            run_name,
+            Run(run_name, run_id, parts.world),
             parts.tiers,
             activations,
-            world=parts.world,
-            run_id=run_id,
-            traffic=parts.collectives,
-            learning=updates,
-            param_groups=parts.optimizer.param_groups,
-            checkpoint=checkpoint_status,
-            description=describe(parts, config, configuration),
+            sources=Sources(updates, parts.collectives, checkpoint_status),
             ending=Ending(parts.world.rank, lambda: None if peers is None else peers.failure_began_with),
             link_rate=saved_link_rate(parts.plan.workload, parts.device, local_ranks=parts.world.local_size),
         )
         self.monitor = Monitor(config, parts.world.rank)
-        self._progress = Progress(config, parts, updates, self.record, self.monitor)
-        self.publisher = self.record.publish(config.tiering.telemetry)
+        self._progress = Progress(config, parts.tiers, updates, self.record, self.monitor)
+        self.publisher = self.record.publish(config.tiering.telemetry, self.description)
 
     def end_step(self, samples: int) -> None:
         """A step of ``samples``, over all ranks, has ended."""

@@ -123,6 +123,11 @@ class Update:
         return self.loss_scale.value if self._scales else None
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups of the optimizer, with their options."""
+        return self._optimizer.param_groups
+
+    @property
     def broken(self) -> str:
         """Why training cannot go on, as far as this rank knows; empty while it can. Any thread may ask."""
         lost = None if self._collectives is None else self._collectives.failure

@@ -1,9 +1,9 @@
-"""What an engine tells of itself once, when it is built."""
+"""The description that an engine publishes once, when it is built."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,20 +13,29 @@ from tiering.placement.plan import Tier
 from tiering.placement.workload import settle_dtypes
 from tiering.telemetry import ConfigurationStatus, Description, SettingStatus
 from tiering.version import __version__
-from zero3.parts import Assembly
+from zero3.device.tiers import Tiers
+from zero3.params.param_group import ParamGroup
 
 
 def describe(
-    parts: Assembly, config: TieringConfig, configuration: ConfigurationStatus | None
+    config: TieringConfig,
+    configuration: ConfigurationStatus | None,
+    *,
+    tiers: Tiers,
+    groups: Sequence[ParamGroup],
+    local_size: int,
 ) -> Description:
-    """The engine that is made of ``parts``, and of ``configuration``, if it came from one."""
-    parameters = sum(piece.numel for group in parts.groups for piece in group.layout.pieces)
+    """Describe an engine with ``groups`` on ``tiers``, on a node with ``local_size`` ranks.
+
+    ``configuration`` is the file or dict that ``config`` was read from, if there is one.
+    """
+    parameters = sum(piece.numel for group in groups for piece in group.layout.pieces)
     if configuration is not None:
-        settled = _settled(parts, config)
-        settings = [_filled_in(one, settled) for one in configuration.settings]
+        settled = _settled(config, tiers, local_size)
+        settings = [_filled_in(setting, settled) for setting in configuration.settings]
         configuration = replace(configuration, settings=settings)
     return Description(
-        device=_device(parts.device),
+        device=_device(tiers.device),
         versions={
             "tiering": __version__,
             "torch": str(torch.__version__),
@@ -34,19 +43,20 @@ def describe(
             "linux": platform.release(),
         },
         configuration=configuration,
-        plan=parts.plan.status(parameters),
+        plan=tiers.plan.status(parameters),
     )
 
 
-def _settled(parts: Assembly, config: TieringConfig) -> Mapping[str, object]:
-    """What an "auto" came to, where only the machine and the model say; budgets are those of the node."""
-    dtypes = settle_dtypes(config, whole_groups=parts.plan.workload.whole_groups)
+def _settled(config: TieringConfig, tiers: Tiers, local_size: int) -> Mapping[str, object]:
+    """The values of "auto" settings that depend on the machine and the model; budgets are those of the node."""
+    plan = tiers.plan
+    dtypes = settle_dtypes(config, whole_groups=plan.workload.whole_groups)
     settled: dict[str, object] = {
-        f"tiering.{tier.value}_budget": parts.plan.budgets.of(tier) * parts.world.local_size for tier in Tier
+        f"tiering.{tier.value}_budget": plan.budgets.of(tier) * local_size for tier in Tier
     }
     settled |= {"tiering.grad_accum_dtype": dtypes.grad, "tiering.reduce_dtype": dtypes.reduce}
-    if parts.tiers.aio is not None:
-        settled["tiering.io.engine"] = parts.tiers.aio.engine
+    if tiers.aio is not None:
+        settled["tiering.io.engine"] = tiers.aio.engine
     return settled
 
 

@@ -1,7 +1,7 @@
-"""What a user has asked to see of a run: lines in the log every so many steps, and events for the monitors.
+"""The progress of a run: a line in the log every ``steps_per_print`` steps, and events for the monitors.
 
-Seconds, bytes and stalls are this rank's, which is the first one; the loss is the mean over the ranks, the gradient
-norm that of all. On a GPU phases and stalls are the device's, as far as it has got: nothing waits to find out.
+Seconds, bytes and stalls are those of rank 0; the loss is the mean over the ranks, the gradient norm that of all ranks.
+On a GPU phases and stalls are measured by the GPU, up to the point that it has reached: nothing waits for it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from zero3.device.tiers import Tiers
 from zero3.loop.step import Update
 from zero3.observe.monitors import Monitor
 from zero3.observe.run_record import RunRecord
-from zero3.parts import Assembly
 
 RATES_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What has been counted since the run began, or between two moments of it. Bytes over NVMe are by path.
+    """Counters since the run began, or the difference between two moments.
 
-    ``reading`` and ``writing`` are the seconds in which at least one transfer was in flight there.
+    Bytes over NVMe (``read``, ``written``) are by path; ``reading`` and ``writing`` are the seconds in which at least
+    one transfer was in flight there. ``copied`` bytes and ``copying`` seconds of a GPU's link are by direction.
     """
 
     steps: int
@@ -38,12 +38,12 @@ class Totals:
     written: dict[str, float]
     writing: dict[str, float]
     sent: int
-    copied: dict[str, float]  # over the link of a GPU, by direction
+    copied: dict[str, float]
     copying: dict[str, float]
 
     @classmethod
     def of(cls, record: RunRecord, tiers: Tiers) -> Self:
-        """As of the end of the last step."""
+        """The counters at the end of the last step."""
         links = {} if tiers.copies is None else tiers.copies.stats()
         return cls(
             steps=record.step,
@@ -60,7 +60,7 @@ class Totals:
         )
 
     def since(self, before: Totals) -> Totals:
-        """What came after ``before``."""
+        """The difference to ``before``."""
         values = {
             field.name: _difference(getattr(self, field.name), getattr(before, field.name))
             for field in fields(self)
@@ -69,41 +69,42 @@ class Totals:
 
 
 class Progress:
-    """Says and writes what ``config`` asks for after each step; where it asks for nothing, that costs nothing."""
+    """Logs progress lines and writes events to ``monitor`` after steps, as ``config`` says."""
 
     def __init__(
-        self, config: TieringConfig, parts: Assembly, updates: Update, record: RunRecord, monitor: Monitor
+        self, config: TieringConfig, tiers: Tiers, updates: Update, record: RunRecord, monitor: Monitor
     ) -> None:
         self._config = config
-        self._parts = parts
+        self._tiers = tiers
         self._updates = updates
         self._record = record
         self._monitor = monitor
         self._times = config.wall_clock_breakdown
         self._every = config.steps_per_print or (1 if self._times else 0)
-        self._said = self._written = Totals.of(record, parts.tiers)
-        self._samples = 0  # since the last line
+        self._totals_logged = self._totals_written = Totals.of(record, tiers)
+        # Since the last line.
+        self._samples = 0
 
-    def end_step(self, samples: int, so_far: int) -> None:
-        """A step of ``samples`` has ended, and is in the record; ``so_far`` are those of all steps."""
+    def end_step(self, samples: int, total_samples: int) -> None:
+        """A step of ``samples`` has ended and is in the record; ``total_samples`` counts those of all steps."""
         self._samples += samples
         if self._every and self._updates.steps % self._every == 0:
-            self._say()
+            self._log()
             self._samples = 0
         if self._monitor.enabled:
-            self._write(so_far)
+            self._write(total_samples)
 
-    def _say(self) -> None:
-        now = Totals.of(self._record, self._parts.tiers)
-        took, self._said = now.since(self._said), now
+    def _log(self) -> None:
+        now = Totals.of(self._record, self._tiers)
+        interval, self._totals_logged = now.since(self._totals_logged), now
         log, level = logs.progress(), logs.once(logs.LEVELS["info"])
         if self._config.steps_per_print:
             skipped = f", {self._updates.skipped} skipped" if self._updates.skipped else ""
-            log.log(level, "step %d%s: %s", self._updates.steps, skipped, ", ".join(self._figures(took)))
+            log.log(level, "step %d%s: %s", self._updates.steps, skipped, ", ".join(self._figures(interval)))
         if self._times:
-            log.log(level, "step %d: %s", self._updates.steps, _times(took))
+            log.log(level, "step %d: %s", self._updates.steps, _times(interval))
 
-    def _figures(self, took: Totals) -> Iterator[str]:
+    def _figures(self, interval: Totals) -> Iterator[str]:
         if self._record.loss is not None:
             yield f"loss {self._record.loss:.5g}"
         if self._updates.norm is not None:
@@ -111,24 +112,24 @@ class Progress:
         yield f"lr {_rates(self._lrs())}"
         if self._scales:
             yield f"loss scale {self._updates.loss_scale.value:g}"
-        yield f"{self._samples / took.seconds:.4g} samples/s"
-        if any(took.read.values()) or any(took.written.values()):
-            read, written = sum(took.read.values()), sum(took.written.values())
-            yield f"NVMe read {_decimal(read)}B at {_decimal(_bandwidth(took.read, took.reading))}B/s"
-            yield f"written {_decimal(written)}B at {_decimal(_bandwidth(took.written, took.writing))}B/s"
-        if took.copied:
-            to, of = (f"{_decimal(each)}B" for each in (took.copied["h2d"], took.copied["d2h"]))
-            yield f"{to} to the device and {of} back at {_decimal(_bandwidth(took.copied, took.copying))}B/s"
-        if took.copied or any(took.read.values()) or any(took.written.values()):
-            yield f"stalled {100 * sum(took.stalls.values()) / took.seconds:.1f} %"
+        yield f"{self._samples / interval.seconds:.4g} samples/s"
+        if any(interval.read.values()) or any(interval.written.values()):
+            read, written = sum(interval.read.values()), sum(interval.written.values())
+            yield f"NVMe read {_decimal(read)}B at {_decimal(_bandwidth(interval.read, interval.reading))}B/s"
+            yield f"written {_decimal(written)}B at {_decimal(_bandwidth(interval.written, interval.writing))}B/s"
+        if interval.copied:
+            to, of = (f"{_decimal(each)}B" for each in (interval.copied["h2d"], interval.copied["d2h"]))
+            yield f"{to} to the device and {of} back at {_decimal(_bandwidth(interval.copied, interval.copying))}B/s"
+        if interval.copied or any(interval.read.values()) or any(interval.written.values()):
+            yield f"stalled {100 * sum(interval.stalls.values()) / interval.seconds:.1f} %"
 
-    def _write(self, so_far: int) -> None:
-        now = Totals.of(self._record, self._parts.tiers)
-        took, self._written = now.since(self._written), now
-        self._monitor.write_events([(name, value, so_far) for name, value in self._events(took)])
+    def _write(self, total_samples: int) -> None:
+        now = Totals.of(self._record, self._tiers)
+        interval, self._totals_written = now.since(self._totals_written), now
+        self._monitor.write_events([(name, value, total_samples) for name, value in self._events(interval)])
 
-    def _events(self, took: Totals) -> Iterator[tuple[str, float]]:
-        """By DeepSpeed's names, where it has one."""
+    def _events(self, interval: Totals) -> Iterator[tuple[str, float]]:
+        """Names and values of the events; DeepSpeed's names for figures that DeepSpeed has."""
         if self._record.loss is not None:
             yield "Train/Samples/train_loss", self._record.loss
         yield "Train/Samples/lr", self._lrs()[0]
@@ -138,18 +139,18 @@ class Progress:
             yield "Train/Samples/gradient_norm", self._updates.norm
         if self._times:
             for phase in ("forward", "backward", "step"):
-                yield f"Train/Samples/elapsed_time_ms_{phase}", 1e3 * took.phases.get(phase, 0.0)
-        yield "Tiering/step_seconds", took.seconds
-        for cause, seconds in took.stalls.items():
+                yield f"Train/Samples/elapsed_time_ms_{phase}", 1e3 * interval.phases.get(phase, 0.0)
+        yield "Tiering/step_seconds", interval.seconds
+        for cause, seconds in interval.stalls.items():
             yield f"Tiering/stall_seconds/{cause.replace(' ', '_')}", seconds
-        tiers = self._parts.tiers
+        tiers = self._tiers
         if tiers.aio is not None:
-            yield "Tiering/nvme_read_bytes", sum(took.read.values())
-            yield "Tiering/nvme_read_bytes_per_second", _bandwidth(took.read, took.reading)
-            yield "Tiering/nvme_written_bytes", sum(took.written.values())
-            yield "Tiering/nvme_written_bytes_per_second", _bandwidth(took.written, took.writing)
-        if self._parts.collectives is not None:
-            yield "Tiering/sent_bytes", took.sent
+            yield "Tiering/nvme_read_bytes", sum(interval.read.values())
+            yield "Tiering/nvme_read_bytes_per_second", _bandwidth(interval.read, interval.reading)
+            yield "Tiering/nvme_written_bytes", sum(interval.written.values())
+            yield "Tiering/nvme_written_bytes_per_second", _bandwidth(interval.written, interval.writing)
+        if self._record.run.world.size > 1:
+            yield "Tiering/sent_bytes", interval.sent
         for tier in Tier:
             if tiers.plan.total(tier):
                 yield f"Tiering/used_bytes/{tier.value}", sum(tiers.occupancy(tier).values())
@@ -159,7 +160,7 @@ class Progress:
         return "fp16" in (self._config.precision, self._config.autocast)
 
     def _lrs(self) -> list[float]:
-        return [float(group["lr"]) for group in self._parts.optimizer.param_groups]
+        return [float(group["lr"]) for group in self._updates.param_groups]
 
 
 def _difference(now: Any, before: Any) -> Any:
@@ -169,27 +170,27 @@ def _difference(now: Any, before: Any) -> Any:
 
 
 def _bandwidth(nbytes: dict[str, float], seconds: dict[str, float]) -> float:
-    """Bytes per second, of the paths together, each over the time in which it had something to do."""
+    """Bytes per second of all paths together, each over the seconds in which it was busy."""
     return sum(nbytes[path] / busy for path, busy in seconds.items() if busy)
 
 
-def _times(took: Totals) -> str:
+def _times(interval: Totals) -> str:
     def shown(seconds: float) -> str:
-        return f"{1e3 * seconds / took.steps:.1f}"
+        return f"{1e3 * seconds / interval.steps:.1f}"
 
-    phases = {name: took.phases.get(name, 0.0) for name in ("forward", "backward", "step")}
-    # Not below zero: a GPU's phases are told a moment late.
-    phases["between them"] = max(0.0, took.seconds - sum(phases.values()))
+    phases = {name: interval.phases.get(name, 0.0) for name in ("forward", "backward", "step")}
+    # Not below zero: the phases of a GPU are known a moment late.
+    phases["between them"] = max(0.0, interval.seconds - sum(phases.values()))
     parts = ", ".join(f"{name} {shown(seconds)}" for name, seconds in phases.items())
     causes = ", ".join(
-        f"{cause} {shown(seconds)}" for cause, seconds in took.stalls.items() if shown(seconds) != "0.0"
+        f"{cause} {shown(seconds)}" for cause, seconds in interval.stalls.items() if shown(seconds) != "0.0"
     )
-    stalled = f"; stalled {shown(sum(took.stalls.values()))} ({causes})" if causes else ""
-    return f"{shown(took.seconds)} ms a step: {parts}{stalled}"
+    stalled = f"; stalled {shown(sum(interval.stalls.values()))} ({causes})" if causes else ""
+    return f"{shown(interval.seconds)} ms a step: {parts}{stalled}"
 
 
 def _rates(rates: Sequence[float]) -> str:
-    """Learning rates, of a group each; one, if they are alike."""
+    """The learning rate of each param group, or one number if all are equal."""
     shown = [f"{rate:.4g}" for rate in rates]
     if len(set(shown)) == 1:
         return shown[0]

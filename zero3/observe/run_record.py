@@ -1,4 +1,4 @@
-"""What a run tells about itself: phases, recent steps, and the snapshot that telemetry publishes."""
+"""The record of one rank's run: phases, recent steps, and the snapshots that telemetry publishes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -59,7 +60,7 @@ Kind = Literal["read", "write"]
 
 
 class Traffic(Protocol):
-    """What counts the collectives: calls so far, and bytes this rank sent in them, by kind."""
+    """Counts the collectives so far, by kind: calls, and bytes that this rank has sent."""
 
     @property
     def calls(self) -> Mapping[str, int]: ...
@@ -67,11 +68,11 @@ class Traffic(Protocol):
     def sent(self) -> Mapping[str, int]: ...
 
 
-class Learning(Protocol):
-    """What updates parameters: updates so far, those before a checkpoint included, and what the last one came to.
+class Updates(Protocol):
+    """Counts the updates of the parameters, with those before the checkpoint from which a run was resumed.
 
-    ``skipped`` of them changed nothing.
-    ``broken`` says why there will be no more of them; usually it is empty.
+    ``skipped`` of the ``steps`` changed nothing. ``norm`` is the gradient norm of the last update, ``scale`` the factor
+    of the loss. ``broken`` says why training cannot go on; it is empty while training can.
     """
 
     steps: int
@@ -82,43 +83,58 @@ class Learning(Protocol):
     def scale(self) -> float | None: ...
     @property
     def broken(self) -> str: ...
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, object]]: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """The name of a run, its id, which is equal on all ranks, and this rank among them."""
+
+    name: str
+    id: str = ""
+    world: World = ALONE
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The parts of an engine, besides its tiers, that snapshots read; None for a part that it does not have."""
+
+    updates: Updates | None = None
+    traffic: Traffic | None = None
+    checkpoint: Callable[[], CheckpointStatus] | None = None
+
+
+_NO_SOURCES = Sources()
 
 
 class RunRecord:
-    """Times the phases of one rank's run and describes its state. Read by the publisher's thread at any time."""
+    """Times the phases of one rank's run and describes its state. The publisher's thread reads it at any time.
+
+    ``link_rate`` is the measured rate of a GPU's link, in bytes per second.
+    """
 
     def __init__(
         self,
-        run_name: str,
+        run: Run,
         tiers: Tiers,
         activations: Activations,
         *,
-        world: World = ALONE,
-        run_id: str = "",
-        traffic: Traffic | None = None,
-        learning: Learning | None = None,
-        param_groups: Sequence[Mapping[str, object]] = (),
-        checkpoint: Callable[[], CheckpointStatus] | None = None,
-        description: Description | None = None,
+        sources: Sources = _NO_SOURCES,
         ending: Ending | None = None,
         link_rate: int | None = None,
     ) -> None:
-        self.run_name = run_name
-        self.run_id = run_id
-        self.description = description
-        self.ending = Ending(world.rank) if ending is None else ending
-        self.world = world
+        self.run = run
+        self.ending = Ending(run.world.rank) if ending is None else ending
         self.loss: float | None = None
         self.step = 0
         self.samples = 0
         self.skipped = 0
-        self.elapsed = 0.0  # seconds from the first forward to the end of the last step
+        # Seconds from the first forward to the end of the last step.
+        self.elapsed = 0.0
         self._tiers = tiers
         self._activations = activations
-        self._traffic = traffic
-        self._learning = learning
-        self._param_groups = param_groups
-        self._checkpoint = checkpoint
+        self._sources = sources
         self._node = socket.gethostname()
         self._link_rate = link_rate
         self._started_at = time.time()
@@ -127,39 +143,42 @@ class RunRecord:
         self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._step_began = time.perf_counter()
         self._stalls_before = dict(tiers.stalls.seconds)
-        self.files = self._stats()  # what went over each path by the end of the last step
-        self._moved_before = _moved(self.files)  # filling the tiers is not part of the first step
+        # I/O statistics of each path at the end of the last step.
+        self.files = self._stats()
+        # Counted from now on: the fill of the tiers is not part of the first step.
+        self._moved_before = _moved(self.files)
         self._sent_before = self.sent()
         self._copied_before = self._copied()
         self._capacities = _capacities(tiers)
         self._room = Room(tiers)
         self._latencies: dict[tuple[int, Kind], Seldom[LatencyStatus]] = {}
 
-    def publish(self, telemetry: TelemetryConfig) -> Publisher | None:
-        """Start to publish snapshots, if the configuration wants it and a page can be.
+    def publish(self, telemetry: TelemetryConfig, description: Description | None = None) -> Publisher | None:
+        """Start to publish snapshots; None if telemetry is off, or no status file or thread can be made.
 
-        Raises TelemetryError where ``telemetry.dir`` names a directory that cannot hold one.
+        Raises TelemetryError if ``telemetry.dir`` names a directory that cannot hold a status file.
         """
         if not telemetry.enabled:
             return None
-        # A page that cannot be read is told by the name of its file to be one of this run.
-        name = self.run_id or self.run_name
-        world = self.world
+        # The file name has the id of the run, so that a status file that cannot be read still shows its run.
+        name = self.run.id or self.run.name
+        world = self.run.world
         level = logging.WARNING if world.local_rank == 0 else logging.DEBUG
-        writer = open_writer(name, world.rank, world.size, telemetry.dir, self.description, level=level)
+        writer = open_writer(name, world.rank, world.size, telemetry.dir, description, level=level)
         if writer is None:
             return None
         streams = self._tiers.streams
         enter_thread = _nothing if streams is None else streams.enter_thread
         publisher = Publisher(
             writer,
-            _while_it_lives(self),
+            _weak_source(self),
             enter_thread=enter_thread,
             final_snapshot=self.ending.final_snapshot,
         )
         try:
             publisher.start()
-        except RuntimeError as error:  # no thread can be started
+        except RuntimeError as error:
+            # The system refuses another thread.
             log.warning("telemetry of %s cannot be published: %s", writer.path, error)
             publisher.close()
             return None
@@ -170,7 +189,8 @@ class RunRecord:
         """Time the block as ``phase`` of the step that is under way."""
         before = self._phases.phase
         began = self._enter(phase)
-        if before == "start":  # what a program does before its first forward is no part of a step
+        if before == "start":
+            # The time before the first forward is no part of a step.
             self._step_began, before = began, "idle"
         try:
             yield
@@ -183,11 +203,11 @@ class RunRecord:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds so far by phase, "idle" between them; the device's, where it is not the CPU."""
+        """Seconds so far by phase, "idle" between phases; on a GPU, on the clock of the GPU."""
         return self._phases.seconds
 
     def end_step(self, samples: int = 0, *, skipped: bool = False) -> None:
-        """An optimizer step of ``samples``, on all ranks, has ended: record it."""
+        """Record that an optimizer step of ``samples``, counted over all ranks, has ended."""
         self.step += 1
         self.samples += samples
         self.skipped += skipped
@@ -227,12 +247,12 @@ class RunRecord:
             )
 
     def _count(self) -> None:
-        """For the last words of a run whose engine is gone by then."""
-        totals, learning = self.ending.totals, self._learning
+        """Copy the totals to ``ending``, which writes the last snapshot even if the engine is gone by then."""
+        totals, updates = self.ending.totals, self._sources.updates
         totals.step, totals.samples, totals.skipped_steps = self.step, self.samples, self.skipped
         totals.loss = self.loss
-        totals.global_step = self.step if learning is None else learning.steps
-        totals.global_skipped_steps = self.skipped if learning is None else learning.skipped
+        totals.global_step = self.step if updates is None else updates.steps
+        totals.global_skipped_steps = self.skipped if updates is None else updates.skipped
         self.ending.went_on()
 
     def moved(self) -> tuple[int, int]:
@@ -244,37 +264,38 @@ class RunRecord:
 
     def sent(self) -> int:
         """Bytes sent to other ranks so far."""
-        return sum(one.sent_bytes for one in self._collectives())
+        return sum(collective.sent_bytes for collective in self._collectives())
 
     def _copied(self) -> tuple[int, int]:
-        """Bytes copied to a device with memory of its own, and from it, so far."""
+        """Bytes copied so far to a device with memory of its own, and from it."""
         return (0, 0) if (link := self.link) is None else (link.h2d.bytes, link.d2h.bytes)
 
     def snapshot(self) -> Snapshot:
-        """Everything as of now. Bandwidths over a window are the publisher's to fill in."""
-        learning, stalls = self._learning, self._tiers.stalls.by_phase()
+        """All figures as of now. The publisher fills in the bandwidths over an interval."""
+        updates, checkpoint = self._sources.updates, self._sources.checkpoint
+        run, stalls = self.run, self._tiers.stalls.by_phase()
         return Snapshot(
-            run_name=self.run_name,
-            rank=self.world.rank,
-            world_size=self.world.size,
+            run_name=run.name,
+            rank=run.world.rank,
+            world_size=run.world.size,
             pid=os.getpid(),
             started_at=self._started_at,
             step=self.step,
             phase=self._phases.phase,
             loss=self.loss,
-            run_id=self.run_id,
+            run_id=run.id,
             node=self._node,
-            local_rank=self.world.local_rank,
-            local_world_size=self.world.local_size,
-            global_step=self.step if learning is None else learning.steps,
+            local_rank=run.world.local_rank,
+            local_world_size=run.world.local_size,
+            global_step=self.step if updates is None else updates.steps,
             phase_since=self._phases.since,
-            broken="" if learning is None else as_text(learning.broken[:LONGEST_REASON]),
+            broken="" if updates is None else as_text(updates.broken[:LONGEST_REASON]),
             samples=self.samples,
             skipped_steps=self.skipped,
-            global_skipped_steps=self.skipped if learning is None else learning.skipped,
-            gradient_norm=None if learning is None else learning.norm,
+            global_skipped_steps=self.skipped if updates is None else updates.skipped,
+            gradient_norm=None if updates is None else updates.norm,
             learning_rate=self._learning_rate(),
-            loss_scale=None if learning is None else learning.scale,
+            loss_scale=None if updates is None else updates.scale,
             phase_seconds=self.seconds,
             tiers=[self._tier(tier) for tier in Tier],
             activations=self._activation_status(),
@@ -285,7 +306,7 @@ class RunRecord:
             collectives=self._collectives(),
             stalls=by_cause(stalls),
             stalls_by_phase=stalls,
-            checkpoint=None if self._checkpoint is None else self._checkpoint(),
+            checkpoint=None if checkpoint is None else checkpoint(),
             steps=list(self._steps),
         )
 
@@ -302,9 +323,11 @@ class RunRecord:
         )
 
     def _learning_rate(self) -> float | None:
-        rate = self._param_groups[0].get("lr") if self._param_groups else None
+        param_groups = () if self._sources.updates is None else self._sources.updates.param_groups
+        rate = param_groups[0].get("lr") if param_groups else None
         if isinstance(rate, Tensor) and rate.device.type != "cpu":
-            return None  # reading it would wait for the device
+            # A read would wait for the device.
+            return None
         return float(rate) if isinstance(rate, Tensor | float | int) else None
 
     def _activation_status(self) -> ActivationStatus:
@@ -338,18 +361,23 @@ class RunRecord:
 
     @property
     def link(self) -> LinkStatus | None:
-        """What went over the link of a device with memory of its own so far."""
+        """Traffic so far over the link of a device with memory of its own; None if the CPU is the device."""
         copies = self._tiers.copies
         if copies is None:
             return None
-        told = copies.stats()
-        h2d, d2h = (CopyStatus(one.bytes, one.copies, one.busy_seconds) for one in (told["h2d"], told["d2h"]))
+        stats = copies.stats()
+        h2d, d2h = (
+            CopyStatus(direction.bytes, direction.copies, direction.busy_seconds)
+            for direction in (stats["h2d"], stats["d2h"])
+        )
         return LinkStatus(h2d, d2h, self._link_rate)
 
     def _collectives(self) -> list[CollectiveStatus]:
-        if self._traffic is None:
+        traffic = self._sources.traffic
+        if traffic is None:
             return []
-        sent, calls = dict(self._traffic.sent), dict(self._traffic.calls)  # others add to them meanwhile
+        # Copies, because other threads add to the counters meanwhile.
+        sent, calls = dict(traffic.sent), dict(traffic.calls)
         return [CollectiveStatus(kind, calls[kind], sent.get(kind, 0)) for kind in calls]
 
     def _engine(self) -> IoEngineStatus | None:
@@ -363,13 +391,16 @@ def _nothing() -> None:
     pass
 
 
-def _while_it_lives(record: RunRecord) -> Callable[[], Snapshot | None]:
-    """Its snapshots, without keeping it: an engine that nobody closed and nobody has any more would stay for ever."""
-    snapshot = weakref.WeakMethod(record.snapshot)
+def _weak_source(record: RunRecord) -> Callable[[], Snapshot | None]:
+    """Makes snapshots of ``record`` while it exists.
+
+    The publisher's thread must not keep the record: an engine that nobody closed would then never be freed.
+    """
+    reference = weakref.WeakMethod(record.snapshot)
 
     def source() -> Snapshot | None:
-        living = snapshot()
-        return None if living is None else living()
+        snapshot = reference()
+        return None if snapshot is None else snapshot()
 
     return source
 

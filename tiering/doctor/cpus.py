@@ -1,4 +1,4 @@
-"""The CPUs that the kernels compute on, and what part of their time is this process's."""
+"""Checks of the CPUs that the kernels compute on: affinity, quota, instruction set."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from tiering.text import counted
 
 
 def own_cpus(root: Path) -> list[int]:
-    """Those that this process may run on."""
-    found = re.search(
+    """The CPUs that this process may run on."""
+    match = re.search(
         r"^Cpus_allowed_list:\s+([\d,-]+)$", said(root / "proc/self/status") or "", re.MULTILINE
     )
-    return parse_cpus(found[1]) if found else []
+    return parse_cpus(match[1]) if match else []
 
 
 def affinity(root: Path) -> Finding:
     own, online = own_cpus(root), parse_cpus(said(root / "sys/devices/system/cpu/online") or "")
     if not own:
-        return Finding("not told")
-    found = f"{len(own)} of {counted(max(len(own), len(online)), 'CPU')} ({format_cpus(own)})"
+        return Finding("unknown")
+    cpus = f"{len(own)} of {counted(max(len(own), len(online)), 'CPU')} ({format_cpus(own)})"
     if len(own) > 1 or len(online) <= 1:
-        return Finding(found)
+        return Finding(cpus)
     return note(
-        f"{found}: the optimizer has one thread",
+        f"{cpus}: the optimizer has one thread",
         "taskset -p -c 0-N PID, or the launcher's binding (srun --cpus-per-task, docker run --cpuset-cpus)",
     )
 
 
 def quota(root: Path) -> Finding:
-    share, threads = cpu_quota(root), len(own_cpus(root))
-    if share is None:
+    quota_cpus, threads = cpu_quota(root), len(own_cpus(root))
+    if quota_cpus is None:
         return Finding("none")
-    found = f"the time of {share:g} {'CPU' if share == 1 else 'CPUs'}"
-    if share >= threads:
-        return Finding(found)
+    text = f"the time of {quota_cpus:g} {'CPU' if quota_cpus == 1 else 'CPUs'}"
+    if quota_cpus >= threads:
+        return Finding(text)
     return note(
-        f"{found} for threads on {threads}: they are stopped for the rest of each period",
-        f"taskset -c {format_cpus(own_cpus(root)[: max(1, int(share))])} ..., so that there are as many threads, or"
-        " raise the quota (docker run --cpus, the cgroup's cpu.max)",
+        f"{text} for threads on {threads}: the kernel stops them for the remainder of each period",
+        f"reduce the threads: taskset -c {format_cpus(own_cpus(root)[: max(1, int(quota_cpus))])} ..., or raise the"
+        " quota (docker run --cpus, the cgroup's cpu.max)",
     )
 
 
 def instruction_set(root: Path, ask: Callable[[], str] = kernels.instruction_set) -> Finding:
-    """``root`` does not matter: the kernels ask the CPU itself."""
+    """``root`` is not used: the kernels read the features of the CPU."""
     try:
         name = ask()
     except ValueError as error:
@@ -59,7 +59,7 @@ def instruction_set(root: Path, ask: Callable[[], str] = kernels.instruction_set
     if name != "portable":
         return Finding(name)
     return note(
-        f"portable, on {platform.machine()}: the optimizer does without SIMD",
+        f"portable, on {platform.machine()}: the optimizer does not use SIMD",
         "unset TIERING_ISA if it is set; a virtual machine must be given the host's CPU features (-cpu host)",
     )
 

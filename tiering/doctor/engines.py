@@ -1,4 +1,4 @@
-"""Which I/O engines start here, and why others do not: each is really opened."""
+"""Checks of the I/O engines: opens each, and finds the reason if one does not start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECCOMP_FILTER = "2"
 
 
 def refusal(engine: str) -> str | None:
-    """Why ``engine`` cannot start; None if it can."""
+    """The error that prevents the start of ``engine``; None if it starts."""
     try:
         AioContext(engine=engine).close()
     except SwapError as error:
@@ -29,9 +29,9 @@ def engine(name: str, root: Path, ask: Callable[[str], str | None] = refusal) ->
     if reason is None:
         return Finding("starts")
     if name == "threads":
-        return problem(reason, "raise the limits of threads and memory (ulimit -u, the cgroup's pids.max)")
+        return problem(reason, "raise the limits for threads and memory (ulimit -u, the cgroup's pids.max)")
     remedy = _io_uring(root) if name == "io_uring" else _libaio(root)
-    return note(f"{reason}; the next engine takes its place", remedy)
+    return note(f"{reason}; the next engine is used instead", remedy)
 
 
 def _io_uring(root: Path) -> str:
@@ -57,8 +57,9 @@ def _libaio(root: Path) -> str:
 
 
 def _filtered(root: Path) -> bool:
-    found = re.search(r"^Seccomp:\s+(\d)$", said(root / "proc/self/status") or "", re.MULTILINE)
-    return found is not None and found[1] == _SECCOMP_FILTER
+    """Whether a seccomp filter restricts the system calls of this process."""
+    match = re.search(r"^Seccomp:\s+(\d)$", said(root / "proc/self/status") or "", re.MULTILINE)
+    return match is not None and match[1] == _SECCOMP_FILTER
 
 
 CHECKS: dict[str, Callable[[Path], Finding]] = {

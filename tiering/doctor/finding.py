@@ -1,4 +1,4 @@
-"""What a check says, and what is said of a check that could not look."""
+"""The result of a check, and the execution of checks that may fail or hang."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 class Verdict(StrEnum):
     OK = "ok"
     NOTE = "note"
-    """It trains, but slower or less safely than it could; or somebody should know."""
+    """Training works, but slower or less safely than possible; or a fact that the user should know."""
     PROBLEM = "problem"
-    """It will not train, or not as it was asked to."""
+    """Training does not start, or does not use the requested settings."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found. ``remedy`` is a command or a sentence, and there whenever the verdict is not OK."""
+    """The result of a check. ``remedy`` is a command or a sentence; it is empty only if the verdict is OK."""
 
     found: str
     verdict: Verdict = Verdict.OK
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Entry:
-    """A finding under the name of its check, of a directory or (None) of the machine."""
+    """A finding with the name of its check, about a directory or, if that is None, about the machine."""
 
     check: str
     directory: str | None
@@ -41,7 +41,7 @@ class Entry:
 
 
 Check = Callable[[Path], Finding]
-"""Looks at the machine whose root directory it is given."""
+"""A check of the machine with the given root directory."""
 
 
 def note(found: str, remedy: str) -> Finding:
@@ -55,9 +55,10 @@ def problem(found: str, remedy: str) -> Finding:
 def perform(
     checks: Mapping[str, Callable[[], Finding]], directory: str | None = None, *, seconds: float = 10
 ) -> list[Entry]:
-    """All of ``checks``, in their order. One that raises, or has no answer after ``seconds`` in all, says so instead.
+    """Run ``checks`` in order. A check that raises becomes a note; one that hangs, a problem that ends the list.
 
-    They run in a thread of their own, which is left behind if it hangs: looking at a dead network file system does.
+    ``seconds`` is the limit for all checks together. They run in a daemon thread, which is abandoned if it hangs: an
+    access to a dead network file system may block forever.
     """
     entries: list[Entry] = []
 
@@ -68,20 +69,21 @@ def perform(
             except Exception as error:
                 log.debug("the check of %s failed", name, exc_info=True)
                 finding = note(
-                    f"could not look: {type(error).__name__}: {error}",
-                    "look at it by hand; if that is possible, this is a defect of the check: please report it",
+                    f"check failed: {type(error).__name__}: {error}",
+                    "check it manually; if that works, the check has a defect: please report it",
                 )
             entries.append(Entry(name, directory, finding))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    done = list(entries)
-    if thread.is_alive() and len(done) < len(checks):
-        stuck = list(checks)[len(done)]
-        later = counted(len(checks) - len(done) - 1, "more check")
-        found = f"no answer in {seconds:g} s; this left out {later}"
-        done.append(
-            Entry(stuck, directory, problem(found, "see dmesg for a disk or a server that does not answer"))
+    # A copy: an abandoned thread may still append to entries.
+    finished = list(entries)
+    if thread.is_alive() and len(finished) < len(checks):
+        hanging = list(checks)[len(finished)]
+        skipped = counted(len(checks) - len(finished) - 1, "more check")
+        text = f"no answer in {seconds:g} s; skipped {skipped}"
+        finished.append(
+            Entry(hanging, directory, problem(text, "see dmesg for a disk or a server that does not answer"))
         )
-    return done
+    return finished

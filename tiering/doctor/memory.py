@@ -1,4 +1,4 @@
-"""The host tier: how much memory there is for it, whose it is, and what the kernel does with it."""
+"""Checks of the memory for the host tier: free memory, limits, huge pages, swap, NUMA nodes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from tiering.doctor.finding import Check, Finding, note
 from tiering.host.cgroups import levels
 from tiering.host.kernel_files import listed, number, said
 
-SHARED = 1 << 30
+MIN_SHARED = 1 << 30
 """Bytes of /dev/shm that data workers and the collectives between ranks of a node may need."""
 
-_NO_LIMIT = 1 << 60  # version 1 writes a number beyond any memory for "none"
-_RESERVED = 0.1  # of the memory: huge pages that are set aside are worth a word from there on
-_SWAPPED = 1 << 30
+# cgroup version 1 reports a number larger than any memory for "no limit".
+_NO_LIMIT = 1 << 60
+# Fraction of the memory from which on reserved huge pages are a note.
+_MAX_RESERVED = 0.1
+# Bytes of swap in use from which on it is a note.
+_MAX_SWAPPED = 1 << 30
 
 
 def memory(root: Path) -> Finding:
     fields = _meminfo(root)
     if not {"MemTotal", "MemAvailable"} <= fields.keys():
-        return Finding("not told")
+        return Finding("unknown")
     total, available = fields["MemTotal"], fields["MemAvailable"]
-    found = f"{format_size(total)}, {format_size(available)} of it available"
+    text = f"{format_size(total)}, {format_size(available)} of it available"
     if available >= total / 4:
-        return Finding(found)
+        return Finding(text)
     return note(
-        f"{found}: an automatic host_budget counts what others use as gone",
-        "see who uses it (ps aux --sort=-rss | head), or set host_budget",
+        f"{text}: an automatic host_budget excludes the memory of other processes",
+        "find the processes (ps aux --sort=-rss | head), or set host_budget",
     )
 
 
@@ -57,29 +60,31 @@ def cgroup_memory(root: Path) -> Finding:
 
 def huge_pages(root: Path) -> Finding:
     text = said(root / "sys/kernel/mm/transparent_hugepage/enabled")
-    found = re.search(r"\[(\w+)\]", text or "")
-    if found is None:
+    match = re.search(r"\[(\w+)\]", text or "")
+    if match is None:
         return note(
-            "none in this kernel: touching and copying buffers costs more CPU time", "a kernel with them"
+            "not supported by this kernel: touching and copying buffers costs more CPU time",
+            "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE",
         )
-    if found[1] != "never":
-        return Finding(f"{found[1]}")
+    if match[1] != "never":
+        return Finding(f"{match[1]}")
     return note(
         "never: touching and copying buffers costs more CPU time",
         "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
     )
 
 
-def set_aside(root: Path) -> Finding:
+def reserved_huge_pages(root: Path) -> Finding:
     fields = _meminfo(root)
     nbytes = fields.get("Hugetlb", 0)
     if not nbytes:
         return Finding("none")
-    found = f"{format_size(nbytes)} of memory are set aside for hugetlbfs"
-    if nbytes < _RESERVED * fields.get("MemTotal", 0):
-        return Finding(found)
+    text = f"{format_size(nbytes)} of memory are reserved for hugetlbfs"
+    if nbytes < _MAX_RESERVED * fields.get("MemTotal", 0):
+        return Finding(text)
     return note(
-        f"{found}, which this project does not use", "sudo sysctl -w vm.nr_hugepages=0, if nobody else does"
+        f"{text}, which tiering does not use",
+        "sudo sysctl -w vm.nr_hugepages=0, if no other program uses them",
     )
 
 
@@ -88,24 +93,24 @@ def swap(root: Path) -> Finding:
     total, used = fields.get("SwapTotal", 0), fields.get("SwapTotal", 0) - fields.get("SwapFree", 0)
     if not total:
         return Finding("none")
-    found = f"{format_size(used)} of {format_size(total)} in use"
-    if used < _SWAPPED:
-        return Finding(found)
+    text = f"{format_size(used)} of {format_size(total)} in use"
+    if used < _MAX_SWAPPED:
+        return Finding(text)
     return note(
-        f"{found}: the system has been short of memory, and may swap out what was to stay in RAM",
-        "lower host_budget; once memory is free, sudo swapoff -a && sudo swapon -a brings it back",
+        f"{text}: memory has been short, and the kernel may swap out memory of the host tier",
+        "lower host_budget; when memory is free, sudo swapoff -a && sudo swapon -a moves the data back to RAM",
     )
 
 
 def overcommit(root: Path) -> Finding:
     mode = number(root / "proc/sys/vm/overcommit_memory")
     if mode != 2:
-        return Finding("not told" if mode is None else f"mode {mode}")
+        return Finding("unknown" if mode is None else f"mode {mode}")
     fields = _meminfo(root)
-    left = fields.get("CommitLimit", 0) - fields.get("Committed_AS", 0)
+    remaining = fields.get("CommitLimit", 0) - fields.get("Committed_AS", 0)
     return note(
-        f"mode 2: what is reserved counts as used, and {format_size(max(left, 0))} are left; CUDA reserves more than"
-        " it uses",
+        f"mode 2: reserved memory counts as used, and {format_size(max(remaining, 0))} are left; CUDA reserves more"
+        " than it uses",
         "sudo sysctl -w vm.overcommit_memory=0",
     )
 
@@ -122,35 +127,33 @@ def shared_memory(root: Path) -> Finding:
 
 
 def judge_shared_memory(nbytes: int, free: int) -> Finding:
-    found = f"{format_size(nbytes)}, {format_size(free)} free"
-    if free >= SHARED:
-        return Finding(found)
+    text = f"{format_size(nbytes)}, {format_size(free)} free"
+    if free >= MIN_SHARED:
+        return Finding(text)
     return note(
-        f"{found}: data workers, and NCCL between the ranks of a node, may fail",
-        "docker run --shm-size=16g (or --ipc=host); else sudo mount -o remount,size=16G /dev/shm,"
-        " or remove what lies there",
+        f"{text}: data workers, and NCCL between the ranks of a node, may fail",
+        "docker run --shm-size=16g (or --ipc=host); without a container: sudo mount -o remount,size=16G /dev/shm,"
+        " or remove files there",
     )
 
 
 def numa(root: Path) -> Finding:
-    places = [
-        place for place in listed(root / "sys/devices/system/node") if re.fullmatch(r"node\d+", place.name)
-    ]
+    nodes = [node for node in listed(root / "sys/devices/system/node") if re.fullmatch(r"node\d+", node.name)]
     memories = []
-    for place in places:
-        found = re.search(r"MemTotal:\s+(\d+) kB", said(place / "meminfo") or "")
-        memories.append((place.name, int(found[1]) * 1024 if found else 0))
+    for node in nodes:
+        match = re.search(r"MemTotal:\s+(\d+) kB", said(node / "meminfo") or "")
+        memories.append((node.name, int(match[1]) * 1024 if match else 0))
     if len(memories) < 2:
         return Finding("1 node")
     empty = [name for name, nbytes in memories if not nbytes]
-    shown = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in memories)
+    text = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in memories)
     if not empty:
-        return Finding(shown)
-    return note(f"{shown}: {', '.join(empty)} without memory", "see that each socket has its memory modules")
+        return Finding(text)
+    return note(f"{text}: {', '.join(empty)} without memory", "install memory modules for each socket")
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    """Bytes; what is counted in pages is left out."""
+    """The fields of /proc/meminfo in kB, as bytes. Fields that count pages are left out."""
     text = said(root / "proc/meminfo") or ""
     return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
 
@@ -160,7 +163,7 @@ CHECKS: dict[str, Check] = {
     "cgroup memory": cgroup_memory,
     "NUMA nodes": numa,
     "transparent huge pages": huge_pages,
-    "huge pages set aside": set_aside,
+    "huge pages set aside": reserved_huge_pages,
     "system swap": swap,
     "overcommit": overcommit,
     "shm": shared_memory,

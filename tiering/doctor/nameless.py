@@ -1,4 +1,4 @@
-"""Files in use that have no name: what `df` counts and `ls` does not show. Swap space is such files."""
+"""Unnamed open files, which `df` counts and `ls` does not show. Swap files are unnamed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tiering.telemetry import TelemetryError, find_status_files
 from tiering.text import counted
 
 _NOT_ON_DISK = ("/memfd:", "/dev/", "/SYSV", "/[", "/anon_hugepage", "/proc/")
-_SHOWN = 5  # processes
+# Processes that a finding lists.
+_MAX_PROCESSES = 5
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process, a file without a name that it has open, and the bytes that it takes on its file system."""
+    """A process and an unnamed file that it has open. ``nbytes`` is its space on the file system."""
 
     process: int
     command: str
@@ -30,78 +31,84 @@ class Holder:
 
 
 def holders(root: Path = Path("/")) -> list[Holder]:
-    """Of the processes that this user may look into: their own, or everybody's for root."""
-    found = []
+    """The holders among the processes that this user may inspect: their own, or all for root."""
+    holders = []
     for process in listed(root / "proc"):
         if not process.name.isdecimal():
             continue
-        seen: set[tuple[int, int]] = set()
+        # Device and inode of each file of this process that has been added.
+        files: set[tuple[int, int]] = set()
         for descriptor in listed(process / "fd"):
             try:
                 target = str(descriptor.readlink())
                 if not target.endswith(" (deleted)") or target.startswith(_NOT_ON_DISK):
                     continue
                 status = descriptor.stat()
-            except OSError:  # gone meanwhile
+            except OSError:
+                # The process has closed the file, or has ended.
                 continue
             file = (status.st_dev, status.st_ino)
-            if status.st_nlink or not stat.S_ISREG(status.st_mode) or file in seen:
+            if status.st_nlink or not stat.S_ISREG(status.st_mode) or file in files:
                 continue
-            seen.add(file)
+            files.add(file)
             command = said(process / "comm") or "?"
-            found.append(Holder(int(process.name), command, *file, status.st_blocks * 512))
-    return found
+            holders.append(Holder(int(process.name), command, *file, status.st_blocks * 512))
+    return holders
 
 
 def live_runs() -> dict[int, str]:
-    """Runs of this user that publish now, by the process: "run gpt, in backward at step 12"."""
+    """This user's runs that publish now, by process id: "run gpt, step 12"."""
     try:
-        readings = [page.read() for page in find_status_files()]
-    except TelemetryError:  # a directory that cannot be read has no page for us
+        readings = [file.read() for file in find_status_files()]
+    except TelemetryError:
+        # The run directory cannot be used, so that it has no status files.
         return {}
-    said = [reading.snapshot for reading in readings if reading.state == "live"]
-    return {one.pid: f"run {one.run_name}, step {one.global_step}" for one in said if one is not None}
+    snapshots = [reading.snapshot for reading in readings if reading.state == "live"]
+    return {
+        snapshot.pid: f"run {snapshot.run_name}, step {snapshot.global_step}"
+        for snapshot in snapshots
+        if snapshot is not None
+    }
 
 
-def judge(held: Iterable[Holder], runs: Mapping[int, str] | None = None) -> Finding:
-    """Each file counts once in the sum, however many processes have it open. Swap space of ``runs`` is as it should be.
+def judge(holders: Iterable[Holder], runs: Mapping[int, str] | None = None) -> Finding:
+    """The finding about ``holders``. Swap space of ``runs`` (default: ``live_runs()``) is OK; other files are a note.
 
-    Without ``runs`` they are those that publish now.
+    A file counts once in the sum, even if several processes have it open.
     """
-    held = list(held)
-    runs = live_runs() if runs is None and held else runs or {}
-    training = {runs[holder.process] for holder in held if holder.process in runs}
-    expected = {(holder.device, holder.inode) for holder in held if holder.process in runs}
-    held = [holder for holder in held if (holder.device, holder.inode) not in expected]
-    finding = _judge_others(held)
+    holders = list(holders)
+    runs = live_runs() if runs is None and holders else runs or {}
+    training = {runs[holder.process] for holder in holders if holder.process in runs}
+    expected = {(holder.device, holder.inode) for holder in holders if holder.process in runs}
+    finding = _judge_unexpected(holder for holder in holders if (holder.device, holder.inode) not in expected)
     if not training:
         return finding
     swap = f"swap space of {'; '.join(sorted(training))}"
     return (
         Finding(swap)
         if finding.verdict is Verdict.OK
-        else replace(finding, found=f"{finding.found}; besides, {swap}")
+        else replace(finding, found=f"{finding.found}; also {swap}")
     )
 
 
-def _judge_others(held: Iterable[Holder]) -> Finding:
+def _judge_unexpected(holders: Iterable[Holder]) -> Finding:
     files: dict[tuple[int, int], int] = {}
     processes: defaultdict[tuple[int, str], int] = defaultdict(int)
-    for holder in held:
+    for holder in holders:
         if holder.nbytes:
             files[holder.device, holder.inode] = holder.nbytes
             processes[holder.process, holder.command] += holder.nbytes
     if not files:
         return Finding("none")
     order = sorted(processes.items(), key=lambda item: -item[1])
-    shown = [
+    largest = [
         f"{command} (process {process}) {format_size(nbytes)}"
-        for (process, command), nbytes in order[:_SHOWN]
+        for (process, command), nbytes in order[:_MAX_PROCESSES]
     ]
-    more = [f"{len(order) - _SHOWN} more"] if len(order) > _SHOWN else []
+    more = [f"{len(order) - _MAX_PROCESSES} more"] if len(order) > _MAX_PROCESSES else []
     pids = ",".join(str(process) for (process, _), _ in order)
     return note(
         f"{format_size(sum(files.values()))} in {counted(len(files), 'file')} without a name, which df counts and ls"
-        f" does not show: {', '.join(shown + more)}",
-        f"the space returns when those processes end; look at them: ps -fp {pids}",
+        f" does not show: {', '.join(largest + more)}",
+        f"the space is freed when these processes end; inspect them: ps -fp {pids}",
     )

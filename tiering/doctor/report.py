@@ -1,4 +1,4 @@
-"""What was found, shown to three readers: somebody at a terminal, an issue that it is pasted into, and a program."""
+"""The report of all findings: a table for a terminal, a text block for an issue, and JSON for a program."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Report:
 
     @property
     def attention(self) -> list[Entry]:
-        """What is not as it should be, problems first."""
-        found = [entry for entry in self.entries if entry.finding.verdict is not Verdict.OK]
-        return sorted(found, key=lambda entry: entry.finding.verdict is not Verdict.PROBLEM)
+        """The entries that are not OK, problems first."""
+        entries = [entry for entry in self.entries if entry.finding.verdict is not Verdict.OK]
+        return sorted(entries, key=lambda entry: entry.finding.verdict is not Verdict.PROBLEM)
 
     @property
     def problems(self) -> int:
         return sum(entry.finding.verdict is Verdict.PROBLEM for entry in self.entries)
 
     def counts(self) -> str:
-        """As "1 problem, 2 notes"."""
-        found = {"problem": self.problems, "note": len(self.attention) - self.problems}
-        return ", ".join(counted(number, word) for word, number in found.items() if number)
+        """The number of problems and notes: "1 problem, 2 notes"."""
+        numbers = {"problem": self.problems, "note": len(self.attention) - self.problems}
+        return ", ".join(counted(number, noun) for noun, number in numbers.items() if number)
 
     def as_dict(self, exit_code: int) -> dict[str, Any]:
         checks = [
@@ -58,7 +58,7 @@ class Report:
         return {"schema_version": SCHEMA_VERSION, "exit_code": exit_code, "checks": checks}
 
     def table(self) -> Table:
-        """``attention``, with the remedies."""
+        """A table of ``attention`` with the remedies."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -76,7 +76,7 @@ class Report:
         return table
 
     def block(self) -> str:
-        """Everything that was found, as plain text to paste."""
+        """All findings, as plain text to paste into an issue."""
         lines = [RULE]
         for directory, entries in groupby(self.entries, key=lambda entry: entry.directory):
             lines.append(legible(directory or "tiering doctor"))
@@ -94,15 +94,15 @@ class Report:
 
 
 def discreet(entries: Iterable[Entry]) -> list[Entry]:
-    """``entries`` without the names of users and of this host: home directories are ~, others' names are left out."""
+    """``entries`` without the names of users and of this host: home directories become ~, other names "..."."""
     home = os.path.normpath(Path("~").expanduser())
 
-    def hidden(text: str, directory: str | None) -> str:
+    def anonymous_text(text: str, directory: str | None) -> str:
         if directory is not None:
-            text = text.replace(directory, shown(directory))
+            text = text.replace(directory, anonymous_path(directory))
         return text.replace(f"{home}/", "~/") if len(home) > 1 else text
 
-    def shown(directory: str) -> str:
+    def anonymous_path(directory: str) -> str:
         parts = Path(directory).parts
         if len(home) > 1 and Path(directory).is_relative_to(home):
             parts = ("~", *Path(directory).relative_to(home).parts)
@@ -111,11 +111,11 @@ def discreet(entries: Iterable[Entry]) -> list[Entry]:
     return [
         Entry(
             entry.check,
-            None if entry.directory is None else shown(entry.directory),
+            None if entry.directory is None else anonymous_path(entry.directory),
             Finding(
-                hidden(entry.finding.found, entry.directory),
+                anonymous_text(entry.finding.found, entry.directory),
                 entry.finding.verdict,
-                hidden(entry.finding.remedy, entry.directory),
+                anonymous_text(entry.finding.remedy, entry.directory),
             ),
         )
         for entry in entries
@@ -124,6 +124,7 @@ def discreet(entries: Iterable[Entry]) -> list[Entry]:
 
 def _names() -> set[str]:
     names = {os.uname().nodename, os.uname().nodename.partition(".")[0]}
-    with contextlib.suppress(OSError, KeyError):  # a user that nobody has named
+    # The user id may have no name.
+    with contextlib.suppress(OSError, KeyError):
         names.add(getpass.getuser())
     return names

@@ -1,4 +1,4 @@
-"""``tiering doctor``: each check on machines that are well and on machines that are not, and what is shown of it."""
+"""``tiering doctor``: each check on machines with and without problems, and the report."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ NVIDIA = {
             limits.memlock,
             {"proc/self/limits": LIMITS.replace("8388608", str(64 * GIB))},
             OK,
-            "all of the memory",
+            "covers all memory",
             "",
         ),
         (limits.memlock, {"proc/self/status": PRIVILEGED}, OK, "CAP_IPC_LOCK", ""),
         (
-            limits.memlock,  # what is granted in a user namespace does not count
+            limits.memlock,  # a capability inside a user namespace does not count
             {"proc/self/status": PRIVILEGED, "proc/self/uid_map": "0 1000 1"},
             NOTE,
             "8.00 MiB",
@@ -81,7 +81,7 @@ NVIDIA = {
             "fs.aio-max-nr=1048576",
         ),
         (limits.aio_contexts, {AIO[0]: "65536", AIO[1]: "0"}, OK, "0 of 65536", ""),
-        (limits.aio_contexts, {}, OK, "not told", ""),
+        (limits.aio_contexts, {}, OK, "unknown", ""),
         (memory.memory, {}, OK, "64.00 GiB, 48.00 GiB", ""),
         (
             memory.memory,
@@ -119,10 +119,10 @@ NVIDIA = {
         ),
         (memory.huge_pages, {THP: "always [madvise] never"}, OK, "madvise", ""),
         (memory.huge_pages, {THP: "always madvise [never]"}, NOTE, "never", f"sudo tee /{THP}"),
-        (memory.huge_pages, {}, NOTE, "none in this kernel", "kernel"),
-        (memory.set_aside, {}, OK, "none", ""),
+        (memory.huge_pages, {}, NOTE, "not supported by this kernel", "TRANSPARENT_HUGEPAGE"),
+        (memory.reserved_huge_pages, {}, OK, "none", ""),
         (
-            memory.set_aside,
+            memory.reserved_huge_pages,
             {"proc/meminfo": f"{MEMINFO}\nHugetlb: {32 << 20} kB"},
             NOTE,
             "32.00 GiB",
@@ -284,17 +284,17 @@ def test_kernels_and_packages(tmp_path: Path) -> None:
 def test_an_engine_that_may_not_start(tmp_path: Path, name: str, files: Files, remedy: str) -> None:
     finding = engines.engine(name, machine(tmp_path, files), ask=lambda engine: f"{engine}: EPERM")
     assert finding.verdict is NOTE
-    assert finding.found == f"{name}: EPERM; the next engine takes its place"
+    assert finding.found == f"{name}: EPERM; the next engine is used instead"
     assert finding.remedy.startswith(remedy)
     assert engines.engine(name, tmp_path, ask=lambda _: None) == Finding("starts")
 
 
 def test_without_threads_nothing_starts(tmp_path: Path, engine: str) -> None:
-    assert engines.refusal(engine) is None  # the fixture has those that start here
+    assert engines.refusal(engine) is None  # the fixture has the engines that start here
     assert engines.engine("threads", tmp_path, ask=lambda _: "EAGAIN").verdict is PROBLEM
 
 
-def test_a_check_that_fails_or_hangs_says_so() -> None:
+def test_a_check_that_fails_or_hangs_is_reported() -> None:
     hung = threading.Event()
 
     def broken() -> Finding:
@@ -308,23 +308,27 @@ def test_a_check_that_fails_or_hangs_says_so() -> None:
     first, second, third = perform(checks, "/mnt", seconds=0.2)
     hung.set()
     assert first == Entry("well", "/mnt", Finding("fine"))
-    assert (second.check, second.finding.found) == ("broken", "could not look: PermissionError: no")
+    assert (second.check, second.finding.found) == ("broken", "check failed: PermissionError: no")
     assert (third.check, third.finding.verdict) == ("hanging", PROBLEM)
-    assert "this left out 1 more check" in third.finding.found
+    assert "skipped 1 more check" in third.finding.found
 
 
-def test_nobodys_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_has_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setattr("getpass.getuser", lambda: "ada")
     entries = [
         Entry("directory", "/home/ada/swap", problem("does not exist", "mkdir -p /home/ada/swap")),
         Entry("directory", "/scratch/ada/swap", problem("does not exist", "mkdir -p /scratch/ada/swap")),
-        Entry("packages", None, Finding("could not look: /home/ada/.venv/x")),
+        Entry("packages", None, Finding("check failed: /home/ada/.venv/x")),
     ]
-    told = discreet(entries)
-    assert [entry.directory for entry in told] == ["~/swap", "/scratch/.../swap", None]
-    assert [entry.finding.remedy for entry in told] == ["mkdir -p ~/swap", "mkdir -p /scratch/.../swap", ""]
-    assert "ada" not in Report(told).block()
+    entries = discreet(entries)
+    assert [entry.directory for entry in entries] == ["~/swap", "/scratch/.../swap", None]
+    assert [entry.finding.remedy for entry in entries] == [
+        "mkdir -p ~/swap",
+        "mkdir -p /scratch/.../swap",
+        "",
+    ]
+    assert "ada" not in Report(entries).block()
 
 
 def test_ctrl_c_is_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,9 +339,9 @@ def test_ctrl_c_is_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 def test_names_move_no_cursor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", f"{tmp_path}/a\x1b[2J\nb"]) == 1
-    told = capsys.readouterr().out
-    assert "\x1b" not in told
-    assert "/a\\x1b[2J\\nb\n" in told
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "/a\\x1b[2J\\nb\n" in out
 
 
 def test_problems_come_first() -> None:
@@ -352,9 +356,9 @@ def test_problems_come_first() -> None:
 
 
 def test_every_check_looks_at_nothing_without_harm(tmp_path: Path) -> None:
-    """A machine of which nothing is told: no check fails, and none finds what is not there."""
+    """On a machine without information, no check fails, and none reports a missing feature."""
     entries = examine([tmp_path], root=tmp_path / "nothing")
-    assert [entry for entry in entries if "could not look" in entry.finding.found] == []
+    assert [entry for entry in entries if "check failed" in entry.finding.found] == []
     assert {entry.directory for entry in entries} == {None, str(tmp_path)}
 
 
@@ -363,11 +367,13 @@ def test_the_command(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code = main(["doctor", str(tmp_path), "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["exit_code"]) == (1, code)
-    assert code == any(check["verdict"] == "problem" for check in told["checks"])
-    assert {"memlock", "engine threads", "swap file", "space"} <= {check["check"] for check in told["checks"]}
-    assert all(check["verdict"] in ("ok", "note", "problem") for check in told["checks"])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["schema_version"], report["exit_code"]) == (1, code)
+    assert code == any(check["verdict"] == "problem" for check in report["checks"])
+    assert {"memlock", "engine threads", "swap file", "space"} <= {
+        check["check"] for check in report["checks"]
+    }
+    assert all(check["verdict"] in ("ok", "note", "problem") for check in report["checks"])
 
     assert main(["doctor", str(tmp_path / "none")]) == 1
     out = capsys.readouterr().out
@@ -382,16 +388,16 @@ def test_the_command(
 
 
 def test_the_page_has_every_check() -> None:
-    """A row of its tables for each, and each in its sample, in the order in which they are made."""
+    """Each check has a row in a table and a line in the sample, in the order of execution."""
     page = (Path(__file__).parents[3] / "docs/tools/doctor.md").read_text(encoding="utf-8")
-    machine, of_a_directory = (part.split("## ")[0] for part in page.split("## ")[1:])
+    machine, directory_part = (part.split("## ")[0] for part in page.split("## ")[1:])
     groups = (software.CHECKS, cpus.CHECKS, memory.CHECKS, limits.CHECKS, engines.CHECKS)
-    made = [name for group in groups for name in group] + ["files without a name"]
+    names = [name for group in groups for name in group] + ["files without a name"]
     tables = []
-    for text in (machine, of_a_directory):
+    for text in (machine, directory_part):
         cells = re.findall(r"^\| ([^|]+) \| [^|]+ \| (?:[^|\\]|\\\|)+ \|$", text, re.MULTILINE)
         tables.append([name for cell in cells[1:] for name in cell.split(", ")])
-    assert tables == [made, list(directory.checks(Path()))]
+    assert tables == [names, list(directory.checks(Path()))]
     sample = re.findall(r"^  (?:ok|note|problem) +([^:]+): ", page, re.MULTILINE)
     assert sample == [name for table in tables for name in table]
 

@@ -1,4 +1,4 @@
-"""What the doctor says of a directory: its file system, its drives, its space, and who holds nameless files there."""
+"""Checks of a directory: its file system, its drives, its space, and processes with unnamed files there."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def backing(
     ("mounted", "copied", "verdict", "found"),
     [
         (backing(), None, OK, "ext4, rw"),
-        (backing("tmpfs", "memory"), None, PROBLEM, "tmpfs, which lives in RAM"),
+        (backing("tmpfs", "memory"), None, PROBLEM, "tmpfs, which is in RAM"),
         (backing("overlay", "overlay", upper=backing("tmpfs", "memory").file_system), None, PROBLEM, "tmpfs"),
         (backing("overlay", "overlay", upper=backing().file_system), None, NOTE, "root of a container"),
         (backing("nfs4", "network"), None, NOTE, "nfs4"),
@@ -68,8 +68,8 @@ HARD_DISK = Drive("sda", transport="sata", rotational=True, scheduler="bfq")
     ("drive", "found"),
     [
         (FAST, None),
-        (replace(FAST, rotational=True, transport="virtio"), None),  # hypervisors say that of any disk
-        (HARD_DISK, "rotates"),
+        (replace(FAST, rotational=True, transport="virtio"), None),  # hypervisors report any disk so
+        (HARD_DISK, "rotating disk"),
         (replace(FAST, transport="tcp"), "behind a network (tcp)"),
         (Drive("md0", layer="raid0", members=(FAST, FAST)), None),
         (Drive("md0", layer="raid5", members=(FAST, FAST)), "raid5 reads before"),
@@ -90,14 +90,14 @@ def test_links_and_schedulers() -> None:
     assert directory.link(backing(drives=(FAST,))) == Finding("nvme0n1 PCIe 5.0 x4, 15.8 GB/s")
     finding = directory.link(backing(drives=(Drive("md0", members=(slow,)),)))
     assert finding.verdict is NOTE
-    assert finding.found == "nvme0n1 has PCIe 3.0 x2, 2.0 GB/s, and could have PCIe 5.0 x4, 15.8 GB/s"
+    assert finding.found == "nvme0n1 has PCIe 3.0 x2, 2.0 GB/s, and supports PCIe 5.0 x4, 15.8 GB/s"
 
     assert directory.scheduler(backing(drives=(FAST,))) == Finding("nvme0n1 none")
     assert directory.scheduler(backing(drives=(replace(HARD_DISK, scheduler="mq-deadline"),))).verdict is OK
-    for wrong in (replace(FAST, scheduler="mq-deadline"), HARD_DISK):
-        finding = directory.scheduler(backing(drives=(wrong,)))
+    for slow in (replace(FAST, scheduler="mq-deadline"), HARD_DISK):
+        finding = directory.scheduler(backing(drives=(slow,)))
         assert finding.verdict is NOTE
-        assert finding.remedy == f"echo none | sudo tee /sys/block/{wrong.name}/queue/scheduler"
+        assert finding.remedy == f"echo none | sudo tee /sys/block/{slow.name}/queue/scheduler"
 
 
 def test_a_drive_on_another_numa_node(tmp_path: Path) -> None:
@@ -200,23 +200,23 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_files_without_a_name_are_found(tmp_path: Path) -> None:
-    """The real ones of this process, through the real /proc."""
-    named = tmp_path / "with a name (deleted)"
+    """Unnamed files of this process, read from the real /proc."""
+    named_file = tmp_path / "with a name (deleted)"
     with (
-        named.open("wb") as file,
+        named_file.open("wb") as file,
         os.fdopen(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600), "wb") as swap,
     ):
         for each in (file, swap):
             each.write(bytes(3 << 20))
             each.flush()
             os.fsync(each.fileno())  # blocks are counted once they are allocated
-        other = os.dup(swap.fileno())
-        status = os.fstat(other)
+        duplicate = os.dup(swap.fileno())
+        status = os.fstat(duplicate)
         own = [holder for holder in nameless.holders() if holder.process == os.getpid()]
-        os.close(other)
-        assert named.stat().st_ino not in {holder.inode for holder in own}
-        (held,) = (holder for holder in own if holder.inode == status.st_ino)
-        assert (held.device, held.nbytes) == (status.st_dev, status.st_blocks * 512)
+        os.close(duplicate)
+        assert named_file.stat().st_ino not in {holder.inode for holder in own}
+        (holder,) = (holder for holder in own if holder.inode == status.st_ino)
+        assert (holder.device, holder.nbytes) == (status.st_dev, status.st_blocks * 512)
         finding = directory.checks(tmp_path)["files without a name"]()
         assert finding.verdict is NOTE
         assert f"(process {os.getpid()})" in finding.found
@@ -227,27 +227,25 @@ def test_files_without_a_name_are_found(tmp_path: Path) -> None:
 
 
 def test_a_file_of_several_processes_counts_once() -> None:
-    held = [Holder(process, "python", 1, 7, GIB) for process in range(10, 17)] + [
+    holders = [Holder(process, "python", 1, 7, GIB) for process in range(10, 17)] + [
         Holder(10, "python", 1, 8, 3 * GIB)
     ]
-    finding = nameless.judge([*held, Holder(30, "empty", 1, 9, 0)])
+    finding = nameless.judge([*holders, Holder(30, "empty", 1, 9, 0)])
     assert finding.found.startswith("4.00 GiB in 2 files")
     assert "python (process 10) 4.00 GiB, python (process 11) 1.00 GiB" in finding.found
     assert finding.found.endswith("2 more")
     assert nameless.judge([Holder(30, "empty", 1, 9, 0)]) == Finding("none")
 
 
-def test_swap_space_of_a_run_that_trains_is_as_it_should_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swap_space_of_a_live_run_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "run"))
-    own, other = Holder(os.getpid(), "python", 1, 8, 4 * MIB), Holder(30, "stuck", 1, 9, MIB)
+    own, stuck = Holder(os.getpid(), "python", 1, 8, 4 * MIB), Holder(30, "stuck", 1, 9, MIB)
     assert nameless.judge([own]).verdict is NOTE
     with closing(StatusWriter("gpt")) as writer:
         writer.publish(Snapshot("gpt", 0, 1, os.getpid(), 1.0, global_step=12))
         assert nameless.judge([own]) == Finding("swap space of run gpt, step 12")
-        found = nameless.judge([own, other])
-        assert found.verdict is NOTE and found.found.startswith("1.00 MiB in 1 file without")
-        assert "stuck (process 30)" in found.found and "python" not in found.found
-        assert found.remedy.endswith("ps -fp 30") and "kill" not in found.remedy
-    assert nameless.judge([own]).verdict is NOTE, "its page is gone"
+        finding = nameless.judge([own, stuck])
+        assert finding.verdict is NOTE and finding.found.startswith("1.00 MiB in 1 file without")
+        assert "stuck (process 30)" in finding.found and "python" not in finding.found
+        assert finding.remedy.endswith("ps -fp 30") and "kill" not in finding.remedy
+    assert nameless.judge([own]).verdict is NOTE, "its status file is removed"

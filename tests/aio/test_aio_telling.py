@@ -19,7 +19,7 @@ import pytest
 
 from tests.conftest import cannot_start
 from tiering.errors import SwapError
-from tiering.storage import aio as aio_module
+from tiering.storage import request as request_module
 from tiering.storage.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
 
 PAGE = 4096
@@ -100,7 +100,6 @@ def test_the_cause_of_a_long_chain_is_found_in_its_length(
 FORKED_IN_CLOSE = """
 import os, sys, threading, time, warnings
 from child import Memory
-from tiering.storage import aio as aio_module
 from tiering.storage.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
 warnings.simplefilter("ignore", DeprecationWarning)  # newer interpreters dislike a fork beside threads
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_TMPFILE | os.O_DIRECT)
@@ -200,7 +199,7 @@ def test_a_drive_that_hangs_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(aio_module, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(request_module, "SILENT_SECONDS", 0.3)
     hang, slow = Fault("read", first=1, count=1, delay=1.2), Fault("write", count=0, delay=0.15)
     with AioContext(engine=engine, block_size=PAGE, queue_depth=1, fault=FaultPlan((hang, slow))) as context:
         file = context.add_file(swap_file(8 * PAGE), direct=True, name="the drive")
@@ -210,9 +209,9 @@ def test_a_drive_that_hangs_is_told_of(
             assert context.read(file, memory(PAGE), 0, PAGE, names=("w",)).wait() == PAGE
     (message,) = caplog.messages
     assert message.startswith(
-        "read of 'w' (4096 bytes) at offset 0 GiB of the drive is waited for, and no transfer"
+        "waiting for the read of 'w' (4096 bytes) at offset 0 GiB of the drive: no transfer"
     )
-    assert "the drive, or the network behind it, may hang; see dmesg" in message
+    assert "the drive, or the network behind it, may hang: see dmesg" in message
 
 
 def test_more_than_a_thousand_buffers_are_registered(swap_file: Any, memory: Any) -> None:

@@ -95,7 +95,7 @@ def test_one_flipped_bit_is_found(
     error = caught.value
     assert (error.errno, error.names) == (errno.EBADMSG, ("layers.4.w",))
     assert (error.offset, error.filename) == (at // PAGE * PAGE, "/swap/rank0")
-    assert "not what was written" in str(error)
+    assert "differ from the bytes written" in str(error)
     assert context.stats()[file].read.errors_by_errno == {errno.EBADMSG: 1}
 
     for page in range(0, 3 * BLOCK, PAGE):  # every other page is as good as before, alone and in company

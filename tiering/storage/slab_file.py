@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.storage.aio import AioContext, Buffer, Ticket
+from tiering.storage.aio import AioContext, Ticket
 from tiering.storage.arena import round_up
 from tiering.storage.ranges import FreeRanges
+from tiering.storage.request import Buffer
 from tiering.storage.swap_file import SwapFile, check_directory
 from tiering.text import shorten
 

@@ -11,7 +11,8 @@ import pytest
 
 from optim_cpu import kernels
 from tiering.errors import SwapError
-from tiering.storage.aio import _KIND_NAMES, AioContext, Ticket
+from tiering.storage.aio import AioContext, Ticket
+from tiering.storage.request import KIND_NAMES
 from zero3.checkpoint.saver import Saver
 from zero3.optimizer.tiles import Tile
 
@@ -121,14 +122,14 @@ def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         code, kind, buffer, nbytes = submit(context, request), request.kind, request.buffer, request.nbytes
         if code >= 0 and buffer is not None and nbytes:
             with device.lock:
-                what = f"{_KIND_NAMES[kind]} of NVMe, {', '.join(request.names)[:60]}"
+                what = f"{KIND_NAMES[kind]} of NVMe, {', '.join(request.names)[:60]}"
                 agent = Agent(f"a transfer ({what})")
                 agent.learn(device.host.clock)
                 for earlier in request.after:
                     if (before := getattr(earlier, "fake", None)) is not None:
                         agent.learn(before._agent.clock)
                 start, end = buffer.address, buffer.address + nbytes
-                access = Access(agent, agent.tick(), _KIND_NAMES[kind] == "read", what, place())
+                access = Access(agent, agent.tick(), KIND_NAMES[kind] == "read", what, place())
                 device.note(start, end, access, agent.clock)
                 request.fake = transfer = Transfer(device, agent, start, end, access)
                 live.append(transfer)

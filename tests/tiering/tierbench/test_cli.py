@@ -270,7 +270,7 @@ def test_wrong_bytes_are_a_failure(
 
     monkeypatch.setattr(Load, "check", checked)
     assert cli.main([str(tmp_path), *SHORT, "--verify", "--quiet"]) == exits.FAILED
-    assert "is not what was written there" in capsys.readouterr().err
+    assert "differ from the bytes written" in capsys.readouterr().err
 
 
 def test_neither_help_nor_a_run_loads_torch(tmp_path: Path) -> None:

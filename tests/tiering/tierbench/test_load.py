@@ -243,7 +243,7 @@ def test_wrong_bytes_on_the_drive_are_found(tmp_path: Path) -> None:
         with on_drive(file).open("r+b", buffering=0) as other:
             os.pwrite(other.fileno(), b"x", 9 * MIB + 17)
             os.fsync(other.fileno())
-        with pytest.raises(SwapError, match="is not what was written there") as caught:
+        with pytest.raises(SwapError, match="differ from the bytes written") as caught:
             load.check()
     assert caught.value.errno == errno.EBADMSG
     assert caught.value.offset == 9 * MIB

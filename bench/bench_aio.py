@@ -54,7 +54,7 @@ from frame.side import SideError
 from rich.console import Console
 
 from tiering.tierbench.comparison import fio
-from tiering.tierbench.comparison.fio import Job
+from tiering.tierbench.comparison.fio import FioJob
 
 RAM_FILE = 256 * MIB
 QUICK = {"pairs": 2, "seconds": 0.2, "rounds": 2, "size": 256}
@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def usable(engines: list[str], job: Job, report: Report) -> list[str]:
+def usable(engines: list[str], job: FioJob, report: Report) -> list[str]:
     """The engines that start here; the others are named in the report."""
     found = []
     for engine in engines:

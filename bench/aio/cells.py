@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from tiering.tierbench.comparison import fio
-from tiering.tierbench.comparison.fio import Job, Reading
+from tiering.tierbench.comparison.fio import FioJob, RunReading
 from tiering.tierbench.ratios import take_turns
 from tiering.tierbench.words import ReadWrite, is_random
 
@@ -35,16 +35,16 @@ class Cell:
     place: str
     engine: str
     flags: tuple[str, ...]
-    job: Job
-    sides: dict[str, list[Reading]] = field(default_factory=dict)
+    job: FioJob
+    sides: dict[str, list[RunReading]] = field(default_factory=dict)
     fio_command: str = ""
     fio_idle_cpu: float = 0.0
 
 
 @contextmanager
-def warm_file(path: Path, size: int, *, direct: bool) -> Iterator[Job]:
+def warm_file(path: Path, size: int, *, direct: bool) -> Iterator[FioJob]:
     """A file of ``size`` bytes, preallocated and written whole, gone at the end; yields a job that reads it."""
-    job = Job((str(path),), size, "read", MIB, 16, direct=direct)
+    job = FioJob((str(path),), size, "read", MIB, 16, direct=direct)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -57,7 +57,7 @@ def warm_file(path: Path, size: int, *, direct: bool) -> Iterator[Job]:
         path.unlink()
 
 
-def against_fio(base: Job, engine: str, pairs: int, seconds: float) -> Iterator[Cell]:
+def against_fio(base: FioJob, engine: str, pairs: int, seconds: float) -> Iterator[Cell]:
     """Read, write and mixed: our ``engine`` and fio's, in pairs."""
     with Ours(base, engine) as ours:
         for rw in RANDOM if is_random(base.rw) else SEQUENTIAL:
@@ -81,7 +81,7 @@ def against_fio(base: Job, engine: str, pairs: int, seconds: float) -> Iterator[
 
 
 def overhead(
-    base: Job, place: str, engine: str, rws: tuple[ReadWrite, ...], rounds: int, seconds: float
+    base: FioJob, place: str, engine: str, rws: tuple[ReadWrite, ...], rounds: int, seconds: float
 ) -> Iterator[Cell]:
     """64 KiB operations on memory: fio's io_uring, our C path, and one ticket of Python's per operation."""
     for depth in (16, 1):
@@ -109,7 +109,7 @@ def overhead(
                 )
 
 
-def verifying(base: Job, place: str, engine: str, rounds: int, seconds: float) -> Iterator[Cell]:
+def verifying(base: FioJob, place: str, engine: str, rounds: int, seconds: float) -> Iterator[Cell]:
     """Read, then write, with checksums and without; both sides use memory of their own for each request.
 
     In that order: what the plain side writes is not what the other one has checksums of.

@@ -9,14 +9,14 @@ from typing import Any
 from frame.side import Place, Side, Spec
 
 from tiering.storage.arena import round_up
-from tiering.tierbench.comparison.fio import Job, Reading
+from tiering.tierbench.comparison.fio import FioJob, RunReading
 from tiering.tierbench.words import READ_WRITE, is_random, reads, writes
 
 PATIENCE = 600.0
 """Seconds that an answer may take: a file is written whole in one of them."""
 
 
-def request_blocks(job: Job) -> int:
+def request_blocks(job: FioJob) -> int:
     """Blocks per request. Sequential requests fill the queue, as a layer's parameters do.
 
     Mixed ones do, too: blocks of a read and a write take turns. Random ones are single blocks, because blocks of one
@@ -42,7 +42,7 @@ class Ours(Side):
     Raises SideError where the engine does not start.
     """
 
-    def __init__(self, job: Job, engine: str, *, private: bool = False, verify: bool = False) -> None:
+    def __init__(self, job: FioJob, engine: str, *, private: bool = False, verify: bool = False) -> None:
         self.private = private
         self.job = job
         jobs = [replace(job, rw=rw) for rw in READ_WRITE]
@@ -64,7 +64,7 @@ class Ours(Side):
     def arguments(self) -> dict[str, Any]:
         return self._setup
 
-    def run(self, job: Job, seconds: float, *, blocks: int | None = None) -> Reading:
+    def run(self, job: FioJob, seconds: float, *, blocks: int | None = None) -> RunReading:
         """Run ``job`` for ``seconds``, in requests of ``blocks`` blocks."""
         blocks = blocks or request_blocks(job)
         (counted,) = self.call(
@@ -75,7 +75,7 @@ class Ours(Side):
             window=self._window(job, blocks),
             seconds=seconds,
         )
-        return Reading(counted["read"], counted["write"], counted["seconds"], counted["cpu_seconds"])
+        return RunReading(counted["read"], counted["write"], counted["seconds"], counted["cpu_seconds"])
 
     def fill(self) -> None:
         """Write the whole file once."""
@@ -85,7 +85,7 @@ class Ours(Side):
         """Requests of ``blocks`` blocks per batch; a batch is never less than the queue."""
         return -(-max(BATCH, self.job.iodepth) // blocks)
 
-    def _window(self, job: Job, blocks: int) -> int:
+    def _window(self, job: FioJob, blocks: int) -> int:
         """Bytes of memory in use by requests of ``blocks`` blocks; mixed ones do not share theirs."""
         shared = max(blocks * (1 + (reads(job.rw) and writes(job.rw))), job.iodepth)
         wanted = 2 * blocks * self._batch(blocks) if self.private else shared

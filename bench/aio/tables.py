@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from frame.report import Report, Table, Verdict, middle
 
-from tiering.tierbench.comparison.fio import Reading
+from tiering.tierbench.comparison.fio import RunReading
 from tiering.tierbench.ratios import Comparison, compare
 
 from .cells import Cell
@@ -21,15 +21,15 @@ def as_fast(speed: Comparison) -> bool:
     return speed.median.high >= 1.0 and speed.median.point >= 0.98
 
 
-def speeds(readings: Sequence[Reading]) -> list[float]:
+def speeds(readings: Sequence[RunReading]) -> list[float]:
     return [reading.rate / 1e9 for reading in readings]
 
 
-def costs(readings: Sequence[Reading]) -> list[float]:
+def costs(readings: Sequence[RunReading]) -> list[float]:
     return [reading.cpu_per_gb for reading in readings]
 
 
-def times(readings: Sequence[Reading], bs: int) -> list[float]:
+def times(readings: Sequence[RunReading], bs: int) -> list[float]:
     """Wall nanoseconds per block."""
     return [reading.seconds * 1e9 / (reading.nbytes / bs) for reading in readings]
 

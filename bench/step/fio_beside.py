@@ -13,7 +13,7 @@ from aio.cells import warm_file
 from frame.side import Side
 
 from tiering.tierbench.comparison import fio
-from tiering.tierbench.comparison.fio import Job, Reading
+from tiering.tierbench.comparison.fio import FioJob, RunReading
 
 from .measured import Beside, StepRun
 
@@ -46,8 +46,8 @@ def read_percent(side: Side) -> int:
     return round(100 * read / (read + written))
 
 
-def _beside(job: Job, seconds: float, sides: Mapping[str, Side]) -> dict[str, Callable[[], Reading]]:
-    made: dict[str, Callable[[], Reading]] = {}
+def _beside(job: FioJob, seconds: float, sides: Mapping[str, Side]) -> dict[str, Callable[[], RunReading]]:
+    made: dict[str, Callable[[], RunReading]] = {}
     for name, side in sides.items():
         if side.facts.get("planned_read"):
             mixed = replace(job, rwmixread=read_percent(side))

@@ -12,7 +12,7 @@ from frame.rounds import Run
 from frame.side import Side, SideError, Spec
 from frame.training import Round
 
-from tiering.tierbench.comparison.fio import Reading
+from tiering.tierbench.comparison.fio import RunReading
 
 from .scale import Scale
 
@@ -28,7 +28,7 @@ class Measured:
     facts: dict[str, Any]
     rounds: list[Round]
     peaks: tuple[int, int]
-    fio: list[Reading] = field(default_factory=list)
+    fio: list[RunReading] = field(default_factory=list)
 
     @property
     def times(self) -> list[float]:
@@ -54,7 +54,7 @@ class Measured:
         )
 
 
-Beside = Callable[[Mapping[str, Side]], dict[str, Callable[[], Reading]]]
+Beside = Callable[[Mapping[str, Side]], dict[str, Callable[[], RunReading]]]
 
 
 @dataclass(slots=True)

@@ -20,17 +20,17 @@ from frame.side import SideError
 from rich.console import Console
 
 from tiering.tierbench.comparison import fio
-from tiering.tierbench.comparison.fio import Job, Reading
+from tiering.tierbench.comparison.fio import FioJob, RunReading
 from tiering.tierbench.ratios import Comparison
 from tiering.tierbench.spread import Estimate
 from tiering.tierbench.words import READ_WRITE
 
 BLOCK = 64 << 10
-JOB = Job(("/disk/file",), 64 << 20, "read", BLOCK, 16)
+JOB = FioJob(("/disk/file",), 64 << 20, "read", BLOCK, 16)
 
 
-def reading(gb_per_s: float = 1.0, cpu: float = 0.01) -> Reading:
-    return Reading(round(gb_per_s * 1e9), 0, 1.0, cpu * gb_per_s, cpu * gb_per_s + 0.2)
+def reading(gb_per_s: float = 1.0, cpu: float = 0.01) -> RunReading:
+    return RunReading(round(gb_per_s * 1e9), 0, 1.0, cpu * gb_per_s, cpu * gb_per_s + 0.2)
 
 
 @pytest.mark.parametrize(
@@ -100,20 +100,20 @@ def test_the_report_of_known_readings() -> None:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[Job]:
+def file(tmp_path: Path) -> Iterator[FioJob]:
     with cells.warm_file(tmp_path / "file", 8 << 20, direct=False) as job:
         yield dataclasses.replace(job, bs=BLOCK, iodepth=4)
     assert not (tmp_path / "file").exists()
 
 
-def test_the_file_is_written_whole(file: Job) -> None:
+def test_the_file_is_written_whole(file: FioJob) -> None:
     content = np.fromfile(file.paths[0], dtype=np.uint64).reshape(-1, 512)
     assert content.size * 8 == 8 << 20
     assert content.any(axis=1).all()  # no page of zeros
 
 
 @pytest.mark.parametrize("rw", cells.SEQUENTIAL)
-def test_our_side_moves_what_it_counts(file: Job, rw: Any) -> None:
+def test_our_side_moves_what_it_counts(file: FioJob, rw: Any) -> None:
     job = dataclasses.replace(file, rw=rw)
     with Ours(job, "threads") as ours:
         assert ours.engine == "threads"
@@ -125,14 +125,14 @@ def test_our_side_moves_what_it_counts(file: Job, rw: Any) -> None:
             assert 0 < found.cpu_seconds < 4 * found.seconds
 
 
-def test_an_engine_that_does_not_exist_says_so(file: Job) -> None:
+def test_an_engine_that_does_not_exist_says_so(file: FioJob) -> None:
     with pytest.raises(SideError, match=r"bogus failed: .*bogus"):
         Ours(file, "bogus")
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason=fio.MISSING)
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
-def test_fio_does_the_same_job(file: Job, engine: str) -> None:
+def test_fio_does_the_same_job(file: FioJob, engine: str) -> None:
     found = fio.run(dataclasses.replace(file, rw="rw"), engine, (), 0.1)
     assert found.read_bytes > 0
     assert found.written_bytes > 0

@@ -22,7 +22,7 @@ from step.scale import FULL, QUICK
 
 from tiering.demo.model import GPT
 from tiering.tierbench.comparison import fio
-from tiering.tierbench.comparison.fio import Job, Reading
+from tiering.tierbench.comparison.fio import FioJob, RunReading
 
 from .known import GB, a_round
 
@@ -100,7 +100,7 @@ class TestVerdicts:
 
 
 def test_the_tables_of_known_rounds() -> None:
-    beside = Reading(2 * GB, 1 * GB, seconds=1.0, cpu_seconds=0.1)
+    beside = RunReading(2 * GB, 1 * GB, seconds=1.0, cpu_seconds=0.1)
     ours = measured(
         a_round(4.0), a_round(6.0, counted={"read": 2 * GB, "written": GB, "stalled": 1.5, "retries": 3})
     )
@@ -301,7 +301,7 @@ class TestCases:
     def test_disk(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
         ours = measured(a_round(2.2))
-        ours.fio = [Reading(2 * GB, 1 * GB, seconds=2.0, cpu_seconds=0.1)]  # 1.5 GB in 1 s
+        ours.fio = [RunReading(2 * GB, 1 * GB, seconds=2.0, cpu_seconds=0.1)]  # 1.5 GB in 1 s
         asked = self.known(run, monkeypatch, ours=ours)
         disk.case(run)
         what = "time per step: ours, NVMe, nothing cached / planned bytes at fio's rate"
@@ -345,7 +345,7 @@ class TestCases:
 
 
 def test_fio_takes_the_plans_ratio() -> None:
-    job = Job(("/disk/file",), 64 << 20, "rw", 1 << 20, 16)
+    job = FioJob(("/disk/file",), 64 << 20, "rw", 1 << 20, 16)
     assert "--rwmixread=50" in fio.command(job, "io_uring", (), 1.0)
     assert "--rwmixread=71" in fio.command(dataclasses.replace(job, rwmixread=71), "io_uring", (), 1.0)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tiering.tierbench.load.windows import Watch
 from tiering.tierbench.result import Sample
-from tiering.tierbench.tuning.explore import CannotStart, Ended, Taken, explore
+from tiering.tierbench.tuning.explore import SearchEnded, SettingFigures, SettingUnavailable, explore
 from tiering.tierbench.tuning.search import Cell, Grid, Sweep
 
 K, M = 1 << 10, 1 << 20
@@ -61,12 +61,12 @@ class FakeDrive:
         self.missing: tuple[str, ...] = ()
         self.windows = 10**9
 
-    def window(self, cell: Cell | None, tell: Watch | None) -> Taken:
+    def measure(self, cell: Cell | None, tell: Watch | None) -> SettingFigures:
         cell = cell or HOME
         if cell.ioengine in self.missing:
-            raise CannotStart(f"{cell.ioengine} is not to be had")
+            raise SettingUnavailable(f"{cell.ioengine} is not to be had")
         if len(self.seen) == self.windows:
-            raise Ended("it is enough")
+            raise SearchEnded("it is enough")
         self.now += SECONDS
         self.seen.append(cell)
         decay = math.exp(-SECONDS / 20)
@@ -77,7 +77,7 @@ class FakeDrive:
         rate = 3e9 * self.truth(cell) * factor * math.exp(self.random.gauss(0, noise))
         if tell is not None:
             tell(Sample(at=SECONDS, read=rate, write=0.0), 1.0)
-        return Taken(rate, cpu_per_gb=1e4 / cell.bs, p99=cell.in_flight / rate)
+        return SettingFigures(rate, cpu_per_gb=1e4 / cell.bs, p99=cell.in_flight / rate)
 
 
 def played(drive: FakeDrive, budget: float = 60.0) -> tuple[Sweep, str]:

@@ -1,1 +1,1 @@
-"""tierbench: how fast a drive is, and what that means for a training step."""
+"""tierbench: measures a drive, and estimates a training step on it."""

@@ -1,4 +1,4 @@
-"""``tierbench``: the command line. What a subcommand needs is loaded when it runs, so that ``--help`` answers at once.
+"""``tierbench``: the command line. A subcommand loads its modules when it runs, so that ``--help`` is fast.
 
 Data goes to stdout, progress and messages to stderr.
 """
@@ -19,7 +19,7 @@ from tiering.tierbench import words
 from tiering.tierbench.exits import BELOW, FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
-    from tiering.tierbench.bench import Asked
+    from tiering.tierbench.bench import BenchRequest
     from tiering.tierbench.result import Result
     from tiering.tierbench.words import ReadWrite
 
@@ -43,26 +43,26 @@ exit code: 0 measured, 1 a transfer failed or --verify found wrong bytes, 2 usag
 4 slower than --fail-under, 130 interrupted (completed tests are printed; a second Ctrl-C ends at once).
 """
 _SILENCE = logging.NullHandler()
-"""The engine's parts log nothing here: what matters of it is in the notes of a result. One, however often main runs."""
+"""Silences the engine's logs: a result's notes have what matters. One handler, so that repeated calls add no more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run a command and return its exit code."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("tiering").addHandler(_SILENCE)
     try:
-        return run_printing("tierbench", lambda: _run(given), unwritable=FAILED)
+        return run_printing("tierbench", lambda: _run(argv), unwritable=FAILED)
     except KeyboardInterrupt:
-        print("tierbench: interrupted before anything was measured", file=sys.stderr)
+        print("tierbench: interrupted before the first measurement", file=sys.stderr)
         return INTERRUPTED
 
 
-def _run(given: list[str]) -> int:
-    if given and given[0] in COMMANDS:
-        return _command(given[0], given[1:])
-    if given and not Path(given[0]).exists() and (meant := suggestion(given[0], COMMANDS)):
-        _parser().error(f"there is no command and no directory {given[0]}; did you mean {meant}?")
-    return _bench(given)
+def _run(argv: list[str]) -> int:
+    if argv and argv[0] in COMMANDS:
+        return _command(argv[0], argv[1:])
+    if argv and not Path(argv[0]).exists() and (closest := suggestion(argv[0], COMMANDS)):
+        _parser().error(f"{argv[0]} is not a command or a directory; did you mean {closest}?")
+    return _bench(argv)
 
 
 def _command(name: str, arguments: list[str]) -> int:
@@ -190,17 +190,18 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
-def _asked(options: argparse.Namespace, arguments: list[str]) -> Asked:
+def _request(options: argparse.Namespace, arguments: list[str]) -> BenchRequest:
     from tiering.errors import ConfigError
     from tiering.planning.sizing import decoder, parse_count
-    from tiering.tierbench.bench import Asked
+    from tiering.tierbench.bench import BenchRequest
 
     try:
         params = parse_count(options.params)
-        decoder(params)  # now, and not after ten seconds
+        # An invalid size fails here, not after ten seconds of measurement.
+        decoder(params)
     except ValueError as error:
         raise ConfigError(f"--params: {error}") from None
-    return Asked(
+    return BenchRequest(
         directories=tuple(options.directories),
         rws=options.rw,
         bs=options.bs,
@@ -227,14 +228,14 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
     from tiering.tierbench.display.progress import Progress
     from tiering.tierbench.interrupts import Interrupts
 
-    asked = _asked(options, arguments)
+    request = _request(options, arguments)
     if options.plot is not None:
         from tiering.tierbench.display import plot
 
         plot.check(options.plot)
     with Interrupts():
         with Progress(quiet=options.quiet) as progress:
-            result = bench.run(asked, progress)
+            result = bench.run(request, progress)
         _print(result, options.format)
         if options.plot is not None:
             plot.save(result, options.plot)
@@ -243,14 +244,14 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
         return FAILED
     if result.interrupted:
         return INTERRUPTED
-    return _judge(result, asked.rws, options.fail_under)
+    return _judge(result, request.rws, options.fail_under)
 
 
-def _print(result: Result, how: str) -> None:
-    if how == "json":
+def _print(result: Result, output_format: str) -> None:
+    if output_format == "json":
         print(result.to_json())
         return
-    if how == "table":
+    if output_format == "table":
         from rich.console import Console
 
         from tiering.tierbench.display import screen
@@ -259,22 +260,24 @@ def _print(result: Result, how: str) -> None:
         return
     from tiering.tierbench.display import formats
 
-    print(formats.as_csv(result) if how == "csv" else formats.as_prom(result), end="")
+    print(formats.as_csv(result) if output_format == "csv" else formats.as_prom(result), end="")
 
 
-def _judge(result: Result, rws: Sequence[ReadWrite], least: float | None) -> int:
-    """Whether every kind that was asked for is as fast as it has to be; of --sustained what it sustains counts."""
-    if least is None:
+def _judge(result: Result, rws: Sequence[ReadWrite], minimum_rate: float | None) -> int:
+    """The exit code for ``--fail-under``. Every requested kind must reach it; --sustained counts its sustained rate."""
+    if minimum_rate is None:
         return OK
     from tiering.tierbench.display import figures
 
-    rates = {words.NAMES[rw]: 0.0 for rw in rws} | {name: row.rate for name, row in figures.windows(result)}
+    rates = {words.NAMES[rw]: 0.0 for rw in rws} | {
+        name: row.rate for name, row in figures.named_rows(result)
+    }
     if result.sustained is not None:
         rates[figures.SUSTAINED] = result.sustained.sustained
-    slow = {name: rate for name, rate in rates.items() if rate < least}
+    slow = {name: rate for name, rate in rates.items() if rate < minimum_rate}
     for name, rate in slow.items():
-        found = f"{name} at {rate / 1e9:.2f} GB/s" if rate else f"{name}, which was not measured,"
-        print(f"tierbench: {found} is below --fail-under, {least / 1e9:.2f} GB/s", file=sys.stderr)
+        measurement = f"{rate / 1e9:.2f} GB/s is below" if rate else "not measured, so it does not reach"
+        print(f"tierbench: {name}: {measurement} --fail-under {minimum_rate / 1e9:.2f} GB/s", file=sys.stderr)
     return BELOW if slow else OK
 
 

@@ -1,4 +1,4 @@
-"""From an error to a message on stderr and an exit code, the same for every command."""
+"""Turns an error into a message on stderr and an exit code, for every command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiering.tierbench.exits import FAILED, UNSAFE, USAGE
 
 
 def run(prog: str, command: Callable[[], int]) -> int:
-    """The exit code of ``command``, or that of an error that has words for its user, which are printed."""
+    """Run ``command`` and return its exit code; for a TieringError, print it and return the code for its class."""
     try:
         return command()
     except TieringError as error:

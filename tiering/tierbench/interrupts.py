@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM as `timeout` and batch systems send it, and SIGHUP of a closed terminal, while a command runs."""
+"""Signals while a command runs: Ctrl-C, SIGTERM from `timeout` and batch systems, SIGHUP from a closed terminal."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
-AT_ONCE = 0.5  # seconds within which two are one: what wraps a command may pass on what it got as well
+# Two signals within this time count as one: a wrapper such as `timeout` may forward the signal that it received.
+REPEAT_SECONDS = 0.5
 _TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Interrupts:
-    """Within the block an interruption is noted in ``came``, not raised: what was measured stays whole.
+    """Within the block, a signal sets ``received`` instead of raising, so that measurements stay complete.
 
-    A drive may be slow, or dead, and what is under way on it cannot be taken back: a second interruption ends the
-    process. A block within another has the outer one's. Outside the main thread, where Python handles no signals, and
-    for one that is ignored (nohup) this does nothing.
+    A second signal ends the process, because transfers on a slow or dead drive cannot be canceled. A nested block
+    returns the outer one's object. The class does nothing outside the main thread, where Python handles no signals,
+    and for a signal that is ignored (nohup).
     """
 
     _outermost: ClassVar[Interrupts | None] = None
 
     def __init__(self) -> None:
-        self.came = False
+        self.received = False
         self._first = 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Interrupts:  # noqa: PYI034 # which may be the outer one
+    def __enter__(self) -> Interrupts:  # noqa: PYI034 # it may be the outer one
         if threading.current_thread() is not threading.main_thread():
             return self
         if Interrupts._outermost is not None:
@@ -53,36 +54,37 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self.came:
-            self.came, self._first = True, now
-        elif now - self._first > AT_ONCE:
+        if not self.received:
+            self.received, self._first = True, now
+        elif now - self._first > REPEAT_SECONDS:
             if sys.stderr is not None and sys.stderr.isatty():
-                os.write(sys.stderr.fileno(), _SHOW_CURSOR)  # the line of progress has hidden it
+                os.write(sys.stderr.fileno(), _SHOW_CURSOR)  # the progress line hides the cursor
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager
 def terminations_as_ctrl_c() -> Iterator[None]:
-    """Within the block, what asks this process to end raises KeyboardInterrupt, as Ctrl-C does.
+    """Within the block, SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
 
-    `timeout` sends it to its child and to the group that this is in: the second of two at once is the first one again.
-    An ``Interrupts`` within has its own answer. In other threads, and for what is ignored, this does nothing.
+    `timeout` signals its child and the child's process group, so a second signal within ``REPEAT_SECONDS`` is ignored.
+    An ``Interrupts`` block inside replaces these handlers. In other threads, and for ignored signals, this does
+    nothing.
     """
-    last = -AT_ONCE
+    last = -REPEAT_SECONDS
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal last
         now = time.monotonic()
-        again, last = now - last <= AT_ONCE, now
-        if not again:
+        is_repeated, last = now - last <= REPEAT_SECONDS, now
+        if not is_repeated:
             raise KeyboardInterrupt
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for asked in _TERMINATIONS:
-            if signal.getsignal(asked) is not signal.SIG_IGN:
-                before[asked] = signal.signal(asked, interrupt)
+        for signal_number in _TERMINATIONS:
+            if signal.getsignal(signal_number) is not signal.SIG_IGN:
+                before[signal_number] = signal.signal(signal_number, interrupt)
     try:
         yield
     finally:

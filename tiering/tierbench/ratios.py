@@ -1,4 +1,4 @@
-"""Sides taking turns, and how far the ratios of what they did can be trusted: the bootstrap, in numpy."""
+"""Alternates the sides of a comparison, and estimates the ratios of their readings by bootstrap, in numpy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tiering.tierbench.spread import Estimate
 RESAMPLES = 10_000
 SEED = 20261120
 
-Found = TypeVar("Found")
+Reading = TypeVar("Reading")
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Ratios ``ours / theirs`` of pairs: median, geometric mean, and the smallest and largest pair."""
+    """Ratios of pairs of readings: median, geometric mean, and the smallest and largest ratio."""
 
     median: Estimate
     mean: Estimate
@@ -28,24 +28,24 @@ class Comparison:
     pairs: int
 
 
-def in_turn(rounds: int, sides: Mapping[str, Callable[[], Found]]) -> Iterator[dict[str, Found]]:
-    """What every side found in each round, so that what swings meets all of them.
+def in_turn(rounds: int, sides: Mapping[str, Callable[[], Reading]]) -> Iterator[dict[str, Reading]]:
+    """Yield each round's readings by side. All sides run in each round, so that changes of a drive affect all of them.
 
-    Who goes first rotates; a first round is run and dropped.
+    The first side rotates; one round before the others is run and discarded.
     """
     names = list(sides)
     for number in range(rounds + 1):
         first = number % len(names)
-        found = {name: sides[name]() for name in names[first:] + names[:first]}
+        readings = {name: sides[name]() for name in names[first:] + names[:first]}
         if number:
-            yield found
+            yield readings
 
 
-def take_turns(rounds: int, sides: Mapping[str, Callable[[], Found]]) -> dict[str, list[Found]]:
-    """As ``in_turn``, by side: entry i is of round i."""
-    readings: dict[str, list[Found]] = {name: [] for name in sides}
-    for found in in_turn(rounds, sides):
-        for name, reading in found.items():
+def take_turns(rounds: int, sides: Mapping[str, Callable[[], Reading]]) -> dict[str, list[Reading]]:
+    """As ``in_turn``, but by side: entry i of a side's list is its reading of round i."""
+    readings: dict[str, list[Reading]] = {name: [] for name in sides}
+    for by_side in in_turn(rounds, sides):
+        for name, reading in by_side.items():
             readings[name].append(reading)
     return readings
 
@@ -58,19 +58,19 @@ def bootstrap(values: Sequence[float] | NDArray[np.float64], statistic: Any) -> 
     """
     sample: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
     if sample.size == 0:
-        raise ValueError("there is nothing to resample: no pair was measured")
+        raise ValueError("nothing to resample: no pair was measured")
     rows = np.random.default_rng(SEED).integers(0, sample.size, size=(RESAMPLES, sample.size))
     low, high = np.quantile(statistic(sample[rows], axis=1), [0.025, 0.975])
     return Estimate(float(statistic(sample[None, :], axis=1)[0]), float(low), float(high))
 
 
-def compare(ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
-    """Pair by pair, ``ours[i] / theirs[i]``; all estimates are made of logarithms, so that 2 and 1/2 cancel out."""
-    logs = np.log(np.asarray(ours, dtype=np.float64) / np.asarray(theirs, dtype=np.float64))
+def compare(numerators: Sequence[float], denominators: Sequence[float]) -> Comparison:
+    """Estimate the ratios ``numerators[i] / denominators[i]``, from logarithms, so that 2 and 1/2 cancel out."""
+    logs = np.log(np.asarray(numerators, dtype=np.float64) / np.asarray(denominators, dtype=np.float64))
 
     def ratio(statistic: Any) -> Estimate:
-        found = bootstrap(logs, statistic)
-        return Estimate(*(float(np.exp(x)) for x in (found.point, found.low, found.high)))
+        estimate = bootstrap(logs, statistic)
+        return Estimate(*(float(np.exp(x)) for x in (estimate.point, estimate.low, estimate.high)))
 
     return Comparison(
         ratio(np.median), ratio(np.mean), float(np.exp(logs.min())), float(np.exp(logs.max())), len(logs)

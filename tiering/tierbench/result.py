@@ -1,7 +1,7 @@
-"""What a run of tierbench has found, for people, programs and later comparisons.
+"""The results of tierbench, for tables, programs and later comparisons.
 
-Bytes, seconds, bytes per second, and operations (blocks of ``bs`` bytes). A number of the schema goes up when a name
-goes or changes its meaning; names may be added without.
+Units are bytes, seconds, bytes per second, and operations (blocks of ``bs`` bytes). A schema version increases when a
+name disappears or changes its meaning; names may be added without that.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tiering.tierbench.words import ReadWrite
 SCHEMA_VERSION = 1
 
 
-class Record(BaseModel):
-    """A part of a result: frozen and finite. What a later version has added is passed over."""
+class ResultPart(BaseModel):
+    """A part of a result: frozen, with finite numbers. Fields that a later version added are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class Latencies(Record):
+class Latencies(ResultPart):
     """From the submission of a block to its completion, in seconds."""
 
     p50: float
@@ -40,24 +40,24 @@ class Latencies(Record):
     max: float
 
 
-class Traffic(Record):
-    """What went in one direction."""
+class Traffic(ResultPart):
+    """The transfers in one direction."""
 
     bytes: int = 0
     ops: int = 0
-    latency: Latencies | None = Field(default=None, description="None where nothing went.")
+    latency: Latencies | None = Field(default=None, description="None if nothing was transferred.")
 
 
-class PathRow(Record):
-    """What went to and from one directory."""
+class PathRow(ResultPart):
+    """The transfers of one directory."""
 
     directory: str
     read: Traffic
     write: Traffic
 
 
-class Sample(Record):
-    """A stretch of a window: when it ended, since the window began, and the bytes per second in it."""
+class Sample(ResultPart):
+    """A short part of an interval: its end, in seconds since the interval began, and its bytes per second."""
 
     at: float
     read: float
@@ -69,7 +69,7 @@ class Sample(Record):
 
 
 def moved(samples: Iterable[Sample], start: float = 0.0) -> float:
-    """Bytes in ``samples``, the first of which began at ``start``."""
+    """The bytes of ``samples``; the first sample began at ``start``."""
     total, at = 0.0, start
     for sample in samples:
         total += sample.rate * (sample.at - at)
@@ -77,8 +77,8 @@ def moved(samples: Iterable[Sample], start: float = 0.0) -> float:
     return total
 
 
-class Row(Record):
-    """A window in which blocks were read, written, or both at once, over all directories and jobs."""
+class Row(ResultPart):
+    """A timed interval in which blocks were read, written, or both at once, over all directories and jobs."""
 
     rw: ReadWrite
     seconds: float = Field(
@@ -86,15 +86,13 @@ class Row(Record):
     )
     read: Traffic
     write: Traffic
-    cpu_seconds: float = Field(
-        description="User and system time of this process; not of the kernel's own threads."
-    )
+    cpu_seconds: float = Field(description="User and system time of this process, without kernel threads.")
     worst_second: float | None = Field(
-        description="Least bytes per second over a second; None: it was shorter."
+        description="Lowest bytes per second over one second; None if the interval was shorter."
     )
     samples: tuple[Sample, ...] = ()
     paths: tuple[PathRow, ...]
-    complete: bool = Field(default=True, description="False: it was interrupted.")
+    complete: bool = Field(default=True, description="False if it was interrupted.")
 
     @property
     def bytes(self) -> int:
@@ -102,7 +100,7 @@ class Row(Record):
 
     @property
     def rate(self) -> float:
-        """Bytes per second, of both directions together."""
+        """Bytes per second of both directions together."""
         return self.bytes / self.seconds
 
     @property
@@ -115,53 +113,53 @@ class Row(Record):
         return self.cpu_seconds / (self.bytes / 1e9) if self.bytes else 0.0
 
     def directions(self) -> Iterator[tuple[str, Traffic]]:
-        """("read", what was read) and ("write", what was written), as far as there is any."""
+        """("read", its traffic) and ("write", its traffic), without a direction that has no bytes."""
         yield from ((way, each) for way, each in (("read", self.read), ("write", self.write)) if each.bytes)
 
 
-class Settings(Record):
-    """What was asked for, in fio's words."""
+class Settings(ResultPart):
+    """The requested load, with fio's names."""
 
     bs: int
     iodepth: int = Field(description="Blocks in flight per directory and job.")
-    numjobs: int = Field(
-        default=1, description="I/O contexts, each with a file of its own in each directory."
-    )
-    size: int = Field(description="Bytes of each file that were used.")
+    numjobs: int = Field(default=1, description="I/O contexts, each with its own file in each directory.")
+    size: int = Field(description="Bytes used of each file.")
     runtime: float
     ramp_time: float = 0.0
     direct: bool = True
     ioengine: str = "auto"
     registered: bool = True
-    rwmixread: int = Field(default=50, description="Percent of the blocks of a mixed window that are reads.")
+    rwmixread: int = Field(
+        default=50, description="Percentage of reads among the blocks of a mixed interval."
+    )
     verify: bool = False
 
 
-class Engine(Record):
-    """What was really used."""
+class Engine(ResultPart):
+    """The I/O engine in use."""
 
     ioengine: str
     flags: tuple[str, ...]
-    passed_over: dict[str, str] = Field(default_factory=dict, description="What is not in use, and why.")
+    passed_over: dict[str, str] = Field(default_factory=dict, description="Unused features, with reasons.")
 
 
-class Target(Record):
-    """A directory that was measured, and what lies behind it."""
+class Target(ResultPart):
+    """A measured directory, with its file system and drives."""
 
     directory: str
     backing: Backing
     free_bytes: int
     others_read: int | None = Field(
-        default=None, description="Bytes that others read from its disks meanwhile."
+        default=None, description="Bytes that other processes read from its disks during the run."
     )
     others_written: int | None = None
 
 
-class Machine(Record):
-    """Where it ran."""
+class Machine(ResultPart):
+    """The machine of the run."""
 
     cpu: str
-    cpus: int = Field(description="That this process may use.")
+    cpus: int = Field(description="Number of CPUs that the process may use.")
     memory_bytes: int
     kernel: str
 
@@ -175,29 +173,31 @@ class Machine(Record):
         )
 
 
-class Sustained(Record):
-    """Writing beyond a drive's write cache: ``burst`` bytes per second until that was full, then ``sustained``."""
+class Sustained(ResultPart):
+    """Writes past a drive's write cache: ``burst`` bytes per second until it was full, then ``sustained``."""
 
     burst: float
     sustained: float
-    cached_bytes: int | None = Field(description="Written until it was full; None: no end of it was seen.")
+    cached_bytes: int | None = Field(
+        description="Bytes written until the cache was full; None if no end was found."
+    )
     written_bytes: int
 
 
-class Verdict(Record):
-    """What the rates mean for training: an optimizer step whose state is all on these paths."""
+class StepVerdict(ResultPart):
+    """The training estimate: an optimizer step with all state on these paths."""
 
     params: int
-    state: str = Field(description="Its format: fp32, split, bf16 or split+bf16.")
-    read_bytes: int = Field(description="In a step.")
+    state: str = Field(description="State format: fp32, split, bf16 or split+bf16.")
+    read_bytes: int = Field(description="Bytes that a step reads.")
     write_bytes: int
     seconds: float
     bound: Literal["reads", "writes", "both"]
-    written_per_day: float = Field(description="Stepping without pause: the most that it can be.")
+    written_per_day: float = Field(description="Upper bound of the bytes written: steps without a pause.")
 
 
-class Run(Record):
-    """What every command's result begins with. Each kind has a schema version of its own."""
+class CommandResult(ResultPart):
+    """The common fields of every command's result. Each kind has its own schema version."""
 
     schema_version: int = 1
     kind: str
@@ -206,16 +206,14 @@ class Run(Record):
     command: str
     machine: Machine
     targets: tuple[Target, ...]
-    written_bytes: int = Field(description="All that the drives had to take, preparation included.")
+    written_bytes: int = Field(description="All bytes written to the drives, preparation included.")
     read_bytes: int
-    notes: tuple[str, ...] = Field(
-        default=(), description="What makes its figures mean less than they seem to."
-    )
+    notes: tuple[str, ...] = Field(default=(), description="Limits of the figures.")
     interrupted: bool = False
 
 
 def header(command: str, targets: Sequence[Target]) -> dict[str, Any]:
-    """The fields of a ``Run`` that are known when it begins, now."""
+    """The fields of a ``CommandResult`` that are known when the run begins; the date is now."""
     return {
         "version": importlib.metadata.version("tiering"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -225,7 +223,7 @@ def header(command: str, targets: Sequence[Target]) -> dict[str, Any]:
     }
 
 
-class Result(Run):
+class Result(CommandResult):
     """A run of ``tierbench DIR ...``."""
 
     schema_version: int = SCHEMA_VERSION
@@ -234,17 +232,17 @@ class Result(Run):
     engine: Engine
     rows: tuple[Row, ...]
     verified_bytes: int | None = Field(
-        default=None, description="Compared with what was written; None: not asked for, or a transfer failed."
+        default=None, description="Bytes verified; None without --verify, or after a failed transfer."
     )
     sustained: Sustained | None = None
-    verdict: Verdict | None = None
-    config: dict[str, Any] = Field(default_factory=dict, description="To paste into a configuration.")
+    verdict: StepVerdict | None = None
+    config: dict[str, Any] = Field(default_factory=dict, description="A block to paste into a configuration.")
     failure: str | None = Field(
-        default=None, description="Why it ended early: a transfer failed, or --verify found it."
+        default=None, description="Why the run ended early: a failed transfer, or wrong bytes (--verify)."
     )
 
     def row(self, *rws: ReadWrite) -> Row | None:
-        """The first window of one of these kinds."""
+        """The first interval of one of these kinds, or None."""
         return next((row for row in self.rows if row.rw in rws), None)
 
     def to_json(self) -> str:
@@ -252,27 +250,33 @@ class Result(Run):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """What ``--json`` has printed into ``path``. Raises ConfigError for anything else."""
+        """Read the output of ``--json`` from ``path``. Raises ConfigError for anything else."""
         try:
-            told = json.loads(path.read_text())
+            report = json.loads(path.read_text())
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be read: {error.strerror}; name a file of `tierbench --json`"
+                f"{path} cannot be read: {error.strerror}; give a file written by `tierbench DIR --json`"
             ) from None
         except ValueError as error:
-            raise ConfigError(f"{path} is no JSON ({error}); name a file of `tierbench --json`") from None
+            raise ConfigError(
+                f"{path} is not valid JSON ({error}); give a file written by `tierbench DIR --json`"
+            ) from None
         kind, number = (
-            (told.get("kind"), told.get("schema_version")) if isinstance(told, dict) else (None, None)
+            (report.get("kind"), report.get("schema_version")) if isinstance(report, dict) else (None, None)
         )
         if kind != "bench" or not isinstance(number, int):
-            raise ConfigError(f"{path} is no result of `tierbench DIR --json` (kind {kind!r}); make one")
+            raise ConfigError(
+                f"{path} is not a result of `tierbench DIR --json` (its kind is {kind!r}); measure with that command"
+            )
         if number != SCHEMA_VERSION:
             raise ConfigError(
-                f"{path} has schema version {number}, this tierbench reads {SCHEMA_VERSION}; measure again with it"
+                f"{path} has schema version {number}, but this tierbench reads version {SCHEMA_VERSION}; measure again"
             )
         try:
-            return cls.model_validate(told)
+            return cls.model_validate(report)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{path} is no whole result: {where}: {first['msg']}; measure again") from None
+            location = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"{path} is not a valid result: {location}: {first['msg']}; measure again"
+            ) from None

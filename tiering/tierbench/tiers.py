@@ -1,7 +1,7 @@
-"""``tierbench tiers``: how fast each leg of a training step is here, all of them by the engine's own parts.
+"""``tierbench tiers``: measures each leg of a training step on this machine, with the engine's own code.
 
-That is what ``tiering plan`` forecasts a step from, so what was measured whole is kept where ``tiering plan --measure``
-looks. The device takes torch, which is loaded if the machine has a GPU or a device was asked for.
+``tiering plan`` estimates a step from these rates, so complete measurements are saved for ``tiering plan --measure``.
+The device's rates need torch, which is loaded if the machine has a GPU or a device was requested.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SCHEMA_VERSION = 1
 
 Unit = Literal["bytes", "elements", "operations"]
 GRADS = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Where drivers of GPUs show: NVIDIA's, AMD's.
+# Files that exist if a GPU's driver is loaded: NVIDIA's, AMD's.
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a leg is called, what a step uses it for, what it counts, and how many of our threads are at it."""
+class LegKind:
+    """A leg's title, its use in a step, its unit, and the number of threads that it uses."""
 
     title: str
     use: str
@@ -49,23 +49,23 @@ class Kind:
 
 
 KINDS = {
-    "nvme_read": Kind("NVMe read", "state, parameters come in", threads="one"),
-    "nvme_write": Kind("NVMe write", "state, parameters go back", threads="one"),
-    "nvme_mixed": Kind("NVMe mixed", "both at once, in all", threads="one"),
-    "checksum": Kind("checksum", "verify: of NVMe's bytes", threads="one"),
-    "host_copy": Kind("host copy", "parameters to a CPU", threads="all"),
-    "gradients": Kind("gradients", "added up and squared", "elements", "all"),
-    "optimizer": Kind("CPU optimizer", "steps offloaded state", "elements", "all"),
-    "to_device": Kind("host to GPU", "parameters come (pinned)"),
-    "from_device": Kind("GPU to host", "gradients leave (pinned)"),
-    "device_both": Kind("both ways", "at once, in all"),
-    "device_memory": Kind("GPU memory", "weights and gradients"),
-    "flops": Kind("compute", "forward and backward", "operations", "all"),
+    "nvme_read": LegKind("NVMe read", "loads state, parameters", threads="one"),
+    "nvme_write": LegKind("NVMe write", "stores state, parameters", threads="one"),
+    "nvme_mixed": LegKind("NVMe mixed", "both at once, total", threads="one"),
+    "checksum": LegKind("checksum", "verifies NVMe transfers", threads="one"),
+    "host_copy": LegKind("host copy", "parameters for the CPU", threads="all"),
+    "gradients": LegKind("gradients", "sums and squares", "elements", "all"),
+    "optimizer": LegKind("CPU optimizer", "updates offloaded state", "elements", "all"),
+    "to_device": LegKind("host to GPU", "parameters (pinned)"),
+    "from_device": LegKind("GPU to host", "gradients (pinned)"),
+    "device_both": LegKind("both ways", "at once, total"),
+    "device_memory": LegKind("GPU memory", "weights and gradients"),
+    "flops": LegKind("compute", "forward and backward", "operations", "all"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``tierbench tiers`` can be asked."""
+    """Add the arguments of ``tierbench tiers``."""
     parser.add_argument(
         "directories",
         type=words.directory,
@@ -145,44 +145,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, and return the exit code. After Ctrl-C what there is is printed, and nothing is saved."""
+    """Measure, print, and return the exit code. After Ctrl-C the measurements so far are printed, and none is saved."""
     from tiering.tierbench.load import target
 
     directories = target.check_all(options.directories)
-    with target.alone_in(directories), _Notes() as notes:
-        found = _Found(notes=notes)
+    with target.alone_in(directories), _NoteHandler() as notes:
+        outcome = _TiersOutcome(notes=notes)
         try:
-            _measure(options, directories, found)
+            _measure(options, directories, outcome)
         except KeyboardInterrupt:
-            found.interrupted = True
-    _print(options, directories, found)
-    return INTERRUPTED if found.interrupted else OK
+            outcome.interrupted = True
+    _print(options, directories, outcome)
+    return INTERRUPTED if outcome.interrupted else OK
 
 
 @dataclass
-class _Found:
-    """What a run has found so far."""
+class _TiersOutcome:
+    """The measurements of a run so far."""
 
     notes: list[str]
     legs: list[tuple[Leg, int | None]] = field(default_factory=list)  # with threads
     saved: list[Path] = field(default_factory=list)
     interrupted: bool = False
-    beside_others: bool = False
+    with_other_load: bool = False
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
-    def keep(self, part: Measurement, leg: Leg) -> None:
-        everyone = part.conditions.get("threads")
-        threads = {"all": everyone if isinstance(everyone, int) else None, "one": 1, "none": None}
+    def add(self, part: Measurement, leg: Leg) -> None:
+        count = part.conditions.get("threads")
+        threads = {"all": count if isinstance(count, int) else None, "one": 1, "none": None}
         self.legs.append((leg, threads[KINDS[leg.name].threads]))
 
     @property
-    def written(self) -> int:
-        """Bytes, by all legs."""
+    def written_bytes(self) -> int:
+        """Bytes written by all legs."""
         return sum(leg.written for leg, _ in self.legs)
 
 
-class _Notes(logging.Handler, contextlib.AbstractContextManager[list[str]]):
-    """Within the block, what the engine's parts warn of becomes notes."""
+class _NoteHandler(logging.Handler, contextlib.AbstractContextManager[list[str]]):
+    """Within the block, the engine's warnings become notes."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -199,8 +199,8 @@ class _Notes(logging.Handler, contextlib.AbstractContextManager[list[str]]):
         logging.getLogger("tiering").removeHandler(self)
 
 
-def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> None:
-    """Every leg into ``found``; what is whole is saved when all of it is."""
+def _measure(options: argparse.Namespace, directories: Sequence[Path], outcome: _TiersOutcome) -> None:
+    """Measure every leg into ``outcome``, then save the complete measurements."""
     from tiering.config.fields import format_size
     from tiering.host import drives
     from tiering.planning import measure, saved_rates
@@ -208,46 +208,42 @@ def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _F
     from tiering.tierbench.load import target
 
     enough = True
-    parts = [_of_cpu(options)]
+    parts = [_cpu_measurement(options)]
     if directories:
         size = _size(options, directories)
         enough = size >= measure.FILE_BYTES
-        parts.append(_of_disks(options, directories, size))
+        parts.append(_disk_measurement(options, directories, size))
         if not options.quiet:
             print(f"tierbench tiers: {_announcement(options, size)}", file=sys.stderr)
         for directory in directories:
-            found.notes += target.warnings(directory, drives.behind(directory))
-    device = _of_device(options, found.notes)
+            outcome.notes += target.warnings(directory, drives.behind(directory))
+    device = _device_measurement(options, outcome.notes)
     if device is not None:
         parts.append(device)
     done: list[tuple[Measurement, Record]] = []
     for part in parts:
         if not options.quiet:
             print(f"measuring: {part.name}", file=sys.stderr, flush=True)
-        record = saved_rates.measured(part, functools.partial(found.keep, part))
+        record = saved_rates.measured(part, functools.partial(outcome.add, part))
         if remark(record.others):
-            found.beside_others = True
-            found.notes.append(f"{part.name}: measured {remark(record.others)}")
+            outcome.with_other_load = True
+            outcome.notes.append(f"{part.name}: measured {remark(record.others)}")
         done.append((part, record))
-    if cut := [KINDS[leg.name].title for leg, _ in found.legs if leg.cut]:
+    if cut_legs := [KINDS[leg.name].title for leg, _ in outcome.legs if leg.cut]:
         enough = False
-        most = format_size(options.max_write)
-        found.notes.append(
-            f"{' and '.join(cut)}: cut short, since no more than --max-write {most} may be written"
-        )
+        limit = format_size(options.max_write)
+        outcome.notes.append(f"{' and '.join(cut_legs)}: ended early, at --max-write {limit}")
     if options.no_save:
         return
     if not enough or (options.runtime is not None and options.runtime < measure.SECONDS):
-        found.notes.append(
-            "not saved for `tiering plan`: less than 1 GiB, or windows below 1 s, tell too little"
-        )
+        outcome.notes.append("not saved for `tiering plan`, which needs at least 1 GiB and 1 s per test")
         return
     saved = saved_rates.SavedRates.of_user()
-    kept = (saved.save(part, record) for part, record in done)
-    found.saved = [path for path in kept if path is not None]
+    saved_paths = (saved.save(part, record) for part, record in done)
+    outcome.saved = [path for path in saved_paths if path is not None]
 
 
-def _of_cpu(options: argparse.Namespace) -> Measurement:
+def _cpu_measurement(options: argparse.Namespace) -> Measurement:
     from tiering.planning import measure
 
     return measure.of_cpu(
@@ -258,8 +254,8 @@ def _of_cpu(options: argparse.Namespace) -> Measurement:
     )
 
 
-def _io(options: argparse.Namespace) -> IoConfig:
-    """The configuration's words for the load. Raises ConfigError for what it does not take."""
+def _io_config(options: argparse.Namespace) -> IoConfig:
+    """The load as ``tiering.io`` settings. Raises ConfigError for invalid values."""
     from pydantic import ValidationError
 
     from tiering.config.training import IoConfig
@@ -280,7 +276,7 @@ def _io(options: argparse.Namespace) -> IoConfig:
 
 
 def _size(options: argparse.Namespace, directories: Sequence[Path]) -> int:
-    """Bytes in all directories together: what was asked for, or as much of the usual as does no harm."""
+    """Bytes in all directories together: the requested size, or the default if the free space allows it."""
     from tiering.config.fields import format_size
     from tiering.errors import ConfigError
     from tiering.planning import measure
@@ -288,34 +284,37 @@ def _size(options: argparse.Namespace, directories: Sequence[Path]) -> int:
     from tiering.tierbench.load import target
 
     count = len(directories)
-    asked = None if options.size is None else max(PAGE, options.size // count)
-    each = target.file_size(directories, numjobs=1, bs=PAGE, asked=asked)
-    size = each * count if asked is not None else min(each * count, measure.FILE_BYTES)
-    if options.max_write is not None:  # at most half of it is for writing all once
-        most = options.max_write // 2 // (PAGE * count) * PAGE * count
-        least = measure.SLOTS * PAGE * count
-        if most < least:
+    requested = None if options.size is None else max(PAGE, options.size // count)
+    each = target.file_size(directories, numjobs=1, bs=PAGE, requested=requested)
+    size = each * count if requested is not None else min(each * count, measure.FILE_BYTES)
+    if options.max_write is not None:  # the first write of the files takes at most half
+        largest = options.max_write // 2 // (PAGE * count) * PAGE * count
+        smallest = measure.SLOTS * PAGE * count
+        if largest < smallest:
             raise ConfigError(
-                f"--max-write {format_size(options.max_write)} is too little: {format_size(least)} are written before"
-                f" anything is measured; give at least {format_size(2 * least)}"
+                f"--max-write {format_size(options.max_write)} is too little: {format_size(smallest)} are written"
+                f" before the first measurement; give at least {format_size(2 * smallest)}"
             )
-        size = min(size, most)
+        size = min(size, largest)
     return size
 
 
 def _announcement(options: argparse.Namespace, size: int) -> str:
-    """What is about to be written."""
+    """The message about the bytes that a run will write."""
     from tiering.config.fields import format_size
     from tiering.planning import measure
 
     if options.max_write is not None:
         return f"writes at most {format_size(options.max_write)} ({options.max_write} bytes)"
     seconds = measure.SECONDS if options.runtime is None else options.runtime
-    return f"writes {format_size(size)}, then for {2 * seconds:g} s as fast as drives take it; --max-write bounds that"
+    return (
+        f"writes {format_size(size)}, then for {2 * seconds:g} s as fast as the drives accept data; --max-write limits"
+        " the bytes"
+    )
 
 
-def _of_disks(options: argparse.Namespace, directories: Sequence[Path], size: int) -> Measurement:
-    """Raises UnsafeTargetError where drives cannot be told from memory."""
+def _disk_measurement(options: argparse.Namespace, directories: Sequence[Path], size: int) -> Measurement:
+    """The measurement of the drives. Raises UnsafeTargetError if a file system refuses O_DIRECT."""
     from tiering.errors import UnsafeTargetError
     from tiering.planning import measure
     from tiering.storage.arena import PAGE
@@ -326,51 +325,53 @@ def _of_disks(options: argparse.Namespace, directories: Sequence[Path], size: in
         probe.close()
         if not probe.direct:
             raise UnsafeTargetError(
-                f"{directory} refuses O_DIRECT, so its drive cannot be told from the page cache; name another directory"
+                f"{directory} refuses O_DIRECT, so a measurement would include the page cache; name another directory"
             )
     return measure.of_disks(
-        directories, io=_io(options), nbytes=size, seconds=options.runtime, most=options.max_write
+        directories, io=_io_config(options), nbytes=size, seconds=options.runtime, most=options.max_write
     )
 
 
-def _of_device(options: argparse.Namespace, notes: list[str]) -> Measurement | None:
-    """What computes, by torch; None, with a note, if there is no such thing."""
+def _device_measurement(options: argparse.Namespace, notes: list[str]) -> Measurement | None:
+    """The measurement of the device, by torch; None with a note if there is no device."""
     if options.device == "none":
         return None
     if options.device == "auto" and not any(driver.exists() for driver in DRIVERS):
-        notes.append(
-            "no GPU: this machine has no driver of one (--device cpu measures how fast the CPU computes)"
-        )
+        notes.append("no GPU driver was found (--device cpu measures the compute rate of the CPU)")
         return None
     try:
-        device_rates = importlib.import_module("zero3.observe.device_rates")  # upwards, so on first use
+        device_rates = importlib.import_module(
+            "zero3.observe.device_rates"
+        )  # an import upwards, so it happens on first use
     except ImportError as error:
-        notes.append(f"device: not measured, since torch cannot be loaded ({error})")
+        notes.append(f"device not measured: torch cannot be loaded ({error})")
         return None
-    found: Measurement | None = device_rates.of_this_machine(
+    measurement: Measurement | None = device_rates.of_this_machine(
         on_gpu=options.device != "cpu",
         compute_dtype=options.dtype,
         tokens=options.tokens,
         seconds=options.runtime,
     )
-    if found is None:
-        notes.append("no GPU: torch finds none that it can use")
-    return found
+    if measurement is None:
+        notes.append("no GPU: torch finds no usable GPU")
+    return measurement
 
 
-def _print(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> None:
+def _print(options: argparse.Namespace, directories: Sequence[Path], outcome: _TiersOutcome) -> None:
     if options.json:
         import json
 
-        print(json.dumps(as_dict(options, directories, found), indent=1))
+        print(json.dumps(as_dict(options, directories, outcome), indent=1))
         return
     from rich.console import Console
 
-    _show(options, directories, found, Console())
+    _show(options, directories, outcome, Console())
 
 
-def as_dict(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> dict[str, object]:
-    """Rates are per second, of the unit that each leg names."""
+def as_dict(
+    options: argparse.Namespace, directories: Sequence[Path], outcome: _TiersOutcome
+) -> dict[str, object]:
+    """The result as JSON values. Rates are per second, in the unit of each leg."""
     from tiering.tierbench.load import target
     from tiering.tierbench.result import Machine
 
@@ -378,9 +379,9 @@ def as_dict(options: argparse.Namespace, directories: Sequence[Path], found: _Fo
         "schema_version": SCHEMA_VERSION,
         "kind": "tiers",
         "version": importlib.metadata.version("tiering"),
-        "date": found.date,
+        "date": outcome.date,
         "machine": Machine.this().model_dump(mode="json"),
-        "targets": [target.of(directory).model_dump(mode="json") for directory in directories],
+        "targets": [target.describe(directory).model_dump(mode="json") for directory in directories],
         "settings": {
             "state": options.state,
             "moments": options.moments,
@@ -403,22 +404,24 @@ def as_dict(options: argparse.Namespace, directories: Sequence[Path], found: _Fo
                 "threads": threads,
                 "use": KINDS[leg.name].use,
             }
-            for leg, threads in _ordered(found)
+            for leg, threads in _ordered(outcome)
         ],
-        "written_bytes": found.written,
-        "saved": bool(found.saved),
-        "notes": found.notes,
-        "interrupted": found.interrupted,
+        "written_bytes": outcome.written_bytes,
+        "saved": bool(outcome.saved),
+        "notes": outcome.notes,
+        "interrupted": outcome.interrupted,
     }
 
 
-def _ordered(found: _Found) -> list[tuple[Leg, int | None]]:
-    """From the drive to the device."""
+def _ordered(outcome: _TiersOutcome) -> list[tuple[Leg, int | None]]:
+    """The legs in the order of ``KINDS``, from the drive to the device."""
     names = list(KINDS)
-    return sorted(found.legs, key=lambda each: names.index(each[0].name))
+    return sorted(outcome.legs, key=lambda each: names.index(each[0].name))
 
 
-def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Found, console: Console) -> None:
+def _show(
+    options: argparse.Namespace, directories: Sequence[Path], outcome: _TiersOutcome, console: Console
+) -> None:
     from tiering.config.fields import format_size
     from tiering.host import drives
     from tiering.text import counted
@@ -428,35 +431,37 @@ def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Foun
     def say(text: str) -> None:
         console.print(figures.legible(text), markup=False, highlight=False)
 
-    if found.interrupted:
+    if outcome.interrupted:
         console.print(
-            "Interrupted: this is what was measured until then. Nothing was saved.", style="bold yellow"
+            "Interrupted: these are the measurements so far. Nothing was saved.", style="bold yellow"
         )
     machine = Machine.this()
     say(
         f"{machine.cpu}, {counted(machine.cpus, 'CPU')}, {format_size(machine.memory_bytes)}, {machine.kernel}"
     )
     for directory in directories:
-        say(f"{directory}: {'; '.join(map(str, drives.behind(directory).drives)) or 'drive not told'}")
+        say(f"{directory}: {'; '.join(map(str, drives.behind(directory).drives)) or 'unknown drive'}")
     say(
         f"{options.state} state with {counted(options.moments, 'moment')}, gradients in"
         f" {options.grads or options.dtype}; NVMe in blocks of {options.bs} bytes, {options.iodepth} in flight"
     )
     say("")
-    console.print(_table(found))
+    console.print(_table(outcome))
     say("")
-    if found.written:
-        least = ", at least" if found.interrupted else ""  # the window that was cut is not counted
-        say(f"Written to the drives{least}: {figures.nbytes(found.written)}.")
-    if found.saved:
-        named = " ".join(map(str, directories)) or "DIR"
-        hurried = " (what was measured beside others for an hour)" if found.beside_others else ""
-        say(f"Saved: for seven days{hurried} `tiering plan --measure {named}` takes what of it fits.")
-    for note in found.notes:
+    if outcome.written_bytes:
+        qualifier = ", at least" if outcome.interrupted else ""  # the interrupted test is not counted
+        say(f"Written to the drives{qualifier}: {figures.nbytes(outcome.written_bytes)}.")
+    if outcome.saved:
+        arguments = " ".join(map(str, directories)) or "DIR"
+        exception = " (one hour for rates measured under other load)" if outcome.with_other_load else ""
+        say(
+            f"Saved for seven days{exception}: `tiering plan --measure {arguments}` reuses the rates that match."
+        )
+    for note in outcome.notes:
         say(f"Note: {note}.")
 
 
-def _table(found: _Found) -> Table:
+def _table(outcome: _TiersOutcome) -> Table:
     from tiering.figures_table import FiguresTable
     from tiering.tierbench.display import figures
 
@@ -469,15 +474,15 @@ def _table(found: _Found) -> Table:
         "elements": lambda rate: ("", "", f"{figures.number(rate / 1e9)} G elem/s"),
         "operations": lambda rate: ("", "", f"{figures.number(rate / 1e12)} TFLOP/s"),
     }
-    for leg, threads in _ordered(found):
+    for leg, threads in _ordered(outcome):
         kind = KINDS[leg.name]
-        told = "" if threads is None else str(threads)
-        table.add_row(kind.title, *in_unit[kind.unit](leg.rate), told, kind.use)
+        thread_text = "" if threads is None else str(threads)
+        table.add_row(kind.title, *in_unit[kind.unit](leg.rate), thread_text, kind.use)
     return table
 
 
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, not {number}")
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
     return number

@@ -1,4 +1,4 @@
-"""fio's words, and how they are read: sizes, durations, rates, and the kinds of a window."""
+"""Parsers of option values in fio's syntax: sizes, durations, rates, and kinds of load."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ NAMES: dict[ReadWrite, str] = {
     "randwrite": "random write",
     "randrw": "random mixed",
 }
-"""For people."""
+"""Names in printed tables."""
 
 ALIASES: dict[str, ReadWrite] = {"readwrite": "rw", "mixed": "rw"}
 ENGINES = ("auto", "io_uring", "libaio", "threads")
 ENGINE_ALIASES = {"psync": "threads", "sync": "threads", "pvsync": "threads"}
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", re.ASCII)
-_LETTER = re.compile(r"[\d.]+[kmgtp]", re.ASCII)  # as fio has it
+_LETTER = re.compile(r"[\d.]+[kmgtp]", re.ASCII)  # fio accepts lower-case units
 _LONGEST = 7 * 86400.0
 _SECONDS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def said(read: Callable[[str], Any], text: str) -> Any:
-    """What ``read`` makes of ``text``; argparse does not show the words of a ValueError."""
+def parsed(parse: Callable[[str], Any], text: str) -> Any:
+    """``parse(text)``, with a ValueError as ArgumentTypeError: argparse does not print a ValueError's message."""
     try:
-        return read(text)
+        return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def directory(text: str) -> Path:
-    """A directory by its name, which is not empty: that is the current one to the system, and a mistake of a script."""
+    """A directory's path. An empty name is refused: ``Path("")`` is the current directory, but a script's mistake."""
     if not text:
-        raise argparse.ArgumentTypeError("an empty name is no directory; '.' is the current one")
+        raise argparse.ArgumentTypeError(
+            "an empty name is not a directory; use '.' for the current directory"
+        )
     return Path(text)
 
 
@@ -51,9 +53,9 @@ def size(text: str) -> int:
 
     if _LETTER.fullmatch(text):
         text = text.upper()
-    nbytes: int = said(parse_size, text)
+    nbytes: int = parsed(parse_size, text)
     if not nbytes:
-        raise argparse.ArgumentTypeError("at least one byte")
+        raise argparse.ArgumentTypeError("a size must be at least one byte")
     return nbytes
 
 
@@ -63,7 +65,7 @@ def rate(text: str) -> float:
 
 
 def brief(nbytes: int) -> str:
-    """``128K``, ``1M``: as it is typed; ``size`` reads it back."""
+    """``128K``, ``1M``: as on a command line; ``size`` parses it."""
     for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
         if nbytes and nbytes % unit == 0:
             return f"{nbytes // unit}{name}"
@@ -71,10 +73,12 @@ def brief(nbytes: int) -> str:
 
 
 def duration(text: str) -> float:
-    """Seconds, a week at most: ``10``, ``10s``, ``500ms``, ``2m``, ``1h``."""
+    """Seconds, at most a week: ``10``, ``10s``, ``500ms``, ``2m``, ``1h``."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"a time is a number with ms, s, m or h, as '10s', not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time; write a number with ms, s, m or h, such as '10s'"
+        )
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > _LONGEST:
         raise argparse.ArgumentTypeError(f"{text.strip()!r} is more than a week")
@@ -82,20 +86,22 @@ def duration(text: str) -> float:
 
 
 def kinds(text: str) -> tuple[ReadWrite, ...]:
-    """One or several of fio's --rw, with commas: ``read``, ``randread,randwrite``."""
-    named = [ALIASES.get(each, each) for each in text.split(",")]
-    for each in named:
+    """One or several of fio's --rw values, separated by commas: ``read``, ``randread,randwrite``."""
+    choices = [ALIASES.get(each, each) for each in text.split(",")]
+    for each in choices:
         if each not in READ_WRITE:
-            raise argparse.ArgumentTypeError(f"{each!r} is not measured; choose from {', '.join(READ_WRITE)}")
-    return tuple(dict.fromkeys(named))  # type: ignore[arg-type]  # just looked up
+            raise argparse.ArgumentTypeError(
+                f"{each!r} is not a kind of load; choose from {', '.join(READ_WRITE)}"
+            )
+    return tuple(dict.fromkeys(choices))  # type: ignore[arg-type]  # checked above
 
 
 def engine(text: str) -> str:
-    """An I/O engine by fio's name; its synchronous ones are our threads."""
-    named = ENGINE_ALIASES.get(text, text)
-    if named not in ENGINES:
-        raise argparse.ArgumentTypeError(f"there is no engine {text!r}; choose from {', '.join(ENGINES)}")
-    return named
+    """An I/O engine by fio's name; fio's synchronous engines are "threads" here."""
+    name = ENGINE_ALIASES.get(text, text)
+    if name not in ENGINES:
+        raise argparse.ArgumentTypeError(f"unknown engine {text!r}; choose from {', '.join(ENGINES)}")
+    return name
 
 
 def reads(rw: ReadWrite) -> bool:

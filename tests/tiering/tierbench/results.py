@@ -15,10 +15,10 @@ from tiering.tierbench.result import (
     Row,
     Sample,
     Settings,
+    StepVerdict,
     Sustained,
     Target,
     Traffic,
-    Verdict,
 )
 from tiering.tierbench.words import ReadWrite
 
@@ -127,7 +127,7 @@ def result(**changed: Any) -> Result:
         ),
         "written_bytes": 37_400_000_000,
         "read_bytes": 46_000_000_000,
-        "verdict": Verdict(
+        "verdict": StepVerdict(
             params=6_738_415_616,
             state="fp32",
             read_bytes=80_860_987_392,
@@ -245,7 +245,7 @@ BUFFERED = result(
     settings=NVME.settings.model_copy(update={"direct": False}),
     verdict=None,
     config={},
-    notes=("buffered figures are of memory and drive together: no verdict for training",),
+    notes=("buffered figures include the page cache: no verdict for training",),
 )
 
 INTERRUPTED = result(

@@ -18,7 +18,7 @@ from tiering.host import drives
 from tiering.host.drives import Backing, Drive, FileSystem, Link
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.tierbench import bench
-from tiering.tierbench.bench import Asked
+from tiering.tierbench.bench import BenchRequest
 from tiering.tierbench.load import windows as load
 from tiering.tierbench.load.windows import Load
 from tiering.tierbench.result import Result, Row, Sample
@@ -26,9 +26,9 @@ from tiering.tierbench.result import Result, Row, Sample
 MIB = 1 << 20
 
 
-def asked(*directories: Path, **others: object) -> Asked:
+def asked(*directories: Path, **others: object) -> BenchRequest:
     usual = {"runtime": 0.05, "size": 8 * MIB, "bs": 64 << 10, "iodepth": 4}
-    return Asked(directories, **(usual | others))
+    return BenchRequest(directories, **(usual | others))
 
 
 class Told:
@@ -84,14 +84,14 @@ def test_a_result_survives_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is no JSON"),
-        ("[]", r"is no result of `tierbench DIR --json` \(kind None\)"),
-        ('{"kind": "tune", "schema_version": 1}', r"\(kind 'tune'\)"),
+        ("{", "is not valid JSON"),
+        ("[]", r"is not a result of `tierbench DIR --json` \(its kind is None\)"),
+        ('{"kind": "tune", "schema_version": 1}', r"\(its kind is 'tune'\)"),
         (
             '{"kind": "bench", "schema_version": 99}',
-            "has schema version 99, this tierbench reads 1; measure again",
+            "has schema version 99, but this tierbench reads version 1; measure again",
         ),
-        ('{"kind": "bench", "schema_version": 1}', "is no whole result: version: Field required"),
+        ('{"kind": "bench", "schema_version": 1}', "is not a valid result: version: Field required"),
     ],
 )
 def test_what_is_no_result(tmp_path: Path, content: str, words: str) -> None:
@@ -107,7 +107,7 @@ def test_what_is_no_result(tmp_path: Path, content: str, words: str) -> None:
     [
         (
             {"bs": 10**6},
-            r"--bs is 1000000 bytes, which has to be a multiple of 4096 up to 1 GiB: 999424 is one",
+            r"--bs is 1000000 bytes, which is not a multiple of 4096 up to 1 GiB; use for example 999424",
         ),
         ({"bs": 2 << 30}, "up to 1 GiB"),
         ({"iodepth": 0}, r"--iodepth is 0; choose 1 \.\. 512"),
@@ -115,8 +115,8 @@ def test_what_is_no_result(tmp_path: Path, content: str, words: str) -> None:
         ({"numjobs": 0}, "--numjobs is 0"),
         ({"rwmixread": 100}, "--rwmixread is 100"),
         ({"runtime": 0.0}, "--runtime is 0"),
-        ({"verify": True, "direct": False}, "--verify of the page cache says nothing"),
-        ({"sustained": True, "direct": False}, "--sustained of the page cache says nothing"),
+        ({"verify": True, "direct": False}, "--verify cannot test the drive through the page cache"),
+        ({"sustained": True, "direct": False}, "--sustained cannot test the drive through the page cache"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, others: dict[str, object], words: str) -> None:
@@ -132,7 +132,7 @@ def test_more_memory_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytes
     assert bench.run(usual).rows
     with pytest.raises(
         ConfigError,
-        match=r"3 jobs and 1 directory need \d\.\d\d GiB of memory, more than half of the 2\.00 GiB",
+        match=r"3 jobs and 1 directory need \d\.\d\d GiB of memory, which is more than half of the free 2\.00 GiB",
     ):
         bench.run(dataclasses.replace(usual, numjobs=3))
 
@@ -144,14 +144,16 @@ def test_what_poses_as_a_disk_has_no_verdict(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(drives, "behind", lambda *_: dataclasses.replace(real, drives=(loop,)))
     found = bench.run(asked(tmp_path, rws=("read", "write")))
     assert found.rows and (found.verdict, found.config) == (None, {})
-    assert f"{tmp_path}: loop0 is a file posing as a disk: figures are of memory and" in "".join(found.notes)
+    assert f"{tmp_path}: loop0 is a file posing as a disk: the figures are those of memory and" in "".join(
+        found.notes
+    )
     assert "no verdict for training" in found.notes[-1]
 
 
 def test_buffered_figures_have_no_verdict(tmp_path: Path) -> None:
     result = bench.run(asked(tmp_path, direct=False, rws=("read", "write")))
     assert (result.verdict, result.config) == (None, {})
-    assert any("buffered figures are of memory and drive together" in note for note in result.notes)
+    assert any("buffered figures include the page cache" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_ctrl_c_ends_a_run_with_what_there_is(
 
 
 def test_without_a_size_two_seconds_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "PREPARATION", 0.002)
+    monkeypatch.setattr(bench, "PREPARATION_SECONDS", 0.002)
     told = Told()
     result = bench.run(asked(tmp_path, size=None, rws=("read",)), told)
     assert told.phases[0] == ("writing once", 0.002)
@@ -192,7 +194,7 @@ def test_max_write_covers_the_preparation_too(tmp_path: Path) -> None:
 
 
 def test_past_the_write_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "WINDOW", 0.05)
+    monkeypatch.setattr(bench, "INTERVAL_SECONDS", 0.05)
     told = Told()
     result = bench.run(
         asked(tmp_path, size=None, sustained=True, max_write=40 * MIB, runtime=20.0, rws=("read",)), told
@@ -200,14 +202,14 @@ def test_past_the_write_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [name for name, _ in told.phases] == ["sustained write", "read"]
     (announced,) = told.announced
     assert announced == (
-        "writes at most 36.00 MiB (37748736 bytes) in at most 20 s, and less once the rate has fallen and is steady;"
-        " --max-write and --runtime set other bounds"
+        "writes at most 36.00 MiB (37748736 bytes) in at most 20 s, and stops earlier if the rate has fallen and"
+        " is steady; --max-write and --runtime change these limits"
     )
     assert [row.rw for row in result.rows] == ["write", "read"]
     assert result.sustained is not None
     assert result.sustained.written_bytes == result.rows[0].write.bytes == 36 * MIB
     assert result.written_bytes <= 40 * MIB
-    assert result.settings.runtime == bench.WINDOW
+    assert result.settings.runtime == bench.INTERVAL_SECONDS
     assert result.verdict is not None
     reading = result.verdict.read_bytes / result.rows[1].rate
     writing = result.verdict.write_bytes / result.sustained.sustained
@@ -238,7 +240,7 @@ def test_a_mix_that_is_not_even_tells_no_step_of_both_at_once(tmp_path: Path) ->
 def test_a_full_disk_is_told_before_anything_is_written(small_disk: Callable[[int], Path]) -> None:
     disk = small_disk(32 * MIB)
     (disk / "other").write_bytes(bytes(20 * MIB))
-    with pytest.raises(UnsafeTargetError, match="would leave less than a tenth of what is free"):
+    with pytest.raises(UnsafeTargetError, match="would leave less than a tenth of the free space"):
         bench.run(asked(disk, size=16 * MIB))
     result = bench.run(asked(disk, size=None))
     assert 0 < result.settings.size < 2 * MIB
@@ -255,13 +257,13 @@ def behind(kind: str, *found: Drive) -> Backing:
     [
         (behind("network"), "nfs4 is a network file system"),
         (behind("overlay"), "an overlay"),
-        (behind("disk", Drive("sda", rotational=True, transport="sata")), "sda turns"),
+        (behind("disk", Drive("sda", rotational=True, transport="sata")), "sda is a hard disk"),
         (
             behind(
                 "disk",
                 Drive("nvme0n1", link=Link("PCIe 3.0 x4", 3.9e9), best_link=Link("PCIe 4.0 x4", 7.9e9)),
             ),
-            "nvme0n1 is linked by PCIe 3.0 x4, 3.9 GB/s, although it can PCIe 4.0 x4",
+            "nvme0n1 is connected by PCIe 3.0 x4, 3.9 GB/s, but supports PCIe 4.0 x4",
         ),
         (behind("disk", Drive("nvme0n1", rotational=False)), None),
     ],
@@ -305,7 +307,9 @@ def test_what_we_move_is_ours_where_directories_are_unlike(
     for name in counted:
         (tmp_path / name).mkdir()
     result = bench.run(asked(*(tmp_path / name for name in counted), rws=("read",)))
-    assert result.settings.ramp_time == bench.RAMP  # or the fast one would wait for the end of the late one
+    assert (
+        result.settings.ramp_time == bench.RAMP_SECONDS
+    )  # or the fast one would wait for the end of the late one
     assert counted["fast"][0] > counted["late"][0] > 0
     assert [(each.others_read, each.others_written) for each in result.targets] == [(0, 0), (0, 0)]
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.tierbench.load import block_order as walk
-from tiering.tierbench.load.block_order import Stretch, Walk
+from tiering.tierbench.load.block_order import BlockOrder, BlockRange
 
 
-def blocks_of(stretch: Stretch, bs: int) -> list[int]:
+def blocks_of(stretch: BlockRange, bs: int) -> list[int]:
     places = stretch.scattered or range(stretch.offset, stretch.offset + stretch.nbytes, bs)
     assert len(places) * bs == stretch.nbytes
     return [place // bs for place in places]
@@ -29,12 +29,12 @@ def test_a_pass_visits_each_block_once(
     first: int, count: int, asked: int, shuffled: bool, passes: int
 ) -> None:
     bs = 4096
-    walk = Walk(first, count, bs, shuffled=shuffled, seed=7)
+    walk = BlockOrder(first, count, bs, shuffled=shuffled, seed=7)
     visited: list[int] = []
     for done in range(passes):
         seen: list[int] = []
         while walk.passes == done:
-            seen += blocks_of(walk.take(asked), bs)
+            seen += blocks_of(walk.next_blocks(asked), bs)
         assert sorted(seen) == list(range(first, first + count))
         visited += seen
     if not shuffled:
@@ -44,15 +44,15 @@ def test_a_pass_visits_each_block_once(
 
 
 def test_a_shuffled_walk_is_no_straight_one() -> None:
-    visited = blocks_of(Walk(0, 1000, 4096, shuffled=True).take(1000), 4096)
+    visited = blocks_of(BlockOrder(0, 1000, 4096, shuffled=True).next_blocks(1000), 4096)
     assert sum(after == before + 1 for before, after in pairwise(visited)) < 20
-    assert visited != blocks_of(Walk(0, 1000, 4096, shuffled=True, seed=1).take(1000), 4096)
+    assert visited != blocks_of(BlockOrder(0, 1000, 4096, shuffled=True, seed=1).next_blocks(1000), 4096)
 
 
 def test_of_very_many_blocks_some_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "MOST_SHUFFLED", 500)
-    far = Walk(10, 10**9, 4096, shuffled=True)
-    visited = blocks_of(far.take(10**6), 4096)
+    monkeypatch.setattr(walk, "MAX_SHUFFLED", 500)
+    far = BlockOrder(10, 10**9, 4096, shuffled=True)
+    visited = blocks_of(far.next_blocks(10**6), 4096)
     assert far.passes == 1
     assert len(set(visited)) == len(visited) == far.count <= 500
     assert far.count > 400

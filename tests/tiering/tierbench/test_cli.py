@@ -163,7 +163,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ran(tmp_path, *short) == (exits.OK, "")
     code, told = ran(tmp_path, *short, "--fail-under", "1TiB/s")
     assert code == exits.BELOW
-    assert re.search(r"tierbench: read at \d+\.\d\d GB/s is below --fail-under, 1099\.51 GB/s", told)
+    assert re.search(r"tierbench: read: \d+\.\d\d GB/s is below --fail-under 1099\.51 GB/s", told)
     assert ran(tmp_path, *short, "--fail-under", "1K/s")[0] == exits.OK
     code, told = ran("/dev/null", *short)
     assert (code, told.count("\n")) == (exits.UNSAFE, 1)
@@ -199,7 +199,7 @@ def test_an_empty_name_is_no_directory(command: list[str], capsys: pytest.Captur
     with pytest.raises(SystemExit) as caught:
         cli.main([*command, ""])
     assert caught.value.code == exits.USAGE
-    assert "an empty name is no directory" in capsys.readouterr().err
+    assert "an empty name is not a directory" in capsys.readouterr().err
 
 
 def test_repeated_runs_in_a_process_add_no_log_handlers(logging_as_before: None, tmp_path: Path) -> None:
@@ -215,13 +215,15 @@ def test_repeated_runs_in_a_process_add_no_log_handlers(logging_as_before: None,
 def test_what_was_not_measured_is_too_slow(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tiering.tierbench.load.work_files import Ground
+    from tiering.tierbench.load.work_files import WorkFiles
 
-    may_write = Ground.may_write  # the files once, and nothing more
-    monkeypatch.setattr(Ground, "may_write", lambda files, n: not files.written_bytes and may_write(files, n))
+    may_write = WorkFiles.may_write  # the files once, and nothing more
+    monkeypatch.setattr(
+        WorkFiles, "may_write", lambda files, n: not files.written_bytes and may_write(files, n)
+    )
     code = cli.main([str(tmp_path), *SHORT, "--rw", "read,randwrite", "--quiet", "--fail-under", "1K/s"])
     assert code == exits.BELOW
-    assert "random write, which was not measured, is below --fail-under" in capsys.readouterr().err
+    assert "random write: not measured, so it does not reach --fail-under" in capsys.readouterr().err
 
 
 def test_an_engine_that_does_not_start_is_a_wrong_question(
@@ -253,7 +255,7 @@ def test_a_second_run_in_the_same_place_is_refused(tmp_path: Path) -> None:
     with target.alone_in([tmp_path]):
         ran = tierbench(tmp_path, *SHORT)
     assert ran.returncode == exits.UNSAFE
-    assert "another tierbench is at work" in ran.stderr
+    assert "another tierbench is running" in ran.stderr
 
 
 def test_wrong_bytes_are_a_failure(
@@ -262,11 +264,11 @@ def test_wrong_bytes_are_a_failure(
     from tiering.tierbench.load.windows import Load
 
     def checked(load: Load, **_: object) -> None:
-        file = Path(f"/proc/self/fd/{load.ground.files[0][0].fd}")
+        file = Path(f"/proc/self/fd/{load.work_files.files[0][0].fd}")
         with file.open("r+b", buffering=0) as other:
             os.pwrite(other.fileno(), b"x", 4096)
             os.fsync(other.fileno())
-        return load._window("read", None, 0.0, None, once=True)
+        return load._run_interval("read", None, 0.0, None, once=True)
 
     monkeypatch.setattr(Load, "check", checked)
     assert cli.main([str(tmp_path), *SHORT, "--verify", "--quiet"]) == exits.FAILED

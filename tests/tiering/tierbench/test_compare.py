@@ -18,8 +18,8 @@ import pytest
 
 from tiering.tierbench import cli, exits
 from tiering.tierbench.comparison import fio
-from tiering.tierbench.comparison.beside_fio import BesideFio
-from tiering.tierbench.comparison.fio import Reading
+from tiering.tierbench.comparison.beside_fio import FioComparison
+from tiering.tierbench.comparison.fio import RunReading
 from tiering.tierbench.result import Result, Row
 
 from . import results
@@ -118,7 +118,7 @@ class TestResults:
         direct, buffered = saved("direct", results.NVME), saved("buffered", results.BUFFERED)
         assert cli.main(["compare", buffered, direct]) == exits.USAGE
         told = capsys.readouterr().err
-        assert f"{direct} is of O_DIRECT and {buffered} of the page cache" in told
+        assert f"{direct} was measured with O_DIRECT and {buffered} through the page cache" in told
 
     def test_a_window_in_which_nothing_moved_has_no_ratio(
         self, saved: Any, capsys: pytest.CaptureFixture[str]
@@ -132,8 +132,8 @@ class TestResults:
         whole = saved("a", results.NVME)
         nothing = saved("b", results.result(rows=()))
         for arguments, words in (
-            ([whole], "1 of at least two results"),
-            ([whole, nothing], "no window in common: A has read, write, mixed; B has none"),
+            ([whole], "at least two results are needed, not 1"),
+            ([whole, nothing], "no kind of load in common: A has read, write, mixed; B has none"),
             ([whole, whole + ".json"], "cannot be read"),
             ([whole, "--fio", "."], "give either result files or --fio DIR"),
         ):
@@ -154,9 +154,9 @@ class TestBesideFio:
     ) -> None:
         may: list[int] = []
 
-        def fake(*_: object, most_written: int) -> Reading:
-            may.append(most_written)
-            return Reading(0, 5_000_000, 0.01, 0.001)
+        def fake(*_: object, write_limit: int) -> RunReading:
+            may.append(write_limit)
+            return RunReading(0, 5_000_000, 0.01, 0.001)
 
         monkeypatch.setattr(fio, "version", lambda: "fio-0")
         monkeypatch.setattr(fio, "run", fake)
@@ -179,12 +179,12 @@ class TestBesideFio:
     ) -> None:
         runs = 0
 
-        def fake(*_: object, **__: object) -> Reading:
+        def fake(*_: object, **__: object) -> RunReading:
             nonlocal runs
             runs += 1
             if runs == fails_at:
                 raise fio.FioError("fio's job failed: \x1b[2JInput/output error")
-            return Reading(5_000_000, 0, 0.01, 0.001)
+            return RunReading(5_000_000, 0, 0.01, 0.001)
 
         monkeypatch.setattr(fio, "version", lambda: "fio-0")
         monkeypatch.setattr(fio, "run", fake)
@@ -193,8 +193,8 @@ class TestBesideFio:
         fails_at = 5  # the first does not count
         assert cli.main(arguments) == exits.FAILED
         out, err = capsys.readouterr()
-        assert out.startswith("ended by a failure: this is of the pairs until then\n")
-        assert "\nread: too few pairs to tell\n" in out
+        assert out.startswith("the comparison failed; these are the completed pairs\n")
+        assert "\nread: too few pairs for a result\n" in out
         assert err == "tierbench compare: [TIER-FIO] fio's job failed: \\x1b[2JInput/output error\n"
         runs = 0
         found = said(capsys, *arguments[1:], code=exits.FAILED)
@@ -210,7 +210,7 @@ class TestBesideFio:
         turns = ["--pairs", "2", "--runtime", "60ms", "--json"]
         assert cli.main(["compare", "--fio", str(tmp_path), *load, *turns]) == 0
         told = capsys.readouterr()
-        found = BesideFio.model_validate_json(told.out)
+        found = FioComparison.model_validate_json(told.out)
         assert (found.schema_version, found.kind) == (1, "compare-fio")
         (window,) = found.windows
         ratios = [pair.ours.rate / pair.fio.rate for pair in window.pairs]
@@ -242,6 +242,6 @@ class TestBesideFio:
             out, errors = process.communicate(timeout=60)
         assert process.returncode == exits.INTERRUPTED, errors
         assert out.startswith("interrupted: this is of the pairs until then\n")
-        assert "\nread: too few pairs to tell\n" in out
+        assert "\nread: too few pairs for a result\n" in out
         assert f"--filename=/proc/{process.pid}/fd/" not in commands()
         assert list(tmp_path.iterdir()) == []

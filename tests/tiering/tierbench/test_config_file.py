@@ -103,8 +103,8 @@ def test_the_file_is_replaced_at_once_and_is_read_as_it_was_meant(tmp_path: Path
         ('{"a": 1', "cannot be edited: it is not valid JSON"),
         ("[]", "it is not a JSON object"),
         ('{"a": 1, "a": 2}', "'a' appears twice"),
-        ('{"tiering": {"io": 3}}', "tiering.io is 3 there, no section"),
-        (b"\xff\xfe", "is no UTF-8 text"),
+        ('{"tiering": {"io": 3}}', "tiering.io is 3, not a section"),
+        (b"\xff\xfe", "is not valid UTF-8"),
         (None, "cannot be read: No such file or directory"),
     ],
 )

@@ -44,16 +44,21 @@ def test_what_is_written(text: str, said: str) -> None:
 
 
 def test_the_window_of_sustained_has_a_name_of_its_own() -> None:
-    assert [name for name, _ in figures.windows(results.TWO)] == ["sustained write", "read", "write", "mixed"]
+    assert [name for name, _ in figures.named_rows(results.TWO)] == [
+        "sustained write",
+        "read",
+        "write",
+        "mixed",
+    ]
     again = results.TWO.model_copy(update={"rows": (results.LONG_WRITE, results.LONG_WRITE)})
-    assert [name for name, _ in figures.windows(again)] == ["sustained write", "write"]
-    assert [name for name, _ in figures.windows(results.VIRTIO)] == ["read", "random read", "random mixed"]
+    assert [name for name, _ in figures.named_rows(again)] == ["sustained write", "write"]
+    assert [name for name, _ in figures.named_rows(results.VIRTIO)] == ["read", "random read", "random mixed"]
 
 
 def test_the_load_is_told_in_words_of_fio() -> None:
     told = figures.load(results.VIRTIO)
     assert told == "bs 1M (1048576 bytes), iodepth 16, numjobs 1, size 4G, O_DIRECT"
-    assert figures.load(results.BUFFERED).endswith("buffered: page cache and drive together")
+    assert figures.load(results.BUFFERED).endswith("buffered (page cache and drive together)")
     skewed = results.NVME.model_copy(
         update={"settings": results.NVME.settings.model_copy(update={"rwmixread": 70, "size": 3 << 19})}
     )

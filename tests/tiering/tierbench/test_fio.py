@@ -18,10 +18,10 @@ import pytest
 
 from tiering.storage.swap_file import SwapFile
 from tiering.tierbench.comparison import fio
-from tiering.tierbench.comparison.fio import Job
+from tiering.tierbench.comparison.fio import FioJob
 
 BLOCK = 64 << 10
-JOB = Job(("/disk/file",), 64 << 20, "read", BLOCK, 16)
+JOB = FioJob(("/disk/file",), 64 << 20, "read", BLOCK, 16)
 
 
 def fio_output(**changes: Any) -> str:
@@ -55,10 +55,10 @@ class TestReport:
     @pytest.mark.parametrize(
         ("output", "message"),
         [
-            ("", "printed no JSON"),
+            ("", "output is not valid JSON"),
             (json.dumps({"jobs": []}), "0 groups"),
             (fio_output(error=5), "Input/output error"),
-            (fio_output(read={"io_bytes": 0}, write={"io_bytes": 0}), "moved no byte"),
+            (fio_output(read={"io_bytes": 0}, write={"io_bytes": 0}), "transferred no bytes"),
         ],
     )
     def test_what_cannot_be_used_is_an_error(self, output: str, message: str) -> None:
@@ -89,7 +89,7 @@ class TestCommand:
 
     def test_each_file_is_a_job_of_its_own(self) -> None:
         job = dataclasses.replace(JOB, paths=("/a:b", "/c"), rw="write")
-        found = fio.command(job, "libaio", (), 0.5, most_written=4 << 20)
+        found = fio.command(job, "libaio", (), 0.5, write_limit=4 << 20)
         assert found[-4:] == ["--name=peer", r"--filename=/a\:b", "--name=peer", "--filename=/c"]
         assert f"--rate=,{4 << 20}" in found  # for half a second, by two jobs
 
@@ -120,24 +120,26 @@ class TestRun:
     """Real ones, on a nameless file that this process holds."""
 
     @pytest.fixture
-    def job(self, tmp_path: Path) -> Iterator[Job]:
+    def job(self, tmp_path: Path) -> Iterator[FioJob]:
         file = SwapFile(tmp_path, 16 << 20)
-        yield Job((f"/proc/{os.getpid()}/fd/{file.fd}",), file.nbytes, "write", BLOCK, 4, direct=file.direct)
+        yield FioJob(
+            (f"/proc/{os.getpid()}/fd/{file.fd}",), file.nbytes, "write", BLOCK, 4, direct=file.direct
+        )
         file.close()
         assert list(tmp_path.iterdir()) == []
 
-    def test_never_writes_more_than_it_may(self, job: Job) -> None:
-        found = fio.run(job, "libaio", (), 0.3, most_written=1 << 20)
+    def test_never_writes_more_than_it_may(self, job: FioJob) -> None:
+        found = fio.run(job, "libaio", (), 0.3, write_limit=1 << 20)
         assert found.read_bytes == 0
         assert 0 < found.written_bytes <= 1 << 20
         assert found.written_bytes % BLOCK == 0
 
-    def test_its_words_are_told_when_it_fails(self, job: Job) -> None:
+    def test_its_words_are_told_when_it_fails(self, job: FioJob) -> None:
         gone = dataclasses.replace(job, paths=(job.paths[0] + "999",))
         with pytest.raises(fio.FioError, match=r"status 1: .*file creation disallowed"):
             fio.run(gone, "libaio", (), 0.1)
 
-    def test_ctrl_c_ends_it(self, job: Job) -> None:
+    def test_ctrl_c_ends_it(self, job: FioJob) -> None:
         def interrupt() -> None:
             give_up = time.monotonic() + 60
             while not holders(job.paths[0]) and time.monotonic() < give_up:

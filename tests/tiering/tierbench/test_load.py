@@ -24,7 +24,7 @@ from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.latencies import LatencyHistogram
 from tiering.tierbench.load import windows as load_module
 from tiering.tierbench.load.block_mover import slots
-from tiering.tierbench.load.windows import Ground, Load, worst_second
+from tiering.tierbench.load.windows import Load, WorkFiles, worst_second
 from tiering.tierbench.result import Row, Sample, Settings
 from tiering.tierbench.words import READ_WRITE, ReadWrite, reads, writes
 
@@ -37,14 +37,14 @@ def settings(**others: object) -> Settings:
     return Settings.model_validate(usual | others)
 
 
-def ground(*directories: Path, size: int = 16 * MIB, **others: object) -> Ground:
-    return Ground(directories, size=size, **others)
+def work_files(*directories: Path, size: int = 16 * MIB, **others: object) -> WorkFiles:
+    return WorkFiles(directories, size=size, **others)
 
 
 @pytest.mark.parametrize("rw", READ_WRITE)
 def test_what_a_window_counts_adds_up(tmp_path: Path, rw: ReadWrite) -> None:
     asked = settings()
-    with ground(tmp_path) as file, Load(file, asked) as load:
+    with work_files(tmp_path) as file, Load(file, asked) as load:
         assert load.lay_out().write.bytes == 16 * MIB == file.written_bytes
         row = load.run(rw, seconds=SECONDS)
     assert bool(row.read.bytes) is reads(rw)
@@ -67,7 +67,7 @@ def test_samples_tell_of_all_that_was_moved(tmp_path: Path) -> None:
     def watch(sample: Sample, share: float) -> None:
         seen.append(share)
 
-    with ground(tmp_path) as file, Load(file, settings()) as load:
+    with work_files(tmp_path) as file, Load(file, settings()) as load:
         load.lay_out()
         row = load.run("rw", seconds=0.35, watch=watch)
     ends = [sample.at for sample in row.samples]
@@ -83,7 +83,7 @@ def test_samples_tell_of_all_that_was_moved(tmp_path: Path) -> None:
 
 def test_a_mix_has_the_share_of_reads_that_was_asked_for(tmp_path: Path) -> None:
     asked = settings(rwmixread=75, bs=4096, iodepth=4)
-    with ground(tmp_path) as file, Load(file, asked) as load:
+    with work_files(tmp_path) as file, Load(file, asked) as load:
         load.lay_out()
         row = load.run("rw", seconds=0.2)
     _, blocks = slots(asked, 16 * MIB)
@@ -95,7 +95,7 @@ def test_several_directories_and_jobs_add_up(tmp_path: Path) -> None:
     places = [tmp_path / name for name in ("a", "b")]
     for place in places:
         place.mkdir()
-    with ground(*places, size=4 * MIB, numjobs=2) as files, Load(files, settings(numjobs=2)) as load:
+    with work_files(*places, size=4 * MIB, numjobs=2) as files, Load(files, settings(numjobs=2)) as load:
         assert load.lay_out().write.bytes == 4 * 4 * MIB
         assert files.written_once == [[4 * MIB, 4 * MIB], [4 * MIB, 4 * MIB]]
         row = load.run("rw", seconds=SECONDS)
@@ -120,7 +120,7 @@ def test_what_is_written_together_ends_with_the_first_file(
     places = [tmp_path / name for name in ("fast", "slow")]
     for place in places:
         place.mkdir()
-    with ground(*places) as files, Load(files, settings()) as load:
+    with work_files(*places) as files, Load(files, settings()) as load:
         row = load.lay_out(together=True)
     fast, slow = row.paths
     ((whole, part),) = files.written_once
@@ -137,7 +137,7 @@ def test_a_ramp_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return latencies(aio, file, kind)
 
     monkeypatch.setattr(AioContext, "latencies", late)
-    with ground(tmp_path) as file, Load(file, settings()) as load:
+    with work_files(tmp_path) as file, Load(file, settings()) as load:
         load.lay_out()
         row = load.run("read", seconds=SECONDS, ramp=0.2)
     assert 0 < row.read.bytes < file.read_bytes
@@ -152,7 +152,7 @@ def test_after_a_ramp_what_is_drained_does_not_count(tmp_path: Path, monkeypatch
         return AioContext(**options, fault=FaultPlan((Fault("read", count=0, delay=1.0),)))
 
     monkeypatch.setattr(load_module, "AioContext", late)
-    with ground(tmp_path) as file, Load(file, settings(bs=MIB)) as load:
+    with work_files(tmp_path) as file, Load(file, settings(bs=MIB)) as load:
         load.lay_out()
         row = load.run("read", seconds=0.1, ramp=0.1)
         assert row.seconds < 0.9
@@ -160,7 +160,7 @@ def test_after_a_ramp_what_is_drained_does_not_count(tmp_path: Path, monkeypatch
 
 
 def test_what_preparation_had_no_time_for_is_not_read(tmp_path: Path) -> None:
-    with ground(tmp_path, size=256 * MIB) as file, Load(file, settings(size=256 * MIB)) as load:
+    with work_files(tmp_path, size=256 * MIB) as file, Load(file, settings(size=256 * MIB)) as load:
         for seconds in (0.001, 0.01, 0.1):  # a busy machine may not begin within the first
             load.lay_out(seconds=seconds)
             ((written,),) = file.written_once
@@ -172,7 +172,7 @@ def test_what_preparation_had_no_time_for_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rw", ["write", "rw", "randwrite"])
 def test_no_more_is_written_than_allowed(tmp_path: Path, rw: ReadWrite) -> None:
-    with ground(tmp_path, size=4 * MIB) as file, Load(file, settings(size=4 * MIB)) as load:
+    with work_files(tmp_path, size=4 * MIB) as file, Load(file, settings(size=4 * MIB)) as load:
         file.max_write = 11 * MIB
         load.lay_out()
         row = load.run(rw, seconds=30.0)
@@ -191,7 +191,7 @@ def interrupted(load: Load, rw: ReadWrite) -> Row:
 
 
 def test_ctrl_c_leaves_what_there_is_and_all_can_go_on(tmp_path: Path) -> None:
-    with ground(tmp_path) as file, Load(file, settings()) as load:
+    with work_files(tmp_path) as file, Load(file, settings()) as load:
         load.lay_out()
         row = interrupted(load, "rw")
         assert not row.complete
@@ -203,19 +203,19 @@ def test_ctrl_c_leaves_what_there_is_and_all_can_go_on(tmp_path: Path) -> None:
 def test_ctrl_c_while_the_queue_empties_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = load_module._Crew.__exit__
+    left = load_module._LaneThreads.__exit__
 
-    def leave(crew: load_module._Crew, *error: object) -> None:
+    def leave(crew: load_module._LaneThreads, *error: object) -> None:
         signal.raise_signal(signal.SIGINT)
         left(crew, *error)
 
-    monkeypatch.setattr(load_module._Crew, "__exit__", leave)
+    monkeypatch.setattr(load_module._LaneThreads, "__exit__", leave)
     threads = threading.active_count()
-    with ground(tmp_path) as file, Load(file, settings()) as load:
+    with work_files(tmp_path) as file, Load(file, settings()) as load:
         row = load.lay_out()
         assert threading.active_count() == threads
         assert not row.complete
-        assert row.write.bytes == file.written_bytes == load._moved()[1] > 0
+        assert row.write.bytes == file.written_bytes == load._total_moved()[1] > 0
 
 
 def test_threads_that_cannot_start_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_threads_that_cannot_start_are_told_of(tmp_path: Path, monkeypatch: pyte
         start(thread)
 
     before = threading.active_count()
-    with ground(tmp_path, numjobs=2) as file, Load(file, settings(numjobs=2)) as load:
+    with work_files(tmp_path, numjobs=2) as file, Load(file, settings(numjobs=2)) as load:
         monkeypatch.setattr(threading.Thread, "start", limited)
         with pytest.raises(ConfigError, match=r"only 1 of 2 threads.*lower --numjobs"):
             load.lay_out()
@@ -235,7 +235,7 @@ def test_threads_that_cannot_start_are_told_of(tmp_path: Path, monkeypatch: pyte
 
 
 def test_wrong_bytes_on_the_drive_are_found(tmp_path: Path) -> None:
-    with ground(tmp_path) as file, Load(file, settings(verify=True)) as load:
+    with work_files(tmp_path) as file, Load(file, settings(verify=True)) as load:
         load.lay_out()
         load.run("randwrite", seconds=SECONDS)
         load.run("rw", seconds=SECONDS)
@@ -249,12 +249,12 @@ def test_wrong_bytes_on_the_drive_are_found(tmp_path: Path) -> None:
     assert caught.value.offset == 9 * MIB
 
 
-def on_drive(file: Ground) -> Path:
+def on_drive(file: WorkFiles) -> Path:
     """The one file of ``file``, to be opened without O_DIRECT."""
     return Path(f"/proc/self/fd/{file.files[0][0].fd}")
 
 
-def pages(file: Ground) -> list[bytes]:
+def pages(file: WorkFiles) -> list[bytes]:
     told = on_drive(file).read_bytes()
     return [told[at : at + 4096] for at in range(0, len(told), 4096)]
 
@@ -264,7 +264,7 @@ def pages(file: Ground) -> list[bytes]:
 def test_right_bytes_are_not_called_wrong(tmp_path: Path, rw: ReadWrite, size: int) -> None:
     """No block is read, or written again, while a write to it is under way."""
     asked = settings(size=size, verify=True, bs=4096, rwmixread=70, iodepth=32)
-    with ground(tmp_path, size=size) as file, Load(file, asked) as load:
+    with work_files(tmp_path, size=size) as file, Load(file, asked) as load:
         load.lay_out()
         assert load.run(rw, seconds=0.15).bytes > 0
         assert load.check().read.bytes == size
@@ -272,7 +272,10 @@ def test_right_bytes_are_not_called_wrong(tmp_path: Path, rw: ReadWrite, size: i
 
 def test_with_verify_every_pass_writes_other_bytes(tmp_path: Path) -> None:
     size = 20 * MIB  # requests are larger than the noise in them
-    with ground(tmp_path, size=size) as file, Load(file, settings(size=size, bs=MIB, verify=True)) as load:
+    with (
+        work_files(tmp_path, size=size) as file,
+        Load(file, settings(size=size, bs=MIB, verify=True)) as load,
+    ):
         load.lay_out()
         first = pages(file)
         load.lay_out()
@@ -282,7 +285,7 @@ def test_with_verify_every_pass_writes_other_bytes(tmp_path: Path) -> None:
 
 
 def test_data_does_not_compress(tmp_path: Path) -> None:
-    with ground(tmp_path, size=4 * MIB) as file, Load(file, settings(size=4 * MIB)) as load:
+    with work_files(tmp_path, size=4 * MIB) as file, Load(file, settings(size=4 * MIB)) as load:
         load.lay_out()
         told = on_drive(file).read_bytes()
     assert len(zlib.compress(told, 1)) > 0.99 * len(told)
@@ -293,12 +296,10 @@ def test_a_file_system_without_o_direct_is_not_measured_as_if_it_had(
 ) -> None:
     monkeypatch.setattr(swap_file, "_takes_direct_transfers", lambda fd, directory: False)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(
-        UnsafeTargetError, match="refuses O_DIRECT, so its drive cannot be told from the page"
-    ):
-        ground(tmp_path)
+    with pytest.raises(UnsafeTargetError, match="refuses O_DIRECT, so a measurement would include the page"):
+        work_files(tmp_path)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-    with ground(tmp_path, direct=False) as file, Load(file, settings(direct=False)) as load:
+    with work_files(tmp_path, direct=False) as file, Load(file, settings(direct=False)) as load:
         load.lay_out()
         assert load.run("write", seconds=SECONDS).write.bytes > 0
 
@@ -306,7 +307,7 @@ def test_a_file_system_without_o_direct_is_not_measured_as_if_it_had(
 def test_no_room_is_told_in_the_words_of_a_benchmark(small_disk: Callable[[int], Path]) -> None:
     disk = small_disk(16 * MIB)
     with pytest.raises(SwapSpaceError) as caught:
-        ground(disk, size=64 * MIB)
+        work_files(disk, size=64 * MIB)
     assert "give a smaller --size" in str(caught.value)
     assert "host_budget" not in str(caught.value)
     assert {path.name for path in disk.iterdir()} <= {"lost+found"}
@@ -319,7 +320,7 @@ def test_a_limit_on_files_is_told_whole(tmp_path: Path) -> None:
         with pytest.raises(
             SwapSpaceError, match=r"ulimit -f is 8.00 MiB\); raise the limit, give a smaller --size, or name"
         ):
-            ground(tmp_path)
+            work_files(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -330,7 +331,7 @@ def test_whatever_ends_a_lane_is_raised(tmp_path: Path, monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise RuntimeError("a lane")
 
-    with ground(tmp_path) as file, Load(file, settings()) as load:
+    with work_files(tmp_path) as file, Load(file, settings()) as load:
         load.lay_out()
         monkeypatch.setattr(Lane, "_prepare", fail)
         with pytest.raises(RuntimeError, match="a lane"):
@@ -344,7 +345,7 @@ def test_an_engine_that_does_not_start_says_so(tmp_path: Path, monkeypatch: pyte
         raise SwapError("I/O engine 'io_uring' cannot start", errno=1, filename="", offset=0)
 
     monkeypatch.setattr(module, "AioContext", refuse)
-    with ground(tmp_path) as file, pytest.raises(SwapError, match="cannot start"):
+    with work_files(tmp_path) as file, pytest.raises(SwapError, match="cannot start"):
         Load(file, settings(ioengine="io_uring"))
 
 

@@ -64,7 +64,7 @@ def test_what_cannot_be_written_is_an_error_with_words(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install tiering\[bench\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'tiering\[bench\]'"):
         plot.check(tmp_path / "rates.png")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for path, said in (

@@ -172,13 +172,13 @@ def test_plain_files_leave_most_of_max_write_to_the_windows(
 ) -> None:
     totals = []
 
-    class Noted(rounds.Ground):
+    class Noted(rounds.WorkFiles):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             totals.append(self.total_bytes)
 
     monkeypatch.setattr(rounds, "PLAIN_BYTES", 1 << 30)
-    monkeypatch.setattr(rounds, "Ground", Noted)
+    monkeypatch.setattr(rounds, "WorkFiles", Noted)
     most = 256 << 20
     profiled(capsys, tmp_path, "--pattern", "optimizer", "--steps", 1, "--max-write", most)
     assert totals == [most // rounds.PLAIN_SHARE // rounds.FILES_SHARE]
@@ -187,14 +187,14 @@ def test_plain_files_leave_most_of_max_write_to_the_windows(
 def test_plain_windows_that_max_write_cuts_short_make_no_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_write = rounds.Ground.may_write
+    may_write = rounds.WorkFiles.may_write
 
-    def the_files_and_a_little_more(files: rounds.Ground, nbytes: int) -> bool:
+    def the_files_and_a_little_more(files: rounds.WorkFiles, nbytes: int) -> bool:
         if files.written_bytes and files.max_write is None:
             files.max_write = files.written_bytes + 2 * nbytes
         return may_write(files, nbytes)
 
-    monkeypatch.setattr(rounds.Ground, "may_write", the_files_and_a_little_more)
+    monkeypatch.setattr(rounds.WorkFiles, "may_write", the_files_and_a_little_more)
     found = profiled(capsys, tmp_path, "--steps", 1)
     assert [*found.plain] == ["nvme_read"]
     assert any("share of --max-write was used up" in note for note in found.notes)

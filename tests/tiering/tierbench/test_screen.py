@@ -40,7 +40,7 @@ def test_it_fits_and_says_nothing_that_is_not_known(result: Result, width: int, 
     for line in text.splitlines():
         assert len(line) <= max(width, 80) and line == line.rstrip()
     assert "None" not in text and "\x1b" not in text and " nan" not in text
-    facts, _, block = text.partition("to have this in a configuration:\n")
+    facts, _, block = text.partition("to paste into a configuration:\n")
     assert (json.loads(block) if block else {}) == result.config
     assert not result.rows or "GB/s" in facts
 
@@ -93,23 +93,23 @@ def test_each_directory_and_its_share() -> None:
 
 def test_what_it_means() -> None:
     text = " ".join(shown(results.TWO).split())
-    assert "the write cache ended after 20.0 GB" in text
+    assert "the write cache was full after 20.0 GB" in text
     assert "37.4 GB written (wear, preparation included), 46.0 GB read" in text
     assert (
         "Optimizer step of a 6.74B model with fp32 state on these paths: about 18 s, bound by writes. It reads"
-        " 80.9 GB and writes 94.3 GB; stepping without pause writes up to 399 TB per day."
+        " 80.9 GB and writes 94.3 GB; steps without a pause write up to 399 TB per day."
     ) in text
-    assert "8.00 GB read are what was written" in shown(results.VIRTIO)
+    assert "8.00 GB read, all equal to the written data" in shown(results.VIRTIO)
 
 
 def test_others_on_the_drive_are_told_of_if_they_matter() -> None:
-    assert "others read 3.10 GB and wrote 12.6 MB" in " ".join(shown(results.VIRTIO).split())
+    assert "other processes read 3.10 GB and wrote 12.6 MB" in " ".join(shown(results.VIRTIO).split())
     assert "others" not in shown(results.NVME)  # 94 MB beside 76 GB
 
 
 def test_an_interrupted_run_says_so_first() -> None:
     text = shown(results.INTERRUPTED)
-    assert text.startswith("Interrupted: this is what was measured until then (write after 0.7 s).\n")
+    assert text.startswith("Interrupted (write after 0.7 s): these are the measurements so far.\n")
     assert cells(text, "write")[4] == "-"  # there was no whole second
 
 

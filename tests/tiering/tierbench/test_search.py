@@ -11,11 +11,19 @@ from hypothesis import strategies as st
 
 from tests.fakes.fake_drive import GRID, HOME, FakeDrive, K, M, flat, peaked, played, suited
 from tiering.tierbench.result import Row, Sample
-from tiering.tierbench.tuning.explore import taken
-from tiering.tierbench.tuning.search import FEWEST, MOST_IN_FLIGHT, Cell, Grid, Reading, Sweep, Verdict
+from tiering.tierbench.tuning.explore import figures_of
+from tiering.tierbench.tuning.search import (
+    MAX_IN_FLIGHT,
+    MIN_READINGS,
+    Cell,
+    Grid,
+    Reading,
+    Sweep,
+    TuningVerdict,
+)
 
 
-def verdicts(truth: Callable[[Cell], float], count: int = 12, **how: float) -> list[Verdict]:
+def verdicts(truth: Callable[[Cell], float], count: int = 12, **how: float) -> list[TuningVerdict]:
     return [played(FakeDrive(truth, seed=seed, **how))[0].verdict() for seed in range(count)]
 
 
@@ -26,25 +34,25 @@ def test_the_optimum_of_a_quiet_drive_is_found_and_the_search_ends_by_itself() -
     assert peaked(told.recommended.cell) > 0.95 * 1.6
     assert told.recommended.cell.ioengine == "libaio"
     assert told.best.ratio.low < peaked(told.best.cell) / peaked(HOME) < told.best.ratio.high
-    assert not told.kept
-    assert told.why.startswith("it moves 1.")
-    assert ended == "more would not have changed it"
+    assert not told.keeps_defaults
+    assert told.why.startswith("its rate is 1.")
+    assert ended == "more readings would not change the result"
     assert drive.now < 60
     assert len(sweep.readings) < len(list(GRID)) / 2  # most settings never needed a window
 
 
 def test_a_drive_that_swings_twofold_still_shows_what_suits_it() -> None:
     found = verdicts(peaked)
-    assert not any(told.kept for told in found)
+    assert not any(told.keeps_defaults for told in found)
     assert sum(peaked(told.recommended.cell) > 1.2 * peaked(HOME) for told in found) >= 10
 
 
 def test_where_nothing_is_better_the_defaults_are_kept() -> None:
-    assert sum(told.kept for told in verdicts(flat)) >= 11
-    assert sum(told.kept for told in verdicts(suited)) >= 11
-    assert sum(told.kept for told in verdicts(flat, noise=0.3)) >= 11  # luck makes heroes of some
+    assert sum(told.keeps_defaults for told in verdicts(flat)) >= 11
+    assert sum(told.keeps_defaults for told in verdicts(suited)) >= 11
+    assert sum(told.keeps_defaults for told in verdicts(flat, noise=0.3)) >= 11  # luck makes heroes of some
     busy = verdicts(flat, count=36, noise=0.03, disturbed=0.3, swings=False)
-    assert sum(told.kept for told in busy) >= 33
+    assert sum(told.keeps_defaults for told in busy) >= 33
 
     (told, *_) = verdicts(flat, noise=0.01, swings=False)
     assert len(told.alike) == len(told.standings)
@@ -62,10 +70,10 @@ def test_each_setting_is_measured_beside_the_reference_in_fair_shares() -> None:
     assert places[0] == 0
     assert {later - early for early, later in itertools.pairwise(places)} <= {2, 3}
     best = sweep.verdict().best
-    assert best.readings >= FEWEST
+    assert best.readings >= MIN_READINGS
     worst = sweep.standings()[-1]
     assert worst.readings == 1  # what is far behind is not measured again
-    assert all(cell.in_flight <= MOST_IN_FLIGHT for cell in drive.seen)
+    assert all(cell.in_flight <= MAX_IN_FLIGHT for cell in drive.seen)
 
 
 def test_the_better_half_is_measured_again() -> None:
@@ -92,10 +100,10 @@ def test_an_end_in_the_middle_leaves_a_verdict() -> None:
         drive.windows = windows
         sweep, ended = played(drive)
         assert ended == "it is enough"
-        assert sweep.verdict().kept  # nothing has been measured often enough
+        assert sweep.verdict().keeps_defaults  # nothing has been measured often enough
     drive = FakeDrive(peaked)
     sweep, ended = played(drive, budget=20)
-    assert ended == "the time was over"
+    assert ended == "the time limit was reached"
     assert 18 <= drive.now <= 20
 
 
@@ -103,7 +111,7 @@ def reading(rate: float, before: float = 1e9, after: float = 1e9, cpu: float = 0
     return Reading(at=0.0, rate=rate, cpu_per_gb=cpu, p99=0.001, before=before, after=after)
 
 
-def judged(rates: dict[Cell, list[Reading]]) -> Verdict:
+def judged(rates: dict[Cell, list[Reading]]) -> TuningVerdict:
     return Sweep(GRID, readings=rates, reference=[reading(1e9)] * 3).verdict()
 
 
@@ -117,7 +125,7 @@ def test_of_settings_that_are_as_fast_the_one_with_least_cpu_and_then_memory_is_
     told = judged(rates)
     assert told.best.cell == fast
     assert told.recommended.cell == lean
-    assert "of the 2 that are as fast" in told.why
+    assert "of 2 settings that are as fast" in told.why
     rates[small] = [reading(1.49e9, cpu=0.0051)] * 4
     assert judged(rates).recommended.cell == small  # CPU alike, less memory
     rates[small._replace(ioengine="io_uring")] = [reading(1.48e9, cpu=0.0052)] * 4
@@ -148,8 +156,8 @@ def test_a_gain_that_is_small_or_not_sure_is_none() -> None:
         "which is within noise"
     )
     told = judged({cell: [reading(2e9)] * 2})
-    assert told.kept
-    assert "less than 3 times" in told.why
+    assert told.keeps_defaults
+    assert "fewer than 3 times" in told.why
 
 
 @given(
@@ -181,7 +189,7 @@ def test_readings_during_which_the_drive_changed_never_count() -> None:
     told = Sweep(GRID, {cell: [reading(1e9), disturbed, disturbed]}, [reading(1e9)]).standings()[0]
     assert (told.ratio.point, told.readings) == (pytest.approx(1.0), 1)
     sweep = Sweep(GRID, {cell: [disturbed]}, [reading(1e9)], rounds=1)
-    assert sweep.standings() == [] and sweep.unknown() == [cell]
+    assert sweep.standings() == [] and sweep.cells_without_reading() == [cell]
     assert cell in sweep.next_round(), "it is measured again"
 
 
@@ -190,7 +198,7 @@ def test_a_reference_that_moved_next_to_nothing_is_none(references: tuple[float,
     cell = Cell("libaio", 512 * K, 8, registered=True)
     stalled = reading(0.9e9, *references)
     told = Sweep(GRID, {cell: [stalled] * 5}, [reading(1e9)] * 4 + [reading(references[0])]).verdict()
-    assert told.kept and told.standings == (told.reference,)
+    assert told.keeps_defaults and told.standings == (told.reference,)
     told = Sweep(GRID, {cell: [stalled] * 5 + [reading(0.9e9)] * 3}, [reading(1e9)] * 4).verdict()
     (standing,) = (each for each in told.standings if each.cell == cell)
     assert (standing.ratio.point, standing.rate, standing.readings) == (pytest.approx(0.9), 0.9e9, 3)
@@ -199,7 +207,7 @@ def test_a_reference_that_moved_next_to_nothing_is_none(references: tuple[float,
 def test_a_reference_that_is_not_among_the_values_is_enough_to_begin() -> None:
     grid = Grid(HOME, (("libaio", True),), (2 * M, 4 * M), (32, 64))
     assert Cell("libaio", 2 * M, 32, registered=True) in list(grid)
-    assert grid.left_out() == 3  # 4M x 32, 4M x 64, 2M x 64
+    assert grid.excluded_count() == 3  # 4M x 32, 4M x 64, 2M x 64
     assert grid.start() == [Cell("libaio", 2 * M, 32, registered=True)]
     assert Grid(HOME, (("io_uring", True),), (M,), (16,)).start() == []  # the reference itself
     far = Grid(HOME, (("libaio", True), ("threads", True)), (2 * M, 4 * M, 8 * M, 16 * M), (1, 2, 3, 4))
@@ -214,7 +222,7 @@ def test_a_window_is_judged_by_what_went_while_its_queues_were_full() -> None:
             "worst_second": None, "paths": (), "samples": samples,
         }
     )  # fmt: skip
-    assert taken(row, 0.2) == pytest.approx((2e9, 0.1, 0.3))  # without the drain
+    assert figures_of(row, 0.2) == pytest.approx((2e9, 0.1, 0.3))  # without the drain
     ahead = (Sample(at=0.1, read=3e9, write=1e9), Sample(at=0.2, read=2e9, write=1e9))
     mixed = row.model_copy(update={"rw": "rw", "samples": ahead})
-    assert taken(mixed, 0.2).rate == pytest.approx(2e9)  # reads cannot be ahead for long
+    assert figures_of(mixed, 0.2).rate == pytest.approx(2e9)  # reads cannot be ahead for long

@@ -60,7 +60,7 @@ def test_turned_round_it_is_the_inverse(first: list[float], second: list[float],
 
 def test_equal_rates_leave_no_doubt_and_few_or_none_leave_no_interval() -> None:
     found = rate_ratio([2.0] * 10, [3.0] * 10, point=1.5)
-    assert found is not None and not found.holds_one
+    assert found is not None and not found.contains_one
     assert (found.low, found.high) == (1.5, 1.5)
     assert rate_ratio([2.0] * 3, [2.0] * 10, point=1.0) is None
     assert rate_ratio([0.0] * 10, [2.0] * 10, point=1.0) is None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiering.host.drives import Backing, Drive, FileSystem
 from tiering.tierbench import sustained
 from tiering.tierbench.result import Row, Sample, Traffic
-from tiering.tierbench.sustained import MOST_BYTES, announcement, cliff, judge, run, span, words
+from tiering.tierbench.sustained import MAX_BYTES, announcement, describe, find_cache_end, judge, run, span
 
 GB = 10**9
 
@@ -66,7 +66,7 @@ def test_a_cache_is_found_within_a_tenth_of_its_end(fall: float, before: int, af
         each * 3 * GB / (fall if place >= before else 1)
         for place, each in enumerate(noise(before + after, seed))
     ]
-    found = cliff(samples(rates))
+    found = find_cache_end(samples(rates))
     assert found is not None
     assert found.cached_bytes == pytest.approx(sum(rates[:before]) * 0.1, rel=0.1)
     assert found.burst == pytest.approx(sum(rates[:before]) / before, rel=0.15)
@@ -75,13 +75,15 @@ def test_a_cache_is_found_within_a_tenth_of_its_end(fall: float, before: int, af
 
 def test_a_cache_of_two_levels_is_sustained_at_the_last() -> None:
     rates = [each * GB * level for level in (6, 1, 0.4) for each in noise(200, seed=int(level * 10))]
-    found = cliff(samples(rates))
+    found = find_cache_end(samples(rates))
     assert found is not None and found.sustained == pytest.approx(0.4 * GB, rel=0.1)
 
 
 def test_what_swings_has_no_cache() -> None:
     def taken_for_one(rates: Callable[[int], list[float]]) -> int:
-        return sum(cliff(samples([GB * each for each in rates(seed)])) is not None for seed in range(40))
+        return sum(
+            find_cache_end(samples([GB * each for each in rates(seed)])) is not None for seed in range(40)
+        )
 
     assert taken_for_one(lambda seed: noise(600, seed)) == 0
     assert taken_for_one(lambda seed: swings(600, seed, 1 / 2, mean=150)) == 0
@@ -94,21 +96,21 @@ def test_what_swings_has_no_cache() -> None:
 def test_an_end_that_is_not_clear_is_told() -> None:
     def said(rates: Sequence[float]) -> str:
         row = window(rates)
-        return words(row, judge(row))
+        return describe(row, judge(row))
 
     assert said([3 * GB] * 100 + [GB] * 300) == (
-        "the write cache ended after 30.0 GB: 3.00 GB/s until then, 1.00 GB/s beyond"
+        "the write cache was full after 30.0 GB: 3.00 GB/s before, 1.00 GB/s after"
     )
     assert said([2 * GB] * 400) == (
         "no end of a write cache in 80.0 GB: 2.00 GB/s in the first half of the time, 2.00 GB/s in the second"
     )
     assert said(([3 * GB] * 60 + [GB] * 60) * 4).startswith(
-        "no clear end of a write cache in 96.0 GB: the rate came and went between 1.00 and 3.00 GB/s"
+        "no clear end of a write cache in 96.0 GB: the rate varied between 1.00 and 3.00 GB/s"
     )
     assert said([]).startswith("no end of a write cache in 0.0 GB")  # interrupted at once
 
 
-class FakeGround:
+class FakeWorkFiles:
     def __init__(self, max_write: int | None) -> None:
         self.max_write = max_write
 
@@ -117,14 +119,14 @@ class FakeLoad:
     """A drive that writes at these rates, until they end or nothing more may be written."""
 
     def __init__(self, rates: Sequence[float], max_write: int | None = None) -> None:
-        self.ground = FakeGround(max_write)
+        self.work_files = FakeWorkFiles(max_write)
         self.rates = rates
 
     def lay_out(self, *, seconds: float, watch: Callable[[Sample, float], None], together: bool) -> Row:
         assert together  # else a drive whose file is through would look like a fall of the rate
         written: list[float] = []
         for each in samples(self.rates):
-            if each.at > seconds or self.ground.max_write == 0:
+            if each.at > seconds or self.work_files.max_write == 0:
                 break
             written.append(each.write)
             watch(each, each.at / seconds)
@@ -139,7 +141,7 @@ def test_writing_ends_once_the_rate_is_steady_after_a_fall() -> None:
     assert (told.burst, told.sustained) == (pytest.approx(3 * GB), pytest.approx(GB))
     assert 40 <= row.seconds <= 43 and len(seen) == len(row.samples)  # 10 s until the fall, and 30 s of it
     assert told.written_bytes == row.write.bytes
-    assert load.ground.max_write == 10**15
+    assert load.work_files.max_write == 10**15
 
     load = FakeLoad([3 * GB] * 100 + [GB, 2 * GB] * 50 + [0.2 * GB] * 2800)
     row, told = run(load, seconds=300)
@@ -148,7 +150,7 @@ def test_writing_ends_once_the_rate_is_steady_after_a_fall() -> None:
 
     load = FakeLoad([2 * GB] * 3000)
     row, told = run(load, seconds=60)
-    assert 59.9 <= row.seconds <= 60.1 and told.cached_bytes is None and load.ground.max_write is None
+    assert 59.9 <= row.seconds <= 60.1 and told.cached_bytes is None and load.work_files.max_write is None
 
 
 def test_bytes_are_bounded_by_the_drive_what_is_free_and_wear(
@@ -162,5 +164,5 @@ def test_bytes_are_bounded_by_the_drive_what_is_free_and_wear(
     assert bound(100 << 30, sharing=4) == (50 << 30) // 4
     assert bound(100 << 30, Drive("nvme0n1", nbytes=64 << 30)) == 16 << 30
     assert bound(100 << 30, Drive("nvme0n1")) == 50 << 30
-    assert MOST_BYTES - (1 << 20) < bound(10 << 40, Drive("nvme0n1", nbytes=12 << 40)) <= MOST_BYTES
+    assert MAX_BYTES - (1 << 20) < bound(10 << 40, Drive("nvme0n1", nbytes=12 << 40)) <= MAX_BYTES
     assert "50.00 GiB (53687091200 bytes) in at most 300 s" in announcement(50 << 30, 300)

@@ -85,7 +85,7 @@ def test_a_file_and_a_pipe_are_refused(tmp_path: Path) -> None:
 def test_memory_is_no_drive() -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("there is no /dev/shm here")
-    with pytest.raises(UnsafeTargetError, match="is on tmpfs, which is memory and no drive"):
+    with pytest.raises(UnsafeTargetError, match="is on tmpfs, which is memory and not a drive"):
         target.check(Path("/dev/shm"))
 
 
@@ -100,7 +100,7 @@ def test_what_is_missing_or_named_twice_is_a_wrong_question(tmp_path: Path) -> N
 def test_a_name_that_no_configuration_can_have(tmp_path: Path) -> None:
     odd = tmp_path / os.fsdecode(b"odd\xff")
     odd.mkdir()
-    with pytest.raises(SwapSpaceError, match="is not a name in UTF-8"):
+    with pytest.raises(SwapSpaceError, match="is not valid UTF-8"):
         target.check(odd)
 
 
@@ -118,11 +118,11 @@ def test_the_usual_size_is_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_size_that_would_fill_the_disk_is_refused(tmp_path: Path, free: int) -> None:
-    assert target.file_size([tmp_path], numjobs=1, bs=MIB, asked=free * 9 // 10) == free * 9 // 10
-    with pytest.raises(UnsafeTargetError, match="would leave less than a tenth of what is free"):
-        target.file_size([tmp_path], numjobs=1, bs=MIB, asked=free * 9 // 10 + MIB)
+    assert target.file_size([tmp_path], numjobs=1, bs=MIB, requested=free * 9 // 10) == free * 9 // 10
+    with pytest.raises(UnsafeTargetError, match="would leave less than a tenth of the free space"):
+        target.file_size([tmp_path], numjobs=1, bs=MIB, requested=free * 9 // 10 + MIB)
     with pytest.raises(UnsafeTargetError, match=r"2 files of 500\.00 MiB"):
-        target.file_size([tmp_path], numjobs=2, bs=MIB, asked=500 * MIB)
+        target.file_size([tmp_path], numjobs=2, bs=MIB, requested=500 * MIB)
 
 
 def test_a_disk_without_room_for_four_blocks_is_refused(
@@ -142,6 +142,6 @@ with target.alone_in([Path({str(tmp_path)!r})]):
 """
     with target.alone_in([tmp_path]):
         second = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "another tierbench is at work in" in second.stderr
+    assert "another tierbench is running in" in second.stderr
     subprocess.run([sys.executable, "-c", program], check=True)
     assert list(tmp_path.iterdir()) == []

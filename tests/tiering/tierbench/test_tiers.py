@@ -80,7 +80,10 @@ def test_every_leg_is_told_with_what_it_counts(run: Run, disk: Path, tmp_path: P
     code, out, err = run(disk, "--json")
     assert code == 0
     assert err.splitlines() == [
-        "tierbench tiers: writes 4.00 MiB, then for 0.04 s as fast as drives take it; --max-write bounds that",
+        (
+            "tierbench tiers: writes 4.00 MiB, then for 0.04 s as fast as the drives accept data;"
+            " --max-write limits the bytes"
+        ),
         *("measuring: CPU", "measuring: disks"),
     ]
     told = json.loads(out)
@@ -100,7 +103,7 @@ def test_every_leg_is_told_with_what_it_counts(run: Run, disk: Path, tmp_path: P
     # Once to have been written, then for at least one slot of a sixth of that in each of the two windows that write.
     assert told["written_bytes"] >= 4 * MIB + 2 * (4 * MIB // 6 // 4096 * 4096)
     assert told["targets"][0]["directory"] == str(disk)
-    assert any(note.startswith("no GPU: this machine has no driver of one") for note in told["notes"])
+    assert any(note.startswith("no GPU driver was found") for note in told["notes"])
     assert list(disk.iterdir()) == []
     assert told["saved"] and saved(tmp_path) == ["cpu", "disks"]
 
@@ -199,10 +202,7 @@ def test_no_more_is_written_than_may_be(
     # Once all, 6 slots of the 13 that 9 MiB have room for, and until half of the others, and all of them, are written.
     assert told["written_bytes"] == (6 + 3 + 4) * slot
     assert [leg["name"] for leg in told["legs"]] == NVME + CPU
-    assert (
-        "NVMe write and NVMe mixed: cut short, since no more than --max-write 9.00 MiB may be written"
-        in told["notes"]
-    )
+    assert "NVMe write and NVMe mixed: ended early, at --max-write 9.00 MiB" in told["notes"]
     assert told["settings"]["max_write"] == 9 * MIB
     assert not told["saved"] and saved(tmp_path) == []
     code, _, err = run(disk, "--max-write", "40K")
@@ -239,7 +239,7 @@ def test_where_there_is_no_torch_or_no_gpu_that_is_said(
 ) -> None:
     monkeypatch.setattr(tiers, "DRIVERS", (tmp_path,))
     monkeypatch.setenv("TIERING_DEVICE", "cpu")
-    assert "Note: no GPU: torch finds none that it can use." in run()[1]
+    assert "Note: no GPU: torch finds no usable GPU." in run()[1]
 
     def missing(name: str) -> object:
         raise ImportError("No module named 'torch'")
@@ -248,7 +248,7 @@ def test_where_there_is_no_torch_or_no_gpu_that_is_said(
     monkeypatch.setitem(cli.COMMANDS, "tiers", "")
     parser = tiers.argparse.ArgumentParser()
     tiers.add_arguments(parser)
-    found = tiers._Found(notes=[])
+    found = tiers._TiersOutcome(notes=[])
     tiers._measure(parser.parse_args([]), [], found)
     assert any("torch cannot be loaded (No module named 'torch')" in note for note in found.notes)
     assert [leg.name for leg, _ in found.legs] == ["optimizer", "gradients", "host_copy", "checksum"]
@@ -297,7 +297,7 @@ def test_what_is_unsafe_or_wrong_is_refused_before_anything_is_measured(
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
         got, _, err = run(disk)
-        assert got == 3 and "another tierbench is at work" in err
+        assert got == 3 and "another tierbench is running" in err
     finally:
         os.close(held)
     monkeypatch.setattr(swap_file, "_takes_direct_transfers", lambda *_: False)

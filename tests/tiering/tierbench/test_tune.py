@@ -21,7 +21,7 @@ from tiering.tierbench.result import Machine, Row, Settings
 from tiering.tierbench.tuning import search as sweep
 from tiering.tierbench.tuning import tune, tuning_result
 from tiering.tierbench.tuning.search import Sweep
-from tiering.tierbench.tuning.tuning_result import Tuned, show
+from tiering.tierbench.tuning.tuning_result import TuningResult, show
 from tiering.tierbench.words import brief
 
 MIB = 1 << 20
@@ -30,8 +30,8 @@ QUICK = ("--size", "64M", "--quiet", "--bs", "1M")
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "WINDOW", 0.03)
-    monkeypatch.setattr(tune, "RAMP", 0.0)
+    monkeypatch.setattr(tune, "INTERVAL_SECONDS", 0.03)
+    monkeypatch.setattr(tune, "RAMP_SECONDS", 0.0)
 
 
 def io_of(block: dict[str, Any]) -> IoConfig:
@@ -41,9 +41,9 @@ def io_of(block: dict[str, Any]) -> IoConfig:
 def test_all_that_was_read_is_told_and_the_block_is_what_is_recommended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tune, "PREPARATION", 20.0)  # files are written whole, however busy the disk is
-    monkeypatch.setattr(sweep, "_DISTURBED", 100.0)  # and readings count
-    monkeypatch.setattr(sweep, "_STILL", 0.0)
+    monkeypatch.setattr(tune, "PREPARATION_SHARE", 20.0)  # files are written whole, however busy the disk is
+    monkeypatch.setattr(sweep, "_DISTURBED_RATIO", 100.0)  # and readings count
+    monkeypatch.setattr(sweep, "_STALL_SHARE", 0.0)
     config = tmp_path / "ds.json"
     config.write_text('{\n  "train_batch_size": 16, // as before\n}\n')
     where = tmp_path / "swap"
@@ -66,7 +66,7 @@ def test_all_that_was_read_is_told_and_the_block_is_what_is_recommended(
     told = capsys.readouterr()
     assert code == 0
     assert "set tiering.io" in told.err
-    found = Tuned.model_validate_json(told.out)
+    found = TuningResult.model_validate_json(told.out)
     assert json.loads(told.out)["schema_version"] == 1
     assert (found.kind, found.rw, found.size) == ("tune", "rw", 64 * MIB)
     assert [target.directory for target in found.targets] == [str(where)]
@@ -96,29 +96,29 @@ def test_all_that_was_read_is_told_and_the_block_is_what_is_recommended(
 def test_max_write_ends_it_and_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tune", str(tmp_path), "--quiet", "--json", "--bs", "1M", "--iodepth", "4"]
     assert cli.main([*arguments, "--runtime", "20", "--max-write", "150M"]) == 0
-    found = Tuned.model_validate_json(capsys.readouterr().out)
-    assert found.ended == "no more than --max-write 150.00 MiB may be written"
+    found = TuningResult.model_validate_json(capsys.readouterr().out)
+    assert found.ended == "--max-write 150.00 MiB was reached"
     assert found.size <= 75 * MIB
     assert found.written_bytes <= 150 * MIB
     assert cli.main([*arguments, "--max-write", "20M"]) == 2
-    assert "give 130.00 MiB" in capsys.readouterr().err
+    assert "give at least 130.00 MiB" in capsys.readouterr().err
 
 
 def test_an_engine_that_cannot_start_is_told_and_the_rest_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Poor(Load):
-        def __init__(self, ground: Any, settings: Settings) -> None:
+        def __init__(self, work_files: Any, settings: Settings) -> None:
             if settings.ioengine == "libaio":
                 raise SwapError("aio-max-nr is used up; raise it", errno=11, filename="", offset=0)
-            super().__init__(ground, settings)
+            super().__init__(work_files, settings)
 
     monkeypatch.setattr(tune, "Load", Poor)
-    monkeypatch.setattr(tune, "PREPARATION", 20.0)  # files are written whole, however busy the disk is
+    monkeypatch.setattr(tune, "PREPARATION_SHARE", 20.0)  # files are written whole, however busy the disk is
     arguments = ["tune", str(tmp_path), *QUICK, "--runtime", "0.7", "--iodepth", "4"]
     assert cli.main([*arguments, "--ioengine", "libaio,threads"]) == 0
     told = capsys.readouterr().out
-    assert "Left out: libaio: aio-max-nr is used up; raise it." in " ".join(told.split())
+    assert "Not measured: libaio: aio-max-nr is used up; raise it." in " ".join(told.split())
     assert "threads" in told
     assert cli.main([*arguments, "--ioengine", "libaio"]) == 2
     assert "engines that start here: none" in capsys.readouterr().err
@@ -142,18 +142,18 @@ def test_ctrl_c_prints_what_there_is_and_writes_no_configuration(
     arguments = ["tune", str(tmp_path), *QUICK, "--iodepth", "4", "--rw", "read", "--runtime", "20"]
     assert cli.main([*arguments, "--write-config", str(config)]) == 130
     told = capsys.readouterr().out
-    assert told.startswith("interrupted: this is what was measured until then")
-    assert "Nothing is recommended" in told and "to have this in a configuration" not in told
+    assert told.startswith("interrupted: these are the measurements so far")
+    assert "No recommendation" in told and "to paste into a configuration" not in told
     assert config.read_text() == "{}"
     windows = 5  # at the first
     assert cli.main(arguments) == 130
-    assert "before anything was measured" in capsys.readouterr().err
+    assert "before the first measurement" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--ioengine", "auto"], "auto is what others are compared with"),
+        (["--ioengine", "auto"], "auto is the baseline of the comparison"),
         (["--bs", "1000"], "a multiple of 4096"),
         (["--iodepth", "0,4"], "choose 1 .. 512"),
         (["--iodepth", "many"], "whole numbers"),
@@ -193,10 +193,10 @@ ROW = Row.model_validate(
 
 
 def printed(sweep: Sweep, width: int) -> str:
-    found = tuning_result.found(
+    found = tuning_result.result_of(
         sweep,
         {"io_uring": "forbidden"},
-        ended="the time was over",
+        ended="the time limit was reached",
         interrupted=False,
         seconds=60.0,
         read_bytes=10**10,
@@ -233,17 +233,17 @@ def test_a_table_fits_and_says_what_it_comes_to(width: int) -> None:
     assert sum("the defaults" in row for row in rows) == 1
     text = " ".join(told.split())
     best = sweep.verdict().recommended.cell
-    assert f"Use {best}: it moves 1." in text
-    assert f"It has {brief(best.in_flight)} in flight, the defaults 16M, and a p99 of" in text
+    assert f"Use {best}: its rate is 1." in text
+    assert f"It has {brief(best.in_flight)} in flight and a p99 of" in text
     assert f"of {len(sweep.readings) + 1} settings are as fast as {best}, or at most 5% slower" in text
-    assert "Left out: io_uring: forbidden." in text
+    assert "Not measured: io_uring: forbidden." in text
     assert "Note: /data: an overlay." in text
-    assert "wrote 20.0 GB, read 10.0 GB" in text
+    assert "Written: 20.0 GB, read: 10.0 GB" in text
 
 
 def test_that_the_defaults_are_as_good_is_said_and_what_would_be_cheaper() -> None:
     told = " ".join(printed(played(FakeDrive(flat, noise=0.01, swings=False))[0], 120).split())
     assert "Keep the defaults, io_uring 1M x 16: no setting is faster." in told
-    assert "blocks of 128K .. 4M (at depth 16) and depths 4 .. 64 (at 1M) are all the same" in told
+    assert "blocks of 128K .. 4M (at depth 16) and depths 4 .. 64 (at 1M) are equally fast" in told
     noisy = " ".join(printed(played(FakeDrive(flat, noise=0.3))[0], 120).split())
-    assert "a longer --runtime tells more" in noisy
+    assert "a longer --runtime reduces the error" in noisy

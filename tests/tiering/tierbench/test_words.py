@@ -70,14 +70,14 @@ def test_what_is_too_long_a_time(text: str) -> None:
 def test_kinds_come_in_the_order_asked_for_and_once() -> None:
     assert words.kinds("write,read,write,readwrite,randrw,mixed") == ("write", "read", "rw", "randrw")
     with pytest.raises(
-        argparse.ArgumentTypeError, match="'trim' is not measured; choose from read, write, rw"
+        argparse.ArgumentTypeError, match="'trim' is not a kind of load; choose from read, write, rw"
     ):
         words.kinds("read,trim")
 
 
 def test_fios_synchronous_engines_are_threads() -> None:
     assert [words.engine(name) for name in ("psync", "io_uring", "auto")] == ["threads", "io_uring", "auto"]
-    with pytest.raises(argparse.ArgumentTypeError, match="there is no engine 'spdk'"):
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown engine 'spdk'"):
         words.engine("spdk")
 
 

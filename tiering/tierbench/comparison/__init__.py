@@ -1,1 +1,1 @@
-"""tierbench compare: results beside each other, and the load beside fio."""
+"""tierbench compare: compares results, or alternates the load with fio."""

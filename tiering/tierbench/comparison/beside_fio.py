@@ -1,16 +1,16 @@
-"""Our load beside fio, in turn on the same files: the ratio of each pair says what neither side's swings can.
+"""Comparison of tierbench's load with fio's, alternating on the same files; the ratio of each pair is the result.
 
-A shared drive may be twice as fast a minute later, so both sides run within seconds of each other, and who goes first
-alternates. The files are ours and nameless; fio opens them again as /proc/PID/fd/N. What makes the sides alike:
+A shared drive may be twice as fast a minute later, so both sides run within seconds of each other, and the first side
+alternates. The files belong to tierbench and have no names; fio opens them as /proc/PID/fd/N. Both sides have the same:
 
-- files, O_DIRECT, engine, block, depth, buffers and files registered with the kernel: as ours really has them; our
-  "threads" meets fio's psync with as many threads, each with a part of the file to itself;
-- time: from the first submission to the last completion, drained blocks included; starts do not count;
-- memory in huge pages, not touched between writes; latencies are kept on both sides;
-- CPU seconds: user and system time of either side while it ran, kernel threads left out.
+- files, O_DIRECT, engine, block size, depth, registered buffers and files, as tierbench's engine uses them; tierbench's
+  "threads" is compared with fio's psync and as many threads, each with its own part of the file;
+- time: from the first submission to the last completion, drained blocks included; start-up does not count;
+- memory in huge pages, not modified between writes; both sides keep latencies;
+- CPU seconds: user and system time of each side during its run, without kernel threads.
 
-Of a mixed load, fio draws lots for each block and passes over the whole file in both directions; ours takes reads and
-writes in turn, the ones in the first half of the file, the others in the second.
+Mixed loads differ: fio chooses the direction of each block at random and uses the whole file for both; tierbench
+alternates between reads in the first half of the file and writes in the second.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pydantic import Field
 
 from tiering.config.training import format_size
 from tiering.errors import ConfigError, SwapError
-from tiering.tierbench.bench import Asked, Phases
+from tiering.tierbench.bench import BenchRequest, Phases
 from tiering.tierbench.comparison import fio
-from tiering.tierbench.comparison.fio import FioError, Job, Reading
+from tiering.tierbench.comparison.fio import FioError, FioJob, RunReading
 from tiering.tierbench.display import figures
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load import target
-from tiering.tierbench.load.windows import Ground, Load
+from tiering.tierbench.load.windows import Load, WorkFiles
 from tiering.tierbench.ratios import compare, in_turn
-from tiering.tierbench.result import Engine, Record, Run, Sample, Settings, header
+from tiering.tierbench.result import CommandResult, Engine, ResultPart, Sample, Settings, header
 from tiering.tierbench.spread import Estimate
 from tiering.tierbench.words import ReadWrite, writes
 
@@ -41,25 +41,30 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PAIRS, RUNTIME = 10, 1.0
-FEWEST_PAIRS = 6  # of fewer, not even from the smallest to the largest ratio is a 95 % interval of the median
-_MARGIN = 1.5  # a run may write so many times what the most one has written: below that, none is begun
+MIN_PAIRS = (
+    6  # with fewer, even the range of all ratios is less than a 95 % confidence interval of the median
+)
+# A run starts only if --max-write has room for this multiple of the largest run so far.
+_MARGIN = 1.5
 
 
-class Pair(Record):
-    """One run of each side, one after the other."""
+class Pair(ResultPart):
+    """One run of each side, in sequence."""
 
-    fio: Reading
-    ours: Reading
+    fio: RunReading
+    ours: RunReading
 
 
-class Window(Record):
-    """The pairs of one kind of load, and the medians of their ratios ``ours / fio``."""
+class ComparedLoad(ResultPart):
+    """The pairs of one kind of load, and the medians of their ratios, tierbench (``ours``) divided by fio."""
 
     rw: ReadWrite
     fio_command: str
     pairs: tuple[Pair, ...]
     rate: Estimate
-    cpu: Estimate | None = Field(description="Of CPU seconds per byte. None: too little to be measured.")
+    cpu: Estimate | None = Field(
+        description="Ratio of CPU seconds per byte; None if they are too small to measure."
+    )
 
     def median(self, of: Callable[[Pair], float]) -> float:
         ordered = sorted(map(of, self.pairs))
@@ -67,244 +72,259 @@ class Window(Record):
         return (ordered[middle] + ordered[~middle]) / 2
 
 
-class BesideFio(Run):
-    """What ``tierbench compare --fio DIR`` has found."""
+class FioComparison(CommandResult):
+    """The result of ``tierbench compare --fio DIR``."""
 
     kind: Literal["compare-fio"] = "compare-fio"
     fio: str
     settings: Settings
     engine: Engine
-    windows: tuple[Window, ...]
-    failure: str | None = Field(default=None, description="Why it ended early: fio or a transfer failed.")
+    windows: tuple[ComparedLoad, ...]
+    failure: str | None = Field(
+        default=None, description="Why it ended early: the failure of fio or a transfer."
+    )
 
 
 class _NoRoomError(Exception):
-    """``--max-write`` does not allow for another run."""
+    """``--max-write`` does not allow another run."""
 
 
-def measure(asked: Asked, pairs: int, phases: Phases, say: Callable[[str], None]) -> BesideFio:
-    """So many pairs of each kind.
+def measure(request: BenchRequest, pairs: int, phases: Phases, say: Callable[[str], None]) -> FioComparison:
+    """Measure ``pairs`` pairs of each kind of load.
 
-    After Ctrl-C, where ``max_write`` ends it or a run fails, the result is of the pairs there are; without any pair,
-    FioError or SwapError is raised for a run that fails. FioMissingError where there is no fio; else as
-    ``target.check``.
+    After Ctrl-C, ``max_write`` or a failed run, the result has the completed pairs; if there is none, a failed run
+    raises FioError or SwapError. Raises FioMissingError without fio, and the errors of ``target.check``.
     """
     fio_version = fio.version()
-    directory = target.check(*asked.directories)
+    directory = target.check(*request.directories)
     with target.alone_in([directory]), Interrupts() as interrupts:
-        begun = header(asked.command, [target.of(directory)])
-        run = _Run(asked, directory, pairs, phases, say)
+        header_fields = header(request.command, [target.describe(directory)])
+        run = _FioComparisonRun(request, directory, pairs, phases, say)
         failure = None
         with run.prepared():
             try:
-                if not interrupts.came:
+                if not interrupts.received:
                     run.measure()
             except (FioError, SwapError) as error:
                 if not run.windows:
                     raise
                 failure = str(error)
             engine = run.load.engine
-        return BesideFio(
-            **begun,
+        return FioComparison(
+            **header_fields,
             fio=fio_version,
             settings=run.settings,
             engine=engine,
             windows=tuple(run.windows),
-            read_bytes=run.ground.read_bytes,
-            written_bytes=run.ground.written_bytes,
+            read_bytes=run.work_files.read_bytes,
+            written_bytes=run.work_files.written_bytes,
             notes=tuple(run.notes),
-            interrupted=interrupts.came,
+            interrupted=interrupts.received,
             failure=failure,
         )
 
 
-class _Run:
-    """A run under way: windows and notes as they come."""
+class _FioComparisonRun:
+    """A comparison in progress, which collects pairs and notes."""
 
     def __init__(
-        self, asked: Asked, directory: Path, pairs: int, phases: Phases, say: Callable[[str], None]
+        self, request: BenchRequest, directory: Path, pairs: int, phases: Phases, say: Callable[[str], None]
     ) -> None:
-        self._asked = asked
+        self._request = request
         self._directory = directory
         self._pairs = pairs
         self._phases = phases
         self._say = say
         self.settings = Settings(
-            bs=asked.bs,
-            iodepth=asked.iodepth,
-            numjobs=asked.numjobs,
-            size=_size(asked, directory),
-            runtime=asked.runtime or RUNTIME,
-            ioengine=asked.ioengine,
+            bs=request.bs,
+            iodepth=request.iodepth,
+            numjobs=request.numjobs,
+            size=_size(request, directory),
+            runtime=request.runtime or RUNTIME,
+            ioengine=request.ioengine,
         )
-        self.windows: list[Window] = []
+        self.windows: list[ComparedLoad] = []
         self.notes: list[str] = []
-        self._expected = 0.0  # bytes that a run of writes alone comes to
-        self._most_written: dict[ReadWrite, int] = {}  # by a run
+        self._expected_write = 0.0  # bytes of a run that only writes
+        self._largest_write: dict[ReadWrite, int] = {}  # by a run
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """The files, written whole."""
-        asked, size = self._asked, self.settings.size
-        with Ground([self._directory], size=size, numjobs=asked.numjobs) as self.ground:
-            self.ground.max_write = asked.max_write
-            with Load(self.ground, self.settings) as self.load:
+        """Within the block, the files exist and are completely written."""
+        request, size = self._request, self.settings.size
+        with WorkFiles([self._directory], size=size, numjobs=request.numjobs) as self.work_files:
+            self.work_files.max_write = request.max_write
+            with Load(self.work_files, self.settings) as self.load:
                 row = self.load.lay_out(watch=self._phases.phase("writing once", None))
-                self._expected = row.rate * self.settings.runtime
+                self._expected_write = row.rate * self.settings.runtime
                 yield
 
     def measure(self) -> None:
         self._announce()
-        for rw in self._asked.rws:
+        for rw in self._request.rws:
             try:
-                self._window(rw)
-            except KeyboardInterrupt:  # noted, too
+                self._compare_load(rw)
+            except KeyboardInterrupt:  # the result reports the interruption
                 return
             except _NoRoomError:
-                limit = format_size(self._asked.max_write or 0)
-                self.notes.append(f"ended in {rw}: another run might write more than --max-write {limit}")
+                limit = format_size(self._request.max_write or 0)
+                self.notes.append(f"{rw} ended early: another run could exceed --max-write {limit}")
         if not self.windows:
-            raise ConfigError(f"not one pair: {'; '.join(self.notes)}; raise it, or give a shorter --runtime")
+            raise ConfigError(
+                f"no pair was completed: {'; '.join(self.notes)}; raise --max-write, or give a shorter --runtime"
+            )
         if self.load.engine.ioengine == "threads":
             self.notes.append(
-                "fio counts the CPU time of each of its threads in whole milliseconds; so many of them lose some"
+                "fio counts the CPU time of each thread in whole milliseconds, so many threads lose some of it"
             )
-        if any(len(window.pairs) < FEWEST_PAIRS for window in self.windows):
-            self.notes.append(f"intervals of fewer than {FEWEST_PAIRS} pairs are narrower than 95 %")
+        if any(len(load.pairs) < MIN_PAIRS for load in self.windows):
+            self.notes.append(f"confidence intervals of fewer than {MIN_PAIRS} pairs cover less than 95 %")
 
     def _announce(self) -> None:
-        asked, share = self._asked, {"read": 0.0, "write": 1.0, "rw": 0.5}
-        runs = sum(share[rw.removeprefix("rand")] for rw in asked.rws) * 2 * (self._pairs + 1)
+        request, share = self._request, {"read": 0.0, "write": 1.0, "rw": 0.5}
+        runs = sum(share[rw.removeprefix("rand")] for rw in request.rws) * 2 * (self._pairs + 1)
         if runs:
-            bound = "--max-write is a bound" if asked.max_write is None else format_size(asked.max_write)
-            self._say(f"about {figures.nbytes(runs * self._expected, 2)} will be written (at most: {bound})")
+            limit = (
+                "--max-write sets a limit"
+                if request.max_write is None
+                else f"limit: {format_size(request.max_write)}"
+            )
+            self._say(f"about {figures.nbytes(runs * self._expected_write, 2)} will be written ({limit})")
 
-    def _window(self, rw: ReadWrite) -> None:
-        asked = self._asked
+    def _compare_load(self, rw: ReadWrite) -> None:
+        request = self._request
         engine = self.load.engine
-        job = Job(
-            paths=tuple(f"/proc/{os.getpid()}/fd/{files[0].fd}" for files in self.ground.files),
+        job = FioJob(
+            paths=tuple(f"/proc/{os.getpid()}/fd/{files[0].fd}" for files in self.work_files.files),
             size=self.settings.size,
             rw=rw,
-            bs=asked.bs,
-            iodepth=asked.iodepth,
+            bs=request.bs,
+            iodepth=request.iodepth,
         )
         watch = self._phases.phase(rw, None)
         pairs: list[Pair] = []
         elapsed, runs = 0.0, 0
 
-        def told(reading: Reading) -> Reading:
+        def recorded(reading: RunReading) -> RunReading:
             nonlocal elapsed, runs
             elapsed, runs = elapsed + reading.seconds, runs + 1
             read, written = reading.read_bytes / reading.seconds, reading.written_bytes / reading.seconds
             watch(Sample(at=elapsed, read=read, write=written), runs / (2 * self._pairs + 2))
-            self._most_written[rw] = max(self._most_written.get(rw, 0), reading.written_bytes)
+            self._largest_write[rw] = max(self._largest_write.get(rw, 0), reading.written_bytes)
             return reading
 
-        def by_fio() -> Reading:
-            most = self._room(rw)
+        def by_fio() -> RunReading:
+            write_limit = self._room(rw)
             try:
-                found = fio.run(job, engine.ioengine, engine.flags, self.settings.runtime, most_written=most)
+                reading = fio.run(
+                    job, engine.ioengine, engine.flags, self.settings.runtime, write_limit=write_limit
+                )
             except KeyboardInterrupt:
                 if writes(rw):
-                    self.notes.append("what fio wrote until it was ended is not in the sum")
+                    self.notes.append("the bytes of fio's interrupted run are not in the total")
                 raise
-            self.ground.read_bytes += found.read_bytes
-            self.ground.written_bytes += found.written_bytes
-            return told(found)
+            self.work_files.read_bytes += reading.read_bytes
+            self.work_files.written_bytes += reading.written_bytes
+            return recorded(reading)
 
-        def by_us() -> Reading:
+        def by_tierbench() -> RunReading:
             self._room(rw)
             row = self.load.run(rw, seconds=self.settings.runtime)
             if not row.complete:
                 raise KeyboardInterrupt
             if not row.bytes:
-                raise ConfigError(f"nothing was moved in {row.seconds:.2f} s; give a longer --runtime")
-            return told(Reading(row.read.bytes, row.write.bytes, row.seconds, row.cpu_seconds))
+                raise ConfigError(f"no transfer completed in {row.seconds:.2f} s; give a longer --runtime")
+            return recorded(RunReading(row.read.bytes, row.write.bytes, row.seconds, row.cpu_seconds))
 
         try:
-            for found in in_turn(self._pairs, {"fio": by_fio, "ours": by_us}):
-                pairs.append(Pair(fio=found["fio"], ours=found["ours"]))
+            for readings in in_turn(self._pairs, {"fio": by_fio, "ours": by_tierbench}):
+                pairs.append(Pair(fio=readings["fio"], ours=readings["ours"]))
         finally:
             if pairs:
-                words = fio.command(job, engine.ioengine, engine.flags, self.settings.runtime)
-                self.windows.append(_window(rw, " ".join(words), pairs))
+                fio_arguments = fio.command(job, engine.ioengine, engine.flags, self.settings.runtime)
+                self.windows.append(_compared_load(rw, " ".join(fio_arguments), pairs))
 
     def _room(self, rw: ReadWrite) -> int | None:
-        """Bytes that a run may write. Raises _NoRoomError where the limit could cut it short."""
-        if self._asked.max_write is None or not writes(rw):
+        """Bytes that a run may write; None without a limit. Raises _NoRoomError if the limit could end a run early."""
+        if self._request.max_write is None or not writes(rw):
             return None
-        room = self._asked.max_write - self.ground.written_bytes
-        if room < _MARGIN * self._most_written.get(rw, self._expected):
+        room = self._request.max_write - self.work_files.written_bytes
+        if room < _MARGIN * self._largest_write.get(rw, self._expected_write):
             raise _NoRoomError
         return room
 
 
-def _size(asked: Asked, directory: Path) -> int:
-    size = target.file_size([directory], numjobs=asked.numjobs, bs=asked.bs, asked=asked.size)
-    if asked.max_write is None:
+def _size(request: BenchRequest, directory: Path) -> int:
+    size = target.file_size([directory], numjobs=request.numjobs, bs=request.bs, requested=request.size)
+    if request.max_write is None:
         return size
     # The measured pairs write more than the preparation does.
-    most = asked.max_write // (4 * asked.numjobs) // asked.bs * asked.bs
-    if most < 4 * asked.bs:
-        least = format_size(16 * asked.numjobs * asked.bs)
-        raise ConfigError(f"--max-write {format_size(asked.max_write)} is too little; give at least {least}")
-    return min(size, most)
+    largest = request.max_write // (4 * request.numjobs) // request.bs * request.bs
+    if largest < 4 * request.bs:
+        smallest = format_size(16 * request.numjobs * request.bs)
+        raise ConfigError(
+            f"--max-write {format_size(request.max_write)} is too little; give at least {smallest}"
+        )
+    return min(size, largest)
 
 
-def _window(rw: ReadWrite, command: str, pairs: list[Pair]) -> Window:
+def _compared_load(rw: ReadWrite, command: str, pairs: list[Pair]) -> ComparedLoad:
     rate = compare([pair.ours.rate for pair in pairs], [pair.fio.rate for pair in pairs]).median
     costs = [(pair.ours.cpu_per_gb, pair.fio.cpu_per_gb) for pair in pairs]
     cpu = None
-    if all(ours and theirs for ours, theirs in costs):
-        cpu = compare([ours for ours, _ in costs], [theirs for _, theirs in costs]).median
-    return Window(rw=rw, fio_command=command, pairs=tuple(pairs), rate=rate, cpu=cpu)
+    if all(tierbench_cost and fio_cost for tierbench_cost, fio_cost in costs):
+        cpu = compare(
+            [tierbench_cost for tierbench_cost, _ in costs], [fio_cost for _, fio_cost in costs]
+        ).median
+    return ComparedLoad(rw=rw, fio_command=command, pairs=tuple(pairs), rate=rate, cpu=cpu)
 
 
-def show(found: BesideFio, console: Console) -> None:
+def show(comparison: FioComparison, console: Console) -> None:
     """Print it."""
     from tiering.figures_table import FiguresTable
 
     def put(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    settings, [place] = found.settings, found.targets
-    drive = "; ".join(map(str, place.backing.drives))
-    if found.failure is not None:
-        put("ended by a failure: this is of the pairs until then\n")
-    elif found.interrupted:
-        put("interrupted: this is of the pairs until then\n")
-    put(f"tierbench {found.version} beside {found.fio}, in turn on the same files; {found.date}")
-    put(f"directory  {figures.legible(place.directory)}{f', {drive}' if drive else ''}")
-    put(f"engine     {', '.join((found.engine.ioengine, *found.engine.flags))}; fio has the like")
-    jobs = f"{settings.numjobs} files" if settings.numjobs > 1 else "a file"
+    settings, [target] = comparison.settings, comparison.targets
+    drive = "; ".join(map(str, target.backing.drives))
+    if comparison.failure is not None:
+        put("the comparison failed; these are the completed pairs\n")
+    elif comparison.interrupted:
+        put("interrupted: these are the completed pairs\n")
+    put(
+        f"tierbench {comparison.version} and {comparison.fio}, alternating on the same files; {comparison.date}"
+    )
+    put(f"directory  {figures.legible(target.directory)}{f', {drive}' if drive else ''}")
+    put(f"engine     {', '.join((comparison.engine.ioengine, *comparison.engine.flags))}; fio uses the same")
+    jobs = f"{settings.numjobs} files" if settings.numjobs > 1 else "one file"
     put(
         f"load       bs {format_size(settings.bs)} ({settings.bs} bytes), depth {settings.iodepth}, O_DIRECT,"
         f" {jobs} of {format_size(settings.size)}, runs of {settings.runtime:g} s\n"
     )
     table = FiguresTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in ("", "median of", "fio", "ours", "ours / fio (95 %)", "pairs"):
+    for column in ("", "median of", "fio", "tierbench", "tierbench / fio (95 %)", "pairs"):
         table.add_column(
-            column, justify="right" if column in ("fio", "ours", "pairs") else "left", no_wrap=True
+            column, justify="right" if column in ("fio", "tierbench", "pairs") else "left", no_wrap=True
         )
-    for window in found.windows:
-        name, count = window.rw, str(len(window.pairs))
+    for load in comparison.windows:
+        name, count = load.rw, str(len(load.pairs))
         rates = [
-            figures.gb(window.median(rate))
+            figures.gb(load.median(rate))
             for rate in (lambda pair: pair.fio.rate, lambda pair: pair.ours.rate)
         ]
-        table.add_row(name, "GB/s", *rates, str(window.rate), count)
+        table.add_row(name, "GB/s", *rates, str(load.rate), count)
         costs = [
-            figures.number(window.median(cost))
+            figures.number(load.median(cost))
             for cost in (lambda pair: pair.fio.cpu_per_gb, lambda pair: pair.ours.cpu_per_gb)
         ]
-        table.add_row("", "CPU s/GB", *costs, str(window.cpu or "too little to tell"))
-    if found.windows:
+        table.add_row("", "CPU s/GB", *costs, str(load.cpu or "too small to measure"))
+    if comparison.windows:
         console.print(table)
         put("")
-    for window in found.windows:
-        few = len(window.pairs) < FEWEST_PAIRS
-        put(f"{window.rw}: {'too few pairs to tell' if few else window.rate.of_rates('ours', 'fio')}")
-    for note in found.notes:
+    for load in comparison.windows:
+        few = len(load.pairs) < MIN_PAIRS
+        put(f"{load.rw}: {'too few pairs for a result' if few else load.rate.of_rates('tierbench', 'fio')}")
+    for note in comparison.notes:
         put(f"note: {note}")
-    put(f"written: {figures.nbytes(found.written_bytes)}, read: {figures.nbytes(found.read_bytes)}")
+    put(f"written: {figures.nbytes(comparison.written_bytes)}, read: {figures.nbytes(comparison.read_bytes)}")

@@ -1,4 +1,4 @@
-"""``tierbench compare``: results beside each other, or our load beside fio in one window."""
+"""``tierbench compare``: compares result files, or alternates tierbench's load with fio's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tiering.tierbench.exits import BELOW, FAILED, INTERRUPTED
 _SEQUENTIAL: tuple[words.ReadWrite, ...] = ("read", "write", "rw")
 
 _EPILOG = """\
-An interval covers only its own test or pairs. Result files are of different times: on a shared or warm drive two of
-them can differ without a change. A pair with fio takes seconds.
+A confidence interval covers only its own test or pairs. Result files are of different times: on a shared or warm drive
+two of them can differ without a change. A pair with fio takes seconds.
 
 exit code: 0 compared, 1 a transfer or fio failed, 2 usage error, results that cannot be compared, no fio;
 3 refused as unsafe, 4 below --fail-under, 130 interrupted (after 1 and 130 the completed pairs
@@ -22,7 +22,7 @@ are printed).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``tierbench compare``'s own."""
+    """Add the arguments of ``tierbench compare``."""
     parser.usage = (
         "tierbench compare A.json B.json ... [options]\n       tierbench compare --fio DIR [options]"
     )
@@ -81,42 +81,42 @@ def _add_fio(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compares, prints, and returns the exit code."""
+    """Compare, print, and return the exit code."""
     if options.fio is not None:
-        return _beside_fio(options)
-    return _results(options)
+        return _compare_with_fio(options)
+    return _compare_results(options)
 
 
-def _results(options: argparse.Namespace) -> int:
+def _compare_results(options: argparse.Namespace) -> int:
     from tiering.tierbench.comparison import between_results
 
-    found = between_results.compare(options.results)
+    comparison = between_results.compare(options.results)
     if options.json:
-        print(found.model_dump_json(indent=1))
+        print(comparison.model_dump_json(indent=1))
     else:
         from rich.console import Console
 
-        between_results.show(found, Console())
+        between_results.show(comparison, Console())
     ratios = {
-        f"{window.name}, {side.label}": (side.interval.high if side.interval else side.ratio, side.ratio)
-        for window in found.windows
-        for side in window.others
+        f"{load.name}, {side.label}": (side.interval.high if side.interval else side.ratio, side.ratio)
+        for load in comparison.windows
+        for side in load.others
     }
-    return _judged(ratios, options.fail_under)
+    return _exit_code(ratios, options.fail_under)
 
 
-def _beside_fio(options: argparse.Namespace) -> int:
+def _compare_with_fio(options: argparse.Namespace) -> int:
     from tiering.config.fields import legible
     from tiering.errors import ConfigError
-    from tiering.tierbench.bench import Asked
+    from tiering.tierbench.bench import BenchRequest
     from tiering.tierbench.comparison import beside_fio, fio
     from tiering.tierbench.display.progress import Progress
 
     if options.results:
         raise ConfigError(
-            f"--fio is given beside {options.results[0]}; give either result files or --fio DIR"
+            f"--fio and the result file {options.results[0]} exclude each other; give either result files or --fio DIR"
         )
-    asked = Asked(
+    request = BenchRequest(
         directories=(options.fio,),
         rws=options.rw,
         bs=options.bs,
@@ -129,8 +129,8 @@ def _beside_fio(options: argparse.Namespace) -> int:
         command=options.command,
     )
 
-    def failed(why: str) -> int:
-        print("tierbench compare: " + "\n".join(map(legible, why.split("\n"))), file=sys.stderr)
+    def failed(message: str) -> int:
+        print("tierbench compare: " + "\n".join(map(legible, message.split("\n"))), file=sys.stderr)
         return FAILED
 
     def say(text: str) -> None:
@@ -139,42 +139,42 @@ def _beside_fio(options: argparse.Namespace) -> int:
 
     try:
         with Progress(quiet=options.quiet) as progress:
-            found = beside_fio.measure(asked, options.pairs, progress, say)
+            comparison = beside_fio.measure(request, options.pairs, progress, say)
     except fio.FioMissingError:
         raise
     except fio.FioError as error:
         return failed(str(error))
     if options.json:
-        print(found.model_dump_json(indent=1))
+        print(comparison.model_dump_json(indent=1))
     else:
         from rich.console import Console
 
-        beside_fio.show(found, Console())
-    if found.failure is not None:
-        return failed(found.failure)
-    if found.interrupted:
+        beside_fio.show(comparison, Console())
+    if comparison.failure is not None:
+        return failed(comparison.failure)
+    if comparison.interrupted:
         return INTERRUPTED
-    ratios = {str(window.rw): (window.rate.high, window.rate.point) for window in found.windows}
-    return _judged(ratios, options.fail_under)
+    ratios = {str(load.rw): (load.rate.high, load.rate.point) for load in comparison.windows}
+    return _exit_code(ratios, options.fail_under)
 
 
-def _judged(ratios: dict[str, tuple[float, float]], least: float | None) -> int:
-    """By the most that a ratio may really be: what noise explains is no reason to fail."""
-    below = [(name, ratio) for name, (most, ratio) in ratios.items() if least is not None and most < least]
+def _exit_code(ratios: dict[str, tuple[float, float]], limit: float | None) -> int:
+    """The exit code for ``--fail-under``. It compares the upper end of each confidence interval, to allow for noise."""
+    below = [(name, ratio) for name, (upper, ratio) in ratios.items() if limit is not None and upper < limit]
     for name, ratio in below:
-        print(f"tierbench compare: {name}: {ratio:.3f} is below --fail-under {least:g}", file=sys.stderr)
+        print(f"tierbench compare: {name}: {ratio:.3f} is below --fail-under {limit:g}", file=sys.stderr)
     return BELOW if below else 0
 
 
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, not {number}")
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
     return number
 
 
 def _ratio(text: str) -> float:
     number = float(text)
     if not 0 < number < 100:
-        raise argparse.ArgumentTypeError(f"a ratio such as 0.9, not {text}")
+        raise argparse.ArgumentTypeError(f"{text} is not a ratio between 0 and 100, such as 0.9")
     return number

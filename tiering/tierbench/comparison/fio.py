@@ -1,9 +1,9 @@
-"""fio, the usual judge of drives: its command for a load of ours, started anew for each run, and its own account of it.
+"""Runs fio with the load of tierbench, one process per run, and parses its report.
 
-What is asked for here is what our side does: private files that are there and laid out, memory in huge pages, the same
-data in every write, latencies kept. fio never makes a file, and its jobs are threads: none outlives it.
-What interrupts us ends it first. Where we are killed (SIGKILL) it goes on until its ``--runtime`` is over, on files
-that are gone with it.
+The options give fio the conditions of tierbench: private files that exist and are laid out, memory in huge pages, the
+same data in every write, and latencies. fio never creates a file. Its jobs are threads, so none outlives it. An
+interruption of tierbench first ends fio. If tierbench is killed (SIGKILL), fio runs until the end of its ``--runtime``,
+on files that are freed when it ends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tiering.tierbench.words import ReadWrite, reads, writes
 
 MISSING = "fio is not installed: `apt-get install fio`, `dnf install fio` or https://github.com/axboe/fio"
 
-# glibc then asks for transparent huge pages wherever malloc maps memory, as our arena does for its own.
+# With it, glibc requests transparent huge pages wherever malloc maps memory, as tierbench's arena does.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _HUGE_PAGE = 2 << 20
-_HEARD = 0.1  # seconds until an interruption is heard
+_POLL_SECONDS = 0.1  # interval of checks for an interruption
 
 
 class FioError(TieringError):
@@ -38,11 +38,11 @@ class FioError(TieringError):
 
 
 class FioMissingError(FioError):
-    """There is no fio that starts."""
+    """fio is not installed, or does not start."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class FioJob:
     """Blocks of ``bs`` bytes, ``iodepth`` of them in flight per file, over the first ``size`` bytes of each.
 
     ``rwmixread`` percent of the blocks of a mixed job are reads.
@@ -58,11 +58,11 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """One run of one side: bytes moved, the seconds from the first submission to the last completion, and the
-    CPU seconds (user and system) spent meanwhile.
+class RunReading:
+    """One run of one side: its bytes, the seconds from the first submission to the last completion, and the CPU
+    seconds (user and system) in this time.
 
-    ``whole_cpu_seconds`` is of the whole process where it was started for this run, start and end included.
+    ``whole_cpu_seconds`` covers the whole process, start and end included, if the process was started for this run.
     """
 
     read_bytes: int
@@ -87,30 +87,30 @@ class Reading:
 
 
 def version() -> str:
-    """Such as "fio-3.36". Raises FioMissingError when there is none that starts."""
+    """The version of fio, such as "fio-3.36". Raises FioMissingError if fio is missing or does not start."""
     if shutil.which("fio") is None:
         raise FioMissingError(MISSING)
     try:
-        told = subprocess.run(["fio", "--version"], check=True, capture_output=True, text=True)
+        process = subprocess.run(["fio", "--version"], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        why = error.strerror if isinstance(error, OSError) else error.stderr.strip() or str(error)
-        raise FioMissingError(f"fio is installed, but does not start: {why}; install it anew") from None
-    return told.stdout.strip()
+        reason = error.strerror if isinstance(error, OSError) else error.stderr.strip() or str(error)
+        raise FioMissingError(f"fio is installed, but does not start: {reason}; reinstall it") from None
+    return process.stdout.strip()
 
 
 def command(
-    job: Job,
+    job: FioJob,
     engine: str,
     flags: tuple[str, ...],
     seconds: float,
     *,
     lean: bool = False,
-    most_written: int | None = None,
+    write_limit: int | None = None,
 ) -> list[str]:
-    """The command for ``job``; ``engine`` and ``flags`` are ours, which fio is given the like of.
+    """The fio command for ``job``, with the equivalents of tierbench's ``engine`` and ``flags``.
 
-    ``lean`` leaves out the clock readings that fio's latencies need. ``most_written`` bytes are never passed: fio is
-    held to the rate that comes to them, which costs nothing while it is far below.
+    ``lean`` omits the clock readings that fio's latencies need. fio never writes more than ``write_limit`` bytes: the
+    command limits its rate accordingly, which costs nothing while the actual rate is far below.
     """
     arguments: dict[str, int | str] = {
         "rw": job.rw,
@@ -134,7 +134,7 @@ def command(
         arguments["rwmixread"] = job.rwmixread
     threads = len(job.paths)
     if engine == "threads":
-        # Each thread has a part of the file to itself: 16 streams over the same bytes would meet in caches.
+        # Each thread has its own part of the file: 16 streams over the same bytes would share caches.
         share = job.size // job.iodepth // job.bs * job.bs
         arguments |= {"ioengine": "psync", "numjobs": job.iodepth, "size": share, "offset_increment": share}
         threads *= job.iodepth
@@ -145,47 +145,47 @@ def command(
         arguments["registerfiles"] = int("registered_files" in flags)
     if lean:
         arguments["gtod_reduce"] = 1
-    if most_written is not None and writes(job.rw):
-        arguments["rate"] = f",{max(1, int(most_written / seconds / threads))}"
+    if write_limit is not None and writes(job.rw):
+        arguments["rate"] = f",{max(1, int(write_limit / seconds / threads))}"
     files = [
-        word
+        argument
         for path in job.paths
-        for word in ("--name=peer", "--filename={}".format(path.replace(":", r"\:")))
+        for argument in ("--name=peer", "--filename={}".format(path.replace(":", r"\:")))
     ]
     return ["fio", "--name=global", *(f"--{name}={value}" for name, value in arguments.items()), *files]
 
 
 def run(
-    job: Job,
+    job: FioJob,
     engine: str,
     flags: tuple[str, ...],
     seconds: float,
     *,
     lean: bool = False,
-    most_written: int | None = None,
-) -> Reading:
-    """Run fio once. Raises FioError with what it said when it failed; when interrupted, it is ended first."""
-    output, cpu = _execute(command(job, engine, flags, seconds, lean=lean, most_written=most_written))
+    write_limit: int | None = None,
+) -> RunReading:
+    """Run fio once. Raises FioError with fio's messages if it fails. An interruption first ends fio."""
+    output, cpu = _execute(command(job, engine, flags, seconds, lean=lean, write_limit=write_limit))
     return dataclasses.replace(parse(output), whole_cpu_seconds=cpu)
 
 
-def idle_cpu(job: Job, engine: str, flags: tuple[str, ...], seconds: float, runs: int) -> float:
-    """CPU seconds of a fio that does everything but the I/O: median of ``runs`` at one block per second."""
+def idle_cpu(job: FioJob, engine: str, flags: tuple[str, ...], seconds: float, runs: int) -> float:
+    """CPU seconds of fio without I/O: the median of ``runs`` runs at one block per second."""
     idle = command(job, engine, flags, seconds)
     idle.insert(idle.index("--name=peer"), "--rate_iops=1")
     return statistics.median(_execute(idle)[1] for _ in range(runs))
 
 
-def parse(output: str) -> Reading:
-    """What fio's JSON says of its one group of jobs.
+def parse(output: str) -> RunReading:
+    """The figures of the one group of jobs in fio's JSON report.
 
-    fio counts both directions and every job together here; the group's time is that of its slowest job.
-    ``usr_cpu`` and ``sys_cpu`` are percent of ``job_runtime``, the milliseconds of all jobs added up, and are
-    taken between the first submission and the last completion. Raises FioError for a job that failed.
+    The group sums all jobs and has both directions; its time is that of its slowest job. ``usr_cpu`` and ``sys_cpu``
+    are percentages of ``job_runtime``, the sum of the milliseconds of all jobs, between the first submission and the
+    last completion. Raises FioError for a failed job.
     """
-    start = output.find("{")  # notes and warnings come before it
+    start = output.find("{")  # fio prints notes and warnings before it
     if start < 0:
-        raise FioError(f"fio printed no JSON: {output.strip()[:200]!r}")
+        raise FioError(f"fio's output is not valid JSON: {output.strip()[:200]!r}")
     report = json.loads(output[start:])
     jobs: list[dict[str, Any]] = report["jobs"]
     if len(jobs) != 1:
@@ -195,8 +195,8 @@ def parse(output: str) -> Reading:
         raise FioError(f"fio's job failed: {os.strerror(job['error'])}")
     used = [job[direction] for direction in ("read", "write") if job[direction]["io_bytes"]]
     if not used:
-        raise FioError("fio moved no byte")
-    return Reading(
+        raise FioError("fio transferred no bytes")
+    return RunReading(
         read_bytes=job["read"]["io_bytes"],
         written_bytes=job["write"]["io_bytes"],
         seconds=max(side["runtime"] for side in used) / 1000,
@@ -208,7 +208,7 @@ def _execute(arguments: list[str]) -> tuple[str, float]:
     """fio's output and the CPU seconds of its process, start and end included."""
     before = _children_cpu()
     with Interrupts() as interrupts:
-        if interrupts.came:
+        if interrupts.received:
             raise KeyboardInterrupt
         process = subprocess.Popen(
             arguments,
@@ -217,26 +217,26 @@ def _execute(arguments: list[str]) -> tuple[str, float]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            process_group=0,  # Ctrl-C is ours to hear: fio would answer it with a report of half a run
+            process_group=0,  # Ctrl-C must not reach fio, which would report half a run
         )
         output, errors = _communicate(process, interrupts)
-        if interrupts.came:
+        if interrupts.received:
             raise KeyboardInterrupt
     if process.returncode:
-        said = "\n".join(text.strip() for text in (errors, output.partition("{")[0]) if text.strip())
+        report = "\n".join(text.strip() for text in (errors, output.partition("{")[0]) if text.strip())
         raise FioError(
-            f"fio failed with status {process.returncode}: {said or 'it said nothing'};"
-            f" its command was: {' '.join(arguments)}"
+            f"fio failed with status {process.returncode}: {report or 'no message'};"
+            f" command: {' '.join(arguments)}"
         )
     return output, _children_cpu() - before
 
 
 def _communicate(process: subprocess.Popen[str], interrupts: Interrupts) -> tuple[str, str]:
-    """What it says until it ends; an interruption kills it."""
+    """Wait for fio and return its stdout and stderr; an interruption kills it."""
     try:
-        while not interrupts.came:
+        while not interrupts.received:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.communicate(timeout=_HEARD)
+                return process.communicate(timeout=_POLL_SECONDS)
     finally:
         if process.poll() is None:
             process.kill()
@@ -244,5 +244,5 @@ def _communicate(process: subprocess.Popen[str], interrupts: Interrupts) -> tupl
 
 
 def _children_cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)  # of children that have been waited for
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)  # only of children that were waited for
     return usage.ru_utime + usage.ru_stime

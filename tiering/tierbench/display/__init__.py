@@ -1,1 +1,1 @@
-"""What is shown of a result, and while it is measured: for people, programs and Prometheus."""
+"""Output of results and of progress: tables, plots, JSON, CSV and Prometheus' text format."""

@@ -1,4 +1,4 @@
-"""How figures are written for people: as few characters as three significant digits take, with the unit that fits."""
+"""Formats of numbers in tables and messages: three significant digits, with a fitting unit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUSTAINED = "sustained write"
 
 
 def number(value: float, digits: int = 3) -> str:
-    """``value`` to so many significant digits, without an exponent: ``0.0512``, ``1.83``, ``151``, ``1,230``."""
+    """``value`` with ``digits`` significant digits and no exponent: ``0.0512``, ``1.83``, ``151``, ``1,230``."""
     if not value:
         return "0"
     rounded = float(f"{value:.{digits - 1}e}")
@@ -52,25 +52,25 @@ def duration(seconds: float, digits: int = 3) -> str:
 
 
 def _scaled(value: float, units: tuple[tuple[str, float], ...], digits: int = 3) -> str:
-    """In the largest of ``units`` in which it is not below one when it is written."""
+    """``value`` in the largest of ``units`` in which its rounded value is at least one."""
     rounded = float(f"{value:.{digits - 1}e}")
     name, unit = next((each for each in units if rounded >= each[1]), units[-1])
     return f"{number(value / unit, digits)} {name}".rstrip()
 
 
-def windows(result: Result) -> Iterator[tuple[str, Row]]:
-    """The rows with a name for each. That in which --sustained wrote is of the same kind as a later one of writes."""
-    long_one = result.sustained
+def named_rows(result: Result) -> Iterator[tuple[str, Row]]:
+    """The rows with their names. The row of --sustained is also of kind "write", so its bytes identify it."""
+    sustained = result.sustained
     for row in result.rows:
-        if long_one is not None and row.rw == "write" and row.write.bytes == long_one.written_bytes:
-            long_one = None
+        if sustained is not None and row.rw == "write" and row.write.bytes == sustained.written_bytes:
+            sustained = None
             yield SUSTAINED, row
         else:
             yield NAMES[row.rw], row
 
 
 def load(result: Result) -> str:
-    """What was asked of the drive, in fio's words."""
+    """The load, with fio's names."""
     settings = result.settings
     mixed = any(row.rw in ("rw", "randrw") for row in result.rows)
     parts = [
@@ -79,6 +79,6 @@ def load(result: Result) -> str:
         f"numjobs {settings.numjobs}",
         f"size {brief(settings.size)}",
         f"rwmixread {settings.rwmixread}" if mixed and settings.rwmixread != 50 else "",
-        "O_DIRECT" if settings.direct else "buffered: page cache and drive together",
+        "O_DIRECT" if settings.direct else "buffered (page cache and drive together)",
     ]
     return ", ".join(part for part in parts if part)

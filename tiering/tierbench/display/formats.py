@@ -1,4 +1,4 @@
-"""A result as CSV, and for Prometheus. Both carry the schema version; rates are bytes and operations per second."""
+"""A result as CSV and in Prometheus' text format. Both have the schema version; rates are per second."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ COLUMNS = (
 
 
 def as_csv(result: Result) -> str:
-    """The columns' names, then of each window a line of all directories together, and one of each (RFC 4180).
+    """A header line; then for each interval a line for all directories together and a line for each (RFC 4180).
 
-    The last columns are of a window as a whole: they are empty where a single directory is told of. So are latencies
-    of what did not happen.
+    The last columns describe a whole interval, so they are empty in the lines of single directories. Latencies without
+    transfers are empty, too.
     """
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="")
     writer.writeheader()
-    for rw, row in _windows(result):
+    for rw, row in _rows_by_kind(result):
         whole = PathRow(directory=TOTAL, read=row.read, write=row.write)
         writer.writerow(
             _cells(result, rw, row, whole, "")
@@ -43,9 +43,9 @@ def as_csv(result: Result) -> str:
     return text.getvalue()
 
 
-def _windows(result: Result) -> Iterator[tuple[str, Row]]:
-    """Each with fio's word, which no two have: that of --sustained has one of its own."""
-    for name, row in figures.windows(result):
+def _rows_by_kind(result: Result) -> Iterator[tuple[str, Row]]:
+    """The rows with unique kinds: fio's name, or "sustained" for the row of --sustained."""
+    for name, row in figures.named_rows(result):
         yield ("sustained" if name == figures.SUSTAINED else row.rw), row
 
 
@@ -82,9 +82,9 @@ Samples = list[tuple[Labels, float]]
 
 
 def as_prom(result: Result) -> str:
-    """For node_exporter's textfile collector. Totals are left to ``sum``, which would count them twice.
+    """The text for node_exporter's textfile collector. It has no totals, which ``sum`` would count twice.
 
-    All series are told apart by their directories, so that a machine can have a file for each drive.
+    Each series has its directories as labels, so that a machine can have one file per drive.
     """
     return "".join(_metrics(result))
 
@@ -102,27 +102,35 @@ def _metrics(result: Result) -> Iterator[str]:
         "direct": str(int(settings.direct)),
     }
     began = datetime.fromisoformat(result.date).timestamp()
-    yield _metric("info", "What measured, and how.", [(run | about, 1)])
-    yield _metric("timestamp_seconds", "When the run began.", [(run, began)])
-    yield _metric("interrupted", "1 if the run was ended before its time.", [(run, int(result.interrupted))])
+    yield _metric("info", "Version and settings of the run.", [(run | about, 1)])
+    yield _metric("timestamp_seconds", "Start of the run, in Unix time.", [(run, began)])
+    yield _metric("interrupted", "1 if the run was interrupted.", [(run, int(result.interrupted))])
     yield from _traffic(result)
-    yield from _per_window(result, run)
+    yield from _row_metrics(result, run)
     written, read = result.written_bytes, result.read_bytes
-    yield _metric("run_written_bytes", "Written by the whole run, preparation included.", [(run, written)])
-    yield _metric("run_read_bytes", "Read by the whole run.", [(run, read)])
+    yield _metric(
+        "run_written_bytes", "Bytes written by the whole run, preparation included.", [(run, written)]
+    )
+    yield _metric("run_read_bytes", "Bytes read by the whole run.", [(run, read)])
     if result.sustained is not None:
         beyond, cached = result.sustained.sustained, result.sustained.cached_bytes
-        yield _metric("sustained_bytes_per_second", "Written beyond the write cache.", [(run, beyond)])
+        yield _metric(
+            "sustained_bytes_per_second", "Write rate after the write cache was full.", [(run, beyond)]
+        )
         full = [] if cached is None else [(run, cached)]
-        yield _metric("write_cache_bytes", "Written until the write cache was full.", full)
+        yield _metric("write_cache_bytes", "Bytes written until the write cache was full.", full)
     if result.verdict is not None:
         model = {"params": str(result.verdict.params), "state": result.verdict.state}
         seconds = result.verdict.seconds
-        yield _metric("optimizer_step_seconds", "A step with all state there.", [(run | model, seconds)])
+        yield _metric(
+            "optimizer_step_seconds",
+            "Estimated time of an optimizer step with all state in the directories.",
+            [(run | model, seconds)],
+        )
 
 
 def _traffic(result: Result) -> Iterator[str]:
-    """What went to and from each directory."""
+    """The metrics of each directory's transfers."""
     rates: Samples = []
     operations: Samples = []
     latencies: Samples = []
@@ -130,15 +138,19 @@ def _traffic(result: Result) -> Iterator[str]:
         rates.append((labels, traffic.bytes / row.seconds))
         operations.append((labels, traffic.ops / row.seconds))
         if traffic.latency is not None:
-            told = traffic.latency.model_dump()
-            latencies += [({**labels, "quantile": of}, told[name]) for name, of in _QUANTILES.items()]
-    yield _metric("bytes_per_second", "Read or written in a window.", rates)
-    yield _metric("operations_per_second", "Blocks that were read or written in a window.", operations)
-    yield _metric("latency_seconds", "From a block's submission to its completion.", latencies, "summary")
+            percentiles = traffic.latency.model_dump()
+            latencies += [
+                ({**labels, "quantile": quantile}, percentiles[name]) for name, quantile in _QUANTILES.items()
+            ]
+    yield _metric("bytes_per_second", "Read or write rate in an interval.", rates)
+    yield _metric("operations_per_second", "Blocks read or written per second in an interval.", operations)
+    yield _metric(
+        "latency_seconds", "Time from a block's submission to its completion.", latencies, "summary"
+    )
 
 
 def _parts(result: Result) -> Iterator[tuple[Labels, Traffic, Row]]:
-    for rw, row in _windows(result):
+    for rw, row in _rows_by_kind(result):
         for path, target in zip(row.paths, result.targets, strict=True):
             labels = {"directory": path.directory, "device": _device(target), "rw": rw}
             for direction, traffic in zip(_DIRECTIONS, (path.read, path.write), strict=True):
@@ -146,27 +158,27 @@ def _parts(result: Result) -> Iterator[tuple[Labels, Traffic, Row]]:
                     yield {**labels, "direction": direction}, traffic, row
 
 
-def _per_window(result: Result, run: Labels) -> Iterator[str]:
-    named = [(run | {"rw": rw}, row) for rw, row in _windows(result)]
-    worst = [(labels, row.worst_second) for labels, row in named if row.worst_second is not None]
-    cpu = [(labels, row.cpu_seconds) for labels, row in named]
-    yield _metric("worst_second_bytes_per_second", "The least over a second, of all directories.", worst)
+def _row_metrics(result: Result, run: Labels) -> Iterator[str]:
+    labelled_rows = [(run | {"rw": rw}, row) for rw, row in _rows_by_kind(result)]
+    worst = [(labels, row.worst_second) for labels, row in labelled_rows if row.worst_second is not None]
+    cpu = [(labels, row.cpu_seconds) for labels, row in labelled_rows]
+    yield _metric("worst_second_bytes_per_second", "Lowest rate over any second, of all directories.", worst)
     yield _metric(
-        "window_seconds", "How long a window was.", [(labels, row.seconds) for labels, row in named]
+        "window_seconds", "Duration of an interval.", [(labels, row.seconds) for labels, row in labelled_rows]
     )
-    yield _metric("cpu_seconds", "User and system time in a window.", cpu)
+    yield _metric("cpu_seconds", "User and system time in an interval.", cpu)
 
 
 def _metric(name: str, about: str, samples: Iterable[tuple[Labels, float]], kind: str = "gauge") -> str:
-    """In Prometheus's text format; nothing where there are no samples."""
+    """A metric in Prometheus' text format; an empty text without samples."""
     lines = [f"tierbench_{name}{_labels(labels)} {value!r}\n" for labels, value in samples]
     head = f"# HELP tierbench_{name} {about}\n# TYPE tierbench_{name} {kind}\n"
     return head + "".join(lines) if lines else ""
 
 
 def _labels(labels: Labels) -> str:
-    told = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
-    return f"{{{told}}}" if told else ""
+    pairs = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    return f"{{{pairs}}}" if pairs else ""
 
 
 def _escaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A picture of bandwidth over time. Needs matplotlib, which nothing else of tierbench imports."""
+"""A plot of bandwidth over time. It needs matplotlib, which no other module of tierbench imports."""
 
 from __future__ import annotations
 
@@ -17,67 +17,70 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
-_NARROWEST = 1 / 6  # of the widest panel: a window of seconds beside minutes of --sustained
+_MIN_WIDTH = 1 / 6  # of the widest panel: an interval of seconds next to minutes of --sustained
 
-_Look = dict[str, Any]
+_LineStyle = dict[str, Any]
 
-# Told apart by their lines, too; the colours are those of Okabe and Ito, which the colour-blind tell apart.
-_READS: _Look = {"color": "#0072B2", "linestyle": "-", "linewidth": 1.6, "label": "reads"}
-_WRITES: _Look = {"color": "#D55E00", "linestyle": "--", "linewidth": 1.6, "label": "writes"}
-_BOTH: _Look = {"color": "#999999", "linestyle": "-", "linewidth": 1.0, "label": "both together"}
-_MEDIAN: _Look = {"color": "black", "linestyle": ":", "linewidth": 1.0, "label": "median"}
-_WORST: _Look = {"color": "#CC79A7", "linestyle": "-.", "linewidth": 1.2, "label": "worst second"}
-_FULL: _Look = {"color": "#009E73", "linestyle": (0, (1, 1)), "linewidth": 2.0, "label": "write cache full"}
+# Lines differ in style as well as in colour. The colours are those of Okabe and Ito, for colour-blind readers.
+_READS: _LineStyle = {"color": "#0072B2", "linestyle": "-", "linewidth": 1.6, "label": "reads"}
+_WRITES: _LineStyle = {"color": "#D55E00", "linestyle": "--", "linewidth": 1.6, "label": "writes"}
+_BOTH: _LineStyle = {"color": "#999999", "linestyle": "-", "linewidth": 1.0, "label": "both together"}
+_MEDIAN: _LineStyle = {"color": "black", "linestyle": ":", "linewidth": 1.0, "label": "median"}
+_WORST: _LineStyle = {"color": "#CC79A7", "linestyle": "-.", "linewidth": 1.2, "label": "worst second"}
+_FULL: _LineStyle = {
+    "color": "#009E73",
+    "linestyle": (0, (1, 1)),
+    "linewidth": 2.0,
+    "label": "write cache full",
+}
 _LOOKS = (_READS, _WRITES, _BOTH, _MEDIAN, _WORST, _FULL)
 
 
 def check(path: Path) -> None:
-    """Raises ConfigError if ``save`` could not write there: known before anything is measured."""
+    """Raise ConfigError if ``save`` could not write to ``path``; called before the measurement."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: a picture is written as {' or '.join(SUFFIXES)}; end its name so")
+        raise ConfigError(f"--plot {path}: unknown format; use a name that ends in {' or '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot draws with matplotlib, which is not installed: pip install tiering[bench]")
-    there = path if path.exists() else path.absolute().parent
-    if path.is_dir() or not there.exists() or not os.access(there, os.W_OK):
-        raise ConfigError(
-            f"--plot {path} cannot be written: {there} is no file or directory that you may write to"
-        )
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'tiering[bench]'")
+    parent = path if path.exists() else path.absolute().parent
+    if path.is_dir() or not parent.exists() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"--plot {path} cannot be written: {parent} does not exist or is not writable")
 
 
 def save(result: Result, path: Path) -> None:
     """Draw ``result`` into ``path``. Raises ConfigError if it cannot be written."""
-    drawn = figure(result)
+    picture = figure(result)
     try:
-        drawn.savefig(path, dpi=120)
+        picture.savefig(path, dpi=120)
     except OSError as error:
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror or error}") from None
 
 
 def figure(result: Result) -> Figure:
-    """A panel for each window, one after the other, all on one scale of GB/s."""
+    """A panel for each interval, in order, all on one scale of GB/s."""
     from matplotlib.figure import Figure
 
-    windows = list(figures.windows(result))
-    longest = max((row.seconds for _, row in windows), default=1.0)
-    widths = [max(row.seconds, _NARROWEST * longest) for _, row in windows]
-    drawn = Figure(figsize=(max(9.0, 2.4 * len(windows)), 4.8), layout="constrained")
-    drawn.suptitle(_title(result), fontsize=10, parse_math=False)  # names may have dollars
-    if not windows:
-        drawn.text(0.5, 0.5, "nothing was measured", ha="center")
-        return drawn
-    panels = drawn.subplots(1, len(windows), sharey=True, width_ratios=widths, squeeze=False)[0]
-    for panel, (name, row) in zip(panels, windows, strict=True):
+    intervals = list(figures.named_rows(result))
+    longest = max((row.seconds for _, row in intervals), default=1.0)
+    widths = [max(row.seconds, _MIN_WIDTH * longest) for _, row in intervals]
+    picture = Figure(figsize=(max(9.0, 2.4 * len(intervals)), 4.8), layout="constrained")
+    picture.suptitle(_title(result), fontsize=10, parse_math=False)  # names may contain dollar signs
+    if not intervals:
+        picture.text(0.5, 0.5, "nothing was measured", ha="center")
+        return picture
+    panels = picture.subplots(1, len(intervals), sharey=True, width_ratios=widths, squeeze=False)[0]
+    for panel, (name, row) in zip(panels, intervals, strict=True):
         _draw(panel, name, row)
         if name == figures.SUSTAINED and result.sustained is not None:
-            _mark_cliff(panel, row, result.sustained)
+            _mark_cache_end(panel, row, result.sustained)
     panels[0].set_ylabel("GB/s")
     panels[0].set_ylim(bottom=0)
     lines = {line.get_label(): line for panel in panels for line in panel.get_lines()}
-    shown = [lines[look["label"]] for look in _LOOKS if look["label"] in lines]
-    drawn.legend(
-        handles=shown, loc="outside lower center", ncols=max(1, len(shown)), fontsize=8, frameon=False
+    handles = [lines[look["label"]] for look in _LOOKS if look["label"] in lines]
+    picture.legend(
+        handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False
     )
-    return drawn
+    return picture
 
 
 def _title(result: Result) -> str:
@@ -96,10 +99,10 @@ def _draw(panel: Axes, name: str, row: Row) -> None:
         "read": (_READS, [sample.read for sample in row.samples]),
         "write": (_WRITES, [sample.write for sample in row.samples]),
     }
-    shown = [rates[direction] for direction, _ in row.directions()]
-    if len(shown) > 1:
-        shown.insert(0, (_BOTH, [sample.rate for sample in row.samples]))
-    for look, heights in shown if row.samples else ():
+    lines = [rates[direction] for direction, _ in row.directions()]
+    if len(lines) > 1:
+        lines.insert(0, (_BOTH, [sample.rate for sample in row.samples]))
+    for look, heights in lines if row.samples else ():
         panel.plot(times, [height / 1e9 for height in (heights[0], *heights)], drawstyle="steps-pre", **look)
     title = name if row.complete else f"{name} (cut short)"
     if row.samples:
@@ -115,19 +118,19 @@ def _draw(panel: Axes, name: str, row: Row) -> None:
     panel.grid(axis="y", alpha=0.3)
 
 
-def _mark_cliff(panel: Axes, row: Row, told: Sustained) -> None:
-    """Where the write cache was full."""
-    if told.cached_bytes is None:
+def _mark_cache_end(panel: Axes, row: Row, sustained: Sustained) -> None:
+    """Mark the time at which the write cache was full."""
+    if sustained.cached_bytes is None:
         return
     written = at = 0.0
     for sample in row.samples:
         written += sample.write * (sample.at - at)
         at = sample.at
-        if written >= told.cached_bytes:
+        if written >= sustained.cached_bytes:
             break
     panel.axvline(at, **_FULL)
     panel.annotate(
-        f"{figures.nbytes(told.cached_bytes)} written",
+        f"{figures.nbytes(sustained.cached_bytes)} written",
         (at, 0.02),
         xycoords=("data", "axes fraction"),
         xytext=(4, 0),

@@ -1,7 +1,7 @@
-"""What a run says on stderr while it measures: a line that is alive on a terminal, two lines a phase elsewhere.
+"""Progress of a run on stderr: a live line on a terminal, two lines per phase elsewhere.
 
-A refresh costs some 0.1 ms of the CPU time that is measured meanwhile, so that it is one text, drawn ten times a
-second at most and by nobody but who tells of a sample.
+A refresh takes about 0.1 ms of the CPU time that is being measured. So it is one text, drawn at most ten times a
+second, and only when a sample arrives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPARK = 24
 
 
 class Progress:
-    """Shows one phase after the other until it is left; ``quiet``: nothing. ``console`` is stderr's."""
+    """Shows one phase after another until the block ends; nothing if ``quiet``. ``console`` writes to stderr."""
 
     def __init__(
         self,
@@ -64,30 +64,31 @@ class Progress:
             self._live.stop()
 
     def phase(self, name: str, seconds: float | None) -> Callable[[Sample, float], None]:
-        """Begin a phase, which ends the one before; what is returned is to be told of each sample of it."""
+        """Begin a phase and end the previous one. Call the returned function with each sample."""
         self._end()
         phase = self._phase = _Phase(name)
         self._say(f"{name}{f', {seconds:g} s' if seconds is not None else ''} ...")
-        drawn: float | None = None
+        last_draw: float | None = None
 
         def watch(sample: Sample, done: float) -> None:
-            nonlocal drawn
+            nonlocal last_draw
             phase.add(sample)
             now = self._clock()
-            if self._live is not None and (drawn is None or now - drawn >= REFRESH_SECONDS):
-                drawn = now
+            if self._live is not None and (last_draw is None or now - last_draw >= REFRESH_SECONDS):
+                last_draw = now
                 self._draw(phase, done)
 
         return watch
 
     def announce(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self._console is None:
             return
         try:
             self._console.print(f"tierbench: {text}", markup=False, highlight=False, soft_wrap=True)
-        except (OSError, SystemExit):  # rich ends the process where a pipe is closed
-            self._console = None  # the figures are what is wanted, and what is left to flush goes nowhere
+        except (OSError, SystemExit):  # rich raises SystemExit if the pipe is closed
+            # The results matter more than progress: drop it, and send the buffered rest to /dev/null.
+            self._console = None
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
     def _end(self) -> None:
@@ -96,7 +97,7 @@ class Progress:
             self._phase = None
 
     def _say(self, text: str) -> None:
-        """A line of its own, where there is none that is drawn again."""
+        """Print a line, unless a live line shows the phase."""
         if self._live is None:
             self.announce(text)
 
@@ -105,9 +106,9 @@ class Progress:
 
         assert self._console is not None and self._live is not None
         characters = levels(self._console.encoding)
-        over, left = ("━", "╌") if characters is BLOCKS else ("#", "-")
+        complete, remaining = ("━", "╌") if characters is BLOCKS else ("#", "-")
         reached = round(_BAR * min(1.0, done))
-        bar = over * reached + left * (_BAR - reached)
+        bar = complete * reached + remaining * (_BAR - reached)
         text = f"{phase.name:<12}  {bar}  {done:4.0%}  {phase.latest()}  "
         room = max(0, min(_SPARK, self._console.width - len(text)))
         text += spark(list(phase.recent)[-room:], room, characters)
@@ -115,7 +116,7 @@ class Progress:
 
 
 class _Phase:
-    """What went since it began, and in its latest samples."""
+    """The bytes of a phase since its start, and its latest samples."""
 
     def __init__(self, name: str) -> None:
         self.name = name

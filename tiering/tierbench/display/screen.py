@@ -1,7 +1,7 @@
-"""A result on one screen: what was measured, by what, how fast it is, and what that means for training.
+"""A result on one screen: the target, the load, the rates, and the training estimate.
 
-Rates and latencies are one table where it is wide enough for that, else two. What the kernel did not tell of a drive
-is left out.
+Rates and latencies are one table if the terminal is wide enough, else two. Facts that the kernel does not report about
+a drive are omitted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tiering.host.drives import Drive, FileSystem
 from tiering.text import counted
 from tiering.tierbench.display import figures
 from tiering.tierbench.display.sparkline import levels, spark
-from tiering.tierbench.result import Latencies, PathRow, Result, Row, Target, Verdict
+from tiering.tierbench.result import Latencies, PathRow, Result, Row, StepVerdict, Target
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-OTHERS_SHARE = 0.05  # of the bytes that were measured: less of others' is not worth a line
+OTHER_TRAFFIC_SHARE = 0.05  # of the measured bytes; less traffic of other processes is not reported
 
 _PERCENTILES = ("p50", "p95", "p99", "p99.9", "max")
 _SPARK = range(12, 41)  # columns
@@ -34,11 +34,11 @@ def show(result: Result, console: Console) -> None:
     """Print ``result``."""
 
     def put(text: str = "", style: str = "") -> None:
-        # Lines are as they are to be: rich neither wraps them nor takes brackets in names for its own.
+        # The lines are already wrapped, and brackets in names are not rich's markup.
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     if result.failure is not None:
-        put("Ended by a failure: this is what was measured until then.", style="bold red")
+        put("The run failed; these are the measurements so far.", style="bold red")
         put()
     elif result.interrupted:
         put(_interrupted(result), style="bold yellow")
@@ -49,19 +49,19 @@ def show(result: Result, console: Console) -> None:
         put(header, style="bold")
         put("\n".join(rows))
     put()
-    put(_facts(_meaning(result), console.width))
+    put(_facts(_summary(result), console.width))
     if result.config:
-        put("\nto have this in a configuration:", style="dim")
+        put("\nto paste into a configuration:", style="dim")
         put(block(result.config, console.width))
 
 
 def block(config: dict[str, Any], width: int) -> str:
-    """``config`` as JSON, in lines of ``width`` as far as that goes."""
+    """``config`` as JSON, in lines of at most ``width`` characters where possible."""
     return _object(config, width, "")
 
 
 def _object(value: dict[str, Any], width: int, indent: str) -> str:
-    """What holds nothing nested shares lines."""
+    """Format an object; members without nested objects share lines."""
     inner = indent + _INDENT
     lines: list[str] = []
     shared = False
@@ -79,34 +79,38 @@ def _object(value: dict[str, Any], width: int, indent: str) -> str:
 
 
 def _facts(facts: Iterable[tuple[str, str]], width: int) -> str:
-    """Names, and beside them what they are."""
-    told = list(facts)
-    column = max(len(name) for name, _ in told) + 2
+    """Two columns: names and their values."""
+    items = list(facts)
+    width_of_names = max(len(name) for name, _ in items) + 2
     return "\n".join(
         textwrap.fill(
             figures.legible(fact),
-            max(width, 2 * column),
-            initial_indent=name.ljust(column),
-            subsequent_indent=" " * column,
+            max(width, 2 * width_of_names),
+            initial_indent=name.ljust(width_of_names),
+            subsequent_indent=" " * width_of_names,
             break_on_hyphens=False,
         )
-        for name, fact in told
+        for name, fact in items
     )
 
 
 def _interrupted(result: Result) -> str:
-    cut = [f"{name} after {row.seconds:.1f} s" for name, row in figures.windows(result) if not row.complete]
-    return f"Interrupted: this is what was measured until then{f' ({cut[0]})' if cut else ''}."
+    cut = [
+        f"{name} after {row.seconds:.1f} s" for name, row in figures.named_rows(result) if not row.complete
+    ]
+    return f"Interrupted{f' ({cut[0]})' if cut else ''}: these are the measurements so far."
 
 
 def _header(result: Result) -> Iterator[tuple[str, str]]:
     for target in result.targets:
         file_system = target.backing.file_system
-        where = f", {_mounted(file_system)}" if file_system.kind != "unknown" else ""
-        yield "directory", f"{target.directory}{where}, {format_size(target.free_bytes)} free"
-        yield from (("drive", told) for told in _drives(target.backing.drives))
+        mount = f", {_mounted(file_system)}" if file_system.kind != "unknown" else ""
+        yield "directory", f"{target.directory}{mount}, {format_size(target.free_bytes)} free"
+        yield from (("drive", drive) for drive in _drives(target.backing.drives))
     yield "engine", ", ".join((result.engine.ioengine, *result.engine.flags))
-    yield from (("not in use", f"{what}: {why}") for what, why in result.engine.passed_over.items())
+    yield from (
+        ("not in use", f"{feature}: {reason}") for feature, reason in result.engine.passed_over.items()
+    )
     yield "load", figures.load(result)
     machine = result.machine
     memory = format_size(machine.memory_bytes)
@@ -119,22 +123,22 @@ def _mounted(file_system: FileSystem) -> str:
     return f"{file_system.type} on {file_system.source} at {file_system.mount_point}{upper}"
 
 
-def _drives(drives: Sequence[Drive], over: str = "") -> Iterator[str]:
-    """Each drive, and after it what it is made of; those that only their names tell apart share a line."""
+def _drives(drives: Sequence[Drive], prefix: str = "") -> Iterator[str]:
+    """Each drive, followed by its members; drives that differ only in name share a line."""
     for _, alike in groupby(drives, key=lambda drive: replace(drive, name="")):
-        same = list(alike)
-        first, *others = (drive.name for drive in same)
-        told = str(same[0])
+        identical = list(alike)
+        first, *others = (drive.name for drive in identical)
+        description = str(identical[0])
         if others:
-            told = f"{', '.join((first, *others))}, each {told.removeprefix(f'{first}, ')}"
-        yield over + told
-        yield from _drives(same[0].members, f"of {first}: ")
+            description = f"{', '.join((first, *others))}, each {description.removeprefix(f'{first}, ')}"
+        yield prefix + description
+        yield from _drives(identical[0].members, f"of {first}: ")
 
 
 class _Line(NamedTuple):
-    """A line of the tables: a window, or of a mixed one what went in one direction."""
+    """A line of the tables: an interval, or one direction of a mixed interval."""
 
-    window: str
+    name: str
     direction: str
     rate: float
     iops: float
@@ -143,7 +147,7 @@ class _Line(NamedTuple):
 
 
 def _lines(result: Result) -> Iterator[_Line]:
-    for name, row in figures.windows(result):
+    for name, row in figures.named_rows(result):
         directions = list(row.directions())
         mixed = len(directions) > 1
         latency = directions[0][1].latency if len(directions) == 1 else None
@@ -160,22 +164,22 @@ def _tables(result: Result, console: Console) -> Iterator[list[str]]:
     speeds = [["", "GB/s", "GiB/s", "IOPS"], *map(_speed, lines)]
     latencies = [[*_PERCENTILES], *map(_latency, lines)]
     costs = [["worst second", "CPU s/GB"], *map(_cost, lines)]
-    one = _columns([a + b + c for a, b, c in zip(speeds, latencies, costs, strict=True)])
-    if len(one[0]) + _SPARK[0] < console.width:
-        yield _with_sparks(one, lines, console)
+    wide_table = _columns([a + b + c for a, b, c in zip(speeds, latencies, costs, strict=True)])
+    if len(wide_table[0]) + _SPARK[0] < console.width:
+        yield _with_sparks(wide_table, lines, console)
     else:
         yield _with_sparks(_columns([a + b for a, b in zip(speeds, costs, strict=True)]), lines, console)
-        named = [["latency", *_PERCENTILES]]
-        named += [
-            [f"{each.window} {each.direction}".strip(), *_latency(each)] for each in lines if each.latency
+        latency_rows = [["latency", *_PERCENTILES]]
+        latency_rows += [
+            [f"{each.name} {each.direction}".strip(), *_latency(each)] for each in lines if each.latency
         ]
-        yield _columns(named)
+        yield _columns(latency_rows)
     if len(result.targets) > 1:
         yield _columns(list(_directories(result)))
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of cells below each other: the first of a line to the left, the others to the right."""
+    """The rows as lines of aligned cells: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -197,15 +201,18 @@ def _with_sparks(table: list[str], lines: Sequence[_Line], console: Console) -> 
 
 
 def _speed(line: _Line) -> list[str]:
-    name = f"  {line.direction}" if line.direction else line.window
+    name = f"  {line.direction}" if line.direction else line.name
     return [name, figures.gb(line.rate), figures.gib(line.rate), figures.operations(line.iops)]
 
 
 def _latency(line: _Line) -> list[str]:
-    told = line.latency
-    if told is None:
+    percentiles = line.latency
+    if percentiles is None:
         return [""] * len(_PERCENTILES)
-    return [figures.latency(each) for each in (told.p50, told.p95, told.p99, told.p999, told.max)]
+    return [
+        figures.latency(each)
+        for each in (percentiles.p50, percentiles.p95, percentiles.p99, percentiles.p999, percentiles.max)
+    ]
 
 
 def _cost(line: _Line) -> list[str]:
@@ -216,16 +223,16 @@ def _cost(line: _Line) -> list[str]:
 
 
 def _directories(result: Result) -> Iterator[list[str]]:
-    """What each directory had of the totals."""
-    named = list(figures.windows(result))
-    yield ["GB/s by directory", *(name for name, _ in named)]
+    """Each directory's part of the totals."""
+    rows_by_name = list(figures.named_rows(result))
+    yield ["GB/s by directory", *(name for name, _ in rows_by_name)]
     for place, target in enumerate(result.targets):
-        moved = [_bytes(row.paths[place]) for _, row in named]
+        moved = [_bytes(row.paths[place]) for _, row in rows_by_name]
         yield [
             figures.legible(target.directory),
             *(
                 f"{figures.gb(each / row.seconds)} ({each / max(1, row.bytes):.0%})"
-                for each, (_, row) in zip(moved, named, strict=True)
+                for each, (_, row) in zip(moved, rows_by_name, strict=True)
             ),
         ]
 
@@ -234,36 +241,39 @@ def _bytes(path: PathRow) -> int:
     return path.read.bytes + path.write.bytes
 
 
-def _meaning(result: Result) -> Iterator[tuple[str, str]]:
-    """What else there is to say, the verdict last."""
+def _summary(result: Result) -> Iterator[tuple[str, str]]:
+    """Remaining facts and notes, with the verdict last."""
     if result.sustained is not None:
         from tiering.tierbench import sustained
 
-        rows = dict(figures.windows(result))
-        yield "sustained", sustained.words(rows[figures.SUSTAINED], result.sustained)
+        rows = dict(figures.named_rows(result))
+        yield "sustained", sustained.describe(rows[figures.SUSTAINED], result.sustained)
     written, read = figures.nbytes(result.written_bytes), figures.nbytes(result.read_bytes)
     yield "moved", f"{written} written (wear, preparation included), {read} read"
     if result.verified_bytes is not None:
-        yield "verified", f"{figures.nbytes(result.verified_bytes)} read are what was written"
+        yield "verified", f"{figures.nbytes(result.verified_bytes)} read, all equal to the written data"
     for place, target in enumerate(result.targets):
-        ours = sum(_bytes(row.paths[place]) for row in result.rows)
-        if (target.others_read or 0) + (target.others_written or 0) > OTHERS_SHARE * ours:
-            yield "note", _others(target)
+        own_bytes = sum(_bytes(row.paths[place]) for row in result.rows)
+        if (target.others_read or 0) + (target.others_written or 0) > OTHER_TRAFFIC_SHARE * own_bytes:
+            yield "note", _other_traffic(target)
     yield from (("note", note) for note in result.notes)
     if result.verdict is not None:
         yield "training", _verdict(result.verdict, "this path" if len(result.targets) == 1 else "these paths")
 
 
-def _others(target: Target) -> str:
+def _other_traffic(target: Target) -> str:
     read, written = figures.nbytes(target.others_read or 0), figures.nbytes(target.others_written or 0)
-    return f"{target.directory}: others read {read} and wrote {written} on its drive meanwhile; alone it is faster"
-
-
-def _verdict(told: Verdict, where: str) -> str:
-    bound = "reads and writes alike" if told.bound == "both" else told.bound
     return (
-        f"Optimizer step of a {figures.number(told.params / 1e9)}B model with {told.state} state on {where}:"
-        f" about {figures.duration(told.seconds, 2)}, bound by {bound}. It reads"
-        f" {figures.nbytes(told.read_bytes)} and writes {figures.nbytes(told.write_bytes)}; stepping without pause"
-        f" writes up to {figures.nbytes(told.written_per_day)} per day."
+        f"{target.directory}: other processes read {read} and wrote {written} on its drive during the run, which slowed"
+        " it down"
+    )
+
+
+def _verdict(verdict: StepVerdict, path_words: str) -> str:
+    bound = "reads and writes equally" if verdict.bound == "both" else verdict.bound
+    return (
+        f"Optimizer step of a {figures.number(verdict.params / 1e9)}B model with {verdict.state} state on {path_words}:"
+        f" about {figures.duration(verdict.seconds, 2)}, bound by {bound}. It reads"
+        f" {figures.nbytes(verdict.read_bytes)} and writes {figures.nbytes(verdict.write_bytes)}; steps without a pause"
+        f" write up to {figures.nbytes(verdict.written_per_day)} per day."
     )

@@ -1,4 +1,4 @@
-"""A line of text that shows how something went: each character's height is a stretch's share of the highest."""
+"""A plot in one line of text: the height of each character is the mean of one part, relative to the highest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ASCII = "_.:-=+*#"
 
 
 def levels(encoding: str) -> str:
-    """The characters of ``spark``, lowest first, that ``encoding`` has."""
+    """The characters for ``spark``, lowest first: blocks if ``encoding`` has them, else ASCII."""
     try:
         BLOCKS.encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -19,7 +19,7 @@ def levels(encoding: str) -> str:
 
 
 def spark(rates: Sequence[float], width: int, levels: str = BLOCKS) -> str:
-    """``rates`` over time from zero to the highest, in at most ``width`` characters; each is the mean of a stretch."""
+    """``rates`` over time in at most ``width`` characters, scaled from zero to the highest mean of a character."""
     count = min(width, len(rates))
     edges = [index * len(rates) // count for index in range(count + 1)] if count > 0 else [0]
     means = [sum(rates[begin:end]) / (end - begin) for begin, end in itertools.pairwise(edges)]

@@ -1,1 +1,1 @@
-"""The load: private files, and windows of reads and writes over them, the engine's way."""
+"""The load: private files, and timed intervals of reads and writes over them, on the engine's I/O path."""

@@ -1,4 +1,4 @@
-"""A lane: one file under load. Some slots of memory, whose requests follow one another."""
+"""A lane: one file under load, with slots of memory that carry one request after another."""
 
 from __future__ import annotations
 
@@ -14,63 +14,68 @@ from tiering.storage.aio import AioContext, Ticket
 from tiering.storage.arena import PAGE, Arena, Lease
 from tiering.storage.io_stats import FileStats
 from tiering.storage.latencies import LatencyHistogram
-from tiering.tierbench.load.block_order import Stretch, Walk
-from tiering.tierbench.load.work_files import Ground
+from tiering.tierbench.load.block_order import BlockOrder, BlockRange
+from tiering.tierbench.load.work_files import WorkFiles
 from tiering.tierbench.result import Settings
 from tiering.tierbench.words import ReadWrite, is_random, reads, writes
 
-# Of a request: fewer would keep Python busy on a fast drive, more would be waited for long on a slow one.
-_REQUEST = 16 << 20  # bytes
-_MOST_BLOCKS = 128
-_NOISE = 8 << 20  # bytes: to make them takes as long as to write them
-_WORD = 8
+# Size of a request: smaller requests would keep Python busy on a fast drive; larger ones take long on a slow drive.
+_REQUEST_BYTES = 16 << 20  # bytes
+_REQUEST_BLOCKS = 128
+_NOISE_BYTES = 8 << 20  # generating random bytes takes as long as writing them, so this much is repeated
+_WORD_BYTES = 8
 
 
 @dataclass
 class Count:
-    """What C has counted so far, in one direction of one file."""
+    """The C library's counters of one direction of one file."""
 
     bytes: int
     ops: int
-    latency: LatencyHistogram  # of a moment later: it may have more
+    # Read a moment after the other two, so it may hold more operations.
+    latency: LatencyHistogram
 
 
 def slots(settings: Settings, size: int) -> tuple[int, int]:
-    """How many slots of memory a lane over ``size`` bytes has, and the blocks of each."""
-    wanted = max(min(_REQUEST // settings.bs, _MOST_BLOCKS), -(-settings.iodepth // 4))
-    blocks = max(1, min(wanted, size // settings.bs // 16))
-    return -(-settings.iodepth // blocks) + 2, blocks  # one is waited for, one is about to be begun
+    """The number of memory slots of a lane over ``size`` bytes, and the blocks per slot."""
+    request_blocks = max(min(_REQUEST_BYTES // settings.bs, _REQUEST_BLOCKS), -(-settings.iodepth // 4))
+    blocks = max(1, min(request_blocks, size // settings.bs // 16))
+    # Two more than the depth needs: one request is waited for, and one is prepared.
+    return -(-settings.iodepth // blocks) + 2, blocks
 
 
 def _fill(memory: memoryview) -> None:
-    """With what neither compresses nor has two pages alike."""
-    noise = os.urandom(_NOISE)
-    for at in range(0, len(memory), _NOISE):
-        part = memory[at : at + _NOISE]
+    """Fill with data that does not compress and has no two equal pages."""
+    noise = os.urandom(_NOISE_BYTES)
+    for at in range(0, len(memory), _NOISE_BYTES):
+        part = memory[at : at + _NOISE_BYTES]
         part[:] = noise[: len(part)]
-    memory.cast("Q")[:: PAGE // _WORD] = memoryview(array("Q", range(len(memory) // PAGE)))
+    memory.cast("Q")[:: PAGE // _WORD_BYTES] = memoryview(array("Q", range(len(memory) // PAGE)))
 
 
 class Lane:
-    """One file under load: some slots of memory, whose requests follow one another."""
+    """One file under load. A thread runs ``work``; other threads read ``reached`` and ``error``."""
 
     def __init__(
-        self, ground: Ground, settings: Settings, aio: AioContext, file: int, *, job: int, place: int
+        self, work_files: WorkFiles, settings: Settings, aio: AioContext, file: int, *, job: int, place: int
     ) -> None:
         self.job, self.place = job, place
-        self.reached = 0  # bytes from the start of the file that the last pass over it has covered
-        self.failed: BaseException | None = None
-        self._ground, self._settings, self.aio, self.file = ground, settings, aio, file
+        # Bytes from the start of the file that the last pass has transferred.
+        self.reached = 0
+        self.error: BaseException | None = None
+        self._work_files, self._settings, self.aio, self.file = work_files, settings, aio, file
         self._bs = settings.bs
-        count, self._blocks = slots(settings, ground.size)
+        count, self._blocks = slots(settings, work_files.size)
         arena = Arena.map(count * self._blocks * self._bs, "tierbench")
         _fill(arena.memory)
         aio.register(arena)
         self._slots = [arena.lease(self._blocks * self._bs, "slot") for _ in range(count)]
-        self._stamp = (job * len(ground.directories) + place) << 48  # no other lane comes to the same
+        self._stamp = (
+            job * len(work_files.directories) + place
+        ) << 48  # a range of stamps that no other lane uses
 
     def counts(self, stats: FileStats) -> tuple[Count, Count]:
-        """What was read and written so far, by the file's ``stats``."""
+        """The counters of reads and of writes, from the file's ``stats``."""
         return (
             Count(stats.read.bytes, stats.read.ops, self.aio.latencies(self.file, "read")),
             Count(stats.write.bytes, stats.write.ops, self.aio.latencies(self.file, "write")),
@@ -80,86 +85,90 @@ class Lane:
         self.aio.flush(self.file).wait()
 
     def work(
-        self, walks: dict[str, Walk], stop: threading.Event, ended: threading.Semaphore, once: bool
+        self, orders: dict[str, BlockOrder], stop: threading.Event, finished: threading.Semaphore, once: bool
     ) -> None:
-        """Keep requests under way until ``stop``, or ``once`` through the file. What fails is kept in ``failed``."""
+        """Keep requests in flight until ``stop``, or with ``once`` for one pass. Stores an exception in ``error``."""
         try:
-            self._work(walks, stop, once)
-        except BaseException as error:  # it is for the thread that waits for this one
-            self.failed = error
+            self._work(orders, stop, once)
+        except BaseException as error:  # the thread that joins this one raises it
+            self.error = error
             stop.set()
         finally:
-            ended.release()
+            finished.release()
 
-    def _work(self, walks: dict[str, Walk], stop: threading.Event, once: bool) -> None:
-        if not walks:
+    def _work(self, orders: dict[str, BlockOrder], stop: threading.Event, once: bool) -> None:
+        if not orders:
             return
-        # Never a block twice under way: O_DIRECT orders nothing, and a read would meet half of a write.
-        most = min(len(self._slots), max(1, min(walk.count for walk in walks.values()) // self._blocks - 1))
-        idle = self._slots[:most]
+        # A block is never in flight twice: O_DIRECT transfers have no order, so a read could see half of a write.
+        slot_count = min(
+            len(self._slots), max(1, min(walk.count for walk in orders.values()) // self._blocks - 1)
+        )
+        idle = self._slots[:slot_count]
         in_flight: deque[tuple[Lease, Ticket, int]] = deque()
-        share = self._settings.rwmixread if len(walks) > 1 else 100 if "read" in walks else 0
-        drawn = 0  # of a hundred: reads are those that carry over
+        read_percent = self._settings.rwmixread if len(orders) > 1 else 100 if "read" in orders else 0
+        read_credit = 0  # grows by the percentage of reads per request; at 100 the request is a read
         self.reached = 0
         try:
-            while not stop.is_set() and not (once and any(walk.passes for walk in walks.values())):
+            while not stop.is_set() and not (once and any(walk.passes for walk in orders.values())):
                 if not idle:
                     slot, ticket, end = in_flight.popleft()
                     ticket.wait()
                     self.reached = max(self.reached, end)
                     idle.append(slot)
                     continue
-                drawn += share
-                kind: Literal["read", "write"] = "read" if drawn >= 100 else "write"
-                drawn -= 100 * (kind == "read")
-                stretch = walks[kind].take(self._blocks)
-                if kind == "write" and not self._ground.may_write(stretch.nbytes):
+                read_credit += read_percent
+                kind: Literal["read", "write"] = "read" if read_credit >= 100 else "write"
+                read_credit -= 100 * (kind == "read")
+                blocks = orders[kind].next_blocks(self._blocks)
+                if kind == "write" and not self._work_files.may_write(blocks.nbytes):
                     break
                 slot = idle.pop()
-                ticket = self._prepare(kind, slot, stretch)
-                in_flight.append((slot, ticket, stretch.offset + stretch.nbytes))
+                ticket = self._prepare(kind, slot, blocks)
+                in_flight.append((slot, ticket, blocks.offset + blocks.nbytes))
                 ticket.begin()
         finally:
-            self._end(in_flight, taking_back=stop.is_set())
+            self._finish(in_flight, cancel=stop.is_set())
 
-    def walks(self, rw: ReadWrite, *, once: bool) -> dict[str, Walk]:
-        """By what is done there: of a mix, reads have the first half of the file and writes the second."""
-        ground = self._ground
-        written = ground.written_once[self.job][self.place]
-        blocks = (ground.size if once and rw == "write" else written) // self._bs
+    def block_orders(self, rw: ReadWrite, *, once: bool) -> dict[str, BlockOrder]:
+        """The block order of each direction. In a mix, reads use the first half of the file and writes the second."""
+        work_files = self._work_files
+        written = work_files.written_once[self.job][self.place]
+        blocks = (work_files.size if once and rw == "write" else written) // self._bs
         half = blocks // 2 if reads(rw) and writes(rw) else 0
         seed = self.job * 1009 + self.place
-        made: dict[str, Walk] = {}
-        if not blocks:  # nothing was written, as after an interruption
-            return made
+        orders: dict[str, BlockOrder] = {}
+        if not blocks:  # the preparation wrote nothing, for example after an interruption
+            return orders
         if reads(rw):
-            made["read"] = Walk(0, half or blocks, self._bs, shuffled=is_random(rw), seed=2 * seed)
+            orders["read"] = BlockOrder(0, half or blocks, self._bs, shuffled=is_random(rw), seed=2 * seed)
         if writes(rw):
-            made["write"] = Walk(half, blocks - half, self._bs, shuffled=is_random(rw), seed=2 * seed + 1)
-        return made
+            orders["write"] = BlockOrder(
+                half, blocks - half, self._bs, shuffled=is_random(rw), seed=2 * seed + 1
+            )
+        return orders
 
-    def _prepare(self, kind: Literal["read", "write"], slot: Lease, stretch: Stretch) -> Ticket:
+    def _prepare(self, kind: Literal["read", "write"], slot: Lease, blocks: BlockRange) -> Ticket:
         if kind == "write" and self._settings.verify:
             self._stamp_pages(slot)
-        if stretch.scattered:
-            return self.aio.prepare_scattered(kind, self.file, slot, stretch.scattered, self._bs)
-        return self.aio.prepare(kind, self.file, slot, stretch.offset, stretch.nbytes)
+        if blocks.scattered:
+            return self.aio.prepare_scattered(kind, self.file, slot, blocks.scattered, self._bs)
+        return self.aio.prepare(kind, self.file, slot, blocks.offset, blocks.nbytes)
 
     def _stamp_pages(self, slot: Lease) -> None:
-        """Make each page unlike all others that were written: one that did not arrive, or elsewhere, is then found."""
+        """Make each written page unique, so that verification finds a page that was lost or is in the wrong place."""
         first, pages = self._stamp, slot.nbytes // PAGE
         self._stamp += pages
-        slot.view.cast("Q")[:: PAGE // _WORD] = memoryview(array("Q", range(first, first + pages)))
+        slot.view.cast("Q")[:: PAGE // _WORD_BYTES] = memoryview(array("Q", range(first, first + pages)))
 
-    def _end(self, in_flight: deque[tuple[Lease, Ticket, int]], *, taking_back: bool) -> None:
-        """Take back what was not begun, from the last, if that is wanted, and wait for the rest."""
-        taken_back = {ticket for _, ticket, _ in reversed(in_flight) if taking_back and ticket.cancel()}
-        failed: SwapError | None = None
+    def _finish(self, in_flight: deque[tuple[Lease, Ticket, int]], *, cancel: bool) -> None:
+        """Wait for all requests. With ``cancel``, first cancel those that the kernel does not have, the last first."""
+        canceled = {ticket for _, ticket, _ in reversed(in_flight) if cancel and ticket.cancel()}
+        first_error: SwapError | None = None
         for _, ticket, end in in_flight:
             try:
                 ticket.wait()
                 self.reached = max(self.reached, end)
             except SwapError as error:
-                failed = failed or (None if ticket in taken_back else error)
-        if failed is not None:
-            raise failed
+                first_error = first_error or (None if ticket in canceled else error)
+        if first_error is not None:
+            raise first_error

@@ -1,12 +1,12 @@
-"""The load: private files in each directory, and windows of reads, writes or both over them.
+"""The load: timed intervals of reads, writes or both over private files in each directory.
 
-Everything goes the engine's way: nameless files past the page cache (``SwapFile``), one I/O context per job
-(``AioContext``), memory registered with the kernel. What is counted, C has counted when a block was over, and when is
-taken from the first submission to the last completion.
+It uses the engine's I/O path: unnamed files with O_DIRECT (``SwapFile``), one I/O context per job (``AioContext``), and
+memory registered with the kernel. The C library counts a block when it completes. An interval lasts from the first
+submission to the last completion.
 
-A job has a lane, and a thread of Python, for each directory. A lane keeps some requests of several blocks queued, so
-that the depth is C's to keep and Python has little to do; random blocks go in requests of pieces. At the end of a
-window what was not begun is taken back, so a slow disk is not waited for.
+A job has a lane, and a Python thread, for each directory. A lane keeps several requests of several blocks queued, so
+that the C library maintains the depth and Python has little to do; random blocks go in scattered requests. At the end
+of an interval, requests that have not started are canceled, so that a slow disk does not extend it.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from tiering.storage.latencies import LatencyHistogram
 from tiering.text import counted
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load.block_mover import Count, Lane
-from tiering.tierbench.load.work_files import Ground
+from tiering.tierbench.load.work_files import WorkFiles
 from tiering.tierbench.result import Engine, Latencies, PathRow, Row, Sample, Settings, Traffic
 from tiering.tierbench.words import ReadWrite, writes
 
-__all__ = ["SAMPLE_SECONDS", "Ground", "Load", "Watch", "worst_second"]
+__all__ = ["SAMPLE_SECONDS", "Load", "Watch", "WorkFiles", "worst_second"]
 
 SAMPLE_SECONDS = 0.1
-_SHORTEST = SAMPLE_SECONDS / 2  # stretch that is worth a sample
+_MIN_SAMPLE_SECONDS = SAMPLE_SECONDS / 2  # a shorter rest of an interval gets no sample of its own
 
 Watch = Callable[[Sample, float], None]
-"""Told of each sample, and of the share of the window that is over."""
+"""Called with each sample, and with the elapsed part of the interval, from 0 to 1."""
 
 
-class _Moment(NamedTuple):
-    """A time, the process's CPU seconds until then, and by lane what had been read and written."""
+class _LoadSnapshot(NamedTuple):
+    """A time, the process's CPU seconds, and the counters of each lane's reads and writes."""
 
     at: float
     cpu: float
     counts: list[tuple[Count, Count]]
 
 
-class _Mark(NamedTuple):
-    """What had been moved at a time of a window."""
+class _TransferMark(NamedTuple):
+    """The bytes transferred until a time of an interval."""
 
     at: float
     read: int
@@ -55,19 +55,18 @@ class _Mark(NamedTuple):
 
 
 class Load:
-    """I/O contexts over ``ground`` as ``settings`` say; windows are run in it one after the other.
+    """I/O contexts over ``work_files`` with ``settings``. It runs one interval after another.
 
-    Raises SwapError where a named engine cannot start. After Ctrl-C a window returns what it has, marked as not
-    complete.
+    Raises SwapError if a named engine cannot start. After Ctrl-C an interval returns a row that is not complete.
     """
 
-    def __init__(self, ground: Ground, settings: Settings) -> None:
-        self.ground = ground
+    def __init__(self, work_files: WorkFiles, settings: Settings) -> None:
+        self.work_files = work_files
         self.settings = settings
         self._contexts: list[AioContext] = []
         self._lanes: list[Lane] = []
         try:
-            for job, files in enumerate(ground.files[: settings.numjobs]):
+            for job, files in enumerate(work_files.files[: settings.numjobs]):
                 aio = AioContext(
                     engine=settings.ioengine,
                     block_size=settings.bs,
@@ -78,40 +77,40 @@ class Load:
                 self._contexts.append(aio)
                 for place, file in enumerate(files):
                     index = aio.add_file(file.fd, direct=file.direct, name=str(file.directory))
-                    self._lanes.append(Lane(ground, settings, aio, index, job=job, place=place))
+                    self._lanes.append(Lane(work_files, settings, aio, index, job=job, place=place))
         except BaseException:
             self.close()
             raise
 
     @property
     def engine(self) -> Engine:
-        """What is really in use; files are registered when they are first used."""
+        """The engine in use. Its flags are final after the first interval, since files are registered on first use."""
         info = self._contexts[0].info
         return Engine(ioengine=info.engine, flags=info.flags, passed_over=info.passed_over)
 
     def lay_out(
         self, *, seconds: float | None = None, watch: Watch | None = None, together: bool = False
     ) -> Row:
-        """Write each file once from its start: first writes cost more, and what was never written costs a read nothing.
+        """Write each file once: the first write of a block costs more, and a read of an unwritten block costs nothing.
 
-        After ``seconds`` what is left is left, and later windows use what was written. ``together``: so it is when one
-        of the files is through, since from then on not all drives are at work.
+        It ends after ``seconds``; later intervals use the written part. With ``together`` it also ends when one file is
+        complete, because from then on not all drives are busy.
         """
-        row = self._window("write", seconds, 0.0, watch, once=True, together=together)
+        row = self._run_interval("write", seconds, 0.0, watch, once=True, together=together)
         for lane in self._lanes:
-            self.ground.written_once[lane.job][lane.place] = lane.reached
+            self.work_files.written_once[lane.job][lane.place] = lane.reached
         return row
 
     def run(self, rw: ReadWrite, *, seconds: float, ramp: float = 0.0, watch: Watch | None = None) -> Row:
-        """A window of at least ``seconds``, after ``ramp`` seconds that do not count."""
-        return self._window(rw, seconds, ramp, watch, once=False)
+        """Run an interval of at least ``seconds``, after ``ramp`` seconds that do not count."""
+        return self._run_interval(rw, seconds, ramp, watch, once=False)
 
     def check(self, *, watch: Watch | None = None) -> Row:
-        """Read once all that was written; with ``verify`` it is compared. Raises SwapError (EBADMSG) if it differs."""
-        return self._window("read", None, 0.0, watch, once=True)
+        """Read all written bytes once. With ``verify`` they are compared; raises SwapError (EBADMSG) if they differ."""
+        return self._run_interval("read", None, 0.0, watch, once=True)
 
     def moved(self) -> list[tuple[int, int]]:
-        """Bytes read and written so far in each directory."""
+        """Bytes read and written so far, by directory."""
         jobs = [aio.stats() for aio in self._contexts]
         return [
             (sum(each.read.bytes for each in files), sum(each.write.bytes for each in files))
@@ -119,7 +118,7 @@ class Load:
         ]
 
     def close(self) -> None:
-        """End the threads of C."""
+        """End the threads of the C library."""
         for aio in self._contexts:
             aio.close()
 
@@ -131,7 +130,7 @@ class Load:
     ) -> None:
         self.close()
 
-    def _window(
+    def _run_interval(
         self,
         rw: ReadWrite,
         seconds: float | None,
@@ -141,69 +140,73 @@ class Load:
         once: bool,
         together: bool = False,
     ) -> Row:
-        crew = _Crew(self._lanes, rw, once=once, together=together)
-        self.ground.full = False
-        whole = begun = self._moment()
-        ended: _Moment | None = None
-        marks = [_Mark(0.0, *self._moved())]
+        crew = _LaneThreads(self._lanes, rw, once=once, together=together)
+        self.work_files.full = False
+        whole = start = self._snapshot()
+        end: _LoadSnapshot | None = None
+        marks = [_TransferMark(0.0, *self._total_moved())]
         with Interrupts() as interrupts:
             with crew:
                 if ramp:
-                    for _ in self._ticks(crew, begun.at, begun.at + ramp, interrupts):
+                    for _ in self._ticks(crew, start.at, start.at + ramp, interrupts):
                         pass
-                    begun = self._moment()
-                    marks = [_Mark(0.0, *self._moved())]
-                until = math.inf if seconds is None else begun.at + seconds
-                for at in self._ticks(crew, begun.at, until, interrupts):
-                    marks.append(_Mark(at, *self._moved()))
+                    start = self._snapshot()
+                    marks = [_TransferMark(0.0, *self._total_moved())]
+                until = math.inf if seconds is None else start.at + seconds
+                for at in self._ticks(crew, start.at, until, interrupts):
+                    marks.append(_TransferMark(at, *self._total_moved()))
                     if watch is not None:
                         share = self._reached() if seconds is None else min(1.0, at / seconds)
                         watch(_sample(*marks[-2:]), share)
-                # After a ramp queues are as full as they were when it ended; together, one of them is empty.
-                if (ramp or together) and self.ground.direct:
-                    ended = self._moment()
-            failed = next((lane.failed for lane in self._lanes if lane.failed is not None), None)
-            if failed is None and writes(rw) and not self.ground.direct:  # or it is not on the drive yet
+                # The interval ends before its queues drain: after a ramp it also began with full queues, and with
+                # ``together`` one queue is already empty.
+                if (ramp or together) and self.work_files.direct:
+                    end = self._snapshot()
+            error = next((lane.error for lane in self._lanes if lane.error is not None), None)
+            # Buffered writes are on the drive only after a flush.
+            if error is None and writes(rw) and not self.work_files.direct:
                 for lane in self._lanes:
                     lane.flush()
-        drained = self._moment()
-        ended = ended or drained
-        took = ended.at - begun.at
-        if took - marks[-1].at > _SHORTEST:  # the end is a stretch of its own
-            marks.append(_Mark(took, *self._moved()))
-        moved = _less(drained.counts, whole.counts)
-        self.ground.count(sum(read.bytes for read, _ in moved), sum(write.bytes for _, write in moved))
-        if failed is not None:
-            raise failed
+        drained = self._snapshot()
+        end = end or drained
+        duration = end.at - start.at
+        if duration - marks[-1].at > _MIN_SAMPLE_SECONDS:  # the last part is long enough for a sample
+            marks.append(_TransferMark(duration, *self._total_moved()))
+        moved = _differences(drained.counts, whole.counts)
+        self.work_files.count(sum(read.bytes for read, _ in moved), sum(write.bytes for _, write in moved))
+        if error is not None:
+            raise error
         return self._row(
             rw,
-            _less(ended.counts, begun.counts),
-            took,
-            ended.cpu - begun.cpu,
+            _differences(end.counts, start.counts),
+            duration,
+            end.cpu - start.cpu,
             [_sample(*pair) for pair in pairwise(marks)],
-            complete=not interrupts.came,
+            complete=not interrupts.received,
         )
 
-    def _moment(self) -> _Moment:
+    def _snapshot(self) -> _LoadSnapshot:
         stats = {aio: aio.stats() for aio in self._contexts}
         counts = [lane.counts(stats[lane.aio][lane.file]) for lane in self._lanes]
-        return _Moment(time.monotonic(), time.process_time(), counts)
+        return _LoadSnapshot(time.monotonic(), time.process_time(), counts)
 
-    def _ticks(self, crew: _Crew, began: float, until: float, interrupts: Interrupts) -> Iterator[float]:
-        """When to take a sample, in seconds since ``began``: as time comes, and when the window is over."""
+    def _ticks(
+        self, crew: _LaneThreads, began: float, until: float, interrupts: Interrupts
+    ) -> Iterator[float]:
+        """Wait for each time to take a sample, and for the end of the interval; yields seconds since ``began``."""
         at, at_work = began, True
-        while at_work and at < until and not interrupts.came:
+        while at_work and at < until and not interrupts.received:
             following = at + SAMPLE_SECONDS
-            at_work = crew.sleep_until(following if until - following > _SHORTEST else until)
+            at_work = crew.sleep_until(following if until - following > _MIN_SAMPLE_SECONDS else until)
             before, at = at, time.monotonic()
-            if at_work or at - before > _SHORTEST or before == began:
+            if at_work or at - before > _MIN_SAMPLE_SECONDS or before == began:
                 yield at - began
 
     def _reached(self) -> float:
-        """The share of all files that the pass over them has covered."""
-        return sum(lane.reached for lane in self._lanes) / (self.ground.size * len(self._lanes))
+        """The part of all files that the current pass has covered, from 0 to 1."""
+        return sum(lane.reached for lane in self._lanes) / (self.work_files.size * len(self._lanes))
 
-    def _moved(self) -> tuple[int, int]:
+    def _total_moved(self) -> tuple[int, int]:
         """Bytes read and written so far."""
         moved = self.moved()
         return sum(read for read, _ in moved), sum(written for _, written in moved)
@@ -212,18 +215,18 @@ class Load:
         self,
         rw: ReadWrite,
         counts: list[tuple[Count, Count]],
-        took: float,
+        seconds: float,
         cpu: float,
         samples: list[Sample],
         complete: bool,
     ) -> Row:
         by_path = [
             [each for lane, each in zip(self._lanes, counts, strict=True) if lane.place == place]
-            for place in range(len(self.ground.directories))
+            for place in range(len(self.work_files.directories))
         ]
         return Row(
             rw=rw,
-            seconds=took,
+            seconds=seconds,
             read=_traffic([read for read, _ in counts]),
             write=_traffic([write for _, write in counts]),
             cpu_seconds=cpu,
@@ -235,32 +238,34 @@ class Load:
                     read=_traffic([read for read, _ in lanes]),
                     write=_traffic([write for _, write in lanes]),
                 )
-                for directory, lanes in zip(self.ground.directories, by_path, strict=True)
+                for directory, lanes in zip(self.work_files.directories, by_path, strict=True)
             ),
             complete=complete,
         )
 
 
-class _Crew:
-    """The threads of all lanes, at work on a window: until the last has ended, or if ``together`` the first."""
+class _LaneThreads:
+    """The threads of all lanes in an interval, until the last ends, or with ``together`` the first."""
 
     def __init__(self, lanes: Sequence[Lane], rw: ReadWrite, *, once: bool, together: bool) -> None:
         self._stop = threading.Event()
-        self._ended = threading.Semaphore(0)
-        self._at_work = 1 if together else len(lanes)
+        self._finished = threading.Semaphore(0)
+        self._running = 1 if together else len(lanes)
         self._threads = [
             threading.Thread(
-                target=lane.work, args=(lane.walks(rw, once=once), self._stop, self._ended, once), daemon=True
+                target=lane.work,
+                args=(lane.block_orders(rw, once=once), self._stop, self._finished, once),
+                daemon=True,
             )
             for lane in lanes
         ]
 
-    def sleep_until(self, when: float) -> bool:
-        """Until then, or until the work has ended; False in that case."""
-        while self._at_work:
-            if not self._ended.acquire(timeout=max(0.0, when - time.monotonic())):
+    def sleep_until(self, deadline: float) -> bool:
+        """Wait until ``deadline`` and return True, or until the threads have finished and return False."""
+        while self._running:
+            if not self._finished.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 return True
-            self._at_work -= 1
+            self._running -= 1
         return False
 
     def __enter__(self) -> Self:
@@ -268,11 +273,11 @@ class _Crew:
             try:
                 thread.start()
             except RuntimeError as error:
-                wanted = len(self._threads)
+                thread_count = len(self._threads)
                 del self._threads[number:]
                 self.__exit__(None, None, None)
                 raise ConfigError(
-                    f"only {number} of {counted(wanted, 'thread')}, one for each job and directory, can start"
+                    f"only {number} of {counted(thread_count, 'thread')} could start, one for each job and directory"
                     f" ({error}): raise the limit (ulimit -u, the cgroup's pids.max), or lower --numjobs or --iodepth"
                 ) from None
         return self
@@ -286,7 +291,7 @@ class _Crew:
 
 
 def worst_second(samples: Sequence[Sample]) -> float | None:
-    """The least bytes per second over a second in a row; None if there was no such stretch."""
+    """The lowest bytes per second over any second; None if the samples span less than a second."""
     moved, at = [0.0], [0.0]
     for sample in samples:
         moved.append(moved[-1] + sample.rate * (sample.at - at[-1]))
@@ -301,14 +306,16 @@ def worst_second(samples: Sequence[Sample]) -> float | None:
     return worst
 
 
-def _sample(before: _Mark, after: _Mark) -> Sample:
+def _sample(before: _TransferMark, after: _TransferMark) -> Sample:
     took = after.at - before.at
     return Sample(
         at=after.at, read=(after.read - before.read) / took, write=(after.write - before.write) / took
     )
 
 
-def _less(after: list[tuple[Count, Count]], before: list[tuple[Count, Count]]) -> list[tuple[Count, Count]]:
+def _differences(
+    after: list[tuple[Count, Count]], before: list[tuple[Count, Count]]
+) -> list[tuple[Count, Count]]:
     def between(late: Count, early: Count) -> Count:
         return Count(late.bytes - early.bytes, late.ops - early.ops, late.latency - early.latency)
 

@@ -1,4 +1,4 @@
-"""The ground of a load: private files, which nobody else has a name for and which end with the process."""
+"""The files of a load: private, unnamed, and freed when the process ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tiering.errors import SwapSpaceError, UnsafeTargetError
 from tiering.storage.swap_file import IN_TRAINING, SwapFile
 
 
-class Ground:
-    """Private files of ``size`` bytes, one per directory and job, reserved; with what of them was written once.
+class WorkFiles:
+    """Private preallocated files of ``size`` bytes, one per directory and job.
 
-    ``lost`` says what the file systems do not give, by directory. ``max_write`` bytes may be written in all, if that is
-    set. Raises UnsafeTargetError where O_DIRECT was asked for and is refused, SwapSpaceError where there is no room.
+    ``written_once`` has the written bytes of each file, by job and directory. ``missing_features`` has the features
+    that the file systems lack, by directory. ``max_write`` limits the bytes that all intervals write. Raises
+    UnsafeTargetError if a file system refuses a requested O_DIRECT, SwapSpaceError if the space does not suffice.
     """
 
     def __init__(
@@ -26,12 +27,13 @@ class Ground:
         self.size = size
         self.direct = direct
         self.files: list[list[SwapFile]] = []  # by job and directory
-        self.lost: dict[Path, tuple[str, ...]] = {}
+        self.missing_features: dict[Path, tuple[str, ...]] = {}
         self.max_write: int | None = None
         self.read_bytes = 0
-        self.written_bytes = 0  # of windows that are over
-        self.full = False  # whether the last window ended because of ``max_write``
-        self._taken = 0  # to be written by the window under way (lock)
+        self.written_bytes = 0  # by completed intervals
+        self.full = False  # whether ``max_write`` ended the last interval
+        # Bytes that the current interval has reserved for writing. The lanes' threads share it under the lock.
+        self._reserved_bytes = 0
         self._lock = threading.Lock()
         try:
             for _ in range(numjobs):
@@ -39,11 +41,11 @@ class Ground:
                 for directory in self.directories:
                     file = _private_file(directory, size, direct)
                     self.files[-1].append(file)
-                    self.lost[directory] = file.lost
+                    self.missing_features[directory] = file.lost
                     if direct and not file.direct:
                         raise UnsafeTargetError(
-                            f"{directory} refuses O_DIRECT, so its drive cannot be told from the page cache; name"
-                            " another directory, or measure memory and drive together with --direct 0"
+                            f"{directory} refuses O_DIRECT, so a measurement would include the page cache; name"
+                            " another directory, or measure with the page cache: --direct 0"
                         )
         except BaseException:
             self.close()
@@ -52,27 +54,30 @@ class Ground:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files together."""
         return self.size * sum(len(files) for files in self.files)
 
     def may_write(self, nbytes: int) -> bool:
-        """Whether ``max_write`` has room for so many bytes more; if so they are taken. Every lane asks."""
+        """Reserve ``nbytes`` of ``max_write``; False if they exceed it. Each lane calls this before it writes."""
         with self._lock:
-            if self.max_write is not None and self.written_bytes + self._taken + nbytes > self.max_write:
+            if (
+                self.max_write is not None
+                and self.written_bytes + self._reserved_bytes + nbytes > self.max_write
+            ):
                 self.full = True
                 return False
-            self._taken += nbytes
+            self._reserved_bytes += nbytes
             return True
 
     def count(self, read: int, written: int) -> None:
-        """A window is over, in which so many bytes were moved."""
+        """Add the bytes of a completed interval, and clear its reservations."""
         with self._lock:
-            self._taken = 0
+            self._reserved_bytes = 0
             self.read_bytes += read
             self.written_bytes += written
 
     def close(self) -> None:
-        """Close the files, and the kernel frees their space. Loads over them must be closed first."""
+        """Close the files; the kernel then frees their space. Close loads over them first."""
         for file in (file for files in self.files for file in files):
             file.close()
 

@@ -16,8 +16,8 @@ from tiering.planning.sizing import format_count
 from tiering.tierbench.display import figures
 from tiering.tierbench.replay.pattern import Pattern, Phase, Turn
 from tiering.tierbench.replay.step import Taken
-from tiering.tierbench.result import Engine, Record, Run
-from tiering.tierbench.verdict import ALIKE
+from tiering.tierbench.result import CommandResult, Engine, ResultPart
+from tiering.tierbench.verdict import BALANCED_SHARE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ class Round:
     plain: Rates
 
 
-class PhaseResult(Record):
+class PhaseResult(ResultPart):
     """A part of a step. Bytes and seconds are those of the model's whole step."""
 
     name: Phase
@@ -68,7 +68,7 @@ class PhaseResult(Record):
         return statistics.median(self.ratios) if self.ratios else None
 
 
-class Profile(Run):
+class Profile(CommandResult):
     """A run of ``tierbench profile DIR ...``."""
 
     kind: Literal["profile"] = "profile"
@@ -171,7 +171,7 @@ def _bound(
     if stalled is not None and stalled < HIDDEN:
         return "kernels"
     reading, writing = read / (plain.nvme_read or 1.0), written / (plain.nvme_write or 1.0)
-    if abs(reading - writing) <= ALIKE * max(reading, writing):
+    if abs(reading - writing) <= BALANCED_SHARE * max(reading, writing):
         return "both"
     return "reads" if reading > writing else "writes"
 

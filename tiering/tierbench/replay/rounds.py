@@ -23,7 +23,7 @@ from tiering.planning.sizing import plan_of_size
 from tiering.storage.arena import PAGE
 from tiering.tierbench.bench import Phases
 from tiering.tierbench.load import target
-from tiering.tierbench.load.windows import SAMPLE_SECONDS, Ground, Load, Watch
+from tiering.tierbench.load.windows import SAMPLE_SECONDS, Load, Watch, WorkFiles
 from tiering.tierbench.replay.pattern import Pattern
 from tiering.tierbench.replay.profile_result import Profile, Round, results
 from tiering.tierbench.replay.step import Replay, Taken
@@ -125,11 +125,11 @@ class _Run:
 
     def run(self, model: str, params: int) -> Profile:
         asked, load = self._asked, self._plan.workload
-        targets = [target.of(each) for each in self._directories]
+        targets = [target.describe(each) for each in self._directories]
         begun = header(asked.command, targets)
         for each in targets:
             self._notes += target.warnings(Path(each.directory), each.backing)
-        size = target.file_size(self._directories, numjobs=1, bs=PAGE, asked=asked.size)
+        size = target.file_size(self._directories, numjobs=1, bs=PAGE, requested=asked.size)
         for_plain = None if asked.max_write is None else asked.max_write // PLAIN_SHARE
         settings = self._settings(size, for_plain)
         with (
@@ -142,12 +142,12 @@ class _Run:
                 with_kernels=asked.with_kernels,
                 most=None if asked.max_write is None or for_plain is None else asked.max_write - for_plain,
             ) as replay,
-            Ground(self._directories, size=settings.size) as ground,
+            WorkFiles(self._directories, size=settings.size) as ground,
             Load(ground, settings) as windows,
         ):
             ground.max_write = for_plain
             self._notes += [
-                f"{directory}: {what}" for directory, lost in ground.lost.items() for what in lost
+                f"{directory}: {what}" for directory, lost in ground.missing_features.items() for what in lost
             ]
             interrupted = self._measure(replay, windows)
             read, written = replay.moved
@@ -234,7 +234,7 @@ class _Run:
         for rw in PLAIN:
             ramp = windows.settings.ramp_time
             row = windows.run(rw, seconds=WINDOW, ramp=ramp, watch=_since(watch, began))
-            if windows.ground.full:  # no rate of what it was to be: some blocks, or reads alone of a mix
+            if windows.work_files.full:  # no rate of what it was to be: some blocks, or reads alone of a mix
                 self._cut = True
             else:
                 rows.append(row)

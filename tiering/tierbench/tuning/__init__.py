@@ -1,1 +1,1 @@
-"""tierbench tune: which I/O engine, block size and depth suit a drive."""
+"""tierbench tune: finds the I/O engine, block size and depth that suit a drive."""

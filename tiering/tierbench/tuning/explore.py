@@ -1,4 +1,4 @@
-"""The windows of a sweep: round by round, settings between windows of the reference."""
+"""The measurements of a sweep: rounds of settings, each measured between two measurements of the reference."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tiering.tierbench.tuning.search import Cell, Reading, Sweep, pairs
 _SEED = 11
 
 
-class Taken(NamedTuple):
-    """What a window showed: bytes per second, CPU seconds per 10^9 bytes, seconds."""
+class SettingFigures(NamedTuple):
+    """The figures of one measurement: bytes per second, CPU seconds per 10^9 bytes, seconds."""
 
     rate: float
     cpu_per_gb: float
@@ -25,17 +25,17 @@ class Taken(NamedTuple):
 
 
 class Bench(Protocol):
-    """What measures windows of settings; ``None`` stands for the defaults."""
+    """Measures one interval of a setting; None is the default setting."""
 
-    def window(self, cell: Cell | None, tell: Watch | None) -> Taken: ...
-
-
-class Ended(Exception):  # noqa: N818 # an end, and no error
-    """No further window can be measured; what there is counts."""
+    def measure(self, cell: Cell | None, watch: Watch | None) -> SettingFigures: ...
 
 
-class CannotStart(Exception):  # noqa: N818 # the setting's, and told with it
-    """This setting cannot be measured here."""
+class SearchEnded(Exception):  # noqa: N818 # not an error
+    """No further interval can be measured; the readings so far count."""
+
+
+class SettingUnavailable(Exception):  # noqa: N818 # not an error of the run
+    """This setting cannot be measured on this machine; the message is the reason."""
 
 
 def explore(
@@ -46,81 +46,89 @@ def explore(
     phases: Phases | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """Measure into ``sweep`` until it is over, or about to last longer than ``until``; why it ended.
+    """Measure into ``sweep`` until it is complete or the time ``until`` would pass; returns the reason for the end.
 
-    Interrupted: KeyboardInterrupt is raised, and what ``sweep`` has is whole.
+    An interruption raises KeyboardInterrupt and leaves ``sweep`` consistent.
     """
-    order = random.Random(_SEED)  # noqa: S311 # the order of windows
+    order = random.Random(_SEED)  # noqa: S311 # the order of measurements
     began = clock()
     try:
-        before = _reference(bench, sweep, clock() - began, None)
+        before = _measure_reference(bench, sweep, clock() - began, None)
         while cells := sweep.next_round():
             order.shuffle(cells)
-            tell = _Rounds(
-                phases, f"round {sweep.rounds}: {counted(len(cells), 'setting')}", windows=len(cells) * 3 // 2
+            progress = _RoundProgress(
+                phases, f"round {sweep.rounds}: {counted(len(cells), 'setting')}", count=len(cells) * 3 // 2
             )
             for pair in pairs(cells):
                 started = clock()
-                found = [(cell, clock() - began, _setting(bench, sweep, cell, tell)) for cell in pair]
-                after = _reference(bench, sweep, clock() - began, tell)
-                for cell, at, each in found:
+                interval_figures = [
+                    (cell, clock() - began, _measure_setting(bench, sweep, cell, progress)) for cell in pair
+                ]
+                after = _measure_reference(bench, sweep, clock() - began, progress)
+                for cell, at, each in interval_figures:
                     if each is not None:
                         sweep.add(cell, Reading(at=at, before=before, after=after, **each._asdict()))
                 before = after
                 if clock() + (clock() - started) > until:
-                    return "the time was over"
-    except Ended as end:
+                    return "the time limit was reached"
+    except SearchEnded as end:
         return str(end)
-    return "more would not have changed it"
+    return "more readings would not change the result"
 
 
-def taken(row: Row, seconds: float) -> Taken:
-    """What ``row`` shows of the ``seconds`` while its queues were full.
+def figures_of(row: Row, seconds: float) -> SettingFigures:
+    """The figures of ``row`` for the first ``seconds``, while its queues were full.
 
-    After a ramp a window counts what was in flight when it began, and what is drained after it. Beside so short a
-    window that is much where much is in flight, and would make deep queues look fast. So it is with a mix on a drive
-    that reads faster than it writes: until memory holds no more, reads are ahead, and lead the further the more there
-    is. What goes on is twice the slower direction.
+    After a ramp, an interval counts the blocks in flight at its start and the blocks that drain after it. In a short
+    interval with many blocks in flight, these are a large part, and would make deep queues look fast. A mix on a drive
+    that reads faster than it writes has the same effect: reads run ahead until memory is full, and further ahead the
+    more memory there is. The rate of a mix is therefore twice that of its slower direction.
     """
-    ended = (count for count, sample in enumerate(row.samples, 1) if sample.at >= 0.99 * seconds)
-    full = row.samples[: next(ended, len(row.samples))]
-    tails = [traffic.latency.p99 for _, traffic in row.directions() if traffic.latency is not None]
-    read = moved(each.model_copy(update={"write": 0.0}) for each in full)
-    written = moved(each.model_copy(update={"read": 0.0}) for each in full)
-    both = 2 * min(read, written) or read + written
-    return Taken(
-        rate=max(1.0, both / full[-1].at if full else row.rate),  # a drive that stood still has no logarithm
+    cut_off = (count for count, sample in enumerate(row.samples, 1) if sample.at >= 0.99 * seconds)
+    full = row.samples[: next(cut_off, len(row.samples))]
+    p99s = [traffic.latency.p99 for _, traffic in row.directions() if traffic.latency is not None]
+    read_bytes = moved(each.model_copy(update={"write": 0.0}) for each in full)
+    written_bytes = moved(each.model_copy(update={"read": 0.0}) for each in full)
+    both_bytes = 2 * min(read_bytes, written_bytes) or read_bytes + written_bytes
+    return SettingFigures(
+        rate=max(1.0, both_bytes / full[-1].at if full else row.rate),  # a stalled drive has no logarithm
         cpu_per_gb=row.cpu_per_gb,
-        p99=max(tails, default=row.seconds),
+        p99=max(p99s, default=row.seconds),
     )
 
 
-def _setting(bench: Bench, sweep: Sweep, cell: Cell, tell: _Rounds) -> Taken | None:
+def _measure_setting(
+    bench: Bench, sweep: Sweep, cell: Cell, progress: _RoundProgress
+) -> SettingFigures | None:
     try:
-        return bench.window(cell, tell.window())
-    except CannotStart as why:
+        return bench.measure(cell, progress.next_watch())
+    except SettingUnavailable as why:
         sweep.leave_out(cell, str(why))
         return None
 
 
-def _reference(bench: Bench, sweep: Sweep, at: float, tell: _Rounds | None) -> float:
-    found = bench.window(None, None if tell is None else tell.window())
-    sweep.reference.append(Reading(at=at, before=found.rate, after=found.rate, **found._asdict()))
-    return found.rate
+def _measure_reference(bench: Bench, sweep: Sweep, at: float, progress: _RoundProgress | None) -> float:
+    interval_figures = bench.measure(None, None if progress is None else progress.next_watch())
+    sweep.reference.append(
+        Reading(
+            at=at, before=interval_figures.rate, after=interval_figures.rate, **interval_figures._asdict()
+        )
+    )
+    return interval_figures.rate
 
 
-class _Rounds:
-    """Progress of a round, whose windows are one phase."""
+class _RoundProgress:
+    """Progress of a round: all its measurements are one phase."""
 
-    def __init__(self, phases: Phases | None, name: str, *, windows: int) -> None:
+    def __init__(self, phases: Phases | None, name: str, *, count: int) -> None:
         self._watch = None if phases is None else phases.phase(name, None)
-        self._windows = max(1, windows)
-        self._over = -1
+        self._count = max(1, count)
+        self._complete = -1
         self._offset = self._last = 0.0
 
-    def window(self) -> Watch | None:
-        """For the next window."""
-        self._over += 1
+    def next_watch(self) -> Watch | None:
+        """The callback for the samples of the next measurement."""
+        self._complete += 1
         self._offset += self._last
         self._last = 0.0
         watch = self._watch
@@ -131,7 +139,7 @@ class _Rounds:
             self._last = sample.at
             watch(
                 sample.model_copy(update={"at": self._offset + sample.at}),
-                min(1.0, (self._over + done) / self._windows),
+                min(1.0, (self._complete + done) / self._count),
             )
 
         return tell

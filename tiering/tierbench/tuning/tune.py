@@ -1,8 +1,8 @@
-"""``tierbench tune DIR ...``: the I/O engine, block size and depth that suit the drives, or that the defaults do.
+"""``tierbench tune DIR ...``: finds the I/O engine, block size and depth for the drives, or confirms the defaults.
 
-One set of files is laid out once; each window is a load of its own over them. ``search.py`` says what to measure next
-and judges, this module measures and tells. Short windows in many rounds: what swings within minutes then meets all
-settings alike.
+The files are laid out once; each measurement is a separate load over them. ``search.py`` chooses the measurements and
+evaluates them; this module measures and reports. The measurements are short and in many rounds, so that changes of the
+drive within minutes affect all settings equally.
 """
 
 from __future__ import annotations
@@ -23,26 +23,32 @@ from tiering.tierbench import words
 from tiering.tierbench.bench import Phases
 from tiering.tierbench.exits import INTERRUPTED
 from tiering.tierbench.load import target
-from tiering.tierbench.load.windows import Ground, Load, Watch
+from tiering.tierbench.load.windows import Load, Watch, WorkFiles
 from tiering.tierbench.result import Engine, Row, Settings, header
 from tiering.tierbench.tuning import config_file, tuning_result
-from tiering.tierbench.tuning.explore import CannotStart, Ended, Taken, explore, taken
-from tiering.tierbench.tuning.search import MOST_IN_FLIGHT, Cell, Grid, Sweep
+from tiering.tierbench.tuning.explore import (
+    SearchEnded,
+    SettingFigures,
+    SettingUnavailable,
+    explore,
+    figures_of,
+)
+from tiering.tierbench.tuning.search import MAX_IN_FLIGHT, Cell, Grid, Sweep
 from tiering.tierbench.verdict import io_block
 from tiering.tierbench.words import ReadWrite, brief, writes
 
 RUNTIME = 60.0
-WINDOW = 0.4  # seconds
-RAMP = 0.05
-SIZE = 2 << 30  # of a file, at most, unless told
-PREPARATION = 0.1  # of the runtime, at most, goes into writing the files once
-LEAST_LAID_OUT = 64 << 20
+INTERVAL_SECONDS = 0.4  # seconds
+RAMP_SECONDS = 0.05
+SIZE = 2 << 30  # largest default size of a file
+PREPARATION_SHARE = 0.1  # of the runtime, the most that the first write of the files may take
+MIN_LAID_OUT = 64 << 20
 SIZES = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
 DEPTHS = (4, 8, 16, 32, 64)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``tierbench tune``."""
+    """Add the arguments of ``tierbench tune``."""
     parser.add_argument(
         "directories",
         type=words.directory,
@@ -83,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, and write what was asked for; the exit code."""
+    """Measure, print, write the configuration if requested, and return the exit code."""
     if options.write_config is not None:
         config_file.check(options.write_config, _block(_settings(None)))
     from tiering.tierbench.display.progress import Progress
@@ -91,8 +97,8 @@ def run(options: argparse.Namespace) -> int:
     directories = target.check_all(options.directories)
     if writes(options.rw) and not options.quiet:
         print(
-            f"tierbench tune: writes for up to {options.runtime:g} s, as fast as the drive takes it; --max-write bounds"
-            " that, and --rw read needs no more than the files",
+            f"tierbench tune: writes for up to {options.runtime:g} s as fast as the drive accepts data; --max-write"
+            " limits the bytes, and --rw read writes only the files",
             file=sys.stderr,
         )
     with target.alone_in(directories), Progress(quiet=options.quiet) as progress:
@@ -123,18 +129,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _engines(text: str) -> tuple[str, ...]:
-    named = tuple(dict.fromkeys(words.engine(each) for each in text.split(",")))
-    if "auto" in named:
-        raise argparse.ArgumentTypeError("auto is what others are compared with; name engines to try")
-    return named
+    names = tuple(dict.fromkeys(words.engine(each) for each in text.split(",")))
+    if "auto" in names:
+        raise argparse.ArgumentTypeError("auto is the baseline of the comparison; name engines to try")
+    return names
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = sorted({words.size(each) for each in text.split(",")})
     for each in sizes:
-        if each % ALIGNMENT or each > MOST_IN_FLIGHT:
+        if each % ALIGNMENT or each > MAX_IN_FLIGHT:
             raise argparse.ArgumentTypeError(
-                f"{each} bytes: a block is a multiple of {ALIGNMENT}, up to {brief(MOST_IN_FLIGHT)}"
+                f"{each} bytes is not a multiple of {ALIGNMENT} up to {brief(MAX_IN_FLIGHT)}"
             )
     return tuple(sizes)
 
@@ -143,7 +149,9 @@ def _depths(text: str) -> tuple[int, ...]:
     try:
         depths = sorted({int(each) for each in text.split(",")})
     except ValueError:
-        raise argparse.ArgumentTypeError(f"whole numbers with commas, as 8,16,32, not {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of whole numbers; write for example 8,16,32"
+        ) from None
     if depths[0] < 1 or depths[-1] > MAX_QUEUE_DEPTH:
         raise argparse.ArgumentTypeError(f"choose 1 .. {MAX_QUEUE_DEPTH}")
     return tuple(depths)
@@ -156,8 +164,8 @@ def _settings(cell: Cell | None) -> Settings:
         bs=cell.bs,
         iodepth=cell.iodepth,
         size=0,
-        runtime=WINDOW,
-        ramp_time=RAMP,
+        runtime=INTERVAL_SECONDS,
+        ramp_time=RAMP_SECONDS,
         ioengine=cell.ioengine,
         registered=cell.registered,
     )
@@ -168,49 +176,49 @@ def _block(settings: Settings) -> dict[str, Any]:
 
 
 def _portable(sweep: Sweep) -> Settings:
-    """What is recommended. What "auto" comes to here is left to it: it also finds what works elsewhere."""
+    """The recommended settings. The engine that "auto" selects here stays "auto", which also works elsewhere."""
     chosen = sweep.verdict().recommended.cell
     auto = chosen.ioengine == sweep.grid.reference.ioengine
     return _settings(chosen._replace(ioengine="auto") if auto else chosen)
 
 
 @dataclass
-class _Drives:
-    """The real ones: a load for each window, over files that are laid out once."""
+class _LoadBench:
+    """Measures on real drives: a load for each measurement, over files that are laid out once."""
 
-    ground: Ground
+    work_files: WorkFiles
     rw: ReadWrite
     registers: frozenset[str] = frozenset()  # engines whose buffers are registered
 
     def engine(self, cell: Cell | None) -> Engine:
-        """What a setting comes to here. Raises SwapError where its engine cannot start."""
-        with Load(self.ground, _settings(cell)) as load:
+        """The engine and flags of a setting on this machine. Raises SwapError if its engine cannot start."""
+        with Load(self.work_files, _settings(cell)) as load:
             return load.engine
 
     def lay_out(self, seconds: float, watch: Watch | None) -> Row:
-        with Load(self.ground, _settings(None)) as load:
+        with Load(self.work_files, _settings(None)) as load:
             return load.lay_out(seconds=seconds, watch=watch)
 
-    def window(self, cell: Cell | None, tell: Watch | None) -> Taken:
+    def measure(self, cell: Cell | None, watch: Watch | None) -> SettingFigures:
         try:
-            load = Load(self.ground, _settings(cell))
+            load = Load(self.work_files, _settings(cell))
         except SwapError as error:
             if cell is None:
                 raise
-            raise CannotStart(error.message) from None
+            raise SettingUnavailable(error.message) from None
         with load:
-            row = load.run(self.rw, seconds=WINDOW, ramp=RAMP, watch=tell)
+            row = load.run(self.rw, seconds=INTERVAL_SECONDS, ramp=RAMP_SECONDS, watch=watch)
             engine = load.engine
         if not row.complete:
             raise KeyboardInterrupt
-        if self.ground.full:
-            raise Ended(f"no more than --max-write {format_size(self.ground.max_write or 0)} may be written")
+        if self.work_files.full:
+            raise SearchEnded(f"--max-write {format_size(self.work_files.max_write or 0)} was reached")
         expected = cell is not None and cell.registered and cell.ioengine in self.registers
         if expected and "registered_buffers" not in engine.flags:
-            raise CannotStart(
+            raise SettingUnavailable(
                 engine.passed_over.get("registered_buffers", "its buffers could not be registered")
             )
-        return taken(row, WINDOW)
+        return figures_of(row, INTERVAL_SECONDS)
 
 
 def tune(
@@ -225,104 +233,107 @@ def tune(
     max_write: int | None = None,
     phases: Phases | None = None,
     command: str = "tierbench tune",
-) -> tuning_result.Tuned:
-    """Find what suits the drives behind ``directories``, which are used together, in ``runtime`` seconds.
+) -> tuning_result.TuningResult:
+    """Find the settings that suit the drives of ``directories``, used together, in ``runtime`` seconds.
 
-    After Ctrl-C what there is until then; KeyboardInterrupt if that is nothing. Raises what ``bench.run`` raises.
+    After Ctrl-C the result has the readings so far; without any, KeyboardInterrupt is raised. Raises the errors of
+    ``bench.run``.
     """
-    began, targets = time.monotonic(), [target.of(directory) for directory in directories]
-    begun = header(command, targets)
-    interrupted, ended = False, ""
-    with Ground(directories, size=_size(directories, sizes, size, max_write)) as ground:
-        ground.max_write = max_write
-        bench = _Drives(ground, rw)
-        sweep, left_out = _prepare(bench, engines, sizes, depths, runtime * PREPARATION, phases)
+    start, targets = time.monotonic(), [target.describe(directory) for directory in directories]
+    header_fields = header(command, targets)
+    interrupted, end_reason = False, ""
+    with WorkFiles(directories, size=_size(directories, sizes, size, max_write)) as work_files:
+        work_files.max_write = max_write
+        bench = _LoadBench(work_files, rw)
+        sweep, left_out = _prepare(bench, engines, sizes, depths, runtime * PREPARATION_SHARE, phases)
         try:
-            ended = explore(bench, sweep, until=began + runtime, phases=phases)
+            end_reason = explore(bench, sweep, until=start + runtime, phases=phases)
         except KeyboardInterrupt:
             if not sweep.reference:
                 raise
-            interrupted, ended = True, "it was interrupted"
-        used = min(min(each) for each in ground.written_once)
-    return tuning_result.found(
+            interrupted, end_reason = True, "it was interrupted"
+        used = min(min(each) for each in work_files.written_once)
+    return tuning_result.result_of(
         sweep,
         left_out,
         config=_block(_portable(sweep)),
-        ended=ended,
+        ended=end_reason,
         interrupted=interrupted,
-        seconds=time.monotonic() - began,
-        read_bytes=ground.read_bytes,
-        written_bytes=ground.written_bytes,
+        seconds=time.monotonic() - start,
+        read_bytes=work_files.read_bytes,
+        written_bytes=work_files.written_bytes,
         rw=rw,
         size=used,
-        window=WINDOW,
+        window=INTERVAL_SECONDS,
         notes=tuple(note for each in targets for note in target.warnings(Path(each.directory), each.backing)),
-        **begun,
+        **header_fields,
     )
 
 
-def _size(directories: Sequence[Path], sizes: Sequence[int], asked: int | None, max_write: int | None) -> int:
+def _size(
+    directories: Sequence[Path], sizes: Sequence[int], requested_size: int | None, max_write: int | None
+) -> int:
     bs = max(*sizes, IoConfig().block_size)
-    size = target.file_size(directories, numjobs=1, bs=bs, asked=asked)
-    if asked is None:
+    size = target.file_size(directories, numjobs=1, bs=bs, requested=requested_size)
+    if requested_size is None:
         size = min(size, max(SIZE // bs, 4) * bs)
-    if max_write is not None:  # at most half of it is for writing the files once
-        most = max_write // (2 * len(directories)) // bs * bs
-        if most < LEAST_LAID_OUT:
+    if max_write is not None:  # the first write of the files takes at most half
+        largest = max_write // (2 * len(directories)) // bs * bs
+        if largest < MIN_LAID_OUT:
             raise ConfigError(
-                f"--max-write {format_size(max_write)} is too little: it writes {counted(len(directories), 'file')}"
-                f" once before anything is measured; give {format_size(2 * len(directories) * (LEAST_LAID_OUT + bs))}"
+                f"--max-write {format_size(max_write)} is too little: {counted(len(directories), 'file')} must be"
+                f" written first; give at least {format_size(2 * len(directories) * (MIN_LAID_OUT + bs))}"
             )
-        size = min(size, most)
+        size = min(size, largest)
     return size
 
 
 def _prepare(
-    bench: _Drives,
+    bench: _LoadBench,
     engines: Sequence[str],
     sizes: Sequence[int],
     depths: Sequence[int],
     seconds: float,
     phases: Phases | None,
 ) -> tuple[Sweep, dict[str, str]]:
-    """The files written once, and what can be swept; with what cannot, and why."""
+    """Write the files once. Returns the sweep of the available settings, and the others with reasons."""
     watch = None if phases is None else phases.phase("writing once", seconds)
     row = bench.lay_out(seconds, watch)
     if not row.complete:
         raise KeyboardInterrupt
-    least = min(min(each) for each in bench.ground.written_once)
-    if least < min(LEAST_LAID_OUT, bench.ground.size):
+    smallest = min(min(each) for each in bench.work_files.written_once)
+    if smallest < min(MIN_LAID_OUT, bench.work_files.size):
         raise ConfigError(
-            f"only {format_size(least)} of each file were written in {seconds:.1f} s, too little to read back;"
+            f"only {format_size(smallest)} of each file were written in {seconds:.1f} s, too little to measure reads;"
             " give a longer --runtime"
         )
-    io, usual = IoConfig(), bench.engine(None)
+    io, default_engine = IoConfig(), bench.engine(None)
     left_out: dict[str, str] = {}
     ways: list[tuple[str, bool]] = []
     registers = set()
     for name in engines:
         cell = Cell(name, io.block_size, io.queue_depth, registered=True)
         try:
-            found = bench.engine(cell)
+            engine = bench.engine(cell)
         except SwapError as error:
             left_out[name] = error.message
             continue
         ways.append((name, True))
-        if "registered_buffers" in found.flags:
+        if "registered_buffers" in engine.flags:
             registers.add(name)
             ways.append((name, False))
-        elif "registered_buffers" in found.passed_over:
-            left_out[f"{name} with registered buffers"] = found.passed_over["registered_buffers"]
+        elif "registered_buffers" in engine.passed_over:
+            left_out[f"{name} with registered buffers"] = engine.passed_over["registered_buffers"]
     bench.registers = frozenset(registers)
-    reference = Cell(usual.ioengine, io.block_size, io.queue_depth, io.registered)
+    reference = Cell(default_engine.ioengine, io.block_size, io.queue_depth, io.registered)
     grid = Grid(reference, tuple(ways), tuple(sizes), tuple(depths))
     if not list(grid):
         raise ConfigError(
-            f"nothing is left to try: engines that start here: {', '.join(name for name, _ in ways) or 'none'};"
-            f" blocks in flight may hold {brief(MOST_IN_FLIGHT)}; name others by --ioengine, --bs and --iodepth"
+            f"no setting can be tried: engines that start here: {', '.join(name for name, _ in ways) or 'none'};"
+            f" at most {brief(MAX_IN_FLIGHT)} may be in flight; change --ioengine, --bs or --iodepth"
         )
-    if grid.left_out():
-        left_out[counted(grid.left_out(), "setting")] = (
-            f"more than {brief(MOST_IN_FLIGHT)} in flight, which no drive needs"
+    if grid.excluded_count():
+        left_out[counted(grid.excluded_count(), "setting")] = (
+            f"they would have more than {brief(MAX_IN_FLIGHT)} in flight, which no drive needs"
         )
     return Sweep(grid), left_out

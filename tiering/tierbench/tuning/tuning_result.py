@@ -1,4 +1,4 @@
-"""What ``tierbench tune`` has found: everything for programs, for people a table and what it comes to."""
+"""The result of ``tierbench tune``: all readings as JSON, and a table with its conclusions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pydantic import Field
 from tiering.config.fields import format_size
 from tiering.text import counted
 from tiering.tierbench.display import figures
-from tiering.tierbench.result import Record, Run
-from tiering.tierbench.tuning.search import FEWEST, SAME, Cell, Reading, Standing, Sweep
+from tiering.tierbench.result import CommandResult, ResultPart
+from tiering.tierbench.tuning.search import EQUAL_SHARE, MIN_READINGS, Cell, Reading, Standing, Sweep
 from tiering.tierbench.words import ReadWrite, brief
 
 if TYPE_CHECKING:
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ROWS = 12
-CHEAPER = 0.75  # of the CPU per byte: worth telling where the rate is the same
-NOISY = 0.15
-WIDE = 96  # columns
+CHEAPER_SHARE = 0.75  # of the CPU per byte; a setting below it is reported if it is as fast
+NOISY_SCATTER = 0.15
+WIDE_COLUMNS = 96  # columns
 
-_WHAT = {"rw": "reads and writes at once", "read": "reads", "write": "writes"}
+_LOAD_NAMES = {"rw": "reads and writes at once", "read": "reads", "write": "writes"}
 
 
-class Ratio(Record):
-    """To the rate of the defaults, with the 95 % interval."""
+class Ratio(ResultPart):
+    """The ratio to the rate of the defaults, with its 95 % confidence interval."""
 
     point: float
     low: float
     high: float
 
 
-class Tried(Record):
-    """A setting, and what was read of it."""
+class TriedSetting(ResultPart):
+    """A setting and its readings."""
 
     ioengine: str
     bs: int
@@ -43,7 +43,7 @@ class Tried(Record):
     registered: bool
     in_flight: int = Field(description="Bytes, per directory.")
     ratio: Ratio
-    rate: float = Field(description="Bytes per second: the median of the readings that count.")
+    rate: float = Field(description="Bytes per second: the median of the valid readings.")
     cpu_per_gb: float = Field(description="CPU seconds per 10^9 bytes.")
     p99: float = Field(description="Seconds: the median of the readings'.")
     readings: tuple[Reading, ...]
@@ -53,53 +53,53 @@ class Tried(Record):
         return Cell(self.ioengine, self.bs, self.iodepth, self.registered)
 
 
-class Tuned(Run):
-    """A run of ``tierbench tune``. ``tried`` is best first, the defaults among them."""
+class TuningResult(CommandResult):
+    """A run of ``tierbench tune``. ``tried`` is best first and includes the defaults."""
 
     kind: Literal["tune"] = "tune"
     rw: ReadWrite
-    size: int = Field(description="Bytes of each file that were used.")
-    window: float
-    tried: tuple[Tried, ...]
-    defaults_at: int = Field(description="Place in ``tried``.")
+    size: int = Field(description="Bytes used of each file.")
+    window: float = Field(description="Seconds of one measurement.")
+    tried: tuple[TriedSetting, ...]
+    defaults_at: int = Field(description="Index in ``tried``.")
     recommended_at: int
-    best_at: int = Field(description="The fastest of those that were measured often enough to tell.")
-    why: str
-    alike: int = Field(description="How many are as fast as that, or slower by SAME at most.")
+    best_at: int = Field(description="The fastest setting with enough readings.")
+    why: str = Field(description="The reason for the recommendation.")
+    alike: int = Field(description="Number of settings at most 5 % slower than the best.")
     flat_bs: tuple[int, int] = Field(
-        description="Block sizes from ... to that are as fast as the best, at the depth recommended."
+        description="Range of block sizes that are as fast as the best, at the recommended depth."
     )
     flat_iodepth: tuple[int, int]
     front: tuple[int, ...] = Field(
-        description="Places in ``tried`` that no other beats in rate, CPU and memory at once."
+        description="Indices in ``tried`` of settings that no other beats in rate, CPU and memory at once."
     )
-    noise: float = Field(description="Scatter of the logarithm of a single ratio.")
-    left_out: dict[str, str] = Field(description="What was not measured, and why.")
+    noise: float = Field(description="Standard deviation of the logarithm of a single ratio.")
+    left_out: dict[str, str] = Field(description="Settings that were not measured, with reasons.")
     seconds: float
     config: dict[str, Any]
-    ended: str = Field(description="Why no more was measured.")
+    ended: str = Field(description="The reason for the end of the search.")
 
     @property
-    def defaults(self) -> Tried:
+    def defaults(self) -> TriedSetting:
         return self.tried[self.defaults_at]
 
     @property
-    def recommended(self) -> Tried:
+    def recommended(self) -> TriedSetting:
         return self.tried[self.recommended_at]
 
     @property
-    def best(self) -> Tried:
+    def best(self) -> TriedSetting:
         return self.tried[self.best_at]
 
 
-def found(sweep: Sweep, left_out: dict[str, str], **told: Any) -> Tuned:
-    """What ``sweep`` comes to, with what it does not know."""
+def result_of(sweep: Sweep, left_out: dict[str, str], **header_fields: Any) -> TuningResult:
+    """The result of ``sweep``, with the common fields of a result."""
     verdict = sweep.verdict()
 
-    def tried(standing: Standing) -> Tried:
+    def tried(standing: Standing) -> TriedSetting:
         cell = standing.cell
         of_defaults = standing is verdict.reference
-        return Tried(
+        return TriedSetting(
             **cell._asdict(),
             in_flight=cell.in_flight,
             ratio=Ratio(point=standing.ratio.point, low=standing.ratio.low, high=standing.ratio.high),
@@ -110,7 +110,7 @@ def found(sweep: Sweep, left_out: dict[str, str], **told: Any) -> Tuned:
         )
 
     front = verdict.front
-    return Tuned(
+    return TuningResult(
         tried=tuple(map(tried, verdict.standings)),
         defaults_at=verdict.standings.index(verdict.reference),
         recommended_at=verdict.standings.index(verdict.recommended),
@@ -124,13 +124,14 @@ def found(sweep: Sweep, left_out: dict[str, str], **told: Any) -> Tuned:
         left_out=left_out
         | {str(cell): why for cell, why in sweep.left_out.items()}
         | dict.fromkeys(
-            map(str, sweep.unknown()), "the drive changed, or stood still, in each of their windows"
+            map(str, sweep.cells_without_reading()),
+            "the drive changed or stalled during each of their measurements",
         ),
-        **told,
+        **header_fields,
     )
 
 
-def show(tuned: Tuned, console: Console) -> None:
+def show(tuned: TuningResult, console: Console) -> None:
     """Print ``tuned``."""
     from tiering.tierbench.display.screen import block
 
@@ -138,9 +139,9 @@ def show(tuned: Tuned, console: Console) -> None:
         console.print(figures.legible(text), markup=False, highlight=False)
 
     if tuned.interrupted:
-        say("interrupted: this is what was measured until then")
+        say("interrupted: these are the measurements so far")
         console.print()
-    say(f"{', '.join(each.directory for each in tuned.targets)}: {_WHAT[tuned.rw]}")
+    say(f"{', '.join(each.directory for each in tuned.targets)}: {_LOAD_NAMES[tuned.rw]}")
     console.print()
     console.print(_table(tuned, console.width))
     console.print()
@@ -149,15 +150,15 @@ def show(tuned: Tuned, console: Console) -> None:
     if tuned.interrupted:
         return
     console.print()
-    say("to have this in a configuration:")
+    say("to paste into a configuration:")
     console.print(block(tuned.config, console.width), soft_wrap=True, markup=False, highlight=False)
 
 
-def shown(tuned: Tuned) -> list[Tried]:
-    """What a table has room for: what no other beats, the best of each engine, the defaults, what is recommended."""
-    ways: dict[tuple[str, bool], Tried] = {}
+def table_rows(tuned: TuningResult) -> list[TriedSetting]:
+    """The rows of the table: unbeaten settings, the best of each engine, the defaults, the recommended setting."""
+    ways: dict[tuple[str, bool], TriedSetting] = {}
     for each in tuned.tried:
-        if len(each.readings) >= FEWEST:
+        if len(each.readings) >= MIN_READINGS:
             ways.setdefault((each.ioengine, each.registered), each)
     needed = {tuned.defaults.cell, tuned.recommended.cell, *(each.cell for each in ways.values())}
     unbeaten = [tuned.tried[place].cell for place in tuned.front if tuned.tried[place].cell not in needed]
@@ -165,13 +166,13 @@ def shown(tuned: Tuned) -> list[Tried]:
     return [each for each in tuned.tried if each.cell in needed]
 
 
-def _table(tuned: Tuned, width: int) -> Table:
+def _table(tuned: TuningResult, width: int) -> Table:
     from tiering.figures_table import FiguresTable
 
-    table = FiguresTable.plain(collapse_padding=False, padding=(0, 1) if width >= WIDE else 0)
+    table = FiguresTable.plain(collapse_padding=False, padding=(0, 1) if width >= WIDE_COLUMNS else 0)
     table.add_column("engine", no_wrap=True)
-    table.add_figures("block", "depth", "GB/s", "to the defaults", "CPU s/GB", "p99", "in flight")
-    for each in shown(tuned):
+    table.add_figures("block", "depth", "GB/s", "vs. defaults", "CPU s/GB", "p99", "in flight")
+    for each in table_rows(tuned):
         ratio = each.ratio
         table.add_row(
             each.ioengine + ("" if each.registered else ", unreg."),
@@ -189,65 +190,65 @@ def _table(tuned: Tuned, width: int) -> Table:
     return table
 
 
-def _sentences(tuned: Tuned) -> Iterator[str]:
-    rows = {each.cell for each in shown(tuned)}
-    rest = [each.ratio.point for each in tuned.tried if each.cell not in rows]
-    if rest:
+def _sentences(tuned: TuningResult) -> Iterator[str]:
+    listed = {each.cell for each in table_rows(tuned)}
+    unlisted_ratios = [each.ratio.point for each in tuned.tried if each.cell not in listed]
+    if unlisted_ratios:
         yield (
-            f"{len(rest)} more, {min(rest):.2f} to {max(rest):.2f} of the defaults' rate, that others match with no"
-            " more CPU and memory, or that were measured once or twice: --json has them."
+            f"{len(unlisted_ratios)} more settings have {min(unlisted_ratios):.2f} to {max(unlisted_ratios):.2f} times"
+            " the rate of the defaults. Other settings are as fast with no more CPU time and memory, or these were"
+            " measured only once or twice. --json lists them."
         )
     chosen, defaults = tuned.recommended, tuned.defaults
     if tuned.interrupted and chosen is defaults:
         measured = counted(len(tuned.tried) - 1, "setting")
-        yield f"Nothing is recommended: it was interrupted after {measured}."
+        yield f"No recommendation: the search was interrupted after {measured}."
     elif chosen is defaults:
         yield f"Keep the defaults, {defaults.cell}: {tuned.why}."
     else:
         yield (
-            f"Use {chosen.cell}: {tuned.why}. It has {brief(chosen.in_flight)} in flight, the defaults"
-            f" {brief(defaults.in_flight)}, and a p99 of {figures.latency(chosen.p99)}, theirs"
+            f"Use {chosen.cell}: {tuned.why}. It has {brief(chosen.in_flight)} in flight and a p99 of"
+            f" {figures.latency(chosen.p99)}; the defaults have {brief(defaults.in_flight)} and"
             f" {figures.latency(defaults.p99)}."
         )
     best = "the defaults" if tuned.best is defaults else str(tuned.best.cell)
     yield (
-        f"{tuned.alike} of {len(tuned.tried)} settings are as fast as {best}, or at most {SAME:.0%} slower;"
+        f"{tuned.alike} of {len(tuned.tried)} settings are as fast as {best}, or at most {EQUAL_SHARE:.0%} slower;"
         f" {_flat(tuned)}."
     )
     cheaper = [
         each
         for each in tuned.tried
-        if len(each.readings) >= FEWEST
-        and each.ratio.point >= 1 - SAME
-        and each.cpu_per_gb < CHEAPER * chosen.cpu_per_gb
+        if len(each.readings) >= MIN_READINGS
+        and each.ratio.point >= 1 - EQUAL_SHARE
+        and each.cpu_per_gb < CHEAPER_SHARE * chosen.cpu_per_gb
     ]
     if cheaper and chosen is defaults:
-        least = min(cheaper, key=lambda each: each.cpu_per_gb)
+        cheapest = min(cheaper, key=lambda each: each.cpu_per_gb)
         yield (
-            f"{least.cell} takes {least.cpu_per_gb / chosen.cpu_per_gb:.0%} of their CPU time per byte at"
-            f" {least.ratio.point:.2f} of their rate."
+            f"{cheapest.cell} takes {cheapest.cpu_per_gb / chosen.cpu_per_gb:.0%} of their CPU time per byte at"
+            f" {cheapest.ratio.point:.2f} of their rate."
         )
-    scatter = f"The ratio of a single window scatters by {tuned.noise:.0%} here"
-    yield scatter + (": a longer --runtime tells more." if tuned.noise > NOISY else ".")
+    scatter = f"A single ratio has a standard deviation of {tuned.noise:.0%} here"
+    yield scatter + (": a longer --runtime reduces the error." if tuned.noise > NOISY_SCATTER else ".")
     for why in dict.fromkeys(tuned.left_out.values()):
-        named = [what for what, reason in tuned.left_out.items() if reason == why]
-        more = f" and {len(named) - 2} more" if len(named) > 2 else ""
-        yield f"Left out: {', '.join(named[:2])}{more}: {why}."
+        names = [setting for setting, reason in tuned.left_out.items() if reason == why]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        yield f"Not measured: {', '.join(names[:2])}{more}: {why}."
     yield from (f"Note: {note}." for note in tuned.notes)
     yield (
-        f"Ended after {figures.duration(tuned.seconds)}, as {tuned.ended}; wrote"
-        f" {figures.nbytes(tuned.written_bytes)}, read {figures.nbytes(tuned.read_bytes)}, on"
-        f" {format_size(tuned.size)} of each directory."
+        f"Ended after {figures.duration(tuned.seconds)}: {tuned.ended}. Written: {figures.nbytes(tuned.written_bytes)},"
+        f" read: {figures.nbytes(tuned.read_bytes)}, with {format_size(tuned.size)} in each directory."
     )
 
 
-def _flat(tuned: Tuned) -> str:
-    """From where to where it makes no difference."""
+def _flat(tuned: TuningResult) -> str:
+    """The ranges of block size and depth with an equal rate."""
     cell = tuned.recommended.cell
     (small, large), (shallow, deep) = tuned.flat_bs, tuned.flat_iodepth
-    told = []
+    ranges = []
     if small < large:
-        told.append(f"blocks of {brief(small)} .. {brief(large)} (at depth {cell.iodepth})")
+        ranges.append(f"blocks of {brief(small)} .. {brief(large)} (at depth {cell.iodepth})")
     if shallow < deep:
-        told.append(f"depths {shallow} .. {deep} (at {brief(cell.bs)})")
-    return f"{' and '.join(told)} are all the same" if told else f"none of them is next to {cell}"
+        ranges.append(f"depths {shallow} .. {deep} (at {brief(cell.bs)})")
+    return f"{' and '.join(ranges)} are equally fast" if ranges else f"none of them is next to {cell}"

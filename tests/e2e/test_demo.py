@@ -189,15 +189,15 @@ def results(**changes: Any) -> dict[Way, dict[str, Any]]:
 
 
 def test_a_good_verdict_needs_all_of_it() -> None:
-    verdict = judge(results(), sidecar_saw_it=True)
+    verdict = judge(results(), run_in_status=True)
     assert verdict.good
     assert (verdict.nvme_bytes, verdict.first_loss, verdict.last_loss) == (20, 5.0, 2.0)
     assert verdict.plain_difference == 0.25
-    assert not judge(results(), sidecar_saw_it=False).good
-    assert not judge(results(read=0, written=0), sidecar_saw_it=True).good
-    assert not judge(results(losses=[5.0, 4.0, 3.0, 5.0]), sidecar_saw_it=True).good
+    assert not judge(results(), run_in_status=False).good
+    assert not judge(results(read=0, written=0), run_in_status=True).good
+    assert not judge(results(losses=[5.0, 4.0, 3.0, 5.0]), run_in_status=True).good
     for digests in ({"16-bit weights": "a" * 64, "fp32 weights": "c" * 64}, {"16-bit weights": "a" * 64}):
-        assert not judge(results(digests=digests), sidecar_saw_it=True).good
+        assert not judge(results(digests=digests), run_in_status=True).good
 
 
 def printed(*tables: Any) -> str:
@@ -208,11 +208,11 @@ def printed(*tables: Any) -> str:
 
 
 def test_tables_show_the_figures() -> None:
-    text = printed(verdict_table(results(), judge(results(), sidecar_saw_it=True)), memory_table(results()))
+    text = printed(verdict_table(results(), judge(results(), run_in_status=True)), memory_table(results()))
     for part in ("equal", "moved", "5.000 -> 2.000", "2.50e-01", "2.00 MiB", "40 B", "60 B", "1.00 GiB"):
         assert part in text, part
     broken = results(digests={"16-bit weights": "d" * 64, "fp32 weights": "b" * 64}, read=0)
-    text = printed(verdict_table(broken, judge(broken, sidecar_saw_it=False)))
+    text = printed(verdict_table(broken, judge(broken, run_in_status=False)))
     for part in ("DIFFERENT", "NOTHING MOVED", "NO"):
         assert part in text, part
 
@@ -382,7 +382,7 @@ def test_a_planted_fault_is_found(tmp_path: Path) -> None:
 
 def test_a_fault_that_goes_unnoticed_is_a_failure_of_its_own() -> None:
     console = Console(width=140, record=True, file=io.StringIO())
-    assert judge_fault(console, found=False) == FAULT_MISSED
+    assert judge_fault(console, detected=False) == FAULT_MISSED
     assert "THE PLANTED FAULT WAS NOT FOUND" in console.export_text()
 
 

@@ -1,9 +1,9 @@
-"""``tiering demo``: trains a small GPT with its state on NVMe, and checks that placement changed nothing.
+"""``tiering demo``: trains a small GPT with its state on NVMe, and checks that placement does not change the result.
 
-    settings.py  what is trained, and how      model.py, corpus.py  a byte-level GPT, and text for it
-    worker.py    one process, one way to train: NVMe, memory, or a plain PyTorch loop
-    children.py  those processes seen from outside, and the sidecar
-    run.py       runs the three ways after each other      report.py  what they came to
+    settings.py  sizes and hyperparameters      model.py, corpus.py  a byte-level GPT, and text for it
+    worker.py    one process that trains: on NVMe, in memory, or with a plain PyTorch loop
+    children.py  starts and stops workers and the sidecar
+    run.py       runs the three workers in sequence      report.py  compares their results
 
-Like any user, it reaches the engine through ``import tiering`` alone.
+It uses only the public API, ``import tiering``.
 """

@@ -1,4 +1,4 @@
-"""The demo's child processes seen from outside: the worker, and the sidecar. None outlives its ``with``."""
+"""Child processes of the demo, worker and sidecar. Each ends with its ``with`` block."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ import tiering
 from tiering.demo.settings import Settings, Way
 from tiering.errors import TieringError
 
-# OpenMP threads that spin for long stall every other process of a busy machine, and are no faster on an idle one.
+# Long spinning of OpenMP threads stalls other processes on a busy machine, and brings no speed on an idle one.
 _ENVIRONMENT = {"GOMP_SPINCOUNT": "5000"}
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
-GRACE = 10.0  # seconds from being asked to end to being killed
+# Seconds from SIGTERM to SIGKILL.
+GRACE = 10.0
 
 
 class ChildError(TieringError):
-    """A child process of the demo failed; the message is its own."""
+    """A child process of the demo failed. The message contains the error of the child."""
 
     code = "TIER-DEMO"
 
 
 def _end_with_the_parent() -> None:
-    # A parent that is killed outright cannot clean up after itself.
+    # A parent that SIGKILL ends cannot stop its children.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _python_path() -> str:
-    """Children import the package that this process runs, installed or not."""
+    """PYTHONPATH for children, so that they import the package of this process, installed or not."""
     return os.pathsep.join(
         filter(None, [str(Path(tiering.__file__).parents[1]), os.environ.get("PYTHONPATH")])
     )
 
 
 class Child:
-    """A Python module that runs as a process in a session of its own: Ctrl-C reaches it only through us."""
+    """A Python module that runs as a process in its own session, so that Ctrl-C reaches only the parent."""
 
     def __init__(
         self, module: str, *arguments: str, pass_fds: tuple[int, ...] = (), pipe: bool = False
@@ -56,11 +57,12 @@ class Child:
             stdout=subprocess.PIPE if pipe else None,
             stderr=subprocess.STDOUT if pipe else None,
             text=True,
-            # The demo compares with a plain loop on the CPU, so that is where it computes, GPU or not.
+            # The plain loop computes on the CPU, so the engine must do so, too, even if there is a GPU.
             env=_ENVIRONMENT | os.environ | {"PYTHONPATH": _python_path(), "TIERING_DEVICE": "cpu"},
             pass_fds=pass_fds,
             start_new_session=True,
-            preexec_fn=_end_with_the_parent,  # one prctl, which is safe after a fork
+            # It calls only prctl, which is safe after a fork.
+            preexec_fn=_end_with_the_parent,
         )
 
     def __enter__(self) -> Self:
@@ -72,7 +74,7 @@ class Child:
         self.stop()
 
     def stop(self) -> None:
-        """Asks the process to end, and ends it if it does not."""
+        """Send SIGTERM, and SIGKILL if the process has not ended after GRACE seconds."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -85,27 +87,28 @@ class Child:
 
 
 class Worker(Child):
-    """A training process; iterate over :meth:`events` until it is done."""
+    """A training process; iterate over :meth:`events` until it ends."""
 
     def __init__(
         self, way: Way, settings: Settings, directory: Path, *, run_name: str, columns: int, plant_fault: bool
     ) -> None:
-        reading, writing = os.pipe()
-        self.pipe: IO[str] = os.fdopen(reading, encoding="utf-8")
+        read_fd, write_fd = os.pipe()
+        self.pipe: IO[str] = os.fdopen(read_fd, encoding="utf-8")
         self.way = way
         try:
             super().__init__(
                 "tiering.demo.worker",
                 *("--way", way, "--settings", settings.to_json(), "--dir", str(directory)),
-                *("--run-name", run_name, "--events", str(writing), "--columns", str(columns)),
+                *("--run-name", run_name, "--events", str(write_fd), "--columns", str(columns)),
                 *(["--plant-fault"] if plant_fault else []),
-                pass_fds=(writing,),
+                pass_fds=(write_fd,),
             )
         finally:
-            os.close(writing)
+            # events() sees the end of the pipe only if no other process holds its write end.
+            os.close(write_fd)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What the worker tells, as it tells it. Raises :class:`ChildError` when it fails."""
+        """The events of the worker, as they arrive. Raises :class:`ChildError` if the worker fails."""
         for line in self.pipe:
             event = json.loads(line)
             if event["event"] == "error":
@@ -129,20 +132,21 @@ class Sidecar(Child):
     def __init__(self, port: int) -> None:
         super().__init__("service.cli", "--port", str(port), pipe=True)
         assert self.process.stdout is not None
-        said = self.process.stdout.readline()
-        found = re.search(r"http://\S+/", said)
-        if found is None:
-            said += self.process.stdout.read()
+        output = self.process.stdout.readline()
+        match = re.search(r"http://\S+/", output)
+        if match is None:
+            output += self.process.stdout.read()
             self.stop()
-            raise ChildError(f"the sidecar did not start: {said.strip() or 'it said nothing'}")
-        self.url = found.group()
+            raise ChildError(f"the sidecar did not start: {output.strip() or 'it printed nothing'}")
+        self.url = match.group()
 
     def rank(self, run_name: str) -> dict[str, Any] | None:
-        """What ``GET /v1/status`` shows of rank 0 of a live run, or ``None``."""
+        """Rank 0 of the live run ``run_name`` in ``GET /v1/status``, or ``None``."""
         try:
             with urllib.request.urlopen(f"{self.url}v1/status", timeout=5) as answer:  # noqa: S310 (loopback)
                 runs = json.load(answer)["runs"]
-        except OSError:  # it does not answer; the verdict says so in the end, and training goes on
+        except OSError:
+            # The sidecar does not answer. Training goes on; the verdict reports it at the end.
             return None
         ranks = [rank for run in runs if run["name"] == run_name for rank in run["ranks"]]
         return next((rank for rank in ranks if rank["state"] == "live"), None)

@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the standard library's own sources."""
+"""The training text: the sources of Python's standard library, which each machine with Python has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiering.errors import ConfigError
 def standard_library() -> bytes:
     """The sources of the top-level modules of the standard library, in the order of their names.
 
-    Raises :class:`ConfigError` where the interpreter comes without them.
+    Raises :class:`ConfigError` if the interpreter comes without them.
     """
     directory = Path(sysconfig.get_path("stdlib"))
     sources = sorted(directory.glob("*.py"))
@@ -28,7 +28,7 @@ def standard_library() -> bytes:
 
 
 class Batches:
-    """Random windows of a text; batch ``index`` is the same in every process, whatever came before."""
+    """Random sequences of a text. Batch ``index`` depends only on ``seed``, so it is equal in all processes."""
 
     def __init__(self, text: bytes, *, size: int, sequence: int, seed: int) -> None:
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -38,7 +38,7 @@ class Batches:
         """Bytes and their successors, both int64 [size, sequence]."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         starts = torch.randint(len(self.text) - self.sequence, (self.size,), generator=generator)
-        windows = torch.stack(
+        sequences = torch.stack(
             [self.text[start : start + self.sequence + 1] for start in starts.tolist()]
         ).long()
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()

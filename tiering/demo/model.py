@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain PyTorch: nothing in it knows of tiers."""
+"""A byte-level GPT in plain PyTorch, without any code for tiers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the stream."""
+    """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte. Weights start as PyTorch's layers start, so any way of building it agrees."""
+    """Predicts the next byte. The weights have the default initialization of PyTorch's layers."""
 
     def __init__(self, *, width: int, layers: int, heads: int, sequence: int) -> None:
         super().__init__()
@@ -46,9 +46,12 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Mean cross entropy in nats for int64 ``targets`` [batch, sequence]; without them the logits."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        stream = self.embedding(tokens) + self.position(places)
+        """Mean cross entropy in nats for int64 ``tokens`` and ``targets`` [batch, sequence].
+
+        Without ``targets``: the logits, fp32 [batch, sequence, VOCABULARY].
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        stream = self.embedding(tokens) + self.position(positions)
         for block in self.blocks:
             stream = block(stream)
         logits: Tensor = self.head(self.norm(stream)).float()

@@ -1,4 +1,4 @@
-"""The loop anyone would write: a bf16 copy for computing, fp32 masters, torch's AdamW, clipping by norm."""
+"""A usual PyTorch loop: a bf16 model, fp32 masters, torch's AdamW, clipping by norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiering.demo.settings import Settings
 
 
 class PlainLoop:
-    """Owns ``model``, which it turns into bf16 after copying the fp32 masters from it."""
+    """Owns ``model``: copies fp32 masters from it, then converts it to bf16."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.settings = settings
@@ -28,7 +28,7 @@ class PlainLoop:
         )
 
     def step(self, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-        """One optimizer step; the mean loss over its micro-batches."""
+        """Run one optimizer step, and return the mean loss over its micro-batches."""
         total = 0.0
         for tokens, targets in micro_batches:
             loss = self.model(tokens, targets)

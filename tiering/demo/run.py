@@ -1,4 +1,4 @@
-"""The demo itself: starts the sidecar, trains in three processes one after another, and compares."""
+"""The demo: starts the sidecar, trains in three processes in sequence, and compares the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiering.demo.report import judge, memory_table, status_table, verdict_table
 from tiering.demo.settings import Settings, Way
 
 GOOD, FAILED, UNUSABLE, FAULT_MISSED, INTERRUPTED = 0, 1, 2, 3, 130
-WHAT = {
+TITLES = {
     Way.NVME: "parameters and optimizer state on NVMe",
     Way.MEMORY: "the same seed, everything in memory",
     Way.PLAIN: "the same seed, a plain PyTorch loop",
@@ -34,14 +34,15 @@ def demo(
     plant_fault: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Runs the demo in ``directory`` and prints what it shows.
+    """Run the demo in ``directory``, print its results, and return the exit code.
 
-    Returns 0 when placement changed nothing, bytes moved and the loss fell, 1 when not (with ``plant_fault``:
-    when the fault was found, as it should be), 2 when it could not run, 3 when a planted fault was missed,
-    and 130 after Ctrl-C.
+    0: the digests are equal, bytes moved over NVMe, and the loss fell. 1: a check failed; with ``plant_fault``, the
+    comparison found the fault, as it must. 2: the demo could not run. 3: the comparison missed a planted fault. 130:
+    Ctrl-C.
     """
     console = console or Console()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the workers would take themselves for ranks of one run
+    # Under torchrun, the workers would join as ranks of one run.
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if os.environ.get("RANK") == "0":
             console.print("the demo compares runs of one process: start it without torchrun", style="red")
         return UNUSABLE
@@ -64,23 +65,23 @@ def _demo(directory: Path, port: int, settings: Settings, plant_fault: bool, con
     with Sidecar(port) as sidecar:
         console.print(f"sidecar: {sidecar.url} shows the runs while they train")
         watch = _Watch(sidecar, run_name, console)
-        # A planted fault is a question about placement only; the plain loop has nothing to add.
+        # A planted fault changes NVMe state; the plain loop would not show more.
         for way in [Way.NVME, Way.MEMORY] if plant_fault else list(Way):
             results[way] = _train(way, directory, settings, run_name, plant_fault, console, watch)
-    verdict = judge(results, sidecar_saw_it=watch.seen)
+    verdict = judge(results, run_in_status=watch.run_seen)
     console.print(verdict_table(results, verdict))
     console.print(memory_table(results))
     console.print("what the model writes after 'def ':")
     console.print(repr(results[Way.NVME]["sample"]), markup=False, highlight=False)
     if plant_fault:
-        return judge_fault(console, found=not verdict.digests_equal)
+        return judge_fault(console, detected=not verdict.digests_equal)
     console.print("placement changed nothing" if verdict.good else "THE DEMO FAILED: see the verdicts above")
     return GOOD if verdict.good else FAILED
 
 
-def judge_fault(console: Console, *, found: bool) -> int:
-    """Says whether a planted fault was found, and returns the exit code for it."""
-    if found:
+def judge_fault(console: Console, *, detected: bool) -> int:
+    """Print whether the comparison detected the planted fault, and return the exit code."""
+    if detected:
         console.print("the planted fault was found: one flipped bit made the comparison fail")
         return FAILED
     console.print(
@@ -90,18 +91,18 @@ def judge_fault(console: Console, *, found: bool) -> int:
 
 
 class _Watch:
-    """Asks the sidecar about the first run until it is shown, once some steps are done."""
+    """From step 3 on, queries the sidecar after each step until it shows the run, and prints its status once."""
 
     def __init__(self, sidecar: Sidecar, run_name: str, console: Console) -> None:
         self.sidecar, self.run_name, self.console = sidecar, run_name, console
-        self.seen = False
+        self.run_seen = False
 
-    def after(self, step: int) -> None:
-        if self.seen or step < 3:
+    def after_step(self, step: int) -> None:
+        if self.run_seen or step < 3:
             return
         rank = self.sidecar.rank(self.run_name)
         if rank is not None and rank["tiers"]:
-            self.seen = True
+            self.run_seen = True
             self.console.print(status_table(rank, self.sidecar.url))
 
 
@@ -114,8 +115,8 @@ def _train(
     console: Console,
     watch: _Watch,
 ) -> Mapping[str, Any]:
-    """One worker from start to result."""
-    console.rule(f"[bold]{way}[/]: {WHAT[way]}")
+    """Run one worker, print its progress, and return its result event."""
+    console.rule(f"[bold]{way}[/]: {TITLES[way]}")
     result: Mapping[str, Any] = {}
     name = run_name if way is Way.NVME else f"{run_name}-{way}"
     start = time.monotonic()
@@ -140,12 +141,12 @@ def _train(
                 case "step":
                     _advance(bar, task, event, settings)
                     if way is Way.NVME:
-                        watch.after(event["step"])
+                        watch.after_step(event["step"])
                 case "result":
                     result = event
     if not result:
         raise ChildError(f"the worker that trains with {way} ended without a result")
-    console.print(f"{time.monotonic() - start:.1f} s with start, sample and digests")
+    console.print(f"{time.monotonic() - start:.1f} s, including start, sample and digests")
     return result
 
 
@@ -158,6 +159,9 @@ def _advance(bar: Progress, task: TaskID, event: Mapping[str, Any], settings: Se
     seconds = event["seconds"]
     figures = [f"loss {event['loss']:.3f}", f"{settings.tokens_per_step / seconds:.0f} tok/s"]
     if event["read"] or event["written"]:
-        read, written = (event[way] / seconds / 1e9 for way in ("read", "written"))
-        figures += [f"read {read:.2f} write {written:.2f} GB/s", f"stall {event['stalled'] / seconds:.0%}"]
+        read_rate, write_rate = (event[key] / seconds / 1e9 for key in ("read", "written"))
+        figures += [
+            f"read {read_rate:.2f} write {write_rate:.2f} GB/s",
+            f"stall {event['stalled'] / seconds:.0%}",
+        ]
     bar.update(task, completed=event["step"], figures=" ".join(figures))

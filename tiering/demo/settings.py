@@ -1,4 +1,4 @@
-"""What the demo trains, and how: one record that travels to every worker."""
+"""Sizes and hyperparameters of the demo: one record, which each worker receives as JSON."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from typing import Any
 
 
 class Way(StrEnum):
-    """How a worker trains. All see the same seed and the same batches."""
+    """How a worker trains. All use equal seeds and batches.
 
-    NVME = "nvme"  # the engine, parameters and optimizer state on NVMe
-    MEMORY = "memory"  # the engine, everything in memory
-    PLAIN = "plain"  # no engine: a loop as anyone would write it
+    NVME    the engine, with parameters and optimizer state on NVMe
+    MEMORY  the engine, with all state in memory
+    PLAIN   a PyTorch loop without the engine
+    """
+
+    NVME = "nvme"
+    MEMORY = "memory"
+    PLAIN = "plain"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the model and of its batches, numbers of the optimizer. The defaults are 25.6 M parameters."""
+    """Sizes of the model and its batches, and hyperparameters of the optimizer. The defaults give 25.6 M parameters."""
 
     steps: int = 20
     micro_batch: int = 2
@@ -43,7 +48,7 @@ class Settings:
         return self.micro_batch * self.accumulation * self.sequence
 
     def config(self, way: Way, directory: Path, run_name: str) -> dict[str, Any]:
-        """What a user would write into ``ds_config.json`` to train this ``way``."""
+        """The DeepSpeed configuration that trains this ``way``."""
         home = {"device": "nvme", "nvme_path": str(directory)} if way is Way.NVME else {"device": "none"}
         tight = {"host_budget": self.host_budget, "device_budget": self.device_budget, "cache_in_host": False}
         return {

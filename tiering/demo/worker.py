@@ -1,7 +1,7 @@
-"""One process that trains one way and tells its parent, in JSON lines on a pipe, how it goes.
+"""The process that trains one way, and reports events to its parent as JSON lines on a pipe.
 
-Events: ``plan`` (the table as text), ``step`` (after each), ``fault`` (what was broken on purpose),
-``result`` (at the end), ``error`` (what the user should read; the process then ends with code 2).
+Events: ``plan`` (the table as text), ``step`` (after each step), ``fault`` (the planted fault), ``result`` (at the
+end), ``error`` (a message for the user; the process then ends with code 2).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from tiering.demo.settings import Settings, Way
 
 
 class Run(Protocol):
-    """One way to train, as the loop below sees it."""
+    """The interface of a run to the loop in ``_steps``."""
 
     def step(self, micro_batches: Iterator[tuple[Tensor, Tensor]]) -> float: ...
-    def moved(self) -> Moved: ...
+    def traffic(self) -> Traffic: ...
     def plant_fault(self) -> str: ...
     def finish(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Bytes over NVMe and seconds of stall since the start."""
+class Traffic:
+    """Bytes read from and written to NVMe, and seconds of stall, since the start."""
 
     read: int = 0
     written: int = 0
@@ -51,7 +51,7 @@ class Moved:
 
 
 class TieredRun:
-    """The engine, through the public face."""
+    """Training with the engine, through the public API."""
 
     def __init__(self, settings: Settings, config: Mapping[str, Any]) -> None:
         with tiering.zero.Init(config=config):
@@ -75,12 +75,12 @@ class TieredRun:
         console.print(self.engine.plan.table())
         return console.export_text(styles=True)
 
-    def moved(self) -> Moved:
-        now = self.engine.snapshot()
-        return Moved(
-            sum(path.read.bytes for path in now.io),
-            sum(path.written.bytes for path in now.io),
-            sum(now.stalls.values()),
+    def traffic(self) -> Traffic:
+        snapshot = self.engine.snapshot()
+        return Traffic(
+            sum(path.read.bytes for path in snapshot.io),
+            sum(path.written.bytes for path in snapshot.io),
+            sum(snapshot.stalls.values()),
         )
 
     def plant_fault(self) -> str:
@@ -104,7 +104,7 @@ class TieredRun:
 
 
 class PlainRun:
-    """The plain loop, which has nothing to say about tiers."""
+    """Training with the plain loop, without tiers."""
 
     def __init__(self, settings: Settings) -> None:
         self.loop = PlainLoop(_model(settings), settings)
@@ -112,11 +112,11 @@ class PlainRun:
     def step(self, micro_batches: Iterator[tuple[Tensor, Tensor]]) -> float:
         return self.loop.step(micro_batches)
 
-    def moved(self) -> Moved:
-        return Moved()
+    def traffic(self) -> Traffic:
+        return Traffic()
 
     def plant_fault(self) -> str:
-        raise NotImplementedError("there is no NVMe state in a plain loop")
+        raise NotImplementedError("a plain loop has no state on NVMe")
 
     def finish(self) -> dict[str, Any]:
         weights = dict(self.loop.model.named_parameters())
@@ -132,7 +132,7 @@ def _model(settings: Settings) -> GPT:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
+    """SHA-256 over names, dtypes, shapes and bytes, sorted by name."""
     sha = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous()
@@ -142,15 +142,15 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _sample(engine: Any, settings: Settings) -> str:
-    """What the trained model writes after a prompt, byte by byte, through the tiers."""
+    """Text that the trained model generates after a prompt, byte by byte."""
     text = list(b"def ")
     generator = torch.Generator().manual_seed(settings.seed)
     engine.eval()
     with torch.no_grad():
         for _ in range(settings.sample_bytes):
             logits = engine(torch.tensor([text[-settings.sequence :]]))[0, -1]
-            likely = torch.softmax(logits / 0.8, dim=0)
-            text.append(int(torch.multinomial(likely, 1, generator=generator)))
+            probabilities = torch.softmax(logits / 0.8, dim=0)
+            text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return bytes(text).decode("ascii", errors="replace")
 
 
@@ -163,18 +163,18 @@ def _resident(field: str) -> int:
 
 
 def _baseline() -> int:
-    """Resident bytes of an interpreter with torch, once its lazy parts are loaded."""
+    """Resident bytes of an interpreter with torch, after its lazy parts are loaded."""
     warm = torch.ones(64, 64, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.backward((warm @ warm).float().sum())
     gc.collect()
-    # The peak counts from here; where this is not allowed, the peak since the start is an upper bound.
+    # Reset the peak (VmHWM). If this is not allowed, the peak since the start is an upper bound.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _resident("VmRSS")
 
 
-def train(options: argparse.Namespace, tell: Any) -> None:
-    """Trains, and tells the parent about it."""
+def train(options: argparse.Namespace, report: Any) -> None:
+    """Train, and call ``report(event, **fields)`` for each event."""
     settings = Settings.from_json(options.settings)
     way = Way(options.way)
     baseline = _baseline()
@@ -186,26 +186,27 @@ def train(options: argparse.Namespace, tell: Any) -> None:
         run = PlainRun(settings)
     else:
         run = TieredRun(settings, settings.config(way, options.dir, options.run_name))
-        tell("plan", text=run.plan(options.columns))
+        report("plan", text=run.plan(options.columns))
     try:
-        losses = _steps(settings, run, batches, tell, options.plant_fault)
-        peak, moved = _resident("VmHWM"), run.moved()
-        result = {"losses": losses, "baseline": baseline, "peak": peak, **asdict(moved)}
-        tell("result", **result, **run.finish())
+        losses = _steps(settings, run, batches, report, options.plant_fault)
+        # Before finish(), whose sample and digests need memory and traffic of their own.
+        peak, traffic = _resident("VmHWM"), run.traffic()
+        result = {"losses": losses, "baseline": baseline, "peak": peak, **asdict(traffic)}
+        report("result", **result, **run.finish())
     finally:
         run.close()
 
 
-def _steps(settings: Settings, run: Run, batches: Batches, tell: Any, plant_fault: bool) -> list[float]:
-    losses, before = [], run.moved()
+def _steps(settings: Settings, run: Run, batches: Batches, report: Any, plant_fault: bool) -> list[float]:
+    losses, before = [], run.traffic()
     for step in range(settings.steps):
         if plant_fault and step == settings.steps // 2:
-            tell("fault", what=run.plant_fault())
+            report("fault", what=run.plant_fault())
         first = step * settings.accumulation
         start = time.perf_counter()
         losses.append(run.step(batches[first + micro] for micro in range(settings.accumulation)))
-        seconds, now = time.perf_counter() - start, run.moved()
-        tell(
+        seconds, now = time.perf_counter() - start, run.traffic()
+        report(
             "step",
             step=step + 1,
             loss=losses[-1],
@@ -219,7 +220,7 @@ def _steps(settings: Settings, run: Run, batches: Batches, tell: Any, plant_faul
 
 
 def main() -> int:
-    """0 after a result, 2 after an error that the user should read, 130 when interrupted."""
+    """The exit code: 0 after a result, 2 after an error event, 130 after an interrupt."""
     parser = argparse.ArgumentParser(prog="python -m tiering.demo.worker")
     parser.add_argument("--way", choices=[*Way], required=True)
     parser.add_argument("--settings", required=True)
@@ -229,22 +230,24 @@ def main() -> int:
     parser.add_argument("--columns", type=int, default=100)
     parser.add_argument("--plant-fault", action="store_true")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # close the engine, as Ctrl-C does
+    # SIGTERM raises KeyboardInterrupt, so that train() closes the engine.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with os.fdopen(options.events, "w", encoding="utf-8") as pipe:
 
-        def tell(event: str, **fields: object) -> None:
+        def report(event: str, **fields: object) -> None:
             pipe.write(json.dumps({"event": event, **fields}) + "\n")
             pipe.flush()
 
         try:
-            train(options, tell)
+            train(options, report)
         except tiering.TieringError as error:
-            tell("error", message=str(error))
+            report("error", message=str(error))
             return 2
         except KeyboardInterrupt:
             return 130
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # past the engine, nothing is left to close
+            # The engine is closed: SIGTERM may end the process at once.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 0
 
 

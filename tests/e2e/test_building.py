@@ -36,8 +36,8 @@ def assert_equal(ordinary: nn.Module, model: nn.Module) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_under_init(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ordinary, after = build(name), torch.rand(3)
-    monkeypatch.setattr(tape, "LEAST", 1)
-    monkeypatch.setattr(tape, "ROOM", 0)
+    monkeypatch.setattr(tape, "SMALLEST_FREED", 1)
+    monkeypatch.setattr(tape, "GROWTH_LIMIT", 0)
     with tiering.zero.Init():
         model = build(name)
     assert torch.equal(torch.rand(3), after)

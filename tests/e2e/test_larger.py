@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from zero3.building.tape import ROOM
+from zero3.building.tape import GROWTH_LIMIT
 
 MIB = 1 << 20
 
@@ -177,9 +177,9 @@ def test_weights_that_are_more_than_the_process_may_have(tmp_path: Path, case: C
     assert seen["on_nvme"] > 3 * weights, "master and moments, most of 16 bytes per parameter"
     fp32, bf16 = 4 * seen["largest"], 2 * seen["largest"]
     beside = {
-        "built": ROOM + 2 * fp32,  # head and embedding are made apart, and tied then
-        "filled": seen["planned"] + ROOM + fp32,
-        "trained": seen["planned"] + ROOM + seen["activations"] + case.gradients * bf16,
+        "built": GROWTH_LIMIT + 2 * fp32,  # head and embedding are made apart, and tied then
+        "filled": seen["planned"] + GROWTH_LIMIT + fp32,
+        "trained": seen["planned"] + GROWTH_LIMIT + seen["activations"] + case.gradients * bf16,
     }
     for when, bound in beside.items():
         net = seen[when] - seen["base"]

@@ -31,8 +31,8 @@ def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
     values: constructors wrote a parameter otherwise than ``reset_parameters`` does, or nothing ever writes it.
     """
     names = {param: name for name, param in model.named_parameters() if param.is_meta}
-    absent = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
-    if not names and not absent:
+    buffers_on_meta = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
+    if not names and not buffers_on_meta:
         return
     stored = () if loaded is None else loaded.sources
     stored_buffers = () if loaded is None else {module._buffers[short] for module, short, _ in loaded.buffers}
@@ -42,8 +42,8 @@ def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
             f"{_first(referred)}: on the meta device, and it cannot get memory there while weak references to it exist,"
             f" such as those of nn.LSTM; {REMEDY}"
         )
-    wanted = {param: param._version for param in names if param not in stored}
-    replaced = _replaced(model, wanted)
+    versions = {param: param._version for param in names if param not in stored}
+    replaced = _replaced(model, versions)
     try:
         with Init() as build:
             for param in names:
@@ -52,22 +52,25 @@ def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
                 if param in stored:
                     param._is_hf_initialized = True  # type: ignore[attr-defined] # the mark of transformers
             for module, short, param in replaced:
-                other = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
-                build.tape.may_go(other)
-                module._parameters[short] = other
-                wanted[other] = 0
-            made = {name: torch.empty_like(buffer, device="cpu") for name, buffer in absent.items()}
-            for name, buffer in made.items():
+                replacement = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
+                build.tape.may_go(replacement)
+                module._parameters[short] = replacement
+                versions[replacement] = 0
+            new_buffers = {
+                name: torch.empty_like(buffer, device="cpu") for name, buffer in buffers_on_meta.items()
+            }
+            for name, buffer in new_buffers.items():
                 _put_buffer(model, name, buffer)
             added: Counter[nn.Parameter] = Counter()
             for module in _children_first(model):
-                added.update(_initialise(module, wanted, set(made.values())))
+                added.update(_initialise(module, versions, set(new_buffers.values())))
             unset = [
                 name
                 for param, name in names.items()
-                if param in wanted and (param._version == 0 or param._version - added[param] != wanted[param])
+                if param in versions
+                and (param._version == 0 or param._version - added[param] != versions[param])
             ]
-            for name, buffer in absent.items():
+            for name, buffer in buffers_on_meta.items():
                 if buffer not in stored_buffers and model.get_buffer(name)._version == 0:
                     unset.append(name)
             if unset:
@@ -78,7 +81,7 @@ def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
     except BaseException:
         for param in names:
             _back_to_meta(param)
-        for name, buffer in absent.items():
+        for name, buffer in buffers_on_meta.items():
             _put_buffer(model, name, buffer)
         raise
     finally:
@@ -91,16 +94,16 @@ def _first(names: list[str]) -> str:
 
 
 def _replaced(
-    model: nn.Module, wanted: Collection[nn.Parameter]
+    model: nn.Module, params: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """(module, name, parameter) where a tied parameter took the place of one that the constructor had initialised.
 
     In models of transformers that is every place but the first. Elsewhere either order is common.
     """
-    found, seen = [], set()
+    places, seen = [], set()
     for name, module in model.named_modules():
         for short, param in module._parameters.items():
-            if param is None or param not in wanted:
+            if param is None or param not in params:
                 continue
             if param in seen and not _is_of_transformers(model):
                 raise ConfigError(
@@ -108,9 +111,9 @@ def _replaced(
                     f" whose initial values they have; {REMEDY}"
                 )
             if param in seen:
-                found.append((module, short, param))
+                places.append((module, short, param))
             seen.add(param)
-    return found
+    return places
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
@@ -150,13 +153,13 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _initialise(
-    module: Any, wanted: Collection[nn.Parameter], buffers: Collection[Tensor]
+    module: Any, params: Collection[nn.Parameter], buffers: Collection[Tensor]
 ) -> dict[nn.Parameter, int]:
     """Do what the constructor did to the module's own parameters and buffers, and what transformers does after it.
 
     Returns how often transformers has written parameters.
     """
-    own = any(param in wanted for param in module._parameters.values())
+    own = any(param in params for param in module._parameters.values())
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is not None and (own or any(buffer in buffers for buffer in module._buffers.values())):
         reset()

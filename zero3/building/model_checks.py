@@ -51,11 +51,11 @@ def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
         log.log(
             logs.once(logging.WARNING), "tiering.keep_fp32: no parameter of the model matches %r", pattern
         )
-    kept = kept_in_fp32(model, config)
+    in_fp32 = kept_in_fp32(model, config)
     changed: dict[torch.dtype, list[str]] = {}
     for name, param in model.named_parameters():
         if is_packed(param):
-            _check_packed(name, param, torch.float32 if param in kept else compute)
+            _check_packed(name, param, torch.float32 if param in in_fp32 else compute)
         elif param.dtype not in CONVERTIBLE:
             raise ConfigError(
                 f"only floating-point parameters can be tiered, not {name} ({param.dtype}). If it is a quantised"
@@ -63,7 +63,7 @@ def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
                 " ordinary tensor, register it as a buffer, which stays on the device as it is"
             )
         # 16 bits for a model in fp32 is what the user asked for
-        if param.dtype not in (compute, torch.float32) and param not in kept:
+        if param.dtype not in (compute, torch.float32) and param not in in_fp32:
             changed.setdefault(param.dtype, []).append(name)
     for dtype, names in changed.items():
         level = logging.INFO if compute is torch.float32 and dtype.itemsize == 2 else logging.WARNING
@@ -161,12 +161,10 @@ def _check_packed(name: str, param: nn.Parameter, compute: torch.dtype) -> None:
 
 
 def _cast_message(dtype: torch.dtype, compute: torch.dtype, names: list[str]) -> str:
-    others = f" and {len(names) - 1} other parameters" if len(names) > 1 else ""
-    are = "are" if others else "is"
+    more = f" and {len(names) - 1} other parameters" if len(names) > 1 else ""
+    are = "are" if more else "is"
     if dtype.itemsize < compute.itemsize:
         effect = f"takes {compute.itemsize // dtype.itemsize} times the memory"
     else:
         effect = "rounds them" if dtype.itemsize > compute.itemsize else "rounds them, or changes their range"
-    return (
-        f"{names[0]!r}{others} {are} {dtype} and will be cast to the compute dtype {compute}, which {effect}"
-    )
+    return f"{names[0]!r}{more} {are} {dtype} and will be cast to the compute dtype {compute}, which {effect}"

@@ -30,15 +30,15 @@ class Cell:
         self._living = StorageWeakRef(storage)  # also keeps the storage's identity from being used again
 
     @property
-    def is_gone(self) -> bool:
+    def is_freed(self) -> bool:
         return bool(self._living.expired())
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage, while anything refers to it."""
-        if self.is_gone:
+        if self.is_freed:
             return None
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._living.cdata)
-        return found
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._living.cdata)
+        return storage
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Slice:
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor, over a storage with the cell's bytes."""
-        made = torch.empty(0, dtype=self.dtype, device="cpu")
-        made.set_(storage, self.offset, self.shape, self.stride)
-        made = made.conj() if self.is_conj else made
-        return torch._neg_view(made) if self.is_neg else made
+        tensor = torch.empty(0, dtype=self.dtype, device="cpu")
+        tensor.set_(storage, self.offset, self.shape, self.stride)
+        tensor = tensor.conj() if self.is_conj else tensor
+        return torch._neg_view(tensor) if self.is_neg else tensor
 
     @property
     def span(self) -> range:
@@ -134,7 +134,7 @@ class Record:
     kwargs: Any
     reads: set[Cell]
     writes: set[Cell]
-    made: list[Cell | None] = field(default_factory=list)  # by output; None: no new memory
+    new_cells: list[Cell | None] = field(default_factory=list)  # by output; None: no new memory
     overwritten: Cell | None = None  # what was in it before does not matter
     default_dtype: torch.dtype = torch.float32
     generator: torch.Generator | None = None
@@ -143,12 +143,12 @@ class Record:
     @property
     def makes_empty(self) -> bool:
         """Whether this only made memory without values."""
-        return bool(self.made) and self.func.overloadpacket.__name__ in _EMPTY
+        return bool(self.new_cells) and self.func.overloadpacket.__name__ in _EMPTY
 
     def needs(self) -> Iterator[Cell]:
         """The cells whose values from before it matter."""
         if not self.makes_empty:
-            yield from (self.reads | self.writes) - set(self.made) - {self.overwritten}
+            yield from (self.reads | self.writes) - set(self.new_cells) - {self.overwritten}
 
     def run(self, tensor_of: Callable[[Slice | Constant], Tensor]) -> list[Tensor]:
         """Do it again, as it was done then. Returns the outputs."""

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero3.building.recorded_operations import Cell, Constant, Record, Slice, flat, has_memory, mapped
 from zero3.device import heap
 
-LEAST = 64 << 10  # bytes of a storage that is worth freeing
-ROOM = 64 << 20  # bytes that may come up before what can be freed is
+SMALLEST_FREED = 64 << 10  # bytes of a storage that is worth freeing
+GROWTH_LIMIT = 64 << 20  # bytes that may come up before what can be freed is
 
 _OVERWRITES = {
     "zero_",
@@ -76,15 +76,15 @@ class Tape(TorchDispatchMode):
         self._number = 0
         self._grown = 0  # bytes since memory was last freed
         self._prune_at = 1024
-        self._looking = _Looking(self)
+        self._function_calls = _FunctionCalls(self)
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call] # torch's
-        self._looking.__enter__()  # type: ignore[no-untyped-call] # torch's
+        self._function_calls.__enter__()  # type: ignore[no-untyped-call] # torch's
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._looking.__exit__(*error)  # type: ignore[no-untyped-call] # torch's
+        self._function_calls.__exit__(*error)  # type: ignore[no-untyped-call] # torch's
         super().__exit__(*error)  # type: ignore[no-untyped-call] # torch's
 
     @classmethod
@@ -129,16 +129,16 @@ class Tape(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [value for value in flat((args, kwargs)) if isinstance(value, Tensor)]
         cells = [self._cell_of(tensor) for tensor in tensors]
-        written = _written(func, args, kwargs)
+        written_tensors = _written_tensors(func, args, kwargs)
         overwritten = self._overwritten(func, tensors, cells)
-        if self._grown > ROOM:
+        if self._grown > GROWTH_LIMIT:
             self._free(keep={cell for cell in cells if cell is not None})
         for tensor, cell in zip(tensors, cells, strict=True):
             if cell is not None and not cell.kept and tensor.untyped_storage().nbytes() < cell.nbytes:
-                self._bring_back(tensor.untyped_storage(), cell, with_values=cell is not overwritten)
-        record = self._note(func, args, kwargs, written, overwritten)
+                self._reallocate(tensor.untyped_storage(), cell, with_values=cell is not overwritten)
+        record = self._note(func, args, kwargs, written_tensors, overwritten)
         out = func(*args, **kwargs)
-        self._note_made(record, out, tensors)
+        self._note_outputs(record, out, tensors)
         if not record.writes:
             return out
         self._number += 1
@@ -155,9 +155,9 @@ class Tape(TorchDispatchMode):
                 cell.was_read = True
         return out
 
-    def replay(self, wanted: Slice) -> Tensor:
-        """The values of ``wanted`` as they were last, in memory of their own."""
-        return wanted.on(_replay(wanted.cell, None))
+    def replay(self, target: Slice) -> Tensor:
+        """The last values of ``target``, in new memory."""
+        return target.on(_replay(target.cell, None))
 
     def _cell_of(self, tensor: Tensor) -> Cell | None:
         if not has_memory(tensor):
@@ -166,28 +166,28 @@ class Tape(TorchDispatchMode):
             return self._cells.get(tensor.untyped_storage()._cdata)
 
     def _note(
-        self, func: Any, args: Any, kwargs: Any, written: list[Tensor], overwritten: Cell | None
+        self, func: Any, args: Any, kwargs: Any, written_tensors: list[Tensor], overwritten: Cell | None
     ) -> Record:
         """What is about to be done, before it changes what it reads."""
         random = torch.Tag.nondeterministic_seeded in func.tags
         generator = kwargs.get("generator") if random else None
         source = generator if generator is not None else torch.default_generator
-        seen: set[Cell] = set()
+        reads: set[Cell] = set()
 
         def noted(tensor: Tensor) -> Slice | Constant:
             cell = self._cell_of(tensor)
             if cell is None:
                 return Constant.of(tensor)
-            seen.add(cell)
+            reads.add(cell)
             return Slice.of(tensor, cell)
 
-        writes = {cell for tensor in written if (cell := self._cell_of(tensor)) is not None}
+        writes = {cell for tensor in written_tensors if (cell := self._cell_of(tensor)) is not None}
         return Record(
             self._number,
             func,
             mapped(args, noted, Tensor),
             mapped(kwargs, noted, Tensor),
-            reads=seen,
+            reads=reads,
             writes=writes,
             overwritten=overwritten,
             default_dtype=torch.get_default_dtype(),
@@ -195,22 +195,22 @@ class Tape(TorchDispatchMode):
             random_state=source.get_state() if random and source.device.type == "cpu" else None,
         )
 
-    def _note_made(self, record: Record, out: Any, tensors: list[Tensor]) -> None:
+    def _note_outputs(self, record: Record, out: Any, tensors: list[Tensor]) -> None:
         """Cells for the memory that an operation made."""
-        known = {t.untyped_storage()._cdata for t in tensors if has_memory(t)}
+        input_storages = {t.untyped_storage()._cdata for t in tensors if has_memory(t)}
         for value in flat(out):
             if not isinstance(value, Tensor):
                 continue
-            made = None
+            cell = None
             if has_memory(value):
                 storage = value.untyped_storage()
-                if storage._cdata not in known:
-                    made = self._cells[storage._cdata] = Cell(storage)
-                    self._grown += made.nbytes if made.nbytes >= LEAST else 0
-                    record.writes.add(made)
-            record.made.append(made)
+                if storage._cdata not in input_storages:
+                    cell = self._cells[storage._cdata] = Cell(storage)
+                    self._grown += cell.nbytes if cell.nbytes >= SMALLEST_FREED else 0
+                    record.writes.add(cell)
+            record.new_cells.append(cell)
         if len(self._cells) > self._prune_at:
-            self._cells = {key: cell for key, cell in self._cells.items() if not cell.is_gone}
+            self._cells = {key: cell for key, cell in self._cells.items() if not cell.is_freed}
             self._prune_at = 2 * len(self._cells) + 1024
 
     def _overwritten(self, func: Any, tensors: list[Tensor], cells: list[Cell | None]) -> Cell | None:
@@ -227,7 +227,7 @@ class Tape(TorchDispatchMode):
         self._grown = 0
         for param in self._params.values():
             cell = self._cell_of(param)
-            if cell is None or cell in keep or cell.nbytes < LEAST:
+            if cell is None or cell in keep or cell.nbytes < SMALLEST_FREED:
                 continue
             storage = param.untyped_storage()
             cell.kept = cell.kept or not storage.resizable()  # numpy has it
@@ -239,16 +239,16 @@ class Tape(TorchDispatchMode):
         """Give ``cell`` its bytes back if anything still refers to its memory."""
         storage = cell.storage()
         if storage is not None and storage.nbytes() < cell.nbytes:
-            self._bring_back(storage, cell, with_values=True)
+            self._reallocate(storage, cell, with_values=True)
 
-    def _bring_back(self, storage: torch.UntypedStorage, cell: Cell, *, with_values: bool) -> None:
+    def _reallocate(self, storage: torch.UntypedStorage, cell: Cell, *, with_values: bool) -> None:
         storage.resize_(cell.nbytes)
         self._grown += cell.nbytes
         if with_values:
             _replay(cell, storage)
 
 
-class _Looking(TorchFunctionMode):
+class _FunctionCalls(TorchFunctionMode):
     """Tells the tape of functions that it does not see."""
 
     def __init__(self, tape: Tape) -> None:
@@ -265,15 +265,15 @@ class _Looking(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _replay(wanted: Cell, into: torch.UntypedStorage | None) -> torch.UntypedStorage:
+def _replay(target: Cell, into: torch.UntypedStorage | None) -> torch.UntypedStorage:
     """Do again what gave ``wanted`` its values, in a storage of their own, or in ``into``."""
-    records = _leading_to(wanted)
+    records = _records_for(target)
     last_use: dict[Cell, int] = {}
     for record in records:
         last_use.update(dict.fromkeys(record.reads | record.writes, record.number))
     storages: dict[Cell, torch.UntypedStorage] = {}
     if into is not None:
-        storages[wanted] = into
+        storages[target] = into
 
     def tensor_of(value: Slice | Constant) -> Tensor:
         if isinstance(value, Constant):
@@ -287,38 +287,38 @@ def _replay(wanted: Cell, into: torch.UntypedStorage | None) -> torch.UntypedSto
             if record.makes_empty:
                 continue
             outputs = record.run(tensor_of)
-            for cell, output in zip(record.made, outputs, strict=True):
-                if cell is wanted and into is not None:
+            for cell, output in zip(record.new_cells, outputs, strict=True):
+                if cell is target and into is not None:
                     into.copy_(output.untyped_storage())
                 elif cell is not None:
                     storages[cell] = output.untyped_storage()
             del outputs
             for cell in record.reads | record.writes:
-                if cell is not wanted and last_use[cell] == record.number:
+                if cell is not target and last_use[cell] == record.number:
                     storages.pop(cell, None)
-    if wanted not in storages:
-        storages[wanted] = torch.UntypedStorage(wanted.nbytes)
-    return storages[wanted]
+    if target not in storages:
+        storages[target] = torch.UntypedStorage(target.nbytes)
+    return storages[target]
 
 
-def _leading_to(wanted: Cell) -> list[Record]:
+def _records_for(target: Cell) -> list[Record]:
     """What has to be done again for the last values of ``wanted``, in order."""
     needed: set[Record] = set()
-    open_: list[tuple[Cell, float]] = [(wanted, float("inf"))]
+    open_: list[tuple[Cell, float]] = [(target, float("inf"))]
     while open_:
         cell, before = open_.pop()
         last = next((record for record in reversed(cell.writes) if record.number < before), None)
         if last is not None and last not in needed:
             needed.add(last)
-            open_ += [(other, last.number) for other in last.needs()]
+            open_ += [(input_cell, last.number) for input_cell in last.needs()]
     return sorted(needed, key=lambda record: record.number)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that ``func`` writes in place."""
-    found = []
+    tensors = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [each for each in flat((value,)) if isinstance(each, Tensor)]
-    return found
+            tensors += [leaf for leaf in flat((value,)) if isinstance(leaf, Tensor)]
+    return tensors

@@ -26,7 +26,7 @@ from zero3.building.weight_names import Partners, Values, pair
 log = logging.getLogger(__name__)
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_OTHERS = {
+_NOT_FLOATS = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -40,11 +40,11 @@ _OTHERS = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_DTYPES = _FLOATS | _OTHERS
+_DTYPES = _FLOATS | _NOT_FLOATS
 STORED_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 """The format's word for each dtype."""
 
-_TOLD = 10  # names in a message
+_NAMES_SHOWN = 10  # names in a message
 _COMPARED = 300  # names among which the nearest is looked for, which takes a while
 
 
@@ -202,8 +202,8 @@ def match(
 def _check_shapes(files: WeightFiles, partners: Partners) -> None:
     wrong = [
         f"{values.name!r} {_verb(values)} {list(values.shape)} and should be {list(target.tensor.shape)}"
-        for target, found in partners.items()
-        for values in found
+        for target, candidates in partners.items()
+        for values in candidates
         if values.shape != tuple(target.tensor.shape)
     ]
     if wrong:
@@ -216,8 +216,8 @@ def _check_shapes(files: WeightFiles, partners: Partners) -> None:
 def _check_dtypes(files: WeightFiles, partners: Partners) -> None:
     wrong = [
         f"{values.name!r} is {values.dtype} and should be {target.tensor.dtype}"
-        for target, found in partners.items()
-        for values in found
+        for target, candidates in partners.items()
+        for values in candidates
         if not _serves(values.dtype, target.tensor.dtype)
     ]
     if wrong:
@@ -232,20 +232,21 @@ def _verb(values: Values) -> str:
     return "is" if len(values.parts) == 1 else f"and {len(values.parts) - 1} more make up"
 
 
-def _serves(stored: str, wanted: torch.dtype) -> bool:
-    return stored in _FLOATS if wanted in _FLOATS.values() else _DTYPES.get(stored) == wanted
+def _serves(stored: str, dtype: torch.dtype) -> bool:
+    return stored in _FLOATS if dtype in _FLOATS.values() else _DTYPES.get(stored) == dtype
 
 
 def _warn_of_doubles(partners: Partners) -> None:
-    for taken, *others in partners.values():
-        for other in others:
-            if len(taken.parts) != len(other.parts) or not all(map(same_bytes, taken.parts, other.parts)):
+    for chosen, *duplicates in partners.values():
+        for duplicate in duplicates:
+            same_parts = len(chosen.parts) == len(duplicate.parts)
+            if not same_parts or not all(map(same_bytes, chosen.parts, duplicate.parts)):
                 log.warning(
                     "the model ties %r and %r, but their stored values differ: those of %r are taken; to keep both,"
                     " build the model untied (tie_word_embeddings=False)",
-                    taken.name,
-                    other.name,
-                    taken.name,
+                    chosen.name,
+                    duplicate.name,
+                    chosen.name,
                 )
 
 
@@ -276,15 +277,16 @@ def _difference(files: WeightFiles, missing: tuple[str, ...], unexpected: tuple[
     return f"the tensors in {files.path} are not the model's: {' and '.join(parts)}"
 
 
-def _with_nearest(names: tuple[str, ...], others: tuple[str, ...]) -> str:
+def _with_nearest(names: tuple[str, ...], candidates: tuple[str, ...]) -> str:
     """The first names, each with the one of ``others`` that was perhaps meant."""
-    told = []
-    for name in names[:_TOLD]:
-        nearest = difflib.get_close_matches(name, others[:_COMPARED], n=1)
-        told.append(f"{name!r}, perhaps {nearest[0]!r}" if nearest else repr(name))
-    return _first(told, len(names))
+    texts = []
+    for name in names[:_NAMES_SHOWN]:
+        nearest = difflib.get_close_matches(name, candidates[:_COMPARED], n=1)
+        texts.append(f"{name!r}, perhaps {nearest[0]!r}" if nearest else repr(name))
+    return _first(texts, len(names))
 
 
-def _first(told: list[str], count: int | None = None) -> str:
-    count = len(told) if count is None else count
-    return "; ".join(told[:_TOLD]) + (f" and {count - _TOLD} more" if count > _TOLD else "")
+def _first(texts: list[str], count: int | None = None) -> str:
+    count = len(texts) if count is None else count
+    more = f" and {count - _NAMES_SHOWN} more" if count > _NAMES_SHOWN else ""
+    return "; ".join(texts[:_NAMES_SHOWN]) + more

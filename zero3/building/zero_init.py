@@ -120,10 +120,10 @@ class Recipe(NamedTuple):
     """How a parameter without memory gets its values."""
 
     tape: Tape
-    what: Slice
+    slice: Slice
 
     def make(self) -> Tensor:
-        return self.tape.replay(self.what)
+        return self.tape.replay(self.slice)
 
 
 class _Unbuilt:
@@ -133,19 +133,19 @@ class _Unbuilt:
         return False
 
     def __init__(self) -> None:
-        # Parameter -> version and address when it was lent.
-        self._lent: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # Parameter that shows values -> its version and address when they were set.
+        self._versions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def lend(self, param: nn.Parameter, *, modify: bool) -> None:
-        if param in self._lent:
+    def show_values(self, param: nn.Parameter, *, modify: bool) -> None:
+        if param in self._versions:
             raise EngineStateError(f"{self.where(param)}, is gathered already; nest no blocks")
         values = self.copy_of(param)
         resharded.make_plain(param)
         resharded.set_data(param, values)
-        self._lent[param] = param._version, values.data_ptr()
+        self._versions[param] = param._version, values.data_ptr()
 
-    def take_back(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
-        edited = self._lent.pop(param) != (param._version, param.data_ptr())
+    def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
+        edited = self._versions.pop(param) != (param._version, param.data_ptr())
         if modify and rank == 0:  # whose values ``initialize`` takes
             resharded.release(param)
             forget([param])
@@ -165,13 +165,13 @@ class _Unbuilt:
     def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
         return None
 
-    def gradient_asked_for(self, param: nn.Parameter) -> None: ...
+    def on_gradient_read(self, param: nn.Parameter) -> None: ...
 
     def gradient_assigned(self, param: nn.Parameter, values: Tensor | None) -> bool:
         """No engine keeps gradients yet."""
         return False
 
-    def data_asked_for(self, param: nn.Parameter) -> None: ...
+    def on_data_read(self, param: nn.Parameter) -> None: ...
 
     def where(self, param: nn.Parameter) -> str:
         return f"a parameter of shape {tuple(param.shape)} that was built without memory"
@@ -191,8 +191,8 @@ def recipe_of(param: nn.Parameter) -> Recipe | None:
     """How the values of ``param`` are made; None if it has them, or another owner."""
     if resharded.owner_of(param) is not _UNBUILT:
         return None
-    found: Recipe = _recipes[param]
-    return found
+    recipe: Recipe = _recipes[param]
+    return recipe
 
 
 def forget(params: Iterable[nn.Parameter]) -> None:
@@ -203,9 +203,9 @@ def forget(params: Iterable[nn.Parameter]) -> None:
 
 def hide(tape: Tape) -> None:
     """Take the memory of the parameters on ``tape``, which has ended, and remember how their values are made."""
-    slices = {param: made for param in tape.params if (made := tape.slice_of(param)) is not None}
-    for param, made in slices.items():
-        _recipes[param] = Recipe(tape, made)
+    slices = {param: slice_ for param in tape.params if (slice_ := tape.slice_of(param)) is not None}
+    for param, slice_ in slices.items():
+        _recipes[param] = Recipe(tape, slice_)
         _hide(param)
     resharded.adopt(slices, _UNBUILT)
     tape.finish()
@@ -226,13 +226,13 @@ def check_apart(model: nn.Module) -> None:
             continue
         recipe = recipe_of(param)
         if recipe is not None:
-            where: object = recipe.what.cell
-            span = recipe.what.span
+            memory: object = recipe.slice.cell
+            span = recipe.slice.span
         else:
             last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-            where = param.device
+            memory = param.device
             span = range(param.data_ptr(), param.data_ptr() + (last + 1) * param.element_size())
-        ranges.setdefault(where, []).append((span.start, span.stop, name))
+        ranges.setdefault(memory, []).append((span.start, span.stop, name))
     for spans in ranges.values():
         end, holder = 0, ""
         for begin, stop, name in sorted(spans):

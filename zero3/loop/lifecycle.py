@@ -84,7 +84,7 @@ class Readiness:
                 f"{what} was called while a forward or backward is running; call it between steps"
             )
         self.give_up_unfinished()
-        if any(group.lends for group in self._groups):
+        if any(group.shows_copies for group in self._groups):
             raise EngineStateError(f"{what} was called inside tiering.gathered(); end that block first")
 
     def check_no_gradients(self, what: str) -> None:

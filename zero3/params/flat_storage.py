@@ -1,14 +1,14 @@
-"""Flat storages: one tensor whose bytes come and go.
+"""Flat storages: tensors whose bytes are attached and detached.
 
 Note [One storage, bytes that come and go]
     A group's parameters are views into one flat tensor. Tensors that autograd saved in forward alias its storage, so
-    it is enough to refill that storage before backward: nothing in the graph needs to know. Resharding takes the bytes
-    away, unsharding brings them back, and the views never change. Without its bytes a storage refuses to be read: see
-    closed_storage.py. Where torch cannot do that, it shows NaN on a CPU: see nan_memory.py.
+    it is enough to refill that storage before backward; the graph does not change. Resharding detaches the bytes,
+    unsharding attaches them again, and the views stay the same. A read of a storage without bytes raises an error: see
+    closed_storage.py. Where torch cannot raise it, the storage shows NaN on a CPU: see nan_memory.py.
 
-    The storage takes its bytes from a lease by exchanging data pointers (0.1 us). On a CPU that is a lease of an arena,
-    in which NVMe reads land directly; on a GPU one of a slab of its memory, which a copy fills. Where torch lacks the
-    exchange, the storage is resized to zero and back, and filled by a copy: see device/room.py.
+    The storage gets its bytes from a lease by an exchange of data pointers (0.1 us). On a CPU it is a lease of an
+    arena, into which NVMe reads go directly; on a GPU it is a lease of a slab of device memory, which a copy fills.
+    Where torch lacks the exchange, the storage is resized to zero and back, and filled by a copy: see device/room.py.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ class FlatStorage(ABC):
 
     @abstractmethod
     def take_bytes(self, name: str) -> None:
-        """The views are made: from now on the storage has no bytes of its own; ``name`` is what an error calls it."""
+        """Free the storage's own bytes, once the views exist. Errors call the storage ``name`` from then on."""
 
     @abstractmethod
     def start(self, *, at: int | None, wait: bool) -> bool:
-        """Begin to bring the bytes; False, and nothing begun, when there is no room now (``at`` a place, if given).
+        """Start to fetch the bytes; False, with no effect, if there is no room now (at offset ``at``, if given).
 
-        With ``wait``, wait for room that transfers still hold; ArenaError if that cannot help.
+        With ``wait``, wait for room that transfers still hold; ArenaError if no transfer can free enough.
         """
 
-    def advance(self) -> None:  # noqa: B027 # most have nothing to do
-        """Go on with what was begun, as far as that waits for nothing."""
+    def advance(self) -> None:  # noqa: B027 # most storages have nothing to do
+        """Continue after ``start`` as far as possible without a wait."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until the bytes are valid and attach them to ``flat``. Where the device has streams, they wait."""
+        """Wait until the bytes are valid and attach them to ``flat``; a GPU's compute stream waits instead."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Take the bytes away, whether or not they have arrived."""
+        """Detach the bytes, whether or not they have arrived."""
 
 
 class ArenaStorage(FlatStorage):
@@ -67,7 +67,8 @@ class ArenaStorage(FlatStorage):
         self._tiers = tiers
         self._nbytes = numel * dtype.itemsize
         self._lease: Lease | None = None
-        self._bytes: Tensor | None = None  # the lease as a tensor; while attached, it holds the empty pointer
+        # The lease as a tensor; while the storage has the bytes, this tensor has the empty pointer.
+        self._bytes: Tensor | None = None
 
     def take_bytes(self, name: str) -> None:
         if self._tiers.nowhere is None:
@@ -75,10 +76,10 @@ class ArenaStorage(FlatStorage):
         close_storage(self.flat, name)
 
     def _take_room(self, *, at: int | None, wait: bool) -> bool:
-        """Lease room for the bytes; False if there is none."""
+        """Lease room for the bytes; False if there is no room."""
         working, kind = self._tiers.working, "unsharded groups"
         assert isinstance(working, Arena)
-        # What compute holds is given back by compute, which is waiting here: only transfers can make room.
+        # ``alone``: this thread is the one that releases unsharded groups, so only transfers can make room meanwhile.
         self._lease = (
             working.lease(self._nbytes, kind, at=at, alone=True)
             if wait
@@ -92,7 +93,7 @@ class ArenaStorage(FlatStorage):
         exchange_pointers(self.flat, self._bytes)
 
     def _detach(self) -> Lease:
-        """Undo ``_attach``, and ``_take_room`` but for the lease itself."""
+        """Undo ``_attach``, and return the lease, which the caller releases."""
         lease, self._lease = self._lease, None
         assert lease is not None
         if self._bytes is not None:
@@ -139,7 +140,7 @@ class ExchangedStorage(ArenaStorage):
 
 
 def retire_read(lease: Lease, ticket: Transfer) -> None:
-    """Give up a lease that ``ticket`` fills. If the read has failed already, who waited for it has been told."""
+    """Release a lease that ``ticket`` fills, once the read has ended; its error was raised by ``wait``."""
     if ticket.done():
         lease.release()
     else:
@@ -149,8 +150,8 @@ def retire_read(lease: Lease, ticket: Transfer) -> None:
 class CopiedStorage(FlatStorage):
     """Device memory, filled by a copy from pinned host memory.
 
-    Bytes that live on NVMe pass through a pinned lease, from which they are copied as soon as somebody looks and finds
-    them there. On a GPU the copy runs on a stream of its own; ``finish`` makes compute wait for it, not the CPU.
+    Bytes that live on NVMe pass through a pinned lease; ``advance`` or ``finish`` starts the copy once the read has
+    ended. On a GPU the copy runs on a separate stream; ``finish`` makes the compute stream wait for it, not the CPU.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
@@ -161,7 +162,8 @@ class CopiedStorage(FlatStorage):
         self._tiers = tiers
         self._lease: Lease | None = None
         self._ticket: Transfer | None = None
-        self._arrived: Event | None = None  # the copy in flight
+        # The end of the copy in flight.
+        self._arrived: Event | None = None
 
     def start(self, *, at: int | None, wait: bool) -> bool:
         if not self._room.take(at=at, wait=wait):
@@ -207,7 +209,7 @@ class CopiedStorage(FlatStorage):
             assert self._lease is not None
             retire_read(self._lease, self._ticket)
             self._ticket = self._lease = None
-        # Before it was used, nothing but the copy has had to do with the room.
+        # If the copy was not used yet, only the copy has touched the room: the room is free when the copy ends.
         arrived, self._arrived = self._arrived, None
         self._room.give_back(arrived)
 

@@ -1,12 +1,12 @@
-"""Flat storages of a group whose parameters are sharded over the ranks: each brings its own shard, and all gather.
+"""Flat storages of a group whose parameters are sharded over the ranks: each rank fetches its shard, then all gather.
 
-A shard is two ranges of the whole: see layout.py. It is read, or copied, to its place in the whole, and gathered
+A shard is two ranges of the whole group: see layout.py. It is read, or copied, to its ranges of the whole, and gathered
 from there; a shard in memory that the transport can read is gathered from its home.
 
 Note [Gathers come in one order]
-    All ranks have to begin the same gathers in the same order, whatever their disks do. So nothing that begins one may
-    depend on time: ``start`` takes room and begins to read, ``gather`` is called where the program, which is the same
-    on all ranks, is at the same place; and room in the working arena comes free only there, never behind a transfer.
+    All ranks must begin the same gathers in the same order, however fast their disks are. So the begin of a gather must
+    not depend on time: ``start`` leases room and starts the read; ``gather`` is called at points of the program, which
+    is the same on all ranks; and room in the working arena is released only at such points, never by a transfer.
 """
 
 from __future__ import annotations
@@ -31,76 +31,82 @@ from zero3.ranks.process_groups import Pending
 
 
 class ShardGathers:
-    """The gathers of one group, ``name``: one of the trainable prefix, and one of the rest, if there is any.
+    """The gathers of the group ``name``: one for the trainable prefix, and one for the frozen part, if there is one.
 
-    ``ranges``: this rank's elements of the whole, in the order in which its shard holds them.
+    ``ranges`` are this rank's elements of the whole, in the order in which its shard holds them.
     """
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, collectives: Collectives, name: str) -> None:
         world = collectives.world
         whole = range(layout.trainable_numel), range(layout.trainable_numel, layout.numel)
-        ranges = shard_ranges(layout, world.size, world.rank)
-        self._parts = [(all_of_it, mine) for all_of_it, mine in zip(whole, ranges, strict=True) if mine]
-        self.ranges = [mine for _, mine in self._parts]
-        self.begun = False  # in this stay
+        local = shard_ranges(layout, world.size, world.rank)
+        # (elements of all ranks, elements of this rank) of each gather.
+        self._parts = [(everything, own) for everything, own in zip(whole, local, strict=True) if own]
+        self.ranges = [own for _, own in self._parts]
+        # Whether a gather has begun since the storage was last started.
+        self.has_begun = False
         self._itemsize = dtype.itemsize
         self._collectives = collectives
-        self._what = f"gather {name!r}"
+        self._label = f"gather {name!r}"
         self._under_way: list[Pending] = []
 
     def spare(self) -> None:
-        """Count a use for which nothing has to be gathered."""
+        """Count a use that needs no gather."""
         self._collectives.spare(sum(map(len, self.ranges)) * self._itemsize)
 
     def announce(self, *, foreseen: bool) -> None:
-        """Agree with the other ranks that these come next, unless all have ``foreseen`` it."""
-        self._collectives.announce(self._what, foreseen=foreseen)
+        """Agree with the other ranks that these gathers are next, unless all have ``foreseen`` it."""
+        self._collectives.announce(self._label, foreseen=foreseen)
 
-    def begin(self, whole: Tensor, kept: Tensor | None, after: list[Event] | None = None) -> None:
-        """Gather into ``whole``, from the shard ``kept``, or from its place in the whole; after ``announce``.
+    def begin(self, whole: Tensor, shard: Tensor | None, after: list[Event] | None = None) -> None:
+        """Gather into ``whole``, after ``announce``: from ``shard``, or with None from the ranges of ``whole``.
 
-        On a device with streams ``after`` is what has to be over before.
+        On a device with streams, the gathers wait for the events in ``after``.
         """
-        assert not self.begun
-        self.begun = True
+        assert not self.has_begun
+        self.has_begun = True
         base = 0
-        for number, (all_of_it, mine) in enumerate(self._parts):
+        for number, (everything, own) in enumerate(self._parts):
             if number:
                 self.announce(foreseen=True)
-            shard = whole[mine.start : mine.stop] if kept is None else kept[base : base + len(mine)]
-            target = whole[all_of_it.start : all_of_it.stop]
-            self._under_way.append(self._collectives.gather(target, shard, self._what, after))
-            base += len(mine)
+            part = whole[own.start : own.stop] if shard is None else shard[base : base + len(own)]
+            target = whole[everything.start : everything.stop]
+            self._under_way.append(self._collectives.gather(target, part, self._label, after))
+            base += len(own)
 
     def finish(self) -> None:
-        """Wait for them."""
+        """Wait for the gathers."""
         while self._under_way:
             self._collectives.finish(self._under_way[0], "gather")
             del self._under_way[0]
 
     def end(self) -> list[Event] | None:
-        """Let go of what nobody needs any more: what its memory is written to until, or None if perhaps for ever."""
-        self.begun = False
+        """End the use of the gathered bytes. Returns the events after which nothing writes to their memory.
+
+        None if the end of the writes is unknown, because another rank is lost.
+        """
+        self.has_begun = False
         ends = [pending.ended for pending in self._under_way if pending.ended is not None]
         if ends:
             self._under_way.clear()
             return ends
         try:
             self.finish()
-        except DistributedError:  # whoever waits for another rank has been told, or will be
+        except DistributedError:
+            # The next call that waits for another rank raises the error.
             self._under_way.clear()
             return None
         return []
 
 
 class ShardedStorage(FlatStorage):
-    """A storage between whose ``start`` and ``finish`` the shards are gathered."""
+    """A storage whose shards are gathered between ``start`` and ``finish``."""
 
     gathers: ShardGathers
 
     @abstractmethod
     def gather(self, *, foreseen: bool) -> None:
-        """Begin to gather, once this rank's shard is there; ``foreseen`` by all ranks as their next gather."""
+        """Begin to gather, once this rank's shard is there; all ranks have ``foreseen`` that this gather is next."""
 
 
 class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
@@ -130,8 +136,8 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
         self._reads.clear()
         self.gathers.announce(foreseen=foreseen)
         whole = as_tensor(self._lease)[: self._nbytes].view(self._dtype)
-        kept = self._home.tensor.view(self._dtype) if self._home.tensor is not None else None
-        self.gathers.begin(whole, kept)
+        shard = self._home.tensor.view(self._dtype) if self._home.tensor is not None else None
+        self.gathers.begin(whole, shard)
 
     def finish(self) -> None:
         self.gathers.finish()
@@ -139,21 +145,23 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
 
     def drop(self) -> None:
         lease = self._detach()
-        for read in self._reads:  # see Note [Gathers come in one order]
-            with contextlib.suppress(SwapError):  # who waited for it has been told
+        # Wait, so that the room comes free here: see Note [Gathers come in one order].
+        for read in self._reads:
+            # A failed read has raised where it was waited for.
+            with contextlib.suppress(SwapError):
                 read.wait()
         self._reads.clear()
         if self.gathers.end() is not None:
             lease.release()
 
     def _read(self) -> None:
-        """Start to read the shard to its places in the whole."""
+        """Start to read the shard to its ranges of the whole."""
         swap, extent, itemsize = self._tiers.swap, self._home.extent, self._dtype.itemsize
         assert swap is not None and extent is not None and self._lease is not None
         offset = 0
         try:
-            for mine in self.gathers.ranges:
-                part = self._lease.part(mine.start * itemsize, len(mine) * itemsize)
+            for elements in self.gathers.ranges:
+                part = self._lease.part(elements.start * itemsize, len(elements) * itemsize)
                 self._reads.append(swap.swap_in(extent, part, offset=offset, priority=FETCH_PRIORITY))
                 offset += part.nbytes
         except BaseException:
@@ -166,8 +174,8 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
 class DeviceGatheredStorage(ShardedStorage):
     """Device memory, in which the shards are gathered.
 
-    A shard at home in host memory is copied to its place first, one on NVMe by way of a pinned lease. On a GPU both run
-    on the stream that fetches, and the gather behind them.
+    A shard whose home is host memory is copied to its ranges first, a shard on NVMe through a pinned lease. On a GPU
+    both copies run on the fetch stream, and the gather follows them there.
     """
 
     def __init__(
@@ -178,9 +186,11 @@ class DeviceGatheredStorage(ShardedStorage):
         self.gathers = gathers
         self._home = home
         self._tiers = tiers
-        self._lease: Lease | None = None  # pinned, of a shard that is read
+        # The pinned memory into which the shard is read.
+        self._lease: Lease | None = None
         self._ticket: Transfer | None = None
-        self._copied: Event | None = None  # the shard, to its place
+        # The end of the copy of the shard to its ranges.
+        self._copied: Event | None = None
 
     def take_bytes(self, name: str) -> None:
         self._room.take_bytes(name)
@@ -191,8 +201,8 @@ class DeviceGatheredStorage(ShardedStorage):
         extent, window = self._home.extent, self._tiers.fetch_window
         if extent is not None:
             assert self._tiers.swap is not None
-            # Half of it for each, so that the second always fits beside the first. This may wait for a copy: whether a
-            # group is fetched ahead is for the working room alone to say.
+            # Half of the window for each shard, so that a second one always fits. The lease may wait for a copy, unlike
+            # the room above, which alone decides whether a group is fetched ahead.
             lease = window.lease(window.capacity // 2, "parameters")
             try:
                 part = lease.part(0, extent.nbytes)
@@ -210,7 +220,7 @@ class DeviceGatheredStorage(ShardedStorage):
             with self._tiers.stalls.waiting_for("parameters"):
                 self._ticket.wait()
             self._ticket = None
-        # First: ``drop`` would have to wait for a copy that has begun.
+        # Before any copy starts: if this raises, ``drop`` has no copy to wait for.
         self.gathers.announce(foreseen=foreseen)
         target, after = self._room.open()
         whole, home = target.view(self.flat.dtype), self._home
@@ -218,7 +228,8 @@ class DeviceGatheredStorage(ShardedStorage):
             self._bring_shard(whole, after)
             self.gathers.begin(whole, None, after if self._copied is None else [self._copied])
             return
-        if self._tiers.streams is not None:  # compute has updated it, perhaps
+        if self._tiers.streams is not None:
+            # Compute may have updated the shard.
             after.append(self._tiers.streams.compute.record())
         self.gathers.begin(whole, home.tensor.view(self.flat.dtype), after)
 
@@ -240,19 +251,20 @@ class DeviceGatheredStorage(ShardedStorage):
             self._room.give_back(ends[-1] if ends else copied)
 
     def _bring_shard(self, whole: Tensor, after: list[Event]) -> None:
-        """This rank's shard, to its places in the whole."""
+        """Copy this rank's shard to its ranges of ``whole``, after the events in ``after``."""
         home = self._home.tensor
         if home is None:
             assert self._lease is not None
             home = as_tensor(self._lease)
-        kept, base, copies = home.view(self.flat.dtype), 0, self._tiers.copies
-        for mine in self.gathers.ranges:
-            target, source = whole[mine.start : mine.stop], kept[base : base + len(mine)]
+        shard, base, copies = home.view(self.flat.dtype), 0, self._tiers.copies
+        for elements in self.gathers.ranges:
+            target = whole[elements.start : elements.stop]
+            source = shard[base : base + len(elements)]
             if copies is None:
                 target.copy_(source)
             else:
                 self._copied = copies.to_device(target, source, after=after, kind="parameters")
-            base += len(mine)
+            base += len(elements)
         if self._lease is not None:
             if self._copied is None:
                 self._lease.release()

@@ -23,30 +23,30 @@ def differentiate(
 ) -> Any:
     """What ``call``, one of CALLS, returns for tensors of which some are elsewhere."""
     bound = signature(call).bind(*args, **kwargs)
-    given = bound.arguments
+    arguments = bound.arguments
 
     def edges(tensors: Any) -> Any:
         return [_edge(each) if is_elsewhere(each) else each for each in _several(tensors)]
 
-    wanted = given.get("inputs")
+    inputs = arguments.get("inputs")
     for name in ("outputs", "tensors", "inputs"):
-        if given.get(name) is not None:
-            given[name] = edges(given[name])
+        if arguments.get(name) is not None:
+            arguments[name] = edges(arguments[name])
     for name in ("grad_outputs", "grad_tensors"):
-        if given.get(name) is not None:  # values are needed here: a view of them brings the bytes
-            given[name] = [
-                each.view_as(each) if is_elsewhere(each) else each for each in _several(given[name])
+        if arguments.get(name) is not None:  # values are needed here: a view of them brings the bytes
+            arguments[name] = [
+                each.view_as(each) if is_elsewhere(each) else each for each in _several(arguments[name])
             ]
-    materialize = bool(given.get("materialize_grads"))
+    materialize = bool(arguments.get("materialize_grads"))
     if materialize:  # torch makes no zeros for an edge
-        given["materialize_grads"], given["allow_unused"] = False, True
-    found = call(*bound.args, **bound.kwargs)
+        arguments["materialize_grads"], arguments["allow_unused"] = False, True
+    gradients = call(*bound.args, **bound.kwargs)
     if not materialize:
-        return found
-    requires_grad = bool(given.get("create_graph"))
+        return gradients
+    requires_grad = bool(arguments.get("create_graph"))
     return tuple(
         torch.zeros_like(tensor, requires_grad=requires_grad) if gradient is None else gradient
-        for tensor, gradient in zip(_several(wanted), found, strict=True)
+        for tensor, gradient in zip(_several(inputs), gradients, strict=True)
     )
 
 

@@ -52,33 +52,33 @@ def form_groups(
     model: nn.Module,
     persistence_threshold: int,
     leaves: Collection[nn.Module] = (),
-    kept: Collection[nn.Parameter] = (),
+    kept_in_fp32: Collection[nn.Parameter] = (),
 ) -> list[GroupMembers]:
     """Cut ``model`` into groups, in the order of its modules; every parameter is in exactly one.
 
     ``persistence_threshold`` counts elements: smaller parameters go to the persistent group, whatever their module.
-    Those that are ``kept`` in fp32 form groups of their own.
+    Parameters that are ``kept_in_fp32`` form groups of their own.
     """
     modules = dict(model.named_modules())
     users = _users(model)
     # A module that is registered twice goes by its first name.
     blocks = {name for container in _repeated_containers(model) for name in container if name in modules}
     mean_block = _mean_block_size(modules, blocks)
-    found = {name for name, module in modules.items() if module in leaves}
-    blocks |= found
+    leaf_names = {name for name, module in modules.items() if module in leaves}
+    blocks |= leaf_names
     anchors = set(blocks) | {""}
     for name, module in modules.items():
         own = sum(p.numel() for p in _own(module) if users[p][0] == name)
         if name and not _inside(name, blocks) and mean_block and own > mean_block:
             anchors.add(name)
-    anchors = {name for name in anchors if not any(around in found for around in _around(name))}
+    anchors = {name for name in anchors if not any(around in leaf_names for around in _around(name))}
 
     def is_small(param: nn.Parameter) -> bool:
         return param.numel() < max(1, persistence_threshold)  # no element: nothing to move
 
     # A module has one group that comes and goes with it. Where that is in 16 bits, what it keeps in fp32 stays.
     in_16_bits = {
-        _anchor_of(names, anchors) for p, names in users.items() if p not in kept and not is_small(p)
+        _anchor_of(names, anchors) for p, names in users.items() if p not in kept_in_fp32 and not is_small(p)
     }
     groups: dict[tuple[str, bool, bool], GroupMembers] = {}
     owner: dict[nn.Parameter, GroupMembers] = {}
@@ -90,7 +90,7 @@ def form_groups(
             if param in owner:
                 _add_entry(owner[param], module, modules)
                 continue
-            anchor, in_fp32 = _anchor_of(users[param], anchors), param in kept
+            anchor, in_fp32 = _anchor_of(users[param], anchors), param in kept_in_fp32
             persistent = is_small(param) or (in_fp32 and anchor in in_16_bits)
             if persistent:
                 anchor = ""
@@ -114,15 +114,15 @@ def _label(anchor: str, persistent: bool, in_fp32: bool) -> str:
     return IN_FP32 if in_fp32 else PERSISTENT
 
 
-def leaf_modules(model: nn.Module, wanted: LeafModulesConfig) -> set[nn.Module]:
-    """The modules of ``model`` that ``wanted`` names, as DeepSpeed's leaf_module does, and those with a ``MARK``."""
-    found: set[nn.Module] = set()
-    unmatched = {*wanted.classes, *wanted.names, *wanted.name_suffixes}
+def leaf_modules(model: nn.Module, config: LeafModulesConfig) -> set[nn.Module]:
+    """The modules of ``model`` that ``config`` names, as DeepSpeed's leaf_module does, and those with a ``MARK``."""
+    matching: set[nn.Module] = set()
+    unmatched = {*config.classes, *config.names, *config.name_suffixes}
     for name, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         titles = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
-        matched = titles.intersection(wanted.classes) | {name}.intersection(wanted.names)
-        matched |= {suffix for suffix in wanted.name_suffixes if name.endswith(suffix)}
+        matched = titles.intersection(config.classes) | {name}.intersection(config.names)
+        matched |= {suffix for suffix in config.name_suffixes if name.endswith(suffix)}
         marked = bool(getattr(module, MARK, False))
         if (matched or marked) and isinstance(module, NEVER_CALLED):
             raise ConfigError(
@@ -130,11 +130,11 @@ def leaf_modules(model: nn.Module, wanted: LeafModulesConfig) -> set[nn.Module]:
                 " parameters; name the module around it"
             )
         if matched or marked:
-            found.add(module)
+            matching.add(module)
             unmatched -= matched
     if unmatched:
         log.warning("leaf_module: no module of the model matches %s", ", ".join(sorted(unmatched)))
-    return found
+    return matching
 
 
 def _repeated_containers(model: nn.Module) -> Iterator[list[str]]:
@@ -188,8 +188,8 @@ def _anchor_of(users: list[str], anchors: set[str]) -> str:
     """The anchor of the group of a parameter that ``users`` hold."""
     first = _nearest(users[0], anchors)
     for user in users[1:]:
-        other = _nearest(user, anchors)
-        if first not in _ancestors(other) and other not in _ancestors(first):
+        anchor = _nearest(user, anchors)
+        if first not in _ancestors(anchor) and anchor not in _ancestors(first):
             around = set.intersection(*(set(_ancestors(user)) for user in users))
             return _nearest(users[0], anchors & around)
     return first
@@ -233,7 +233,7 @@ def _link_parents(groups: list[GroupMembers], modules: dict[str, nn.Module]) -> 
         if group.persistent:
             continue
         for ancestor in _ancestors(names[group.entries[0]]):
-            found = owners.get(modules[ancestor])
-            if found is not None and found != index:
-                group.parent = found
+            parent = owners.get(modules[ancestor])
+            if parent is not None and parent != index:
+                group.parent = parent
                 break

@@ -25,7 +25,9 @@ def kept_in_fp32(model: nn.Module, config: TieringConfig) -> frozenset[nn.Parame
         return frozenset(_by_models(model, fp16=config.precision == "fp16"))
     patterns = config.tiering.keep_fp32
     return frozenset(
-        param for name, param in _named(model) if any(_matches(name, pattern) for pattern in patterns)
+        param
+        for name, param in _named_parameters(model)
+        if any(_matches(name, pattern) for pattern in patterns)
     )
 
 
@@ -33,7 +35,7 @@ def unmatched(model: nn.Module, config: TieringConfig) -> list[str]:
     """The configured patterns that no parameter of ``model`` matches."""
     if config.tiering.keep_fp32 == "auto":
         return []
-    names = [name for name, _ in _named(model)]
+    names = [name for name, _ in _named_parameters(model)]
     return [
         pattern for pattern in config.tiering.keep_fp32 if not any(_matches(name, pattern) for name in names)
     ]
@@ -46,10 +48,10 @@ def _by_models(model: nn.Module, *, fp16: bool) -> Iterator[nn.Parameter]:
         if fp16:
             patterns = [*patterns, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
         for pattern in patterns:
-            yield from (param for name, param in _named(module) if _matches(name, pattern))
+            yield from (param for name, param in _named_parameters(module) if _matches(name, pattern))
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All names of each parameter: a tied one is kept by any of them."""
     return model.named_parameters(remove_duplicate=False)
 

@@ -1,11 +1,12 @@
-"""The flat layout of a ParamGroup: where each parameter starts, what a shard is, how its state is tiled. Pure.
+"""The flat layout of a ParamGroup: where each parameter starts, which part is a shard, how its state is tiled. Pure.
 
 A group's parameters lie in one flat tensor of the compute dtype, those with optimizer state first, so that state,
-gradients and updates cover one contiguous prefix. Each parameter starts on a 256-byte boundary; the prefix and what
-follows it are padded so that every boundary is a multiple of 4096 bytes in each dtype in use, also of a shard.
+gradients and updates cover one contiguous prefix. Each parameter starts on a 256-byte boundary. The prefix and the
+frozen part after it are padded, so that every boundary, also of a shard, is a multiple of 4096 bytes in each dtype in
+use.
 
-A rank's shard is its equal share of the prefix, and behind it that of the rest: two ranges of the whole, a layout of
-its own.
+A rank's shard is an equal part of the prefix, followed by an equal part of the frozen part: two ranges of the whole,
+with a layout of its own.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-PARAM_ALIGNMENT = 256  # bytes: a multiple of every vector width, so a placement cannot change a kernel's path
-QUANTUM = 2048  # elements: 4096 bytes in the smallest dtype that is stored (16 bits)
+# Bytes: a multiple of every vector width, so that a placement cannot change the path that a kernel takes.
+PARAM_ALIGNMENT = 256
+# Elements: 4096 bytes in the smallest dtype that is stored (16 bits).
+QUANTUM = 2048
 
 
 @dataclass(frozen=True)
 class Piece:
     """One parameter inside a flat tensor: elements [start, start + numel). ``index`` counts the model's parameters.
 
-    In a shard it may be a part of the parameter of ``shape``: the ``numel`` elements from its ``first`` on.
+    In a shard it may be a part of the parameter of ``shape``: ``numel`` elements, of which ``first`` is the first.
     """
 
     index: int
@@ -58,7 +61,7 @@ class Segment:
 
     @property
     def first(self) -> int:
-        """The elements of the parameter before it."""
+        """The number of elements of the parameter before this segment."""
         return self.piece.first + self.start - self.piece.start
 
 
@@ -73,52 +76,52 @@ def lay_out(
     quantum = QUANTUM * world_size
     pieces: list[Piece] = []
     offset = trainable_numel = 0
-    for wanted in (True, False):
+    for in_prefix in (True, False):
         for index, name, shape, trainable in params:
-            if trainable is not wanted:
+            if trainable is not in_prefix:
                 continue
             numel = product(shape)
             offset = -(-offset // alignment) * alignment
             pieces.append(Piece(index, name, offset, shape, numel, trainable))
             offset += numel
         offset = -(-offset // quantum) * quantum
-        if wanted:
+        if in_prefix:
             trainable_numel = offset
     return FlatLayout(tuple(pieces), trainable_numel, offset)
 
 
 def shard_ranges(layout: FlatLayout, world_size: int, rank: int) -> tuple[range, range]:
-    """What ``rank`` holds of a flat tensor: a range of elements of the trainable prefix, and one of the rest."""
-    shares = []
+    """The elements of a flat tensor that ``rank`` holds: a range of the prefix, and one of the frozen part."""
+    ranges = []
     for begin, end in ((0, layout.trainable_numel), (layout.trainable_numel, layout.numel)):
-        each, left = divmod(end - begin, world_size)
-        assert not left, f"{end - begin} elements do not divide into {world_size} shards"
-        shares.append(range(begin + rank * each, begin + (rank + 1) * each))
-    return shares[0], shares[1]
+        numel, remainder = divmod(end - begin, world_size)
+        assert not remainder, f"{end - begin} elements do not divide into {world_size} shards"
+        ranges.append(range(begin + rank * numel, begin + (rank + 1) * numel))
+    return ranges[0], ranges[1]
 
 
 def shard(layout: FlatLayout, world_size: int, rank: int, *, trainable_only: bool = False) -> FlatLayout:
-    """The layout of the flat tensor in which ``rank`` keeps its shard, with those parameters that it has a part of."""
+    """The layout of the flat tensor in which ``rank`` keeps its shard, with the parameters of which it has a part."""
     if world_size == 1 and not trainable_only:
         return layout
-    prefix, rest = shard_ranges(layout, world_size, rank)
+    prefix, frozen = shard_ranges(layout, world_size, rank)
     parts, base = [], 0
-    for share in (prefix,) if trainable_only else (prefix, rest):
-        for held in segments(layout.pieces, share.start, share.stop):
-            start = base + held.start - share.start
-            parts.append(replace(held.piece, start=start, numel=held.numel, first=held.first))
-        base += len(share)
+    for elements in (prefix,) if trainable_only else (prefix, frozen):
+        for segment in segments(layout.pieces, elements.start, elements.stop):
+            start = base + segment.start - elements.start
+            parts.append(replace(segment.piece, start=start, numel=segment.numel, first=segment.first))
+        base += len(elements)
     return FlatLayout(tuple(parts), len(prefix), base)
 
 
 def tiles(numel: int, tile: int) -> Iterator[tuple[int, int]]:
-    """[0, numel) cut into sub-groups of ``tile`` elements; the last may be shorter."""
+    """Cut [0, numel) into sub-groups of ``tile`` elements; the last may be shorter."""
     for start in range(0, numel, tile):
         yield start, min(start + tile, numel)
 
 
 def segments(pieces: Sequence[Piece], start: int, end: int) -> Iterator[Segment]:
-    """The parts of ``pieces``, which are in flat order, inside the flat range [start, end); padding is left out."""
+    """The parts of ``pieces``, which are in flat order, inside the flat range [start, end), without padding."""
     before = bisect.bisect_right(pieces, start, key=attrgetter("start"))
     for number in range(max(0, before - 1), len(pieces)):
         piece = pieces[number]

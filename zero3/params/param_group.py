@@ -1,8 +1,8 @@
 """ParamGroup: parameters that are unsharded and resharded together.
 
-While a group is resharded its parameters hold no bytes and are of a class that knows it: see resharded.py. In-place
-edits by the user's code are noticed by the version that torch counts for each parameter, and written back: an edit in
-forward counts wherever the parameter lives.
+While a group is resharded its parameters hold no bytes, and their class is changed: see resharded.py. In-place edits
+by the user's code are detected by the version that torch counts for each parameter, and written to the home: an edit in
+forward has the same effect wherever the parameter lives.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ from zero3.ranks.collectives import Collectives
 
 
 class Residency(Enum):
-    """Where a group's valid 16-bit bytes can be used from, and what that costs."""
+    """Where a group's valid bytes are, and what they cost on the device."""
 
-    RESIDENT = auto()  # always on the device; costs the flat bytes there for good
-    SHARDED = auto()  # on host or NVMe only; costs nothing on the device
-    FETCHING = auto()  # on their way; the room on the device is taken
-    UNSHARDED = auto()  # on the device until reshard: for saved tensors, and for parameters that are shown
+    # Always on the device: costs the flat bytes there for the engine's lifetime.
+    RESIDENT = auto()
+    # On host or NVMe only: costs nothing on the device.
+    SHARDED = auto()
+    # On their way to the device: the room for them is leased.
+    FETCHING = auto()
+    # On the device until ``reshard``, for saved tensors and for parameters that show their values.
+    UNSHARDED = auto()
 
 
 @dataclass(frozen=True)
@@ -109,22 +113,29 @@ class ParamGroup:
             self.residency = Residency.SHARDED
         self.moves = self._storage is not None
         self.through_window = home.extent is not None and by_copy
-        # For its next use, if no other group is fetched before that: it costs the network, or a GPU's link.
+        # The group stays on the device for its next use, if no other group is fetched before that: fetching it again
+        # costs the network, or a GPU's link.
         self.stays = self.sharded or (self.moves and by_copy and not self.through_window)
-        self._waits_apart = self.sharded or by_copy  # the storage says itself where it waits
-        self.storage_key: int = flat.untyped_storage()._cdata  # the same whether or not the storage has bytes
+        # These storages report their stalls themselves.
+        self._storage_reports_stalls = self.sharded or by_copy
+        # The identity of the storage, which does not depend on whether it has bytes.
+        self.storage_key: int = flat.untyped_storage()._cdata
         self._views = [flat[p.start : p.end].view(p.shape) for p in layout.pieces]
         description = f"a parameter of group {self.name!r}"
         self._absent = Placeholder((p.shape for p in layout.pieces), dtype, tiers.device, description)
         self._plain = [resharded.plain_form(type(param)) for param in self.params]
-        self._versions: list[int] = []  # of the parameters, as far as the engine knows
-        # Positions whose .data was handed out: it can be changed without a new version.
+        # The versions of the parameters after the last change that the engine knows of.
+        self._versions: list[int] = []
+        # Positions whose .data was read: it can be changed without a new version.
         self._aliased: set[int] = set()
-        self._shown = False  # whether the parameters are plain ones now
-        # Position in params that shows a copy (gathered) -> its version and address then.
-        self._lent: dict[int, tuple[int, int]] = {}
-        self._only_read: set[int] = set()  # of them, those that nobody may change
-        self._before: dict[int, Tensor] = {}  # what these held when their .data was handed out
+        # Whether the parameters show the group's bytes.
+        self._shown = False
+        # Positions in ``params`` that show a copy (``gathered``): version and address when the copy was set.
+        self._copies: dict[int, tuple[int, int]] = {}
+        # Of these, positions whose copy must not be changed.
+        self._read_only: set[int] = set()
+        # Of these, the bytes of copies at the moment when their .data was read.
+        self._bytes_before: dict[int, Tensor] = {}
         self._edit_listener: EditListener | None = None
         if self._storage is not None:
             self._storage.take_bytes(description)
@@ -134,14 +145,14 @@ class ParamGroup:
         self._edit_listener = listener
 
     def adopt_parameters(self) -> None:
-        """Point the parameters at this group, once its bytes are at home."""
+        """Make the model's parameters those of this group; its bytes are at home."""
         self._point_nowhere()
         self.note_versions()
         if self.residency is Residency.RESIDENT:
             self.show()
 
     def show(self) -> None:
-        """Make the parameters show the group's bytes, which are there."""
+        """Make the parameters show the group's bytes. EngineStateError if these are not on the device."""
         if self.residency not in (Residency.RESIDENT, Residency.UNSHARDED):
             raise EngineStateError(
                 f"group {self.name!r} is {self.residency.name}: unshard it before its parameters are shown"
@@ -149,14 +160,15 @@ class ParamGroup:
         if not self._shown:
             self._check_unchanged()
             self._shown = True
-            self._absent.open()  # until the parameters hold it again
+            # The placeholder is open while parameters are pointed elsewhere; ``_point_nowhere`` closes it.
+            self._absent.open()
             for position, view in enumerate(self._views):
-                if position not in self._lent:
+                if position not in self._copies:
                     self._point(position, view)
             self.note_versions()
 
     def hide(self, *, keep_edits: bool = True) -> None:
-        """Undo ``show``. Updates reach the home by the optimizer; only an in-place edit is written here."""
+        """Undo ``show``. With ``keep_edits``, in-place edits are stored; the optimizer writes its updates itself."""
         if not self._shown or self.residency is Residency.RESIDENT:
             return
         try:
@@ -168,41 +180,41 @@ class ParamGroup:
             self.note_versions()
 
     def give_up_parameters(self) -> None:
-        """The engine is closed: whatever uses the parameters from now on is told so."""
-        self._lent.clear()
-        self._only_read.clear()
-        self._before.clear()
+        """Close the parameters with the engine: each use raises ResidencyError from now on."""
+        self._copies.clear()
+        self._read_only.clear()
+        self._bytes_before.clear()
         self._point_nowhere()
         self._views.clear()
         resharded.disown(self.params)
 
-    def lend(self, position: int, copy: Tensor, *, modify: bool) -> None:
-        """Let the parameter at ``position`` show ``copy``, whatever the group does, until ``take_back``."""
+    def show_copy(self, position: int, copy: Tensor, *, modify: bool) -> None:
+        """Let the parameter at ``position`` show ``copy`` until ``hide_copy``, whatever the group does."""
         self._absent.open()
         self._point(position, copy)
         if not self._shown:
             self._absent.close()
         if not modify:
-            self._only_read.add(position)
-        self._lent[position] = self.params[position]._version, copy.data_ptr()
+            self._read_only.add(position)
+        self._copies[position] = self.params[position]._version, copy.data_ptr()
 
-    def lends_at(self, position: int) -> bool:
-        """Whether the parameter at ``position`` is lent."""
-        return position in self._lent
+    def shows_copy_at(self, position: int) -> bool:
+        """Whether the parameter at ``position`` shows a copy."""
+        return position in self._copies
 
-    def lent_was_edited(self, position: int) -> bool:
-        """Whether the parameter at ``position`` was written in place since it was lent."""
+    def copy_was_edited(self, position: int) -> bool:
+        """Whether the copy that the parameter at ``position`` shows was written in place."""
         param = self.params[position]
-        before = self._before.get(position)
-        return (param._version, param.data_ptr()) != self._lent[position] or (
+        before = self._bytes_before.get(position)
+        return (param._version, param.data_ptr()) != self._copies[position] or (
             before is not None and not torch.equal(before, _bytes_of(param))
         )
 
-    def take_back(self, position: int) -> None:
-        """Undo ``lend``."""
-        del self._lent[position]
-        self._only_read.discard(position)
-        self._before.pop(position, None)
+    def hide_copy(self, position: int) -> None:
+        """Undo ``show_copy``."""
+        del self._copies[position]
+        self._read_only.discard(position)
+        self._bytes_before.pop(position, None)
         if self._shown:
             self._point(position, self._views[position])
         else:
@@ -217,18 +229,18 @@ class ParamGroup:
         return self._shown
 
     @property
-    def lends(self) -> bool:
+    def shows_copies(self) -> bool:
         """Whether any parameter shows a copy."""
-        return bool(self._lent)
+        return bool(self._copies)
 
     def view(self, position: int) -> Tensor:
-        """The parameter's values in the flat storage; without bytes while the group is resharded."""
+        """The parameter's view into the flat storage; it has no bytes while the group is resharded."""
         return self._views[position]
 
     def check_memory(self) -> None:
-        """EngineStateError for a parameter that should show the group's bytes and does not."""
+        """Raise EngineStateError if a parameter does not show the group's bytes."""
         for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
-            if param.data_ptr() != view.data_ptr() and position not in self._lent:
+            if param.data_ptr() != view.data_ptr() and position not in self._copies:
                 raise EngineStateError(
                     f"{self.layout.pieces[position].name!r} was given other memory after initialize (by .data = or"
                     " module.to()), which the engine does not train; change values in place inside"
@@ -236,34 +248,35 @@ class ParamGroup:
                 )
 
     def edited(self) -> list[int]:
-        """Positions of the parameters that were, or may have been, written in place since they show their bytes.
+        """Positions of the parameters that were, or may have been, written in place since ``show``.
 
-        EngineStateError for one that no longer shows these bytes.
+        Raises EngineStateError for a parameter that does not show the group's bytes.
         """
         self.check_memory()
         return [
             position
             for position, (param, version) in enumerate(zip(self.params, self._versions, strict=True))
-            if (param._version != version or position in self._aliased) and position not in self._lent
+            if (param._version != version or position in self._aliased) and position not in self._copies
         ]
 
     def alias(self, position: int) -> None:
-        """The .data of the parameter at ``position`` was handed out: it counts as edited while it is shown."""
-        if position not in self._lent:  # what a loan hands out is a copy, whose changes take_back sees
+        """Count the parameter at ``position``, whose .data was read, as edited while it shows its bytes."""
+        # The .data of a copy is a part of the copy, which ``copy_was_edited`` compares.
+        if position not in self._copies:
             self._aliased.add(position)
-        if position in self._only_read and position not in self._before:
-            self._before[position] = _bytes_of(self.params[position]).clone()
+        if position in self._read_only and position not in self._bytes_before:
+            self._bytes_before[position] = _bytes_of(self.params[position]).clone()
 
     def note_versions(self) -> None:
-        """What the parameters hold now is what the engine knows."""
+        """Note that the engine knows of all changes up to now."""
         self._versions = [param._version for param in self.params]
 
     def _check_unchanged(self) -> None:
-        """Nobody has written through what an earlier forward left behind: it would be lost."""
+        """Raise EngineStateError for a write through a view of an earlier forward, whose bytes are gone."""
         before, now = self._versions, [param._version for param in self.params]
         self._versions = now
         for position, (old, new) in enumerate(zip(before, now, strict=False)):
-            if old != new and position not in self._lent:
+            if old != new and position not in self._copies:
                 raise EngineStateError(
                     f"{self.layout.pieces[position].name!r} was changed in place through a view that was kept from an"
                     " earlier forward, while its bytes were elsewhere: the change is lost. Make changes inside"
@@ -283,7 +296,7 @@ class ParamGroup:
         return True
 
     def advance(self) -> None:
-        """Go on with an unsharding that was begun, as far as that waits for nothing."""
+        """Continue an ``unshard`` as far as possible without a wait."""
         if self.residency is Residency.FETCHING:
             assert self._storage is not None
             self._storage.advance()
@@ -296,15 +309,15 @@ class ParamGroup:
     @property
     def gathered(self) -> bool:
         """Whether ``gather`` was called since ``unshard``."""
-        return isinstance(self._storage, ShardedStorage) and self._storage.gathers.begun
+        return isinstance(self._storage, ShardedStorage) and self._storage.gathers.has_begun
 
     def gather(self, *, foreseen: bool) -> None:
-        """Begin to gather the shards of an unsharding that was started; ``foreseen`` by all ranks as their next."""
+        """Begin to gather the shards, after ``unshard``; all ranks have ``foreseen`` that this gather is next."""
         assert isinstance(self._storage, ShardedStorage) and self.residency is Residency.FETCHING
         self._storage.gather(foreseen=foreseen)
 
     def spare(self) -> None:
-        """Count a use that needs no gather: the bytes are there since the last one."""
+        """Count a use that needs no gather, because the bytes of the last gather are still there."""
         assert isinstance(self._storage, ShardedStorage)
         self._storage.gathers.spare()
 
@@ -317,7 +330,7 @@ class ParamGroup:
                 f"group {self.name!r} is {self.residency.name}: unshard it before waiting for it"
             )
         assert self._storage is not None
-        with nullcontext() if self._waits_apart else self._stalls.waiting_for("parameters"):
+        with nullcontext() if self._storage_reports_stalls else self._stalls.waiting_for("parameters"):
             self._storage.finish()
         self.residency = Residency.UNSHARDED
         if self._timeline.recording:
@@ -345,7 +358,7 @@ class ParamGroup:
         self._aliased.clear()
         self._absent.open()
         for position in range(len(self.params)):
-            if position not in self._lent:
+            if position not in self._copies:
                 self._hide(position)
         self._absent.close()
 

@@ -45,15 +45,15 @@ def explain_inputs(error: BaseException, inputs: Any, config: TieringConfig) -> 
     unhandled = not config.cast_inputs and config.autocast is None and dtype is not torch.float32
     if not (unhandled and isinstance(error, RuntimeError | ValueError) and _is_of_dtypes(str(error))):
         return
-    others = {
+    input_dtypes = {
         leaf.dtype
         for leaf in tree_leaves(inputs)
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype is not dtype
     }
-    if others:
+    if input_dtypes:
         error.add_note(
-            f"The model computes in {dtype} and was called with {', '.join(sorted(map(str, others)))} tensors. Set"
-            f" {config.precision}.auto_cast to true in the configuration to cast them, or cast them in the script"
+            f"The model computes in {dtype} and was called with {', '.join(sorted(map(str, input_dtypes)))} tensors."
+            f" Set {config.precision}.auto_cast to true in the configuration to cast them, or cast them in the script"
         )
 
 
@@ -94,7 +94,7 @@ class LossScale:
         self._hysteresis = hysteresis
         self._consecutive_hysteresis = consecutive_hysteresis
         self._minimum = minimum
-        self._overflows_left = hysteresis  # until the factor halves, this one included
+        self._remaining_overflows = hysteresis  # until the factor halves, this one included
         self._clean = 0  # updates without overflow since the last one with it
 
     def __call__(self) -> float:
@@ -133,7 +133,7 @@ class LossScale:
             "dynamic": self.dynamic,
             "value": self.value,
             "clean": self._clean,
-            "overflows_left": self._overflows_left,
+            "overflows_left": self._remaining_overflows,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -141,11 +141,11 @@ class LossScale:
         if self.dynamic and state_dict["dynamic"]:
             self.value = state_dict["value"]
             self._clean = state_dict["clean"]
-            self._overflows_left = min(state_dict["overflows_left"], self._hysteresis)
+            self._remaining_overflows = min(state_dict["overflows_left"], self._hysteresis)
 
     def _shrink(self) -> None:
-        if self._overflows_left > 1:
-            self._overflows_left -= 1
+        if self._remaining_overflows > 1:
+            self._remaining_overflows -= 1
             return
         if self.value <= self._minimum:
             raise EngineStateError(
@@ -160,4 +160,4 @@ class LossScale:
         if grows:
             self.value *= FACTOR
         if grows or self._consecutive_hysteresis:
-            self._overflows_left = self._hysteresis
+            self._remaining_overflows = self._hysteresis

@@ -1,7 +1,7 @@
-"""Parameters that every rank keeps whole though each steps only its shard: stages 1 and 2, and small ones in stage 3.
+"""Parameters that every rank keeps whole though it steps only its shard: stages 1 and 2, and small ones in stage 3.
 
-After a step the ranks gather each other's shards in place. A group is gathered as soon as it and those before it were
-stepped, while others are stepped still; which of them that is depends on a rank's disk, the order does not.
+After a step the ranks gather the updated shards in place. A group is gathered as soon as it and the groups before it
+were stepped, while others are still being stepped. When that is depends on the disk of a rank; the order does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zero3.ranks.process_groups import Pending
 
 
 class Replicas:
-    """Keeps those of ``groups`` alike on all ranks that are not sharded."""
+    """Keeps the ``groups`` that are not sharded equal on all ranks."""
 
     def __init__(self, groups: Iterable[ParamGroup], collectives: Collectives) -> None:
         self._groups = [
@@ -28,17 +28,17 @@ class Replicas:
         self._under_way: deque[Pending] = deque()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step: all groups wait for their gather."""
         self._waiting.extend(self._groups)
 
     def stepped(self, group: ParamGroup) -> None:
-        """This rank's shard of ``group`` is updated."""
+        """Gather ``group``, whose shard this rank has updated, once the groups before it are updated, too."""
         self._stepped.add(group)
         while self._waiting and self._waiting[0] in self._stepped:
             self._gather(self._waiting.popleft())
 
     def finish(self) -> None:
-        """The step has ended on this rank: gather the rest, and wait until all is there."""
+        """End a step on this rank: gather the remaining groups, and wait for all gathers."""
         while self._waiting:
             self._gather(self._waiting.popleft())
         self._stepped.clear()
@@ -49,7 +49,7 @@ class Replicas:
         home, world = group.home.tensor, self._collectives.world
         assert home is not None
         whole = home.view(group.dtype)[: group.layout.trainable_numel]
-        mine = shard_ranges(group.layout, world.size, world.rank)[0]
-        what = f"gather the updated {group.name!r}"
-        self._collectives.announce(what, foreseen=True)
-        self._under_way.append(self._collectives.gather(whole, whole[mine.start : mine.stop], what))
+        local = shard_ranges(group.layout, world.size, world.rank)[0]
+        label = f"gather the updated {group.name!r}"
+        self._collectives.announce(label, foreseen=True)
+        self._under_way.append(self._collectives.gather(whole, whole[local.start : local.stop], label))

@@ -59,13 +59,13 @@ class Owner(Protocol):
     def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
         """A copy for the ``state_dict`` that is being made; None if none is."""
 
-    def gradient_asked_for(self, param: nn.Parameter) -> None:
+    def on_gradient_read(self, param: nn.Parameter) -> None:
         """Somebody reads ``param.grad``."""
 
     def gradient_assigned(self, param: nn.Parameter, values: Tensor | None) -> bool:
         """Somebody sets ``param.grad``; whether the owner keeps it, and not the parameter."""
 
-    def data_asked_for(self, param: nn.Parameter) -> None:
+    def on_data_read(self, param: nn.Parameter) -> None:
         """Somebody reads ``param.data``, and may change it without torch counting a version."""
 
     def where(self, param: nn.Parameter) -> str:
@@ -74,11 +74,11 @@ class Owner(Protocol):
     def remedy(self) -> str:
         """Why its values cannot be used now, and what to do."""
 
-    def lend(self, param: nn.Parameter, *, modify: bool) -> None:
-        """Let ``param`` show its values until ``take_back``."""
+    def show_values(self, param: nn.Parameter, *, modify: bool) -> None:
+        """Let ``param`` show its values until ``hide_values``."""
 
-    def take_back(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
-        """End ``lend`` and keep the changes of ``rank``; returns what is wrong with those that cannot be kept."""
+    def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
+        """End ``show_values`` and keep the changes of ``rank``. Returns why they cannot be kept, or an empty text."""
 
     def saving_copies(self) -> AbstractContextManager[Any]:
         """What autograd saves of lent parameters keeps what they show."""
@@ -131,7 +131,7 @@ class _Graded:
     @property
     def grad(self) -> Tensor | None:
         assert isinstance(self, nn.Parameter)
-        _gradient_asked_for(self)
+        _note_gradient_read(self)
         return _gradient_on(self)
 
     @grad.setter
@@ -204,7 +204,7 @@ class _Resharded(_Graded):
             if owner is None or replaces or not owner.borrow(param):
                 raise ResidencyError(_refusal(owner, param, func))
             if func == _DATA.__get__:
-                owner.data_asked_for(param)
+                owner.on_data_read(param)
         for param in _resharded_among((args, kwargs)):
             owner = owner_of(param)
             assert owner is not None
@@ -231,7 +231,7 @@ class _Shown(_Graded):
         # Compiled code asks for its class alone when it first runs, and would count as an editor for good.
         by_compiler = sys._getframe(1).f_globals.get("__name__", "").startswith("torch._functorch.")
         if not by_compiler and (owner := owner_of(self)) is not None:
-            owner.data_asked_for(self)
+            owner.on_data_read(self)
         return data_of(self)
 
     @data.setter
@@ -314,10 +314,10 @@ def put_gradient(param: nn.Parameter, gradient: Tensor | None) -> None:
         _GRAD.__set__(param, gradient)
 
 
-def _gradient_asked_for(param: nn.Parameter) -> None:
+def _note_gradient_read(param: nn.Parameter) -> None:
     owner = owner_of(param)
     if owner is not None and not torch.compiler.is_compiling():  # the compiler looks at all there is
-        owner.gradient_asked_for(param)
+        owner.on_gradient_read(param)
 
 
 def _plain_copy(param: nn.Parameter) -> nn.Parameter:
@@ -325,11 +325,11 @@ def _plain_copy(param: nn.Parameter) -> nn.Parameter:
     if isinstance(param, _Shown):
         return nn.Parameter(data_of(param).clone(), requires_grad=param.requires_grad)
     if owner is None:
-        raise ResidencyError(_refusal(None, param, copy_of_it))
+        raise ResidencyError(_refusal(None, param, copying))
     return nn.Parameter(owner.copy_of(param), requires_grad=param.requires_grad)
 
 
-def copy_of_it() -> None:
+def copying() -> None:
     """Stands for copying where an error names what was tried."""
 
 
@@ -359,31 +359,33 @@ def _changes_nothing(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     if name != "to":
         return False
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
-    here = device is None or (device.type == param.device.type and device.index in (None, param.device.index))
-    return here and dtype in (None, param.dtype) and memory_format is None
+    same_device = device is None or (
+        device.type == param.device.type and device.index in (None, param.device.index)
+    )
+    return same_device and dtype in (None, param.dtype) and memory_format is None
 
 
 def _resharded_among(arguments: Any) -> list[nn.Parameter]:
-    found: list[nn.Parameter] = []
+    params: list[nn.Parameter] = []
     if isinstance(arguments, dict):
         arguments = arguments.values()
     for argument in arguments:
         if isinstance(argument, _Resharded):
             assert isinstance(argument, nn.Parameter)
-            found.append(argument)
+            params.append(argument)
         elif isinstance(argument, list | tuple | dict):
-            found += _resharded_among(argument)
-    return found
+            params += _resharded_among(argument)
+    return params
 
 
 def _refusal(owner: Owner | None, param: nn.Parameter, func: Callable[..., Any]) -> str:
-    what = func.__name__.strip("_")
-    if what in ("get", "set"):
-        what = f"{what} .{func.__self__.__name__}"  # type: ignore[attr-defined] # of a property
+    operation = func.__name__.strip("_")
+    if operation in ("get", "set"):
+        operation = f"{operation} .{func.__self__.__name__}"  # type: ignore[attr-defined] # of a property
     if owner is None:
         return (
-            f"{what} of a parameter of shape {tuple(param.shape)} whose engine is closed, or belongs to the process"
-            " that forked this one: it has no values; take engine.state_dict() before, or end the engine by"
+            f"{operation} of a parameter of shape {tuple(param.shape)} whose engine is closed, or belongs to the"
+            " process that forked this one: it has no values; take engine.state_dict() before, or end the engine by"
             " engine.release(), which keeps them in the model"
         )
-    return f"{what} of {owner.where(param)}: {owner.remedy()}"
+    return f"{operation} of {owner.where(param)}: {owner.remedy()}"

@@ -51,8 +51,8 @@ def size_up(
         COMPUTE_DTYPES[name] for name in settle_dtypes(config, whole_groups=whole_groups)
     )
     leaves = leaf_modules(model, config.zero.leaf_module)
-    kept = kept_in_fp32(model, config)
-    members = form_groups(model, config.zero.persistence_threshold, leaves, kept)
+    in_fp32 = kept_in_fp32(model, config)
+    members = form_groups(model, config.zero.persistence_threshold, leaves, in_fp32)
     trained = chosen.trained
     layouts = [
         lay_out(
@@ -84,7 +84,7 @@ def size_up(
         world_size=world_size,
         fetch_by_copy=on_gpu or not can_exchange(),
     )
-    return SizedModel(members, layouts, compute, grad, reduce, workload, kept)
+    return SizedModel(members, layouts, compute, grad, reduce, workload, in_fp32)
 
 
 def _dtype_of(group: GroupMembers, compute: torch.dtype) -> torch.dtype:

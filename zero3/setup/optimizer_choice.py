@@ -77,7 +77,7 @@ def choose_optimizer(
     """
     check_dtypes(model, config)
     if optimizer is not None:
-        client = _made(optimizer, model, model_parameters)
+        client = _make_client(optimizer, model, model_parameters)
         if config.optimizer is not None:
             log.warning(
                 "the %s given to initialize() is used, the configuration's optimizer section (%s) is not",
@@ -101,21 +101,21 @@ def choose_optimizer(
     return OptimizerChoice(groups, defaults, rule, split=form.split, moments=form.format)
 
 
-def _made(
+def _make_client(
     optimizer: ClientOptimizerChoice, model: nn.Module, model_parameters: ModelParameters | None
 ) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    given = model_parameters
-    if given is None:
-        given = [param for param in model.parameters() if param.requires_grad]
-    made = optimizer(given) if callable(optimizer) else optimizer
-    if not isinstance(made, torch.optim.Optimizer):
+    params = model_parameters
+    if params is None:
+        params = [param for param in model.parameters() if param.requires_grad]
+    client = optimizer(params) if callable(optimizer) else optimizer
+    if not isinstance(client, torch.optim.Optimizer):
         raise ConfigError(
             "initialize(optimizer=...) takes a torch.optim.Optimizer, or a function of the parameters that makes one,"
-            f" not {type(made).__name__}"
+            f" not {type(client).__name__}"
         )
-    return made
+    return client
 
 
 def _of_client(client: torch.optim.Optimizer, model: nn.Module, config: TieringConfig) -> OptimizerChoice:
@@ -139,8 +139,8 @@ def _of_client(client: torch.optim.Optimizer, model: nn.Module, config: TieringC
 def _state_form(client: torch.optim.Optimizer, config: TieringConfig) -> Form:
     """The form of state that the client asks for, else the configuration; ConfigError if they contradict."""
     name, state = _name(client), config.tiering.state
-    asked = update_rules.state_form_of(client)
-    if asked is None:
+    requested = update_rules.state_form_of(client)
+    if requested is None:
         return update_rules.state_form(state)
     called = client.param_groups[0]["state_format"]
     if state not in ("fp32", called):
@@ -148,13 +148,13 @@ def _state_form(client: torch.optim.Optimizer, config: TieringConfig) -> Form:
             f"the {name} has state_format {called!r}, but tiering.state is {state!r}: make it with"
             f" state_format={state!r}, or remove tiering.state from the configuration"
         )
-    if asked.split and config.precision != "bf16":
+    if requested.split and config.precision != "bf16":
         raise ConfigError(
             f"the {name} has state_format {called!r}, but the precision is {config.precision}, and only a bf16"
             " parameter is the upper half of its master: make it with"
             f" state_format={called.replace('split+bf16', 'bf16').replace('split', 'fp32')!r}, or train in bf16"
         )
-    return asked
+    return requested
 
 
 def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
@@ -188,10 +188,12 @@ def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
         )
 
 
-def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[Options]:
+def _param_groups(model: nn.Module, model_parameters: ModelParameters | None) -> list[Options]:
     """torch-style param groups of trainable parameters."""
     listed: list[Any] = (
-        list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+        list(model_parameters)
+        if model_parameters is not None
+        else [p for p in model.parameters() if p.requires_grad]
     )
     grouped = bool(listed) and all(isinstance(item, Mapping) for item in listed)
     chosen = []
@@ -203,22 +205,22 @@ def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[Optio
     return chosen
 
 
-def _check_params(model: nn.Module, groups: list[Options], who: str) -> None:
+def _check_params(model: nn.Module, groups: list[Options], source: str) -> None:
     """Every trainable parameter of the model is in one group, and nothing else is in any."""
     listed_once = [param for group in groups for param in group["params"]]
     inside = set(listed_once)
     if len(inside) < len(listed_once):
-        raise ConfigError(f"{who} lists a parameter twice: each belongs to one param group")
+        raise ConfigError(f"{source} lists a parameter twice: each belongs to one param group")
     foreign = len(inside - set(model.parameters()))
     if foreign:
         raise ConfigError(
-            f"{who} lists {foreign} parameters that are not the model's, which would never be trained:"
+            f"{source} lists {foreign} parameters that are not the model's, which would never be trained:"
             " make them part of the model, or step them with an optimizer of their own"
         )
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]
     if missing:
         raise ConfigError(
-            f"{len(missing)} parameters require gradients but are not in {who}"
+            f"{len(missing)} parameters require gradients but are not in {source}"
             f" ({', '.join(missing[:3])}, ...):"
             " add them, or freeze them with requires_grad_(False)"
         )

@@ -78,24 +78,24 @@ def gathered(
                     " close() to keep the values in the model"
                 )
             if owner is not None:
-                owner.lend(param, modify=modify)
+                owner.show_values(param, modify=modify)
                 lent.append((owner, param))
         with ExitStack() as saving:
             for owner in {owner: None for owner, _ in lent}:
                 saving.enter_context(owner.saving_copies())
             yield yielded
     finally:
-        refused = _take_back(lent, modify=modify, rank=rank)
+        refused = _hide_values(lent, modify=modify, rank=rank)
     if refused:
         raise EngineStateError(f"inside gathered(), {refused[0]}; the change is dropped")
 
 
-def _take_back(lent: list[tuple[resharded.Owner, nn.Parameter]], *, modify: bool, rank: int) -> list[str]:
+def _hide_values(lent: list[tuple[resharded.Owner, nn.Parameter]], *, modify: bool, rank: int) -> list[str]:
     """End the loans, all of them whatever happens to one; returns what is wrong with changes that were made."""
     refused, errors = list[str](), list[BaseException]()
     for owner, param in lent:
         try:
-            problem = owner.take_back(param, modify=modify, rank=rank)
+            problem = owner.hide_values(param, modify=modify, rank=rank)
         except BaseException as error:
             errors.append(error)
         else:
@@ -236,7 +236,7 @@ class Access:
     @property
     def lending(self) -> bool:
         """Whether a ``gathered`` block is open."""
-        return any(group.lends for group in self._groups)
+        return any(group.shows_copies for group in self._groups)
 
     def borrow(self, param: nn.Parameter) -> bool:
         group, position = self._places[param]
@@ -254,11 +254,11 @@ class Access:
             self._saved[param] = self._state.weight(group, group.layout.pieces[position])
         return self._saved[param]
 
-    def data_asked_for(self, param: nn.Parameter) -> None:
+    def on_data_read(self, param: nn.Parameter) -> None:
         group, position = self._places[param]
         group.alias(position)
 
-    def gradient_asked_for(self, param: nn.Parameter) -> None:
+    def on_gradient_read(self, param: nn.Parameter) -> None:
         """Say once that it is not there, if the engine has it: clipping by hand would do nothing, in silence."""
         group, position = self._places[param]
         piece = group.layout.pieces[position]
@@ -319,24 +319,24 @@ class Access:
             " (modify=True to change it); engine.state_dict() and engine.get_fp32_parameter(name) give copies"
         )
 
-    def lend(self, param: nn.Parameter, *, modify: bool) -> None:
-        """Let ``param`` show its values until ``take_back``."""
+    def show_values(self, param: nn.Parameter, *, modify: bool) -> None:
+        """Let ``param`` show its values until ``hide_values``."""
         group, position = self._places[param]
         if modify:
             check_idle(self._schedule, "gathered(modify=True)")
-        if group.lends_at(position):
+        if group.shows_copy_at(position):
             raise EngineStateError(
                 f"{group.layout.pieces[position].name!r} is gathered already; nest no blocks"
             )
         self.store_edits_of_residents(group)
-        group.lend(position, self.copy_of(param), modify=modify)
+        group.show_copy(position, self.copy_of(param), modify=modify)
         self._schedule.gathers(group)
 
-    def take_back(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
-        """End ``lend`` and keep the changes of ``rank``; returns what is wrong with those that cannot be kept."""
+    def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
+        """End ``show_values`` and keep the changes of ``rank``. Returns why they cannot be kept, or an empty text."""
         group, position = self._places[param]
         piece, shown = group.layout.pieces[position], resharded.data_of(param)
-        edited = group.lent_was_edited(position)
+        edited = group.copy_was_edited(position)
         try:
             if not modify:
                 return f"{piece.name!r} was changed without modify=True" if edited else ""
@@ -360,7 +360,7 @@ class Access:
             torch.autograd.graph.increment_version([param])
             return ""
         finally:
-            group.take_back(position)
+            group.hide_copy(position)
 
     def saving_copies(self) -> AbstractContextManager[Any]:
         """What autograd saves of lent parameters keeps their copies: those that move show nothing by then.

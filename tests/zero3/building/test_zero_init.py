@@ -30,8 +30,8 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def gone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "LEAST", 1)
-    monkeypatch.setattr(tape, "ROOM", 0)
+    monkeypatch.setattr(tape, "SMALLEST_FREED", 1)
+    monkeypatch.setattr(tape, "GROWTH_LIMIT", 0)
 
 
 def values(param: nn.Parameter) -> Tensor:
@@ -263,7 +263,7 @@ def test_parameters_of_an_earlier_context_can_be_part_of_the_model(start: Start)
 
 
 def test_memory_goes_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "ROOM", 1 << 20)
+    monkeypatch.setattr(tape, "GROWTH_LIMIT", 1 << 20)
     seen = []
 
     class Wide(nn.Linear):

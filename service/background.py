@@ -1,33 +1,43 @@
-"""What takes long to make of a View, made beside everything else that is answered."""
+"""Renders slow responses in a thread, so that the event loop keeps answering other requests."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from service.view import View
 from service.watch import Watch
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-class Aside(Generic[Answer]):
-    """Made in a thread, one at a time; all who wait while one is made share the next. Belongs to one event loop."""
+class _Rendered(NamedTuple, Generic[Result]):
+    view: View
+    started_at: float
+    result: Result
 
-    def __init__(self, watch: Watch, make: Callable[[View], Answer]) -> None:
-        self._watch, self._make = watch, make
-        self._turn = asyncio.Lock()
-        self._last: tuple[View, float, Answer] | None = None  # of what, begun when, and what came of it
 
-    async def newest(self) -> Answer:
-        """Of a View that is no older than the question, or than the Watch would let it be."""
-        asked = time.monotonic()
-        async with self._turn:
-            if self._last is None or self._last[1] < asked:
+class BackgroundRenderer(Generic[Result]):
+    """Calls ``render`` in a thread, one call at a time. Requests that wait during one call share the next result.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self, watch: Watch, render: Callable[[View], Result]) -> None:
+        self._watch, self._render = watch, render
+        self._lock = asyncio.Lock()
+        self._last: _Rendered[Result] | None = None
+
+    async def newest(self) -> Result:
+        """The result for a View that is no older than this call, or than the Watch's ``max_age``."""
+        requested_at = time.monotonic()
+        async with self._lock:
+            if self._last is None or self._last.started_at < requested_at:
                 view = await self._watch.now()
-                if self._last is None or self._last[0] is not view:
-                    begun = time.monotonic()
-                    self._last = view, begun, await asyncio.to_thread(self._make, view)
-            return self._last[2]
+                if self._last is None or self._last.view is not view:
+                    started_at = time.monotonic()
+                    result = await asyncio.to_thread(self._render, view)
+                    self._last = _Rendered(view, started_at, result)
+            return self._last.result

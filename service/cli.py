@@ -23,19 +23,23 @@ PRINTED = {
     "metrics": "a table of all metrics in Markdown",
 }
 SHORTHANDS = """\
-tierd alone serves, and `tierd --port N` is `tierd serve --port N`; `tierd COMMAND --help` has the options of each
+The default command is serve: `tierd --port N` means `tierd serve --port N`. `tierd COMMAND --help` lists its options.
 """
 ADDRESSES = """\
-Any address but loopback can be reached from other machines and is refused without a token, which clients send as
+An address other than loopback can be reached from other machines and requires a token, which clients send as
 "Authorization: Bearer TOKEN". There is no TLS: over a network, use an ssh tunnel or a reverse proxy.
 
-exit status: 0 when SIGINT or SIGTERM ended it, 2 when it cannot start and says why in one line
+exit status: 0 after SIGINT or SIGTERM, 2 if it cannot start (it prints one line with the reason)
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; its exit status. Each way imports what it alone needs: `--once` is asked often."""
-    if isinstance(sys.stdout, TextIOWrapper):  # a name in letters that it lacks should not hide the rest
+    """Run the command line and return the exit status.
+
+    Each command imports only the modules that it needs, because `tierd --once` is called often.
+    """
+    # A name with letters that the encoding lacks must not prevent the output.
+    if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     options = options_of(sys.argv[1:] if arguments is None else arguments)
     if options.command in PRINTED:
@@ -45,15 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = monitoring_files.main(options.command)
             print(end="", flush=True)
         except OSError as error:
-            # What is left to flush goes nowhere.
+            # Python flushes the rest at exit; send it to /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if isinstance(error, BrokenPipeError):  # who reads has seen enough, as `head` does
+            if isinstance(error, BrokenPipeError):  # the reader, for example `head`, has closed the pipe
                 return 128 + signal.SIGPIPE
             print(f"tierd: standard output cannot be written: {error.strerror}", file=sys.stderr)
             return 2
         return code
-    if options.dir is not None and (absent := _absent(options)):
-        print(f"tierd: --dir {options.dir}: {absent}", file=sys.stderr)
+    if options.dir is not None and (problem := _directory_problem(options)):
+        print(f"tierd: --dir {options.dir}: {problem}", file=sys.stderr)
         return 2
     try:
         return _show(options, options.dir or run_directory())
@@ -62,20 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _absent(options: argparse.Namespace) -> str:
-    """What is not there of a run directory that was named; an engine makes the directory, and nothing above it."""
+def _directory_problem(options: argparse.Namespace) -> str:
+    """Why the run directory cannot be used, else "". An engine creates the directory, but not its parents."""
     directory: Path = options.dir
     if options.command == "once" and not directory.exists():
-        return "there is no such directory, so nothing publishes there"
-    return "" if directory.absolute().parent.is_dir() else "the directory above it does not exist: create it"
+        return "no such directory, so no run publishes there"
+    return "" if directory.absolute().parent.is_dir() else "the parent directory does not exist: create it"
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    """What the command line says. Exits with status 2 where that is wrong, or contradicts itself."""
+    """The parsed command line. Exits with status 2 if it is invalid or contradictory."""
     parser = _parser()
     options = parser.parse_args(_with_command(arguments))
-    if wrong := _contradiction(options):
-        parser.error(wrong)
+    if problem := _contradiction(options):
+        parser.error(problem)
     return options
 
 
@@ -93,29 +97,29 @@ def _show(options: argparse.Namespace, directory: Path) -> int:
     return terminal.top(watch, run=options.run, interval=options.interval)
 
 
-def _with_command(given: Sequence[str]) -> list[str]:
-    """What ``given`` says by leaving the command out."""
-    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help", "--version")):
-        if "--once" in given:
-            return ["once", *(one for one in given if one != "--once")]
-        return ["serve", *given]
-    return list(given)
+def _with_command(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with the default command added if they have none: "once" with --once, else "serve"."""
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
+        if "--once" in arguments:
+            return ["once", *(argument for argument in arguments if argument != "--once")]
+        return ["serve", *arguments]
+    return list(arguments)
 
 
 def _contradiction(options: argparse.Namespace) -> str | None:
     if options.command != "serve":
         return None
     if options.uds is not None and (options.host is not None or options.port is not None):
-        return "--uds is instead of --host and --port"
+        return "--uds cannot be combined with --host or --port"
     if options.expect_ranks is not None and options.expect_ranks < 0:
-        return f"--expect-ranks {options.expect_ranks} is no number of ranks"
+        return f"--expect-ranks {options.expect_ranks} is not a number of ranks"
     return None
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="tierd",
-        description="Show tiers, bandwidth and stalls of running engines: page, JSON and metrics over HTTP.",
+        description="Show tiers, bandwidth and stalls of training runs: a web page, JSON and metrics over HTTP.",
         epilog=SHORTHANDS,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
@@ -139,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=ADDRESSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_serving(serve)
+    _add_serve_options(serve)
     once = commands.add_parser(
         "once", prog="tierd --once", parents=[runs], help="print the state of the runs once (as tierd --once)"
     )
@@ -148,26 +152,26 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--interval", type=seconds, default=1.0, help="seconds between updates (default: %(default)s)"
     )
-    for name, what in PRINTED.items():
-        commands.add_parser(name, help=f"print {what}")
+    for name, description in PRINTED.items():
+        commands.add_parser(name, help=f"print {description}")
     return parser
 
 
-def _add_serving(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_argument_group("address")
-    where.add_argument("--host", help=f"address (default: {DEFAULT_HOST})")
-    where.add_argument("--port", type=int, help=f"port, 0 for any free one (default: {DEFAULT_PORT})")
-    where.add_argument(
+def _add_serve_options(parser: argparse.ArgumentParser) -> None:
+    address = parser.add_argument_group("address")
+    address.add_argument("--host", help=f"address (default: {DEFAULT_HOST})")
+    address.add_argument("--port", type=int, help=f"port, 0 for any free one (default: {DEFAULT_PORT})")
+    address.add_argument(
         "--uds", type=Path, metavar="PATH", help="listen on a Unix socket that only this user can open"
     )
-    who = parser.add_argument_group("access")
-    who.add_argument(
+    access = parser.add_argument_group("access")
+    access.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
         help="file with the bearer token that clients must send (or set TIERD_TOKEN)",
     )
-    who.add_argument(
+    access.add_argument(
         "--allow-host",
         type=host_name,
         metavar="NAME",
@@ -175,14 +179,14 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="accept this host name, in addition to localhost and IP addresses; repeatable",
     )
-    how = parser.add_argument_group("process")
-    how.add_argument(
+    process = parser.add_argument_group("process")
+    process.add_argument(
         "--expect-ranks",
         type=int,
         metavar="N",
         help="number of ranks that must publish for /readyz (default: as the runs report)",
     )
-    how.add_argument(
+    process.add_argument(
         "--nice",
         type=int,
         choices=range(20),
@@ -193,13 +197,13 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that says which command was meant."""
+    """A parser that suggests the nearest command."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
-        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        if wrong and (meant := get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), 1)):
-            message += f"; did you mean {meant[0]}?"
+        match = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if match and (nearest := get_close_matches(match[1], re.findall(r"[\w-]+", match[2]), 1)):
+            message += f"; did you mean {nearest[0]}?"
         super().error(message)
 
 
@@ -211,21 +215,21 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def seconds(given: str) -> float:
-    """An interval between two looks."""
-    number = float(given)
+def seconds(argument: str) -> float:
+    """An interval between two updates, in seconds."""
+    number = float(argument)
     if not 0.25 <= number <= 60:
-        raise argparse.ArgumentTypeError(f"{given} is not between 0.25 and 60 seconds")
+        raise argparse.ArgumentTypeError(f"{argument} is not between 0.25 and 60 seconds")
     return number
 
 
-def host_name(given: str) -> str:
-    """A name as a Host header has it."""
+def host_name(argument: str) -> str:
+    """A host name as a Host header has it, without a port."""
     from service.http.guard import host_of
 
-    if host_of(given) != given.lower().removesuffix(".") or not given:
-        raise argparse.ArgumentTypeError(f"{given!r} is not a host name without a port")
-    return given
+    if host_of(argument) != argument.lower().removesuffix(".") or not argument:
+        raise argparse.ArgumentTypeError(f"{argument!r} is not a host name without a port")
+    return argument
 
 
 if __name__ == "__main__":

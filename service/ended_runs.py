@@ -1,4 +1,4 @@
-"""What became of the runs: a line in the log for each change, and the last words of those that have ended."""
+"""State changes of the runs: a log line for each, and a summary of each run that ended."""
 
 from __future__ import annotations
 
@@ -8,83 +8,89 @@ from collections.abc import Iterator
 
 from service.formatting import counted, plain
 from service.health import reasons
-from service.responses.status import EndedRun, last_words
-from service.run_end import end_of, with_last_pages
+from service.responses.status import EndedRun, ended_run
+from service.run_end import end_of, with_last_status
 from service.view import RunState, RunView, View
 
-MOST = 10  # ended runs that are remembered
-MOST_LINES = 20  # per View: whoever reads the log may be slow, and the sidecar waits for it
+MAX_ENDED = 10  # ended runs to remember
+MAX_LINES = 20  # log lines per View: writing to a slow log reader blocks the sidecar
 
 log = logging.getLogger(__name__)
 
 
-class Chronicle:
-    """Told a View every second. Who comes back after lunch finds here what was swept meanwhile."""
+class RunLog:
+    """Compares each View with the previous one and logs the changes. It also remembers the last ended runs."""
 
     def __init__(self) -> None:
-        self._before: dict[str, RunView] = {}
-        self._said: dict[str, RunState] = {}  # the state that the log has a run in
-        self._left: set[str] = set()  # runs of which nothing but last pages is here, and that were told
-        self._ended: deque[EndedRun] = deque(maxlen=MOST)
+        self._previous: dict[str, RunView] = {}
+        self._logged_states: dict[str, RunState] = {}  # by run, the last state in the log
+        self._closed: set[str] = (
+            set()
+        )  # runs whose only status files are closed ones, and that are in the log
+        self._ended: deque[EndedRun] = deque(maxlen=MAX_ENDED)
 
     @property
     def ended(self) -> list[EndedRun]:
-        """Runs without a page, the latest first."""
+        """Runs that ended and have no status file any more, the latest first."""
         return list(reversed(self._ended))
 
     def add(self, view: View) -> None:
-        """Compare with the View before, and tell the log, a lot of changes in short."""
+        """Log the changes since the previous View: at most MAX_LINES, and the number of the others."""
         lines = list(self._changes(view))
-        for level, line in lines[:MOST_LINES]:
+        for level, line in lines[:MAX_LINES]:
             log.log(level, "%s", plain(line))
-        if len(lines) > MOST_LINES:
-            log.warning("%s at the same time", counted(len(lines) - MOST_LINES, "more change"))
+        if len(lines) > MAX_LINES:
+            log.warning("%s at the same time", counted(len(lines) - MAX_LINES, "more change"))
 
     def _changes(self, view: View) -> Iterator[tuple[int, str]]:
-        """Of a state it is told when it lasts: ranks come and go one by one."""
-        before, self._before = self._before, {run.id: run for run in view.runs}
-        back = [one for one in self._ended if one.id in self._before]  # a page was removed, and made anew
-        for one in back:
-            self._ended.remove(one)
+        """Log levels and lines. A new state counts once it lasts for two Views: ranks start and end one by one."""
+        previous, self._previous = self._previous, {run.id: run for run in view.runs}
+        # A status file that was removed and created again brings its run back.
+        self._ended = deque((run for run in self._ended if run.id not in self._previous), maxlen=MAX_ENDED)
         for run in view.runs:
-            if run.id not in before:
-                self._said[run.id] = "training"
-                here = f"{len(run.fresh)} of its {counted(run.expected, 'rank')} on this node"
-                yield logging.INFO, f"{_named(run)} is here: {here}"
-            elif run.state == before[run.id].state != self._said[run.id]:
-                self._said[run.id] = run.state
+            if run.id not in previous:
+                self._logged_states[run.id] = "training"
+                ranks = f"{len(run.fresh)} of its {counted(run.expected, 'rank')} on this node"
+                yield logging.INFO, f"{_label(run)} started: {ranks}"
+            elif run.state == previous[run.id].state != self._logged_states[run.id]:
+                self._logged_states[run.id] = run.state
                 yield _change(run)
-        for run_id in before.keys() - self._before.keys():
-            run = with_last_pages(before[run_id], view.left)
-            self._ended.append(last_words(run))
-            if self._said.pop(run_id) != "ended":  # else that was told when its last process went
+        for run_id in previous.keys() - self._previous.keys():
+            run = with_last_status(previous[run_id], view.closed)
+            self._ended.append(ended_run(run))
+            # A run in the state "ended" was logged when its last process ended.
+            if self._logged_states.pop(run_id) != "ended":
                 yield _end(run)
-        left = {run.id: run for run in view.left if run.id not in self._before}
-        for run_id in left.keys() - self._left - before.keys():  # too short to be seen before
-            self._ended.append(last_words(left[run_id]))
-            yield _end(left[run_id])
-        self._left = set(left)
+        closed = {run.id: run for run in view.closed if run.id not in self._previous}
+        for run_id in (
+            closed.keys() - self._closed - previous.keys()
+        ):  # too short to be in a View before it ended
+            self._ended.append(ended_run(closed[run_id]))
+            yield _end(closed[run_id])
+        self._closed = set(closed)
 
 
 def _change(run: RunView) -> tuple[int, str]:
     if run.state == "degraded":
-        return logging.WARNING, f"{_named(run)} is degraded: {'; '.join(_wrong(run))}"
+        return logging.WARNING, f"{_label(run)} is degraded: {'; '.join(_problems(run))}"
     if run.state == "ended":
         return _end(run)
-    return logging.INFO, f"{_named(run)} trains again with all its ranks"
+    return logging.INFO, f"{_label(run)} trains again with all its ranks"
 
 
 def _end(run: RunView) -> tuple[int, str]:
     end = end_of(run)
     level = logging.INFO if end.how in ("finished", "preempted") else logging.WARNING
-    step = max((said.step for said in run.snapshots), default=0)
-    return level, f"{_named(run)} {end.words(f' at step {step}')}"
+    step = max((snapshot.step for snapshot in run.snapshots), default=0)
+    return level, f"{_label(run)} {end.sentence(f' at step {step}')}"
 
 
-def _wrong(run: RunView) -> Iterator[str]:
-    yield from (f"rank {said.rank} cannot go on: {said.broken}" for said in run.snapshots if said.broken)
+def _problems(run: RunView) -> Iterator[str]:
+    for snapshot in run.snapshots:
+        if snapshot.broken:
+            yield f"rank {snapshot.rank} cannot continue: {snapshot.broken}"
     yield from reasons(run)
 
 
-def _named(run: RunView) -> str:
+def _label(run: RunView) -> str:
     return f"run {run.name} ({run.id})"

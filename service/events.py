@@ -1,4 +1,4 @@
-"""Server-sent events: the status, pushed to whoever keeps listening."""
+"""Server-sent events: the status, pushed to subscribers."""
 
 from __future__ import annotations
 
@@ -10,57 +10,58 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.cached import Kept
 from service.view import View
+from service.view_cache import ViewCache
 from service.watch import Watch
 from tiering.telemetry import TelemetryError
 
-MOST_SUBSCRIBERS = 64  # a handful look at a node; more are a loop that opens streams and leaves them open
-# Seconds: proxies take a connection for dead that is silent for longer, so there is a comment then.
-PATIENCE = 15.0
+MAX_SUBSCRIBERS = 64  # a few people watch a node; more are a client that opens streams and never closes them
+# Proxies close a connection that is silent for longer, so an idle stream sends a comment at this interval.
+KEEPALIVE_SECONDS = 15.0
 
 
 class Events:
-    """What subscribers are told, and how many there are.
+    """The source of events, and the number of subscribers.
 
-    ``render`` makes the data of an event for who wants one run, or all; its bytes are made once per View. Belongs to
-    one event loop.
+    ``render`` makes the data of an event for one run or, for None, all runs; its bytes are made once per View.
+    Belongs to one event loop.
     """
 
     def __init__(
         self,
         watch: Watch,
-        kept: Kept,
+        cache: ViewCache,
         render: Callable[[View, str | None], bytes],
         *,
-        most: int = MOST_SUBSCRIBERS,
-        patience: float = PATIENCE,
+        max_subscribers: int = MAX_SUBSCRIBERS,
+        keepalive_seconds: float = KEEPALIVE_SECONDS,
     ) -> None:
-        self._watch, self._kept, self._render, self._most = watch, kept, render, most
-        self.patience = patience
+        self._watch, self._cache, self._render = watch, cache, render
+        self._max_subscribers = max_subscribers
+        self.keepalive_seconds = keepalive_seconds
         self.subscribers = 0
 
     @property
     def full(self) -> bool:
-        """Whether one more is too many."""
-        return self.subscribers >= self._most
+        """Whether the limit of subscribers is reached."""
+        return self.subscribers >= self._max_subscribers
 
     async def newest(self, run: str | None) -> tuple[int | str, bytes]:
-        """What tells this event from earlier ones, and its bytes."""
+        """The version of the newest event, which changes with its content, and the event's bytes."""
         try:
             view = await self._watch.now()
         except TelemetryError as error:
             problem = json.dumps({"detail": str(error)})
             return problem, _event("problem", problem.encode())
-        event = self._kept.of(view, ("event", run), lambda: _event("status", self._render(view, run)))
+        event = self._cache.get(view, ("event", run), lambda: _event("status", self._render(view, run)))
         return view.changes, event
 
 
 class Subscription(Response):
-    """A response that lasts until the client leaves.
+    """A response that lasts until the client disconnects.
 
-    It takes the newest event when it is ready for one, so that nothing queues up for a slow client and nobody waits for
-    it; the server cuts off who takes nothing at all.
+    It takes the newest event when the client can receive one, so nothing queues up for a slow client, and no other
+    client waits for it. The server disconnects a client that reads nothing at all.
     """
 
     media_type = "text/event-stream"
@@ -71,32 +72,32 @@ class Subscription(Response):
         self._events, self._interval, self._run = events, interval, run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_departure(receive))
+        disconnected = asyncio.ensure_future(_disconnected(receive))
         self._events.subscribers += 1
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._tell_until(gone, send)
+            await self._send_until(disconnected, send)
         finally:
             self._events.subscribers -= 1
-            gone.cancel()
+            disconnected.cancel()
 
-    async def _tell_until(self, gone: asyncio.Future[None], send: Send) -> None:
-        told: int | str | None = None
-        told_at = due = time.monotonic()
-        while not gone.done():
-            news, event = await self._events.newest(self._run)
-            if news == told:
-                silent_for = time.monotonic() - told_at
-                event = b": nothing new\n\n" if silent_for >= self._events.patience else b""
+    async def _send_until(self, disconnected: asyncio.Future[None], send: Send) -> None:
+        sent_version: int | str | None = None
+        sent_at = due = time.monotonic()
+        while not disconnected.done():
+            version, event = await self._events.newest(self._run)
+            if version == sent_version:
+                idle_seconds = time.monotonic() - sent_at
+                event = b": nothing new\n\n" if idle_seconds >= self._events.keepalive_seconds else b""
             if event:
-                told, told_at = news, time.monotonic()
+                sent_version, sent_at = version, time.monotonic()
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             due = max(due + self._interval, time.monotonic())
-            await asyncio.wait([gone], timeout=due - time.monotonic())
+            await asyncio.wait([disconnected], timeout=due - time.monotonic())
 
 
-async def _departure(receive: Receive) -> None:
-    """Returns when the client is gone."""
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""Figures as people read them: memory in units of 1024, what moves in units of 1000, as disks and networks have it."""
+"""Figures as text: memory in units of 1024; transferred bytes in units of 1000, as is usual for disks and networks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def size(nbytes: float) -> str:
 
 
 def moved(nbytes: float) -> str:
-    """Bytes that were or would be moved: "12.1 GB"."""
+    """Transferred bytes: "12.1 GB"."""
     return _scaled(nbytes, 1000, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
@@ -22,7 +22,7 @@ def rate(bytes_per_second: float) -> str:
 
 
 def share(part: float) -> str:
-    """A part of one: "71 %"."""
+    """A fraction as a percentage: "71 %"."""
     return f"{100 * part:.0f} %"
 
 
@@ -39,19 +39,19 @@ def seconds(duration: float) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """``number`` of them: "1 file", "3 files"; ``plural`` where it is not the noun and an "s"."""
+    """A number with its noun: "1 file", "3 files". ``plural`` defaults to the noun with an "s"."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def plain(text: str) -> str:
-    """``text`` without control characters: a page may say anything, and a terminal obeys."""
-    return "".join(one if one.isprintable() else "?" for one in text)
+    """``text`` without control characters: status files are untrusted, and a terminal would execute them."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def listed(words: Iterable[str]) -> str:
+def joined(items: Iterable[str]) -> str:
     """Several things in a sentence: "a, b and c"."""
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
+    *first, last = items
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:

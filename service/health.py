@@ -1,4 +1,4 @@
-"""Whether the sidecar answers, whether every rank that should publish does, and both with reasons."""
+"""Liveness of the sidecar and readiness of the ranks, with the reasons."""
 
 from __future__ import annotations
 
@@ -15,87 +15,87 @@ from tiering.telemetry import as_text
 
 
 class Alive(BaseModel):
-    """The sidecar itself answers."""
+    """The sidecar answers."""
 
-    status: str = Field(default="ok", description="always ok: what does not answer is not alive")
+    status: str = Field(default="ok", description="always ok: a sidecar that is not alive does not answer")
 
 
 class Readiness(BaseModel):
     """Whether every rank that should be on this node publishes."""
 
     ready: bool
-    reasons: list[str] = Field(description="why not, in words; empty when ready")
+    reasons: list[str] = Field(description="the reasons if not ready; else empty")
 
 
 class Health(Readiness):
-    """Readiness, and the sidecar's own state."""
+    """Readiness, and the state of the sidecar."""
 
     version: str
     started_at: float = Field(description="Unix time in seconds")
     uptime: float = Field(description="seconds")
-    directory: str = Field(description="where the pages are")
-    directory_problem: str | None = Field(description="why the pages cannot be read; null while they can")
-    last_reading_at: float | None = Field(description="Unix time at which the pages were last read")
-    readings: int = Field(description="how often the pages were read so far")
-    subscribers: int = Field(description="who listens to /v1/events")
+    directory: str = Field(description="run directory, which has the status files of the ranks")
+    directory_problem: str | None = Field(description="why the run directory cannot be read; null if it can")
+    last_reading_at: float | None = Field(description="Unix time at which the status files were last read")
+    readings: int = Field(description="number of readings of the status files so far")
+    subscribers: int = Field(description="number of clients connected to /v1/events")
 
 
-def ready(view: View, expect: int | None = None) -> Readiness:
-    """Ready: every rank here of every run that is not over has a fresh page, and there is such a run.
+def ready(view: View, expect_ranks: int | None = None) -> Readiness:
+    """Ready: a run is active, and every rank on this node of each active run has a fresh status file.
 
     With ``expect``: and so many ranks publish on this node; 0 is content without any run.
     """
-    why = [f"run {run.name}: {reason}" for run in view.runs if not run.over for reason in reasons(run)]
+    problems = [f"run {run.name}: {reason}" for run in view.runs if not run.over for reason in reasons(run)]
     fresh = sum(len(run.fresh) for run in view.runs)
-    if expect is not None and fresh < expect:
+    if expect_ranks is not None and fresh < expect_ranks:
         verb = "publishes" if fresh == 1 else "publish"
-        why.append(f"{fresh} of the {counted(expect, 'rank')} expected on this node {verb}")
-    if expect is None and all(run.over for run in view.runs):
-        why.append("every run here has ended" if view.runs else "no run publishes here yet")
-    return Readiness(ready=not why, reasons=why)
+        problems.append(f"{fresh} of the {counted(expect_ranks, 'rank')} expected on this node {verb}")
+    if expect_ranks is None and all(run.over for run in view.runs):
+        problems.append("every run here has ended" if view.runs else "no run publishes here yet")
+    return Readiness(ready=not problems, reasons=problems)
 
 
 def reasons(run: RunView) -> Iterator[str]:
-    """Why the run is degraded, but for what its ranks say themselves."""
-    shown = set(run.fresh)
-    for rank in reversed(run.ranks):  # of two pages of one rank the later one says how it is
-        if rank.rank not in shown:
-            shown.add(rank.rank)
-            yield f"rank {rank.rank} {_wrong(rank)}"
+    """Why the run is degraded, without the errors that the ranks report themselves."""
+    covered = set(run.fresh)
+    for rank in reversed(run.ranks):  # of two status files of one rank, the later one counts
+        if rank.rank not in covered:
+            covered.add(rank.rank)
+            yield f"rank {rank.rank} {_problem(rank)}"
     if run.missing:
         verb = "has" if run.missing == 1 else "have"
-        yield f"{run.missing} of its {counted(run.expected, 'rank')} on this node {verb} no page here"
+        yield f"{run.missing} of its {counted(run.expected, 'rank')} on this node {verb} no status file"
 
 
-def _wrong(rank: RankView) -> str:
+def _problem(rank: RankView) -> str:
     if rank.state == "silent":
         return f"has not published for {rank.heartbeat_age:.0f} s"
     if rank.state == "live":
         return "has not published yet"
     if rank.state == "stale":
         return rank.reason if rank.ended is not None else f"is stale: {rank.reason}"
-    return f"has a page that cannot be read: {rank.reason}"
+    return f"has a status file that cannot be read: {rank.reason}"
 
 
 @dataclass
 class Identity:
-    """Which sidecar this is: what it reads, what it expects there, and since when."""
+    """The sidecar itself: its run directory, the expected ranks, and its start."""
 
     directory: str
-    expect: int | None = None
+    expect_ranks: int | None = None
     started_at: float = field(default_factory=time.time)
-    _began: float = field(default_factory=time.monotonic)  # a clock that nobody sets
+    _started: float = field(default_factory=time.monotonic)  # a clock that nobody sets
 
     def health(self, view: View | None, problem: str | None, subscribers: int) -> Health:
-        """Of now; ``view`` is the last one there was, and ``problem`` why there is none newer."""
-        readiness = ready(view, self.expect) if view is not None else Readiness(ready=False, reasons=[])
-        why = readiness.reasons if problem is None else [problem]
+        """The current health. ``view`` is the last View, and ``problem`` is why the last reading failed, if it did."""
+        readiness = ready(view, self.expect_ranks) if view is not None else Readiness(ready=False, reasons=[])
+        problems = readiness.reasons if problem is None else [problem]
         return Health(
-            ready=not why,
-            reasons=why,
+            ready=not problems,
+            reasons=problems,
             version=own_version(),
             started_at=self.started_at,
-            uptime=time.monotonic() - self._began,
+            uptime=time.monotonic() - self._started,
             directory=as_text(self.directory),
             directory_problem=problem,
             last_reading_at=None if view is None else view.taken_at,

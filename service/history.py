@@ -1,4 +1,4 @@
-"""The last minutes of each run, one entry per second, in rings: what the page draws when it is opened."""
+"""The last ten minutes of each run in a ring, one entry per second. The web page draws them when it is opened."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TIERS: tuple[TierName, ...] = ("device", "host", "nvme")
 
 @dataclass(frozen=True)
 class Entry:
-    """One second of a run, over its ranks on this node. None where nothing was known.
+    """One second of a run, over its ranks on this node. None means unknown.
 
-    ``at`` is Unix time; rates are bytes per second over NVMe, and sent to other ranks; ``stall`` is the share of the
-    time in which compute waited, the mean over the ranks. ``h2d`` and ``d2h`` are bytes per second to the device and
-    from it; None also where no rank has a device with memory of its own.
+    ``at`` is Unix time. ``read`` and ``written`` are bytes per second from and to NVMe, ``sent`` those to other ranks.
+    ``stall`` is the share of the time in which compute waited, the mean over the ranks. ``h2d`` and ``d2h`` are bytes
+    per second to the device and from it; None also if no rank has a device with its own memory.
     """
 
     at: float
@@ -37,7 +37,7 @@ class Entry:
     d2h: float | None = None
 
 
-class _Counted(NamedTuple):
+class _Counters(NamedTuple):
     """The counters of one rank as it published them at ``at``."""
 
     at: float
@@ -52,30 +52,30 @@ class _Counted(NamedTuple):
 @dataclass
 class _Ring:
     entries: deque[Entry] = field(default_factory=lambda: deque(maxlen=LENGTH))
-    counted: dict[tuple[int, float], _Counted] = field(default_factory=dict)
+    counters: dict[tuple[int, float], _Counters] = field(default_factory=dict)
 
 
 class History:
-    """Rings of the runs that have pages; that of a run goes with its last page. Belongs to one event loop."""
+    """A ring for each run that has a status file, until its last one is removed. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._rings: dict[str, _Ring] = {}
         self._added_at = self._due = 0.0  # Unix time of the last entries, and when the next are due
 
     def of(self, run_id: str) -> list[Entry]:
-        """What is known of a run, oldest first."""
+        """The entries of a run, oldest first."""
         ring = self._rings.get(run_id)
         return list(ring.entries) if ring is not None else []
 
     def latest(self, run_id: str) -> Entry | None:
-        """The newest of them."""
+        """The newest entry of a run."""
         ring = self._rings.get(run_id)
         return ring.entries[-1] if ring is not None and ring.entries else None
 
     def add(self, view: View) -> None:
-        """One more entry for each run that is not over, if INTERVAL has passed since the one before.
+        """Add an entry for each run that has not ended, if INTERVAL has passed since the previous one.
 
-        Readings come early by up to a quarter of it; over many of them there is still one entry for each INTERVAL.
+        A reading may be early by a quarter of INTERVAL. The average is still one entry per INTERVAL.
         """
         if self._added_at <= view.taken_at < self._due - INTERVAL / 4:
             return
@@ -85,61 +85,61 @@ class History:
         for run in view.runs:
             if not run.over:
                 ring = self._rings[run.id]
-                entry, ring.counted = _entry(run, view.taken_at, ring.counted)
+                entry, ring.counters = _entry(run, view.taken_at, ring.counters)
                 while ring.entries and ring.entries[-1].at >= entry.at:  # the clock was set back
                     ring.entries.pop()
                 ring.entries.append(entry)
 
 
 def _entry(
-    run: RunView, at: float, before: dict[tuple[int, float], _Counted]
-) -> tuple[Entry, dict[tuple[int, float], _Counted]]:
-    """What happened since ``before``, and what to compare the next reading with.
+    run: RunView, at: float, before: dict[tuple[int, float], _Counters]
+) -> tuple[Entry, dict[tuple[int, float], _Counters]]:
+    """The new entry, and the counters to compare the next reading with.
 
-    Rates are differences of counters over the time between the two publications they come from: readings and
-    publications are not in step.
+    A rate is the difference of a counter between two publications, over the time between these: readings and
+    publications are not synchronous.
     """
-    counted = {
-        (rank.rank, rank.snapshot.started_at): _counted(rank.snapshot, rank.published_at)
+    counters = {
+        (rank.rank, rank.snapshot.started_at): _counters(rank.snapshot, rank.published_at)
         for rank in run.ranks
         if rank.fresh and rank.snapshot is not None and rank.published_at is not None
     }
-    pairs = [(before[key], now) for key, now in counted.items() if key in before and now.at > before[key].at]
-    stalls = list(_rates(pairs, lambda one: one.stall))
+    pairs = [(before[key], now) for key, now in counters.items() if key in before and now.at > before[key].at]
+    stalls = list(_rates(pairs, lambda counters: counters.stall))
     entry = Entry(
         at=at,
-        step=max((said.step for said in run.snapshots), default=None),
-        read=_sum(_rates(pairs, lambda one: one.read)),
-        written=_sum(_rates(pairs, lambda one: one.written)),
-        sent=_sum(_rates(pairs, lambda one: one.sent)),
+        step=max((snapshot.step for snapshot in run.snapshots), default=None),
+        read=_sum(_rates(pairs, lambda counters: counters.read)),
+        written=_sum(_rates(pairs, lambda counters: counters.written)),
+        sent=_sum(_rates(pairs, lambda counters: counters.sent)),
         stall=min(1.0, sum(stalls) / len(stalls)) if stalls else None,
         used={tier: _used(run.ranks, tier) for tier in TIERS},
-        h2d=_sum(_rates(pairs, lambda one: one.h2d)),
-        d2h=_sum(_rates(pairs, lambda one: one.d2h)),
+        h2d=_sum(_rates(pairs, lambda counters: counters.h2d)),
+        d2h=_sum(_rates(pairs, lambda counters: counters.d2h)),
     )
-    return entry, counted
+    return entry, counters
 
 
-def _counted(said: Snapshot, at: float) -> _Counted:
-    link = said.link
-    return _Counted(
+def _counters(snapshot: Snapshot, at: float) -> _Counters:
+    link = snapshot.link
+    return _Counters(
         at,
-        sum(path.read.bytes for path in said.io),
-        sum(path.written.bytes for path in said.io),
-        sum(one.sent_bytes for one in said.collectives),
-        sum(said.stalls.values()),
+        sum(path.read.bytes for path in snapshot.io),
+        sum(path.written.bytes for path in snapshot.io),
+        sum(collective.sent_bytes for collective in snapshot.collectives),
+        sum(snapshot.stalls.values()),
         None if link is None else link.h2d.bytes,
         None if link is None else link.d2h.bytes,
     )
 
 
 def _rates(
-    pairs: Iterable[tuple[_Counted, _Counted]], of: Callable[[_Counted], float | None]
+    pairs: Iterable[tuple[_Counters, _Counters]], counter: Callable[[_Counters], float | None]
 ) -> Iterator[float]:
     for before, now in pairs:
-        then, since = of(before), of(now)
-        if then is not None and since is not None:
-            yield max(0.0, since - then) / (now.at - before.at)
+        start, end = counter(before), counter(now)
+        if start is not None and end is not None:
+            yield max(0.0, end - start) / (now.at - before.at)
 
 
 def _sum(rates: Iterator[float]) -> float | None:

@@ -1,4 +1,4 @@
-"""What the recent steps of a rank took, and what they waited for: the one definition for all that shows it."""
+"""The duration and the stalls of a rank's recent steps: the one definition that every output uses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from tiering.telemetry import Snapshot, StepRecord
 
 
 @dataclass(frozen=True)
-class Recent:
-    """So many steady steps: seconds of the median one, and of the time of all of them the share of stalls, by cause.
+class RecentSteps:
+    """The steady steps among the recent ones.
 
-    Causes are in the order of their shares, those without any left out.
+    ``steps`` is their number, ``seconds`` the median duration, and ``share`` the part of their total time that was
+    stall, 0 to 1. ``causes`` has the share of each cause that occurred, the largest first.
     """
 
     steps: int
@@ -22,28 +23,28 @@ class Recent:
     share: float
     causes: Mapping[str, float]
 
-    def on(self, causes: Iterable[str]) -> float:
-        """The share of the stalls by these causes."""
+    def stalled_on(self, causes: Iterable[str]) -> float:
+        """The share of the time that was stall by these causes."""
         return sum(self.causes.get(cause, 0.0) for cause in causes)
 
 
-def steady(said: Snapshot) -> list[StepRecord]:
-    """The recent steps without the first, which finds the order of groups and fills what later steps find full."""
-    return [step for step in said.steps if step.step > 1]
+def steady_steps(snapshot: Snapshot) -> list[StepRecord]:
+    """The recent steps without the run's first, which records the order of groups and fills empty buffers."""
+    return [step for step in snapshot.steps if step.step > 1]
 
 
-def recent(said: Snapshot) -> Recent | None:
+def recent_steps(snapshot: Snapshot) -> RecentSteps | None:
     """None before the first steady step."""
-    steps = steady(said)
+    steps = steady_steps(snapshot)
     total = sum(step.seconds for step in steps)
     if total <= 0:
         return None
     causes = Counter[str]()
     for step in steps:
         causes.update(step.stalls)
-    return Recent(
+    return RecentSteps(
         steps=len(steps),
         seconds=median(step.seconds for step in steps),
         share=sum(step.stall for step in steps) / total,
-        causes={cause: waited / total for cause, waited in causes.most_common() if waited > 0},
+        causes={cause: seconds / total for cause, seconds in causes.most_common() if seconds > 0},
     )

@@ -1,4 +1,4 @@
-"""How a run ended, of what its ranks said last: one answer for the log, /v1/runs, the page and the terminal."""
+"""How a run ended, from the last status of its ranks. The log, /v1/runs, the web page and the terminal show it."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ _VERBS: dict[How, str] = {
 class RunEnd:
     """``how`` a run ended, and ``why``: the error, the signal, or the ranks that were killed.
 
-    died     a rank was killed: its process is gone, and its page does not say how it ended
-    unknown  the pages were removed before they said it
+    died     a rank was killed: its process is gone, and its status file does not say how it ended
+    unknown  the status files were removed before they said how
     """
 
     how: How
     why: str = ""
 
-    def words(self, after: str = "") -> str:
-        """It in a sentence about the run, with ``after`` behind the verb: "has failed at step 3: TIER-IO: ..."."""
+    def sentence(self, after: str = "") -> str:
+        """The end as a predicate, with ``after`` behind the verb: "has failed at step 3: TIER-IO: ..."."""
         return f"{_VERBS[self.how]}{after}" + (f": {self.why}" if self.why else "")
 
 
 def end_of(run: RunView) -> RunEnd:
-    """An error counts most, and of several that of the rank which the failure began with."""
-    said = [(rank.rank, rank.ended) for rank in run.ranks if rank.ended is not None]
-    failed = [(end.rank != rank, rank, end) for rank, end in said if end.how == "failed"]
-    if failed:
-        *_, end = min(failed, key=lambda one: one[:2])
+    """A failure takes precedence; of several failures, that of the rank in which the error started."""
+    ends = [(rank.rank, rank.ended) for rank in run.ranks if rank.ended is not None]
+    failures = [(end.rank != rank, rank, end) for rank, end in ends if end.how == "failed"]
+    if failures:
+        *_, end = min(failures, key=lambda failure: failure[:2])
         return RunEnd("failed", f"rank {end.rank}: {end.reason}")
     if any(rank.state == "stale" and rank.ended is None for rank in run.ranks):
         return RunEnd("died", "; ".join(reasons(run)))
-    for _, end in sorted(said, key=lambda one: one[1].how == "finished"):  # one that was stopped counts more
+    # A preempted rank takes precedence over a finished one.
+    for _, end in sorted(ends, key=lambda rank_end: rank_end[1].how == "finished"):
         return RunEnd(end.how, end.reason)
-    return RunEnd("unknown", "its pages were removed before they said how")
+    return RunEnd("unknown", "its status files were removed before they said how")
 
 
-def with_last_pages(run: RunView, left: Iterable[RunView]) -> RunView:
-    """``run`` as it was last seen, with the last pages of those ranks that left one."""
+def with_last_status(run: RunView, closed: Iterable[RunView]) -> RunView:
+    """``run``, with the status that ranks left in closed status files in place of the earlier one."""
     ranks: dict[int, RankView] = {rank.rank: rank for rank in run.ranks}
-    for other in left:
-        if other.id == run.id:
-            ranks |= {rank.rank: rank for rank in other.ranks}
+    for closed_run in closed:
+        if closed_run.id == run.id:
+            ranks |= {rank.rank: rank for rank in closed_run.ranks}
     return RunView(run.id, run.name, tuple(ranks[number] for number in sorted(ranks)))

@@ -1,4 +1,4 @@
-"""``tierd serve``: from its options to a sidecar that answers."""
+"""``tierd serve``: starts the sidecar from the command-line options."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from pathlib import Path
 
 from service.app import create_app
 from service.http import DEFAULT_HOST, DEFAULT_PORT
-from service.http.bearer import HOW_TO_MAKE_ONE, TokenError, token_of
+from service.http.bearer import HOW_TO_MAKE_ONE, TokenError, load_token
 from service.http.guard import Access
-from service.http.server import CannotListenError, Place, be_modest, listen, listen_at, resolve, serve
+from service.http.server import CannotListenError, Listener, listen, listen_at, lower_priority, resolve, serve
 from service.watch import Watch
 
 
 def main(options: argparse.Namespace, directory: Path) -> int:
-    """Serve the runs in ``directory`` until a signal; 2 where that cannot begin."""
+    """Serve the runs in ``directory`` until a signal. Returns the exit status: 0, or 2 if it cannot start."""
     try:
-        be_modest(options.nice)  # before there are threads, which would keep the niceness they were made with
-        _log_what_becomes_of_runs()
-        token = token_of(options.token_file, os.environ)
-        place, hosts = _place(options, token)
-        with place:
+        lower_priority(options.nice)  # before the first thread: threads keep the niceness of their creation
+        _log_to_stderr()
+        token = load_token(options.token_file, os.environ)
+        listener, hosts = _listener(options, token)
+        with listener:
             app = create_app(Watch(directory), expect_ranks=options.expect_ranks, access=Access(hosts, token))
-            serve(app, place, f"tierd: {place.url} shows the runs in {directory}")
+            serve(app, listener, f"tierd: {listener.url} shows the runs in {directory}")
     except (CannotListenError, TokenError) as error:
         print(f"tierd: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _log_what_becomes_of_runs() -> None:
-    """On standard error, where a journal takes it."""
-    lines = logging.StreamHandler()
-    lines.setFormatter(logging.Formatter("tierd: %(message)s"))
+def _log_to_stderr() -> None:
+    """Log the state changes of runs to standard error, which systemd's journal records."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("tierd: %(message)s"))
     log = logging.getLogger("service")
-    log.addHandler(lines)
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
 
 
-def _place(options: argparse.Namespace, token: bytes | None) -> tuple[Place, frozenset[str] | None]:
-    """Where it listens, and by what names it is known there."""
+def _listener(options: argparse.Namespace, token: bytes | None) -> tuple[Listener, frozenset[str] | None]:
+    """The listener, and the host names that requests may use (None: all)."""
     if options.uds is not None:
         return listen_at(options.uds.absolute()), None
     host = DEFAULT_HOST if options.host is None else options.host
@@ -53,14 +53,15 @@ def _place(options: argparse.Namespace, token: bytes | None) -> tuple[Place, fro
             f"{host} can be reached from other machines, and no token is set: {HOW_TO_MAKE_ONE}, or listen on"
             f" {DEFAULT_HOST}"
         )
-    place = listen(address)
+    listener = listen(address)
     if not address.loopback:
         print(
-            f"tierd: warning: {place.url} can be reached from other machines, in clear text (no TLS): whoever sees"
-            " the network sees the token; an ssh tunnel to 127.0.0.1 or a reverse proxy with TLS is safer",
+            f"tierd: warning: {listener.url} can be reached from other machines without encryption (no TLS): anybody"
+            " who can read the network traffic gets the token; use an ssh tunnel to 127.0.0.1 or a reverse proxy with"
+            " TLS",
             file=sys.stderr,
         )
     names = {"localhost", host, *options.allow_host}
     if token is not None:
         names |= {socket.gethostname(), socket.gethostname().partition(".")[0]}
-    return place, frozenset(name.lower().removesuffix(".") for name in names)
+    return listener, frozenset(name.lower().removesuffix(".") for name in names)

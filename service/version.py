@@ -1,4 +1,4 @@
-"""Which version of the sidecar this is."""
+"""The version of the sidecar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 @cache
 def own_version() -> str:
-    """That of the installed package; "unknown" in a source tree that was never installed."""
+    """The version of the installed package; "unknown" in a source tree that was never installed."""
     try:
         return version("tiering")
     except PackageNotFoundError:

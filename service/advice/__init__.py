@@ -33,9 +33,9 @@ _RULES: tuple[Callable[[RunView], Iterator[Advice]], ...] = (
     step_time.stuck,
     nvme.bound,
     link.bound,
-    ranks.waited_for,
-    step_time.of_the_update,
-    step_time.of_the_program,
+    ranks.stragglers_or_network,
+    step_time.update_bound,
+    step_time.program_bound,
     step_time.slower_than_before,
     disks.slow_paths,
     disks.retries,
@@ -46,14 +46,14 @@ _RULES: tuple[Callable[[RunView], Iterator[Advice]], ...] = (
     memory.unused_budgets,
     training.configuration,
 )
-_GRAVEST_FIRST: tuple[Severity, ...] = ("error", "warning", "info")
+_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
 
 def advise(run: RunView) -> list[Advice]:
-    """Warnings about ``run``, the gravest first. What several ranks say in the same words is said once."""
-    said: dict[tuple[str, str, str], Advice] = {}
+    """The advice for ``run``, errors first. Equal advice for several ranks is merged."""
+    merged: dict[tuple[str, str, str], Advice] = {}
     for rule in _RULES:
-        for found in rule(run):
-            first = said.setdefault((found.code, found.text, found.remedy), found)
-            first.ranks += [rank for rank in found.ranks if rank not in first.ranks]
-    return sorted(said.values(), key=lambda one: _GRAVEST_FIRST.index(one.severity))
+        for advice in rule(run):
+            first = merged.setdefault((advice.code, advice.text, advice.remedy), advice)
+            first.ranks += [rank for rank in advice.ranks if rank not in first.ranks]
+    return sorted(merged.values(), key=lambda advice: _SEVERITIES.index(advice.severity))

@@ -1,4 +1,4 @@
-"""Swap paths in trouble, slower than they were, or opened in a lesser way than they could be."""
+"""Swap paths with errors, with less bandwidth than measured, or opened without O_DIRECT or io_uring."""
 
 from __future__ import annotations
 
@@ -12,72 +12,81 @@ from tiering.telemetry import PathStatus
 _ERRORS = {
     "EIO": (
         "the disk returned I/O errors",
-        "see `dmesg` and `smartctl -a`; replace the drive, or take its directory out of nvme_path",
+        "see `dmesg` and `smartctl -a`; replace the drive, or remove its directory from nvme_path",
     ),
     "EBADMSG": (
-        "checksums did not match what was written",
-        "the disk, its cable or the memory changes bytes: train on another drive, from the last checkpoint",
+        "checksums do not match the written data",
+        "the disk, its cable or the memory corrupts data: continue on another drive from the last checkpoint",
     ),
     "ENOSPC": ("the file system is full", "free space there"),
     "EDQUOT": ("the quota is used up", "raise it, or name a directory without one in nvme_path"),
     "EROFS": (
         "the file system has become read-only",
-        "it does so after errors of the disk: see `dmesg`",
+        "Linux does this after disk errors: see `dmesg`",
     ),
 }
-_ANY_ERROR = ("transfers failed", "see `dmesg`, and the log of the run, which names tensors and offsets")
+_ANY_ERROR = ("transfers failed", "see `dmesg`, and the log of the run, which has the tensors and offsets")
 
 
 def errors(run: RunView) -> Iterator[Advice]:
-    """By path, direction and errno."""
+    """I/O errors by path, direction and errno."""
     for rank, path in _paths(run):
-        for word, moving in (("read", path.read), ("write", path.written)):
-            counted = dict(moving.errors_by_errno)
-            for name, count in [*counted.items(), ("another error", moving.errors - sum(counted.values()))]:
+        for operation, direction in (("read", path.read), ("write", path.written)):
+            by_errno = dict(direction.errors_by_errno)
+            for name, count in [
+                *by_errno.items(),
+                ("another error", direction.errors - sum(by_errno.values())),
+            ]:
                 if count > 0:
-                    means, remedy = _ERRORS.get(name, _ANY_ERROR)
-                    text = f"{count} {word}{'s' * (count > 1)} of {path.path} failed with {name}: {means}"
+                    meaning, remedy = _ERRORS.get(name, _ANY_ERROR)
+                    text = (
+                        f"{count} {operation}{'s' * (count > 1)} of {path.path} failed with {name}: {meaning}"
+                    )
                     yield error("io-errors", text, remedy, rank.rank)
 
 
-RETRIED = 0.01  # of the operations: a few short transfers are a signal or a full queue, more are a state
-FEWEST_RETRIES = 10
+RETRY_FRACTION = (
+    0.01  # of the operations: signals and full queues cause a few short transfers in a healthy run
+)
+MIN_RETRIES = 10
 
 
 def retries(run: RunView) -> Iterator[Advice]:
-    """Transfers that were short or interrupted, and continued."""
+    """Short or interrupted transfers, which the engine continues."""
     for rank, path in _paths(run):
-        ops, again = path.read.ops + path.written.ops, path.read.retries + path.written.retries
-        if again >= max(FEWEST_RETRIES, RETRIED * ops):
+        ops, retried = path.read.ops + path.written.ops, path.read.retries + path.written.retries
+        if retried >= max(MIN_RETRIES, RETRY_FRACTION * ops):
             yield warning(
                 "io-retries",
-                f"{again} continuations of {ops} transfers of {path.path}, which were short or interrupted",
-                "no byte is lost, but time is: look at `dmesg` for a drive or file system in trouble",
+                f"{retried} retries in {ops} transfers of {path.path}: transfers were short or interrupted",
+                "no data is lost, but retries take time: check `dmesg` for problems of the drive or file system",
                 rank.rank,
             )
 
 
-LAGS = 0.6  # of what the fastest path makes of its measured bandwidth: swings of one disk in a quiet hour stay above
-FEWEST_OPS = 100  # of a path, before its average says anything
+# Relative to the path that reaches the largest fraction of its measured bandwidth: the normal variation of an otherwise
+# idle disk stays above.
+SLOW_FRACTION = 0.6
+MIN_OPS = 100  # of a path, for a meaningful average
 
 
 def slow_paths(run: RunView) -> Iterator[Advice]:
-    """Paths get their shares by what was measured: one that does worse than the others holds them all up."""
+    """Paths get data in proportion to their measured bandwidth: one that becomes slower delays all."""
     for rank in run.ranks:
         paths = rank.snapshot.io if rank.fresh and rank.snapshot is not None else []
-        made = [
+        figures = [
             (_average(path), path.measured_bytes_per_second, path.path)
             for path in paths
-            if path.measured_bytes_per_second and path.read.ops + path.written.ops >= FEWEST_OPS
+            if path.measured_bytes_per_second and path.read.ops + path.written.ops >= MIN_OPS
         ]
-        best = max((now / measured for now, measured, _ in made), default=0.0)
-        for now, measured, name in made:
-            if now / measured < LAGS * best:
+        best = max((current / measured for current, measured, _ in figures), default=0.0)
+        for current, measured, name in figures:
+            if current / measured < SLOW_FRACTION * best:
                 yield warning(
                     "io-slow-path",
-                    f"{name} moves {rate(now)}, {rate(measured)} were measured at the start: it has a larger share of"
-                    " each transfer than it can take, and the others wait for it",
-                    "look at what else uses that drive; a new start measures anew, and shares accordingly",
+                    f"{name} reaches {rate(current)}, but {rate(measured)} were measured at the start: its part of"
+                    " each transfer is too large, and the other paths wait for it",
+                    "check what else uses that drive; a restart measures the paths again and adjusts their parts",
                     rank.rank,
                 )
 
@@ -92,8 +101,8 @@ def page_cache(run: RunView) -> Iterator[Advice]:
         if not path.direct:
             yield warning(
                 "io-buffered",
-                f"{path.path} is not opened with O_DIRECT: its bytes go through the page cache, and take memory twice",
-                f"name a directory on ext4 or XFS in nvme_path; `tiering doctor {path.path}` says what is lacking",
+                f"{path.path} is not opened with O_DIRECT: its data goes through the page cache and takes memory twice",
+                f"name a directory on ext4 or XFS in nvme_path; `tiering doctor {path.path}` shows what is missing",
                 rank.rank,
             )
 
@@ -108,14 +117,14 @@ _PASSED_OVER = {
 
 
 def passed_over(run: RunView) -> Iterator[Advice]:
-    """Engines and registrations that were not to be had."""
+    """I/O engines and buffer registration that are not available."""
     for rank in run.ranks:
         engine = rank.snapshot.io_engine if rank.fresh and rank.snapshot is not None else None
         if engine is None:
             continue
-        for what, why in engine.passed_over.items():
-            text = f"{what} is not in use: {why}; the I/O engine is {engine.name}"
-            remedy = _PASSED_OVER.get(what, "`tiering doctor` says what it needs")
+        for feature, reason in engine.passed_over.items():
+            text = f"{feature} is not in use: {reason}; the I/O engine is {engine.name}"
+            remedy = _PASSED_OVER.get(feature, "`tiering doctor` shows what it needs")
             yield info("io-passed-over", text, remedy, rank.rank)
 
 

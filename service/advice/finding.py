@@ -1,4 +1,4 @@
-"""What a rule yields, by how grave it is."""
+"""The Advice model, and a constructor for each severity."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Severity = Literal["info", "warning", "error"]
 
 
 class Advice(BaseModel):
-    """One thing that deserves attention."""
+    """A problem of a run, with a remedy."""
 
-    code: str = Field(description="stable, for programs: nvme-bound, io-errors, rank-missing, ...")
+    code: str = Field(description="stable identifier for programs: nvme-bound, io-errors, rank-missing, ...")
     severity: Severity
-    ranks: list[int] = Field(description="whom it is about; empty: the whole run")
-    text: str = Field(description="what is the case, with its figures")
-    remedy: str = Field(description="what to do about it; empty where nothing is to be done")
+    ranks: list[int] = Field(description="affected ranks; empty: the whole run")
+    text: str = Field(description="description of the problem, with figures")
+    remedy: str = Field(description="suggested action; empty if none is needed")
 
 
 def error(code: str, text: str, remedy: str, *ranks: int) -> Advice:
@@ -25,10 +25,10 @@ def error(code: str, text: str, remedy: str, *ranks: int) -> Advice:
 
 
 def warning(code: str, text: str, remedy: str, *ranks: int) -> Advice:
-    """The run goes on, and could do better, or soon will not."""
+    """The run continues, but is slower than necessary or will soon fail."""
     return Advice(code=code, severity="warning", ranks=list(ranks), text=text, remedy=remedy)
 
 
 def info(code: str, text: str, remedy: str, *ranks: int) -> Advice:
-    """Worth knowing, nothing more."""
+    """A hint; no action is necessary."""
     return Advice(code=code, severity="info", ranks=list(ranks), text=text, remedy=remedy)

@@ -1,9 +1,9 @@
-"""What more host memory would do for a step: which bytes it would keep off NVMe. Pure arithmetic on a plan.
+"""The effect of a larger host budget on a step: the bytes that it would keep off NVMe. Pure arithmetic on a plan.
 
-How much would keep all of them off, the plan says. With less, a placement fills the host budget in one order,
-parameters first, then gradients, then optimizer state by the tile (tiering/placement/placement.py), so what a larger
-budget would hold follows from what the plan has on NVMe. Where staging would grow with the budget, the most that it may
-grow to is allowed for: a plan with the named budget keeps no less.
+The plan has the host budget with which nothing is on NVMe. With a smaller one, placement fills the host budget in a
+fixed order: parameters, gradients, then optimizer state tile by tile (tiering/placement/placement.py). So the bytes
+that a larger budget would hold follow from the bytes that the plan has on NVMe. Staging may grow with the budget; this
+estimate subtracts its maximum, so a plan with the suggested budget keeps at least as many bytes in memory.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 
 from tiering.telemetry import PlannedTier, PlanStatus
 
-IN_ORDER = ("parameters", "gradients", "optimizer state")
-# Bytes: six slots of 2 Mi elements with 20 bytes each, the largest that a plan makes.
-MOST_STAGING = 240 << 20
-STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of a host budget
-NEGLIGIBLE = 0.1  # of what a step moves: less is no remedy
+PLACEMENT_ORDER = ("parameters", "gradients", "optimizer state")
+# Bytes: six slots of 2 Mi elements of 20 bytes, the largest staging that a plan makes.
+MAX_STAGING = 240 << 20
+STAGING_DIVISOR = 3  # staging takes at most 1/3 of a host budget
+NEGLIGIBLE = 0.1  # of the bytes that a step moves: a remedy must save more
 
 
 @dataclass(frozen=True)
-class Relief:
-    """A larger host budget of one rank: ``extra`` bytes more than now, and the bytes on NVMe that it would hold.
+class LargerBudget:
+    """A host budget of one rank, ``extra`` bytes larger than the current one, and its effect.
 
-    ``saved`` of the ``moved`` bytes that a step reads and writes would stay in memory. ``kept`` is by kind; ``whole``
-    names the kinds of which nothing would be left on NVMe.
+    Of the ``moved`` bytes that a step reads and writes on NVMe, ``saved`` would stay in memory. ``kept`` has the bytes
+    that would move from NVMe to memory, by kind; ``whole`` the kinds that would have no bytes left on NVMe.
     """
 
     host_budget: int
@@ -37,7 +37,7 @@ class Relief:
 
 
 def on_tier(plan: PlanStatus, name: str) -> PlannedTier | None:
-    """What the plan has there."""
+    """The part of the plan for the tier with this name."""
     return next((tier for tier in plan.tiers if tier.name == name), None)
 
 
@@ -47,29 +47,29 @@ def as_setting(nbytes: int) -> str:
     return f'"{-(-nbytes // unit)}{name}"'
 
 
-def relief(plan: PlanStatus, free: int) -> Relief | None:
-    """What ``free`` more bytes of host memory would do at most; None if nothing that is worth it."""
+def larger_budget(plan: PlanStatus, free: int) -> LargerBudget | None:
+    """The best host budget that is at most ``free`` bytes larger; None if the effect is negligible."""
     host, nvme, everything = on_tier(plan, "host"), on_tier(plan, "nvme"), plan.host_without_nvme
     moved = sum(plan.read.values()) + sum(plan.written.values())
     if host is None or nvme is None or everything is None:
         return None
     extra = everything - host.budget
-    if extra <= 0:  # there is room already: something else than the budget keeps it on NVMe
+    if extra <= 0:  # the budget is large enough: another setting keeps the bytes on NVMe
         return None
-    left = {kind: nbytes for kind in IN_ORDER if (nbytes := nvme.by_kind.get(kind, 0))}
+    on_nvme = {kind: nbytes for kind in PLACEMENT_ORDER if (nbytes := nvme.by_kind.get(kind, 0))}
     if extra <= free:
-        kept = {kind: nbytes for kind, nbytes in left.items() if _moves(plan, kind)}
-        return Relief(everything, extra, moved, moved, kept, tuple(kept))
-    return _part(plan, host, left, free, moved)
+        kept = {kind: nbytes for kind, nbytes in on_nvme.items() if _moves(plan, kind)}
+        return LargerBudget(everything, extra, moved, moved, kept, tuple(kept))
+    return _partial(plan, host, on_nvme, free, moved)
 
 
-def _part(
-    plan: PlanStatus, host: PlannedTier, left: Mapping[str, int], free: int, moved: int
-) -> Relief | None:
+def _partial(
+    plan: PlanStatus, host: PlannedTier, on_nvme: Mapping[str, int], free: int, moved: int
+) -> LargerBudget | None:
     budget = host.budget + free
-    room = budget - host.planned - min(_largest_staging(host), budget // STAGING_SHARE)
+    room = budget - host.planned - min(_largest_staging(host), budget // STAGING_DIVISOR)
     saved, kept, whole = 0.0, {}, []
-    for kind, nbytes in left.items():
+    for kind, nbytes in on_nvme.items():
         fits = max(0, min(nbytes, room))
         room -= fits
         if fits and _moves(plan, kind):
@@ -78,14 +78,14 @@ def _part(
             whole += [kind] if fits == nbytes else []
     if saved < NEGLIGIBLE * moved:
         return None
-    return Relief(budget, free, moved, int(saved), kept, tuple(whole))
+    return LargerBudget(budget, free, moved, int(saved), kept, tuple(whole))
 
 
 def _moves(plan: PlanStatus, kind: str) -> int:
-    """Bytes that a step reads and writes for it. Gradients may have room on NVMe that a steady step never uses."""
+    """Bytes of this kind that a step reads and writes. Gradients may have NVMe space that a steady step never uses."""
     return plan.read.get(kind, 0) + plan.written.get(kind, 0)
 
 
 def _largest_staging(host: PlannedTier) -> int:
-    """The most bytes that staging takes within any budget; a rank that steps whole groups has larger slots."""
-    return max(MOST_STAGING, 2 * host.by_kind.get("staging", 0))
+    """The maximum bytes of staging with any budget; a rank that updates whole groups has larger slots."""
+    return max(MAX_STAGING, 2 * host.by_kind.get("staging", 0))

@@ -1,4 +1,4 @@
-"""Tiers that are too full, or budgets that nobody needs."""
+"""Tiers that are almost full, and budgets that are larger than necessary."""
 
 from __future__ import annotations
 
@@ -12,67 +12,75 @@ from tiering.telemetry import TierStatus
 
 
 def exceeded_budgets(run: RunView) -> Iterator[Advice]:
-    """What the engine promises never to do."""
+    """Budgets that a tier exceeded: a defect of the engine."""
     for rank, tier in _tiers(run):
         if tier.budget and tier.peak > tier.budget:
             yield error(
                 "budget-exceeded",
                 f"{tier.name} held {size(tier.peak)} at its peak, above its budget of {size(tier.budget)}",
-                "this should never be: please report it, with what /v1/plan answers",
+                "this is a bug: please report it, with the output of /v1/plan",
                 rank.rank,
             )
 
 
-NEARLY_FULL = 0.05  # of a tier of the machine: file systems slow down, and the kernel begins to reclaim
-LOW_MEMORY = 1 << 30  # bytes: 5 % of a large machine is no reason to worry
+NEARLY_FULL = (
+    0.05  # of the machine's capacity: file systems become slower, and the kernel starts to reclaim memory
+)
+LOW_MEMORY = 1 << 30  # bytes: on a large machine, 5 % is enough
 
 
 def nearly_full(run: RunView) -> Iterator[Advice]:
-    """Little is left of what the machine has. The least that any rank saw: they share it."""
-    known = [(tier.available, tier) for _, tier in _tiers(run) if tier.available is not None]
-    nvme = min((one for one in known if one[1].name == "nvme"), key=_left, default=None)
-    host = min((one for one in known if one[1].name == "host"), key=_left, default=None)
+    """The machine is short of disk space or host memory. Ranks share these, so the smallest report counts."""
+    nvme, host = _least_available(run, "nvme"), _least_available(run, "host")
     if nvme is not None and nvme[0] < NEARLY_FULL * nvme[1].capacity:
         yield warning(
             "nvme-nearly-full",
-            f"{size(nvme[0])} are left on the file systems of nvme_path",
-            "the run has reserved its own space and goes on; free some for what else writes there, as checkpoints do",
+            f"{size(nvme[0])} are free on the file systems of nvme_path",
+            "the run has reserved its own space and continues; free some space for other files there, for example"
+            " checkpoints",
         )
     if host is not None and host[0] < min(NEARLY_FULL * host[1].capacity, LOW_MEMORY):
         yield warning(
             "host-memory-low",
-            f"{size(host[0])} of {size(host[1].capacity)} of host memory are left: the kernel may swap, or"
+            f"{size(host[0])} of {size(host[1].capacity)} of host memory are free: the kernel may swap, or"
             " kill the run",
-            "lower tiering.host_budget, or end what else runs there; activations and data loaders are not part of it",
+            "lower tiering.host_budget, or stop other processes; the budget does not include activations and data"
+            " loaders",
         )
 
 
-def _left(one: tuple[int, TierStatus]) -> int:
-    return one[0]
+def _least_available(run: RunView, name: str) -> tuple[int, TierStatus] | None:
+    reports = [
+        (tier.available, tier) for _, tier in _tiers(run) if tier.name == name and tier.available is not None
+    ]
+    return min(reports, key=lambda report: report[0], default=None)
 
 
-UNUSED = 0.5  # of a budget that the file names, and
-WORTHWHILE = 1 << 30  # bytes at least: another job could have them
+UNUSED_FRACTION = 0.5  # of a budget in the configuration file
+MIN_UNUSED = 1 << 30  # bytes: less is not useful to another job
 
 
 def unused_budgets(run: RunView) -> Iterator[Advice]:
-    """Budgets that were given, and are far above what the plan puts there."""
+    """Budgets in the configuration file that are much larger than the plan needs."""
     for rank in run.ranks:
-        described, said = rank.description, rank.snapshot
-        if not rank.fresh or described is None or described.plan is None or said is None:
+        description, snapshot = rank.description, rank.snapshot
+        if not rank.fresh or description is None or description.plan is None or snapshot is None:
             continue
-        settings = described.configuration.settings if described.configuration is not None else []
-        given = {
-            one.key.rpartition(".")[2] for one in settings if one.origin == "file" and one.value != "auto"
+        settings = description.configuration.settings if description.configuration is not None else []
+        keys = {
+            setting.key.rpartition(".")[2]
+            for setting in settings
+            if setting.origin == "file" and setting.value != "auto"
         }
-        for tier in described.plan.tiers:
+        ranks = snapshot.local_world_size
+        for tier in description.plan.tiers:
             unused = tier.budget - tier.planned
-            if f"{tier.name}_budget" in given and unused > max(UNUSED * tier.budget, WORTHWHILE):
+            if f"{tier.name}_budget" in keys and unused > max(UNUSED_FRACTION * tier.budget, MIN_UNUSED):
                 yield info(
                     "budget-unused",
-                    f"{tier.name}_budget leaves {size(unused * said.local_world_size)} that the plan has no use for",
-                    f"{as_setting(tier.planned * said.local_world_size)} would do; a budget is a ceiling, so it costs"
-                    " nothing as it is",
+                    f"the plan does not use {size(unused * ranks)} of {tier.name}_budget",
+                    f"{as_setting(tier.planned * ranks)} is enough; a budget is a maximum, so the unused part costs"
+                    " nothing",
                 )
 
 

@@ -1,4 +1,4 @@
-"""Ranks that cannot be seen, and ranks that others wait for."""
+"""Ranks that are missing, silent or dead, and stragglers."""
 
 from __future__ import annotations
 
@@ -8,131 +8,141 @@ from statistics import median
 from service.advice.finding import Advice, error, warning
 from service.advice.stalls import (
     ON_RANKS,
-    STALLED,
-    Stepping,
+    STALL_FRACTION,
+    SteppingRank,
     busy,
     on_link,
     on_nvme,
     outside,
-    stepping,
+    stepping_ranks,
     typical,
 )
 from service.formatting import counted, seconds, share
 from service.run_end import end_of
 from service.view import RunView
 
-_LAST_WORDS = "the log of the job has the traceback, and `dmesg` what the out-of-memory killer did"
+_LOG_REMEDY = "see the log of the job for the traceback, and `dmesg` for the out-of-memory killer"
 
-_OF_STATE: dict[str, tuple[Callable[..., Advice], str, str]] = {
+_BY_STATE: dict[str, tuple[Callable[..., Advice], str, str]] = {
     "silent": (
         error,
-        "rank {rank} lives, but has not published for {age}",
-        "it is stopped, or gets no CPU: look at process {pid}; `kill -CONT {pid}` goes on with a stopped one",
+        "rank {rank} is alive but has not published for {age}",
+        "its process {pid} is stopped or gets no CPU time; `kill -CONT {pid}` continues a stopped process",
     ),
     "stale": (
         error,
         "rank {rank} is stale: {reason}",
-        _LAST_WORDS + "; the others cannot go on without it: start the job again from its last checkpoint",
+        _LOG_REMEDY
+        + "; the other ranks cannot continue without it: restart the job from its last checkpoint",
     ),
     "newer-version": (
         warning,
         "rank {rank} cannot be shown: {reason}",
-        "end this tierd, and start the one of the version of tiering that the run uses",
+        "stop this tierd, and start the tierd of the tiering version that the run uses",
     ),
     "torn": (
         warning,
         "rank {rank} cannot be shown at the moment: {reason}",
-        "wait a second; if it stays so, its process was stopped while it wrote: `kill -CONT` its pid",
+        "wait a second; if this persists, the process was stopped during a write: run `kill -CONT` with its pid",
     ),
     "unreadable": (
         error,
-        "the page of rank {rank} cannot be read: {reason}",
-        "only its engine should write to the run directory; the run goes on, and its next start makes a new page",
+        "the status file of rank {rank} cannot be read: {reason}",
+        "only the engine should write to the run directory; the run continues; its next start creates a new file",
     ),
 }
 
 
 def states(run: RunView) -> Iterator[Advice]:
-    """Ranks that died, are silent, cannot be read or are not there."""
+    """Ranks that died, are silent, cannot be read or are missing."""
     if run.ranks and run.over:
-        step = max((max(said.step, said.global_step) for said in run.snapshots), default=0)
+        step = max((max(snapshot.step, snapshot.global_step) for snapshot in run.snapshots), default=0)
         end = end_of(run)
         if end.how == "failed":
-            yield error("run-ended", f"the run {end.words(f' after step {step}')}", _LAST_WORDS)
+            yield error("run-ended", f"the run {end.sentence(f' after step {step}')}", _LOG_REMEDY)
         elif end.how == "died":
-            text = f"the run has ended after step {step} without closing its pages: it was killed"
-            yield error("run-ended", text, _LAST_WORDS)
+            text = f"the run ended after step {step} without closing its status files: it was killed"
+            yield error("run-ended", text, _LOG_REMEDY)
         return
     for rank in run.ranks:
-        if rank.state in _OF_STATE and rank.rank not in run.fresh:
-            of, text, remedy = _OF_STATE[rank.state]
-            told = {
+        if rank.state in _BY_STATE and rank.rank not in run.fresh:
+            advice, text, remedy = _BY_STATE[rank.state]
+            figures = {
                 "rank": rank.rank,
                 "reason": rank.reason,
                 "age": seconds(rank.heartbeat_age or 0.0),
                 "pid": rank.snapshot.pid if rank.snapshot is not None else "PID",
             }
-            yield of(f"rank-{rank.state}", text.format(**told), remedy.format(**told), rank.rank)
+            yield advice(f"rank-{rank.state}", text.format(**figures), remedy.format(**figures), rank.rank)
     if run.missing:
         verb = "has" if run.missing == 1 else "have"
         yield error(
             "rank-missing",
-            f"{run.missing} of the {counted(run.expected, 'rank')} on this node {verb} no page",
-            "they have not started yet or have ended, run as another user or with another TIERING_RUN_DIR, or have"
-            " tiering.telemetry.enabled false: look at the log of the job",
+            f"{run.missing} of the {counted(run.expected, 'rank')} on this node {verb} no status file",
+            "they have not started or have ended, run as another user or with another TIERING_RUN_DIR, or have"
+            " tiering.telemetry.enabled false: see the log of the job",
         )
 
 
-_SENDING = "all ranks are on this node, and take this time to send each other what they compute"
-STRAGGLES = 1.25  # times as busy as the others: the spread of equal ranks that share a machine stays below
+_ONE_NODE = "all ranks are on this node; this is the time of their collectives"
+STRAGGLER_RATIO = 1.25  # times as busy as the other ranks: equal ranks that share a machine differ by less
 
 
-def waited_for(run: RunView) -> Iterator[Advice]:
-    """A rank that all wait for, or else the network between them."""
-    told = stepping(run)
-    if len(told) > 1:
-        slowest = max(told, key=lambda one: typical(one, busy))
-        others = [one for one in told if one is not slowest]
-        if typical(slowest, busy) >= STRAGGLES * median(typical(one, busy) for one in others) > 0:
+def stragglers_or_network(run: RunView) -> Iterator[Advice]:
+    """A rank that the others wait for; without one, ranks that wait for the network."""
+    ranks = stepping_ranks(run)
+    if len(ranks) > 1:
+        slowest = max(ranks, key=lambda rank: typical(rank, busy))
+        others = [rank for rank in ranks if rank is not slowest]
+        if typical(slowest, busy) >= STRAGGLER_RATIO * median(typical(rank, busy) for rank in others) > 0:
             yield _straggler(slowest, others)
             return
-    found = [one for one in told if one.waited.on(ON_RANKS) >= STALLED]
-    if found:
-        most = max(one.waited.on(ON_RANKS) for one in found)
-        elsewhere = any(one.said.world_size > one.said.local_world_size for one in found)
+    stalled = [rank for rank in ranks if rank.steps.stalled_on(ON_RANKS) >= STALL_FRACTION]
+    if stalled:
+        longest = max(rank.steps.stalled_on(ON_RANKS) for rank in stalled)
+        several_nodes = any(rank.snapshot.world_size > rank.snapshot.local_world_size for rank in stalled)
         yield warning(
             "network-bound",
-            f"{share(most)} of the step is waiting for other ranks, and no rank of this node is a straggler",
-            ("look on the other nodes for a slower rank; else it is the network" if elsewhere else _SENDING)
+            f"{share(longest)} of the step is stall for other ranks, and no rank of this node is a straggler",
+            (
+                "check the other nodes for a slower rank; otherwise the network is slow"
+                if several_nodes
+                else _ONE_NODE
+            )
             + ": a larger micro-batch or, below stage 3, more gradient_accumulation_steps send less for each sample",
-            *[one.rank.rank for one in found],
+            *[rank.rank.rank for rank in stalled],
         )
 
 
-def _straggler(slowest: Stepping, others: list[Stepping]) -> Advice:
-    took, usual = typical(slowest, busy), median(typical(one, busy) for one in others)
+def _straggler(slowest: SteppingRank, others: list[SteppingRank]) -> Advice:
+    busy_seconds, usual = typical(slowest, busy), median(typical(rank, busy) for rank in others)
     rank = slowest.rank.rank
-    text = f"rank {rank} is busy for {seconds(took)} of each step, the others for {seconds(usual)}: they wait for it"
-    for part, told, remedy in (
+    text = (
+        f"rank {rank} is busy for {seconds(busy_seconds)} of each step, the other ranks for {seconds(usual)}:"
+        " they wait for it"
+    )
+    for part, noun, remedy in (
         (
             on_nvme,
             "stall for NVMe",
-            "look at what else uses its disk, and compare the ranks' disks with `tierbench DIR`",
+            "check what else uses its disk, and compare the disks of the ranks with `tierbench DIR`",
         ),
         (
             on_link,
             "stall for copies",
-            "compare the ranks' links (`nvidia-smi -q -d PCIE`), and look at what else copies over its own",
+            "compare the links of the ranks (`nvidia-smi -q -d PCIE`), and check what else copies over this link",
         ),
         (
             outside,
-            "neither forward nor backward nor step",
-            "look at what its program does there: its data, its logging",
+            "outside forward, backward and step",
+            "check what its program does there, for example data loading or logging",
         ),
     ):
-        more, usually = typical(slowest, part), median(typical(one, part) for one in others)
-        if more - usually >= (took - usual) / 2:
-            text += f"; {seconds(more)} of it is {told}, {seconds(usually)} of theirs"
+        part_seconds, usual_part = typical(slowest, part), median(typical(rank, part) for rank in others)
+        if part_seconds - usual_part >= (busy_seconds - usual) / 2:
+            text += f"; {seconds(part_seconds)} of this is {noun}, {seconds(usual_part)} for the other ranks"
             return warning("straggler", text, remedy, rank)
-    remedy = "look at what else runs on its cores or GPU, at their clock and temperature, and at its share of the data"
+    remedy = (
+        "check what else runs on its cores or GPU, their clock and temperature, and the size of its batches"
+    )
     return warning("straggler", text, remedy, rank)

@@ -1,4 +1,4 @@
-"""What a rank's steps wait for, as the rules ask it. Pure: a RunView or a Snapshot in, figures out."""
+"""Figures about the stalls of a rank's recent steps, for several rules. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,48 +6,50 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from service.recent_steps import Recent, recent, steady
+from service.recent_steps import RecentSteps, recent_steps, steady_steps
 from service.view import RankView, RunView
 from tiering.telemetry import COPIES_OF, DirectionStatus, Snapshot, StepRecord
 
-FEWEST_STEPS = 3  # a median of fewer is chance
-STALLED = 0.2  # of a step: below, what could be gained is within the spread of step times
-BOUND = 0.5  # of a step: whatever takes most of it is what bounds it
-TOLD = 0.05  # of the stalls: causes of less are left out
+MIN_STEPS = 3  # for a meaningful median
+STALL_FRACTION = 0.2  # of a step: the gain from less stall is within the spread of step times
+BOUND_FRACTION = 0.5  # of a step: a stall that takes more than this bounds the step
+MIN_CAUSE_FRACTION = 0.05  # of the stalls: smaller causes are left out of the text
 
-# Causes of waiting for other ranks, and of waiting for NVMe, if there is any. What begins with COPIES_OF is of the link
-# to a device with memory of its own: it waits for what is in host memory already.
+# Causes of stalls for other ranks, and for NVMe if the run uses it. Causes that begin with COPIES_OF are stalls for the
+# link to a device with its own memory: the data is already in host memory.
 ON_RANKS = ("gather", "reduce", "agreement")
 ON_NVME = ("parameters", "gradients", "optimizer state", "staging")
 
-ALIKE = 0.8  # directions whose times differ by less are both behind a stall
+SIMILAR_FRACTION = (
+    0.8  # two directions both cause a stall if the shorter time is at least this part of the longer
+)
 
 Direction = Literal["reads", "writes", "reads and writes"]
 
 
-class Stepping(NamedTuple):
-    """A live rank with enough steps to tell something of them."""
+class SteppingRank(NamedTuple):
+    """A live rank with at least MIN_STEPS recent steps."""
 
     rank: RankView
-    said: Snapshot
-    waited: Recent
+    snapshot: Snapshot
+    steps: RecentSteps
 
 
-def stepping(run: RunView) -> list[Stepping]:
-    """All of ``run``."""
+def stepping_ranks(run: RunView) -> list[SteppingRank]:
+    """The live ranks of ``run`` that have enough recent steps."""
     return [
-        Stepping(rank, rank.snapshot, waited)
+        SteppingRank(rank, rank.snapshot, steps)
         for rank in run.ranks
         if rank.fresh
         and rank.snapshot is not None
-        and (waited := recent(rank.snapshot)) is not None
-        and waited.steps >= FEWEST_STEPS
+        and (steps := recent_steps(rank.snapshot)) is not None
+        and steps.steps >= MIN_STEPS
     ]
 
 
-def typical(one: Stepping, part: Callable[[StepRecord], float]) -> float:
+def typical(rank: SteppingRank, part: Callable[[StepRecord], float]) -> float:
     """The median of ``part`` over the recent steps."""
-    return median(part(step) for step in steady(one.said))
+    return median(part(step) for step in steady_steps(rank.snapshot))
 
 
 def on_nvme(step: StepRecord) -> float:
@@ -57,7 +59,7 @@ def on_nvme(step: StepRecord) -> float:
 
 def on_link(step: StepRecord) -> float:
     """Seconds of stall for copies."""
-    return sum(waited for cause, waited in step.stalls.items() if cause.startswith(COPIES_OF))
+    return sum(seconds for cause, seconds in step.stalls.items() if cause.startswith(COPIES_OF))
 
 
 def on_ranks(step: StepRecord) -> float:
@@ -66,24 +68,26 @@ def on_ranks(step: StepRecord) -> float:
 
 
 def outside(step: StepRecord) -> float:
-    """Seconds between forward, backward and step, in which the engine has nothing to do."""
+    """Seconds between forward, backward and step, in which the engine does nothing."""
     return step.seconds - step.forward - step.backward - step.update
 
 
 def busy(step: StepRecord) -> float:
-    """Seconds in which the rank does not wait for others: all ranks take the same time with that."""
+    """Seconds of the step without the stall for other ranks. With it, a step takes equally long on all ranks."""
     return step.seconds - on_ranks(step)
 
 
-def direction(said: Snapshot) -> Direction:
-    """Which takes longer of what a recent step reads and writes, at the rates that the paths have while busy."""
-    steps = steady(said)
-    reading = sum(step.read_bytes for step in steps) / max(1.0, _rate([path.read for path in said.io]))
-    writing = sum(step.written_bytes for step in steps) / max(1.0, _rate([path.written for path in said.io]))
-    if min(reading, writing) >= ALIKE * max(reading, writing):
+def direction(snapshot: Snapshot) -> Direction:
+    """The direction in which a recent step's transfers take longer, at the average rates of the paths."""
+    steps = steady_steps(snapshot)
+    reading = sum(step.read_bytes for step in steps) / max(1.0, _rate([path.read for path in snapshot.io]))
+    writing = sum(step.written_bytes for step in steps) / max(
+        1.0, _rate([path.written for path in snapshot.io])
+    )
+    if min(reading, writing) >= SIMILAR_FRACTION * max(reading, writing):
         return "reads and writes"
     return "reads" if reading > writing else "writes"
 
 
 def _rate(directions: Sequence[DirectionStatus]) -> float:
-    return sum(one.average_bytes_per_second for one in directions)
+    return sum(path.average_bytes_per_second for path in directions)

@@ -1,4 +1,4 @@
-"""Steps that do not come, that the program or the CPU's optimizer holds up, or that have become slower."""
+"""Steps that hang, that wait for the program or for the optimizer on the CPU, or that have become slower."""
 
 from __future__ import annotations
 
@@ -6,136 +6,141 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 from service.advice.finding import Advice, warning
-from service.advice.stalls import on_link, on_nvme, on_ranks, outside, stepping
+from service.advice.stalls import on_link, on_nvme, on_ranks, outside, stepping_ranks
 from service.formatting import seconds, share
-from service.recent_steps import steady
+from service.recent_steps import steady_steps
 from service.view import RunView
 from tiering.telemetry import Snapshot, StepRecord
 
-STUCK = 10.0  # times a usual step, and
-STUCK_SECONDS = 60.0  # at least: a phase that long has met something that a step does not have
-HUNG_SECONDS = 600.0  # where no step says what is usual: longer than a start, a compilation or an evaluation
+STUCK_STEPS = 10.0  # the duration of a phase, in usual steps, after which it is reported
+STUCK_SECONDS = 60.0  # and its minimum
+HUNG_SECONDS = (
+    600.0  # outside of steps, or before the first: longer than a start, a compilation or an evaluation
+)
 
 
 def stuck(run: RunView) -> Iterator[Advice]:
-    """A heartbeat says that a process lives, not that it gets anywhere: nor whether it ever got to its first step."""
-    usual = {one.rank.rank: one.waited.seconds for one in stepping(run)}
+    """Phases that take too long. The heartbeat does not show this: it only proves that the process is alive."""
+    step_seconds = {rank.rank.rank: rank.steps.seconds for rank in stepping_ranks(run)}
     for rank in run.ranks:
-        said = rank.snapshot
-        if not rank.fresh or said is None or not said.phase_since:
+        snapshot = rank.snapshot
+        if not rank.fresh or snapshot is None or not snapshot.phase_since:
             continue
-        lasted, step = (rank.published_at or 0.0) - said.phase_since, usual.get(rank.rank)
-        told = f"{said.phase} has taken {seconds(lasted)} so far"
-        if said.phase in ("forward", "backward", "step") and step is not None:
-            longest = max(STUCK_SECONDS, STUCK * step)
-            told += f", a whole step takes {seconds(step)}"
+        duration, step = (rank.published_at or 0.0) - snapshot.phase_since, step_seconds.get(rank.rank)
+        text = f"{snapshot.phase} has taken {seconds(duration)} so far"
+        if snapshot.phase in ("forward", "backward", "step") and step is not None:
+            limit = max(STUCK_SECONDS, STUCK_STEPS * step)
+            text += f", a whole step takes {seconds(step)}"
         else:
-            longest = HUNG_SECONDS
-        if said.checkpoint is not None and said.checkpoint.under_way:  # which may well take that long
-            told += ", in which a checkpoint is being saved"
-        if lasted >= longest:
+            limit = HUNG_SECONDS
+        # A save may take this long.
+        if snapshot.checkpoint is not None and snapshot.checkpoint.under_way:
+            text += ", while a checkpoint is being saved"
+        if duration >= limit:
             yield warning(
                 "stuck",
-                told,
-                f"`py-spy dump --pid {said.pid}` shows where it is; with several ranks, one that is late holds all up",
+                text,
+                f"`py-spy dump --pid {snapshot.pid}` shows the current function; with several ranks, one late rank"
+                " delays all",
                 rank.rank,
             )
 
 
-OUTSIDE = 0.3  # of a step: what a program does between its steps is short, unless it waits for something
+OUTSIDE_FRACTION = 0.3  # of a step: the work of a program between its steps is short unless it waits
 
 
-def of_the_program(run: RunView) -> Iterator[Advice]:
-    """Time between forward, backward and step, in which the engine has nothing to do."""
-    for rank, said, _ in stepping(run):
-        steps = steady(said)
-        total = sum(one.seconds for one in steps)
-        elsewhere = sum(map(outside, steps))
-        if elsewhere >= OUTSIDE * total:
+def program_bound(run: RunView) -> Iterator[Advice]:
+    """Steps with much time outside forward, backward and step, in which the engine does nothing."""
+    for rank, snapshot, _ in stepping_ranks(run):
+        steps = steady_steps(snapshot)
+        total = sum(step.seconds for step in steps)
+        outside_seconds = sum(map(outside, steps))
+        if outside_seconds >= OUTSIDE_FRACTION * total:
             yield warning(
                 "program-bound",
-                f"{share(elsewhere / total)} of the step is neither forward nor backward nor step: the program is busy"
-                " with something else, or waits for data",
-                "more workers of the DataLoader, or `py-spy dump` to see what the program does between its steps",
+                f"{share(outside_seconds / total)} of the step is outside forward, backward and step: the program does"
+                " other work or waits for data",
+                "use more DataLoader workers; `py-spy dump` shows what the program does between its steps",
                 rank.rank,
             )
 
 
-UPDATING = 0.3  # of a step: less is what an update on the GPU takes, too
+UPDATE_FRACTION = 0.3  # of a step: an update on the GPU may also take less than this
 
 
-def of_the_update(run: RunView) -> Iterator[Advice]:
-    """A GPU that has nothing to do while the CPU updates the optimizer state. What it waits for meanwhile is not it."""
-    for rank, said, _ in stepping(run):
+def update_bound(run: RunView) -> Iterator[Advice]:
+    """A GPU that is idle while the CPU updates the optimizer state. Stalls during the update are not counted."""
+    for rank, snapshot, _ in stepping_ranks(run):
         planned = rank.description.plan if rank.description is not None else None
-        if said.link is None or planned is None:
+        if snapshot.link is None or planned is None:
             continue
-        elsewhere = [tier.name for tier in planned.tiers if tier.by_kind.get("optimizer state", 0)]
-        in_phase = said.phase_seconds.get("step", 0.0)
-        if not {"host", "nvme"} & {*elsewhere} or in_phase <= 0:
+        state_tiers = {tier.name for tier in planned.tiers if tier.by_kind.get("optimizer state", 0)}
+        phase_seconds = snapshot.phase_seconds.get("step", 0.0)
+        if not {"host", "nvme"} & state_tiers or phase_seconds <= 0:
             continue
-        waited = min(1.0, sum(said.stalls_by_phase.get("step", {}).values()) / in_phase)
-        steps = steady(said)
-        part = (1 - waited) * sum(one.update for one in steps) / sum(one.seconds for one in steps)
-        if part >= UPDATING:
+        stalled = min(1.0, sum(snapshot.stalls_by_phase.get("step", {}).values()) / phase_seconds)
+        steps = steady_steps(snapshot)
+        fraction = (1 - stalled) * sum(step.update for step in steps) / sum(step.seconds for step in steps)
+        if fraction >= UPDATE_FRACTION:
             yield warning(
                 "update-bound",
-                f"{share(part)} of the step is the update of the optimizer state on the CPU, for which the GPU waits",
-                'run `tiering plan --measure` on this machine: at its rates tiering.update_on_device "auto" lets the'
-                " GPU update what the CPU would take longer for; an offload_optimizer.ratio below 1 keeps a share of"
-                " the state there; more gradient_accumulation_steps update once for more samples",
+                f"{share(fraction)} of the step is the update of the optimizer state on the CPU, while the GPU waits",
+                'run `tiering plan --measure` on this machine: with its rates, tiering.update_on_device "auto" lets'
+                " the GPU update the part for which the CPU is slower; an offload_optimizer.ratio below 1 keeps a part"
+                " of the state on the GPU; more gradient_accumulation_steps update once for more samples",
                 rank.rank,
             )
 
 
-SLOWER = 1.5  # times as long as the earlier steps: more than the spread of a healthy run
-LATEST = 3  # steps: one slow step is an event, three are a state
-LATEST_SECONDS = 5.0  # together at least: short steps meet a busy moment of the machine several at a time
-EARLIER = 8  # steps to compare with
+SLOWER_RATIO = 1.5  # to the earlier steps: more than the spread of a healthy run
+LATEST_STEPS = 3  # one slow step is not a trend
+LATEST_SECONDS = 5.0  # of these steps together: a busy moment of the machine delays several short steps
+EARLIER_STEPS = 8  # to compare with
 
 
 def slower_than_before(run: RunView) -> Iterator[Advice]:
-    """Steps that take much longer than the run's own did a little while ago."""
-    for rank, said, _ in stepping(run):
-        before, now = _before_and_now(steady(said))
-        if len(before) < EARLIER:
+    """Steps that take much longer than the earlier steps of the same run."""
+    for rank, snapshot, _ in stepping_ranks(run):
+        earlier, latest = _earlier_and_latest(steady_steps(snapshot))
+        if len(earlier) < EARLIER_STEPS:
             continue
-        then, latest = median(step.seconds for step in before), min(step.seconds for step in now)
-        if latest >= SLOWER * then > 0:
-            added = median(step.stall for step in now) - median(step.stall for step in before)
+        earlier_seconds = median(step.seconds for step in earlier)
+        latest_seconds = min(step.seconds for step in latest)
+        if latest_seconds >= SLOWER_RATIO * earlier_seconds > 0:
+            added = median(step.stall for step in latest) - median(step.stall for step in earlier)
             yield warning(
                 "slower-now",
-                f"each of the last {len(now)} steps took {seconds(latest)} or more, those before {seconds(then)};"
-                f" {seconds(max(0.0, added))} of the difference is stall",
-                _why_slower(said, before, now),
+                f"each of the last {len(latest)} steps took at least {seconds(latest_seconds)}, earlier steps"
+                f" {seconds(earlier_seconds)}; {seconds(max(0.0, added))} of the difference is stall",
+                _slower_remedy(snapshot, earlier, latest),
                 rank.rank,
             )
 
 
-def _before_and_now(steps: list[StepRecord]) -> tuple[list[StepRecord], list[StepRecord]]:
-    """The latest steps, enough for a state, apart from those before; none are before where all are not enough."""
-    took = 0.0
+def _earlier_and_latest(steps: list[StepRecord]) -> tuple[list[StepRecord], list[StepRecord]]:
+    """Split the steps: the latest are at least LATEST_STEPS and LATEST_SECONDS; else there are no earlier ones."""
+    total = 0.0
     for count, step in enumerate(reversed(steps), 1):
-        took += step.seconds
-        if count >= LATEST and took >= LATEST_SECONDS:
+        total += step.seconds
+        if count >= LATEST_STEPS and total >= LATEST_SECONDS:
             return steps[:-count], steps[-count:]
     return [], steps
 
 
-def _why_slower(said: Snapshot, before: list[StepRecord], now: list[StepRecord]) -> str:
-    def mostly(part: Callable[[StepRecord], float]) -> bool:
-        """Whether it makes half of the difference."""
-        whole = median(step.seconds for step in now) - median(step.seconds for step in before)
-        return median(map(part, now)) - median(map(part, before)) >= whole / 2
+def _slower_remedy(snapshot: Snapshot, earlier: list[StepRecord], latest: list[StepRecord]) -> str:
+    def is_main_cause(part: Callable[[StepRecord], float]) -> bool:
+        """Whether ``part`` accounts for half of the difference."""
+        difference = median(step.seconds for step in latest) - median(step.seconds for step in earlier)
+        return median(map(part, latest)) - median(map(part, earlier)) >= difference / 2
 
-    if said.checkpoint is not None and said.checkpoint.under_way:
-        return "a checkpoint is being written beside them: it passes"
-    if mostly(on_ranks):
-        return "it waits for other ranks: theirs tell why"
-    if mostly(on_nvme):
-        return "look at what else uses the disks (`iostat -x 1`); a drive may have filled its fast cache"
-    if mostly(on_link):
-        return "look at what else copies to or from GPUs, and at the link's width and speed (`nvidia-smi -q -d PCIE`)"
-    if mostly(outside):
-        return "look at what the program does between its steps: `py-spy dump`"
-    return "look at what else uses the CPU or GPU, and at its clock and temperature"
+    if snapshot.checkpoint is not None and snapshot.checkpoint.under_way:
+        return "a checkpoint is being written at the same time: the slowdown ends with it"
+    if is_main_cause(on_ranks):
+        return "it waits for other ranks: see their warnings"
+    if is_main_cause(on_nvme):
+        return "check what else uses the disks (`iostat -x 1`); a drive may have filled its fast cache"
+    if is_main_cause(on_link):
+        return "check what else copies to or from GPUs, and the width and speed of the link (`nvidia-smi -q -d PCIE`)"
+    if is_main_cause(outside):
+        return "check what the program does between its steps: `py-spy dump`"
+    return "check what else uses the CPU or GPU, and its clock and temperature"

@@ -1,4 +1,4 @@
-"""What is between a socket and the application: where tierd listens, and whom it answers."""
+"""The layer between a socket and the application: addresses, connections, access control."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token that clients must know: where an operator gives it, and what is refused as one."""
+"""The bearer token that clients must send: where it is read from, and which tokens are refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from service.formatting import counted
 
-SHORTEST = 16
-LONGEST = 1024
+MIN_LENGTH = 16
+MAX_LENGTH = 1024
 VARIABLE = "TIERD_TOKEN"
 HOW_TO_MAKE_ONE = (
     "make one (umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > FILE)"
@@ -19,26 +19,29 @@ HOW_TO_MAKE_ONE = (
 
 
 class TokenError(Exception):
-    """What was given is not a token, or others can read its file. The message never contains the token."""
+    """The token is missing or invalid, or other users can read its file. The message never contains the token."""
 
 
-def token_of(file: Path | None, environment: Mapping[str, str]) -> bytes | None:
-    """The token in ``file``, else in TIERD_TOKEN; None where neither is given. Raises TokenError."""
+def load_token(file: Path | None, environment: Mapping[str, str]) -> bytes | None:
+    """The token in ``file``, else the one in TIERD_TOKEN, else None. Raises TokenError."""
     if file is not None:
-        return _judged(_read(file), f"token file {file}")
-    if (given := environment.get(VARIABLE)) is not None:
-        return _judged(os.fsencode(given), VARIABLE)
+        return _checked(_read(file), f"token file {file}")
+    if (value := environment.get(VARIABLE)) is not None:
+        return _checked(os.fsencode(value), VARIABLE)
     return None
 
 
-def _judged(raw: bytes, origin: str) -> bytes:
+def _checked(raw: bytes, origin: str) -> bytes:
     token = raw.strip()
-    if not SHORTEST <= len(token) <= LONGEST:
+    if not MIN_LENGTH <= len(token) <= MAX_LENGTH:
         raise TokenError(
-            f"{origin} holds {counted(len(token), 'character')}, a token has {SHORTEST} to {LONGEST}: {HOW_TO_MAKE_ONE}"
+            f"{origin} has {counted(len(token), 'character')}; a token must have {MIN_LENGTH} to {MAX_LENGTH}:"
+            f" {HOW_TO_MAKE_ONE}"
         )
     if not all(33 <= character <= 126 for character in token):
-        raise TokenError(f"{origin} holds a space or a character that no header can carry: {HOW_TO_MAKE_ONE}")
+        raise TokenError(
+            f"{origin} has a space or a character that is not allowed in a header: {HOW_TO_MAKE_ONE}"
+        )
     return token
 
 
@@ -50,14 +53,14 @@ def _read(file: Path) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise TokenError(f"token file {file} is no regular file; {HOW_TO_MAKE_ONE}")
-        # Root's are what container platforms and systemd hand out, readable by a group of ours.
+            raise TokenError(f"token file {file} is not a regular file; {HOW_TO_MAKE_ONE}")
+        # Container platforms and systemd provide files that belong to root and that a group of this user can read.
         forbidden = 0o077 if status.st_uid == os.geteuid() else 0o037
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & forbidden:
             raise TokenError(
-                f"token file {file} (mode {stat.S_IMODE(status.st_mode):04o}, of user {status.st_uid}) is not ours"
-                f" alone; {HOW_TO_MAKE_ONE}"
+                f"token file {file} (mode {stat.S_IMODE(status.st_mode):04o}, user {status.st_uid}) can be read or"
+                f" changed by other users; {HOW_TO_MAKE_ONE}"
             )
-        return os.read(descriptor, LONGEST + 2)
+        return os.read(descriptor, MAX_LENGTH + 2)
     finally:
         os.close(descriptor)

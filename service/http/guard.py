@@ -1,7 +1,8 @@
-"""Who may ask, what, and how often: ASGI around everything that the application answers.
+"""Access control and rate limits: an ASGI middleware around the application.
 
-Nothing is ever written here, so only GET and HEAD exist. A page of somebody else's in the operator's browser is kept
-out by what it cannot choose: the Host header (DNS rebinding), Sec-Fetch-Site, and that no answer allows another origin.
+The API is read-only, so only GET and HEAD are allowed. Web pages of other sites in the operator's browser get no data:
+the guard checks headers that such a page cannot set, Host (against DNS rebinding) and Sec-Fetch-Site, and no response
+allows another origin.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LONGEST_TARGET = 2048  # bytes of path and query
+MAX_TARGET = 2048  # bytes of path and query
 CONTENT_SECURITY_POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -35,10 +36,11 @@ HEADERS = [
 
 @dataclass(frozen=True)
 class Access:
-    """Who is let in, and how often. IP addresses are good hosts always: DNS rebinding needs a name.
+    """The clients that get a response, and how many requests per second.
 
-    ``hosts`` are the names that a Host header may say, in lower case; None lets any pass (a Unix socket has none).
-    With a ``token``, everything that holds data wants it.
+    ``hosts`` are the names that a Host header may contain, in lower case; None allows all (for a Unix socket). An IP
+    address is always allowed, because DNS rebinding needs a name. If there is a ``token``, every path with data
+    requires it.
     """
 
     hosts: frozenset[str] | None = frozenset({"localhost"})
@@ -47,21 +49,21 @@ class Access:
 
 
 class Detail(BaseModel):
-    """Why there is no answer, and what to do about it."""
+    """Why the request was refused, and a remedy."""
 
     detail: str
 
 
-# For the schema: what any route may answer before it is asked.
+# For the schema: responses that the guard may send for any route.
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Detail, "description": description}
     for status, description in {
-        400: "The request names no host, or several",
+        400: "The request has no Host header, or several",
         401: "The token is missing or wrong",
-        403: "The request comes from a page of another site",
+        403: "The request comes from a web page of another site",
         413: "The request has a body",
-        414: f"The path and query are longer than {LONGEST_TARGET} bytes",
-        421: "The host name is not one of this sidecar's",
+        414: f"The path and query are longer than {MAX_TARGET} bytes",
+        421: "The host name is not allowed",
         503: "Too many requests are waiting, or the run directory cannot be read",
     }.items()
 }
@@ -69,7 +71,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """An answer of the guard's own."""
+    """A response of the guard itself."""
 
     status: int
     detail: str
@@ -86,134 +88,137 @@ class Refusal:
         await send({"type": "http.response.body", "body": body})
 
 
-class Pace:
-    """Turns at ``per_second``, in the order in which they are asked for; after a rest, ``burst`` of them at once."""
+class RateLimit:
+    """Allows ``per_second`` requests in order of arrival; after a pause, ``burst`` of them without a delay."""
 
     def __init__(self, per_second: float, *, burst: int = 64, waiting: int = 1024) -> None:
-        # A page takes a dozen requests at once, and a queue of 1024 two seconds at the usual pace: who waits longer
-        # asks again anyway.
+        # The web page sends a dozen requests at once. A queue of 1024 is two seconds long at the default rate; a client
+        # that waits longer tries again anyway.
         self._interval = 1.0 / per_second
         self._burst = burst * self._interval
-        self.longest = waiting * self._interval
+        self.max_wait = waiting * self._interval
         self._next = -math.inf
 
     def reserve(self, now: float) -> float | None:
-        """Seconds from ``now`` to one's turn; None where as many wait as may."""
+        """Seconds from ``now`` until the request may proceed; None if the queue is full."""
         turn = max(self._next, now - self._burst)
-        if turn - now > self.longest:
+        if turn - now > self.max_wait:
             return None
         self._next = turn + self._interval
         return max(0.0, turn - now)
 
 
 class Guard:
-    """Lets requests through to ``app`` as ``access`` says, each at its turn, and its answers out with HEADERS.
+    """Passes the requests that ``access`` allows to ``app``, at a limited rate, and adds HEADERS to the responses.
 
-    HEAD is answered wherever GET is. Those refused wait in a slower lane of their own, so that whoever has no token
-    does not hold up who has; and so does /livez, that a probe finds the sidecar alive however busy it is.
+    HEAD is allowed where GET is. Refused requests have a slower rate limit of their own, so clients without the token
+    do not delay clients that have it. /livez also has its own, so a probe is answered under any load.
     """
 
     def __init__(self, app: ASGIApp, access: Access | None = None) -> None:
         self._app = app
         self._access = Access() if access is None else access
         rate = self._access.requests_per_second
-        self._asked, self._refused, self._probed = Pace(rate), Pace(rate / 5), Pace(rate / 5)
+        self._requests = RateLimit(rate)
+        self._refusals, self._probes = RateLimit(rate / 5), RateLimit(rate / 5)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        answer = _Answer(send, body=scope["method"] != "HEAD")
+        response = _Response(send, body=scope["method"] != "HEAD")
         refusal = refuse(scope, self._access)
-        refusal = await self._turn(scope["path"], refusal) or refusal
+        refusal = await self._wait(scope["path"], refusal) or refusal
         if refusal is not None:
-            return await refusal.send(answer.send)
+            return await refusal.send(response.send)
         try:
-            return await self._app({**scope, "method": "GET"}, receive, answer.send)
+            return await self._app({**scope, "method": "GET"}, receive, response.send)
         except Exception:
-            if not answer.started:
-                await Refusal(500, "the sidecar failed to answer; what it prints says why").send(answer.send)
+            if not response.started:
+                await Refusal(
+                    500, "internal error in the sidecar; its standard error has the traceback"
+                ).send(response.send)
             raise
 
-    async def _turn(self, path: str, refusal: Refusal | None) -> Refusal | None:
-        lane = self._refused if refusal is not None else self._probed if path == "/livez" else self._asked
-        wait = lane.reserve(asyncio.get_running_loop().time())
-        if wait is None:
-            after = b"%d" % math.ceil(lane.longest)
-            return Refusal(
-                503, "too many requests wait for their turn; ask less often", ((b"retry-after", after),)
-            )
-        if wait > 0:
-            await asyncio.sleep(wait)
+    async def _wait(self, path: str, refusal: Refusal | None) -> Refusal | None:
+        limit = (
+            self._refusals if refusal is not None else self._probes if path == "/livez" else self._requests
+        )
+        delay = limit.reserve(asyncio.get_running_loop().time())
+        if delay is None:
+            after = b"%d" % math.ceil(limit.max_wait)
+            return Refusal(503, "too many requests are waiting; send fewer", ((b"retry-after", after),))
+        if delay > 0:
+            await asyncio.sleep(delay)
         return None
 
 
-class _Answer:
-    """The way out: adds what every answer carries, and drops the body of an answer to HEAD."""
+class _Response:
+    """Sends a response: adds the headers of every response, and drops the body of a response to HEAD."""
 
     def __init__(self, send: Send, *, body: bool) -> None:
         self._send, self._body = send, body
-        self.started = self._over = False
+        self.started = self._finished = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
-            said = list(message.get("headers", ()))
-            if not any(name.lower() == b"cache-control" for name, _ in said):
-                said.append((b"cache-control", b"no-store"))
-            await self._send({**message, "headers": said + HEADERS})
+            headers = list(message.get("headers", ()))
+            if not any(name.lower() == b"cache-control" for name, _ in headers):
+                headers.append((b"cache-control", b"no-store"))
+            await self._send({**message, "headers": headers + HEADERS})
         elif self._body:
             await self._send(message)
-        elif not self._over:  # complete at once: whoever streams without an end learns that nobody listens
-            self._over = True
+        elif (
+            not self._finished
+        ):  # complete at once: whoever streams without an end learns that nobody listens
+            self._finished = True
             await self._send({"type": "http.response.body", "body": b""})
 
 
 def refuse(scope: Scope, access: Access) -> Refusal | None:
-    """Why the request of ``scope`` gets no answer; None where it does."""
+    """The refusal of the request in ``scope``; None if it is allowed."""
     query = scope.get("query_string", b"")
     path = scope.get("raw_path") or scope["path"].encode()
-    if len(path) + len(query) > LONGEST_TARGET:
-        return Refusal(414, f"a path with its query takes at most {LONGEST_TARGET} bytes here")
+    if len(path) + len(query) > MAX_TARGET:
+        return Refusal(414, f"the path and query are longer than {MAX_TARGET} bytes")
     if scope["method"] not in ("GET", "HEAD"):
-        # What comes after the head of such a request is not waited for.
-        return Refusal(
-            405, "nothing can be changed here: ask with GET or HEAD", ((b"allow", b"GET, HEAD"), CLOSE)
-        )
-    if _of(scope, b"transfer-encoding") or any(
-        length.strip(b"0 ") for length in _of(scope, b"content-length")
+        # Such a request may have a body, which is not read.
+        return Refusal(405, "this API is read-only: use GET or HEAD", ((b"allow", b"GET, HEAD"), CLOSE))
+    if _header(scope, b"transfer-encoding") or any(
+        length.strip(b"0 ") for length in _header(scope, b"content-length")
     ):
-        return Refusal(413, "a request has no body here: ask with GET alone", (CLOSE,))
-    return _wrong_host(_of(scope, b"host"), access.hosts) or _not_for(scope, access)
+        return Refusal(413, "this API accepts no request body: send GET without one", (CLOSE,))
+    return _wrong_host(_header(scope, b"host"), access.hosts) or _denied(scope, access)
 
 
-def _of(scope: Scope, wanted: bytes) -> list[bytes]:
-    return [value for name, value in scope["headers"] if name.lower() == wanted]
+def _header(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key.lower() == name]
 
 
-def _wrong_host(said: list[bytes], names: Iterable[str] | None) -> Refusal | None:
-    if len(said) != 1:
-        return Refusal(400, f"a request names one host, this one {len(said)}: send one Host header")
+def _wrong_host(values: list[bytes], names: Iterable[str] | None) -> Refusal | None:
+    if len(values) != 1:
+        return Refusal(400, f"the request has {len(values)} Host headers: send one")
     if names is None:
         return None
-    host = host_of(said[0].decode("latin-1"))
+    authority = values[0].decode("latin-1")
+    host = host_of(authority)
     if host is None or not (_is_address(host) or host in names):
-        shown = said[0].decode("latin-1")[:100]
         return Refusal(
             421,
-            f"this sidecar is not known as {shown!r}: ask by its IP address or localhost,"
-            " or start tierd with --allow-host and that name",
+            f"the host name {authority[:100]!r} is not allowed: use the IP address or localhost,"
+            " or start tierd with --allow-host and this name",
         )
     return None
 
 
 def host_of(authority: str) -> str | None:
-    """``authority`` without its port, and an IPv6 address without its brackets, in lower case; None for neither."""
+    """The host in ``authority``, in lower case: without the port, an IPv6 address without brackets; None if invalid."""
     host, colon, port = authority.strip().lower().partition(":")
     if host.startswith("["):
-        host, bracket, rest = authority.strip().lower()[1:].partition("]")
-        colon, port = rest[:1], rest[1:]
+        host, bracket, suffix = authority.strip().lower()[1:].partition("]")
+        colon, port = suffix[:1], suffix[1:]
         if not bracket or ":" not in host or colon not in ("", ":"):
             return None
     if colon and port and not (port.isascii() and port.isdigit()):
@@ -226,16 +231,16 @@ def _is_address(host: str) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
-    return getattr(address, "scope_id", None) is None  # what follows a "%" may be anything
+    return getattr(address, "scope_id", None) is None  # the text after a "%" may be anything
 
 
-def _not_for(scope: Scope, access: Access) -> Refusal | None:
+def _denied(scope: Scope, access: Access) -> Refusal | None:
     path = scope["path"]
     if path in ("/", "/livez") or path.startswith("/page/"):
         return None  # no data
-    if _for_another_site(scope):
-        return Refusal(403, "pages of other sites get no data: open this address in a tab of its own")
-    if access.token is not None and not _knows(access.token, _of(scope, b"authorization")):
+    if _is_cross_site(scope):
+        return Refusal(403, "web pages of other sites get no data: open this address in its own tab")
+    if access.token is not None and not _has_token(access.token, _header(scope, b"authorization")):
         return Refusal(
             401,
             "send the header 'Authorization: Bearer TOKEN' with the token that tierd was started with"
@@ -245,14 +250,14 @@ def _not_for(scope: Scope, access: Access) -> Refusal | None:
     return None
 
 
-def _for_another_site(scope: Scope) -> bool:
-    """Whether a page of another site would get the answer. It does not where a person follows its link to here."""
-    if all(site.lower() in (b"same-origin", b"none") for site in _of(scope, b"sec-fetch-site")):
+def _is_cross_site(scope: Scope) -> bool:
+    """Whether a web page of another site would get the response. It does not if a person only follows a link."""
+    if all(site.lower() in (b"same-origin", b"none") for site in _header(scope, b"sec-fetch-site")):
         return False
-    follows = (_of(scope, b"sec-fetch-mode"), _of(scope, b"sec-fetch-dest")) == ([b"navigate"], [b"document"])
-    return not follows
+    mode, dest = _header(scope, b"sec-fetch-mode"), _header(scope, b"sec-fetch-dest")
+    return (mode, dest) != ([b"navigate"], [b"document"])
 
 
-def _knows(token: bytes, said: list[bytes]) -> bool:
-    scheme, _, given = said[0].partition(b" ") if len(said) == 1 else (b"", b"", b"")
-    return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token)
+def _has_token(token: bytes, values: list[bytes]) -> bool:
+    scheme, _, credentials = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(credentials.strip(), token)

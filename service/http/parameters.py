@@ -1,4 +1,4 @@
-"""Query parameters that a route does not know: they are refused, since an answer without them misleads."""
+"""Refuses unknown query parameters: a response that ignored them would mislead."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from fastapi.routing import APIRoute
 
 from tiering.telemetry import as_text
 
-LONGEST_SHOWN = 40
-"""Characters of an unknown name that an answer repeats."""
+MAX_SHOWN = 40
+"""Characters of an unknown name that the error shows."""
 
 
 async def known_parameters(request: Request) -> None:
-    """A dependency of routes. Raises RequestValidationError for a query parameter that the route does not take."""
+    """A dependency of routes. Raises RequestValidationError for a query parameter that the route does not have."""
     route = request.scope["route"]
     assert isinstance(route, APIRoute)
     known = [field.alias for field in route.dependant.query_params]
     unknown = next((name for name in request.query_params if name not in known), None)
     if unknown is not None:
         message = f"unknown parameter; {route.path} takes {', '.join(known) or 'none'}"
-        where = ("query", as_text(unknown[:LONGEST_SHOWN]))
-        raise RequestValidationError([{"loc": where, "msg": message, "type": "extra_forbidden"}])
+        location = ("query", as_text(unknown[:MAX_SHOWN]))
+        raise RequestValidationError([{"loc": location, "msg": message, "type": "extra_forbidden"}])

@@ -1,7 +1,7 @@
 """``/metrics``: a View as Prometheus and OpenMetrics text.
 
-Of a rank whose process is gone only ``tiering_rank_up`` is told, which is then 0. Its last counters would stand still
-beside those of ranks that train, and pull every average over them down.
+A rank whose process is gone has only ``tiering_rank_up``, with the value 0. Its other counters would not change any
+more and would lower every average over the ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from service.metrics.families import Family, Histogram, Values
-from service.metrics.rank_metrics import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
-from service.metrics.run_metrics import OF_RUN
-from service.metrics.sidecar_metrics import OF_SIDECAR, Scrape
+from service.metrics.rank_metrics import PLAN_METRICS, RANK_METRICS, RANK_UP, SNAPSHOT_METRICS
+from service.metrics.run_metrics import RUN_METRICS
+from service.metrics.sidecar_metrics import SIDECAR_METRICS, Scrape
 from service.view import RankView, RunView, State, View
 
 Subject = TypeVar("Subject")
@@ -36,7 +36,7 @@ Labels = tuple[str, ...]
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-_UNSPEAKABLE = re.compile("[\0\ud800-\udfff]")  # what no text in UTF-8 holds, or no parser reads
+_UNPRINTABLE = re.compile("[\0\ud800-\udfff]")  # not allowed in UTF-8, or rejected by parsers
 
 
 def render(view: View, accept: str | None, subscribers: int = 0) -> tuple[bytes, str]:
@@ -48,22 +48,22 @@ def render(view: View, accept: str | None, subscribers: int = 0) -> tuple[bytes,
 
 
 def prefers_openmetrics(accept: str) -> bool:
-    """Whether OpenMetrics is accepted, and text is not preferred to it."""
-    wanted = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
-    for one in accept.split(","):
-        name, *parameters = (part.strip().lower() for part in one.split(";"))
-        if name in wanted:
-            wanted[name] = max(wanted[name], _quality(parameters))
-    return 0 < wanted["application/openmetrics-text"] >= wanted["text/plain"]
+    """Whether OpenMetrics is accepted and the text format is not preferred."""
+    qualities = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
+    for media_range in accept.split(","):
+        name, *parameters = (part.strip().lower() for part in media_range.split(";"))
+        if name in qualities:
+            qualities[name] = max(qualities[name], _quality(parameters))
+    return 0 < qualities["application/openmetrics-text"] >= qualities["text/plain"]
 
 
 def _quality(parameters: Iterable[str]) -> float:
-    given = next((value[2:] for value in parameters if value.startswith("q=")), "1")
-    return float(given) if re.fullmatch(r"[01](\.\d{0,3})?", given) else 0.0
+    quality = next((parameter[2:] for parameter in parameters if parameter.startswith("q=")), "1")
+    return float(quality) if re.fullmatch(r"[01](\.\d{0,3})?", quality) else 0.0
 
 
 class _Collected(Collector):
-    """A registry of its own: what prometheus_client's default one tells of this process is not about training."""
+    """A registry with the metrics of one View. prometheus_client's default registry describes only this process."""
 
     def __init__(self, scrape: Scrape) -> None:
         self._scrape = scrape
@@ -74,8 +74,8 @@ class _Collected(Collector):
         for run in self._scrape.view.runs:
             for rank in run.ranks:
                 labels = run.id, str(rank.rank)
-                # Of a rank that was started again under the name of an older page, the one that lives counts.
-                if labels not in up or _weight(rank) >= _weight(up[labels]):
+                # A restarted rank may have an older status file too: the live one counts.
+                if labels not in up or _precedence(rank) >= _precedence(up[labels]):
                     up[labels] = rank
             if not run.over:
                 runs[run.id,] = run
@@ -86,43 +86,43 @@ class _Collected(Collector):
             for labels, rank in live.items()
             if rank.description is not None and rank.description.plan is not None
         }
-        yield from _metrics(OF_SIDECAR, (), {(): self._scrape})
+        yield from _metrics(SIDECAR_METRICS, (), {(): self._scrape})
         yield from _PROCESS.collect()
-        yield from _metrics(OF_RUN, ("run",), runs)
+        yield from _metrics(RUN_METRICS, ("run",), runs)
         of_rank = "run", "rank"
         yield from _metrics([RANK_UP], of_rank, up)
-        yield from _metrics(OF_RANK, of_rank, live)
-        yield from _metrics(OF_SNAPSHOT, of_rank, snapshots)
-        yield from _metrics(OF_PLAN, of_rank, plans)
+        yield from _metrics(RANK_METRICS, of_rank, live)
+        yield from _metrics(SNAPSHOT_METRICS, of_rank, snapshots)
+        yield from _metrics(PLAN_METRICS, of_rank, plans)
 
 
-_PROCESS = ProcessCollector(registry=None)  # CPU time, memory and descriptors of the sidecar itself
+_PROCESS = ProcessCollector(registry=None)  # CPU time, memory and file descriptors of the sidecar
 
 
-_MOST_TELLING_LAST: tuple[State, ...] = ("stale", "unreadable", "newer-version", "torn", "silent", "live")
+_STATE_ORDER: tuple[State, ...] = ("stale", "unreadable", "newer-version", "torn", "silent", "live")
 
 
-def _weight(rank: RankView) -> tuple[int, float]:
-    said = rank.snapshot
-    return _MOST_TELLING_LAST.index(rank.state), said.started_at if said is not None else 0.0
+def _precedence(rank: RankView) -> tuple[int, float]:
+    snapshot = rank.snapshot
+    return _STATE_ORDER.index(rank.state), snapshot.started_at if snapshot is not None else 0.0
 
 
 def _metrics(
     families: Iterable[Family[Subject]], names: Labels, subjects: Mapping[Labels, Subject]
 ) -> Iterator[Metric]:
-    labelled = [(tuple(map(_spoken, labels)), subject) for labels, subject in subjects.items()]
+    labelled = [(tuple(map(_printable, labels)), subject) for labels, subject in subjects.items()]
     for family in families:
         series = {
-            (*labels, *map(_spoken, more)) if more else labels: value
+            (*labels, *map(_printable, more)) if more else labels: value
             for labels, subject in labelled
             for more, value in family.read(subject).items()
         }
         yield _metric(family, (*names, *family.labels), series)
 
 
-@lru_cache(maxsize=4096)  # the same few words in every series
-def _spoken(word: str) -> str:
-    return _UNSPEAKABLE.sub("\ufffd", word)
+@lru_cache(maxsize=4096)  # all series share a few label values
+def _printable(label: str) -> str:
+    return _UNPRINTABLE.sub("\ufffd", label)
 
 
 def _metric(family: Family[Subject], labels: Labels, series: Values) -> Metric:
@@ -135,13 +135,13 @@ def _metric(family: Family[Subject], labels: Labels, series: Values) -> Metric:
     if family.kind == "histogram":
         histogram = HistogramMetricFamily(name, family.help, labels=labels, unit=unit)
         for values, value in series.items():
-            if isinstance(value, Histogram) and _counts(value.sum) and _rises(value):
+            if isinstance(value, Histogram) and _is_counter_value(value.sum) and _is_valid(value):
                 histogram.add_metric(values, _buckets(value), value.sum)
         return histogram
     if family.kind == "counter":
         counter = CounterMetricFamily(name, family.help, labels=labels, unit=unit)
         for values, value in series.items():
-            if isinstance(value, int | float) and _counts(value):
+            if isinstance(value, int | float) and _is_counter_value(value):
                 counter.add_metric(values, value)
         return counter
     gauge = GaugeMetricFamily(name, family.help, labels=labels, unit=unit)
@@ -151,18 +151,18 @@ def _metric(family: Family[Subject], labels: Labels, series: Values) -> Metric:
     return gauge
 
 
-_LARGEST = sys.float_info.max  # an integer of a damaged page may be larger, and is then no float
+_LARGEST = sys.float_info.max  # an integer in a damaged status file may be larger than any float
 
 
-def _counts(value: float) -> bool:
-    """Whether a counter can have it. One that cannot is left out: it would cost all others their scrape."""
+def _is_counter_value(value: float) -> bool:
+    """Whether a counter can have the value. An invalid series is left out: it would fail the whole scrape."""
     return 0 <= value <= _LARGEST
 
 
-def _rises(histogram: Histogram) -> bool:
-    """Whether its counts can be those of a histogram: none below zero, and none below the one before."""
+def _is_valid(histogram: Histogram) -> bool:
+    """Whether the cumulative counts of the buckets are not negative and do not decrease."""
     counts = (0, *histogram.below, histogram.count, _LARGEST)
-    return all(less <= more for less, more in pairwise(counts))
+    return all(lower <= higher for lower, higher in pairwise(counts))
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""What a metric is: its name, its words, its labels, and what it reads of its subject."""
+"""The definition of a metric: its name, help text, labels, and how it reads its subject."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Subject = TypeVar("Subject")
 
 @dataclass(frozen=True)
 class Histogram:
-    """``below[i]`` of ``count`` observations were below ``bounds[i]``, which is spelled as in the label."""
+    """``below[i]`` of ``count`` observations were below ``bounds[i]``, which has the spelling of the label."""
 
     bounds: Sequence[str]
     below: Sequence[int]
@@ -19,12 +19,12 @@ class Histogram:
     sum: float
 
 
-Values = Mapping[tuple[str, ...], float | Histogram | None]  # by the values of the labels; None: not known
+Values = Mapping[tuple[str, ...], float | Histogram | None]  # by label values; None means unknown
 
 
 @dataclass(frozen=True)
 class Family(Generic[Subject]):
-    """One metric, named as in queries. ``labels`` come after those of the subject: a run, or a run and a rank."""
+    """One metric, with its name in queries. ``labels`` follow those of the subject: a run, or a run and a rank."""
 
     kind: Literal["gauge", "counter", "info", "histogram"]
     name: str
@@ -34,16 +34,16 @@ class Family(Generic[Subject]):
 
     @property
     def unit(self) -> str:
-        """The one that the name ends in; empty for a plain number."""
+        """The unit at the end of the name; empty for a plain number."""
         base = self.name.removesuffix("_total")
         return next((unit for unit in ("seconds", "bytes", "ratio") if base.endswith("_" + unit)), "")
 
 
 def gauge(name: str, text: str, read: Callable[[Subject], float | None]) -> Family[Subject]:
-    """One without labels of its own."""
+    """A metric without further labels."""
     return Family("gauge", name, text, (), lambda subject: {(): read(subject)})
 
 
 def counter(name: str, text: str, read: Callable[[Subject], float]) -> Family[Subject]:
-    """One without labels of its own."""
+    """A metric without further labels."""
     return Family("counter", name, text, (), lambda subject: {(): read(subject)})

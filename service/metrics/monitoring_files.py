@@ -1,4 +1,4 @@
-"""What a Prometheus and a Grafana beside the sidecar want, as ``tierd dashboard`` and its like print it."""
+"""Files for Prometheus and Grafana: ``tierd dashboard``, ``alerts``, ``alerts-test`` and ``metrics`` print them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from importlib import resources
 from typing import Any
 
 from service.metrics.families import Family
-from service.metrics.rank_metrics import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
-from service.metrics.run_metrics import OF_RUN
-from service.metrics.sidecar_metrics import OF_SIDECAR
+from service.metrics.rank_metrics import PLAN_METRICS, RANK_METRICS, RANK_UP, SNAPSHOT_METRICS
+from service.metrics.run_metrics import RUN_METRICS
+from service.metrics.sidecar_metrics import SIDECAR_METRICS
 
 FILES = {
     "dashboard": "tierd-dashboard.json",
@@ -26,16 +26,16 @@ def main(name: str) -> int:
 
 
 def text(file: str) -> str:
-    """What one of the files holds."""
+    """The content of one of the files."""
     return resources.files("service.metrics").joinpath(file).read_text(encoding="utf-8")
 
 
 def table() -> str:
-    """All metrics in Markdown, by whom they are about."""
+    """A table of all metrics in Markdown, by subject."""
     parts: tuple[tuple[str, Sequence[Family[Any]], str], ...] = (
-        ("Of a rank", (RANK_UP, *OF_RANK, *OF_SNAPSHOT, *OF_PLAN), "`run`, `rank`"),
-        ("Of a run", OF_RUN, "`run`"),
-        ("Of the sidecar", OF_SIDECAR, "no labels"),
+        ("Metrics of a rank", (RANK_UP, *RANK_METRICS, *SNAPSHOT_METRICS, *PLAN_METRICS), "`run`, `rank`"),
+        ("Metrics of a run", RUN_METRICS, "`run`"),
+        ("Metrics of the sidecar", SIDECAR_METRICS, "no labels"),
     )
     return "\n".join(_part(title, families, labels) for title, families, labels in parts)
 
@@ -45,5 +45,5 @@ def _part(title: str, families: Sequence[Family[Any]], labels: str) -> str:
         f"| `{family.name}` | {family.kind} | {', '.join(f'`{label}`' for label in family.labels)} | {family.help} |\n"
         for family in families
     )
-    head = "| metric | type | further labels | what it says |\n|---|---|---|---|\n"
+    head = "| metric | type | further labels | meaning |\n|---|---|---|---|\n"
     return f"### {title}: {labels}\n\n{head}{''.join(rows)}"

@@ -1,4 +1,4 @@
-"""Metrics of a run: who belongs to it here, and what deserves attention."""
+"""Metrics of a run: its ranks on this node, and its warnings."""
 
 from __future__ import annotations
 
@@ -15,50 +15,53 @@ def _description(run: RunView) -> Description:
 
 
 def _run_info(run: RunView) -> Values:
-    said = next(run.snapshots, None)
-    if said is None:
+    snapshot = next(run.snapshots, None)
+    if snapshot is None:
         return {}
     versions = _description(run).versions
     packages = (versions.get(name, "") for name in ("tiering", "torch", "python"))
-    return {(run.name, str(said.world_size), *packages): 1}
+    return {(run.name, str(snapshot.world_size), *packages): 1}
 
 
 def _configuration(run: RunView) -> Values:
-    said = _description(run).configuration
-    if said is None:
+    configuration = _description(run).configuration
+    if configuration is None:
         return {}
-    return {("deprecated",): len(said.deprecated), ("without effect",): len(said.without_effect)}
+    return {
+        ("deprecated",): len(configuration.deprecated),
+        ("without effect",): len(configuration.without_effect),
+    }
 
 
-OF_RUN: tuple[Family[RunView], ...] = (
+RUN_METRICS: tuple[Family[RunView], ...] = (
     Family(
         "info",
         "tiering_run_info",
-        "A run on this node: its name, how many ranks it has on all nodes, and the versions it runs.",
+        "A run on this node: its name, its number of ranks on all nodes, and its software versions.",
         ("name", "world_size", "version", "torch_version", "python_version"),
         _run_info,
     ),
     gauge(
         "tiering_run_ranks_expected",
-        "Ranks of the run that should be on this node, as they say themselves.",
+        "Number of ranks of the run on this node, as they report it.",
         lambda run: run.expected,
     ),
     gauge(
         "tiering_run_ranks_up",
-        "Ranks of the run on this node that live, can be read and have just published.",
+        "Number of ranks of the run on this node that are live, readable and have just published.",
         lambda run: len(run.fresh),
     ),
     Family(
         "gauge",
         "tiering_run_warnings",
-        "Warnings about the run; /v1/status has their words and remedies.",
+        "Warnings about the run; /v1/status has their texts and remedies.",
         ("code", "severity"),
-        lambda run: dict(Counter((one.code, one.severity) for one in advise(run))),
+        lambda run: dict(Counter((advice.code, advice.severity) for advice in advise(run))),
     ),
     Family(
         "gauge",
         "tiering_run_config_keys",
-        "Keys of the run's configuration file that deserve a look, by why they do.",
+        "Keys of the run's configuration file to check: deprecated, or without effect.",
         ("cause",),
         _configuration,
     ),

@@ -14,18 +14,18 @@ from service.view import State, View
 
 @dataclass(frozen=True)
 class Scrape:
-    """What is told when Prometheus asks: what the pages said, and how many listen to events."""
+    """The input of a scrape: the current View, and the number of subscribers of /v1/events."""
 
     view: View
     subscribers: int
 
 
-def _pages(scrape: Scrape) -> Values:
-    found = Counter(rank.state for run in scrape.view.runs for rank in run.ranks)
-    return {(state,): found[state] for state in get_args(State)}
+def _status_files(scrape: Scrape) -> Values:
+    counts = Counter(rank.state for run in scrape.view.runs for rank in run.ranks)
+    return {(state,): counts[state] for state in get_args(State)}
 
 
-OF_SIDECAR: tuple[Family[Scrape], ...] = (
+SIDECAR_METRICS: tuple[Family[Scrape], ...] = (
     Family(
         "info",
         "tiering_build_info",
@@ -36,23 +36,23 @@ OF_SIDECAR: tuple[Family[Scrape], ...] = (
     Family(
         "gauge",
         "tiering_sidecar_pages",
-        "Telemetry pages in the run directory, by what became of reading them.",
+        "Status files in the run directory, by state.",
         ("state",),
-        _pages,
+        _status_files,
     ),
     gauge(
         "tiering_sidecar_last_reading_timestamp_seconds",
-        "Unix time at which the telemetry pages were last read.",
+        "Unix time at which the status files were last read.",
         lambda scrape: scrape.view.taken_at,
     ),
     counter(
         "tiering_sidecar_readings_total",
-        "How often the telemetry pages were read; at most four times a second, however many ask.",
+        "Number of readings of the status files; at most four per second, for any number of clients.",
         lambda scrape: scrape.view.readings,
     ),
     gauge(
         "tiering_sidecar_subscribers",
-        "How many listen to /v1/events.",
+        "Number of clients connected to /v1/events.",
         lambda scrape: scrape.subscribers,
     ),
 )

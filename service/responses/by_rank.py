@@ -1,4 +1,4 @@
-"""Answers by run and rank, to ``?run=`` and ``?rank=``: parts of what each rank says, under the names it gives them."""
+"""Responses by run and rank, with the filters ``?run=`` and ``?rank=``: fields of a rank's snapshot or description."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from tiering.telemetry import (
 
 SNAPSHOT = figures(Snapshot)
 
-Answer = TypeVar("Answer", bound="OfRank")
+Item = TypeVar("Item", bound="OfRank")
 
 
 class OfRank(BaseModel):
-    """What every answer about a rank has."""
+    """The base of every item about a rank."""
 
     rank: int
 
 
-class OfRun(BaseModel, Generic[Answer]):
-    """One run, with those of its ranks on this node that say anything about what is asked."""
+class OfRun(BaseModel, Generic[Item]):
+    """One run, with its ranks on this node that have the requested fields."""
 
-    id: str = Field(description="the same on all ranks of one start, and of no other")
-    name: str = Field(description="as configured; several runs may have the same")
-    ranks: list[Answer]
+    id: str = Field(description="the same on all ranks of one start, unique among starts")
+    name: str = Field(description="as configured; several runs may have the same name")
+    ranks: list[Item]
 
 
-class ByRank(BaseModel, Generic[Answer]):
-    """Every run that is asked for."""
+class ByRank(BaseModel, Generic[Item]):
+    """Every requested run."""
 
-    runs: list[OfRun[Answer]]
+    runs: list[OfRun[Item]]
 
 
 class RankTiers(OfRank):
-    """The tiers of one rank, fastest first, and beside them the activations and torch's own memory on a GPU."""
+    """The tiers of one rank, fastest first, the activations, and torch's memory on a GPU."""
 
     tiers: list[TierStatus]
     activations: ActivationStatus | None
@@ -56,7 +56,7 @@ class RankTiers(OfRank):
 
 
 class RankBandwidth(OfRank):
-    """Bytes per second of one rank, now, on average over the time with transfers, and at most; latency percentiles."""
+    """Bytes per second of one rank: current, average over the time with transfers, and peak; latency percentiles."""
 
     io: list[PathStatus]
     io_engine: IoEngineStatus | None
@@ -75,7 +75,7 @@ class RankSteps(OfRank):
 
 
 class RankConfig(OfRank):
-    """What one rank was configured with, what it computes on, and the versions of what it runs."""
+    """The configuration of one rank, its device, and the versions of its software."""
 
     device: str
     versions: dict[str, str]
@@ -98,33 +98,33 @@ def config(view: View, run: str | None = None, rank: int | None = None) -> ByRan
     return by_rank(view, run, rank, _part(RankConfig, "description"))
 
 
-def _part(model: type[Answer], of: Literal["snapshot", "description"]) -> Callable[[RankView], Answer | None]:
-    """The fields of ``model`` as that part of a page has them."""
+def _part(model: type[Item], source: Literal["snapshot", "description"]) -> Callable[[RankView], Item | None]:
+    """A function that fills ``model`` with the fields of the same name of a rank's snapshot or description."""
     names = model.model_fields.keys() - {"rank"}
 
-    def told(one: RankView) -> Answer | None:
-        said = getattr(one, of)
-        if said is None:
+    def item(rank: RankView) -> Item | None:
+        record = getattr(rank, source)
+        if record is None:
             return None
-        return model(rank=one.rank, **{name: getattr(said, name) for name in names})
+        return model(rank=rank.rank, **{name: getattr(record, name) for name in names})
 
-    return told
+    return item
 
 
 def by_rank(
-    view: View, run: str | None, rank: int | None, told: Callable[[RankView], Answer | None]
-) -> ByRank[Answer]:
-    """``told`` of every rank that is asked for; ranks of which it returns None are left out.
+    view: View, run: str | None, rank: int | None, item: Callable[[RankView], Item | None]
+) -> ByRank[Item]:
+    """``item`` of every requested rank; ranks for which it returns None are left out.
 
-    Raises NotHereError where what is asked for is not on this node.
+    Raises NotHereError if no run or rank on this node matches.
     """
-    return ByRank[Answer](
+    return ByRank[Item](
         runs=[
-            OfRun[Answer](
-                id=one.id,
-                name=one.name,
-                ranks=[answer for each in one.ranks if (answer := told(each)) is not None],
+            OfRun[Item](
+                id=run_view.id,
+                name=run_view.name,
+                ranks=[made for rank_view in run_view.ranks if (made := item(rank_view)) is not None],
             )
-            for one in view.select(run, rank)
+            for run_view in view.select(run, rank)
         ]
     )

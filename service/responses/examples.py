@@ -1,4 +1,4 @@
-"""Examples in /openapi.json: what the endpoints answer of one View that is written down here."""
+"""Examples in /openapi.json: the responses to one View, which is defined here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.history import Entry, TierName
 from service.responses.by_rank import bandwidth, config, steps, tiers
 from service.responses.history import history
 from service.responses.plan import plan
-from service.responses.status import last_words, runs, status
+from service.responses.status import ended_run, runs, status
 from service.view import RankView, RunView, View
 from tiering.telemetry import (
     ActivationStatus,
@@ -43,15 +43,15 @@ TAKEN_AT = 1_790_000_000.0
 DIRECTORY = "/run/user/1000/tiering"
 
 
-def answers() -> dict[str, BaseModel]:
-    """What every path that answers JSON says of the example, by path."""
+def example_responses() -> dict[str, BaseModel]:
+    """The response to the example of every path that returns JSON, by path."""
     view = example()
     readiness = ready(view)
-    told = status(view, lambda _: _entries()[-1])
+    overview = status(view, lambda _: _entries()[-1])
     return {
-        "/v1/status": told,
-        "/v1/runs": runs(told, [last_words(_before(view))]),
-        "/v1/runs/{run_id}": told.runs[0],
+        "/v1/status": overview,
+        "/v1/runs": runs(overview, [ended_run(_before(view))]),
+        "/v1/runs/{run_id}": overview.runs[0],
         "/v1/tiers": tiers(view),
         "/v1/bandwidth": bandwidth(view),
         "/v1/steps": steps(view),
@@ -75,22 +75,22 @@ def answers() -> dict[str, BaseModel]:
 
 
 def with_examples(app: FastAPI) -> None:
-    """Let the schema of ``app`` have ``answers()`` as examples, made when it is first asked for."""
-    plain: Callable[[], dict[str, Any]] = app.openapi
+    """Add ``example_responses()`` to the schema of ``app`` when it is first requested."""
+    without_examples: Callable[[], dict[str, Any]] = app.openapi
 
     @cache
     def openapi() -> dict[str, Any]:
-        schema = plain()
-        for path, answer in answers().items():
-            answered = schema["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
-            answered["example"] = answer.model_dump(mode="json")
+        schema = without_examples()
+        for path, response in example_responses().items():
+            content = schema["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
+            content["example"] = response.model_dump(mode="json")
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
 
 
 def example() -> View:
-    """One rank of a run of two, on a node of its own, a minute after its start."""
+    """A run with two ranks, each on its own node, a minute after its start: one rank is on this node."""
     rank = RankView(0, "live", "", 0.125, _snapshot(), _description(), TAKEN_AT - 0.125)
     return View(
         TAKEN_AT, (RunView("gpt-1b-5f3a9c20", "gpt-1b", (rank,)),), DIRECTORY, readings=28_500, changes=240
@@ -98,10 +98,10 @@ def example() -> View:
 
 
 def _before(view: View) -> RunView:
-    """The run before that one, which finished."""
+    """The previous run, which finished."""
     (run,) = view.runs
-    said = replace(_snapshot(), ended=EndStatus("finished"))
-    rank = replace(run.ranks[0], state="stale", snapshot=said, published_at=TAKEN_AT - 600)
+    snapshot = replace(_snapshot(), ended=EndStatus("finished"))
+    rank = replace(run.ranks[0], state="stale", snapshot=snapshot, published_at=TAKEN_AT - 600)
     return replace(run, id="gpt-1b-04c1d2e3", ranks=(rank,))
 
 

@@ -1,4 +1,4 @@
-"""``/v1/history``: bandwidth, stalls and occupancy of the last minutes, one entry per second."""
+"""``/v1/history``: bandwidth, stalls and used bytes of the last ten minutes, one entry per second."""
 
 from __future__ import annotations
 
@@ -12,39 +12,45 @@ from service.view import RunView, View
 
 
 class RunHistory(BaseModel):
-    """One run on this node: lists of one length, an entry for each moment in ``at``; null where nothing was known."""
+    """One run on this node: lists of equal length, with one entry for each time in ``at``; null means unknown."""
 
-    id: str = Field(description="the same on all ranks of one start, and of no other")
+    id: str = Field(description="the same on all ranks of one start, unique among starts")
     name: str
     interval: float = Field(description="seconds between entries")
     at: list[float] = Field(description="Unix time of each entry, oldest first; ten minutes at most")
     step: list[int | None] = Field(description="optimizer steps finished by then")
-    read: list[float | None] = Field(description="bytes per second from NVMe, all ranks here together")
-    written: list[float | None] = Field(description="bytes per second to NVMe, all ranks here together")
+    read: list[float | None] = Field(
+        description="bytes per second from NVMe, sum over the ranks on this node"
+    )
+    written: list[float | None] = Field(
+        description="bytes per second to NVMe, sum over the ranks on this node"
+    )
     sent: list[float | None] = Field(
-        description="bytes per second to other ranks, from all ranks here together"
+        description="bytes per second to other ranks, sum over the ranks on this node"
     )
     h2d: list[float | None] = Field(
-        description="bytes per second to the devices; null where the CPU is the device"
+        description="bytes per second to the devices; null if the CPU is the device"
     )
-    d2h: list[float | None] = Field(description="bytes per second from the devices; likewise")
+    d2h: list[float | None] = Field(
+        description="bytes per second from the devices; null if the CPU is the device"
+    )
     stall: list[float | None] = Field(
-        description="share of the time in which compute waited, 0 to 1, mean over the ranks here"
+        description="share of the time in which compute waited, 0 to 1, mean over the ranks on this node"
     )
     used: dict[Literal["device", "host", "nvme"], list[int | None]] = Field(
-        description="bytes held on each tier, all ranks here together"
+        description="used bytes of each tier, sum over the ranks on this node"
     )
 
 
 class Histories(BaseModel):
-    """The last minutes of every run that has a page here, as far as the sidecar was there to see."""
+    """The last ten minutes of every run that has a status file on this node, as far as the sidecar was running."""
 
     runs: list[RunHistory]
 
 
 def history(view: View, run: str | None, entries: Callable[[str], list[Entry]]) -> Histories:
-    """``entries`` gives those of a run by its id. Raises NotHereError for a run that is not."""
-    return Histories(runs=[_run_history(one, entries(one.id)) for one in view.select(run)])
+    """``entries`` returns the entries of a run id. Raises NotHereError if ``run`` is not on this node."""
+    return Histories(runs=[_run_history(selected, entries(selected.id)) for selected in view.select(run)])
 
 
 def _run_history(run: RunView, entries: list[Entry]) -> RunHistory:

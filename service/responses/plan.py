@@ -1,4 +1,4 @@
-"""``/v1/plan``: what the placement said, beside what is."""
+"""``/v1/plan``: the plan, compared with the measured values."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from statistics import median
 
 from pydantic import BaseModel, Field
 
-from service.recent_steps import steady
+from service.recent_steps import steady_steps
 from service.responses.by_rank import ByRank, OfRank, by_rank
 from service.view import RankView, View
 from tiering.telemetry import PlanStatus, Snapshot, TierStatus
 
 
 class PlanAndReality(BaseModel):
-    """One quantity, planned and found. ``found`` is None while nothing can be said."""
+    """One quantity, planned and measured. ``found`` is None until there is a measured value."""
 
     name: str
     unit: str = Field(description="bytes, or bytes per step")
@@ -22,35 +22,35 @@ class PlanAndReality(BaseModel):
 
 
 class RankPlan(OfRank):
-    """The plan of one rank beside its peaks per tier, and beside the median of its recent steps."""
+    """The plan of one rank, compared with its peak per tier and with the median of its recent steps."""
 
     plan: PlanStatus
     compared: list[PlanAndReality]
 
 
 def plan(view: View, run: str | None = None, rank: int | None = None) -> ByRank[RankPlan]:
-    def told(one: RankView) -> RankPlan | None:
-        if one.description is None or one.description.plan is None or one.snapshot is None:
+    def item(rank: RankView) -> RankPlan | None:
+        if rank.description is None or rank.description.plan is None or rank.snapshot is None:
             return None
-        planned = one.description.plan
-        return RankPlan(rank=one.rank, plan=planned, compared=compared(planned, one.snapshot))
+        planned = rank.description.plan
+        return RankPlan(rank=rank.rank, plan=planned, compared=compared(planned, rank.snapshot))
 
-    return by_rank(view, run, rank, told)
+    return by_rank(view, run, rank, item)
 
 
-def compared(planned: PlanStatus, said: Snapshot) -> list[PlanAndReality]:
-    """The peak of each tier, and what recent steps moved, beside what was planned."""
-    found: dict[str, TierStatus] = {tier.name: tier for tier in said.tiers}
+def compared(planned: PlanStatus, snapshot: Snapshot) -> list[PlanAndReality]:
+    """The planned and the measured peak of each tier, and the planned and the measured bytes of a recent step."""
+    tiers: dict[str, TierStatus] = {tier.name: tier for tier in snapshot.tiers}
     pairs = [
         PlanAndReality(
             name=f"{tier.name} peak",
             unit="bytes",
             planned=tier.planned,
-            found=found[tier.name].peak if tier.name in found else None,
+            found=tiers[tier.name].peak if tier.name in tiers else None,
         )
         for tier in planned.tiers
     ]
-    recent = steady(said)
+    recent = steady_steps(snapshot)
     for name, bytes_planned, moved in (
         ("read from NVMe", planned.read, [step.read_bytes for step in recent]),
         ("written to NVMe", planned.written, [step.written_bytes for step in recent]),

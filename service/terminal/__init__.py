@@ -1,4 +1,4 @@
-"""``tierd --once`` and ``tierd top``: the runs of this node in a terminal, read from their pages without a server."""
+"""``tierd --once`` and ``tierd top``: show the runs of this node in a terminal. They need no server."""
 
 from __future__ import annotations
 
@@ -15,100 +15,100 @@ from service.formatting import counted, plain
 from service.history import INTERVAL, History
 from service.responses.status import Status, status
 from service.terminal.keyboard import keyboard
-from service.terminal.rendering import Marks, marks, pictured
+from service.terminal.rendering import Symbols, rendered, symbols_for
 from service.view import View
 from service.watch import Watch
 from tiering.telemetry import TelemetryError
 
 
 def once(view: View, *, run: str | None = None, json: bool = False) -> int:
-    """Print what the runs do now: 0, or 1 if one of them is degraded, has failed or was killed.
+    """Print the state of the runs, or of those with the id or name ``run``. Returns the exit status:
 
-    Of ``run`` alone, an id or a name; 2 where nothing here has it.
+    0 if all are training, 1 if one is degraded or has ended, 2 if no run has this id or name.
     """
-    told = _told(view, run)
-    if run is not None and not told.runs:
-        print(f"tierd: {_nothing_of(run, view)}", file=sys.stderr)
+    selected = _status(view, run)
+    if run is not None and not selected.runs:
+        print(f"tierd: {_no_such_run(run, view)}", file=sys.stderr)
         return 2
     console = Console(highlight=False)
     try:
         if json:
-            print(told.model_dump_json(), flush=True)
+            print(selected.model_dump_json(), flush=True)
         else:
-            console.print(pictured(told, console.width, marks(console.encoding)))
+            console.print(rendered(selected, console.width, symbols_for(console.encoding)))
     except OSError as error:
-        # Nor could Python write the rest, which it tries to at its end.
+        # Python flushes the rest at exit; send it to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # `| head` has seen enough
+        if not isinstance(error, BrokenPipeError):  # the reader, for example `head`, has closed the pipe
             print(f"tierd: standard output cannot be written: {error.strerror}", file=sys.stderr)
             return 2
-    return 1 if any(one.state != "training" for one in told.runs) else 0
+    return 1 if any(shown.state != "training" for shown in selected.runs) else 0
 
 
 def top(watch: Watch, *, run: str | None = None, interval: float = 1.0) -> int:
-    """Show the same again and again until q, Ctrl-C or a signal; 0, or 2 if there is no terminal."""
+    """Show the runs until q, Ctrl-C or a signal. Returns the exit status: 0, or 2 if there is no terminal."""
     console = Console(highlight=False)
     if not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
-        print("tierd: top needs a terminal; `tierd --once` prints the same, once", file=sys.stderr)
+        print("tierd: top needs a terminal; `tierd --once` prints the same without one", file=sys.stderr)
         return 2
-    history, drawn = History(), marks(console.encoding)
+    history, symbols = History(), symbols_for(console.encoding)
     with keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         due, size = 0.0, console.size
         while True:
             now = time.monotonic()
-            shown = _look(watch, run, history, drawn)
+            screen = _screen(watch, run, history, symbols)
             # Some terminals and multiplexers send no signal when the size changes.
             if now >= due or size != console.size:
                 size, due = console.size, now + interval
-                live.update(shown, refresh=True)
-            # The history is by the second, however seldom it is shown.
+                live.update(screen, refresh=True)
+            # The history has one entry per second, whatever the interval.
             while (event := keys.wait(min(due, now + INTERVAL))) == "redraw":
                 size = console.size
-                live.update(shown, refresh=True)
-            if event == "leave":
+                live.update(screen, refresh=True)
+            if event == "quit":
                 return 0
 
 
-def _look(watch: Watch, run: str | None, history: History, drawn: Marks) -> RenderableType:
+def _screen(watch: Watch, run: str | None, history: History, symbols: Symbols) -> RenderableType:
     try:
         view = watch.view()
-    except TelemetryError as error:  # it may come back
+    except TelemetryError as error:  # it may be temporary
         return Text(str(error), "bold red")
     history.add(view)
-    told = _told(view, run)
-    if run is not None and not told.runs:
-        return Text(_nothing_of(run, view))
-    return _Screenful(told, history, drawn)
+    selected = _status(view, run)
+    if run is not None and not selected.runs:
+        return Text(_no_such_run(run, view))
+    return _Screen(selected, history, symbols)
 
 
-def _told(view: View, run: str | None) -> Status:
-    told = status(view)
+def _status(view: View, run: str | None) -> Status:
+    selected = status(view)
     if run is not None:
-        told.runs = [one for one in told.runs if run in (one.id, one.name)]
-    return told
+        selected.runs = [candidate for candidate in selected.runs if run in (candidate.id, candidate.name)]
+    return selected
 
 
-def _nothing_of(run: str, view: View) -> str:
-    here = ", ".join(plain(one.id) for one in view.runs) or "none has"
-    return f"no run with the id or name {run!r} has a page in {view.directory}; these have: {here}"
+def _no_such_run(run: str, view: View) -> str:
+    ids = ", ".join(plain(present.id) for present in view.runs) or "none"
+    return f"no run with the id or name {run!r} has a status file in {view.directory}; runs there: {ids}"
 
 
-class _Screenful:
-    """As many lines as the terminal has at the moment it is drawn; what does not fit is cut from the bottom."""
+class _Screen:
+    """The status, cut at the bottom to the number of lines that the terminal has when it is drawn."""
 
-    def __init__(self, told: Status, history: History, drawn: Marks) -> None:
-        self._told, self._history, self._drawn = told, history, drawn
+    def __init__(self, status: Status, history: History, symbols: Symbols) -> None:
+        self._status, self._history, self._symbols = status, history, symbols
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.size
-        shown = pictured(self._told, width, self._drawn, self._history.of)
-        lines = console.render_lines(shown, options.update(height=None), pad=True)
-        room = height - 1
-        clock = time.strftime("%H:%M:%S", time.localtime(self._told.taken_at))
-        more = counted(len(lines) - room, "more line")
-        cut = f", {more}: make the window taller" if len(lines) > room else ""
-        for line in lines[:room]:
+        content = rendered(self._status, width, self._symbols, self._history.of)
+        lines = console.render_lines(content, options.update(height=None), pad=True)
+        rows = height - 1
+        clock = time.strftime("%H:%M:%S", time.localtime(self._status.taken_at))
+        more = counted(len(lines) - rows, "more line")
+        hint = f", {more}: make the window taller" if len(lines) > rows else ""
+        for line in lines[:rows]:
             yield from line
             yield Segment.line()
-        yield from (Segment.line() for _ in range(room - len(lines)))
-        yield Text(f"{clock}  q leaves{cut}", "reverse", no_wrap=True, overflow="crop", end="")
+        yield from (Segment.line() for _ in range(rows - len(lines)))
+        yield Text(f"{clock}  q quits{hint}", "reverse", no_wrap=True, overflow="crop", end="")

@@ -1,4 +1,4 @@
-"""Keys and signals of a terminal, for as long as a program has its screen."""
+"""Keys and signals of a terminal while a program uses its screen."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-_LEAVING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-# The last two are Ctrl-C and Ctrl-D, where the terminal makes no signal of them.
-_LEAVING_KEYS = set(b"qQ\x03\x04")
+_QUIT_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+# The last two are Ctrl-C and Ctrl-D in a terminal that does not turn them into signals.
+_QUIT_KEYS = set(b"qQ\x03\x04")
 
 
 class Keyboard:
-    """Keys, and signals as if they were keys: each is a byte of a pipe that wakes up who waits."""
+    """Keys and signals; each signal is a byte in a pipe, which wakes up ``wait()``."""
 
     def __init__(self, signals: int) -> None:
         self._signals = signals
 
-    def wait(self, due: float) -> Literal["leave", "redraw", "next"]:
-        """What comes first: a wish to leave, a new size of the terminal, or ``due`` (of time.monotonic)."""
-        while (left := due - time.monotonic()) > 0:
-            ready, _, _ = select.select([sys.stdin, self._signals], [], [], left)
+    def wait(self, due: float) -> Literal["quit", "redraw", "next"]:
+        """The first event: "quit", a new size of the terminal, or the time ``due`` (of time.monotonic)."""
+        while (remaining := due - time.monotonic()) > 0:
+            ready, _, _ = select.select([sys.stdin, self._signals], [], [], remaining)
             if sys.stdin in ready:
                 keys = os.read(sys.stdin.fileno(), 64)
-                if not keys or set(keys) & _LEAVING_KEYS:  # a terminal that is gone reads as nothing
-                    return "leave"
+                if not keys or set(keys) & _QUIT_KEYS:  # a terminal that was closed reads as empty
+                    return "quit"
             if self._signals in ready:
-                came = set(os.read(self._signals, 64))
-                return "leave" if came & _LEAVING else "redraw"
+                signals = set(os.read(self._signals, 64))
+                return "quit" if signals & _QUIT_SIGNALS else "redraw"
         return "next"
 
 
 @contextmanager
 def keyboard() -> Iterator[Keyboard]:
-    """Keys without Enter and echo, until the end of the block: then the terminal is as it was, whatever happened.
+    """Read keys without Enter and echo inside the block. At its end the terminal's settings are restored.
 
-    Ctrl-Z does nothing meanwhile: a shell would get a terminal that shows another screen.
+    Ctrl-Z is disabled meanwhile: the shell would get a terminal with the alternate screen.
     """
     before = termios.tcgetattr(sys.stdin)
     quiet = termios.tcgetattr(sys.stdin)
@@ -49,15 +49,17 @@ def keyboard() -> Iterator[Keyboard]:
     quiet[6][termios.VSUSP] = b"\0"
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     waking = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    handlers = {one: signal.signal(one, lambda *_: None) for one in (*_LEAVING, signal.SIGWINCH)}
+    handlers = {
+        number: signal.signal(number, lambda *_: None) for number in (*_QUIT_SIGNALS, signal.SIGWINCH)
+    }
     try:
         termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
         yield Keyboard(reading)
     finally:
-        with suppress(termios.error):  # a terminal that is gone
+        with suppress(termios.error):  # a closed terminal
             termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
         signal.set_wakeup_fd(waking)
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         os.close(reading)
         os.close(writing)

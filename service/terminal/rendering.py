@@ -1,7 +1,7 @@
-"""Runs as a terminal shows them: lines and bars, the most important first. Pure: answers and history in, lines out.
+"""The runs as text for a terminal: lines and bars, the most important first. Pure functions.
 
-Text out of pages is shown without whatever could command a terminal. Without colours nothing is lost, and a terminal
-that lacks block characters gets ASCII.
+Control characters in text from status files are removed. The output is complete without colours. A terminal without
+block characters gets ASCII.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from rich.table import Table
 from rich.text import Text
 
 from service.advice import Advice
-from service.formatting import counted, listed, plain, rate, seconds, share, size
+from service.formatting import counted, joined, plain, rate, seconds, share, size
 from service.history import Entry
 from service.responses.status import RankStatus, RunStatus, Status
 from tiering.telemetry import CopyStatus, DirectionStatus, PathStatus
 
 _STATE_STYLES = {"training": "green", "live": "green", "degraded": "bold red", "ended": "bold red"}
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
-MOST_PATHS = 6
-TOLD = 0.01  # of the steps: causes of less are left out
+MAX_PATHS = 6
+MIN_CAUSE_FRACTION = 0.01  # of the steps: smaller causes are left out
 
 
 @dataclass(frozen=True)
-class Marks:
-    """The characters that pictures are made of."""
+class Symbols:
+    """The characters for bars, sparklines and signs."""
 
     full: str
     empty: str
@@ -38,55 +38,56 @@ class Marks:
     cut: str
 
 
-BLOCKS = Marks("█", "░", "▌", "▁▂▃▄▅▆▇█", {"error": "✗", "warning": "!", "info": "·"}, "→", "…")
-ASCII = Marks("#", "-", "|", "_.-=+*#@", {"error": "x", "warning": "!", "info": "."}, ">", "~")
+BLOCKS = Symbols("█", "░", "▌", "▁▂▃▄▅▆▇█", {"error": "✗", "warning": "!", "info": "·"}, "→", "…")
+ASCII = Symbols("#", "-", "|", "_.-=+*#@", {"error": "x", "warning": "!", "info": "."}, ">", "~")
 
 
-def marks(encoding: str) -> Marks:
-    """Those that ``encoding`` has."""
+def symbols_for(encoding: str) -> Symbols:
+    """The symbols that ``encoding`` can represent."""
     return BLOCKS if encoding.lower().replace("-", "").startswith("utf") else ASCII
 
 
-def pictured(
-    told: Status, width: int, drawn: Marks, history: Callable[[str], Sequence[Entry]] | None = None
+def rendered(
+    status: Status, width: int, symbols: Symbols, history: Callable[[str], Sequence[Entry]] | None = None
 ) -> RenderableType:
-    """All runs, those in trouble first: several in a line each, and then one by one.
+    """All runs, those with problems first: one line for each if there are several, then each in detail.
 
-    ``history`` has what happened of late, by id.
+    ``history`` returns the recent entries of a run id.
     """
-    if not told.runs:
+    if not status.runs:
         return Text(
             plain(
-                f"no run has a page in {told.directory}: none trains, or it has another run directory (TIERING_RUN_DIR)"
+                f"no run has a status file in {status.directory}: none is training, or it uses another run directory"
+                " (TIERING_RUN_DIR)"
             )
         )
-    runs = sorted(told.runs, key=lambda run: run.state == "training")
+    runs = sorted(status.runs, key=lambda run: run.state == "training")
     parts: list[RenderableType] = [_title(run) for run in runs] if len(runs) > 1 else []
     for run in runs:
         if parts:
             parts.append(Text())
-        parts += _run(run, told.taken_at, width, drawn, history(run.id) if history is not None else ())
+        parts += _run(run, status.taken_at, width, symbols, history(run.id) if history is not None else ())
     return Group(*parts)
 
 
 def _run(
-    run: RunStatus, now: float, width: int, drawn: Marks, entries: Sequence[Entry]
+    run: RunStatus, now: float, width: int, symbols: Symbols, entries: Sequence[Entry]
 ) -> Iterator[RenderableType]:
     yield _title(run)
-    about = [run.device, run.configuration]
+    facts = [run.device, run.configuration]
     if run.started_at is not None:
-        about.insert(1, f"up {seconds(max(0.0, now - run.started_at))}")
-    if any(about):
-        yield Text(plain(" - ".join(one for one in about if one)), "dim", no_wrap=True, overflow="crop")
-    yield from (_advice(one, drawn) for one in run.warnings if one.severity != "info")
-    yield from _tiers(run.ranks, width, drawn)
-    yield from _paths(run.ranks, width, drawn)
+        facts.insert(1, f"up {seconds(max(0.0, now - run.started_at))}")
+    if any(facts):
+        yield Text(plain(" - ".join(fact for fact in facts if fact)), "dim", no_wrap=True, overflow="crop")
+    yield from (_advice(advice, symbols) for advice in run.warnings if advice.severity != "info")
+    yield from _tiers(run.ranks, width, symbols)
+    yield from _paths(run.ranks, width, symbols)
     yield from _link(run.ranks)
-    yield from _lately(run.ranks, entries, width, drawn)
+    yield from _lately(run.ranks, entries, width, symbols)
     yield from _stalls(run.ranks)
     if len(run.ranks) > 1 or run.state != "training":
         yield _ranks(run.ranks)
-    yield from (_advice(one, drawn) for one in run.warnings if one.severity == "info")
+    yield from (_advice(advice, symbols) for advice in run.warnings if advice.severity == "info")
 
 
 def _title(run: RunStatus) -> Text:
@@ -106,20 +107,20 @@ def _title(run: RunStatus) -> Text:
     return title
 
 
-def _advice(one: Advice, drawn: Marks) -> RenderableType:
-    about = f"rank {listed(map(str, one.ranks))}: " if one.ranks and "rank" not in one.text else ""
+def _advice(advice: Advice, symbols: Symbols) -> RenderableType:
+    ranks = f"rank {joined(map(str, advice.ranks))}: " if advice.ranks and "rank" not in advice.text else ""
     line = Table.grid(padding=(0, 1))
     line.add_row(
-        Text(drawn.signs[one.severity], _STYLES[one.severity]),
-        Text(plain(about + one.text), _STYLES[one.severity]),
+        Text(symbols.signs[advice.severity], _STYLES[advice.severity]),
+        Text(plain(ranks + advice.text), _STYLES[advice.severity]),
     )
-    if one.remedy:
-        line.add_row("", Text(plain(f"{drawn.remedy} {one.remedy}")))
+    if advice.remedy:
+        line.add_row("", Text(plain(f"{symbols.remedy} {advice.remedy}")))
     return line
 
 
-def _tiers(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[RenderableType]:
-    """Those of all ranks together: each has its part of the node's budgets."""
+def _tiers(ranks: Sequence[RankStatus], width: int, symbols: Symbols) -> Iterator[RenderableType]:
+    """The tiers, summed over the ranks: each has a part of the node's budgets."""
     rows = Table.grid(padding=(0, 1))
     for column in range(5):
         rows.add_column(justify="right" if column in (2, 3) else "left", no_wrap=True, overflow="crop")
@@ -132,7 +133,7 @@ def _tiers(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[Re
         free = [tier.available for tier in tiers if tier.available is not None]
         rows.add_row(
             name,
-            bar(used / budget, peak / budget, max(10, min(40, width - 58)), drawn),
+            bar(used / budget, peak / budget, max(10, min(40, width - 58)), symbols),
             f"{size(used)} of {size(budget)}",
             f"peak {size(peak)}",
             f"{size(min(free))} free" if free else "",
@@ -141,24 +142,22 @@ def _tiers(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[Re
         yield rows
     torch = [rank.device_memory for rank in ranks if rank.device_memory is not None]
     if torch:
-        allocated, peak = sum(one.allocated for one in torch), sum(one.peak for one in torch)
-        reserved = sum(one.reserved for one in torch)
-        yield Text(
-            f"torch in all: {size(allocated)} in tensors, peak {size(peak)}, {size(reserved)} reserved"
-        )
+        allocated, peak = sum(memory.allocated for memory in torch), sum(memory.peak for memory in torch)
+        reserved = sum(memory.reserved for memory in torch)
+        yield Text(f"torch: {size(allocated)} in tensors, peak {size(peak)}, {size(reserved)} reserved")
 
 
-def bar(filled: float, peak: float, width: int, drawn: Marks) -> Text:
-    """``filled`` of one, with a mark at ``peak``."""
+def bar(filled: float, peak: float, width: int, symbols: Symbols) -> Text:
+    """A bar of the fraction ``filled``, with a mark at ``peak``."""
     full = round(max(0.0, min(1.0, filled)) * width)
-    line = Text(drawn.full * full, "cyan").append(drawn.empty * (width - full), "dim")
+    line = Text(symbols.full * full, "cyan").append(symbols.empty * (width - full), "dim")
     at = min(width - 1, round(max(0.0, min(1.0, peak)) * width))
     if not peak or at < full:
         return line
-    return line[:at].append(drawn.peak, "magenta").append_text(line[at + 1 :])
+    return line[:at].append(symbols.peak, "magenta").append_text(line[at + 1 :])
 
 
-def _paths(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[RenderableType]:
+def _paths(ranks: Sequence[RankStatus], width: int, symbols: Symbols) -> Iterator[RenderableType]:
     by_name: dict[str, list[PathStatus]] = {}
     for rank in ranks:
         for path in rank.io:
@@ -172,40 +171,46 @@ def _paths(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[Re
     rows.add_row(
         *(Text(heading, "dim") for heading in ("path", "read", "average", "written", "average", "p99"))
     )
-    for name, paths in list(by_name.items())[:MOST_PATHS]:
+    for name, paths in list(by_name.items())[:MAX_PATHS]:
         read, written = [path.read for path in paths], [path.written for path in paths]
-        slowest = max((one.latency.p99 for one in (*read, *written) if one.latency is not None), default=None)
+        slowest = max(
+            (direction.latency.p99 for direction in (*read, *written) if direction.latency is not None),
+            default=None,
+        )
         rows.add_row(
-            tail(plain(name), max(12, width - 58), drawn),
-            rate(sum(one.bytes_per_second for one in read)),
+            tail(plain(name), max(12, width - 58), symbols),
+            rate(sum(direction.bytes_per_second for direction in read)),
             rate(_average(read)),
-            rate(sum(one.bytes_per_second for one in written)),
+            rate(sum(direction.bytes_per_second for direction in written)),
             rate(_average(written)),
             seconds(slowest) if slowest is not None else "",
         )
     yield rows
-    if len(by_name) > MOST_PATHS:
-        yield Text(f"and {counted(len(by_name) - MOST_PATHS, 'more path')}", "dim")
+    if len(by_name) > MAX_PATHS:
+        yield Text(f"and {counted(len(by_name) - MAX_PATHS, 'more path')}", "dim")
 
 
 def _average(directions: Sequence[DirectionStatus | CopyStatus]) -> float:
-    return sum(one.average_bytes_per_second for one in directions)
+    return sum(direction.average_bytes_per_second for direction in directions)
 
 
 def _link(ranks: Sequence[RankStatus]) -> Iterator[RenderableType]:
     links = [rank.link for rank in ranks if rank.link is not None]
     if links:
-        told = [
-            f"{rate(sum(one.bytes_per_second for one in way))} {word} ({rate(_average(way))} while copying)"
-            for word, way in (("to it", [one.h2d for one in links]), ("back", [one.d2h for one in links]))
+        texts = [
+            f"{rate(sum(direction.bytes_per_second for direction in way))} {word} ({rate(_average(way))} while copying)"
+            for word, way in (
+                ("to the device", [link.h2d for link in links]),
+                ("from it", [link.d2h for link in links]),
+            )
         ]
-        measured = [one.measured_bytes_per_second for one in links if one.measured_bytes_per_second]
-        told += [f"{rate(sum(measured))} each way measured"] if measured else []
-        yield Text(f"device link: {', '.join(told)}")
+        measured = [link.measured_bytes_per_second for link in links if link.measured_bytes_per_second]
+        texts += [f"{rate(sum(measured))} in each direction measured"] if measured else []
+        yield Text(f"device link: {', '.join(texts)}")
 
 
 def _lately(
-    ranks: Sequence[RankStatus], entries: Sequence[Entry], width: int, drawn: Marks
+    ranks: Sequence[RankStatus], entries: Sequence[Entry], width: int, symbols: Symbols
 ) -> Iterator[RenderableType]:
     """Lines of recent values: bandwidth and stall over time, seconds over steps."""
     rows = Table.grid(padding=(0, 1))
@@ -214,46 +219,48 @@ def _lately(
     rows.add_column(no_wrap=True, overflow="crop")
     room = max(10, min(60, width - 30))
     over_time: list[tuple[str, list[float | None], Callable[[float], str]]] = [
-        ("read", [one.read for one in entries], rate),
-        ("written", [one.written for one in entries], rate),
-        ("h2d", [one.h2d for one in entries], rate),
-        ("d2h", [one.d2h for one in entries], rate),
-        ("sent", [one.sent for one in entries], rate),
+        ("read", [entry.read for entry in entries], rate),
+        ("written", [entry.written for entry in entries], rate),
+        ("h2d", [entry.h2d for entry in entries], rate),
+        ("d2h", [entry.d2h for entry in entries], rate),
+        ("sent", [entry.sent for entry in entries], rate),
     ]
-    for name, values, words in over_time:
-        most = max((value for value in values[-room:] if value is not None), default=0.0)
-        if most:
-            rows.add_row(name, sparkline(values[-room:], most, drawn), f"up to {words(most)}")
-    stalls = [one.stall for one in entries][-room:]
+    for name, values, format_value in over_time:
+        highest = max((value for value in values[-room:] if value is not None), default=0.0)
+        if highest:
+            rows.add_row(name, sparkline(values[-room:], highest, symbols), f"up to {format_value(highest)}")
+    stalls = [entry.stall for entry in entries][-room:]
     if any(stalls):
-        rows.add_row("stall", sparkline(stalls, 1.0, drawn), "of each second")
+        rows.add_row("stall", sparkline(stalls, 1.0, symbols), "of each second")
     stepping = [rank for rank in ranks if rank.steps]
     if stepping:
         steps = max(stepping, key=lambda rank: rank.step_seconds or 0.0).steps[-room:]
-        most = max(step.seconds for step in steps)
-        if most:
-            line = sparkline([step.seconds for step in steps], most, drawn)
-            rows.add_row("steps", line, f"up to {seconds(most)}")
+        highest = max(step.seconds for step in steps)
+        if highest:
+            line = sparkline([step.seconds for step in steps], highest, symbols)
+            rows.add_row("steps", line, f"up to {seconds(highest)}")
     if rows.row_count:
         yield rows
 
 
-def sparkline(values: Sequence[float | None], most: float, drawn: Marks) -> Text:
-    """One character per value, as high as its part of ``most``; blank where nothing is known."""
-    highest = len(drawn.heights) - 1
+def sparkline(values: Sequence[float | None], maximum: float, symbols: Symbols) -> Text:
+    """One character per value, as high as its part of ``maximum``; blank where nothing is known."""
+    highest = len(symbols.heights) - 1
     line = "".join(
-        " " if value is None else drawn.heights[round(highest * max(0.0, min(1.0, value / most)))]
+        " " if value is None else symbols.heights[round(highest * max(0.0, min(1.0, value / maximum)))]
         for value in values
     )
     return Text(line, "cyan")
 
 
 def _stalls(ranks: Sequence[RankStatus]) -> Iterator[RenderableType]:
-    """Of the rank that stalled most in its recent steps."""
-    most = max(ranks, key=lambda rank: rank.stall_share or 0.0)
-    told = [f"{cause} {share(part)}" for cause, part in most.stall_causes.items() if part > TOLD]
-    if told:
-        yield Text(plain(f"stalls of recent steps: {', '.join(told)}"))
+    """The stalls of the rank with the largest stall share in its recent steps."""
+    slowest = max(ranks, key=lambda rank: rank.stall_share or 0.0)
+    texts = [
+        f"{cause} {share(part)}" for cause, part in slowest.stall_causes.items() if part > MIN_CAUSE_FRACTION
+    ]
+    if texts:
+        yield Text(plain(f"stalls of recent steps: {', '.join(texts)}"))
 
 
 def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
@@ -278,6 +285,6 @@ def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
     return rows
 
 
-def tail(name: str, width: int, drawn: Marks) -> str:
+def tail(name: str, width: int, symbols: Symbols) -> str:
     """The end of a path tells it from others."""
-    return name if len(name) <= width else drawn.cut + name[1 - width :]
+    return name if len(name) <= width else symbols.cut + name[1 - width :]

@@ -229,7 +229,7 @@ NOT_RUN: dict[Key, str] = {
     ): "needs systemd; tests/service/test_tierd.py reads the same lines",
     (
         "sidecar.md",
-        "docker run --rm --user 1000:1000 -v pages:/pages -e TIERING_RUN_DIR=/pages/run TRAINING_IMAGE python train.py",
+        "docker run --rm --user 1000:1000 -v state:/state -e TIERING_RUN_DIR=/state/run TRAINING_IMAGE python train.py",
     ): "needs an image with the reader's training",
     (
         "sidecar.md",

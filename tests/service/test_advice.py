@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import tiering
 from service.advice import Advice, advise
-from service.advice.larger_budget import relief
+from service.advice.larger_budget import larger_budget
 from service.responses.status import status
-from service.terminal.rendering import ASCII, pictured
+from service.terminal.rendering import ASCII, rendered
 from service.view import RankView, RunView, View
 from service.watch import Watch
 from tests.tiering.workloads import MIB, PLENTY, budgets, example, planned, workloads
@@ -199,12 +199,12 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
         "program-bound",
         said(steps=[replace(one, update=0.0) for one in SAID.steps]),
         said(steps=[replace(one, update=0.2) for one in SAID.steps]),
-        "40 % of the step is neither",
+        "40 % of the step is outside",
     ),
     ("io-errors", said(**read(errors=2, errors_by_errno={"EIO": 2})), said(**read()), "2 reads of /nvme failed"),
     ("io-errors", said(**read(errors=1)), said(**read()), "another error"),
-    ("io-retries", said(**read(retries=20)), said(**read(retries=19)), "20 continuations"),
-    ("io-slow-path", slow_of_two(1.1e9), slow_of_two(1.3e9), "/b moves 1.1 GB/s"),
+    ("io-retries", said(**read(retries=20)), said(**read(retries=19)), "20 retries"),
+    ("io-slow-path", slow_of_two(1.1e9), slow_of_two(1.3e9), "/b reaches 1.1 GB/s"),
     ("io-buffered", said(io=[replace(path(), direct=False)]), said(), "/nvme is not opened with O_DIRECT"),
     (
         "io-passed-over",
@@ -217,7 +217,7 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
         "nvme-nearly-full",
         said(tiers=[replace(DISK, available=4 * GIB)]),
         said(tiers=[replace(DISK, available=5 * GIB)]),
-        "4.0 GiB are left",
+        "4.0 GiB are free",
     ),
     (
         "host-memory-low",
@@ -225,7 +225,7 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
         said(tiers=[replace(HOST, available=GIB)]),
         "512 MiB of 20.0 GiB",
     ),
-    ("budget-unused", planned_as(GIB, 3 * GIB), planned_as(2 * GIB, 3 * GIB), "leaves 2.0 GiB"),
+    ("budget-unused", planned_as(GIB, 3 * GIB), planned_as(2 * GIB, 3 * GIB), "does not use 2.0 GiB"),
     ("loss-not-finite", said(loss=math.nan), said(loss=1e30), "the loss is NaN"),
     ("loss-not-finite", said(loss=-math.inf), said(loss=None), "the loss is infinite"),
     ("steps-skipped", said(step=100, skipped_steps=17), said(step=100, skipped_steps=16), "17 of 100"),
@@ -326,22 +326,20 @@ def test_the_remedy_for_copies_is_the_device_memory_that_is_there() -> None:
         (found,) = [one for one in of(*on_gpu(**copying, **changed)) if one.code == "link-bound"]
         return found
 
-    others = "copies to or from GPUs, or fills the host's memory bandwidth"
+    others = "copies to or from GPUs, or uses the host's memory bandwidth"
     batch = "a larger micro-batch copies the parameters once for more samples"
     # Of 80 GiB a twentieth is spared; two ranks have a GPU each, and budgets are the node's.
-    named = '26.0 GiB of device memory are free: tiering.device_budget "%dGiB" keeps more there'
+    named = '26.0 GiB of device memory are free: tiering.device_budget "%dGiB" keeps more data on the device'
     assert told().remedy == f"{named % 46}; {batch}"
     assert told(ranks=2).remedy.startswith(named % 92)
     assert told(ranks=2).ranks == [0, 1]
-    assert told(h2d=24e9).remedy == f"{named % 46}, and lets copies begin earlier; {batch}", (
-        "a link with room"
-    )
+    assert told(h2d=24e9).remedy == f"{named % 46} and lets copies start earlier; {batch}", "a link with room"
     assert (
         told(free=7 * GIB).remedy == f"the device has no memory for a larger tiering.device_budget; {batch}"
     )
     assert told(measured=11 * GB).remedy == told().remedy
-    assert told(measured=12 * GB).remedy == f"see what else {others}; {told().remedy}"
-    assert told(measured=12 * GB).text.endswith("20 %; 12.0 GB/s each way were measured")
+    assert told(measured=12 * GB).remedy == f"check what else {others}; {told().remedy}"
+    assert told(measured=12 * GB).text.endswith("20 %; 12.0 GB/s were measured in each direction")
     assert told(h2d=3e9, d2h=1e9).text.startswith("the step is bound by copies to the device and back:")
     assert "6.0 GB to the device at 0 B/s" in told(h2d=0.0).text
 
@@ -358,13 +356,13 @@ def test_the_remedy_for_nvme_is_the_memory_that_is_there() -> None:
     )
     assert "save about 1.6 GB of the 4.3 GB" in part and "gradient_accumulation_steps" in part
     assert remedy(GIB).startswith(
-        "the machine has no memory for a larger tiering.host_budget; one more directory"
+        "the machine has no memory for a larger tiering.host_budget; a directory on another drive"
     )
     assert remedy(10 * GIB, cache_in_host=False).startswith(
-        "set tiering.cache_in_host to true: what fits into the 0 B that host_budget has left then stays in RAM;"
+        "set tiering.cache_in_host to true: up to 0 B more then stay in RAM within host_budget;"
         " 2.0 GiB more host budget"
     )
-    assert remedy(10 * GIB, needed=None).startswith("one more directory in nvme_path"), (
+    assert remedy(10 * GIB, needed=None).startswith("a directory on another drive in nvme_path"), (
         "memory would not help"
     )
 
@@ -390,7 +388,7 @@ def test_where_memory_lacks_the_remedy_tells_what_another_format_saves(
 def test_a_plan_with_the_named_budget_keeps_the_named_kinds(load: Any, limits: Budgets, free: int) -> None:
     plan = planned(load, limits)
     load = replace(load, cache_in_host=True)
-    more = relief(plan.status(0), free)
+    more = larger_budget(plan.status(0), free)
     if more is None:
         return
     assert more.extra <= free
@@ -407,7 +405,7 @@ def test_what_a_part_saves_is_what_a_plan_then_saves(free: int) -> None:
     groups = tuple(GroupSizes(f"layers.{i}", 2 * 12 * MIB, 12 * MIB) for i in range(24))
     load = example(groups=groups, cache_in_host=True, sub_group_numel=10**9)
     plan = make_plan(load, Budgets(PLENTY, 600 * MIB, PLENTY))
-    more = relief(plan.status(0), free)
+    more = larger_budget(plan.status(0), free)
     assert more is not None and 0 < more.saved < more.moved
     saved = sum(plan.nvme_traffic()) - sum(
         make_plan(load, replace(plan.budgets, host=more.host_budget)).nvme_traffic()
@@ -494,4 +492,4 @@ def test_who_follows_the_advice_waits_less(tmp_path: Path, monkeypatch: pytest.M
 def test_no_page_makes_it_raise(told: Snapshot, described: Description | None, state: Any) -> None:
     run = RunView("gpt-1", "gpt", (RankView(0, state, "why", 0.1, told, described), rank()))
     assert all(one.text and "\n" not in one.code for one in advise(run))
-    assert pictured(status(View(1.0, (run,))), 80, ASCII)
+    assert rendered(status(View(1.0, (run,))), 80, ASCII)

@@ -69,7 +69,7 @@ def lasting(answer: Any) -> Any:
 
 
 def test_without_runs_the_answers_are_empty(client: TestClient) -> None:
-    for path, answer in examples.answers().items():
+    for path, answer in examples.example_responses().items():
         if "runs" in type(answer).model_fields and "{" not in path:
             assert client.get(path).json()["runs"] == []
     assert client.get("/livez").json() == {"status": "ok"}
@@ -78,7 +78,7 @@ def test_without_runs_the_answers_are_empty(client: TestClient) -> None:
 @pytest.mark.usefixtures("writer")
 def test_the_answers_about_a_page_are_the_examples_of_the_schema(client: TestClient, directory: Path) -> None:
     """The examples are made of the View that this page shows: every field of the page comes through every endpoint."""
-    for path, expected in examples.answers().items():
+    for path, expected in examples.example_responses().items():
         if path not in ("/v1/history", "/healthz"):
             answer = client.get(path.replace("{run_id}", SAID.run_id))
             assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
@@ -92,7 +92,7 @@ def test_the_answers_about_a_page_are_the_examples_of_the_schema(client: TestCli
 
 def test_the_answers_are_what_the_page_says() -> None:
     """Whatever a page and an answer call by one name is the same."""
-    answers = examples.answers()
+    answers = examples.example_responses()
     status = answers["/v1/status"].runs[0]
     for answer in (status.ranks[0], *(answers[f"/v1/{noun}"].runs[0].ranks[0] for noun in NOUNS)):
         said = {**vars(SAID), **vars(EXAMPLE.description)}
@@ -139,7 +139,7 @@ NOUNS = ("tiers", "bandwidth", "steps", "config", "plan")
 
 def test_the_schema_is_that_of_its_examples(client: TestClient) -> None:
     schema = client.get("/openapi.json").json()
-    answering = examples.answers()
+    answering = examples.example_responses()
     assert set(schema["paths"]) == {*answering, "/v1/events", "/metrics"}
     for path in answering:
         told = schema["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
@@ -162,13 +162,13 @@ UNDERSTOOD = {"rank", "state", "ready", "name", "version"}
 @pytest.mark.usefixtures("writer")
 def test_what_is_not_here_or_not_understood_is_refused_in_words(client: TestClient) -> None:
     for path, status, told in (
-        ("/v1/runs/nothing", 404, "/v1/runs lists those that have"),
-        (f"/v1/runs/{SAID.run_name}", 404, f"ask for it by its id: {SAID.run_id}"),
-        ("/v1/tiers?run=nothing", 404, "no run of this id"),
-        ("/v1/steps?rank=7", 404, "rank 7 has no page"),
-        ("/v1/history?run=nothing", 404, "no run of this id"),
-        ("/v1/status?run=nothing", 404, "no run of this id"),
-        ("/v1/events?run=nothing", 404, "no run of this id"),
+        ("/v1/runs/nothing", 404, "/v1/runs lists the runs that have one"),
+        (f"/v1/runs/{SAID.run_name}", 404, f"use an id: {SAID.run_id}"),
+        ("/v1/tiers?run=nothing", 404, "no run with this id"),
+        ("/v1/steps?rank=7", 404, "rank 7 has no status file"),
+        ("/v1/history?run=nothing", 404, "no run with this id"),
+        ("/v1/status?run=nothing", 404, "no run with this id"),
+        ("/v1/events?run=nothing", 404, "no run with this id"),
         ("/v1/plan?rank=all", 422, "rank: Input should be a valid integer"),
         ("/v1/plan?rank=-1", 422, "rank: Input should be greater than or equal to 0"),
         ("/v1/events?interval=0", 422, "interval: Input should be greater than or equal to 0.25"),
@@ -349,14 +349,14 @@ def test_a_directory_that_hangs_is_an_answer(directory: Path, monkeypatch: pytes
 
     async def scene() -> None:
         watch = Watch(directory, max_age=0)
-        monkeypatch.setattr("service.watch.PATIENCE", 0.02)
+        monkeypatch.setattr("service.watch.READ_TIMEOUT", 0.02)
         monkeypatch.setattr("service.watch.find_status_files", hanging)
         for _ in range(3):
             with pytest.raises(TelemetryError, match="has not answered for"):
                 await watch.now()
         assert asked == [directory]
         answers.set()
-        monkeypatch.setattr("service.watch.PATIENCE", 20)
+        monkeypatch.setattr("service.watch.READ_TIMEOUT", 20)
         assert (await watch.now()).runs == ()
 
     asyncio.run(scene())

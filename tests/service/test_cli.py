@@ -14,7 +14,7 @@ import uvicorn
 
 import service.cli
 import service.serve_command
-from service.http.bearer import TokenError, token_of
+from service.http.bearer import TokenError, load_token
 
 from .processes import Sidecar, running
 
@@ -26,7 +26,7 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     """``refused(*arguments)`` is the one line of a ``tierd`` that does not start, in this process."""
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("it started"))
     monkeypatch.setattr(
-        service.serve_command, "be_modest", lambda _: None
+        service.serve_command, "lower_priority", lambda _: None
     )  # there is no way back from niceness
     monkeypatch.delenv("TIERD_TOKEN", raising=False)
 
@@ -45,7 +45,7 @@ def test_a_taken_port_is_one_clear_line(directory: Path, refused: Callable[..., 
         port = taken.getsockname()[1]
         assert refused("--port", str(port), "--dir", str(directory)) == (
             f"tierd: cannot listen on 127.0.0.1 port {port}: "
-            "it is taken, perhaps by another tierd; choose another --port"
+            "the port is in use, perhaps by another tierd; choose another --port"
         )
 
 
@@ -54,8 +54,8 @@ def test_an_impossible_address_is_one_clear_line(
 ) -> None:
     monkeypatch.setenv("TIERD_TOKEN", TOKEN)
     for host, port, said in (
-        ("127.0.0.1", "99999", "port 99999: a port is a number from 0 to 65535"),
-        ("127.0.0.1", "-1", "port -1: a port is a number from 0 to 65535"),
+        ("127.0.0.1", "99999", "port 99999: a port must be a number from 0 to 65535"),
+        ("127.0.0.1", "-1", "port -1: a port must be a number from 0 to 65535"),
         ("192.0.2.1", "0", "cannot listen on 192.0.2.1 port 0: Cannot assign"),
         ("no.such.host.invalid", "0", "cannot listen on no.such.host.invalid port 0: "),
         ("", "0", "cannot listen on  port 0: "),
@@ -98,19 +98,19 @@ def test_what_is_no_token_or_no_secret_is_refused(tmp_path: Path, refused: Calla
         assert len(content) < 5 or content.decode("latin-1") not in line, "nobody reads it in a log"
         return line
 
-    assert "holds 0 characters, a token has 16 to 1024" in refusal(b" \n")
-    assert "holds 15 characters" in refusal(b"x" * 15)
-    assert "holds 1026 characters" in refusal(b"x" * 5000)
+    assert "has 0 characters; a token must have 16 to 1024" in refusal(b" \n")
+    assert "has 15 characters" in refusal(b"x" * 15)
+    assert "has 1026 characters" in refusal(b"x" * 5000)
     for odd in (b"sixteen letters and a space", "sixteen létters".encode() * 2, b"sixteen letters\0" * 2):
-        assert "no header can carry" in refusal(odd)
-    assert "(mode 0640, of user" in refusal(b"x" * 32, 0o640)
-    assert "is not ours alone; make one" in refusal(b"x" * 32, 0o604)
+        assert "not allowed in a header" in refusal(odd)
+    assert "(mode 0640, user" in refusal(b"x" * 32, 0o640)
+    assert "can be read or changed by other users; make one" in refusal(b"x" * 32, 0o604)
     if os.geteuid() == 0:
-        assert "of user 12345) is not ours alone" in refusal(b"x" * 32, 0o600, 12345)
+        assert "user 12345) can be read or changed by other users" in refusal(b"x" * 32, 0o600, 12345)
     file.unlink()
     assert "cannot be read: No such file" in refused("--token-file", str(file), "--dir", str(tmp_path))
     os.mkfifo(file)
-    assert "is no regular file" in refused("--token-file", str(file), "--dir", str(tmp_path))
+    assert "is not a regular file" in refused("--token-file", str(file), "--dir", str(tmp_path))
 
 
 def test_a_token_comes_from_a_file_or_else_the_environment(tmp_path: Path) -> None:
@@ -118,19 +118,19 @@ def test_a_token_comes_from_a_file_or_else_the_environment(tmp_path: Path) -> No
     file.write_text(f"{TOKEN}\n")
     file.chmod(0o400)
     other = {"TIERD_TOKEN": "another token"}
-    assert token_of(file, other) == TOKEN.encode()
-    assert token_of(None, {"TIERD_TOKEN": TOKEN}) == TOKEN.encode()
-    assert token_of(None, {}) is None
+    assert load_token(file, other) == TOKEN.encode()
+    assert load_token(None, {"TIERD_TOKEN": TOKEN}) == TOKEN.encode()
+    assert load_token(None, {}) is None
     for wrong in (other, {"TIERD_TOKEN": ""}):  # what was meant as a token never counts as none
         with pytest.raises(TokenError):
-            token_of(None, wrong)
+            load_token(None, wrong)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--uds x --port 0", "--uds is instead of --host and --port"),
-        ("--uds x --host localhost", "--uds is instead of"),
+        ("--uds x --port 0", "--uds cannot be combined with --host or --port"),
+        ("--uds x --host localhost", "--uds cannot be combined with"),
         ("--json", "unrecognized arguments: --json"),
         ("top --once", "unrecognized arguments: --once"),
         ("top --host ::1", "unrecognized arguments: --host ::1"),
@@ -138,7 +138,7 @@ def test_a_token_comes_from_a_file_or_else_the_environment(tmp_path: Path) -> No
         ("--interval 5", "unrecognized arguments: --interval 5"),
         ("--allow-host node7:8471", "is not a host name without a port"),
         ("--nice -5", "invalid choice: -5"),
-        ("--expect-ranks -1", "--expect-ranks -1 is no number of ranks"),
+        ("--expect-ranks -1", "--expect-ranks -1 is not a number of ranks"),
         ("top --interval 0", "0 is not between 0.25 and 60 seconds"),
         ("top --interval nan", "nan is not between"),
         ("top --interval soon", "invalid seconds value: 'soon'"),

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from service.cached import Kept
-from service.events import MOST_SUBSCRIBERS, Events, Subscription
+from service.events import MAX_SUBSCRIBERS, Events, Subscription
 from service.responses.examples import example
+from service.view_cache import ViewCache
 from service.watch import Watch
 
 from .conftest import Publish
@@ -84,7 +84,7 @@ def events(directory: Path, rendered: list[int]) -> Events:
         runs = [run for run in view.runs if wanted in (None, run.id)]
         return json.dumps({"steps": [said.step for run in runs for said in run.snapshots]}).encode()
 
-    return Events(Watch(directory, max_age=0.001), Kept(), render, patience=0.05)
+    return Events(Watch(directory, max_age=0.001), ViewCache(), render, keepalive_seconds=0.05)
 
 
 def test_a_subscriber_is_told_at_once_and_then_what_is_new(
@@ -159,13 +159,13 @@ def test_a_real_stream_moves_and_ends_with_its_client(
     # What is published is seen at the next look at the directory.
     until(lambda: sidecar.get("/v1/status")["runs"])
     host = sidecar.url.removeprefix("http://")
-    connections = [http.client.HTTPConnection(host, timeout=20) for _ in range(MOST_SUBSCRIBERS)]
+    connections = [http.client.HTTPConnection(host, timeout=20) for _ in range(MAX_SUBSCRIBERS)]
     streams = []
     for connection in connections:
         connection.request("GET", "/v1/events?interval=0.25")
         streams.append(connection.getresponse())
     steps = [(stream.status, step_of(stream)) for stream in streams]
-    assert steps == MOST_SUBSCRIBERS * [(200, SAID.step)]
+    assert steps == MAX_SUBSCRIBERS * [(200, SAID.step)]
     writer.publish(replace(SAID, step=77))
     until(lambda: step_of(streams[0]) == 77)
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -176,7 +176,7 @@ def test_a_real_stream_moves_and_ends_with_its_client(
     def subscribers() -> int:
         return sidecar.get("/healthz")["subscribers"]
 
-    assert subscribers() == MOST_SUBSCRIBERS
+    assert subscribers() == MAX_SUBSCRIBERS
     for stream, connection in zip(streams, connections, strict=True):
         stream.close()
         connection.close()

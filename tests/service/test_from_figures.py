@@ -7,8 +7,8 @@ from typing import Annotated
 
 import pytest
 
-from service.metrics.from_figures import declared
-from service.metrics.rank_metrics import OF_SNAPSHOT
+from service.metrics.from_figures import families_of
+from service.metrics.rank_metrics import SNAPSHOT_METRICS
 from service.responses.status import RankStatus
 from tiering.telemetry import Figure, Label, Snapshot, figures
 
@@ -30,7 +30,7 @@ def test_each_figure_is_a_metric_with_the_labels_of_where_it_is() -> None:
     class Street:
         rooms: Annotated[list[Room], Label("side", "left")]
 
-    families = {family.name: family for family in declared(Street)}
+    families = {family.name: family for family in families_of(Street)}
     assert {(one.name, one.kind, one.help, one.labels) for one in families.values()} == {
         ("house_lamps", "gauge", "Lamps.", ("side", "room")),
         ("house_visits_total", "counter", "Visits.", ("side", "room", "day", "who")),
@@ -48,7 +48,7 @@ def test_fields_of_one_figure_are_one_metric() -> None:
         closed: Annotated[int, DOORS, Label("state", "closed")]
         attic: Room | None = None
 
-    age, doors, lamps, _ = declared(Chalet)
+    age, doors, lamps, _ = families_of(Chalet)
     house = Chalet(None, 1, 2)
     assert (age.read(house), age.unit) == ({(): None}, "seconds")
     assert doors.read(house) == {("open",): 1, ("closed",): 2}
@@ -62,7 +62,7 @@ def test_a_metric_has_one_text_and_one_set_of_labels() -> None:
         attic: Annotated[Room, Label("floor", "top")]
 
     with pytest.raises(AssertionError, match="house_lamps is declared in two ways"):
-        declared(House)
+        families_of(House)
 
 
 def test_every_figure_of_a_snapshot_is_in_the_status_with_its_text() -> None:
@@ -70,7 +70,7 @@ def test_every_figure_of_a_snapshot_is_in_the_status_with_its_text() -> None:
     for name, figure in figures(Snapshot).items():
         assert name == "stalls_by_phase" or told[name]["description"] == figure.help
         assert not figure.metric or figure.help in {
-            family.help for family in OF_SNAPSHOT if family.name == figure.metric
+            family.help for family in SNAPSHOT_METRICS if family.name == figure.metric
         }
     assert RankStatus(rank=1, state="torn", heartbeat_age=None, reason="").model_dump(
         include={"loss", "step", "tiers", "stalls"}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import service.http.guard
 from service.app import create_app
-from service.http.guard import Access, Guard, Pace, host_of
+from service.http.guard import Access, Guard, RateLimit, host_of
 from service.watch import Watch
 
 HERE = "http://localhost"
@@ -243,7 +243,7 @@ def test_only_the_token_opens_what_holds_data(directory: Path, monkeypatch: pyte
 def test_turns_come_in_order_and_never_faster(
     gaps: list[float], rate: float, burst: int, waiting: int
 ) -> None:
-    pace, now, turns = Pace(rate, burst=burst, waiting=waiting), 1000.0, []
+    pace, now, turns = RateLimit(rate, burst=burst, waiting=waiting), 1000.0, []
     for gap in gaps:
         now += gap
         wait = pace.reserve(now)
@@ -251,7 +251,7 @@ def test_turns_come_in_order_and_never_faster(
         if wait is None:
             assert behind >= waiting
             continue
-        assert 0 <= wait <= pace.longest + 1e-9
+        assert 0 <= wait <= pace.max_wait + 1e-9
         assert behind <= waiting + 1
         turns.append(now + wait)
     assert turns == sorted(turns)

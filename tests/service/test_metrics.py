@@ -20,9 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from service.app import create_app
 from service.metrics import OPENMETRICS, TEXT, render
 from service.metrics.monitoring_files import table
-from service.metrics.rank_metrics import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
-from service.metrics.run_metrics import OF_RUN
-from service.metrics.sidecar_metrics import OF_SIDECAR
+from service.metrics.rank_metrics import PLAN_METRICS, RANK_METRICS, RANK_UP, SNAPSHOT_METRICS
+from service.metrics.run_metrics import RUN_METRICS
+from service.metrics.sidecar_metrics import SIDECAR_METRICS
 from service.version import own_version
 from service.view import RankView, RunView, View
 from service.watch import Watch
@@ -88,9 +88,9 @@ def test_a_full_view_fills_every_family_and_passes_the_linter() -> None:
     text = render(FULL, None)[0].decode()
     told = {family.name: family for family in parse_text(text)}
     for families, subject in (
-        (OF_SIDECAR, ()),
-        (OF_RUN, ("run",)),
-        ((RANK_UP, *OF_RANK, *OF_SNAPSHOT, *OF_PLAN), ("run", "rank")),
+        (SIDECAR_METRICS, ()),
+        (RUN_METRICS, ("run",)),
+        ((RANK_UP, *RANK_METRICS, *SNAPSHOT_METRICS, *PLAN_METRICS), ("run", "rank")),
     ):
         for family in families:
             metric = told[family.name.removesuffix("_total")]

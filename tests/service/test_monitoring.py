@@ -62,7 +62,7 @@ def as_input() -> list[dict[str, str]]:
 
 def test_every_query_of_the_dashboard_and_the_docs_finds_something(tmp_path: Path) -> None:
     """Prometheus evaluates them all over what the sidecar tells of a full view: names, labels and joins fit."""
-    section = DOCS.read_text(encoding="utf-8").partition("## Asking")[2].partition("\n## ")[0]
+    section = DOCS.read_text(encoding="utf-8").partition("## Queries")[2].partition("\n## ")[0]
     documented = re.findall(r"^    ([^#\s].*)$", section, re.MULTILINE)
     assert len(documented) > 3
     asked = [

@@ -83,7 +83,7 @@ def test_every_answer_is_as_the_schema_says(app: FastAPI) -> None:
         for mode in GenerationMode if takes else [GenerationMode.POSITIVE]:
             few(given(operation.as_strategy(generation_mode=mode))(judge))()
     assert {path for path, statuses in seen.items() if 503 in statuses} == {"/readyz", "/healthz"}, (
-        "a rank of the other run has no page"
+        "a rank of the other run has no status file"
     )
 
 

@@ -180,7 +180,7 @@ def test_another_address_wants_the_token_and_says_so(directory: Path) -> None:
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert "can be reached from other machines, in clear text (no TLS)" in errors
+    assert "can be reached from other machines without encryption (no TLS)" in errors
     assert TOKEN not in line + output + errors
     assert errors.count("\n") == 1
 
@@ -188,8 +188,8 @@ def test_another_address_wants_the_token_and_says_so(directory: Path) -> None:
 def test_an_answers_second_packet_waits_for_nobody() -> None:
     with (
         listen(resolve("localhost", 0)) as place,
-        socket.create_connection(place.listener.getsockname()[:2]),
-        place.listener.accept()[0] as accepted,
+        socket.create_connection(place.socket.getsockname()[:2]),
+        place.socket.accept()[0] as accepted,
     ):
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -248,15 +248,15 @@ def test_only_a_socket_without_a_listener_is_replaced(tmp_path: Path) -> None:
     dead.close()
     place = listen_at(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(CannotListenError, match="it is taken, perhaps by another tierd"):
+    with pytest.raises(CannotListenError, match="the socket is in use, perhaps by another tierd"):
         listen_at(path)
     path.unlink()
-    with listen_at(path).listener:  # another's by now: the first leaves it alone
-        place.leave()
+    with listen_at(path).socket:  # another's by now: the first leaves it alone
+        place.unlink()
         assert path.exists()
-    place.listener.close()
+    place.socket.close()
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(CannotListenError, match="a file of that name exists"):
+    with pytest.raises(CannotListenError, match="the file exists and is not a socket"):
         listen_at(tmp_path / "file")
     with pytest.raises(CannotListenError, match="No such file or directory"):
         listen_at(tmp_path / "none" / "tierd.sock")
@@ -264,6 +264,6 @@ def test_only_a_socket_without_a_listener_is_replaced(tmp_path: Path) -> None:
         listen_at(tmp_path / ("x" * 120))
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o770)
-    with pytest.raises(CannotListenError, match=r"others may write there; make a directory of your own"):
+    with pytest.raises(CannotListenError, match=r"other users can write to this directory; create your own"):
         listen_at(tmp_path / "open" / "tierd.sock")
     assert (tmp_path / "file").read_text() == "precious"

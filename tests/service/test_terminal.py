@@ -24,7 +24,7 @@ from rich.console import Console
 from service import terminal
 from service.history import Entry
 from service.responses.status import status
-from service.terminal.rendering import ASCII, BLOCKS, Marks, pictured
+from service.terminal.rendering import ASCII, BLOCKS, Symbols, rendered
 from service.view import RankView, RunView, View
 from service.watch import Watch
 from tiering.telemetry import (
@@ -100,10 +100,10 @@ def view(*ranks: RankView) -> View:
     return View(1100.0, (RunView("gpt-1a2b3c4d", "gpt", ranks),))
 
 
-def lines(shown: View, width: int, drawn: Marks = BLOCKS, entries: list[Entry] | None = None) -> list[str]:
+def lines(shown: View, width: int, drawn: Symbols = BLOCKS, entries: list[Entry] | None = None) -> list[str]:
     console = Console(width=width, color_system=None, highlight=False)
     with console.capture() as captured:
-        console.print(pictured(status(shown), width, drawn, lambda _: entries or []))
+        console.print(rendered(status(shown), width, drawn, lambda _: entries or []))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -144,9 +144,9 @@ def test_no_line_is_wider_than_the_terminal_and_ascii_is_enough() -> None:
         assert max(map(len, shown)) <= width
         assert all(line.isascii() for line in shown)
     assert sum("live" in line for line in shown) == 3
-    assert "torch in all: 3.0 GiB in tensors, peak 6.0 GiB, 9.0 GiB reserved" in shown
-    copied = "40.0 GB/s to it (100 GB/s while copying), 2.0 GB/s back (0 B/s while copying), 200 GB/s each way measured"
-    assert f"device link: {copied}" in shown, "of two of them"
+    assert "torch: 3.0 GiB in tensors, peak 6.0 GiB, 9.0 GiB reserved" in shown
+    copied = "40.0 GB/s to the device (100 GB/s while copying), 2.0 GB/s from it (0 B/s while copying)"
+    assert f"device link: {copied}, 200 GB/s in each direction measured" in shown, "of two ranks"
     entries = [Entry(float(n), n, None, None, None, None, {}, h2d=n * 1e10, d2h=5e9) for n in range(3)]
     shown = [line.split() for line in lines(view(*many), 99, ASCII, entries)]
     assert ["h2d", "_+@", "up", "to", "20.0", "GB/s"] in shown
@@ -158,11 +158,11 @@ def test_runs_in_trouble_come_first_and_say_why() -> None:
     both = View(1100.0, (RunView("a", "fine", (RANK,)), RunView("b", "stopped", (silent,))))
     shown = lines(both, 100)
     assert shown[0].startswith("stopped  degraded")
-    assert "✗ rank 0 lives, but has not published for 14.0 s" in shown
+    assert "✗ rank 0 is alive but has not published for 14.0 s" in shown
     assert shown[1].startswith("fine  training")  # all of them, before any of them is told whole
     assert shown[3].startswith("stopped  degraded")
     assert lines(View(1.0, (), "/run/me"), 200) == [
-        "no run has a page in /run/me: none trains, or it has another run directory (TIERING_RUN_DIR)"
+        "no run has a status file in /run/me: none is training, or it uses another run directory (TIERING_RUN_DIR)"
     ]
 
 
@@ -193,7 +193,9 @@ def test_one_run_of_several(capsys: pytest.CaptureFixture[str]) -> None:
         assert terminal.once(both, run=named) == 0
         assert "other" not in capsys.readouterr().out
     assert terminal.once(both, run="oops") == 2
-    assert "'oops' has a page in" in (said := capsys.readouterr().err) and "gpt-1a2b3c4d, other-1" in said
+    assert (
+        "'oops' has a status file in" in (said := capsys.readouterr().err) and "gpt-1a2b3c4d, other-1" in said
+    )
 
 
 def test_what_cannot_be_printed_is_not_taken_for_a_run_that_is_degraded(
@@ -274,7 +276,7 @@ def screen(directory: Path, publishing: Publish) -> Iterator[Screen]:
 
 
 def test_top_follows_the_size_of_a_terminal_and_gives_it_back(screen: Screen) -> None:
-    shown = screen.until("q leaves")
+    shown = screen.until("q quits")
     assert "\x1b[?1049h" in shown and "training" in shown and "stalls of recent steps" in shown
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", shown), "NO_COLOR is not heeded"
     screen.size(10, 60)  # no key, no new reading: it is drawn anew because it has another size
@@ -283,7 +285,7 @@ def test_top_follows_the_size_of_a_terminal_and_gives_it_back(screen: Screen) ->
     for leave in ("\x03", None):
         gone = screen.until("left 0, restored True")
         assert "\x1b[?1049l" in gone and "\x1b[?25h" in gone
-        screen.until("q leaves")
+        screen.until("q quits")
         if leave:
             os.write(screen.fd, leave.encode())
         else:

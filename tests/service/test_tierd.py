@@ -102,7 +102,7 @@ def test_it_follows_an_engine_that_is_stopped_goes_on_and_is_killed(tmp_path: Pa
         sidecar.process.send_signal(signal.SIGTERM)
         _, log = sidecar.process.communicate(timeout=30)
         assert re.fullmatch(
-            f"tierd: run small-gpt \\({run['id']}\\) is here: 1 of its 1 rank on this node\n"
+            f"tierd: run small-gpt \\({run['id']}\\) started: 1 of its 1 rank on this node\n"
             f"tierd: run small-gpt \\({run['id']}\\) has died at step \\d+: rank 0 is stale: the writer is gone\n",
             log,
         )

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from service.background import Aside
-from service.cached import Kept
-from service.ended_runs import Chronicle
+from service.background import BackgroundRenderer
+from service.ended_runs import RunLog
 from service.health import Identity, ready
 from service.history import LENGTH, History
 from service.responses.status import status
 from service.view import NotHereError, View, view_of
+from service.view_cache import ViewCache
 from service.watch import Watch
 from tiering.telemetry import (
     CollectiveStatus,
@@ -117,10 +117,10 @@ def test_a_filter_that_leaves_nothing_says_what_there_is() -> None:
     assert [run.id for run in found.select("gpt-1", 0)] == ["gpt-1"]
     assert found.select() == found.runs
     for asked, told in (
-        (("gpt", None), "its id: gpt-1"),
+        (("gpt", None), "use an id: gpt-1"),
         (("nothing", None), "/v1/runs lists"),
-        ((None, 7), "rank 7 has no page"),
-        (("bert-1", 1), "rank 1 has no page"),
+        ((None, 7), "rank 7 has no status file"),
+        (("bert-1", 1), "rank 1 has no status file"),
     ):
         with pytest.raises(NotHereError, match=told):
             found.select(*asked)
@@ -128,9 +128,7 @@ def test_a_filter_that_leaves_nothing_says_what_there_is() -> None:
 
 def test_what_is_news() -> None:
     before = view(live(0, local=2), live(1))
-    assert not view(live(0, local=2, age=1.1, at=NOW + 1), live(1, age=1.1, at=NOW + 1)).tells_more_than(
-        before
-    )
+    assert not view(live(0, local=2, age=1.1, at=NOW + 1), live(1, age=1.1, at=NOW + 1)).differs_from(before)
     for now in (
         view(live(0, local=2, at=NOW + 1), live(1)),  # rank 0 has published again
         view(live(0, local=2)),
@@ -139,19 +137,19 @@ def test_what_is_news() -> None:
         view(live(0, local=2, run_id="gpt-2"), live(1, run_id="gpt-2")),
         view(live(0, local=2), live(1, age=30.0)),
     ):
-        assert now.tells_more_than(before)
+        assert now.differs_from(before)
 
 
 def test_an_answer_is_made_once_of_each_view() -> None:
     made: list[str] = []
-    kept, one = Kept(), view()
+    kept, one = ViewCache(), view()
     for key in ("a", "b", "a"):
-        assert kept.of(one, key, lambda key=key: made.append(key) or key.upper()) == key.upper()
+        assert kept.get(one, key, lambda key=key: made.append(key) or key.upper()) == key.upper()
     assert made == ["a", "b"]
     for number in range(1000):
-        assert kept.of(one, number, lambda number=number: number) == number
-    assert len(kept._made) < 300, "whoever asks for ever new things fills no memory"
-    assert kept.of(view(), "a", lambda: "newer") == "newer"
+        assert kept.get(one, number, lambda number=number: number) == number
+    assert len(kept._values) < 300, "whoever asks for ever new things fills no memory"
+    assert kept.get(view(), "a", lambda: "newer") == "newer"
 
 
 def test_what_takes_long_is_made_aside_once_for_all_who_wait(directory: Path) -> None:
@@ -163,7 +161,7 @@ def test_what_takes_long_is_made_aside_once_for_all_who_wait(directory: Path) ->
         return len(made)
 
     async def scene() -> None:
-        aside = Aside(Watch(directory, max_age=0), make)
+        aside = BackgroundRenderer(Watch(directory, max_age=0), make)
         first = asyncio.ensure_future(aside.newest())
         await asyncio.sleep(0.02)
         waiting = [asyncio.ensure_future(aside.newest()) for _ in range(20)]
@@ -222,7 +220,7 @@ ENDS = {
 def test_the_end_of_a_run_is_what_its_pages_say(case: str, caplog: pytest.LogCaptureFixture) -> None:
     pages, told, line = ENDS[case]
     caplog.set_level("INFO", "service")
-    chronicle = Chronicle()
+    chronicle = RunLog()
     chronicle.add(view(live(0, local=2), live(1, local=2)))
     for readings in (pages, pages, []):  # pages stay for a while
         chronicle.add(view(*readings))
@@ -234,7 +232,7 @@ def test_the_end_of_a_run_is_what_its_pages_say(case: str, caplog: pytest.LogCap
 
 
 def test_a_run_that_has_finished_is_no_run_any_more_and_one_that_failed_stays_for_a_while() -> None:
-    (left,) = view(ended(live(), "finished")).left
+    (left,) = view(ended(live(), "finished")).closed
     assert left.id == "gpt-1" and view(ended(live(), "finished")).runs == ()
     (failed,) = view(ended(live(), "failed", "TIER-IO", "EIO")).runs
     assert failed.state == "ended"
@@ -245,7 +243,7 @@ def test_a_run_that_has_finished_is_no_run_any_more_and_one_that_failed_stays_fo
 
 def test_a_run_that_was_too_short_to_be_seen_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "service")
-    chronicle = Chronicle()
+    chronicle = RunLog()
     for _ in range(3):
         chronicle.add(view(*(ended(live(run_id=f"gpt-{number}"), "finished") for number in range(12))))
     assert len(caplog.messages) == 12 and len(chronicle.ended) == 10
@@ -253,13 +251,13 @@ def test_a_run_that_was_too_short_to_be_seen_is_told_once(caplog: pytest.LogCapt
 
 def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "service")
-    chronicle = Chronicle()
+    chronicle = RunLog()
     both = [live(0, local=2), live(1)]
     one, none = [both[0], lost(both[1])], [lost(both[0]), lost(both[1])]
     for second in (both[:1], both, both, one, both, one, one, both, both, none, none, [], []):
         chronicle.add(view(*second))
     assert [record.getMessage() for record in caplog.records] == [
-        "run gpt (gpt-1) is here: 1 of its 2 ranks on this node",
+        "run gpt (gpt-1) started: 1 of its 2 ranks on this node",
         "run gpt (gpt-1) is degraded: rank 1 is stale: it is stale",
         "run gpt (gpt-1) trains again with all its ranks",
         "run gpt (gpt-1) has died at step 0: rank 1 is stale: it is stale; rank 0 is stale: it is stale",
@@ -269,7 +267,7 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
         chronicle.add(view(live(name="\x1b[31mred", run_id=f"red-{number}", at=NOW + number)))
     chronicle.add(view())
     assert caplog.messages[-1] == (
-        "run ?[31mred (red-10) has ended at step 0: its pages were removed before they said how"
+        "run ?[31mred (red-10) has ended at step 0: its status files were removed before they said how"
     )
     assert [(run.id, run.state, run.how) for run in chronicle.ended] == [
         (f"red-{number}", "ended", "unknown") for number in range(10, 0, -1)
@@ -293,13 +291,13 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
         ([live(0)], None, []),
         ([live(0)], 2, ["1 of the 2 ranks expected on this node publishes"]),
         ([live(0, local=2), live(1)], 2, []),
-        ([live(0, local=2)], None, ["run gpt: 1 of its 2 ranks on this node has no page here"]),
+        ([live(0, local=2)], None, ["run gpt: 1 of its 2 ranks on this node has no status file"]),
         ([live(0, local=2), live(1, age=14.2)], None, ["run gpt: rank 1 has not published for 14 s"]),
         ([live(0, local=2), lost(live(1))], None, ["run gpt: rank 1 is stale: it is stale"]),
         (
             [live(0, local=2), lost(live(1), "torn")],
             0,
-            ["run gpt: rank 1 has a page that cannot be read: it is torn"],
+            ["run gpt: rank 1 has a status file that cannot be read: it is torn"],
         ),
         (
             [(page("gpt", 0), StatusReading("live", None, None, ""))],

@@ -86,7 +86,7 @@ def main() -> None:
         pairs = []
         for number in range(options.rounds + 1):
             ours = update(engine, tokens)
-            theirs = replay.take(step).seconds + replay.settle()
+            theirs = replay.replay_turn(step).seconds + replay.settle()
             if number:  # the first time nothing was written before
                 pairs.append((ours, theirs))
                 print(f"engine {ours:.3f} s, replay {theirs:.3f} s, ratio {ours / theirs:.3f}")

@@ -18,7 +18,7 @@ from tiering.tierbench.replay import rounds
 from tiering.tierbench.replay.fetching import Fetches
 from tiering.tierbench.replay.pattern import Turn
 from tiering.tierbench.replay.profile_result import AHEAD, Profile, Round, results, show
-from tiering.tierbench.replay.step import Taken
+from tiering.tierbench.replay.step import TurnResult
 from tiering.tierbench.result import Row
 from tiering.tierbench.words import ReadWrite
 
@@ -37,9 +37,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def profiled(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> Profile:
     assert cli.main(["profile", *map(str, arguments), *SMALL, "--quiet", "--json"]) == code
-    told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["kind"]) == (1, "profile")
-    return Profile.model_validate(told)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema_version"], document["kind"]) == (1, "profile")
+    return Profile.model_validate(document)
 
 
 def test_whole_steps_are_replayed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,11 +58,11 @@ def test_whole_steps_are_replayed_and_told(tmp_path: Path, capsys: pytest.Captur
             }
         )
     )
-    where = tmp_path / "swap"
-    where.mkdir()
-    found = profiled(
+    directory = tmp_path / "swap"
+    directory.mkdir()
+    profile = profiled(
         capsys,
-        where,
+        directory,
         "--steps",
         2,
         "--with-kernels",
@@ -73,33 +73,33 @@ def test_whole_steps_are_replayed_and_told(tmp_path: Path, capsys: pytest.Captur
         "--host-budget",
         "1G",
     )
-    assert (found.pattern, found.state, found.kernels) == ("mixed", "split+bf16", True)
-    assert (found.engine.ioengine, found.bs, found.iodepth) == ("threads", 512 << 10, 4)
-    assert (found.params, found.interrupted) == (PARAMS, False)
-    forward, backward, step = found.phases
-    assert [each.name for each in found.phases] == ["forward", "backward", "step"]
-    assert [each.replayed for each in found.phases] == [2, 2, 2]
+    assert (profile.pattern, profile.state, profile.kernels) == ("mixed", "split+bf16", True)
+    assert (profile.engine.ioengine, profile.bs, profile.iodepth) == ("threads", 512 << 10, 4)
+    assert (profile.params, profile.interrupted) == (PARAMS, False)
+    forward, backward, step = profile.phases
+    assert [each.name for each in profile.phases] == ["forward", "backward", "step"]
+    assert [each.replayed for each in profile.phases] == [2, 2, 2]
     assert forward.read_bytes == backward.read_bytes == PARAM * FETCHED
     assert forward.write_bytes == backward.write_bytes == 0
     assert step.read_bytes == step.write_bytes == pytest.approx(STATE * PARAMS + PARAM * FETCHED, rel=1e-3)
     assert step.stalled is not None and 0 < step.stalled < 1
-    assert {*found.plain} == {"nvme_read", "nvme_write", "nvme_mixed"}
-    for each in found.phases:
+    assert {*profile.plain} == {"nvme_read", "nvme_write", "nvme_mixed"}
+    for each in profile.phases:
         assert each.plain_seconds is not None
         ratios = [each.plain_seconds / each.seconds] if each.ahead <= AHEAD else []
         assert each.ratios == pytest.approx(ratios)
-    assert found.written_bytes > found.space_bytes + 2 * step.write_bytes, "plain windows write, too"
-    assert [*where.iterdir()] == []
+    assert profile.written_bytes > profile.space_bytes + 2 * step.write_bytes, "plain windows write, too"
+    assert [*directory.iterdir()] == []
 
 
 def test_a_part_of_a_step_tells_of_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = profiled(capsys, tmp_path, "--pattern", "optimizer", "--runtime", "600ms")
-    (step,) = found.phases
+    profile = profiled(capsys, tmp_path, "--pattern", "optimizer", "--runtime", "600ms")
+    (step,) = profile.phases
     assert step.replayed > 0
     assert 1 <= len(step.ratios) <= rounds.ROUNDS
     assert step.of_plain == statistics.median(step.ratios)
     printed = io.StringIO()
-    show(found, Console(file=printed, width=80))
+    show(profile, Console(file=printed, width=80))
     lines = printed.getvalue().splitlines()
     assert f"Optimizer step of 8.72M parameters: {step.seconds:.3g}"[:40] in printed.getvalue()
     assert max(len(line) for line in lines if line.startswith(("phase", "step"))) <= 80
@@ -117,27 +117,27 @@ def test_plain_windows_over_several_directories_have_a_ramp(
 
     monkeypatch.setattr(rounds.Load, "run", run)
     monkeypatch.setattr(rounds, "RAMP", 0.01)
-    one, other = tmp_path / "one", tmp_path / "other"
-    for place in (one, other):
+    first, second = tmp_path / "one", tmp_path / "other"
+    for place in (first, second):
         place.mkdir()
-    profiled(capsys, one, "--steps", 1)
-    profiled(capsys, one, other, "--steps", 1)
+    profiled(capsys, first, "--steps", 1)
+    profiled(capsys, first, second, "--steps", 1)
     assert ramps == {0.0, 0.01}
 
 
 def test_a_phase_of_which_nothing_was_moved_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    really = rounds.Replay.take
+    really = rounds.Replay.replay_turn
 
-    def take(replay: rounds.Replay, turn: Turn, *others: Any) -> Taken:
-        taken = really(replay, turn, *others)
-        return replace(taken, read=0, complete=False) if turn.phase == "backward" else taken
+    def replay_turn(replay: rounds.Replay, turn: Turn, *others: Any) -> TurnResult:
+        result = really(replay, turn, *others)
+        return replace(result, read=0, complete=False) if turn.phase == "backward" else result
 
-    monkeypatch.setattr(rounds.Replay, "take", take)
-    found = profiled(capsys, tmp_path, "--pattern", "params", "--runtime", "300ms")
-    assert [each.name for each in found.phases] == ["forward"]
-    assert "too little of backward was replayed to tell: give more --runtime" in found.notes
+    monkeypatch.setattr(rounds.Replay, "replay_turn", replay_turn)
+    profile = profiled(capsys, tmp_path, "--pattern", "params", "--runtime", "300ms")
+    assert [each.name for each in profile.phases] == ["forward"]
+    assert "too little of backward was replayed for a result: give more --runtime" in profile.notes
 
 
 def test_ctrl_c_prints_what_there_is(
@@ -152,19 +152,19 @@ def test_ctrl_c_prints_what_there_is(
         acquire(self, group)
 
     monkeypatch.setattr(Fetches, "acquire", interrupted)
-    found = profiled(capsys, tmp_path, "--steps", 5, code=130)
-    assert found.interrupted
-    assert [each.name for each in found.phases][:1] == ["forward"]
-    assert found.phases[0].replayed == 1
+    profile = profiled(capsys, tmp_path, "--steps", 5, code=130)
+    assert profile.interrupted
+    assert [each.name for each in profile.phases][:1] == ["forward"]
+    assert profile.phases[0].replayed == 1
     assert [*tmp_path.iterdir()] == []
 
 
 def test_no_more_is_written_than_may_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    most = 220 << 20
-    found = profiled(capsys, tmp_path, "--pattern", "optimizer", "--steps", 50, "--max-write", most)
-    assert found.space_bytes < found.written_bytes <= most
-    assert any("--max-write" in note for note in found.notes)
-    assert found.phases[0].replayed > 1
+    limit = 220 << 20
+    profile = profiled(capsys, tmp_path, "--pattern", "optimizer", "--steps", 50, "--max-write", limit)
+    assert profile.space_bytes < profile.written_bytes <= limit
+    assert any("--max-write" in note for note in profile.notes)
+    assert profile.phases[0].replayed > 1
 
 
 def test_plain_files_leave_most_of_max_write_to_the_windows(
@@ -179,9 +179,9 @@ def test_plain_files_leave_most_of_max_write_to_the_windows(
 
     monkeypatch.setattr(rounds, "PLAIN_BYTES", 1 << 30)
     monkeypatch.setattr(rounds, "WorkFiles", Noted)
-    most = 256 << 20
-    profiled(capsys, tmp_path, "--pattern", "optimizer", "--steps", 1, "--max-write", most)
-    assert totals == [most // rounds.PLAIN_SHARE // rounds.FILES_SHARE]
+    limit = 256 << 20
+    profiled(capsys, tmp_path, "--pattern", "optimizer", "--steps", 1, "--max-write", limit)
+    assert totals == [limit // rounds.PLAIN_SHARE // rounds.FILES_SHARE]
 
 
 def test_plain_windows_that_max_write_cuts_short_make_no_figures(
@@ -195,24 +195,24 @@ def test_plain_windows_that_max_write_cuts_short_make_no_figures(
         return may_write(files, nbytes)
 
     monkeypatch.setattr(rounds.WorkFiles, "may_write", the_files_and_a_little_more)
-    found = profiled(capsys, tmp_path, "--steps", 1)
-    assert [*found.plain] == ["nvme_read"]
-    assert any("share of --max-write was used up" in note for note in found.notes)
-    for phase in found.phases:
-        told = (phase.plain_seconds, phase.ratios, phase.bound)
-        assert told == (None, (), None) if phase.write_bytes else phase.plain_seconds
+    profile = profiled(capsys, tmp_path, "--steps", 1)
+    assert [*profile.plain] == ["nvme_read"]
+    assert any("share of --max-write was used up" in note for note in profile.notes)
+    for phase in profile.phases:
+        figures = (phase.plain_seconds, phase.ratios, phase.bound)
+        assert figures == (None, (), None) if phase.write_bytes else phase.plain_seconds
 
 
 def test_figures_beside_plain_windows_have_one_basis() -> None:
     """Of the second round's windows the mix is missing: nothing of it is compared with reads and writes in turn."""
     step = Turn("step", 1000, 1000)
-    taken = Taken(step, seconds=25.0, read=1000, written=1000, stalled=0.0, computed=0.0, complete=True)
+    turn = TurnResult(step, seconds=25.0, read=1000, written=1000, stalled=0.0, computed=0.0, complete=True)
     known, unknown = Rates(nvme_read=100.0, nvme_write=100.0, nvme_mixed=100.0), Rates(100.0, 100.0)
-    (found,) = results([step], [Round((taken,), known), Round((taken,), unknown)], known)
-    assert found.plain_seconds == pytest.approx(20.0)
-    assert found.ratios == pytest.approx([20.0 / 25.0])
-    (found,) = results([step], [Round((taken,), unknown)], unknown)
-    assert (found.plain_seconds, found.ratios, found.bound) == (None, (), None)
+    (phase,) = results([step], [Round((turn,), known), Round((turn,), unknown)], known)
+    assert phase.plain_seconds == pytest.approx(20.0)
+    assert phase.ratios == pytest.approx([20.0 / 25.0])
+    (phase,) = results([step], [Round((turn,), unknown)], unknown)
+    assert (phase.plain_seconds, phase.ratios, phase.bound) == (None, (), None)
 
 
 @pytest.mark.parametrize(
@@ -225,55 +225,55 @@ def test_figures_beside_plain_windows_have_one_basis() -> None:
         (("--max-write", "1M"), 2, "--max-write"),
         (("--runtime", "0"), 2, "--runtime"),
         (("--host-budget", "1M"), 2, "raise host_budget"),
-        (("--host-budget", "8G", "--pattern", "params"), 2, "moves nothing"),
+        (("--host-budget", "8G", "--pattern", "params"), 2, "moves no bytes"),
         (("--size", "1000T"), 3, "smaller --size"),
     ],
 )
 def test_what_cannot_be_replayed_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, words: str
 ) -> None:
-    told = [] if arguments[0] == "--params" else SMALL[:2]
-    assert cli.main(["profile", str(tmp_path), *told, *arguments, "--quiet"]) == code
+    size = [] if arguments[0] == "--params" else SMALL[:2]
+    assert cli.main(["profile", str(tmp_path), *size, *arguments, "--quiet"]) == code
     assert words in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 
 
 def test_what_a_cut_turn_stands_for() -> None:
     """Of three micro-batches the first and one of the others were replayed, that one for half of it."""
-    first, other = Turn("backward", 100, 50), Turn("backward", 150, 50, times=2, accumulates=True)
-    taken = (
-        Taken(first, seconds=3.0, read=90, written=50, stalled=3.0, computed=0.0, complete=True),
-        Taken(other, seconds=2.0, read=75, written=25, stalled=2.0, computed=0.0, complete=False),
+    first, later = Turn("backward", 100, 50), Turn("backward", 150, 50, times=2, accumulates=True)
+    turns = (
+        TurnResult(first, seconds=3.0, read=90, written=50, stalled=3.0, computed=0.0, complete=True),
+        TurnResult(later, seconds=2.0, read=75, written=25, stalled=2.0, computed=0.0, complete=False),
     )
     plain = Rates(nvme_read=50.0, nvme_write=25.0, nvme_mixed=100.0)
-    (found,) = results([first, other], [Round(taken, plain)], plain)
-    assert (found.read_bytes, found.write_bytes) == (400, 150)
-    assert found.seconds == pytest.approx(3.0 + 2 * 4.0)
-    assert found.plain_seconds == pytest.approx(2 * 150 / 100 + (400 - 150) / 50)
-    assert found.ratios == pytest.approx([8.0 / 11.0])
-    assert found.replayed == pytest.approx((150 + 2 * 100) / 550)
-    assert found.bound == "reads"
-    assert found.stalled is None
-    assert list(results([first, other], [Round(taken[:1], plain)], plain)) == []
+    (phase,) = results([first, later], [Round(turns, plain)], plain)
+    assert (phase.read_bytes, phase.write_bytes) == (400, 150)
+    assert phase.seconds == pytest.approx(3.0 + 2 * 4.0)
+    assert phase.plain_seconds == pytest.approx(2 * 150 / 100 + (400 - 150) / 50)
+    assert phase.ratios == pytest.approx([8.0 / 11.0])
+    assert phase.replayed == pytest.approx((150 + 2 * 100) / 550)
+    assert phase.bound == "reads"
+    assert phase.stalled is None
+    assert list(results([first, later], [Round(turns[:1], plain)], plain)) == []
 
 
 def test_a_turn_that_was_cut_is_as_far_as_the_direction_that_is_behind() -> None:
     """On a drive that reads 100 and writes 20 a second: the slots are full of what was read, the writes bound it."""
     step = Turn("step", 10_000, 10_000)
-    cut = Taken(step, seconds=5.0, read=300, written=100, stalled=0.0, computed=0.0, complete=False)
+    cut = TurnResult(step, seconds=5.0, read=300, written=100, stalled=0.0, computed=0.0, complete=False)
     plain = Rates(nvme_read=100.0, nvme_write=20.0, nvme_mixed=40.0)
-    (found,) = results([step], [Round((cut,), plain)], plain)
-    assert found.seconds == pytest.approx(10_000 / 20)
-    assert found.ratios == pytest.approx([1.0])
+    (phase,) = results([step], [Round((cut,), plain)], plain)
+    assert phase.seconds == pytest.approx(10_000 / 20)
+    assert phase.ratios == pytest.approx([1.0])
 
 
 def test_what_was_read_ahead_makes_no_phase_faster_than_the_drive() -> None:
     forward, step = Turn("forward", 100, 0), Turn("step", 200, 300)
-    taken = (
-        Taken(forward, seconds=0.01, read=20, written=0, stalled=0.0, computed=0.0, complete=True),
-        Taken(step, seconds=10.0, read=280, written=250, stalled=0.0, computed=0.0, complete=True),
+    turns = (
+        TurnResult(forward, seconds=0.01, read=20, written=0, stalled=0.0, computed=0.0, complete=True),
+        TurnResult(step, seconds=10.0, read=280, written=250, stalled=0.0, computed=0.0, complete=True),
     )
     plain = Rates(nvme_read=50.0, nvme_write=50.0, nvme_mixed=50.0)
-    early, late = results([forward, step], [Round(taken, plain)], plain)
+    early, late = results([forward, step], [Round(turns, plain)], plain)
     assert (early.ahead, early.ratios, early.bound) == (pytest.approx(0.8), (), None)
     assert (late.ahead, late.ratios, late.bound) == (0.0, (pytest.approx(1.0),), "writes")

@@ -28,8 +28,8 @@ from tiering.storage.io_stats import TransferRecord
 from tiering.storage.staging import StagingPipeline
 from tiering.tierbench.replay import pattern
 from tiering.tierbench.replay.fetching import Ended, Transfers
-from tiering.tierbench.replay.pattern import share, turns_of
-from tiering.tierbench.replay.rounds import Asked, configured
+from tiering.tierbench.replay.pattern import share_extents, turns_of
+from tiering.tierbench.replay.rounds import Request, configured
 from tiering.tierbench.replay.step import Replay
 from zero3.engine.engine import Engine
 from zero3.setup import model_size
@@ -82,12 +82,12 @@ class Moved(NamedTuple):
 def moved(records: Iterable[TransferRecord], begins: Sequence[tuple[int, str]]) -> list[Moved]:
     """Those that were asked for meanwhile, in that order. ``begins``: where extents begin, and of what they are."""
     begins = sorted(begins)
-    found = []
+    transfers = []
     for record in sorted(records, key=lambda record: record.submitted):
         if record.submitted:
             begin, section = begins[bisect_right(begins, record.offset, key=lambda each: each[0]) - 1]
-            found.append(Moved(record.kind, section, record.offset - begin, record.nbytes))
-    return found
+            transfers.append(Moved(record.kind, section, record.offset - begin, record.nbytes))
+    return transfers
 
 
 def trained(engine: Engine, vocabulary: int) -> list[Moved]:
@@ -113,12 +113,12 @@ def trained(engine: Engine, vocabulary: int) -> list[Moved]:
 def recorded(replay: Replay, *, steps: int = 1) -> list[Moved]:
     """What so many steps move, when one before them was replayed."""
     for turn in replay.turns:
-        replay.take(turn)
+        replay.replay_turn(turn)
     replay.settle()
     aio: AioContext = replay._aio
     aio.start_recording()
     for _ in range(steps):
-        assert all(replay.take(turn).complete for turn in replay.turns)
+        assert all(replay.replay_turn(turn).complete for turn in replay.turns)
     records = aio.end_recording()
     return moved(records, [(extent.parts[0].extent.offset, extent.section) for extent in replay._extents])
 
@@ -220,10 +220,10 @@ def planned(
     *,
     micro_batches: int = 1,
     zero: dict[str, Any] | None = None,
-    **asked: Any,
+    **request: Any,
 ) -> tuple[Plan, TiersConfig]:
     """The plan of a model that is not here, and how its bytes travel, as `tierbench profile` has them."""
-    config = configured(Asked((directory,), **asked), (directory,))
+    config = configured(Request((directory,), **request), (directory,))
     changed = {"persistence_threshold": 0, "sub_group_size": 1 << 17} | (zero or {})
     config = config.model_copy(
         update={
@@ -231,9 +231,9 @@ def planned(
             "zero": config.zero.model_copy(update=changed),
         }
     )
-    budgets = resolve_budgets(config.tiering, device_memory=asked.get("gpu_memory"))
+    budgets = resolve_budgets(config.tiering, device_memory=request.get("gpu_memory"))
     return place(
-        sizing.load_of(shape, config, Setting(gpu_memory=asked.get("gpu_memory"))), budgets
+        sizing.load_of(shape, config, Setting(gpu_memory=request.get("gpu_memory"))), budgets
     ), config.tiering
 
 
@@ -260,18 +260,18 @@ def test_what_is_in_flight_at_once_shares_no_extent(tmp_path: Path) -> None:
     sizes = pattern.sizes_on_nvme(plan)
     whole = sum(map(sum, sizes.values()))
     room = whole // 20
-    shared = share(plan, "mixed", room)
+    shared = share_extents(plan, "mixed", room)
     assert sum(each.nbytes for each in shared.values()) <= room
     for kind, each in shared.items():
         of_place = [0 if extent is None else each.sizes[extent] for extent in each.extents]
         assert of_place == sizes[kind]
     assert len({*shared["optimizer state"].extents}) < len(plan.sub_groups)
-    assert sum(each.nbytes for each in share(plan, "mixed", 2 * whole).values()) == whole
+    assert sum(each.nbytes for each in share_extents(plan, "mixed", 2 * whole).values()) == whole
     with pytest.raises(ConfigError, match=r"give --size \d+M") as refused:
-        share(plan, "mixed", 1 << 20)
-    least = int(str(refused.value).split("--size ")[1].split("M")[0]) << 20
-    fewest = share(plan, "mixed", -(-least // 2), directories=2)
-    assert sum(each.nbytes for each in fewest.values()) <= least
+        share_extents(plan, "mixed", 1 << 20)
+    minimum = int(str(refused.value).split("--size ")[1].split("M")[0]) << 20
+    fewest = share_extents(plan, "mixed", -(-minimum // 2), directories=2)
+    assert sum(each.nbytes for each in fewest.values()) <= minimum
     states = fewest["optimizer state"].extents
     at_once = plan.staging.slots + 1
     assert all(len({*states[i : i + at_once]}) == at_once for i in range(len(states) - at_once))
@@ -301,7 +301,7 @@ def test_a_turn_that_was_ended_leaves_nothing_to_the_next(
         whole = Counter(recorded(replay))
         for turn, looks in zip((*replay.turns, replay.turns[-1]), (3, 8, 1, 5, 9, 20), strict=True):
             lasts = looks
-            taken = replay.take(turn, until=math.inf)
+            taken = replay.replay_turn(turn, deadline=math.inf)
             assert not taken.complete
             assert taken.turns < 1
         replay.settle()
@@ -320,8 +320,8 @@ def test_that_nothing_is_fetched_ahead_is_seen(tmp_path: Path, gpu_memory: int |
         plan, config = planned(tmp_path, zero={"prefetch_elements": ahead}, gpu_memory=gpu_memory)
         with Replay(plan, "params", [tmp_path], config, size=GIB) as replay:
             replay.lay_out()
-            taken = [replay.take(turn) for turn in replay.turns]
-            assert sum(each.read for each in taken) >= sum(turn.read for turn in replay.turns)
+            results = [replay.replay_turn(turn) for turn in replay.turns]
+            assert sum(each.read for each in results) >= sum(turn.read for turn in replay.turns)
             alone[ahead] = replay.fetches_alone
     assert alone == {0: True, 1: False}
 
@@ -329,16 +329,16 @@ def test_that_nothing_is_fetched_ahead_is_seen(tmp_path: Path, gpu_memory: int |
 def test_no_more_is_written_than_may_be(tmp_path: Path) -> None:
     plan, config = planned(tmp_path)
     _, written = plan.nvme_traffic()
-    most = sum(map(sum, pattern.sizes_on_nvme(plan).values())) + written // 2
-    with Replay(plan, "mixed", [tmp_path], config, size=GIB, most=most) as replay:
+    limit = sum(map(sum, pattern.sizes_on_nvme(plan).values())) + written // 2
+    with Replay(plan, "mixed", [tmp_path], config, size=GIB, write_limit=limit) as replay:
         replay.lay_out()
-        taken = [replay.take(turn) for turn in replay.turns]
-        assert [each.complete for each in taken] == [True, True, False]
+        results = [replay.replay_turn(turn) for turn in replay.turns]
+        assert [each.complete for each in results] == [True, True, False]
         assert replay.full
         replay.settle()
-        assert most - plan.staging.slot_bytes < replay.moved[1] <= most
+        assert limit - plan.staging.slot_bytes < replay.moved[1] <= limit
     with pytest.raises(ConfigError, match="--max-write"):
-        Replay(plan, "mixed", [tmp_path], config, size=GIB, most=1 << 20)
+        Replay(plan, "mixed", [tmp_path], config, size=GIB, write_limit=1 << 20)
 
 
 @pytest.mark.parametrize("state", ["fp32", "split+bf16"])
@@ -346,9 +346,9 @@ def test_kernels_step_numbers(tmp_path: Path, state: str) -> None:
     plan, config = planned(tmp_path, state=state)
     with Replay(plan, "optimizer", [tmp_path], config, size=GIB, with_kernels=True) as replay:
         replay.lay_out()
-        taken = [replay.take(turn) for turn in (*replay.turns, *replay.turns)]
+        results = [replay.replay_turn(turn) for turn in (*replay.turns, *replay.turns)]
         replay.settle()
-        assert all(each.complete and 0 < each.computed < each.seconds for each in taken)
+        assert all(each.complete and 0 < each.computed < each.seconds for each in results)
         tile = replay._tiles._streamed[0]
         assert tile.state is not None
         lease = replay._tiles.staging.lease(tile.state.nbytes, "looked at")

@@ -1,8 +1,8 @@
-"""What a step of a plan moves, turn by turn, and in how little swap space it can be replayed. Pure.
+"""The bytes that a step of a plan moves, turn by turn, and the swap space for replaying it. Pure.
 
-A model is larger than the space that a benchmark may take. So extents are shared: those of one size are used in turn,
-as many of them as there is room for, and at least as many as are in flight at one time: none then waits for another
-that only has its place.
+A model is larger than the space that a benchmark may use, so extents are shared: extents of one size are used in turn.
+There are as many of them as fit, and at least as many as are in flight at one time, so that no transfer waits for
+another one only because both use the same extent.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ Kind = Literal["parameters", "gradients", "optimizer state"]
 
 @dataclass(frozen=True)
 class Turn:
-    """A part of a step and the bytes that it has to move. It stands for ``times`` of them."""
+    """A part of a step and the bytes that it moves. A step has ``times`` of them."""
 
     phase: Phase
     read: int
     written: int
     times: int = 1
-    gradients: bool = False  # go to NVMe, as far as the plan says so
-    accumulates: bool = False  # those of earlier micro-batches are there
-    last: bool = False  # of the micro-batches: state is read ahead
+    gradients: bool = False  # gradients go to NVMe where the plan places them there
+    accumulates: bool = False  # gradients are added to those of earlier micro-batches
+    last: bool = False  # the last micro-batch: state is read ahead
 
 
 def turns_of(plan: Plan, pattern: Pattern) -> list[Turn]:
-    """The turns of a step: all of them ("mixed"), forward and backward with the fetches alone, or the update alone.
+    """The turns of a step: all ("mixed"), forward and backward with only the fetches ("params"), or only the update.
 
-    Of several micro-batches there are two: the first, which finds no gradients yet, and one for all others.
+    Several micro-batches have two turns each for forward and backward: of the first micro-batch, which finds no
+    gradients to add to, and of all others.
     """
     passes = plan.workload.micro_batches
     fetched = sum(group.uses * plan.workload.home_bytes(group) for group in _on_nvme(plan, plan.param_tiers))
@@ -71,8 +72,8 @@ def _on_nvme(plan: Plan, tiers: Sequence[Tier]) -> Iterator[GroupSizes]:
     return (group for group, tier in zip(plan.workload.groups, tiers, strict=True) if tier is Tier.NVME)
 
 
-def order_of(groups: Sequence[GroupSizes]) -> tuple[list[int], list[int]]:
-    """The groups as forward comes to them, and as backward does: what encloses others before these."""
+def pass_orders(groups: Sequence[GroupSizes]) -> tuple[list[int], list[int]]:
+    """The groups in the order of forward, and in that of backward: a group comes before the groups that it encloses."""
     inside: dict[int | None, list[int]] = {}
     for number, group in enumerate(groups):
         if group.uses:
@@ -86,10 +87,10 @@ def order_of(groups: Sequence[GroupSizes]) -> tuple[list[int], list[int]]:
     return list(walk(None, 1)), list(walk(None, -1))
 
 
-def around(groups: Sequence[GroupSizes], number: int) -> set[int]:
-    """The group and those that enclose it."""
+def with_parents(groups: Sequence[GroupSizes], number: int) -> set[int]:
+    """The group and the groups that enclose it."""
     parent = groups[number].parent
-    return {number} if parent is None else {number} | around(groups, parent)
+    return {number} if parent is None else {number} | with_parents(groups, parent)
 
 
 def sizes_on_nvme(plan: Plan) -> dict[Kind, list[int]]:
@@ -106,8 +107,8 @@ def sizes_on_nvme(plan: Plan) -> dict[Kind, list[int]]:
 
 
 @dataclass(frozen=True)
-class Shared:
-    """The sizes of extents, and for each place the number of its extent; None where there are no bytes."""
+class SharedExtents:
+    """The sizes of extents, and for each group or tile the number of its extent; None where it has no bytes."""
 
     sizes: tuple[int, ...]
     extents: tuple[int | None, ...]
@@ -117,48 +118,51 @@ class Shared:
         return sum(self.sizes)
 
 
-def share(plan: Plan, pattern: Pattern, size: int, directories: int = 1) -> dict[Kind, Shared]:
-    """Extents for what the pattern moves, in ``size`` bytes of each directory. ConfigError if that is too little."""
+def share_extents(plan: Plan, pattern: Pattern, size: int, directories: int = 1) -> dict[Kind, SharedExtents]:
+    """Extents for the pattern in ``size`` bytes of each directory. Raises ConfigError if that is too little."""
     room = size * directories
     needs = {kind: [round_up(size) for size in sizes] for kind, sizes in sizes_on_nvme(plan).items()}
     if pattern == "params":
         needs = {kind: sizes if kind == "parameters" else [0] * len(sizes) for kind, sizes in needs.items()}
-    # Parameters are only read while others of their size are on their way.
+    # The extents in flight at one time. Parameters are only read, so reads of one extent do not wait for each other.
     windows: dict[Kind, int] = {"parameters": 1, "gradients": 2, "optimizer state": plan.staging.slots + 1}
-    every = {kind: Counter(filter(None, sizes)) for kind, sizes in needs.items()}
-    least = {kind: _most_in_a_row(list(filter(None, sizes)), windows[kind]) for kind, sizes in needs.items()}
+    all_counts = {kind: Counter(filter(None, sizes)) for kind, sizes in needs.items()}
+    minimums = {
+        kind: _window_maxima(list(filter(None, sizes)), windows[kind]) for kind, sizes in needs.items()
+    }
     whole, minimum = (
         sum(size * count for counts in each.values() for size, count in counts.items())
-        for each in (every, least)
+        for each in (all_counts, minimums)
     )
     if minimum > room:
         raise ConfigError(
-            f"the replay needs {format_size(minimum)} of swap space, for what is in flight at one time, and has"
+            f"the replay needs {format_size(minimum)} of swap space for the transfers in flight at one time, and has"
             f" {format_size(room)}: give --size {-(-minimum // directories >> 20)}M, or fewer --params"
         )
     spare = min(1.0, (room - minimum) / (whole - minimum)) if whole > minimum else 1.0
-    shared: dict[Kind, Shared] = {}
+    shared: dict[Kind, SharedExtents] = {}
     for kind, sizes in needs.items():
-        fewest = least[kind]
+        minimum_counts = minimums[kind]
         counts = {
-            size: fewest[size] + int((count - fewest[size]) * spare) for size, count in every[kind].items()
+            size: minimum_counts[size] + int((count - minimum_counts[size]) * spare)
+            for size, count in all_counts[kind].items()
         }
         shared[kind] = _in_turn(sizes, counts)
     return shared
 
 
-def _most_in_a_row(sizes: Sequence[int], window: int) -> Counter[int]:
-    """Of each size, the most among ``window`` in a row."""
-    most: Counter[int] = Counter()
+def _window_maxima(sizes: Sequence[int], window: int) -> Counter[int]:
+    """For each size, the largest count among ``window`` successive sizes."""
+    maxima: Counter[int] = Counter()
     for start in range(max(1, len(sizes) - window + 1)):
-        most |= Counter(sizes[start : start + window])
-    return most
+        maxima |= Counter(sizes[start : start + window])
+    return maxima
 
 
-def _in_turn(sizes: Sequence[int], counts: Mapping[int, int]) -> Shared:
-    """Extents of each size, so many, each used when all others of its size were."""
-    made: list[int] = []
-    of_size: dict[int, list[int]] = {size: [] for size in counts}
+def _in_turn(sizes: Sequence[int], counts: Mapping[int, int]) -> SharedExtents:
+    """``counts`` extents of each size, used in turn."""
+    extent_sizes: list[int] = []
+    extents_by_size: dict[int, list[int]] = {size: [] for size in counts}
     used: Counter[int] = Counter()
     extents: list[int | None] = []
     for size in sizes:
@@ -166,8 +170,8 @@ def _in_turn(sizes: Sequence[int], counts: Mapping[int, int]) -> Shared:
             extents.append(None)
             continue
         if used[size] < counts[size]:
-            of_size[size].append(len(made))
-            made.append(size)
-        extents.append(of_size[size][used[size] % counts[size]])
+            extents_by_size[size].append(len(extent_sizes))
+            extent_sizes.append(size)
+        extents.append(extents_by_size[size][used[size] % counts[size]])
         used[size] += 1
-    return Shared(tuple(made), tuple(extents))
+    return SharedExtents(tuple(extent_sizes), tuple(extents))

@@ -1,4 +1,4 @@
-"""``tierbench profile DIR ...``: how long a model's step takes to move, by replaying it as the engine moves it."""
+"""``tierbench profile DIR ...``: the time of a training step's transfers, from a replay of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiering.tierbench import words
 from tiering.tierbench.exits import INTERRUPTED
 
 if TYPE_CHECKING:
-    from tiering.tierbench.replay.rounds import Asked
+    from tiering.tierbench.replay.rounds import Request
 
 EPILOG = """\
 patterns: mixed, a whole step; optimizer, only the update; params, only the fetches of forward and backward.
@@ -22,7 +22,7 @@ steps are printed).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``tierbench profile`` can be asked."""
+    """The arguments of ``tierbench profile``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument(
@@ -67,32 +67,32 @@ def run(options: argparse.Namespace) -> int:
     from tiering.tierbench.replay import rounds
     from tiering.tierbench.replay.profile_result import show
 
-    asked = _asked(options)
+    request = _request(options)
     with Progress(quiet=options.quiet) as progress:
-        found = rounds.run(asked, progress)
+        profile = rounds.run(request, progress)
     if options.json:
-        print(found.model_dump_json(indent=1))
+        print(profile.model_dump_json(indent=1))
     else:
         from rich.console import Console
 
-        show(found, Console())
-    return INTERRUPTED if found.interrupted else 0
+        show(profile, Console())
+    return INTERRUPTED if profile.interrupted else 0
 
 
-def _asked(options: argparse.Namespace) -> Asked:
+def _request(options: argparse.Namespace) -> Request:
     from tiering.errors import ConfigError
     from tiering.planning.sizing import parse_count
-    from tiering.tierbench.replay.rounds import Asked
+    from tiering.tierbench.replay.rounds import Request
 
     try:
         params = parse_count(options.params)
     except ValueError as error:
         raise ConfigError(f"--params: {error}") from None
     if options.steps is not None and options.steps < 1:
-        raise ConfigError(f"--steps is {options.steps}; replay at least one, or leave it out for --runtime")
+        raise ConfigError(f"--steps is {options.steps}; give at least 1, or omit it to use --runtime")
     if not options.runtime:
-        raise ConfigError("--runtime is 0; give the seconds of the replay")
-    return Asked(
+        raise ConfigError("--runtime is 0; give a duration above 0")
+    return Request(
         directories=tuple(options.directories),
         pattern=options.pattern,
         params=params,

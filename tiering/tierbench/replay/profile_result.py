@@ -1,4 +1,4 @@
-"""What a run of ``tierbench profile`` has found, for people and programs. Bytes and seconds throughout."""
+"""The result of ``tierbench profile``, for people and programs. All sizes are bytes, all times seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiering.planning.rates import Rates
 from tiering.planning.sizing import format_count
 from tiering.tierbench.display import figures
 from tiering.tierbench.replay.pattern import Pattern, Phase, Turn
-from tiering.tierbench.replay.step import Taken
+from tiering.tierbench.replay.step import TurnResult
 from tiering.tierbench.result import CommandResult, Engine, ResultPart
 from tiering.tierbench.verdict import BALANCED_SHARE
 
@@ -23,20 +23,23 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-HIDDEN = 0.1  # of the update spent waiting for transfers: the kernels bound it then
-AHEAD = 0.1  # of a phase's reads done before it: by its seconds it would be faster than the drive
+HIDDEN = (
+    0.1  # the update is bound by the kernels if it waits for transfers for a smaller fraction of its time
+)
+# With a larger fraction of its reads done before it, a phase would seem faster than the drive.
+AHEAD = 0.1
 
 
 @dataclass(frozen=True)
 class Round:
-    """Turns that were replayed between plain windows, whose rates are the means of those before and after."""
+    """Turns that were replayed between plain windows; ``plain`` are the mean rates of the windows before and after."""
 
-    taken: tuple[Taken, ...]
+    turns: tuple[TurnResult, ...]
     plain: Rates
 
 
 class PhaseResult(ResultPart):
-    """A part of a step. Bytes and seconds are those of the model's whole step."""
+    """A phase of a step. Bytes and seconds are those of the whole step of the model."""
 
     name: Phase
     read_bytes: int
@@ -59,12 +62,12 @@ class PhaseResult(ResultPart):
 
     @property
     def rate(self) -> float:
-        """Bytes per second, of both directions together."""
+        """Bytes per second, the sum of both directions."""
         return (self.read_bytes + self.write_bytes) / self.seconds
 
     @property
     def of_plain(self) -> float | None:
-        """The replay's rate by that of plain windows: the median of the rounds."""
+        """The ratio of the replay's rate to that of plain windows: the median of the rounds."""
         return statistics.median(self.ratios) if self.ratios else None
 
 
@@ -90,45 +93,47 @@ class Profile(CommandResult):
 
     @property
     def seconds(self) -> float:
-        """Of a step's transfers, as far as the pattern goes."""
+        """The seconds of a step's transfers, of the phases of the pattern."""
         return sum(phase.seconds for phase in self.phases)
 
 
 def results(turns: Sequence[Turn], rounds: Iterable[Round], plain: Rates) -> Iterator[PhaseResult]:
-    """What the turns of ``rounds`` come to for a whole step, by phase. What did not move is left out."""
+    """The result of each phase for a whole step, from the turns of ``rounds``, without phases that moved nothing."""
     rounds = list(rounds)
-    taken = [each for played in rounds for each in played.taken]
+    replayed_turns = [each for played in rounds for each in played.turns]
     for phase in dict.fromkeys(turn.phase for turn in turns):
         of_phase = [turn for turn in turns if turn.phase == phase and turn.read + turn.written]
-        seconds = _whole(of_phase, taken)
+        seconds = _step_seconds(of_phase, replayed_turns)
         if not of_phase or seconds is None:
             continue
-        read = sum(turn.times * turn.read for turn in of_phase)
-        written = sum(turn.times * turn.written for turn in of_phase)
-        replayed = [each for each in taken if each.turn in of_phase]
+        read_bytes = sum(turn.times * turn.read for turn in of_phase)
+        write_bytes = sum(turn.times * turn.written for turn in of_phase)
+        replayed = [each for each in replayed_turns if each.turn in of_phase]
         computed = sum(each.computed for each in replayed)
         stalled = sum(each.stalled for each in replayed) / sum(each.seconds for each in replayed)
-        plainly, ahead = _plain_seconds(read, written, plain), _ahead(replayed)
-        alone = plainly is not None and ahead <= AHEAD
+        plain_seconds, ahead = _plain_seconds(read_bytes, write_bytes, plain), _ahead(replayed)
+        comparable = plain_seconds is not None and ahead <= AHEAD
         yield PhaseResult(
             name=phase,
-            read_bytes=read,
-            write_bytes=written,
+            read_bytes=read_bytes,
+            write_bytes=write_bytes,
             replayed=sum(
                 each.turns * each.turn.times * (each.turn.read + each.turn.written) for each in replayed
             )
-            / (read + written),
+            / (read_bytes + write_bytes),
             seconds=seconds,
             ahead=ahead,
             stalled=stalled if computed else None,
-            plain_seconds=plainly,
-            ratios=tuple(_ratios(of_phase, read, written, rounds)) if alone else (),
-            bound=_bound(read, written, plain, stalled if computed else None) if alone else None,
+            plain_seconds=plain_seconds,
+            ratios=tuple(_ratios(of_phase, read_bytes, write_bytes, rounds)) if comparable else (),
+            bound=_bound(read_bytes, write_bytes, plain, stalled if computed else None)
+            if comparable
+            else None,
         )
 
 
-def _ahead(replayed: Sequence[Taken]) -> float:
-    """The share of what was to be read that was there already; a turn that was cut is counted by what it read."""
+def _ahead(replayed: Sequence[TurnResult]) -> float:
+    """The fraction of the reads that were done before the phase, of complete turns."""
     expected = sum(each.turn.read for each in replayed if each.complete)
     read = sum(each.read for each in replayed if each.complete)
     return max(0.0, 1 - read / expected) if expected else 0.0
@@ -136,17 +141,17 @@ def _ahead(replayed: Sequence[Taken]) -> float:
 
 def _ratios(of_phase: Sequence[Turn], read: int, written: int, rounds: Sequence[Round]) -> Iterator[float]:
     for played in rounds:
-        seconds = _whole(of_phase, played.taken)
-        plainly = _plain_seconds(read, written, played.plain)
-        if seconds and plainly:
-            yield plainly / seconds
+        seconds = _step_seconds(of_phase, played.turns)
+        plain_seconds = _plain_seconds(read, written, played.plain)
+        if seconds and plain_seconds:
+            yield plain_seconds / seconds
 
 
-def _whole(of_phase: Sequence[Turn], taken: Sequence[Taken]) -> float | None:
-    """Seconds of a phase of a whole step at the rate of what was replayed of it; None if that is nothing."""
+def _step_seconds(of_phase: Sequence[Turn], results: Sequence[TurnResult]) -> float | None:
+    """Seconds of a phase of a whole step at the rate of its replayed part; None if no part of it was replayed."""
     whole = 0.0
     for turn in of_phase:
-        times = [each for each in taken if each.turn == turn]
+        times = [each for each in results if each.turn == turn]
         replayed = sum(each.turns for each in times)
         if not replayed:
             return None
@@ -155,7 +160,7 @@ def _whole(of_phase: Sequence[Turn], taken: Sequence[Taken]) -> float | None:
 
 
 def _plain_seconds(read: int, written: int, plain: Rates) -> float | None:
-    """At the rates of plain windows; None if one is missing: those of reads and of writes do not tell the mix."""
+    """Seconds at the rates of plain windows; None if a rate is missing; that of a mix is measured."""
     needed = (
         (read, plain.nvme_read),
         (written, plain.nvme_write),
@@ -176,39 +181,39 @@ def _bound(
     return "reads" if reading > writing else "writes"
 
 
-def show(found: Profile, console: Console) -> None:
-    """Print it."""
+def show(profile: Profile, console: Console) -> None:
+    """Print ``profile``."""
 
     def put(text: str = "") -> None:
         console.print(figures.legible(text), markup=False, highlight=False)
 
-    if found.interrupted:
-        put("Interrupted: this is what was replayed until then.")
+    if profile.interrupted:
+        put("Interrupted: the figures cover the part that was replayed.")
         put()
-    device = "the CPU" if found.gpu_memory is None else f"a GPU of {format_size(found.gpu_memory)}"
-    batches = f"{found.micro_batches} micro-batches, " if found.micro_batches > 1 else ""
-    put(f"{found.model[:1].upper()}{found.model[1:]}.")
-    put(f"Trained on {device}, {batches}{found.state} state; pattern {found.pattern}.")
+    device = "the CPU" if profile.gpu_memory is None else f"a GPU of {format_size(profile.gpu_memory)}"
+    batches = f"{profile.micro_batches} micro-batches, " if profile.micro_batches > 1 else ""
+    put(f"{profile.model[:1].upper()}{profile.model[1:]}.")
+    put(f"Trained on {device}, {batches}{profile.state} state; pattern {profile.pattern}.")
     put(
-        f"In {', '.join(each.directory for each in found.targets)}: {found.engine.ioengine}, bs {format_size(found.bs)}"
-        f" ({found.bs} bytes), iodepth {found.iodepth}; {found.slots} slots of {format_size(found.slot_bytes)}; extents"
-        f" take turns in {format_size(found.space_bytes)}."
+        f"In {', '.join(each.directory for each in profile.targets)}: {profile.engine.ioengine},"
+        f" bs {format_size(profile.bs)} ({profile.bs} bytes), iodepth {profile.iodepth}; {profile.slots} slots of"
+        f" {format_size(profile.slot_bytes)}; extents take turns in {format_size(profile.space_bytes)}."
     )
-    for each in found.targets:
+    for each in profile.targets:
         for drive in each.backing.drives:
             put(f"{each.directory} is on {drive}.")
     put()
-    console.print(_table(found), markup=False, highlight=False)
+    console.print(_table(profile), markup=False, highlight=False)
     put()
-    for line in _meaning(found):
+    for line in _summary(profile):
         put(line)
 
 
-def _table(found: Profile) -> Table:
+def _table(profile: Profile) -> Table:
     from tiering.figures_table import FiguresTable
 
     table = FiguresTable.plain()
-    kernels = ["stalled"] if found.kernels else []
+    kernels = ["stalled"] if profile.kernels else []
     for heading in (
         "phase",
         "reads",
@@ -220,10 +225,10 @@ def _table(found: Profile) -> Table:
         "bound by",
         "replayed",
     ):
-        left = heading in ("phase", "bound by")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    for each in found.phases:
-        stalled = ["-" if each.stalled is None else f"{each.stalled:.0%}"] if found.kernels else []
+        text = heading in ("phase", "bound by")
+        table.add_column(heading, justify="left" if text else "right", no_wrap=True)
+    for each in profile.phases:
+        stalled = ["-" if each.stalled is None else f"{each.stalled:.0%}"] if profile.kernels else []
         table.add_row(
             each.name,
             figures.nbytes(each.read_bytes) if each.read_bytes else "-",
@@ -238,37 +243,39 @@ def _table(found: Profile) -> Table:
     return table
 
 
-def _meaning(found: Profile) -> Iterator[str]:
-    step = next((each for each in found.phases if each.name == "step"), None)
+def _summary(profile: Profile) -> Iterator[str]:
+    step = next((each for each in profile.phases if each.name == "step"), None)
     if step is not None:
-        plainly = step.plain_seconds
+        plain_seconds = step.plain_seconds
         at_plain = (
-            "" if plainly is None else f" Plain windows would take {figures.duration(plainly)} for that."
+            ""
+            if plain_seconds is None
+            else f" Plain windows would take {figures.duration(plain_seconds)} for that."
         )
         bound = f", bound by {step.bound}" if step.bound else ""
         yield (
-            f"Optimizer step of {format_count(found.params)} parameters: {figures.duration(step.seconds)} (reads"
+            f"Optimizer step of {format_count(profile.params)} parameters: {figures.duration(step.seconds)} (reads"
             f" {figures.nbytes(step.read_bytes)}, writes {figures.nbytes(step.write_bytes)}){bound}.{at_plain}"
         )
-    if len(found.phases) > 1:
-        yield f"All phases: {figures.duration(found.seconds)}, less what forward and backward compute meanwhile."
-    if early := [f"{each.ahead:.0%} in {each.name}" for each in found.phases if each.ahead > AHEAD]:
-        yield f"Of the reads these were done ahead, in the phase before: {', '.join(early)}; seconds are for the rest."
-    if any(each.replayed < 1 for each in found.phases):
-        yield "What was not replayed whole is told as the whole would take at its rate."
+    if len(profile.phases) > 1:
+        yield f"All phases: {figures.duration(profile.seconds)}, without the computation of forward and backward."
+    if early := [f"{each.ahead:.0%} in {each.name}" for each in profile.phases if each.ahead > AHEAD]:
+        yield f"Reads done ahead, in the phase before: {', '.join(early)}; the seconds cover the remaining reads."
+    if any(each.replayed < 1 for each in profile.phases):
+        yield "Phases that were replayed in part are extrapolated to the whole step."
     rates = ", ".join(
-        f"{name.removeprefix('nvme_')} {figures.gb(rate)}" for name, rate in sorted(found.plain.items())
+        f"{name.removeprefix('nvme_')} {figures.gb(rate)}" for name, rate in sorted(profile.plain.items())
     )
     if rates:
         yield f"Plain windows: {rates} GB/s."
     spread = ", ".join(
         f"{each.name} {min(each.ratios):.2f} to {max(each.ratios):.2f}"
-        for each in found.phases
+        for each in profile.phases
         if len(each.ratios) > 1
     )
     if spread:
-        yield f"Of plain windows, from round to round: {spread}."
-    yield from (f"Note: {note}." for note in found.notes)
+        yield f"Ratio to plain windows, over the rounds: {spread}."
+    yield from (f"Note: {note}." for note in profile.notes)
     yield (
-        f"In all {figures.nbytes(found.read_bytes)} were read and {figures.nbytes(found.written_bytes)} written."
+        f"Total: {figures.nbytes(profile.read_bytes)} read, {figures.nbytes(profile.written_bytes)} written."
     )

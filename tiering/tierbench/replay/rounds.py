@@ -1,7 +1,7 @@
 """A run of ``tierbench profile``: the replay in rounds, between plain windows over files of the same drives.
 
-What the replay reaches of the windows' rates is what the engine's path leaves of a drive. Disks swing within minutes;
-in rounds that meets both sides.
+The ratio of the replay's rate to the rate of the plain windows is the part of a drive's speed that the engine reaches.
+The speed of disks varies within minutes; rounds let that affect both sides.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from tiering.tierbench.load import target
 from tiering.tierbench.load.windows import SAMPLE_SECONDS, Load, Watch, WorkFiles
 from tiering.tierbench.replay.pattern import Pattern
 from tiering.tierbench.replay.profile_result import Profile, Round, results
-from tiering.tierbench.replay.step import Replay, Taken
+from tiering.tierbench.replay.step import Replay, TurnResult
 from tiering.tierbench.result import Engine, Row, Sample, Settings, header
 from tiering.tierbench.verdict import rates_of
 from tiering.tierbench.words import ReadWrite
 
-RUNTIME = 10.0  # seconds of the replay, in all rounds
+RUNTIME = 10.0  # seconds of the replay, over all rounds
 ROUNDS = 6
 WINDOW = 0.4  # seconds of each plain window
-RAMP = 0.2  # of several directories: drives that differ do not end a window at the same time
+RAMP = 0.2  # seconds, with several directories: unequal drives do not end a window at the same time
 PLAIN: tuple[ReadWrite, ...] = ("read", "write", "rw")
-PLAIN_BYTES = 1 << 30  # of the files of plain windows, at most
-PLAIN_SHARE = 4  # one part in so many of what may be written is for plain windows
-FILES_SHARE = 4  # and one in so many of that is for the files, the rest for the windows themselves
-BOUNDLESS = 1 << 60  # bytes of a budget that is not to bound anything
+PLAIN_BYTES = 1 << 30  # the largest size of the files of plain windows
+PLAIN_SHARE = 4  # plain windows may write 1/4 of --max-write
+FILES_SHARE = 4  # 1/4 of that creates the files, the windows themselves write the remaining bytes
+BOUNDLESS = 1 << 60  # bytes of a budget without effect
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a command line asks for; None: what is usual. Sizes are bytes, times seconds."""
+class Request:
+    """The options of a command line; None: the default. Sizes are bytes, times seconds."""
 
     directories: tuple[Path, ...]
     pattern: Pattern = "mixed"
@@ -64,11 +64,11 @@ class Asked:
     command: str = "tierbench profile"
 
 
-def run(asked: Asked, phases: Phases | None = None) -> Profile:
-    """Replay what was asked for. After Ctrl-C the result is what there is until then.
+def run(asked: Request, phases: Phases | None = None) -> Profile:
+    """Run the replay. After Ctrl-C the result covers the turns until then.
 
-    Raises ConfigError and UnsafeTargetError for what will not be measured, SwapSpaceError where a directory does not
-    do, SwapError when a transfer fails, KeyboardInterrupt if nothing was replayed before it.
+    Raises ConfigError and UnsafeTargetError for requests that are refused, SwapSpaceError if a directory cannot hold
+    swap space, SwapError when a transfer fails, KeyboardInterrupt if nothing was replayed before it.
     """
     directories = target.check_all(asked.directories)
     config = configured(asked, directories)
@@ -79,9 +79,9 @@ def run(asked: Asked, phases: Phases | None = None) -> Profile:
         return _Run(asked, directories, config, planned.plan, phases).run(planned.model, planned.params)
 
 
-def configured(asked: Asked, directories: Sequence[Path]) -> TieringConfig:
-    """The configuration of the step: the file's, or all on NVMe; with what the command line says in its place."""
-    # The swap space of the model itself is not made, so no drive has to hold it.
+def configured(asked: Request, directories: Sequence[Path]) -> TieringConfig:
+    """The configuration of the step: the file's, or everything on NVMe, changed by the options of the command line."""
+    # The replay does not create the swap space of the model, so no drive has to hold it.
     tiers: dict[str, Any] = {"nvme_budget": BOUNDLESS}
     if asked.config is None:
         config = usual_config(directories[0])
@@ -95,91 +95,95 @@ def configured(asked: Asked, directories: Sequence[Path]) -> TieringConfig:
         tiers["host_budget"] = asked.host_budget
     if asked.state is not None:
         tiers["state"] = asked.state
-    named = {"engine": asked.ioengine, "block_size": asked.bs, "queue_depth": asked.iodepth}
-    io = {key: value for key, value in named.items() if value is not None}
+    io_options = {"engine": asked.ioengine, "block_size": asked.bs, "queue_depth": asked.iodepth}
+    io = {key: value for key, value in io_options.items() if value is not None}
     if io:
         tiers["io"] = config.tiering.io.model_dump() | io
     return with_changes(config, tiers=tiers)
 
 
 class _Run:
-    """A run under way."""
+    """One run."""
 
     def __init__(
         self,
-        asked: Asked,
+        asked: Request,
         directories: tuple[Path, ...],
         config: TieringConfig,
         plan: Plan,
         phases: Phases | None,
     ) -> None:
-        self._asked = asked
+        self._request = asked
         self._directories = directories
         self._tiers = config.tiering
         self._plan = plan
         self._phases = phases
         self._windows: list[list[Row]] = []  # before the first round, and after each
-        self._rounds: list[tuple[Taken, ...]] = []
+        self._rounds: list[tuple[TurnResult, ...]] = []
         self._notes: list[str] = []
-        self._cut = False  # whether --max-write has ended a plain window
+        self._is_cut = False  # --max-write has ended a plain window
 
     def run(self, model: str, params: int) -> Profile:
-        asked, load = self._asked, self._plan.workload
+        request, load = self._request, self._plan.workload
         targets = [target.describe(each) for each in self._directories]
-        begun = header(asked.command, targets)
+        run_header = header(request.command, targets)
         for each in targets:
             self._notes += target.warnings(Path(each.directory), each.backing)
-        size = target.file_size(self._directories, numjobs=1, bs=PAGE, requested=asked.size)
-        for_plain = None if asked.max_write is None else asked.max_write // PLAIN_SHARE
-        settings = self._settings(size, for_plain)
+        size = target.file_size(self._directories, numjobs=1, bs=PAGE, requested=request.size)
+        plain_writes = None if request.max_write is None else request.max_write // PLAIN_SHARE
+        settings = self._settings(size, plain_writes)
         with (
             Replay(
                 self._plan,
-                asked.pattern,
+                request.pattern,
                 self._directories,
                 self._tiers,
                 size=size,
-                with_kernels=asked.with_kernels,
-                most=None if asked.max_write is None or for_plain is None else asked.max_write - for_plain,
+                with_kernels=request.with_kernels,
+                write_limit=None
+                if request.max_write is None or plain_writes is None
+                else request.max_write - plain_writes,
             ) as replay,
-            WorkFiles(self._directories, size=settings.size) as ground,
-            Load(ground, settings) as windows,
+            WorkFiles(self._directories, size=settings.size) as work_files,
+            Load(work_files, settings) as windows,
         ):
-            ground.max_write = for_plain
+            work_files.max_write = plain_writes
             self._notes += [
-                f"{directory}: {what}" for directory, lost in ground.missing_features.items() for what in lost
+                f"{directory}: {feature}"
+                for directory, missing in work_files.missing_features.items()
+                for feature in missing
             ]
             interrupted = self._measure(replay, windows)
             read, written = replay.moved
-            read, written = read + ground.read_bytes, written + ground.written_bytes
+            read, written = read + work_files.read_bytes, written + work_files.written_bytes
         info, plain = replay.engine, _mean(rates_of(rows) for rows in self._windows)
-        found = tuple(results(replay.turns, self._between_windows(), plain))
-        if not found:
+        phases = tuple(results(replay.turns, self._between_windows(), plain))
+        if not phases:
             if interrupted:
                 raise KeyboardInterrupt
-            raise ConfigError("nothing was moved in that time: give more --runtime")
+            raise ConfigError("no bytes were moved in that time: give more --runtime")
         moving = dict.fromkeys(turn.phase for turn in replay.turns if turn.read + turn.written)
-        missing = [phase for phase in moving if phase not in {each.name for each in found}]
+        missing = [phase for phase in moving if phase not in {each.name for each in phases}]
         if missing and not interrupted:
             self._notes.append(
-                f"too little of {' and '.join(missing)} was replayed to tell: give more --runtime"
+                f"too little of {' and '.join(missing)} was replayed for a result: give more --runtime"
             )
         return Profile(
-            **begun,
+            **run_header,
             engine=Engine(ioengine=info.engine, flags=info.flags, passed_over=info.passed_over),
             bs=settings.bs,
             iodepth=settings.iodepth,
-            pattern=asked.pattern,
+            pattern=request.pattern,
             model=model,
             params=params,
             state=load.state_format,
-            gpu_memory=asked.gpu_memory,
+            gpu_memory=request.gpu_memory,
             micro_batches=load.micro_batches,
-            kernels=asked.with_kernels,
+            kernels=request.with_kernels,
             slots=self._plan.staging.slots,
             slot_bytes=self._plan.staging.slot_bytes,
             space_bytes=replay.space_bytes,
-            phases=found,
+            phases=phases,
             plain=plain.as_dict(),
             read_bytes=read,
             written_bytes=written,
@@ -187,11 +191,11 @@ class _Run:
             interrupted=interrupted,
         )
 
-    def _settings(self, size: int, for_plain: int | None) -> Settings:
-        """Those of the plain windows, which may write ``for_plain`` bytes."""
+    def _settings(self, size: int, plain_writes: int | None) -> Settings:
+        """The settings of the plain windows, which may write ``plain_writes`` bytes."""
         io = self._tiers.io
-        most = PLAIN_BYTES if for_plain is None else min(PLAIN_BYTES, for_plain // FILES_SHARE)
-        blocks = min(size, most // len(self._directories)) // io.block_size
+        file_bytes = PLAIN_BYTES if plain_writes is None else min(PLAIN_BYTES, plain_writes // FILES_SHARE)
+        blocks = min(size, file_bytes // len(self._directories)) // io.block_size
         return Settings(
             bs=io.block_size,
             iodepth=io.queue_depth,
@@ -203,21 +207,20 @@ class _Run:
         )
 
     def _measure(self, replay: Replay, windows: Load) -> bool:
-        """Rounds of the replay with plain windows around each; True if Ctrl-C has ended them."""
-        asked = self._asked
+        """Rounds of the replay with plain windows around each; whether Ctrl-C has ended them."""
+        request = self._request
         if not any(turn.read + turn.written for turn in replay.turns):
             raise ConfigError(
-                f"the plan moves nothing of the pattern {asked.pattern!r} over NVMe: lower --host-budget, or leave it"
-                " out"
+                f"the plan moves no bytes of the pattern {request.pattern!r} over NVMe: lower or omit --host-budget"
             )
-        began = time.monotonic()
+        start = time.monotonic()
         watch = self._phase("writing once", None)
-        replay.lay_out(_telling(replay, watch, began, None))
-        if not windows.lay_out(watch=_since(watch, began)).complete or not self._measure_plainly(windows):
+        replay.lay_out(_progress_report(replay, watch, start, None))
+        if not windows.lay_out(watch=_since(watch, start)).complete or not self._measure_plainly(windows):
             raise KeyboardInterrupt  # nothing was replayed
-        rounds = ROUNDS if asked.steps is None else 1
+        rounds = ROUNDS if request.steps is None else 1
         for number in range(1, rounds + 1):
-            seconds = None if asked.steps is not None else asked.runtime / rounds
+            seconds = None if request.steps is not None else request.runtime / rounds
             watch = self._phase("replay" if rounds == 1 else f"replay {number} of {rounds}", seconds)
             self._rounds.append(tuple(self._replay(replay, seconds, watch)))
             if replay.interrupted or not self._measure_plainly(windows):
@@ -228,87 +231,88 @@ class _Run:
 
     def _measure_plainly(self, windows: Load) -> bool:
         """Windows of reads, writes and both; False if one was interrupted."""
-        began, rows = time.monotonic(), list[Row]()
+        start, rows = time.monotonic(), list[Row]()
         self._windows.append(rows)
         watch = self._phase("plain windows", WINDOW * len(PLAIN))
         for rw in PLAIN:
             ramp = windows.settings.ramp_time
-            row = windows.run(rw, seconds=WINDOW, ramp=ramp, watch=_since(watch, began))
-            if windows.work_files.full:  # no rate of what it was to be: some blocks, or reads alone of a mix
-                self._cut = True
+            row = windows.run(rw, seconds=WINDOW, ramp=ramp, watch=_since(watch, start))
+            # The window is cut short: its rate is that of a few blocks, or of a mix without writes.
+            if windows.work_files.full:
+                self._is_cut = True
             else:
                 rows.append(row)
             if not row.complete:
                 return False
         return True
 
-    def _replay(self, replay: Replay, seconds: float | None, watch: Watch | None) -> list[Taken]:
-        """Turns for so many seconds: each for its share of them, or, if all come to their end so, whole steps.
+    def _replay(self, replay: Replay, seconds: float | None, watch: Watch | None) -> list[TurnResult]:
+        """Replay turns for ``seconds``, each for a part of them, or whole steps if all turns complete in that time.
 
-        None: the steps that were asked for.
+        None: replay ``--steps`` steps.
         """
-        began, taken = time.monotonic(), list[Taken]()
-        tell = _telling(replay, watch, began, seconds)
-        waiting, left = sum(turn.read + turn.written > 0 for turn in replay.turns), seconds
+        start, results = time.monotonic(), list[TurnResult]()
+        report = _progress_report(replay, watch, start, seconds)
+        turns_left, seconds_left = sum(turn.read + turn.written > 0 for turn in replay.turns), seconds
         for turn in replay.turns:
-            until = None
-            if left is not None and turn.read + turn.written:
-                until = time.monotonic() + left / waiting
-                waiting -= 1
-            taken.append(replay.take(turn, until, tell))
-            if left is not None:  # what a turn that was cut had under way is waited for, in nobody's time
-                left -= taken[-1].seconds
+            deadline = None
+            if seconds_left is not None and turn.read + turn.written:
+                deadline = time.monotonic() + seconds_left / turns_left
+                turns_left -= 1
+            results.append(replay.replay_turn(turn, deadline, report))
+            if seconds_left is not None:  # the wait for the transfers of a turn that was cut does not count
+                seconds_left -= results[-1].seconds
             if replay.interrupted or replay.full:
-                return taken
-        if all(each.complete for each in taken):
-            once, steps = time.monotonic() - began, 1
+                return results
+        if all(each.complete for each in results):
+            step_seconds, steps = time.monotonic() - start, 1
             while (
-                steps < (self._asked.steps or 1)
+                steps < (self._request.steps or 1)
                 if seconds is None
-                else time.monotonic() + once <= began + seconds
+                else time.monotonic() + step_seconds <= start + seconds
             ):
                 steps += 1
                 for turn in replay.turns:
-                    taken.append(replay.take(turn, None, tell))
-                    if not taken[-1].complete:
-                        return taken
-            # Writes run on into the forward that comes next: here they are waited for, and are the step's.
-            taken[-1] = replace(taken[-1], seconds=taken[-1].seconds + replay.settle())
-        return taken
+                    results.append(replay.replay_turn(turn, None, report))
+                    if not results[-1].complete:
+                        return results
+            # Writes continue into the next forward: here the step waits for them, and their time counts.
+            results[-1] = replace(results[-1], seconds=results[-1].seconds + replay.settle())
+        return results
 
     def _phase(self, name: str, seconds: float | None) -> Watch | None:
         return None if self._phases is None else self._phases.phase(name, seconds)
 
     def _between_windows(self) -> Iterator[Round]:
-        """The rounds, with what plain windows before and after each have found."""
+        """The rounds, each with the mean rates of the plain windows before and after it."""
         for number, taken in enumerate(self._rounds):
             yield Round(taken, _mean(rates_of(rows) for rows in self._windows[number : number + 2]))
 
     def _remarks(self, replay: Replay) -> Iterator[str]:
         if replay.full:
-            most = format_size(self._asked.max_write or 0)
-            yield f"ended early: no more than --max-write {most} may be written"
-        if self._cut:
+            limit = format_size(self._request.max_write or 0)
+            yield f"ended early at --max-write {limit}"
+        if self._is_cut:
             yield (
-                "the plain windows' share of --max-write was used up: those that it cut short do not count, and no"
-                " figure is made without them"
+                "the plain windows' share of --max-write was used up: windows that it cut short do not count, and"
+                " figures that need them are missing"
             )
         if replay.fetches_alone:
             load = self._plan.workload
             remedy = (
                 "raise device_budget" if load.prefetch_bytes else "set stage3_prefetch_bucket_size above 0"
             )
-            yield f"no block is read while another is used, since there is room for one alone: {remedy}"
+            yield f"no block is read while another is used, because there is room for only one: {remedy}"
 
 
 def _mean(rates: Iterable[Rates]) -> Rates:
-    found = [each.as_dict() for each in rates]
-    names = {name for each in found for name in each}
-    return Rates(**{name: fmean(each[name] for each in found if name in each) for name in names})
+    values = [each.as_dict() for each in rates]
+    names = {name for each in values for name in each}
+    return Rates(**{name: fmean(each[name] for each in values if name in each) for name in names})
 
 
 def _since(watch: Watch | None, began: float) -> Watch | None:
-    """``watch`` for several windows in a row: a sample's time is since ``began``."""
+    """``watch`` for several successive windows: the time of a sample counts from ``start``."""
     if watch is None:
         return None
 
@@ -318,8 +322,10 @@ def _since(watch: Watch | None, began: float) -> Watch | None:
     return tell
 
 
-def _telling(replay: Replay, watch: Watch | None, began: float, seconds: float | None) -> Callable[[], None]:
-    """What tells ``watch`` of the replay's progress when it is called now and then."""
+def _progress_report(
+    replay: Replay, watch: Watch | None, began: float, seconds: float | None
+) -> Callable[[], None]:
+    """A function that reports the progress of the replay to ``watch``, to be called from time to time."""
     at, last = began, replay.moved
 
     def tell() -> None:

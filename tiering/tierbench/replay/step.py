@@ -1,8 +1,9 @@
 """A training step without its arithmetic: the engine's transfers, through its own swap space, arenas and I/O.
 
-Which bytes move, in which order and how many at once follows from the plan; tests hold the transfers against those of
-the engine. Nothing computes in forward and backward. In the update only the optimizer's kernels do, if they are asked
-for. Memory is what the plan gives the engine for what is on its way; what the plan keeps in memory takes none.
+The plan determines which bytes move, in which order, and how many at once; tests compare the transfers with those of
+the engine. Nothing computes in forward and backward, and in the update only the optimizer's kernels, if they are
+requested. The replay uses the memory that the plan gives the engine for data in transit, and none for data that stays
+in memory.
 """
 
 from __future__ import annotations
@@ -22,16 +23,25 @@ from tiering.storage.aio import AioContext
 from tiering.storage.io_stats import EngineInfo
 from tiering.storage.swap_space import Section, SwapSpace
 from tiering.tierbench.replay.fetching import Ended, Fetches, Transfers
-from tiering.tierbench.replay.pattern import Kind, Pattern, Shared, Turn, around, order_of, share, turns_of
+from tiering.tierbench.replay.pattern import (
+    Kind,
+    Pattern,
+    SharedExtents,
+    Turn,
+    pass_orders,
+    share_extents,
+    turns_of,
+    with_parents,
+)
 from tiering.tierbench.replay.stepping import Gradients, Kernel, Tile, Tiles, scratch_bytes
 
-MEMORY_SHARE = 0.8  # of what is free, at most
+MEMORY_FRACTION = 0.8  # of the free memory, at most
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer state")
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What came of a turn: bytes that C has counted, seconds of waiting for them (``stalled``) and of kernels."""
+class TurnResult:
+    """A replayed turn: bytes as C counts them, seconds in all, of waiting (``stalled``), of kernels (``computed``)."""
 
     turn: Turn
     seconds: float
@@ -43,10 +53,10 @@ class Taken:
 
     @property
     def turns(self) -> float:
-        """How much of the turn it was: 1 if it came to its end.
+        """The fraction of the turn that was replayed: 1 if it is complete.
 
-        What was begun has been read and is not written yet, so the direction that is behind counts: of both together
-        a turn that is cut early would seem faster than the drive.
+        Tiles under way have been read and are not written yet, so the direction that is behind counts: the sum of both
+        would make a turn that is cut early seem faster than the drive.
         """
         if self.complete:
             return 1.0
@@ -55,10 +65,10 @@ class Taken:
 
 
 class Replay:
-    """Steps of ``plan`` in ``size`` bytes of each of ``directories``; ``config`` says how bytes travel.
+    """Replays steps of ``plan`` in ``size`` bytes of each of ``directories``, with the I/O settings of ``config``.
 
-    ``most``: bytes that it may write in all. Raises ConfigError where ``size`` or memory does not do, SwapSpaceError
-    where a directory does not.
+    ``write_limit``: bytes that it may write in all. Raises ConfigError if ``size`` or the free memory is too small,
+    SwapSpaceError if a directory cannot hold swap space.
     """
 
     def __init__(
@@ -70,17 +80,17 @@ class Replay:
         *,
         size: int,
         with_kernels: bool = False,
-        most: int | None = None,
+        write_limit: int | None = None,
     ) -> None:
         self.plan = plan
         self.turns = turns_of(plan, pattern)
         self.interrupted = False
         _check_memory(plan, with_kernels)
-        shared = share(plan, pattern, size, len(directories))
+        shared = share_extents(plan, pattern, size, len(directories))
         self.space_bytes = sum(each.nbytes for each in shared.values())
-        if most is not None and most <= self.space_bytes:
+        if write_limit is not None and write_limit <= self.space_bytes:
             raise ConfigError(
-                f"--max-write {format_size(most)} is used up by writing the swap space once"
+                f"--max-write {format_size(write_limit)} does not exceed the swap space, which is written once"
                 f" ({format_size(self.space_bytes)}): raise it, or give a smaller --size"
             )
         io = config.io
@@ -105,21 +115,26 @@ class Replay:
             self._aio.close()
             raise
         try:
-            self._build(plan, pattern, shared, with_kernels, most)
+            self._build(plan, pattern, shared, with_kernels, write_limit)
         except BaseException:
             self.close()
             raise
 
     def _build(
-        self, plan: Plan, pattern: Pattern, shared: dict[Kind, Shared], with_kernels: bool, most: int | None
+        self,
+        plan: Plan,
+        pattern: Pattern,
+        shared: dict[Kind, SharedExtents],
+        with_kernels: bool,
+        write_limit: int | None,
     ) -> None:
-        made = {
+        allocated = {
             kind: [self._space.allocate(size, (kind,), kind) for size in each.sizes]
             for kind, each in shared.items()
         }
-        self._extents = [extent for each in made.values() for extent in each]
+        self._extents = [extent for each in allocated.values() for extent in each]
         params, grads, states = (
-            [None if number is None else made[kind][number] for number in shared[kind].extents]
+            [None if number is None else allocated[kind][number] for number in shared[kind].extents]
             for kind in _KINDS
         )
         load = plan.workload
@@ -133,75 +148,80 @@ class Replay:
             )
             for planned, state in zip(plan.sub_groups, states, strict=True)
         ]
-        self._transfers = Transfers(self._space, most)
-        self._transfers.requested_writes = self.moved[1]  # several directories were measured, to divide it
+        self._transfers = Transfers(self._space, write_limit)
+        # Several directories were measured by writing, to divide the swap space over them.
+        self._transfers.requested_writes = self.moved[1]
         self._kernel = Kernel(plan) if with_kernels else None
         self._tiles = Tiles(plan, tiles, self._transfers, self._kernel)
         self._gradients = Gradients(plan, grads, self._transfers, numbers=with_kernels)
         self._groups = plan.workload.groups
-        self._forward, self._backward = ([], []) if pattern == "optimizer" else order_of(self._groups)
+        self._forward, self._backward = ([], []) if pattern == "optimizer" else pass_orders(self._groups)
         self._fetches = Fetches(plan, params, (self._forward, self._backward), self._transfers)
         for arena in (self._tiles.staging, self._gradients.window, *self._fetches.arenas):
             self._aio.register(arena)
 
     @property
     def engine(self) -> EngineInfo:
-        """The I/O engine that is in use, and how."""
+        """The I/O engine in use, and its features."""
         return self._aio.info
 
     @property
     def full(self) -> bool:
-        """Whether a turn has ended because no more may be written."""
+        """Whether a turn has ended at the limit of written bytes."""
         return self._transfers.full
 
     @property
     def fetches_alone(self) -> bool:
-        """Whether most groups of parameters were used while no other was being read."""
+        """Whether most waits for a group of parameters happened while no other group was ahead."""
         return self._fetches.waits < 2 * self._fetches.lone_waits
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Bytes read and written so far, preparation included, as C has counted them."""
+        """Bytes read and written so far, including preparation, as C has counted them."""
         stats = self._aio.stats()
         return sum(each.read.bytes for each in stats), sum(each.write.bytes for each in stats)
 
-    def lay_out(self, tell: Callable[[], None] = lambda: None) -> None:
-        """Write everything once: first writes cost more, and what was never written costs a read nothing."""
+    def lay_out(self, report: Callable[[], None] = lambda: None) -> None:
+        """Write all extents once: first writes cost more than later ones, reads of unwritten blocks nothing."""
         staging, chunk = self._tiles.staging, self.plan.staging.slot_bytes
         for extent in self._extents:
             for offset in range(0, extent.nbytes, chunk):
                 nbytes = min(chunk, extent.nbytes - offset)
                 lease = staging.lease(nbytes, "staging")
                 lease.retire(self._transfers.write(extent, lease, 0, offset, nbytes))
-                tell()
+                report()
         staging.drain()
 
-    def take(self, turn: Turn, until: float | None = None, tell: Callable[[], None] = lambda: None) -> Taken:
-        """Replay ``turn``, as far as it comes by ``until`` (time.monotonic), and ``tell`` now and then.
+    def replay_turn(
+        self, turn: Turn, deadline: float | None = None, report: Callable[[], None] = lambda: None
+    ) -> TurnResult:
+        """Replay ``turn`` until its end or the ``deadline`` (time.monotonic); call ``report`` from time to time.
 
-        Ctrl-C ends it, too; then nothing more can be replayed.
+        Ctrl-C ends it, too; after that no turn can be replayed.
         """
         transfers, kernel = self._transfers, self._kernel
-        transfers.deadline, transfers.report = until, tell
+        transfers.deadline, transfers.report = deadline, report
         read, written = self.moved
-        ahead, stalled = self._tiles.read_bytes, transfers.stalled
+        ahead_before, stalled = self._tiles.read_bytes, transfers.stalled
         computed = 0.0 if kernel is None else kernel.seconds
-        began, complete = time.monotonic(), True
+        start, complete = time.monotonic(), True
         try:
-            {"forward": self._go_forward, "backward": self._go_backward, "step": self._step}[turn.phase](turn)
+            {"forward": self._forward_pass, "backward": self._backward_pass, "step": self._step}[turn.phase](
+                turn
+            )
         except Ended:
             complete = False
         except KeyboardInterrupt:
             complete, self.interrupted = False, True
-        seconds = time.monotonic() - began
-        now = self.moved
-        # What a backward reads of the state is the step's.
-        left = 0 if turn.phase == "step" else self._tiles.read_bytes
-        taken = Taken(
+        seconds = time.monotonic() - start
+        moved = self.moved
+        # State that a backward reads counts as a read of the step.
+        ahead_after = 0 if turn.phase == "step" else self._tiles.read_bytes
+        result = TurnResult(
             turn,
             seconds,
-            now[0] - read + ahead - left,
-            now[1] - written if turn.written else 0,
+            moved[0] - read + ahead_before - ahead_after,
+            moved[1] - written if turn.written else 0,
             transfers.stalled - stalled,
             0.0 if kernel is None else kernel.seconds - computed,
             complete,
@@ -211,17 +231,17 @@ class Replay:
             self._gradients.forget()
             if turn.phase == "step":
                 self._tiles.forget()
-        return taken
+        return result
 
     def settle(self) -> float:
-        """Wait until nothing is under way, and return the seconds that took."""
-        began = time.monotonic()
+        """Wait for all transfers; returns the seconds of waiting."""
+        start = time.monotonic()
         for extent in self._extents:
             self._space.settle(extent)
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     def close(self) -> None:
-        """End the threads of C, and give back the space. What was not begun is taken back."""
+        """End the threads of C and free the swap space. Transfers that have not started are cancelled."""
         self._aio.close()
         self._space.close()
 
@@ -233,26 +253,26 @@ class Replay:
     ) -> None:
         self.close()
 
-    def _go_forward(self, turn: Turn) -> None:
+    def _forward_pass(self, turn: Turn) -> None:
         self._fetches.begin(backward=False)
         in_use: list[int] = []
         for group in [*self._forward, None]:
-            kept = set() if group is None else around(self._groups, group)
-            for other in [other for other in reversed(in_use) if other not in kept]:
+            enclosing = set() if group is None else with_parents(self._groups, group)
+            for other in [other for other in reversed(in_use) if other not in enclosing]:
                 in_use.remove(other)
                 self._fetches.release(other)
             if group is not None:
                 self._fetches.acquire(group)
                 in_use.append(group)
 
-    def _go_backward(self, turn: Turn) -> None:
+    def _backward_pass(self, turn: Turn) -> None:
         if turn.last:
             self._tiles.expect()
         self._fetches.begin(backward=True)
         live: list[int] = []
         for group in [*self._backward, None]:
-            kept = set() if group is None else around(self._groups, group)
-            for other in [other for other in live if other not in kept]:
+            enclosing = set() if group is None else with_parents(self._groups, group)
+            for other in [other for other in live if other not in enclosing]:
                 live.remove(other)
                 if turn.gradients:
                     self._gradients.close(other)
@@ -277,8 +297,8 @@ def _check_memory(plan: Plan, with_kernels: bool) -> None:
     needed += 0 if plan.workload.fetch_by_copy else plan.working_bytes
     needed += scratch_bytes(plan) if with_kernels else 0
     limit, in_use = host_memory()
-    if needed > (limit - in_use) * MEMORY_SHARE:
+    if needed > (limit - in_use) * MEMORY_FRACTION:
         raise ConfigError(
-            f"what is on its way needs {format_size(needed)} of memory, but {format_size(limit - in_use)} are free:"
+            f"the replay needs {format_size(needed)} of memory, but {format_size(limit - in_use)} are free:"
             " free some, give a --host-budget, or fewer --params"
         )

@@ -242,9 +242,9 @@ class Kernel:
 
     def step(self, tile: Tile, slot: Lease | None) -> None:
         load, numel = self._load, tile.planned.numel
-        here = self._scratch.address + self._turn * self._room
+        scratch = self._scratch.address + self._turn * self._room
         self._turn = (self._turn + 1) % SCRATCH
-        state, param, grad = here, here + self._param_at, here + self._grad_at
+        state, param, grad = scratch, scratch + self._param_at, scratch + self._grad_at
         if slot is not None:
             state = slot.address if tile.state is not None else state
             param = slot.address + self._slots.param_offset if tile.param is not None else param

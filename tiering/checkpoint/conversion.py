@@ -1,6 +1,6 @@
-"""A checkpoint's weights as files that anybody loads, and such files as a checkpoint. Needs neither a model nor torch.
+"""Converts a checkpoint to safetensors files and safetensors files to a checkpoint. Needs neither a model nor torch.
 
-Tensors are streamed in windows, and compared with their sums as they are read.
+Tensors are streamed through windows, and compared with their checksums as they are read.
 """
 
 from __future__ import annotations
@@ -34,28 +34,32 @@ from tiering.weights.tensor_file import Output, TensorSpec
 from tiering.weights.writer import WeightWriter
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-"""What parameters may be converted to, and what files call it."""
+"""The dtypes that parameters may be converted to, with their names in safetensors files."""
 
 FIRST_TAG = "global_step0"
 
-_IN_CONFIG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_CONFIG_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
-_PLAIN = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "C64")
+_BUFFER_DTYPES = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "C64")
 
-Told = Callable[[int], None]
-"""Is told bytes as they are read."""
+OnRead = Callable[[int], None]
+"""Called with the bytes of each read."""
 
 
 @dataclass
 class Converted:
-    """What was written: parameters and buffers. ``overflowed``: finite elements that became infinite, by tensor."""
+    """The result of a conversion: counts of written parameters and buffers.
+
+    ``overflowed`` counts finite elements that became infinite, by tensor. ``excluded`` are parameters that the
+    checkpoint does not have. ``caveat`` is a warning about a property of the checkpoint that cannot be checked.
+    """
 
     tensors: int = 0
     numel: int = 0
     nbytes: int = 0
     overflowed: dict[str, int] = field(default_factory=dict)
-    excluded: tuple[str, ...] = ()  # parameters that the checkpoint does not have
-    caveat: str = ""  # what nothing can tell about the checkpoint
+    excluded: tuple[str, ...] = ()
+    caveat: str = ""
 
 
 def to_weights(
@@ -63,15 +67,16 @@ def to_weights(
     into: Path,
     dtype: str = "fp32",
     *,
-    most_bytes: int | None = None,
+    max_shard_bytes: int | None = None,
     config: Mapping[str, Any] | None = None,
     exclude_frozen: bool = False,
-    on_read: Told = lambda _: None,
+    on_read: OnRead = lambda _: None,
 ) -> Converted:
-    """Write the parameters of ``checkpoint`` in ``dtype``, and its buffers, as safetensors into the directory ``into``.
+    """Writes the parameters of ``checkpoint`` in ``dtype``, and its buffers, as safetensors to the directory ``into``.
 
-    They are rounded as the engine rounds: what it trains in 16 bits is what comes out. ``config``, a model's
-    config.json, is put beside them, and told the dtype. Raises CheckpointError or WeightsError.
+    Rounding is the engine's: a 16-bit ``dtype`` gives the engine's 16-bit parameters. ``config``, the content of a
+    model's config.json, is written to the same directory with its dtype replaced. Shards
+    have at most ``max_shard_bytes``. Raises CheckpointError or WeightsError.
     """
     files, parameters = checkpoint.with_buffers(0), checkpoint.manifest.parameters
     frozen = {name for name, each in parameters.items() if exclude_frozen and not each.trained}
@@ -84,14 +89,14 @@ def to_weights(
     )
     order = [part for spec in specs for part in files.parts_of(files.tensors[spec.name])]
     with (
-        WeightWriter(into, specs, most_bytes=most_bytes) as writer,
+        WeightWriter(into, specs, max_shard_bytes=max_shard_bytes) as writer,
         WeightReader(files, IoConfig(), order) as reader,
     ):
         if config is not None:
-            text = json.dumps(_with_dtype(config, _IN_CONFIG[dtype]), indent=2, sort_keys=True)
+            text = json.dumps(_with_dtype(config, _CONFIG_DTYPES[dtype]), indent=2, sort_keys=True)
             (writer.folder / "config.json").write_text(text + "\n")
         for spec in specs:
-            for values in _converted(reader, files, spec, converted, on_read):
+            for values in _convert(reader, files, spec, converted, on_read):
                 writer.append(values)
     return converted
 
@@ -102,29 +107,29 @@ def to_checkpoint(
     tag: str = FIRST_TAG,
     dtype: str | None = None,
     *,
-    on_read: Told = lambda _: None,
+    on_read: OnRead = lambda _: None,
 ) -> Converted:
-    """Make the tensors of ``files`` the checkpoint ``tag`` of the directory ``into``: step 0, no optimizer state.
+    """Writes the tensors of ``files`` as the checkpoint ``tag`` of the directory ``into``: step 0, no optimizer state.
 
-    Those of floating point are its parameters, in ``dtype`` or as they are; whatever else there is counts as buffers.
+    Floating-point tensors become parameters, in ``dtype`` or in their own dtype; all others become buffers.
     Raises CheckpointError or WeightsError.
     """
     parameters, buffers = list[TensorSpec](), list[TensorSpec]()
     for name, stored in files.tensors.items():
         if stored.dtype in FLOATS:
             parameters.append(TensorSpec(name, DTYPES[dtype] if dtype else stored.dtype, stored.shape))
-        elif stored.dtype in _PLAIN:
+        elif stored.dtype in _BUFFER_DTYPES:
             buffers.append(TensorSpec(name, stored.dtype, stored.shape))
         else:
             raise damaged(
                 stored.file,
                 f"{name!r} is {stored.dtype}",
-                "quantised weights cannot be trained: dequantise them and save them anew",
+                "quantised weights cannot be trained: dequantise them and save them again",
             )
     directory = CheckpointDirectory(into)
     try:
         if any(saved.tag == tag for saved in directory.tags()):
-            raise CheckpointError(f"{into} has a checkpoint {tag!r} already; name another directory or --tag")
+            raise CheckpointError(f"{into} already has a checkpoint {tag!r}; name another directory or --tag")
         run = new_run()
         partial = directory.begin(tag, run=run)
         try:
@@ -144,9 +149,9 @@ def _write_checkpoint(
     run: str,
     parameters: list[TensorSpec],
     buffers: list[TensorSpec],
-    on_read: Told,
+    on_read: OnRead,
 ) -> Converted:
-    """All files of a checkpoint of one rank."""
+    """Writes all files of a checkpoint with one rank."""
     converted, save = Converted(), new_save()
     contents = {WEIGHTS: _widest_first(parameters), "rank": _widest_first(buffers)}
     order = [files.tensors[spec.name] for specs in contents.values() for spec in specs]
@@ -159,7 +164,7 @@ def _write_checkpoint(
     ):
         for kind, specs in contents.items():
             for spec in specs:
-                for values in _converted(reader, files, spec, converted, on_read):
+                for values in _convert(reader, files, spec, converted, on_read):
                     writer.append(kind, values)
         record = writer.finish({"buffers": [each.name for each in buffers]})
     Manifest(
@@ -180,14 +185,14 @@ def _write_checkpoint(
 
 
 def _widest_first(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """In an order in which each tensor begins at a multiple of its element's size."""
+    """``specs`` in descending order of element size, so that each tensor is aligned to its element size."""
     return sorted(specs, key=lambda spec: -nbytes_of(spec.dtype, 1))
 
 
-def _converted(
-    reader: WeightReader, files: WeightFiles, spec: TensorSpec, converted: Converted, on_read: Told
+def _convert(
+    reader: WeightReader, files: WeightFiles, spec: TensorSpec, converted: Converted, on_read: OnRead
 ) -> Iterator[np.ndarray]:
-    """The bytes of ``spec``, a window after the other."""
+    """The bytes of ``spec``, window by window."""
     stored = files.tensors[spec.name]
     for part in files.parts_of(stored):
         step = WINDOW_BYTES // part.itemsize
@@ -205,21 +210,21 @@ def _converted(
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """``config`` as transformers would write it for weights of ``dtype``; older versions called that torch_dtype."""
+    """``config`` with ``dtype``, as current transformers writes it; older versions used the key torch_dtype."""
     return {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}
 
 
-def _in_dtype(raw: np.ndarray, stored: str, wanted: str) -> tuple[np.ndarray, int]:
-    """The bytes ``raw`` of ``stored`` elements as ``wanted``, and how many of them have overflowed."""
-    if stored == wanted:
+def _in_dtype(raw: np.ndarray, source: str, target: str) -> tuple[np.ndarray, int]:
+    """The bytes ``raw`` converted from dtype ``source`` to ``target``, and the number of elements that overflowed."""
+    if source == target:
         return raw, 0
     with np.errstate(over="ignore"):
-        wide = _in_fp32(raw, stored)
-    if wanted == "BF16":
+        wide = _in_fp32(raw, source)
+    if target == "BF16":
         rounded = np.empty(wide.size, dtype="<u2")
         kernels.split(rounded.ctypes.data, 0, wide.ctypes.data, wide.size)
         return rounded.view(np.uint8), 0
-    if wanted == "F16":
+    if target == "F16":
         with np.errstate(over="ignore"):
             half = wide.astype("<f2")
         return half.view(np.uint8), int(np.count_nonzero(np.isinf(half) & np.isfinite(wide)))

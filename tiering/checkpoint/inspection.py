@@ -1,4 +1,4 @@
-"""What a directory of checkpoints holds, what a checkpoint is made of, and whether it is whole. Loads no torch."""
+"""Lists the checkpoints of a directory, describes a checkpoint, and checks its integrity. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from tiering.checkpoint.reader import Checkpoint, open_checkpoint
 from tiering.checkpoint.root import Root
 from tiering.errors import CheckpointError
 
-Told = Callable[[int], None]
-"""Is told how many more bytes were read."""
+OnRead = Callable[[int], None]
+"""Called with the bytes of each read."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tag of a directory. Where sizes or headers are wrong ``step`` is None, and ``damage`` says what is."""
+    """A checkpoint of a directory. If sizes or headers are wrong, ``step`` is None and ``damage`` is the problem.
+
+    ``time`` is in seconds since the epoch.
+    """
 
     tag: str
-    time: float  # seconds since the epoch
+    time: float
     nbytes: int
     step: int | None
     damage: str = ""
@@ -34,21 +37,25 @@ class Entry:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a directory holds. ``latest`` is the tag of that name, or ``lost`` says why there is none."""
+    """The content of a checkpoint directory.
+
+    ``latest`` is the tag to resume from; if there is none, ``lost`` is the reason. ``partials`` has the bytes of
+    unfinished saves by name.
+    """
 
     path: Path
     entries: tuple[Entry, ...]
     latest: str | None
     lost: str
-    partials: Mapping[str, int]  # bytes
+    partials: Mapping[str, int]
 
     @property
     def whole(self) -> bool:
-        """Whether nothing was found to be damaged."""
+        """Whether no damage was found."""
         return not self.lost and not any(entry.damage for entry in self.entries)
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """The object as a JSON value."""
         return {
             "path": str(self.path),
             "latest": self.latest,
@@ -77,9 +84,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint is. Without a ``manifest`` nothing of it could be read; ``checked`` bytes had their sums.
+    """The description of a checkpoint, and its damage.
 
-    ``caveat`` is what nothing can tell about it.
+    Without a ``manifest``, the checkpoint could not be read. ``checked`` is the number of bytes compared with their
+    checksums. ``caveat`` is a warning about a property that cannot be checked.
     """
 
     path: Path
@@ -92,11 +100,11 @@ class Inspection:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing was found to be damaged."""
+        """Whether no damage was found."""
         return not self.damage
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """The object as a JSON value."""
         manifest = self.manifest
         about = None if manifest is None else _about(manifest)
         return {
@@ -109,7 +117,7 @@ class Inspection:
                     "file": each.file and each.file.name,
                     "page": each.page,
                     "tensors": list(each.names),
-                    "what": each.what,
+                    "what": each.problem,
                 }
                 for each in self.damage
             ],
@@ -122,7 +130,7 @@ class Inspection:
 
 
 def list_checkpoints(path: Path) -> Listing:
-    """The checkpoints in the directory ``path``; of each, sizes and headers are looked at."""
+    """The checkpoints in the directory ``path``, with their sizes and headers checked."""
     directory = CheckpointDirectory(path)
     lost, latest = "", None
     try:
@@ -140,19 +148,19 @@ def list_checkpoints(path: Path) -> Listing:
     )
 
 
-def inspect(path: Path, *, quick: bool = False, on_read: Told = lambda _: None) -> Inspection:
-    """What the checkpoint in ``path`` is; unless it is to be ``quick``, all of it is read."""
+def inspect(path: Path, *, quick: bool = False, on_read: OnRead = lambda _: None) -> Inspection:
+    """Describes the checkpoint in ``path``; unless ``quick``, reads and checks all of its bytes."""
     nbytes = _bytes_below(path)
     manifest: Manifest | None = None
-    found: list[Damage] = []
+    damage: list[Damage] = []
     try:
         manifest = Manifest.read(path)
-        found = _wrong_files(path, manifest)
-        checkpoint = open_checkpoint(path) if not found else None
+        damage = _wrong_files(path, manifest)
+        checkpoint = open_checkpoint(path) if not damage else None
     except CheckpointError as error:
-        checkpoint, found = None, [Damage(None, error.message)]
+        checkpoint, damage = None, [Damage(None, error.message)]
     if checkpoint is None:
-        return Inspection(path, manifest, {}, nbytes, 0, tuple(found))
+        return Inspection(path, manifest, {}, nbytes, 0, tuple(damage))
     checked = 0
 
     def count(read: int) -> None:
@@ -161,8 +169,8 @@ def inspect(path: Path, *, quick: bool = False, on_read: Told = lambda _: None) 
         on_read(read)
 
     if not quick:
-        found = list(damages(checkpoint, count))
-    return Inspection(path, manifest, _kinds(checkpoint), nbytes, checked, tuple(found), checkpoint.caveat)
+        damage = list(damages(checkpoint, count))
+    return Inspection(path, manifest, _kinds(checkpoint), nbytes, checked, tuple(damage), checkpoint.caveat)
 
 
 def _entry(directory: CheckpointDirectory, saved: Saved) -> Entry:
@@ -182,11 +190,11 @@ def _time(saved: Saved) -> float:
 
 
 def _wrong_files(path: Path, manifest: Manifest) -> list[Damage]:
-    """Each file that checkpoint.json does not vouch for."""
+    """The files that do not agree with checkpoint.json."""
     root = Root(path, manifest)
-    wrong = [Damage(file, what) for file, what in root.wrong_sizes()]
-    # A damaged page of checksums is an error of each file that it is for.
-    return wrong or [Damage(None, words) for words in dict.fromkeys(error.message for error in root.errors())]
+    wrong = [Damage(file, problem) for file, problem in root.wrong_sizes()]
+    # A damaged page of checksums is an error of every file with checksums in it; report it once.
+    return wrong or [Damage(None, text) for text in dict.fromkeys(error.message for error in root.errors())]
 
 
 def _kinds(checkpoint: Checkpoint) -> dict[str, Kind]:
@@ -218,7 +226,7 @@ def _about(manifest: Manifest) -> dict[str, Any]:
 
 
 def _bytes_below(path: Path) -> int:
-    """What the files there have, as far as they can be seen: a save may be under way."""
+    """The bytes of the files in ``path``; files that a concurrent save removes meanwhile are skipped."""
     total = 0
     for file in (path, *path.rglob("*")):
         with contextlib.suppress(OSError):

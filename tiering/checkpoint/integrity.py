@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: every page of every file compared with its sum, at the speed of the disk."""
+"""Integrity check of a checkpoint: compares every page of every file with its checksum, at the speed of the disk."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tiering.weights.reader import WINDOW_BYTES, WeightReader
 
 @dataclass(frozen=True)
 class Damage:
-    """``what`` is wrong with ``file``, on its page number ``page``, where tensors ``names`` lie.
+    """A ``problem`` on page number ``page`` of ``file``, which holds parts of the tensors ``names``.
 
-    Without a file ``what`` says all.
+    If ``file`` is None, ``problem`` names the file.
     """
 
     file: Path | None
-    what: str
+    problem: str
     page: int | None = None
     names: tuple[str, ...] = ()
 
 
 def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: None) -> Iterator[Damage]:
-    """What of ``checkpoint`` is not as it was written. ``on_read`` is told bytes as they are read.
+    """Yields the damaged pages of ``checkpoint``. ``on_read`` is called with the bytes of each read.
 
-    Takes the memory of a WeightReader.
+    Needs the memory of one WeightReader.
     """
     stored = _stored(checkpoint)
     for number in range(checkpoint.manifest.world_size):
@@ -43,7 +43,8 @@ def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: N
         else:
             stored[rank.tensors.path] = list(rank.tensors.tensors.values())
     files = _as_bytes(checkpoint)
-    unread: set[str] = set()  # a damaged page of sums is in the way of many pages that they are for
+    # One damaged page of checksums makes many pages unreadable; report it once.
+    unread: set[str] = set()
     with WeightReader(files, IoConfig(), order=files.tensors.values()) as reader:
         for file, whole in zip(checkpoint.sums, files.tensors.values(), strict=True):
             for first in range(0, whole.nbytes, WINDOW_BYTES):
@@ -59,12 +60,12 @@ def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: N
                 else:
                     for page in pages:
                         names = _between(stored.get(file, ()), page * PAGE, (page + 1) * PAGE)
-                        yield Damage(file, "it is not what was written: another CRC32C", page, names)
+                        yield Damage(file, "CRC32C mismatch", page, names)
                 on_read(numel)
 
 
 def _stored(checkpoint: Checkpoint) -> dict[Path, list[StoredTensor]]:
-    """What lies in each file."""
+    """The tensors in each file."""
     stored: dict[Path, list[StoredTensor]] = {}
     for kind in (checkpoint.weights, *checkpoint.states.values()):
         for tensor in kind.tensors.values():
@@ -74,7 +75,7 @@ def _stored(checkpoint: Checkpoint) -> dict[Path, list[StoredTensor]]:
 
 
 def _as_bytes(checkpoint: Checkpoint) -> WeightFiles:
-    """The files of ``checkpoint``, each as one tensor of bytes."""
+    """The files of ``checkpoint``, each as one tensor of dtype U8."""
     tensors, versions = {}, {}
     for file in checkpoint.sums:
         with opened(file) as fd:
@@ -85,7 +86,7 @@ def _as_bytes(checkpoint: Checkpoint) -> WeightFiles:
 
 
 def _different(view: memoryview, page: int, sums: Sums) -> Iterator[int]:
-    """The pages in ``view``, from number ``page`` of the file on, that are not what they should be."""
+    """The page numbers of ``view``, whose first page is ``page`` of the file, that differ from their checksums."""
     content = np.frombuffer(view, dtype=np.uint8)
     if content.size % PAGE:
         content = np.concatenate([content, np.zeros(-content.size % PAGE, dtype=np.uint8)])

@@ -1,28 +1,28 @@
-"""What a checkpoint says of itself: checkpoint.json, the commit record, and a JSON file of each rank.
+"""The metadata of a checkpoint: checkpoint.json, the commit record, and one JSON file per rank.
 
-Each is sealed: ``{"crc32": "<8 hex digits>", "content": {...}}``, the sum over the compact dump of the content with
+Each is sealed: ``{"crc32": "<8 hex digits>", "content": {...}}``. The CRC32 covers the compact dump of the content with
 sorted keys. A checkpoint is a directory with
 
-    checkpoint.json                        written last: what there is, and the state that all ranks share
-    rank-00001-of-00002.json               a rank's own: random states, position in the data, client_state
-    rank-00001-of-00002.safetensors        the tensors of that, and the model's buffers as this rank has them
+    checkpoint.json                        written last: the list of files, and the state that all ranks share
+    rank-00001-of-00002.json               state of one rank: random states, position in the data, client_state
+    rank-00001-of-00002.safetensors        the tensors of that state, and the model's buffers on this rank
     weights-00001-of-00002.safetensors     fp32 masters of trained parameters; others in the compute dtype
     exp_avg-00001-of-00002.safetensors     ... a file for each kind of optimizer state
     checksums-00001-of-00002.safetensors   CRC32C of every page of the rank's other safetensors files (U32, by file)
 
-Tensors have the parameters' names. With several ranks each has parts of parameters: flat, and the ``__metadata__`` of
-the file maps "first:NAME" to the first element, as "4096". Frozen parameters that a save was told to exclude are in no
-file, and in checkpoint.json under "excluded", not under "parameters". A parameter that several modules share is there
-by its first name; "tied" maps the others to it.
+Tensors have the parameters' names. With several ranks, each file has flat parts of parameters, and its ``__metadata__``
+maps "first:NAME" to the index of the part's first element, as "4096". Frozen parameters that a save excludes are in no
+file; checkpoint.json lists them under "excluded", not under "parameters". A parameter that several modules share is
+stored under its first name; "tied" maps the other names to it.
 
-**The root.** checkpoint.json vouches for every other file, so files of two saves cannot pass for one checkpoint. Its
-"digests" hold, for each rank, the SHA-256 of the rank's JSON file and that of the last tensor in the rank's checksums
-file. That tensor has the CRC32C of each page of the checksums file before it; those pages have the CRC32C of each page
-of the rank's other files. To check all of it when a checkpoint is opened takes one number for each 4 MiB of the rank's
-files. The name of the save is in every file ("save"), for a message that says which file is of another one.
+**The root.** checkpoint.json identifies every other file, so files of two saves are never accepted as one checkpoint.
+Its "digests" hold, for each rank, the SHA-256 of the rank's JSON file and that of the last tensor in the rank's
+checksums file. That tensor has the CRC32C of each page of the checksums file before it; those pages have the CRC32C of
+each page of the rank's other files. To verify this chain when a checkpoint is opened takes one number for each 4 MiB of
+the rank's files. Every file has the id of its save ("save"), so that a message can name a file of another save.
 
-Version 1 had neither "save" nor "digests", nor the last tensor of checksums, and "NAME" in place of "first:NAME". It is
-read; nothing can tell whether all of its files are of one save.
+Version 1 had neither "save" nor "digests", nor the last tensor of checksums, and "NAME" in place of "first:NAME". It
+can still be read, but whether all its files belong to one save cannot be checked.
 """
 
 from __future__ import annotations
@@ -45,29 +45,33 @@ from tiering.weights.files import opened
 
 FORMAT = "tiering-checkpoint"
 VERSION = 2
-WITHOUT_DIGESTS = 1  # the version before
+# The previous version.
+WITHOUT_DIGESTS = 1
 MANIFEST = "checkpoint.json"
-WEIGHTS = "weights"  # the kind that every parameter has
+# The kind of tensor that every parameter has.
+WEIGHTS = "weights"
 FLOATS = ("F64", "F32", "BF16", "F16")
 
-_MOST_BYTES = 1 << 30  # of a JSON file
-MOST = 1 << 53  # counts are below this: every reader of JSON has them exactly, and kernels as floats
+# Maximum bytes of a JSON file.
+_MAX_JSON_BYTES = 1 << 30
+# Counts are below this, so that JSON readers and kernels represent them exactly as doubles.
+MOST = 1 << 53
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def file_name(kind: str, rank: int, world_size: int, suffix: str = "safetensors") -> str:
-    """The file of ``kind`` of ``rank``, counted from 0."""
+    """The name of the file of ``kind`` of ``rank``, counted from 0."""
     return f"{kind}-{rank + 1:05d}-of-{world_size:05d}.{suffix}"
 
 
 def metadata_of(save: str, firsts: Mapping[str, str]) -> dict[str, str]:
-    """What a file of tensors says of itself: its ``save``, and the first element of each tensor that is a part."""
+    """The metadata of a file of tensors: the id of its ``save``, and the first element of each partial tensor."""
     return {"save": save} | {f"first:{name}": first for name, first in firsts.items()}
 
 
-class Written(NamedTuple):
-    """A file that was written: its bytes, and its SHA-256 as hex digits."""
+class WrittenFile(NamedTuple):
+    """Size in bytes and SHA-256 in hexadecimal of a written file."""
 
     nbytes: int
     sha256: str
@@ -75,7 +79,7 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter: ``dtype`` is that of its stored weight; ``steps`` counts the updates that used its state."""
+    """A parameter: ``dtype`` is that of its stored weight; ``steps`` is the number of updates of its state."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -89,33 +93,36 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What checkpoint.json says. ``kinds`` are the optimizer's state tensors, ``training`` what else ranks share.
+    """The content of checkpoint.json.
 
-    ``run`` is the same in all checkpoints of a run, also after it has gone on from one of them; ``save`` is this one's
-    own, and None in a checkpoint of version 1, which has no ``digests`` either.
+    ``run`` is the id of the run, which a resumed run keeps. ``save`` is the id of this save; in a checkpoint of version
+    1 it is None and ``digests`` is empty. ``created`` is an ISO 8601 time. ``optimizer`` is the name of the update
+    rule. ``kinds`` are the kinds of optimizer state. ``files`` has bytes by file. ``training`` is further state that
+    all ranks share. ``excluded`` are frozen parameters that no file has. ``tied`` maps further names to names in
+    ``parameters``. ``digests`` has SHA-256 by file; see "The root" above.
     """
 
     run: str
     step: int
     world_size: int
-    created: str  # ISO 8601
-    optimizer: str | None  # the update rule's name
+    created: str
+    optimizer: str | None
     precision: str
     kinds: tuple[str, ...]
     parameters: Mapping[str, StoredParameter]
-    files: Mapping[str, int]  # bytes
+    files: Mapping[str, int]
     training: Mapping[str, Any]
-    excluded: Mapping[str, StoredParameter] = field(default_factory=dict)  # frozen ones, which no file has
-    tied: Mapping[str, str] = field(default_factory=dict)  # further names, to that in ``parameters``
+    excluded: Mapping[str, StoredParameter] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
     save: str | None = None
-    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256, by file: see "The root" above
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     def first_of(self, name: str) -> str:
-        """Under which key the metadata of a file has the first element of its part of parameter ``name``."""
+        """The key in a file's metadata for the first element of its part of parameter ``name``."""
         return name if self.save is None else f"first:{name}"
 
     def write(self, directory: Path) -> None:
-        """Write it into ``directory``, and wait until it is on the disk."""
+        """Writes checkpoint.json to ``directory``; returns when it is on disk."""
         content = {
             "format": FORMAT,
             "version": WITHOUT_DIGESTS if self.save is None else VERSION,
@@ -138,14 +145,14 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """That of the checkpoint in ``directory``. Raises CheckpointError if there is none, or it is damaged."""
+        """Reads checkpoint.json in ``directory``. Raises CheckpointError if it is missing or damaged."""
         path = directory / MANIFEST
         content = read_sealed(path)
         if content.get("format") != FORMAT:
             raise damaged(path, f"its format is {short.repr(content.get('format'))}, not {FORMAT!r}")
         if content.get("version") not in (WITHOUT_DIGESTS, VERSION):
             raise CheckpointError(
-                f"{path}: it is of version {short.repr(content.get('version'))}, and this program reads versions"
+                f"{path} has format version {short.repr(content.get('version'))}; this version of tiering reads"
                 f" {WITHOUT_DIGESTS} and {VERSION}; load it with the version of tiering that saved it"
             )
         try:
@@ -155,17 +162,17 @@ class Manifest:
 
 
 def new_run() -> str:
-    """A name for a run that nothing is known of yet."""
+    """A unique id for a new run."""
     return uuid.uuid4().hex
 
 
 def new_save() -> str:
-    """A name for a save, which no other one has."""
+    """A unique id for a save."""
     return uuid.uuid4().hex
 
 
 def run_of(directory: Path) -> str | None:
-    """The run whose checkpoint ``directory`` is. None where it is none, or its record is damaged."""
+    """The id of the run that saved the checkpoint ``directory``; None if it is not a checkpoint or is damaged."""
     try:
         content = read_sealed(directory / MANIFEST)
     except CheckpointError:
@@ -174,27 +181,27 @@ def run_of(directory: Path) -> str | None:
     return run if content.get("format") == FORMAT and isinstance(run, str) else None
 
 
-def write_sealed(path: Path, content: Mapping[str, Any]) -> Written:
-    """Write ``content`` to the new file ``path`` and wait until it is on the disk."""
+def write_sealed(path: Path, content: Mapping[str, Any]) -> WrittenFile:
+    """Writes ``content`` to the new file ``path``; returns when it is on disk."""
     text = json.dumps({"crc32": _sum(content), "content": content}, indent=1, allow_nan=False).encode()
     with path.open("xb") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    return Written(len(text), hashlib.sha256(text).hexdigest())
+    return WrittenFile(len(text), hashlib.sha256(text).hexdigest())
 
 
 def read_sealed(path: Path, *, sha256: str | None = None) -> dict[str, Any]:
-    """The content of ``path``. Raises CheckpointError unless it is what was written.
+    """The content of the sealed file ``path``. Raises CheckpointError if the file is damaged.
 
-    With ``sha256``, nothing is parsed unless the file has that digest.
+    With ``sha256``, the digest of the file is checked before the file is parsed.
     """
     try:
         text = _read(path)
     except WeightsError as error:
         raise CheckpointError(f"{error.problem}; load another checkpoint (tag=)") from error
     if sha256 is not None and hashlib.sha256(text).hexdigest() != sha256:
-        raise damaged(path, "its SHA-256 is not the one that checkpoint.json has")
+        raise damaged(path, "its SHA-256 differs from checkpoint.json")
     try:
         return _unsealed(text)
     except FormatError as error:
@@ -204,30 +211,31 @@ def read_sealed(path: Path, *, sha256: str | None = None) -> dict[str, Any]:
 def _read(path: Path) -> bytes:
     with opened(path) as fd:
         size = os.fstat(fd).st_size
-        if size > _MOST_BYTES:
-            raise damaged(path, f"it is {size} bytes long")
+        if size > _MAX_JSON_BYTES:
+            raise damaged(path, f"it has {size} bytes; the maximum is {_MAX_JSON_BYTES}")
         text = b""
         while piece := os.pread(fd, 1 << 24, len(text)):
             text += piece
     return text
 
 
-def damaged(path: Path, what: str) -> CheckpointError:
-    """A file of a checkpoint is not what was saved."""
-    return CheckpointError(f"{path}: it is damaged: {what}; load another checkpoint (tag=)")
+def damaged(path: Path, problem: str) -> CheckpointError:
+    """The error for a damaged file of a checkpoint."""
+    return CheckpointError(f"{path} is damaged: {problem}; load another checkpoint (tag=)")
 
 
 def _unsealed(text: bytes) -> dict[str, Any]:
     sealed = parse(text)
     content = sealed.get("content")
     if not isinstance(content, dict) or sealed.keys() != {"crc32", "content"}:
-        raise FormatError("it does not have a crc32 and a content, and nothing else")
+        raise FormatError("its keys are not 'crc32' and 'content'")
     try:
-        found = _sum(content)
-    except RecursionError:  # what is nested as deep as can be read may be too deep to be written
-        raise FormatError("it is nested too deep") from None
-    if sealed["crc32"] != found:
-        raise FormatError("its content is not what its crc32 says")
+        crc32 = _sum(content)
+    except RecursionError:
+        # json.loads accepts deeper nesting than json.dumps.
+        raise FormatError("it is nested too deeply") from None
+    if sealed["crc32"] != crc32:
+        raise FormatError("its content does not match its crc32")
     return content
 
 
@@ -252,21 +260,21 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
     kinds = _field(content, "kinds", list)
     for name in files:
         if not name or any(mark in name for mark in "/\\\0") or name.startswith("."):
-            raise FormatError(f"it names the file {short.repr(name)}, which is none beside it")
+            raise FormatError(f"it lists the file {short.repr(name)}, which is not a file name")
     for kind in kinds:
         if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind in (WEIGHTS, "rank", "checksums"):
-            raise FormatError(f"it has a kind of state {short.repr(kind)}")
+            raise FormatError(f"it has an invalid kind of state {short.repr(kind)}")
     if len(set(kinds)) != len(kinds):
-        raise FormatError(f"it names a kind of state twice: {short.repr(kinds)}")
+        raise FormatError(f"it lists a kind of state twice: {short.repr(kinds)}")
     for name in excluded:
         if name in parameters or _parameter(name, excluded[name]).trained:
-            raise FormatError(f"it excludes {short.repr(name)}, which it has or has trained")
+            raise FormatError(f"it excludes {short.repr(name)}, which is stored or trained")
     for name, shared in tied.items():
         if name in parameters or not isinstance(shared, str) or shared not in parameters:
-            raise FormatError(f"it ties {short.repr(name)} to {short.repr(shared)}, which is not so")
+            raise FormatError(f"it has an invalid tie of {short.repr(name)} to {short.repr(shared)}")
     optimizer = content.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, str):
-        raise FormatError("its 'optimizer' is no name")
+        raise FormatError("its 'optimizer' is not a name")
     world_size = _count(content, "world_size")
     if not 1 <= world_size <= 99999:
         raise FormatError(f"its 'world_size' is {world_size}")
@@ -289,7 +297,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
 
 
 def _root(content: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
-    """The name of the save, and digests by file; a checkpoint of version 1 has neither."""
+    """The id of the save, and digests by file; a checkpoint of version 1 has neither."""
     if content["version"] == WITHOUT_DIGESTS:
         return None, {}
     digests: dict[str, str] = _field(content, "digests", dict)
@@ -303,28 +311,28 @@ def _root(content: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
 
 
 def _parameter(name: str, entry: Any) -> StoredParameter:
-    called = short.repr(name)
+    quoted = short.repr(name)
     if not isinstance(entry, dict) or entry.keys() != {"shape", "dtype", "trained", "steps"}:
-        raise FormatError(f"{called} does not have a shape, dtype, trained and steps, and nothing else")
+        raise FormatError(f"the keys of {quoted} are not 'shape', 'dtype', 'trained' and 'steps'")
     shape, dtype, trained = entry["shape"], entry["dtype"], entry["trained"]
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise FormatError(f"{called} has the shape {short.repr(shape)}")
+        raise FormatError(f"{quoted} has the invalid shape {short.repr(shape)}")
     if prod(shape) >= 1 << 62:
-        raise FormatError(f"{called} has more elements than there can be")
+        raise FormatError(f"{quoted} has too many elements")
     if dtype not in FLOATS or not isinstance(trained, bool):
-        raise FormatError(f"{called} has the dtype {short.repr(dtype)} or a wrong 'trained'")
+        raise FormatError(f"{quoted} has the invalid dtype {short.repr(dtype)} or an invalid 'trained'")
     return StoredParameter(tuple(shape), dtype, trained, _count(entry, "steps"))
 
 
 def _field(content: Mapping[str, Any], key: str, kind: type) -> Any:
     value = content.get(key)
     if not isinstance(value, kind):
-        raise FormatError(f"its {key!r} is {short.repr(value)}, no {kind.__name__}")
+        raise FormatError(f"its {key!r} is {short.repr(value)}, not a {kind.__name__}")
     return value
 
 
 def _count(content: Mapping[str, Any], key: str) -> int:
     value = content.get(key)
     if type(value) is not int or not 0 <= value < MOST:
-        raise FormatError(f"its {short.repr(key)} is {short.repr(value)}, no count")
+        raise FormatError(f"its {short.repr(key)} is {short.repr(value)}, not a count")
     return value

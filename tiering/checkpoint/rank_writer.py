@@ -1,4 +1,4 @@
-"""Writes what one rank has of a checkpoint: a file for each kind of tensors, their sums, and the JSON."""
+"""Writes one rank's share of a checkpoint: a file for each kind of tensor, the checksums, and the JSON."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tiering.weights.tensor_file import Output, TensorFileWriter, TensorSpec, na
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What checkpoint.json says of the files of a rank, or of several: their bytes, and the digests."""
+    """The entries of checkpoint.json for the files of one rank, or of several: their bytes and digests."""
 
     files: Mapping[str, int] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """The bytes of all files."""
         return sum(self.files.values())
 
     @classmethod
     def of_all(cls, records: Iterable[RankRecord]) -> RankRecord:
-        """That of all ranks, of those of each."""
+        """The merged records of several ranks."""
         files: dict[str, int] = {}
         digests: dict[str, str] = {}
         for record in records:
@@ -39,10 +39,10 @@ class RankRecord:
 
 
 class RankWriter:
-    """Writes the files of rank ``rank`` of ``world_size`` into ``directory``, as a part of the save named ``save``.
+    """Writes the files of rank ``rank`` of ``world_size`` into ``directory``, as part of the save with the id ``save``.
 
-    ``tensors`` are those of each kind, and the first element of each that is a part of a parameter. Use it in a
-    ``with`` block: an exception abandons the files, as they are.
+    ``tensors`` has, by kind, the tensors, and by name the first element of each that is a part of a parameter. Use it
+    in a ``with`` block: an exception abandons the files and leaves them on disk.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class RankWriter:
             raise
 
     def append(self, kind: str, content: bytes | bytearray | memoryview | np.ndarray) -> None:
-        """The next bytes of the tensors of ``kind``."""
+        """Appends the next bytes of the tensors of ``kind``."""
         self._writers[kind].append(content)
 
     def finish(self, content: Mapping[str, Any], on_file: Callable[[], None] = lambda: None) -> RankRecord:
-        """All tensors are there: write the sums and, with ``content``, the JSON, and wait until all is on the disk.
+        """Writes the checksums and the JSON with ``content``, after all tensors; returns when all files are on disk.
 
         ``on_file`` is called after each file of tensors.
         """
@@ -100,7 +100,7 @@ class RankWriter:
         )
 
     def abandon(self) -> None:
-        """Give the files up; what there is of them stays on disk. Without effect on what is finished."""
+        """Stops writing and leaves unfinished files on disk. Finished files are not affected."""
         for writer in self._writers.values():
             writer.abandon()
         if self._sums is not None:

@@ -1,7 +1,7 @@
-"""A checkpoint that is there: which file has which part of which parameter, and the sums to check them by.
+"""Opens a checkpoint: which file has which part of which parameter, and the checksums of all pages.
 
-``open_checkpoint`` reads JSON and headers and compares them with each other, whole, before anything is done with what
-they say. Tensors are read by ``tiering.weights.reader``, which compares every page with its sum.
+``open_checkpoint`` reads all JSON files and headers and compares them with each other before it uses their content.
+``tiering.weights.reader`` reads the tensors and compares every page with its checksum.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``weights`` and each of ``states`` (by kind) give parameters by name; their parts may lie in several files.
+    """An open checkpoint.
 
-    ``sums`` are those of all files that have some.
+    ``weights`` and each of ``states`` (by kind) hold parameters by name; the parts of one parameter may be in several
+    files. ``sums`` are the page checksums, by file.
     """
 
     path: Path
@@ -35,26 +36,26 @@ class Checkpoint:
 
     @property
     def caveat(self) -> str:
-        """What nothing can tell about it, for whoever takes it; empty if there is no such thing."""
+        """A warning about a property that cannot be checked; empty if there is none."""
         if self.manifest.save is not None:
             return ""
         return (
-            f"{self.path} is of an earlier version, which recorded no digests: that all of its files are of one save"
-            " cannot be checked; checkpoints that are saved from now on can be"
+            f"{self.path} has format version 1, which has no digests: whether all its files belong to one save cannot"
+            " be checked; checkpoints saved by this version can be"
         )
 
     def rank(self, number: int) -> RankFiles:
-        """What rank ``number`` had of its own. Raises CheckpointError if that is damaged."""
+        """The files with the state of rank ``number`` only. Raises CheckpointError if they are damaged."""
         with reading_checkpoint(self.path):
             file = self.path / file_name("rank", number, self.manifest.world_size)
-            found = open_weights(file)
+            opened = open_weights(file)
             tensors = WeightFiles(
-                file, found.tensors, found.metadata, found.versions, sums={file: self.sums[file]}
+                file, opened.tensors, opened.metadata, opened.versions, sums={file: self.sums[file]}
             )
             return RankFiles(Root(self.path, self.manifest).read_json(number), tensors)
 
     def with_buffers(self, number: int) -> WeightFiles:
-        """Parameters, and the buffers that rank ``number`` had, or rank 0 if there was none of that number."""
+        """The parameters, and the buffers of rank ``number``, or of rank 0 if the checkpoint has fewer ranks."""
         rank, weights = self.rank(number if number < self.manifest.world_size else 0), self.weights
         return WeightFiles(
             self.path,
@@ -68,7 +69,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RankFiles:
-    """A rank's own state: plain JSON, and the tensors that it refers to. ``buffers`` are the names of the model's."""
+    """The state of one rank: JSON, and the tensors that it refers to. ``buffers`` are names of the model's buffers."""
 
     content: Mapping[str, Any]
     tensors: WeightFiles
@@ -77,19 +78,20 @@ class RankFiles:
     def buffers(self) -> list[str]:
         names = self.content.get("buffers")
         if not isinstance(names, list):
-            raise damaged(self.tensors.path.with_suffix(".json"), "its 'buffers' is no list")
+            raise damaged(self.tensors.path.with_suffix(".json"), "its 'buffers' is not a list")
         for name in names:
             if not isinstance(name, str) or name not in self.tensors.tensors:
                 raise damaged(
-                    self.tensors.path, f"it has no buffer {short.repr(name)}, which the JSON beside it names"
+                    self.tensors.path,
+                    f"it has no buffer {short.repr(name)}, which the rank's JSON file lists",
                 )
         return names
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in the directory ``path``. Raises CheckpointError, which names the file, unless it is whole.
+    """Opens the checkpoint in the directory ``path``, without reading any tensor.
 
-    No tensor is read.
+    Raises CheckpointError, which names the file, if a file is missing, or JSON or a header is damaged.
     """
     with reading_checkpoint(path):
         manifest = Manifest.read(path)
@@ -98,8 +100,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest, kinds.pop(WEIGHTS), kinds, sums)
 
 
-class reading_checkpoint:  # noqa: N801 # read as a function
-    """What the reader of weights raises inside becomes a CheckpointError."""
+class reading_checkpoint:  # noqa: N801 # used like a function
+    """Context manager that raises CheckpointError in place of a WeightsError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -110,44 +112,53 @@ class reading_checkpoint:  # noqa: N801 # read as a function
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, WeightsError):
             raise CheckpointError(
-                f"{error.problem}; load another checkpoint than {self._path} (tag=)"
+                f"{error.problem}; load a checkpoint other than {self._path} (tag=)"
             ) from error
 
 
 def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, Sums]) -> WeightFiles:
-    """Parameters by name, put together from all ranks' parts."""
-    found: dict[str, list[tuple[int, StoredTensor]]] = defaultdict(list)
+    """The parameters by name, assembled from the parts of all ranks."""
+    parts_by_name: dict[str, list[tuple[int, StoredTensor]]] = defaultdict(list)
     versions: dict[Path, FileVersion] = {}
     for number in range(manifest.world_size):
         file = path / file_name(kind, number, manifest.world_size)
         part = open_weights(file)
         versions |= part.versions
         for name, tensor in part.tensors.items():
-            found[name].append((_first_element(file, part.metadata, manifest, name), tensor))
+            parts_by_name[name].append((_first_element(file, part.metadata, manifest, name), tensor))
     tensors: dict[str, StoredTensor] = {}
     parts: dict[str, tuple[StoredTensor, ...]] = {}
     for name, stored in manifest.parameters.items():
         if kind != WEIGHTS and not stored.trained:
             continue
-        place = path / file_name(kind, 0, manifest.world_size)
-        mine = sorted(found.pop(name, []), key=lambda part: (part[0], part[1].numel))
-        dtypes = {tensor.dtype for _, tensor in mine}
+        first_file = path / file_name(kind, 0, manifest.world_size)
+        own_parts = sorted(parts_by_name.pop(name, []), key=lambda part: (part[0], part[1].numel))
+        dtypes = {tensor.dtype for _, tensor in own_parts}
         if len(dtypes) > 1 or (kind == WEIGHTS and dtypes - {stored.dtype}):
-            raise damaged(place, f"{short.repr(name)} is {' and '.join(sorted(dtypes))}, not {stored.dtype}")
+            raise damaged(
+                first_file, f"{short.repr(name)} is {' and '.join(sorted(dtypes))}, not {stored.dtype}"
+            )
         end = 0
-        for first, tensor in mine:
+        for first, tensor in own_parts:
             if first != end:
                 raise damaged(tensor.file, f"{short.repr(name)} begins at element {first}, not {end}")
             end += tensor.numel
-        if end != stored.numel or not mine:
-            raise damaged(place, f"of {short.repr(name)} there are {end} elements, not {stored.numel}")
-        whole = mine[0][1]
+        if end != stored.numel or not own_parts:
+            raise damaged(first_file, f"{short.repr(name)} has {end} elements, not {stored.numel}")
+        whole = own_parts[0][1]
         tensors[name] = StoredTensor(
-            name, whole.dtype, stored.shape, whole.file, whole.offset, sum(part.nbytes for _, part in mine)
+            name,
+            whole.dtype,
+            stored.shape,
+            whole.file,
+            whole.offset,
+            sum(part.nbytes for _, part in own_parts),
         )
-        parts[name] = tuple(part for _, part in mine)
-    if found:
-        raise damaged(path, f"{kind} of {short.repr(next(iter(found)))}, which checkpoint.json does not name")
+        parts[name] = tuple(part for _, part in own_parts)
+    if parts_by_name:
+        raise damaged(
+            path, f"{kind} of {short.repr(next(iter(parts_by_name)))}, which checkpoint.json does not list"
+        )
     return WeightFiles(
         path,
         MappingProxyType(tensors),

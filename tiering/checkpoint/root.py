@@ -1,8 +1,8 @@
-"""What checkpoint.json vouches for: whether each file beside it is of the same save, and its headers are as written.
+"""Verifies the files of a checkpoint against checkpoint.json: each belongs to the same save, and headers are intact.
 
-It has the digests of two small things of each rank, the JSON and the sums of the checksums file; checksums vouch for
-headers, and for tensors as they are read. A checkpoint of version 1 has no digests: there, each file is only compared
-with the one that has its own sums.
+checkpoint.json has two digests per rank: of the JSON file, and of the page checksums of the checksums file. The
+checksums verify headers here, and tensors as they are read. A checkpoint of version 1 has no digests: each of its files
+is only compared with its checksums file.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from tiering.strict_json import short
 from tiering.weights.files import Sums, WeightFiles, open_weights, opened
 from tiering.weights.pages import KnownSums, PageSums, SumsSource
 
-_PIECE = 1 << 20  # bytes of a header that are looked at together
+# Bytes of a header per read.
+_PIECE = 1 << 20
 
 
 class Root:
-    """Compares the files of the checkpoint in ``path`` with its ``manifest``. Errors name the file.
+    """Compares the files of the checkpoint in ``path`` with its ``manifest``. Reads no tensor.
 
-    An error is a CheckpointError, or a WeightsError where a file is no safetensors file. No tensor is read.
+    An error names the file. It is a CheckpointError, or a WeightsError if a file is not a safetensors file.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -37,18 +38,18 @@ class Root:
         self._manifest = manifest
 
     def check(self) -> dict[Path, Sums]:
-        """Raise the first thing that is wrong; returns the sums of each file that has some."""
+        """Raises the first error; returns the page checksums by file."""
         sums: dict[Path, Sums] = {}
         for error in self._errors(sums):
             raise error
         return sums
 
     def errors(self) -> Iterator[CheckpointError | WeightsError]:
-        """All that is wrong, but for what cannot be looked at because of it."""
+        """All errors, except in files that cannot be read because of another error."""
         return self._errors({})
 
     def wrong_sizes(self) -> Iterator[tuple[Path, str]]:
-        """Each file that is not there, with its bytes, and what is wrong with it."""
+        """Each file that is missing or has a wrong size, with the problem."""
         for name, expected in self._manifest.files.items():
             file = self._path / name
             try:
@@ -57,10 +58,10 @@ class Root:
                 yield file, f"it cannot be read: {error.strerror}"
             else:
                 if size != expected:
-                    yield file, self.is_of(file) or f"it has {size} bytes and should have {expected}"
+                    yield file, self.save_mismatch(file) or f"it has {size} bytes, not {expected}"
 
     def read_json(self, rank: int) -> dict[str, Any]:
-        """What the JSON of ``rank`` holds."""
+        """The content of the JSON file of ``rank``."""
         file = self._file("rank", rank, "json")
         try:
             return read_sealed(file, sha256=self._manifest.digests.get(file.name))
@@ -68,18 +69,18 @@ class Root:
             self._check_save(file)
             raise
 
-    def is_of(self, file: Path) -> str | None:
-        """Words about the save that ``file`` is of, if it is not that of checkpoint.json."""
+    def save_mismatch(self, file: Path) -> str | None:
+        """The problem if ``file`` belongs to another save than checkpoint.json, or None."""
         save = _save_of(file)
         if save is None or self._manifest.save in (None, save):
             return None
         return (
-            f"it is of save {short.repr(save)}, and {MANIFEST} is of save {short.repr(self._manifest.save)}: files of"
-            " two saves are mixed in this directory; copy all of the checkpoint again from where it was saved"
+            f"it belongs to save {short.repr(save)}, and {MANIFEST} to save {short.repr(self._manifest.save)}: files of"
+            " two saves are mixed in this directory; copy the whole checkpoint again from the original"
         )
 
     def _errors(self, sums: dict[Path, Sums]) -> Iterator[CheckpointError | WeightsError]:
-        """What is wrong, in an order in which nothing is done by what was not checked; fills ``sums``."""
+        """The errors; fills ``sums``. The order ensures that no content is used before it is checked."""
         wrong = False
         for error in itertools.chain(self._wrong_names(), (damaged(*each) for each in self.wrong_sizes())):
             wrong = True
@@ -103,80 +104,80 @@ class Root:
                 yield error
 
     def _wrong_names(self) -> Iterator[CheckpointError]:
-        """Each file that there has to be, and checkpoint.json does not name."""
+        """Each required file that checkpoint.json does not list."""
         manifest, names = self._manifest, set[str]()
         for rank in range(manifest.world_size):
-            vouched = [self._file("checksums", rank).name, self._file("rank", rank, "json").name]
+            with_digest = [self._file("checksums", rank).name, self._file("rank", rank, "json").name]
             names.update(self._file(kind, rank).name for kind in (WEIGHTS, *manifest.kinds, "rank"))
-            names.update(vouched if manifest.save is not None else vouched[:1])
-            if manifest.save is not None and not manifest.digests.keys() >= {*vouched}:
-                yield damaged(self._path / MANIFEST, f"it has no digests of the files of rank {rank}")
+            names.update(with_digest if manifest.save is not None else with_digest[:1])
+            if manifest.save is not None and not manifest.digests.keys() >= {*with_digest}:
+                yield damaged(self._path / MANIFEST, f"it has no digests for the files of rank {rank}")
         for name in sorted(names - manifest.files.keys()):
-            yield damaged(self._path / MANIFEST, f"it does not name {name}")
+            yield damaged(self._path / MANIFEST, f"it does not list {name}")
 
     def _sums(self, rank: int) -> dict[Path, Sums]:
-        """The sums of each file of ``rank``, which are what was saved."""
+        """The verified page checksums of each file of ``rank``."""
         file = self._file("checksums", rank)
-        found = open_weights(file)
-        source = SumsSource(file) if self._manifest.save is None else self._own_sums(file, found)
+        checksums = open_weights(file)
+        source = (
+            SumsSource(file) if self._manifest.save is None else self._checksums_of_checksums(file, checksums)
+        )
         sums: dict[Path, Sums] = {}
         for kind in (WEIGHTS, *self._manifest.kinds, "rank"):
-            other = self._file(kind, rank)
-            pages = round_up(self._manifest.files[other.name]) // PAGE
-            tensor = found.tensors.get(other.name)
+            data_file = self._file(kind, rank)
+            pages = round_up(self._manifest.files[data_file.name]) // PAGE
+            tensor = checksums.tensors.get(data_file.name)
             if tensor is None or tensor.dtype != "U32" or tensor.numel != pages:
-                raise damaged(file, f"it does not have the {pages} sums of {other.name}")
-            sums[other] = PageSums(tensor, source)
+                raise damaged(file, f"it does not have the {pages} checksums of {data_file.name}")
+            sums[data_file] = PageSums(tensor, source)
         return sums
 
     def _check_header(self, file: Path, sums: Sums) -> None:
-        """Whether the header of ``file`` is what was written, before anything is done by what it says."""
+        """Verifies the header of ``file`` before its content is used. Raises CheckpointError."""
         with opened(file) as fd:
             length = 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
             size = os.fstat(fd).st_size
-            for at in range(0, min(length, size), _PIECE):
-                content = os.pread(fd, min(_PIECE, length - at, size - at), at)
+            for offset in range(0, min(length, size), _PIECE):
+                content = os.pread(fd, min(_PIECE, length - offset, size - offset), offset)
                 pages = np.zeros(round_up(len(content)), dtype=np.uint8)
                 pages[: len(content)] = np.frombuffer(content, dtype=np.uint8)
-                bad = sums.first_difference(pages.ctypes.data, at // PAGE, len(pages) // PAGE)
+                bad = sums.first_difference(pages.ctypes.data, offset // PAGE, len(pages) // PAGE)
                 if bad is not None:
                     self._check_save(file)
-                    raise damaged(
-                        file, f"page {bad} of its header is not what was written: it has another CRC32C"
-                    )
+                    raise damaged(file, f"CRC32C mismatch in page {bad} of its header")
 
-    def _own_sums(self, file: Path, found: WeightFiles) -> SumsSource:
-        """The checksums ``file``, of whose pages checkpoint.json vouches for the sums."""
-        own = found.tensors.get(file.name)
+    def _checksums_of_checksums(self, file: Path, checksums: WeightFiles) -> SumsSource:
+        """The checksums ``file``, whose own page checksums are verified by the digest in checkpoint.json."""
+        own = checksums.tensors.get(file.name)
         size = self._manifest.files[file.name]
         if own is None or own.dtype != "U32" or own.offset + own.nbytes != size:
             self._check_save(file)
-            raise damaged(file, "it does not end with the sums of its own pages")
+            raise damaged(file, "it does not end with the checksums of its own pages")
         with opened(file) as fd:
             content = os.pread(fd, own.nbytes, own.offset)
         if hashlib.sha256(content).hexdigest() != self._manifest.digests[file.name]:
             self._check_save(file)
-            raise damaged(file, "the SHA-256 of its sums is not the one that checkpoint.json has")
+            raise damaged(file, "the SHA-256 of its checksums differs from checkpoint.json")
         sums = np.frombuffer(content, dtype="<u4")
         if sums.size != round_up(own.offset) // PAGE:
-            raise damaged(file, f"it has {sums.size} sums of its own pages")
+            raise damaged(file, f"it has {sums.size} checksums of its own pages")
         self._check_header(file, KnownSums(sums))
         return SumsSource(file, sums, own.offset)
 
     def _check_save(self, file: Path) -> None:
-        """CheckpointError if ``file``, which is not what it should be, says that it is of another save."""
-        if (other := self.is_of(file)) is not None:
-            raise damaged(file, other)
+        """Raises CheckpointError if the damaged ``file`` belongs to another save."""
+        if (problem := self.save_mismatch(file)) is not None:
+            raise damaged(file, problem)
 
     def _file(self, kind: str, rank: int, suffix: str = "safetensors") -> Path:
         return self._path / file_name(kind, rank, self._manifest.world_size, suffix)
 
 
 def _save_of(file: Path) -> str | None:
-    """The save that ``file`` says it is of, if it can be read."""
+    """The id of the save in ``file``, or None if the file cannot be read."""
     try:
-        said = read_sealed(file) if file.suffix == ".json" else open_weights(file).metadata
+        metadata = read_sealed(file) if file.suffix == ".json" else open_weights(file).metadata
     except (CheckpointError, WeightsError):
         return None
-    save = said.get("save")
+    save = metadata.get("save")
     return save if isinstance(save, str) else None

@@ -1,12 +1,12 @@
 """The lock of a checkpoint directory: one run saves there at a time.
 
-``flock`` belongs to the open file, and the kernel takes it back however its holder ends. Of two processes the second is
-refused as long as the first has the lock, which is until it gives it back or ends. Of two engines of one process the
-second takes the lock over, unless the first is in the middle of a save: a notebook or a trainer makes its engine anew,
-and the old one, which nobody closed, must not be in its way.
+``flock`` belongs to the open file, and the kernel releases it however the process ends. Of two processes, the second is
+refused until the first releases the lock or ends. Of two engines of one process, the second takes the lock over, unless
+the first has a save under way: a notebook or a trainer creates engines repeatedly, and an old engine that was never
+closed must not block a new one.
 
-The text of the file says who held it last. Who gives the lock back removes the file, while it still has the lock; so
-whoever gets a lock looks whether the file is still the one of that name.
+The text of the file names the last holder. ``release`` removes the file while it still has the lock; so after locking,
+``acquire`` checks that the name still leads to the same file.
 """
 
 from __future__ import annotations
@@ -31,76 +31,82 @@ LOCK = ".lock"
 # These come from Lustre without -o flock and from NFS without a lock server.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
-_HOLDER = b"process "  # what the text begins with
+# The text of the file starts with this.
+_HOLDER = b"process "
 
-_TAKEN: weakref.WeakSet[RunLock] = weakref.WeakSet()
-_handing_over = threading.RLock()  # guards _TAKEN, and who has which descriptor and is in use
+_LOCKS: weakref.WeakSet[RunLock] = weakref.WeakSet()
+# Guards _LOCKS, and `_fd` and `_in_use` of all locks in it.
+_handover = threading.RLock()
 
 
 class RunLock:
-    """The lock of ``directory``. ``alone`` says that no other run can have it, too: some file systems know no locks.
+    """The lock of ``directory``. Thread-safe.
 
-    Any thread may use it.
+    ``exclusive`` is False on a file system without locks, where two runs can have the lock at once.
     """
 
     def __init__(self, directory: Path) -> None:
         self._fd = -1
-        self._in_use = False  # a save is under way: no other engine may take it over
+        # True during a save: no other engine may take the lock over.
+        self._in_use = False
         self.directory = directory
-        self.alone = False
+        self.exclusive = False
 
     @property
-    def held(self) -> bool:
-        """Whether we hold the lock that others would find, and not that of a directory which was removed."""
-        return self._fd >= 0 and self._is_there(self._fd)
+    def is_held(self) -> bool:
+        """Whether this object has the lock of the current file, not of a file that was removed."""
+        return self._fd >= 0 and self._is_current(self._fd)
 
-    def take(self) -> bool:
-        """Hold it, and keep it until ``rest``; says whether it was not held before.
+    def acquire(self) -> bool:
+        """Acquires the lock for a save, until ``end_save``; returns whether it was not held before.
 
-        CheckpointError when another run has it, OSError when the directory cannot hold one.
+        Raises CheckpointError if another run has it, OSError if the directory cannot have a lock file.
         """
-        with _handing_over:
-            new = not self.held
+        with _handover:
+            new = not self.is_held
             if new:
                 self._close()
                 self._open()
             self._in_use = True
         return new
 
-    def rest(self) -> None:
-        """No save is under way any more: it stays ours, until another engine of this process wants it."""
+    def end_save(self) -> None:
+        """Marks that no save is under way: another engine of this process may take the lock over."""
         self._in_use = False
 
-    def give_back(self) -> None:
-        """Let others have it; does nothing when it is not held."""
-        with _handing_over:
+    def release(self) -> None:
+        """Releases the lock and removes its file; does nothing if the lock is not held."""
+        with _handover:
             self._in_use = False
-            if self._fd >= 0 and self.alone and self.held:
-                with contextlib.suppress(OSError):  # of no use, and no harm
+            if self._fd >= 0 and self.exclusive and self.is_held:
+                # A file that stays is harmless.
+                with contextlib.suppress(OSError):
                     (self.directory / LOCK).unlink()
             self._close()
 
     def _open(self) -> None:
-        _TAKEN.add(self)
+        _LOCKS.add(self)
         while self._fd < 0:
             fd = self._open_file()
             try:
                 holder = self._flock(fd)
-                # Its holder may have removed the file after we opened it: that lock is nobody's any more.
-                if holder is None and self._is_there(fd):
+                # The former holder may have removed the file after this process opened it: open the new file.
+                if holder is None and self._is_current(fd):
                     self._fd, fd = fd, -1
                 elif holder is not None:
                     self._take_over(holder)
             finally:
                 if fd >= 0:
                     os.close(fd)
-        with contextlib.suppress(OSError):  # who has it is a courtesy: a full disk must not get in the way
-            if os.pread(self._fd, len(_HOLDER), 0) in (b"", _HOLDER):  # what others have written there stays
+        # The holder's name only serves error messages, so a full disk must not fail the save.
+        with contextlib.suppress(OSError):
+            # Keep the content of a file that another program wrote.
+            if os.pread(self._fd, len(_HOLDER), 0) in (b"", _HOLDER):
                 os.truncate(self._fd, 0)
                 os.pwrite(self._fd, _HOLDER + f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def _open_file(self) -> int:
-        """The file of the lock. Nobody's link leads to another file, which would be written to."""
+        """Opens the lock file. A symbolic link is refused, because its target would be overwritten."""
         path = self.directory / LOCK
         try:
             return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
@@ -108,42 +114,42 @@ class RunLock:
             if error.errno not in (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO):
                 raise
             raise CheckpointError(
-                f"{path} is not a regular file, where the lock of the checkpoint directory belongs; remove it, or save"
-                " to another directory"
+                f"{path} is not a regular file, but the lock file of the checkpoint directory must be one; remove it,"
+                " or save to another directory"
             ) from error
 
-    def _is_there(self, fd: int) -> bool:
-        """Whether the file that ``fd`` has open is the one that others would open."""
+    def _is_current(self, fd: int) -> bool:
+        """Whether the open file ``fd`` is still the one with the name of the lock file."""
         try:
             return os.path.samestat(os.fstat(fd), (self.directory / LOCK).lstat())
         except OSError:
             return False
 
     def _take_over(self, holder: str) -> None:
-        """Take the lock from an engine of this process that is not in the middle of a save.
+        """Takes the lock over from another engine of this process, unless that has a save under way.
 
-        CheckpointError, which names the ``holder``, where somebody else has it.
+        Raises CheckpointError, which names the ``holder``, if another process has the lock.
         """
-        for other in list(_TAKEN):
-            if other._fd < 0 or not self._is_there(other._fd):
+        for lock in list(_LOCKS):
+            if lock._fd < 0 or not self._is_current(lock._fd):
                 continue
-            if other._in_use:
+            if lock._in_use:
                 raise CheckpointError(
-                    f"another engine of this process is saving to {self.directory}; wait for its save (wait(), or"
-                    " close()), or save to another directory"
+                    f"another engine of this process is saving to {self.directory}; wait for its save with wait() or"
+                    " close(), or save to another directory"
                 )
-            log.info("%s was saved to by another engine of this process until now", self.directory)
-            self._fd, other._fd, self.alone = other._fd, -1, other.alone
+            log.info("took the lock of %s over from another engine of this process", self.directory)
+            self._fd, lock._fd, self.exclusive = lock._fd, -1, lock.exclusive
             return
         raise CheckpointError(
-            f"another run saves to {self.directory}: {holder}; let it end, close the engine that holds it, or save to"
+            f"another run has locked {self.directory}: {holder}; wait until it ends, close its engine, or save to"
             " another directory"
         )
 
     def _close(self) -> None:
         if self._fd >= 0:
             with contextlib.suppress(OSError):
-                # To close alone would leave the lock to a child that has not exec'ed yet.
+                # Closing alone would leave the lock with a child process that has not called exec yet.
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1
@@ -153,8 +159,8 @@ class RunLock:
             os.close(self._fd)
 
     def _flock(self, fd: int) -> str | None:
-        """Lock ``fd``; returns who has the lock if somebody has it already."""
-        self.alone = True
+        """Locks ``fd``; returns the holder if another open file has the lock."""
+        self.exclusive = True
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -163,10 +169,10 @@ class RunLock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            self.alone = False
+            self.exclusive = False
             log.warning(
-                "the file system of %s has no locks (%s): two runs that save there are not told apart, and what"
-                " crashed saves leave (.*.partial-*) stays",
+                "the file system of %s has no locks (%s): two runs that save there are not detected, and the remains"
+                " of crashed saves (.*.partial-*) are not removed",
                 self.directory,
                 error.strerror,
             )
@@ -174,10 +180,14 @@ class RunLock:
 
 
 def _close_in_child() -> None:
-    """Or a child would hold the lock after its parent's death. It only closes: to unlock would unlock the parent."""
-    global _handing_over
-    _handing_over = threading.RLock()  # a thread that has not come along may have held it
-    for lock in list(_TAKEN):
+    """Closes the descriptors in a forked child, which would otherwise keep the lock after the parent ends.
+
+    It does not unlock, because that would unlock the parent's lock.
+    """
+    global _handover
+    # A thread that does not exist in the child may have held the old lock.
+    _handover = threading.RLock()
+    for lock in list(_LOCKS):
         if lock._fd >= 0:
             os.close(lock._fd)
             lock._fd = -1

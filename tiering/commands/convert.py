@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from tiering.checkpoint.conversion import FIRST_TAG, Converted, Told, to_checkpoint, to_weights
+from tiering.checkpoint.conversion import FIRST_TAG, Converted, OnRead, to_checkpoint, to_weights
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.manifest import MANIFEST
 from tiering.checkpoint.reader import Checkpoint, open_checkpoint
@@ -83,7 +83,12 @@ def _to_weights(checkpoint: Checkpoint, options: argparse.Namespace) -> Converte
     tensors = checkpoint.weights.tensors.values()
     with _progress(sum(tensor.nbytes for tensor in tensors)) as on_read:
         return to_weights(
-            checkpoint, into, options.dtype or "fp32", most_bytes=max_bytes, config=config, on_read=on_read
+            checkpoint,
+            into,
+            options.dtype or "fp32",
+            max_shard_bytes=max_bytes,
+            config=config,
+            on_read=on_read,
         )
 
 
@@ -115,7 +120,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress(nbytes: int) -> Iterator[Told]:
+def _progress(nbytes: int) -> Iterator[OnRead]:
     """Show on stderr how many of ``nbytes`` have been read."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:

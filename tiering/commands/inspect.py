@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from tiering.checkpoint.directory import CheckpointDirectory
-from tiering.checkpoint.inspection import Inspection, Listing, Told, inspect, list_checkpoints
+from tiering.checkpoint.inspection import Inspection, Listing, OnRead, inspect, list_checkpoints
 from tiering.checkpoint.integrity import Damage
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest
 from tiering.commands.load_plan import configuration, plan_to_load
@@ -235,7 +235,7 @@ def _damage_text(damage: Damage) -> str:
     names = ", ".join(map(_printable, damage.names[:3]))
     more = f" and {len(damage.names) - 3} more" if len(damage.names) > 3 else ""
     place = f"{_printable(file)}{page}" + (f" ({names}{more})" if names else "")
-    return f"{place}: {damage.what}" if place else _printable(damage.what)
+    return f"{place}: {damage.problem}" if place else _printable(damage.problem)
 
 
 def _printable(text: str) -> str:
@@ -244,7 +244,7 @@ def _printable(text: str) -> str:
 
 
 @contextmanager
-def _progress(path: Path, *, quick: bool) -> Iterator[Told]:
+def _progress(path: Path, *, quick: bool) -> Iterator[OnRead]:
     """Show on stderr, if it is a terminal, how many bytes have been read."""
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())

@@ -31,13 +31,13 @@ SUFFIX = ".safetensors"
 
 
 class WeightWriter:
-    """Writes ``tensors``, in their order, as STEM.safetensors into ``directory``, which is made if it is not there.
+    """Writes ``tensors``, in order, as STEM.safetensors to ``directory``, which is created if it is missing.
 
-    With ``most_bytes``, tensors of more than that are written as shards, each of them as long as that at most, or one
-    tensor that is longer. What else belongs beside the weights is put into ``folder`` before ``finish``.
+    If the tensors have more than ``max_shard_bytes``, they are written as shards of at most that size; one longer
+    tensor is one shard. Put further files of the model into ``folder`` before ``finish``.
 
-    Raises CheckpointError if something cannot be written; then, and after ``abandon``, nothing of it is left, unless
-    all was written, and could not be moved to where it belongs: the message names the folder in which the rest is.
+    Raises CheckpointError if a file cannot be written; then, and after ``abandon``, all written files are removed,
+    unless they were complete but could not be moved to ``directory``: the message names the folder that has them.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class WeightWriter:
         tensors: Sequence[TensorSpec],
         *,
         stem: str = "model",
-        most_bytes: int | None = None,
+        max_shard_bytes: int | None = None,
         metadata: Mapping[str, str] | None = None,
         io: IoConfig | None = None,
     ) -> None:
         self._directory = directory
         self._stem = stem
         self._metadata = {"format": "pt"} | dict(metadata or {})
-        self._shards = _shards(tensors, most_bytes)
+        self._shards = _shards(tensors, max_shard_bytes)
         self._made = [path for path in (directory, *directory.parents) if not path.exists()]
         self._output = Output(io)
         self._number = -1  # of the shard that is being written
@@ -189,12 +189,12 @@ class WeightWriter:
         )
 
 
-def _shards(tensors: Sequence[TensorSpec], most_bytes: int | None) -> list[list[TensorSpec]]:
-    """Runs of ``tensors`` of at most ``most_bytes``, unless a single one is longer."""
+def _shards(tensors: Sequence[TensorSpec], max_shard_bytes: int | None) -> list[list[TensorSpec]]:
+    """Runs of ``tensors`` of at most ``max_shard_bytes``, unless a single one is longer."""
     shards: list[list[TensorSpec]] = [[]]
     held = 0
     for tensor in tensors:
-        if most_bytes is not None and shards[-1] and held + tensor.nbytes > most_bytes:
+        if max_shard_bytes is not None and shards[-1] and held + tensor.nbytes > max_shard_bytes:
             shards.append([])
             held = 0
         shards[-1].append(tensor)

@@ -98,7 +98,7 @@ class Export:
         models that are neither transformers' nor peft's.
         """
         try:
-            most_bytes = parse_size(max_shard_size)
+            max_shard_bytes = parse_size(max_shard_size)
         except ValueError as error:
             raise ConfigError(f"max_shard_size: {error}") from None
         model, directory = self._model, Path(save_dir)
@@ -109,7 +109,9 @@ class Export:
             self._write(directory, adapter_names(model, adapter), dtype, stem="adapter_model", files=files)
         elif is_from_transformers(model):
             files = partial(_write_transformers_config, model, dtype)
-            self._write(directory, transformers_names(model), dtype, most_bytes=most_bytes, files=files)
+            self._write(
+                directory, transformers_names(model), dtype, max_shard_bytes=max_shard_bytes, files=files
+            )
         else:
             raise ConfigError(
                 f"save_pretrained needs a model of transformers or peft, whose config says how to build it, not"
@@ -124,7 +126,7 @@ class Export:
         dtype: torch.dtype,
         *,
         stem: str = "model",
-        most_bytes: int | None = None,
+        max_shard_bytes: int | None = None,
         files: Callable[[Path], None] | None = None,
     ) -> None:
         # The widest elements first, so that each tensor begins at a multiple of its own.
@@ -135,7 +137,7 @@ class Export:
         ]
         leading = Leading(self._collectives, f"save {directory}")
         io = self._config.tiering.io
-        new = partial(WeightWriter, directory, specs, stem=stem, most_bytes=most_bytes, io=io)
+        new = partial(WeightWriter, directory, specs, stem=stem, max_shard_bytes=max_shard_bytes, io=io)
         writer = leading.attempt(new)
         try:
             if files is not None:

@@ -68,13 +68,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the weights as safetensors into ``output_dir``; nothing here writes pickles, whatever is asked for."""
     try:
-        most_bytes = parse_size(max_shard_size)
+        max_shard_bytes = parse_size(max_shard_size)
     except ValueError as error:
         raise ConfigError(f"max_shard_size: {error}") from None
     to_weights(
         _found(checkpoint_dir, tag),
         Path(output_dir),
-        most_bytes=most_bytes,
+        max_shard_bytes=max_shard_bytes,
         exclude_frozen=exclude_frozen_parameters,
     )
 

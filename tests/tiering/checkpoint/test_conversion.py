@@ -249,7 +249,7 @@ def test_buffers_that_are_not_there_are_damage(
 ) -> None:
     source = write(tmp_path / "global_step3", {"a": torch.ones(3)}, buffers=buffers)
     assert convert(source, tmp_path / "out") == 1
-    assert re.search(r"rank-00001-of-00001.*it is damaged: .*buffer", capsys.readouterr().err)
+    assert re.search(r"rank-00001-of-00001.*is damaged: .*buffer", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from tests.tiering.checkpoint.directories import OURS, names, recorded, save, tags
 from tiering.checkpoint import directory as module
-from tiering.checkpoint.directory import LATEST, CheckpointDirectory
+from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.manifest import MANIFEST
+from tiering.checkpoint.tags import LATEST
 from tiering.errors import CheckpointError
 
 # What a save leaves
@@ -63,7 +64,7 @@ def test_a_tag_is_replaced_whole(checkpoints: CheckpointDirectory) -> None:
 
 def test_a_save_without_its_record_is_none(checkpoints: CheckpointDirectory) -> None:
     partial = checkpoints.begin("global_step1", run=OURS)
-    with pytest.raises(CheckpointError, match="could not take checkpoint 'global_step1': No such file"):
+    with pytest.raises(CheckpointError, match="could not store checkpoint 'global_step1': No such file"):
         checkpoints.commit(partial, "global_step1", run=OURS)
     checkpoints.discard(partial)
     assert names(checkpoints) == {".lock"}
@@ -77,15 +78,15 @@ def test_a_save_without_its_record_is_none(checkpoints: CheckpointDirectory) -> 
     [
         ("", "is empty"),
         ("latest", "is the name of the file"),
-        (".", "begins with a dot"),
-        ("..", "begins with a dot"),
-        (".hidden", "begins with a dot"),
+        (".", "starts with a dot"),
+        ("..", "starts with a dot"),
+        (".hidden", "starts with a dot"),
         ("a/b", "is a path"),
         ("/etc", "is a path"),
-        ("a\0b", "do not print"),
-        ("a\nb", "do not print"),
-        (" a", "do not print"),
-        ("a\udc80", "do not print"),
+        ("a\0b", "are not printable"),
+        ("a\nb", "are not printable"),
+        (" a", "are not printable"),
+        ("a\udc80", "are not printable"),
         ("ü" * 101, "is longer than 200 bytes"),
     ],
 )
@@ -114,16 +115,16 @@ def test_what_else_has_the_name_stays(checkpoints: CheckpointDirectory, tmp_path
     (checkpoints.path / "dangling").symlink_to(tmp_path / "nowhere")
     before = names(checkpoints)
     for tag, why in [
-        ("file", "no checkpoint .it has no checkpoint.json. and stays"),
-        ("notes", "no checkpoint .it has no checkpoint.json. and stays"),
-        ("link", "is a symbolic link, which is read but not replaced"),
+        ("file", "not a checkpoint .it has no checkpoint.json. and is not replaced"),
+        ("notes", "not a checkpoint .it has no checkpoint.json. and is not replaced"),
+        ("link", "is a symbolic link, which a save does not replace"),
         ("dangling", "is a symbolic link"),
     ]:
         with pytest.raises(CheckpointError, match=why):
             checkpoints.begin(tag, run=OURS)
     assert names(checkpoints) == before
     assert checkpoints.find("link") == checkpoints.path / "link"
-    with pytest.raises(CheckpointError, match="holds no checkpoint 'dangling'"):
+    with pytest.raises(CheckpointError, match="has no checkpoint 'dangling'"):
         checkpoints.find("dangling")
 
 
@@ -131,7 +132,7 @@ def test_a_name_that_was_taken_during_the_save(checkpoints: CheckpointDirectory)
     partial = checkpoints.begin("global_step1", run=OURS)
     (partial / MANIFEST).touch()
     (checkpoints.path / "global_step1").mkdir()
-    with pytest.raises(CheckpointError, match=r"is no checkpoint .* and stays"):
+    with pytest.raises(CheckpointError, match=r"is not a.* checkpoint .* and is not replaced"):
         checkpoints.commit(partial, "global_step1", run=OURS)
     checkpoints.discard(partial)
     assert names(checkpoints) == {"global_step1", ".lock"}
@@ -144,11 +145,11 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         directory = CheckpointDirectory(path)
-        with pytest.raises(CheckpointError, match=r"cannot be saved to: .*ot a directory"):
+        with pytest.raises(CheckpointError, match=r"cannot be written: .*ot a directory"):
             directory.begin("global_step1", run=OURS)
         with pytest.raises(CheckpointError, match="Not a directory"):
             directory.find()
-        with pytest.raises(CheckpointError, match=r"holds no checkpoint 'global_step1'|Not a directory"):
+        with pytest.raises(CheckpointError, match=r"has no checkpoint 'global_step1'|Not a directory"):
             directory.find("global_step1")
 
 
@@ -158,7 +159,7 @@ def test_the_directory_is_removed_under_the_run(checkpoints: CheckpointDirectory
     (partial / MANIFEST).touch()
     module.shutil.rmtree(checkpoints.path)
     with pytest.raises(
-        CheckpointError, match="could not take checkpoint 'global_step2': No such file or directory"
+        CheckpointError, match="could not store checkpoint 'global_step2': No such file or directory"
     ):
         checkpoints.commit(partial, "global_step2", run=OURS)
     checkpoints.discard(partial)
@@ -201,6 +202,6 @@ def test_a_read_only_file_system_is_read(checkpoints: CheckpointDirectory) -> No
         pytest.skip(f"a private read-only mount is not allowed here: {done.stderr.strip()}")
     assert done.stdout == (
         "global_step1 global_step1 ['global_step1']\n"
-        f"[TIER-CHECKPOINT] checkpoint directory {checkpoints.path} cannot be saved to: Read-only file system;"
+        f"[TIER-CHECKPOINT] checkpoint directory {checkpoints.path} cannot be written: Read-only file system;"
         " the file system is mounted read-only: save where you may write, or remount it\n"
     )

@@ -23,8 +23,9 @@ from tests.tiering.checkpoint.directories import (
     tags,
 )
 from tiering.checkpoint import directory as module
-from tiering.checkpoint.directory import LATEST, CheckpointDirectory
+from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.manifest import MANIFEST
+from tiering.checkpoint.tags import LATEST
 from tiering.errors import CheckpointError
 
 
@@ -59,7 +60,7 @@ def test_a_commit_that_fails_leaves_the_old_state(
     with (
         failing(monkeypatch, where, name, nth),
         pytest.raises(
-            CheckpointError, match=r"could not take checkpoint .* Input/output error; .* see dmesg"
+            CheckpointError, match=r"could not store checkpoint .* Input/output error; .* see dmesg"
         ),
     ):
         checkpoints.commit(partial, tag, run=OURS, keep=1)
@@ -79,7 +80,9 @@ def test_the_last_fsync_fails_when_all_is_in_sight(
     record(partial, "new")
     with (
         failing(monkeypatch, os, "fsync", 3),
-        pytest.raises(CheckpointError, match=r"has checkpoint 'global_step1', whole, .* Input/output error"),
+        pytest.raises(
+            CheckpointError, match=r"has the complete checkpoint 'global_step1', .* Input/output error"
+        ),
     ):
         checkpoints.commit(partial, "global_step1", run=OURS)
     checkpoints.discard(partial)
@@ -219,5 +222,5 @@ except CheckpointError as error:
 directory.discard(partial)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "could not take checkpoint 'global_step1': File too large" in ran.stdout
+    assert "could not store checkpoint 'global_step1': File too large" in ran.stdout
     assert names(checkpoints) == {".lock"}

@@ -16,10 +16,11 @@ import pytest
 
 from tests.tiering.checkpoint.saving import RUN, write_checkpoint
 from tiering import cli
-from tiering.checkpoint.directory import LATEST, CheckpointDirectory
+from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.integrity import damages
 from tiering.checkpoint.manifest import MANIFEST, Manifest, StoredParameter
 from tiering.checkpoint.reader import open_checkpoint
+from tiering.checkpoint.tags import LATEST
 from tiering.commands.load_plan import configuration, plan_to_load
 from tiering.config import ds_config
 from tiering.config.training import IoConfig
@@ -166,7 +167,7 @@ def test_what_a_checkpoint_excludes(checkpoints: Path, inspect: Inspect) -> None
         found, parameters=rest, excluded={"bias": replace(found.parameters["bias"], trained=False)}
     ).write(path)
     code, out, _ = inspect(path)
-    assert code == 1 and "weights of 'bias', which checkpoint.json does not name" in out
+    assert code == 1 and "weights of 'bias', which checkpoint.json does not list" in out
 
 
 @pytest.mark.parametrize("how", ["path", "tag"])
@@ -219,9 +220,9 @@ def test_each_flipped_byte_is_found_and_named(checkpoints: Path, inspect: Inspec
     assert "Plan to load it" not in out
     assert out.splitlines()[-4:] == [
         "Damaged, in 3 places:",
-        "  rank-00001-of-00002.safetensors, page 1 (buffer): it is not what was written: another CRC32C",
-        f"  {WEIGHTS_2}, page 1 (layers.0.weight): it is not what was written: another CRC32C",
-        f"  {WEIGHTS_2}, page 2 (layers.0.weight, layers.1.weight): it is not what was written: another CRC32C",
+        "  rank-00001-of-00002.safetensors, page 1 (buffer): CRC32C mismatch",
+        f"  {WEIGHTS_2}, page 1 (layers.0.weight): CRC32C mismatch",
+        f"  {WEIGHTS_2}, page 2 (layers.0.weight, layers.1.weight): CRC32C mismatch",
     ]
     answer = told(inspect, checkpoints)
     assert answer["loading"] is None
@@ -229,7 +230,7 @@ def test_each_flipped_byte_is_found_and_named(checkpoints: Path, inspect: Inspec
         "file": WEIGHTS_2,
         "page": 1,
         "tensors": ["layers.0.weight"],
-        "what": "it is not what was written: another CRC32C",
+        "what": "CRC32C mismatch",
     }
 
 
@@ -271,7 +272,7 @@ def test_a_damaged_file_of_checksums_is_no_good_either(checkpoints: Path, inspec
     flip(file, len(whole) - 1)
     code, out, _ = inspect(checkpoints)
     assert code == 1
-    assert "the SHA-256 of its sums is not the one that checkpoint.json has" in out
+    assert "the SHA-256 of its checksums differs from checkpoint.json" in out
 
 
 def test_what_is_missing_or_cut_off_is_named_file_by_file(checkpoints: Path, inspect: Inspect) -> None:
@@ -284,7 +285,7 @@ def test_what_is_missing_or_cut_off_is_named_file_by_file(checkpoints: Path, ins
     assert "global_step200: step 200" in out
     assert sorted(out.splitlines()[-2:]) == [
         "  exp_avg-00001-of-00002.safetensors: it cannot be read: No such file or directory",
-        f"  {WEIGHTS_2}: it has {size - 1} bytes and should have {size}",
+        f"  {WEIGHTS_2}: it has {size - 1} bytes, not {size}",
     ]
     answer = told(inspect, checkpoints)
     assert [each["step"] for each in answer["directory"]["checkpoints"]] == [100, None]
@@ -293,8 +294,8 @@ def test_what_is_missing_or_cut_off_is_named_file_by_file(checkpoints: Path, ins
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        (MANIFEST, "its content is not what its crc32 says"),
-        ("rank-00002-of-00002.json", "its SHA-256 is not the one that checkpoint.json has"),
+        (MANIFEST, "its content does not match its crc32"),
+        ("rank-00002-of-00002.json", "its SHA-256 differs from checkpoint.json"),
     ],
 )
 def test_damaged_json(checkpoints: Path, inspect: Inspect, name: str, damage: str) -> None:
@@ -302,7 +303,7 @@ def test_damaged_json(checkpoints: Path, inspect: Inspect, name: str, damage: st
     file.write_text(file.read_text().replace("200", "201", 1))
     code, out, _ = inspect(checkpoints)
     assert code == 1
-    assert f"{file}: it is damaged: {damage}" in out
+    assert f"{file} is damaged: {damage}" in out
 
 
 def test_a_number_too_large_in_one_record_leaves_the_others(checkpoints: Path, inspect: Inspect) -> None:
@@ -311,7 +312,7 @@ def test_a_number_too_large_in_one_record_leaves_the_others(checkpoints: Path, i
     (checkpoints / LATEST).unlink()
     code, out, _ = inspect(checkpoints)
     assert code == 1
-    assert f"Damaged: {record}: it is damaged: '1e999' is too large for a number" in out
+    assert f"Damaged: {record} is damaged: '1e999' is too large for a number" in out
     assert "Whole: " in out
     assert CheckpointDirectory(checkpoints).find() == checkpoints / "global_step200"
     converted = checkpoints.parent / "converted"
@@ -338,7 +339,7 @@ def test_a_damaged_header(checkpoints: Path, inspect: Inspect) -> None:
     flip(checkpoints / "global_step200" / WEIGHTS_2, 8)
     code, out, _ = inspect(checkpoints)
     assert code == 1
-    assert f"{WEIGHTS_2}: it is damaged: page 0 of its header" in out
+    assert f"{WEIGHTS_2} is damaged: CRC32C mismatch in page 0 of its header" in out
 
 
 def test_a_damaged_tag_beside_a_whole_one(checkpoints: Path, inspect: Inspect) -> None:
@@ -369,7 +370,7 @@ def test_what_strangers_wrote_does_not_reach_the_terminal(
     flip(path / "weights-00001-of-00001.safetensors", PAGE)
     code, out, _ = inspect(path)
     assert code == 1
-    assert "page 1 ('layers.0.\\x1b[2J'): it is not what was written" in out
+    assert "page 1 ('layers.0.\\x1b[2J'): CRC32C mismatch" in out
     assert "\x1b" not in out
 
 
@@ -385,9 +386,9 @@ def test_what_is_no_checkpoint(checkpoints: Path, inspect: Inspect, tmp_path: Pa
         ([tmp_path / "empty"], "holds no checkpoint: no directory with a checkpoint.json"),
         (
             [checkpoints, "--tag", "no"],
-            "no checkpoint 'no'; name one that is there: 'global_step100', 'global_step200'",
+            "no checkpoint 'no'; existing checkpoints: 'global_step100', 'global_step200'",
         ),
-        ([checkpoints, "--tag", "../x"], "a checkpoint cannot be named '../x'"),
+        ([checkpoints, "--tag", "../x"], "invalid tag '../x'"),
         (
             [checkpoints / "global_step100", "--tag", "x"],
             "is a checkpoint, not a directory of checkpoints; remove --tag",
@@ -398,7 +399,7 @@ def test_what_is_no_checkpoint(checkpoints: Path, inspect: Inspect, tmp_path: Pa
         assert why in err
 
 
-@pytest.mark.parametrize(("size", "why"), [("many", "a size is a number"), ("24", "did you mean 24GiB?")])
+@pytest.mark.parametrize(("size", "why"), [("many", "invalid size"), ("24", "did you mean 24GiB?")])
 def test_a_gpu_of_no_size(
     inspect: Inspect, checkpoints: Path, capsys: pytest.CaptureFixture[str], size: str, why: str
 ) -> None:

@@ -8,24 +8,25 @@ from pathlib import Path
 import pytest
 
 from tests.tiering.checkpoint.directories import OURS, names, save, tags
-from tiering.checkpoint.directory import LATEST, CheckpointDirectory
+from tiering.checkpoint.directory import CheckpointDirectory
+from tiering.checkpoint.tags import LATEST
 from tiering.errors import CheckpointError
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "holds no tag, for it is empty"),
-        (b"../global_step1", "holds no tag, for it begins with a dot"),
-        (b"/etc/passwd", "holds no tag, for it is a path"),
-        (b"global_step1\nstep2", "has characters that do not print"),
-        (b"global_step1\n\n", "has characters that do not print"),
-        (b"\xff\xfe\x00", "has characters that do not print"),
-        (b"\0" * 100, "has characters that do not print"),
+        (b"", "has no valid tag: the tag is empty"),
+        (b"../global_step1", "has no valid tag: the tag starts with a dot"),
+        (b"/etc/passwd", "has no valid tag: the tag is a path"),
+        (b"global_step1\nstep2", "has characters that are not printable"),
+        (b"global_step1\n\n", "has characters that are not printable"),
+        (b"\xff\xfe\x00", "has characters that are not printable"),
+        (b"\0" * 100, "has characters that are not printable"),
         (b"x" * 1_000_000, "is longer than 200 bytes"),
         (b"latest", "is the name of the file"),
-        (b"gone", "names 'gone', but there is no such checkpoint"),
-        (b"notes", "names 'notes', but there is no such checkpoint"),
+        (b"gone", "names 'gone', but this checkpoint does not exist"),
+        (b"notes", "names 'notes', but this checkpoint does not exist"),
     ],
 )
 def test_a_latest_that_names_none(checkpoints: CheckpointDirectory, content: bytes, why: str) -> None:
@@ -35,7 +36,7 @@ def test_a_latest_that_names_none(checkpoints: CheckpointDirectory, content: byt
     (checkpoints.path / LATEST).write_bytes(content)
     for call in (checkpoints.find, checkpoints.latest):
         with pytest.raises(
-            CheckpointError, match=rf"{why}.*name one that is there: 'global_step1', 'global_step2'$"
+            CheckpointError, match=rf"{why}.*existing checkpoints: 'global_step1', 'global_step2'$"
         ):
             call()
     assert checkpoints.find("global_step1") == checkpoints.path / "global_step1"
@@ -60,7 +61,7 @@ def test_a_latest_that_is_no_file(checkpoints: CheckpointDirectory) -> None:
         CheckpointError, match="latest cannot be read: it is not a regular file; name a tag instead"
     ):
         checkpoints.find()
-    with pytest.raises(CheckpointError, match="latest is a directory, where a file with a tag belongs"):
+    with pytest.raises(CheckpointError, match="latest is a directory, but must be a file with a tag"):
         checkpoints.begin("global_step2", run=OURS)
 
 
@@ -100,26 +101,27 @@ def test_without_latest_the_newest_is_found(
     assert checkpoints.latest() is None
     assert checkpoints.find() == checkpoints.path / "global_step2"
     assert caplog.messages == [
-        f"{checkpoints.path} has no file 'latest'; 'global_step2', the newest checkpoint there, is taken"
+        f"{checkpoints.path} has no file 'latest'; using 'global_step2', the newest checkpoint"
     ]
 
 
 def test_a_checkpoint_is_not_the_directory_of_checkpoints(checkpoints: CheckpointDirectory) -> None:
     path = save(checkpoints, "global_step1")
     with pytest.raises(
-        CheckpointError, match=f"is itself a checkpoint; .*: {checkpoints.path} and 'global_step1'"
+        CheckpointError,
+        match=f"is a checkpoint, not a directory of checkpoints; .*: {checkpoints.path} and 'global_step1'",
     ):
         CheckpointDirectory(path).find()
 
 
 def test_a_tag_that_is_not_there(checkpoints: CheckpointDirectory) -> None:
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint 'a'; \S+ holds no checkpoint at all"):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint 'a'; \S+ has no checkpoints"):
         checkpoints.find("a")
     for number in range(7):
         save(checkpoints, f"global_step{number}")
     with pytest.raises(
         CheckpointError,
-        match="there: 'global_step2', 'global_step3', 'global_step4', 'global_step5', 'global_step6' and 2 older",
+        match="checkpoints: 'global_step2', 'global_step3', 'global_step4', 'global_step5', 'global_step6' and 2 older",
     ):
         checkpoints.find("a")
 

@@ -48,10 +48,10 @@ def assert_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         open_checkpoint(path)
     message = str(caught.value)
     assert "files of two saves are mixed in this directory" in message
-    assert any(f"{path / name}:" in message for name in names_of(path)), message
+    assert any(f"{path / name} is damaged:" in message for name in names_of(path)), message
     found = inspect(path)
     assert not found.whole
-    assert all("files of two saves are mixed" in damage.what for damage in found.damage), found.damage
+    assert all("files of two saves are mixed" in damage.problem for damage in found.damage), found.damage
     for arguments in (["inspect", str(path)], ["convert", str(path), str(tmp_path / "converted")]):
         assert cli.main(arguments) == 1
         assert "files of two saves are mixed" in "".join(capsys.readouterr())
@@ -83,7 +83,7 @@ def test_all_files_of_one_rank(
     assert len(names) == 5
     path = mixed(saves, tmp_path / "mixed", names)
     assert_refused(path, tmp_path, capsys)
-    named = {damage.what.partition(": ")[0] for damage in inspect(path).damage}
+    named = {damage.problem.partition(" is damaged: ")[0] for damage in inspect(path).damage}
     assert named == {
         str(path / file_name("checksums", 2, RANKS)),
         str(path / file_name("rank", 2, RANKS, "json")),
@@ -122,8 +122,8 @@ def test_a_record_that_does_not_vouch_for_a_file(saves: tuple[Path, Path], tmp_p
     content = read_sealed(path / MANIFEST)
     del content[kind][name]
     rewrite_json(path / MANIFEST, content)
-    lacking = "it has no digests of the files of rank 1" if kind == "digests" else f"it does not name {name}"
-    with pytest.raises(CheckpointError, match=f"checkpoint.json: it is damaged: {lacking}"):
+    lacking = "it has no digests for the files of rank 1" if kind == "digests" else f"it does not list {name}"
+    with pytest.raises(CheckpointError, match=f"checkpoint.json is damaged: {lacking}"):
         open_checkpoint(path)
     assert not inspect(path).whole
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_version_1_is_taken_with_a_note(
     assert checkpoint.manifest.save is None
     assert set(checkpoint.weights.tensors) == {"layers.0.weight", "layers.1.weight", "bias"}
     assert len(checkpoint.weights.parts["layers.0.weight"]) == RANKS
-    note = "is of an earlier version, which recorded no digests"
+    note = "has format version 1, which has no digests"
     assert note in checkpoint.caveat
     assert cli.main(["inspect", str(path)]) == 0
     out = capsys.readouterr().out

@@ -23,8 +23,9 @@ from tests.tiering.checkpoint.directories import (
     tags,
 )
 from tiering.checkpoint import directory as module
-from tiering.checkpoint.directory import LATEST, CheckpointDirectory
+from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.manifest import MANIFEST
+from tiering.checkpoint.tags import LATEST
 from tiering.errors import CheckpointError, ConfigError
 
 
@@ -72,7 +73,7 @@ def test_another_runs_checkpoints_stay(checkpoints: CheckpointDirectory) -> None
         save(checkpoints, f"global_step{number}", run=OURS, keep=2)
     with pytest.raises(
         CheckpointError,
-        match=r"global_step3 is a checkpoint of another run.*and stays; go on from it with load_",
+        match=r"global_step3 is a checkpoint of another run.*and is not replaced; resume from it with load_",
     ):
         checkpoints.begin("global_step3", run=OURS)
     theirs = {f"global_step{number}" for number in range(5)}
@@ -105,7 +106,8 @@ def test_other_programs_and_damaged_records_are_no_checkpoints(
         save(checkpoints, f"global_step{number}", keep=1)
     for name in ("global_step1", "thesis"):
         with pytest.raises(
-            CheckpointError, match=r"is no checkpoint \(its checkpoint.json is another program's"
+            CheckpointError,
+            match=r"is not a valid checkpoint \(its checkpoint.json is damaged or of another program",
         ):
             checkpoints.begin(name, run=OURS)
     assert names(checkpoints) == {"global_step1", "thesis", "global_step4", LATEST, ".lock"}
@@ -147,7 +149,7 @@ def test_what_stays_after_any_saves(memory: Path, saves: list[tuple[str, bool, i
 
 @pytest.mark.parametrize("keep", [0, -1])
 def test_a_save_keeps_at_least_its_own(checkpoints: CheckpointDirectory, keep: int) -> None:
-    with pytest.raises(ConfigError, match=f"keep is {keep}"):
+    with pytest.raises(ConfigError, match=f"invalid keep={keep}"):
         save(checkpoints, "global_step1", keep=keep)
 
 
@@ -203,7 +205,7 @@ def test_what_cannot_be_pruned_is_a_warning(
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", refuse)
         save(checkpoints, "global_step2", keep=1)
-    assert "global_step1 stays: Operation not permitted" in caplog.text
+    assert "global_step1 is not removed: Operation not permitted" in caplog.text
     assert tags(checkpoints) == ["global_step1", "global_step2"]
     save(checkpoints, "global_step3", keep=1)
     assert tags(checkpoints) == ["global_step3"]
@@ -220,7 +222,9 @@ def test_nothing_that_fails_in_pruning_fails_the_save(
     with monkeypatch.context() as patched:
         patched.setattr(module.shutil, "rmtree", refuse)
         save(checkpoints, "global_step2", keep=1)
-    assert f"old checkpoints of {checkpoints.path} stay: a directory that is too deep" in caplog.text
+    assert (
+        f"old checkpoints in {checkpoints.path} are not removed: a directory that is too deep" in caplog.text
+    )
     assert tags(checkpoints) == ["global_step2"]
 
 
@@ -236,7 +240,7 @@ def test_what_cannot_be_removed_is_a_warning_and_goes_later(
         patched.setattr(module.shutil, "rmtree", refuse)
         save(checkpoints, "global_step2", keep=1)
         save(checkpoints, "global_step2", "again")
-    assert caplog.text.count("is of no use: Input/output error") == 2
+    assert caplog.text.count("is not needed and could not be removed: Input/output error") == 2
     assert tags(checkpoints) == ["global_step2"]
     assert len(checkpoints.partials()) == 2
     checkpoints.close()

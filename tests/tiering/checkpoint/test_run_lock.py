@@ -34,8 +34,8 @@ def test_an_engine_takes_over_from_another_one_of_its_process_between_saves(
     save(other, "global_step6", run=OTHERS)
     checkpoints.close()  # the other one has the lock, and keeps it
     assert refused_elsewhere(other.path) == (
-        f"[TIER-CHECKPOINT] another run saves to {other.path}: process {os.getpid()} on {os.uname().nodename};"
-        " let it end, close the engine that holds it, or save to another directory"
+        f"[TIER-CHECKPOINT] another run has locked {other.path}: process {os.getpid()} on {os.uname().nodename};"
+        " wait until it ends, close its engine, or save to another directory"
     )
     other.close()
     assert refused_elsewhere(other.path) == ""
@@ -47,8 +47,8 @@ def test_an_engine_that_is_saving_is_not_disturbed(checkpoints: CheckpointDirect
     with pytest.raises(CheckpointError) as caught:
         other.begin("global_step2", run=OTHERS)
     assert str(caught.value) == (
-        f"[TIER-CHECKPOINT] another engine of this process is saving to {checkpoints.path}; wait for its save (wait(),"
-        " or close()), or save to another directory"
+        f"[TIER-CHECKPOINT] another engine of this process is saving to {checkpoints.path}; wait for its save with"
+        " wait() or close(), or save to another directory"
     )
     assert partial.exists()
     checkpoints.discard(partial)
@@ -112,7 +112,7 @@ def test_a_lock_whose_file_was_removed_before_it_came_is_none(
         patched.setattr(run_lock.fcntl, "flock", late)
         other.lock()
     assert (checkpoints.path / ".lock").exists()
-    assert "another run saves to" in refused_elsewhere(checkpoints.path)
+    assert "another run has locked" in refused_elsewhere(checkpoints.path)
     other.close()
 
 
@@ -161,7 +161,7 @@ def test_a_holder_that_does_not_say_who_it_is(checkpoints: CheckpointDirectory, 
     checkpoints.lock()
     (checkpoints.path / ".lock").write_bytes(text)
     message = refused_elsewhere(checkpoints.path)
-    assert f"another run saves to {checkpoints.path}: " in message
+    assert f"another run has locked {checkpoints.path}: " in message
     assert "\x1b" not in message
 
 
@@ -224,9 +224,7 @@ def test_where_there_are_no_locks_nothing_of_others_is_swept(
 ) -> None:
     with failing(monkeypatch, run_lock.fcntl, "flock", 0, errno.ENOSYS):
         checkpoints.lock()
-    assert (
-        "has no locks (Function not implemented): two runs that save there are not told apart" in caplog.text
-    )
+    assert "has no locks (Function not implemented): two runs that save there are not detected" in caplog.text
     left = checkpoints.begin("global_step1", run=OURS)
     checkpoints.close()
     with failing(monkeypatch, run_lock.fcntl, "flock", 0, errno.ENOLCK):
@@ -235,7 +233,7 @@ def test_where_there_are_no_locks_nothing_of_others_is_swept(
     checkpoints.close()
     with (
         failing(monkeypatch, run_lock.fcntl, "flock", 0, errno.EIO),
-        pytest.raises(CheckpointError, match="cannot be saved to: Input/output error"),
+        pytest.raises(CheckpointError, match="cannot be written: Input/output error"),
     ):
         checkpoints.lock()
     checkpoints.lock()

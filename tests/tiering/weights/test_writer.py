@@ -45,22 +45,22 @@ def found(directory: Path) -> dict[str, bytes]:
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 60))
-def test_shards_are_runs_of_no_more_than_asked(sizes: list[int], most_bytes: int) -> None:
+def test_shards_are_runs_of_no_more_than_asked(sizes: list[int], max_shard_bytes: int) -> None:
     specs = [TensorSpec(str(number), "U8", (size,)) for number, size in enumerate(sizes)]
-    shards = _shards(specs, most_bytes)
+    shards = _shards(specs, max_shard_bytes)
     assert [spec for shard in shards for spec in shard] == specs
     assert all(
-        len(shard) == 1 or sum(spec.nbytes for spec in shard) <= most_bytes for shard in shards if specs
+        len(shard) == 1 or sum(spec.nbytes for spec in shard) <= max_shard_bytes for shard in shards if specs
     )
     for shard, after in pairwise(shards):
-        assert sum(spec.nbytes for spec in (*shard, after[0])) > most_bytes
+        assert sum(spec.nbytes for spec in (*shard, after[0])) > max_shard_bytes
     assert _shards(specs, None) == [specs]
 
 
-@pytest.mark.parametrize("most_bytes", [None, 0, 70, 10**6])
+@pytest.mark.parametrize("max_shard_bytes", [None, 0, 70, 10**6])
 @pytest.mark.parametrize("piece", [1, 64, 10**6])
-def test_bytes_come_in_any_pieces(tmp_path: Path, most_bytes: int | None, piece: int) -> None:
-    with WeightWriter(tmp_path / "out", SPECS, most_bytes=most_bytes) as writer:
+def test_bytes_come_in_any_pieces(tmp_path: Path, max_shard_bytes: int | None, piece: int) -> None:
+    with WeightWriter(tmp_path / "out", SPECS, max_shard_bytes=max_shard_bytes) as writer:
         for first in range(0, CONTENT.size, piece):
             writer.append(CONTENT[first : first + piece])
     assert found(tmp_path / "out") == expected()
@@ -94,7 +94,7 @@ def test_each_step_is_on_the_disk_before_the_next(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(Path, "replace", record_replace)
     monkeypatch.setattr(Path, "unlink", record_unlink)
-    with WeightWriter(out, SPECS, most_bytes=70) as writer:
+    with WeightWriter(out, SPECS, max_shard_bytes=70) as writer:
         writer.append(CONTENT)
         (writer.folder / "config.json").write_text("{}")
     *shards, index = writer.files
@@ -139,7 +139,7 @@ def test_an_index_that_cannot_be_written_leaves_nothing(
     monkeypatch.setattr(Path, "write_text", full)
     with (
         pytest.raises(CheckpointError, match="ENOSPC"),
-        WeightWriter(tmp_path / "out", SPECS, most_bytes=0) as writer,
+        WeightWriter(tmp_path / "out", SPECS, max_shard_bytes=0) as writer,
     ):
         writer.append(CONTENT)
     assert list(tmp_path.iterdir()) == []
@@ -148,9 +148,9 @@ def test_an_index_that_cannot_be_written_leaves_nothing(
 @pytest.mark.parametrize("nth", range(5))
 def test_what_cannot_be_moved_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """The earlier weights are gone by then."""
-    with WeightWriter(tmp_path / "out", SPECS, most_bytes=70) as writer:
+    with WeightWriter(tmp_path / "out", SPECS, max_shard_bytes=70) as writer:
         writer.append(CONTENT)
-    writer = WeightWriter(tmp_path / "out", SPECS, most_bytes=70)
+    writer = WeightWriter(tmp_path / "out", SPECS, max_shard_bytes=70)
     writer.append(CONTENT)
     replace, calls = Path.replace, list[Path]()
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_moved_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_index_counts_bytes_and_sorts_names(tmp_path: Path) -> None:
-    with WeightWriter(tmp_path, SPECS, most_bytes=0) as writer:
+    with WeightWriter(tmp_path, SPECS, max_shard_bytes=0) as writer:
         writer.append(CONTENT)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": CONTENT.size}

@@ -358,7 +358,7 @@ def disturbed(rank: int, nvme: Path, directory: Path) -> tuple[list[str], int]:
 def test_ranks_refuse_a_mixture_and_look_again_together(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
     for refusals, steps in ranks(2).run(disturbed, nvme, tmp_path / "saved"):
         [message] = refusals
-        assert "-00002-of-00002." in message and ": it is damaged: it is of save" in message
+        assert "-00002-of-00002." in message and "is damaged: it belongs to save" in message
         assert "files of two saves are mixed in this directory" in message
         assert steps == 1
 

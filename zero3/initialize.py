@@ -1,4 +1,4 @@
-"""initialize: from what a user has, a model and a configuration, to an engine and what goes with it."""
+"""initialize: makes an engine, with its optimizer, data loader and scheduler, from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -68,33 +68,35 @@ def initialize(
     """Place ``model`` on the tiers that ``config`` allows and return (engine, optimizer, dataloader, lr_scheduler).
 
     ``config`` is a DeepSpeed configuration (dict or path) with an optional ``tiering`` block; ``config_params`` and
-    ``args.deepspeed_config`` are other ways to give it. ``args`` may be a trainer's: "auto" in the configuration is
-    filled in from what goes by the names of Hugging Face's TrainingArguments there. ``model_parameters`` may be param
-    groups with hyperparameters of their own; the default is every parameter that requires a gradient.
-    Without them, and with no optimizer named anywhere, the model is frozen, as a teacher or a reference.
-    ``optimizer`` (a torch optimizer over the model's parameters, or a function from them to one) replaces the section
-    of that name: a class that has a kernel here gives its groups and hyperparameters, any other one steps what stays on
-    the device. ``lr_scheduler`` is a torch scheduler, made for ``optimizer`` or, as a function, for the one returned;
-    it replaces the section "scheduler". ``training_data`` gives a loader of shuffled micro-batches, over
-    this rank's share. The ranks that torchrun, Open MPI, MPICH or srun has started are joined, unless they have been;
-    ``dist_init_required`` and ``distributed_port`` are those of ``init_distributed``.
+    ``args.deepspeed_config`` are two other ways to pass it. ``args`` may be the arguments of a trainer: "auto" in the
+    configuration takes the value of the field of ``args`` that has the name of Hugging Face's TrainingArguments.
+    ``model_parameters`` may be param groups with hyperparameters; the default is every parameter that requires a
+    gradient. Without ``model_parameters`` and without any optimizer, the model is frozen, as a teacher or a reference.
+
+    ``optimizer`` (a torch optimizer over the model's parameters, or a function that makes one from the parameters)
+    replaces the section "optimizer". If its class has a kernel here, the engine takes its groups and hyperparameters;
+    any other optimizer steps parameters on the device. ``lr_scheduler`` is a torch scheduler for ``optimizer``, or a
+    function that makes one for the returned optimizer; it replaces the section "scheduler". ``training_data`` is loaded
+    in shuffled micro-batches, a part of them on each rank. ``initialize`` joins the ranks that torchrun, Open MPI,
+    MPICH or srun has started, unless they are already joined; ``dist_init_required`` and ``distributed_port`` are
+    passed to ``init_distributed``.
 
     ``weights`` is a safetensors file, or a Hugging Face style directory of them: parameters take their first values
-    from there, on their way to the tiers, and masters keep the precision of the file. Names that only one side has are
-    an error, or with ``strict`` False a warning.
+    from there, on their way to the tiers, and masters keep the precision of the file. Names that only the model or only
+    the files have are an error, or with ``strict`` False a warning.
 
-    From here on the model's parameters belong to the engine: outside of forward and backward, use ``gathered``.
-    Raises ConfigError, PlacementError, WeightsError or SwapSpaceError, each before anything is moved; in mid-way
-    SwapError where a disk fails, and WeightsError where a file of weights changes or cannot be read.
+    Afterwards the model's parameters belong to the engine: outside of forward and backward, use ``gathered``.
+    Raises ConfigError, PlacementError, WeightsError or SwapSpaceError before anything is moved. While values are moved,
+    raises SwapError if a disk fails, and WeightsError if a file of weights changes or cannot be read.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize needs a model, a torch.nn.Module, not {type(model).__name__}")
     if mpu is not None or mesh_param is not None:
         raise ConfigError(
-            "initialize got mpu or mesh_param, which split a model over ranks in other ways; not supported in this"
-            " version: leave them out, and all ranks are data parallel"
+            "initialize got mpu or mesh_param: model parallelism is not supported in this version; remove the argument,"
+            " and all ranks are data parallel"
         )
-    given = _given(args, config, config_params)
+    source = _configuration(args, config, config_params)
     rank, world_size = _join(distributed_port, dist_init_required)
     check_model(model)
     replaced = {"optimizer": optimizer, "scheduler": lr_scheduler}
@@ -104,11 +106,14 @@ def initialize(
         arguments=args,
         replaced=frozenset(section for section, by in replaced.items() if by is not None),
     )
-    settings, report = ds_config.load(given, world_size=world_size, context=known)
+    settings, report = ds_config.load(source, world_size=world_size, context=known)
     for entry in report.entries:
         log.debug("config: %s", entry)
     if torch.is_inference_mode_enabled():
-        raise EngineStateError("initialize was called in inference_mode, whose tensors cannot be trained")
+        raise EngineStateError(
+            "initialize was called in inference mode, whose tensors cannot be trained; call it outside of"
+            " torch.inference_mode()"
+        )
     unwrap(model)
     if lr_scheduler is not None and not (_steps(lr_scheduler) or callable(lr_scheduler)):
         raise ConfigError(f"initialize(lr_scheduler=...) {_SCHEDULERS}, not {type(lr_scheduler).__name__}")
@@ -129,36 +134,38 @@ def initialize(
                 drop_last=settings.dataloader_drop_last,
             )
             engine.training_dataloader = loader
-        _say_once(report.short())
-        _say_replaced("optimizer", optimizer and engine.optimizer_name(), report)
-        _say_replaced("scheduler", lr_scheduler and type(scheduler).__name__, report)
+        _log_once(report.short())
+        _warn_replaced("optimizer", optimizer and engine.optimizer_name(), report)
+        _warn_replaced("scheduler", lr_scheduler and type(scheduler).__name__, report)
     except BaseException:
         engine.close()
         raise
     return EngineParts(engine, engine.optimizer, loader, scheduler)
 
 
-_SCHEDULERS = (
-    "takes a scheduler, with a step() as torch's have, or a function of the optimizer that makes one"
-)
+_SCHEDULERS = "takes a scheduler with a step() method, or a function that makes one for the optimizer"
 
 
 def _scheduler(
-    given: LRScheduler | SchedulerFactory | None,
+    lr_scheduler: LRScheduler | SchedulerFactory | None,
     settings: TieringConfig,
     optimizer: TieredOptimizer | ClientOptimizer,
 ) -> LRScheduler | None:
-    """``given``, or what it makes; without it the configuration's.
+    """The scheduler ``lr_scheduler``, or the one that it makes, or the configuration's if it is None.
 
-    Scripts for DeepSpeed bring classes of their own, which need be no torch's.
+    Scripts for DeepSpeed use scheduler classes that need not be subclasses of torch's.
     """
-    if given is None:
-        wanted = settings.scheduler if optimizer.trains else None
-        return None if wanted is None else schedulers.from_config(wanted, optimizer)
-    made = given if _steps(given) or not callable(given) else given(optimizer)
-    if _steps(made):
-        return made
-    raise ConfigError(f"initialize(lr_scheduler=...) {_SCHEDULERS}; the function made {type(made).__name__}")
+    if lr_scheduler is None:
+        section = settings.scheduler if optimizer.trains else None
+        return None if section is None else schedulers.from_config(section, optimizer)
+    scheduler = (
+        lr_scheduler if _steps(lr_scheduler) or not callable(lr_scheduler) else lr_scheduler(optimizer)
+    )
+    if _steps(scheduler):
+        return scheduler
+    raise ConfigError(
+        f"initialize(lr_scheduler=...) {_SCHEDULERS}; the function returned {type(scheduler).__name__}"
+    )
 
 
 def _steps(given: object) -> TypeGuard[LRScheduler]:
@@ -166,10 +173,10 @@ def _steps(given: object) -> TypeGuard[LRScheduler]:
 
 
 def _join(port: int, required: bool | None) -> tuple[int, int]:
-    """This rank and the number of them, of what a launcher has started; from now on logs know it."""
+    """Join the ranks that a launcher has started, and name the rank in logs. Returns (rank, world size)."""
     if required is None:
         discover(port)
-        # one rank of a launcher, whose script may ask torch.distributed for it
+        # A single rank of a launcher: its script may use torch.distributed.
         if os.environ.get("WORLD_SIZE") == "1":
             init_distributed(verbose=False)
     else:
@@ -180,30 +187,33 @@ def _join(port: int, required: bool | None) -> tuple[int, int]:
     return rank, world_size
 
 
-def _given(args: Any, *configs: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
-    """The one configuration that there is, as an argument of ``initialize`` or in ``args``."""
-    ways = [*zip(("config", "config_params"), configs, strict=True)]
-    ways += [(f"args.{name}", lookup(args, name)) for name in ("deepspeed_config", "deepscale_config")]
-    found = [(name, value) for name, value in ways if value is not None and value != ""]
-    trainers = lookup(args, "deepspeed")
-    if not found and trainers and isinstance(trainers, str | dict):  # else it is the flag --deepspeed
-        return trainers
-    if not found:
+def _configuration(
+    args: Any, *configs: Mapping[str, Any] | str | Path | None
+) -> Mapping[str, Any] | str | Path:
+    """The configuration, from the arguments of ``initialize`` or from ``args``."""
+    candidates = [*zip(("config", "config_params"), configs, strict=True)]
+    candidates += [(f"args.{name}", lookup(args, name)) for name in ("deepspeed_config", "deepscale_config")]
+    present = [(name, value) for name, value in candidates if value is not None and value != ""]
+    of_trainer = lookup(args, "deepspeed")
+    # A bool is the flag --deepspeed.
+    if not present and of_trainer and isinstance(of_trainer, str | dict):
+        return of_trainer
+    if not present:
         raise ConfigError(
-            "initialize got no configuration; give it config=..., a dict or a path, or args with deepspeed_config, as"
-            " `add_config_arguments(parser)` makes it of --deepspeed_config FILE"
+            "initialize got no configuration; pass config=..., a dict or a path, or args with deepspeed_config, which"
+            " `add_config_arguments(parser)` reads from --deepspeed_config FILE"
         )
-    (first, chosen), *others = found
-    for other, value in others:
-        if value != chosen:
+    (first_name, first), *duplicates = present
+    for name, value in duplicates:
+        if value != first:
             raise ConfigError(
-                f"initialize got a configuration as {first} and another as {other}; give one of them"
+                f"initialize got different configurations in {first_name} and {name}; pass only one of them"
             )
-    return chosen
+    return first
 
 
 def _dtype_of(model: nn.Module) -> str:
-    """That of most of its parameters: models in bf16 keep single ones in fp32."""
+    """The dtype of most elements: models in bf16 keep some parameters in fp32."""
     elements: Counter[torch.dtype] = Counter()
     for param in model.parameters():
         if param.is_floating_point():
@@ -212,8 +222,8 @@ def _dtype_of(model: nn.Module) -> str:
     return next((names.get(dtype, "fp32") for dtype, _ in elements.most_common(1)), "fp32")
 
 
-def _say_replaced(section: str, by: Any, report: Report) -> None:
-    """That the object given to ``initialize`` counts, and not the section that the configuration has, too."""
+def _warn_replaced(section: str, by: Any, report: Report) -> None:
+    """Warn that an argument of ``initialize`` replaces a section that the configuration has."""
     kind = next((entry.value for entry in report.entries if entry.key == f"{section}.type"), None)
     if by and kind:
         log.log(
@@ -223,11 +233,11 @@ def _say_replaced(section: str, by: Any, report: Report) -> None:
         )
 
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
-def _say_once(line: str) -> None:
-    """What a configuration comes to: the first time that this process trains with it."""
-    if line not in _said:
-        _said.add(line)
+def _log_once(line: str) -> None:
+    """Log the summary of a configuration the first time that this process uses it."""
+    if line not in _logged:
+        _logged.add(line)
         logs.progress().log(logs.once(logging.INFO), "%s", line)

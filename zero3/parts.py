@@ -1,4 +1,4 @@
-"""The parts of one rank's engine, as ``zero3.setup`` makes them and the rooms above ``building`` take them."""
+"""The parts of one rank's engine, which ``zero3.setup`` makes and the packages above ``building`` use."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from zero3.ranks.joining import World
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts of one rank's engine. ``tiers`` and ``collectives`` own what has to be closed.
+    """The parts of one rank's engine. ``tiers`` and ``collectives`` must be closed.
 
-    ``sink`` takes gradients from autograd: ``gradients`` itself, or what reduces them over ranks first. ``replicas``
-    are the parameters that every rank keeps whole though each steps a shard. ``fill`` has filled the tiers. ``frozen``
-    are the parameters that required a gradient before, and were frozen because nothing trains them. ``names`` are those
-    of checkpoints.
+    ``sink`` takes gradients from autograd: ``gradients`` itself, or a reducer that passes their mean over the ranks to
+    ``gradients``. ``replicas`` are the parameters that every rank keeps whole though it steps a shard. ``fill`` has
+    filled the tiers. ``frozen`` are parameters that required a gradient before and were frozen, because nothing trains
+    them. ``names`` are the names that checkpoints use.
     """
 
     world: World

@@ -49,7 +49,7 @@ def test_both_ways_copy_what_they_should() -> None:
         streams.add(torch.cuda.current_stream().cuda_stream)
         received.copy_(leaving, non_blocking=True)
 
-    rounds = device_rates._side_by_side([there, back], device, 0.05)
+    rounds = device_rates._calls_per_second_on_streams([there, back], device, 0.05)
     assert rounds * 2 * sent.nbytes < 2 * 900e9
     assert len(streams) == 2 and torch.cuda.default_stream().cuda_stream not in streams
     assert torch.equal(arrived.cpu(), sent) and torch.equal(received, leaving.cpu())

@@ -223,7 +223,7 @@ def test_the_configuration_is_given_once(tmp_path: Path) -> None:
         engine, *_ = tiering.initialize(model=nn.Linear(4, 4), **given)
         engine.close()
         assert engine.config.train_batch_size == 1
-    with pytest.raises(ConfigError, match=r"as config and another as args.deepspeed_config"):
+    with pytest.raises(ConfigError, match=r"different configurations in config and args.deepspeed_config"):
         tiering.initialize(args, nn.Linear(4, 4), config=usual)
     with pytest.raises(ConfigError, match="got no configuration"):
         tiering.initialize(argparse.Namespace(deepspeed_config=None, deepspeed=True), nn.Linear(4, 4))
@@ -281,7 +281,7 @@ def test_a_scheduler_of_any_class_is_stepped(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"the Halving .* has no state_dict\(\), load_state_dict\(\)"):
             engine.save_checkpoint(tmp_path)
         assert list(tmp_path.iterdir()) == []
-    for wrong, kind in (("WarmupLR", "not str"), (lambda optimizer: None, "the function made NoneType")):
+    for wrong, kind in (("WarmupLR", "not str"), (lambda optimizer: None, "the function returned NoneType")):
         with pytest.raises(ConfigError, match=kind):
             tiering.initialize(model=nn.Linear(4, 4), config=config, lr_scheduler=wrong)
 

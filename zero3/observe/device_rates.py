@@ -1,4 +1,4 @@
-"""The rates of the device that computes, by torch: ``tiering.planning.measure`` has the others, without torch."""
+"""Measures the rates of the compute device with torch; ``tiering.planning.measure`` measures the others without it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,26 @@ from zero3.ranks.collectives import Collectives
 log = logging.getLogger(__name__)
 
 HEAD_WIDTH = 64
-WEIGHTS_BYTES = 192 << 20  # of blocks that take turns: more than a cache holds
-MOST_BLOCKS = 24  # narrow ones are in a cache when they are trained, too
+# Bytes of the weights of all measured blocks: more than a cache holds.
+WEIGHTS_BYTES = 192 << 20
+# A limit for narrow blocks, which are in a cache during training, too.
+MAX_BLOCKS = 24
 LINK_BYTES = 256 << 20
-SCRATCH = 64 << 20  # bytes that are copied in the device's memory
-QUEUED = 10  # calls at a time
-# The device is measured with no more: matrices are large then, and it is short.
-MOST_TOKENS = {"cpu": 512, "cuda": 4096}
+# Bytes that are copied within the device's memory.
+SCRATCH = 64 << 20
+# Calls that are queued on a GPU at a time.
+QUEUED = 10
+# A limit on the tokens of a measurement: matrices of this size are large, and the measurement stays short.
+MAX_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
 def of_this_machine(
     *, on_gpu: bool, compute_dtype: str, tokens: int, seconds: float | None = None
 ) -> Measurement | None:
-    """Of its GPU, or of its CPU as the device; None if there is no GPU. ``compute_dtype``: bf16, fp16 or fp32."""
+    """The measurement of the GPU, or of the CPU as the device; None if there is no GPU.
+
+    ``compute_dtype`` is bf16, fp16 or fp32.
+    """
     if on_gpu and (not torch.cuda.is_available() or os.environ.get("TIERING_DEVICE") == "cpu"):
         return None
     return of_device(
@@ -50,9 +57,10 @@ def of_this_machine(
 
 
 def saved_rates(load: Workload, device: torch.device, *, local_ranks: int) -> Rates:
-    """What ``tiering plan --measure`` has found of this GPU's link and of the CPUs of this node for ``load``.
+    """The saved rates of this GPU's link and this node's CPUs for ``load``, measured by ``tiering plan --measure``.
 
-    Each of its ``local_ranks`` has a part of the CPUs, as was not so when they were measured.
+    With several ``local_ranks`` each has a part of the CPUs, but the measurement had all of them: the numbers of CPUs
+    and threads need not match then.
     """
     saved = SavedRates.of_user()
     cpu = of_cpu(
@@ -60,12 +68,12 @@ def saved_rates(load: Workload, device: torch.device, *, local_ranks: int) -> Ra
     )
     part = {"cpus", "threads"} if local_ranks > 1 else set()
     link = of_device(device, torch.float32, tokens=1)
-    found = (
+    records = (
         saved.find_like(cpu, but_for=part),
         saved.find_like(link, but_for={"dtype", "tokens"} | (part - {"threads"})),
     )
     rates = Rates()
-    for record in found:
+    for record in records:
         rates = rates.updated(record.rates) if record is not None else rates
     return rates
 
@@ -86,7 +94,7 @@ def settle_update_share(
     local_ranks: int,
     collectives: Collectives | None,
 ) -> Workload:
-    """``load`` with the share of updates on the GPU that is fastest on the slowest rank; none where nobody measured."""
+    """``load`` with the device fraction that is fastest on the slowest rank; 0 if no rates were measured."""
     share = best_share(load, budgets, saved_rates(load, device, local_ranks=local_ranks).of_rank(local_ranks))
     if collectives is not None:
         row = torch.tensor([share], dtype=torch.float64, device="cpu")
@@ -94,7 +102,7 @@ def settle_update_share(
     if not share and Tier.HOST in load.optimizer_tiers:
         log.log(
             logs.once(logging.INFO),
-            "the CPU updates what is in host memory; whether a GPU would be faster, tiering plan --measure finds out",
+            "the CPU updates parameters in host memory; run tiering plan --measure to find out if the GPU is faster",
         )
     return replace(load, update_on_device=share)
 
@@ -102,8 +110,11 @@ def settle_update_share(
 def of_device(
     device: torch.device, dtype: torch.dtype, *, tokens: int, seconds: float | None = None
 ) -> Measurement:
-    """FLOP/s with micro-batches of ``tokens`` (small ones compute slower), and a GPU's link and memory."""
-    tokens = min(tokens, MOST_TOKENS[device.type])
+    """The measurement of FLOP/s with micro-batches of ``tokens``, and of a GPU's link and memory.
+
+    Small micro-batches compute slower.
+    """
+    tokens = min(tokens, MAX_TOKENS[device.type])
     depends = conditions.machine() | {
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
@@ -113,11 +124,12 @@ def of_device(
     if device.type == "cpu":
         depends["threads"] = torch.get_num_threads()
     else:
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         depends |= {
-            "name": found.name,
-            "device_memory": found.total_memory,
-            "uuid": str(getattr(found, "uuid", "")),  # two that are alike may have unlike links
+            "name": properties.name,
+            "device_memory": properties.total_memory,
+            # Two GPUs of the same model may have different links.
+            "uuid": str(getattr(properties, "uuid", "")),
             "cuda": torch.version.cuda,
         }
 
@@ -174,20 +186,21 @@ class Block(nn.Module):
 def _flops(device: torch.device, dtype: torch.dtype, tokens: int, width: int, seconds: float) -> float:
     heads = max(1, width // HEAD_WIDTH)
     each = 12 * width * width
-    count = min(MOST_BLOCKS, max(2, -(-WEIGHTS_BYTES // (each * dtype.itemsize))))
+    count = min(MAX_BLOCKS, max(2, -(-WEIGHTS_BYTES // (each * dtype.itemsize))))
     with torch.device(device):
         blocks = [Block(width, heads).to(dtype) for _ in range(count)]
         stream = torch.randn(1, tokens, width, dtype=dtype)
 
     for block in blocks:
-        for parameter in block.parameters():  # a gradient is taken as soon as it is there, as the engine does
+        for parameter in block.parameters():
+            # The gradient is dropped as soon as it exists, because the engine takes it then.
             parameter.register_post_accumulate_grad_hook(_drop)
 
     def train() -> None:
-        passed = stream
+        output = stream
         for block in blocks:
-            passed = block(passed)
-        passed.sum().backward()
+            output = block(output)
+        output.sum().backward()
 
     with torch.enable_grad():
         return 6.0 * each * count * tokens * _per_second(train, device, seconds)
@@ -198,53 +211,58 @@ def _drop(parameter: Tensor) -> None:
 
 
 def _memory_rates(device: torch.device, seconds: float, tell: Tell) -> Rates:
-    """The link each way and both at once, from an arena as the engine has it, and the device's own memory.
+    """Rates of the link in each direction and in both at once, with a pinned arena, and of the device's own memory.
 
-    Of the ways alone the planner's link is the slower one.
+    The planner uses the slower of the two directions.
     """
     arena = Arena.map(2 * LINK_BYTES, "measured link", pin=register_with_cuda)
     try:
-        found = _copies(arena, device, seconds, tell)
+        rates = _copies(arena, device, seconds, tell)
     finally:
         unregister_with_cuda(arena.address, device)
     return Rates(
-        device_link=min(found["to_device"], found["from_device"]),
-        device_link_both=found["device_both"],
-        device_memory=found["device_memory"],
+        device_link=min(rates["to_device"], rates["from_device"]),
+        device_link_both=rates["device_both"],
+        device_memory=rates["device_memory"],
     )
 
 
 def _copies(arena: Arena, device: torch.device, seconds: float, tell: Tell) -> dict[str, float]:
-    """Bytes per second of each leg."""
-    sent, received = (as_tensor(arena.lease(LINK_BYTES, "link")) for _ in range(2))
-    arrived, leaving = (torch.empty(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    """Bytes per second of each kind of copy."""
+    host_source, host_target = (as_tensor(arena.lease(LINK_BYTES, "link")) for _ in range(2))
+    device_target, device_source = (
+        torch.empty(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
+    )
     source, target = (torch.empty(SCRATCH, dtype=torch.uint8, device=device) for _ in range(2))
 
-    def there() -> None:
-        arrived.copy_(sent, non_blocking=True)
+    def to_device() -> None:
+        device_target.copy_(host_source, non_blocking=True)
 
-    def back() -> None:
-        received.copy_(leaving, non_blocking=True)
+    def to_host() -> None:
+        host_target.copy_(device_source, non_blocking=True)
 
-    def within() -> None:
+    def within_device() -> None:
         target.copy_(source)
 
-    found = {}
+    rates = {}
     for name, calls, nbytes in (
-        ("to_device", [there], LINK_BYTES),
-        ("from_device", [back], LINK_BYTES),
-        ("device_both", [there, back], 2 * LINK_BYTES),
-        ("device_memory", [within], 2 * SCRATCH),  # read and written
+        ("to_device", [to_device], LINK_BYTES),
+        ("from_device", [to_host], LINK_BYTES),
+        ("device_both", [to_device, to_host], 2 * LINK_BYTES),
+        # Bytes are read and written.
+        ("device_memory", [within_device], 2 * SCRATCH),
     ):
-        found[name] = nbytes * _side_by_side(calls, device, seconds)
-        tell(Leg(name, found[name]))
-    return found
+        rates[name] = nbytes * _calls_per_second_on_streams(calls, device, seconds)
+        tell(Leg(name, rates[name]))
+    return rates
 
 
-def _side_by_side(calls: Sequence[Callable[[], object]], device: torch.device, seconds: float) -> float:
-    """How often all of ``calls`` happen per second on a GPU, each on a stream of its own; by the GPU's clock.
+def _calls_per_second_on_streams(
+    calls: Sequence[Callable[[], object]], device: torch.device, seconds: float
+) -> float:
+    """How often all of ``calls`` run per second on a GPU, each on a stream of its own, by the GPU's clock.
 
-    They are queued ``QUEUED`` at a time, so that Python is not waited for, and once before it counts.
+    They are queued ``QUEUED`` at a time, so that Python does not limit the rate. One batch runs first as a warm-up.
     """
     streams = [torch.cuda.Stream(device) for _ in calls]
 
@@ -264,7 +282,8 @@ def _side_by_side(calls: Sequence[Callable[[], object]], device: torch.device, s
         milliseconds: float = max(began.elapsed_time(end) for end in ends)
         return milliseconds / 1e3
 
-    torch.cuda.synchronize(device)  # the memory was made on another stream
+    # The memory was allocated on another stream.
+    torch.cuda.synchronize(device)
     batch()
     count, took = 0, 0.0
     while not count or took < seconds:
@@ -274,7 +293,7 @@ def _side_by_side(calls: Sequence[Callable[[], object]], device: torch.device, s
 
 
 def _per_second(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Calls per second. On a GPU calls are queued by the ten, and all of them are waited for."""
+    """Calls per second. On a GPU ``QUEUED`` calls are queued at a time, and then waited for."""
     if device.type == "cpu":
         return repeated(call, seconds)
 

@@ -1,8 +1,8 @@
-"""How a run ends: finished, failed or preempted, and of which error, as its page says last.
+"""How a run ends: finished, failed or preempted, and by which error, for the last snapshot of its status file.
 
-Three roads lead here. ``close()`` and ``with engine:`` know the error that is under way. Where a script just ends, the
-page is closed at the exit of the interpreter: then ``sys.last_value`` is an exception that nobody has caught, and the
-code that ``sys.exit`` was called with has been noted. A process that is killed says nothing, and its page shows that.
+``close()`` and ``with engine:`` pass the error that is being handled. If a script ends without them, the status file is
+closed at the exit of the interpreter: ``sys.last_value`` is then an uncaught exception, and the code that ``sys.exit``
+was called with has been noted. A process that is killed writes no ending, so its status file has none.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tiering.telemetry import EndStatus, Snapshot, as_text
 LONGEST_TEXT = 1000  # characters
 
 _exit_code: object = None
-"""What ``sys.exit`` was called with last; None before."""
+"""The argument of the last call of ``sys.exit``; None before."""
 
 
 def note_exit_codes() -> None:
-    """From now on note what ``sys.exit`` is called with: at the exit of the interpreter nothing else has it."""
+    """Note arguments of ``sys.exit`` from now on, because they are not available at the exit of the interpreter."""
     exit_before: Callable[..., NoReturn] = sys.exit
     if getattr(exit_before, "notes_code", False):
         return
@@ -33,7 +33,8 @@ def note_exit_codes() -> None:
     @functools.wraps(exit_before)
     def noting_exit(status: object = None, /) -> NoReturn:
         global _exit_code
-        if threading.current_thread() is threading.main_thread():  # another one ends alone
+        # In another thread, ``sys.exit`` ends only that thread.
+        if threading.current_thread() is threading.main_thread():
             _exit_code = status
         exit_before(status)
 
@@ -43,7 +44,7 @@ def note_exit_codes() -> None:
 
 @dataclass
 class Totals:
-    """What a rank has counted by the end of its last step, for whoever outlives the engine."""
+    """The counters of a rank at the end of its last step, which remain when the engine is gone."""
 
     step: int = 0
     global_step: int = 0
@@ -54,9 +55,9 @@ class Totals:
 
 
 class Ending:
-    """Fills in the last snapshot of a rank. Keeps nothing of the engine, which may be gone by then.
+    """Fills in the last snapshot of a rank. Has no reference to the engine, which may be gone by then.
 
-    ``began_with`` gives the rank that a failure of several ranks began with, if it is known.
+    ``began_with`` returns the rank on which a failure of several ranks began, if it is known.
     """
 
     def __init__(self, rank: int, began_with: Callable[[], int | None] = lambda: None) -> None:
@@ -67,20 +68,20 @@ class Ending:
         note_exit_codes()
 
     def went_on(self) -> None:
-        """A step has ended: a ``sys.exit`` before it has not ended the program."""
+        """Forget an earlier ``sys.exit``: a step has ended since, so it has not ended the program."""
         global _exit_code
         _exit_code = None
 
     def settle(self, error: BaseException | None, *, stopped_by: str = "", broken: str = "") -> None:
-        """The engine ends now, because of ``error`` if there is one. The first call counts.
+        """Note that the engine ends now, by ``error`` if there is one. Only the first call has an effect.
 
-        ``stopped_by`` is the name of a signal that has asked for it, ``broken`` why training could not go on.
+        ``stopped_by`` is the name of the signal that requested it, ``broken`` the reason why training cannot continue.
         """
         if self._status is None:
             self._status = self._of(error, stopped_by, broken)
 
     def final_snapshot(self, newest: Snapshot) -> Snapshot:
-        """``newest`` with the figures of the last step, and with how the run ended."""
+        """``newest`` with the figures of the last step, and with the ending."""
         status = self._status or self._at_exit(newest.broken)
         return (
             replace(newest, ended=status, **vars(self.totals))
@@ -89,7 +90,8 @@ class Ending:
         )
 
     def _at_exit(self, broken: str) -> EndStatus:
-        interactive = hasattr(sys, "ps1")  # where last_value is of any line that was ever typed
+        # In an interactive interpreter, last_value may be the error of any earlier line.
+        interactive = hasattr(sys, "ps1")
         error = None if interactive else getattr(sys, "last_value", None)
         if error is None and _exit_code is not None:
             error = SystemExit(_exit_code)
@@ -97,18 +99,19 @@ class Ending:
 
     def _of(self, error: BaseException | None, stopped_by: str, broken: str) -> EndStatus:
         if isinstance(error, (StopIteration, StopAsyncIteration, GeneratorExit)):
-            error = None  # the end of the data
-        asked = isinstance(error, KeyboardInterrupt) or (
+            # The data has ended.
+            error = None
+        is_requested = isinstance(error, KeyboardInterrupt) or (
             isinstance(error, SystemExit) and error.code == EXIT_SAVED
         )
-        if asked or (stopped_by and error is None):
+        if is_requested or (stopped_by and error is None):
             return EndStatus("preempted", stopped_by or "SIGINT", rank=self._rank)
         if isinstance(error, SystemExit):
             return self._exited(error.code, broken)
         if error is not None:
-            words = error.message if isinstance(error, TieringError) else str(error)
+            text = error.message if isinstance(error, TieringError) else str(error)
             code = error.code if isinstance(error, TieringError) else type(error).__name__
-            return self._failed(code, words, of_ranks=isinstance(error, DistributedError))
+            return self._failed(code, text, of_ranks=isinstance(error, DistributedError))
         return self._failed("", broken) if broken else EndStatus("finished", rank=self._rank)
 
     def _exited(self, code: object, broken: str) -> EndStatus:
@@ -127,5 +130,5 @@ class Ending:
 
 
 def error_under_way() -> BaseException | None:
-    """That of an ``except`` or ``finally`` block from which the caller was called."""
+    """The exception that is handled by an ``except`` or ``finally`` block around the call; None outside of one."""
     return sys.exc_info()[1]

@@ -1,4 +1,4 @@
-"""What is not asked for at every publication: free room on the tiers, and what torch has of a GPU."""
+"""Figures that are measured less often than they are published: free memory on the tiers, and torch's on a GPU."""
 
 from __future__ import annotations
 
@@ -14,49 +14,52 @@ from tiering.storage.swap_file import free_by_file_system
 from tiering.telemetry import DeviceMemoryStatus
 from zero3.device.tiers import Tiers
 
-INTERVAL = 2.0  # seconds for which an answer is new enough
+# Seconds for which a value is returned again.
+INTERVAL = 2.0
 
-Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
 
-class Seldom(Generic[Answer]):
-    """What ``ask`` returns, asked again only after ``seconds``. Any thread may call."""
+class RateLimited(Generic[Value]):
+    """Calls ``measure`` at most once in ``seconds``, and returns its last value. Any thread may call."""
 
-    def __init__(self, ask: Callable[[], Answer], seconds: float) -> None:
-        self._ask = ask
+    def __init__(self, measure: Callable[[], Value], seconds: float) -> None:
+        self._measure = measure
         self._seconds = seconds
-        self._found: tuple[float, Answer] | None = None  # and when
+        # The time of the last measurement, and its value.
+        self._last: tuple[float, Value] | None = None
 
-    def __call__(self) -> Answer:
-        now, found = time.monotonic(), self._found
-        if found is None or now - found[0] >= self._seconds:
-            found = self._found = now, self._ask()
-        return found[1]
+    def __call__(self) -> Value:
+        now, last = time.monotonic(), self._last
+        if last is None or now - last[0] >= self._seconds:
+            last = self._last = now, self._measure()
+        return last[1]
 
 
-class Room:
-    """Bytes of each tier of ``tiers`` that are free, as any process sees them. Any thread may ask.
+class FreeMemory:
+    """Free bytes on each tier of ``tiers``, as any process sees them. Any thread may call.
 
-    A GPU's driver is asked once, here: cudaMemGetInfo may wait behind a call that synchronizes, and has been seen to
-    take milliseconds. What torch has taken since, torch knows without the driver; others that share the GPU are taken
-    to have what they had.
+    The GPU's driver is called once, at construction: cudaMemGetInfo may wait for a call that synchronizes, and has
+    taken milliseconds. Later figures use what torch has reserved since, which torch counts without the driver; other
+    processes on the GPU are assumed to use as much as they did then.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._for_torch = 0  # bytes of a GPU that nobody else had
+        # Bytes of a GPU that torch had, or that were free.
+        self._for_torch = 0
         if self._on_gpu:
             free, _ = torch.cuda.mem_get_info(tiers.device)
             self._for_torch = free + torch.cuda.memory_reserved(tiers.device)
-        self._available = Seldom(self._ask, INTERVAL)
-        self._device_memory = Seldom(self._ask_torch, INTERVAL)
+        self._available = RateLimited(self._measure, INTERVAL)
+        self._device_memory = RateLimited(self._measure_torch, INTERVAL)
 
     def available(self, tier: Tier) -> int | None:
-        """Bytes; None where that is not known."""
+        """Free bytes on ``tier``; None if that is unknown."""
         return self._available().get(tier)
 
     def device_memory(self) -> DeviceMemoryStatus | None:
-        """What torch has of a GPU's memory; None where there is none."""
+        """Torch's use of a GPU's memory; None without a GPU."""
         return self._device_memory()
 
     @property
@@ -66,15 +69,16 @@ class Room:
     def _on_device(self, memory: int) -> int | None:
         if self._tiers.device_is_host:
             return memory
-        torch_has = self._device_memory()
-        return None if torch_has is None else max(0, self._for_torch - torch_has.reserved)
+        torch_memory = self._device_memory()
+        return None if torch_memory is None else max(0, self._for_torch - torch_memory.reserved)
 
-    def _ask(self) -> Mapping[Tier, int | None]:
+    def _measure(self) -> Mapping[Tier, int | None]:
         tiers = self._tiers
         try:
             memory = available_memory()
             nvme = sum(free_by_file_system(tiers.swap.directories).values()) if tiers.swap else None
-        except OSError:  # a directory that was removed: the swap files in it live on
+        except OSError:
+            # A directory was removed; the swap files in it still exist.
             return {}
         return {
             Tier.DEVICE: self._on_device(memory),
@@ -82,12 +86,12 @@ class Room:
             Tier.NVME: nvme,
         }
 
-    def _ask_torch(self) -> DeviceMemoryStatus | None:
+    def _measure_torch(self) -> DeviceMemoryStatus | None:
         if not self._on_gpu:
             return None
-        told = torch.cuda.memory_stats(self._tiers.device)
+        stats = torch.cuda.memory_stats(self._tiers.device)
         return DeviceMemoryStatus(
-            allocated=told.get("allocated_bytes.all.current", 0),
-            peak=told.get("allocated_bytes.all.peak", 0),
-            reserved=told.get("reserved_bytes.all.current", 0),
+            allocated=stats.get("allocated_bytes.all.current", 0),
+            peak=stats.get("allocated_bytes.all.peak", 0),
+            reserved=stats.get("reserved_bytes.all.current", 0),
         )

@@ -1,7 +1,7 @@
-"""Monitors: where the figures of a run go, beside telemetry, that a configuration names. Rank 0 alone writes.
+"""Monitors: TensorBoard, CSV files and Weights & Biases, to which rank 0 writes the figures of a run.
 
-An event is DeepSpeed's: (name, value, samples so far). A monitor that cannot be had ends ``initialize``; where one
-fails later, as on a full disk, that is said once and training goes on.
+An event is (name, value, samples so far), as in DeepSpeed. ``initialize`` raises an error if a monitor cannot be
+opened. If a monitor fails later, for example on a full disk, a warning is logged once and training continues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST_ROW = 4096
 
 
 class Writer(Protocol):
-    """One place that events go to. Both methods may raise anything; one that ``recovers`` is tried again."""
+    """A destination of events. Both methods may raise any error; a writer that ``recovers`` is used again."""
 
     recovers: bool
 
@@ -38,7 +38,7 @@ class Writer(Protocol):
 
 
 def check_monitors(config: MonitorConfig) -> None:
-    """ConfigError if a library is missing that ``config`` needs."""
+    """Raise ConfigError if a library that ``config`` needs is missing."""
     if config.tensorboard.enabled:
         _library("torch.utils.tensorboard", "tensorboard")
     if config.wandb.enabled:
@@ -46,60 +46,62 @@ def check_monitors(config: MonitorConfig) -> None:
 
 
 class Monitor:
-    """Hands events to the monitors that ``config`` asks for, if this is rank 0. ConfigError for what cannot be had."""
+    """Passes events to the enabled monitors, if this is rank 0. Raises ConfigError for one that cannot be opened."""
 
     def __init__(self, config: TieringConfig, rank: int) -> None:
         self._writers: dict[str, Writer] = {}
         self._failed: set[str] = set()
         if rank != 0:
             return
-        asked = config.monitor
-        if asked.tensorboard.enabled:
-            self._writers["tensorboard"] = TensorBoard(asked.tensorboard)
-        if asked.csv_monitor.enabled:
-            self._writers["csv_monitor"] = CsvFiles(asked.csv_monitor)
-        if asked.wandb.enabled:  # the last one: nothing behind it leaves its run open
-            self._writers["wandb"] = Wandb(asked.wandb, config)
+        sections = config.monitor
+        if sections.tensorboard.enabled:
+            self._writers["tensorboard"] = TensorBoard(sections.tensorboard)
+        if sections.csv_monitor.enabled:
+            self._writers["csv_monitor"] = CsvFiles(sections.csv_monitor)
+        # The last one, because an error in a later monitor would leave its run open.
+        if sections.wandb.enabled:
+            self._writers["wandb"] = Wandb(sections.wandb, config)
 
     @property
     def enabled(self) -> bool:
-        """Whether events go anywhere from here."""
+        """Whether any monitor is open."""
         return bool(self._writers)
 
     def write_events(self, events: Iterable[Event]) -> None:
-        """Write ``events``, of the run or of a program's own, to every monitor. Fails with a warning, once for each."""
-        told = [(name, float(value), int(samples)) for name, value, samples in events]
+        """Write ``events``, of the engine or of the program, to every monitor. A failure is one warning per monitor."""
+        rows = [(name, float(value), int(samples)) for name, value, samples in events]
         for section, writer in [*self._writers.items()]:
             try:
-                writer.write_events(told)
-            except Exception as error:  # whatever a library of others raises, training goes on
-                self._say_failed(section, error)
+                writer.write_events(rows)
+            # Training continues, whatever error a monitor's library raises.
+            except Exception as error:
+                self._warn_failed(section, error)
                 if not writer.recovers:
                     del self._writers[section]
 
     def close(self) -> None:
-        """Write what is still to be written. Idempotent."""
+        """Flush and close the monitors. Idempotent."""
         writers, self._writers = self._writers, {}
         for section, writer in writers.items():
             try:
                 writer.close()
             except Exception as error:
-                self._say_failed(section, error)
+                self._warn_failed(section, error)
 
-    def _say_failed(self, section: str, error: Exception) -> None:
+    def _warn_failed(self, section: str, error: Exception) -> None:
         if section not in self._failed:
             self._failed.add(section)
             log.warning(
-                "%s could not be written (%s: %s): from here on figures are missing there, and training goes on",
+                "%s could not be written (%s: %s): figures are missing there from now on; training continues",
                 *(section, type(error).__name__, error),
             )
 
 
 class CsvFiles:
-    """DeepSpeed's layout: a file for each event, named after it, with the columns "step" (samples) and its last word.
+    """DeepSpeed's layout: a file for each event name, with the columns "step" (samples) and the name's last part.
 
-    A row is one write to the end of the file, so that an unexpected end leaves at most a piece of the last one, which
-    is cut off when the file is opened again.
+    A row is one write to the end of the file. A crash leaves at most a part of the last row, which is cut off when the
+    file is opened again.
     """
 
     recovers = True
@@ -113,10 +115,11 @@ class CsvFiles:
             for name, value, samples in events:
                 file = self._files.get(name) or self._open(name)
                 if not os.fstat(file.fileno()).st_nlink:
-                    raise FileNotFoundError(errno.ENOENT, "it has been removed", str(file.name))
+                    raise FileNotFoundError(errno.ENOENT, "the file was removed", str(file.name))
                 _append(file, samples, value)
         except OSError:
-            self.close()  # what is opened anew is whole again
+            # The next write opens the files again, which cuts off partial rows.
+            self.close()
             raise
 
     def close(self) -> None:
@@ -141,20 +144,21 @@ def _append(file: FileIO, *row: object) -> None:
 
 
 def _cut_off_torn_row(file: FileIO) -> int:
-    """Remove what stands behind the last whole row, if anything; returns the size."""
+    """Remove bytes after the last complete row; returns the size of the file."""
     size = file.seek(0, os.SEEK_END)
     start = max(0, size - LONGEST_ROW)
     file.seek(start)
-    torn = file.read(LONGEST_ROW).rpartition(b"\n")[2]
-    if torn:
-        size = file.truncate(size - len(torn))
+    partial_row = file.read(LONGEST_ROW).rpartition(b"\n")[2]
+    if partial_row:
+        size = file.truncate(size - len(partial_row))
     return size
 
 
 class TensorBoard:
-    """Event files of TensorBoard, complete after each step."""
+    """Event files of TensorBoard, flushed after each step."""
 
-    recovers = False  # the library's writer has a thread, which an error ends
+    # The library's writer has a thread, which an error ends.
+    recovers = False
 
     def __init__(self, config: TensorBoardConfig) -> None:
         library = _library("torch.utils.tensorboard", "tensorboard")
@@ -170,14 +174,15 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases: the one that the program has begun, or one of ours, which ends with the engine."""
+    """A run of Weights & Biases: the run that the program has started, or else a new one, which the engine finishes."""
 
-    recovers = False  # errors of the network are not told here: what is left is a run that is over
+    # The library handles errors of the network itself; other errors mean that the run has ended.
+    recovers = False
 
     def __init__(self, config: WandbConfig, whole: TieringConfig) -> None:
         library = _library("wandb", "wandb")
-        self._ours = library.run is None
-        if not self._ours:
+        self._owns_run = library.run is None
+        if not self._owns_run:
             self._run = library.run
             return
         try:
@@ -189,7 +194,7 @@ class Wandb:
             )
         except Exception as error:
             raise ConfigError(
-                f"wandb: a run could not be begun ({type(error).__name__}: {error}); log in with 'wandb login', set"
+                f"wandb: could not start a run ({type(error).__name__}: {error}); log in with 'wandb login', set"
                 " WANDB_MODE=offline, or delete the section 'wandb'"
             ) from error
 
@@ -201,7 +206,7 @@ class Wandb:
             self._run.log(values, step=samples)
 
     def close(self) -> None:
-        if self._ours:
+        if self._owns_run:
             self._run.finish()
 
 
@@ -225,16 +230,16 @@ def _missing(package: str, reason: str) -> ConfigError:
 
 
 def _directory(section: str, config: TensorBoardConfig | CsvMonitorConfig) -> Path:
-    """Where the files of a job go: made, and the same wherever the program goes from here."""
+    """The directory of a job's files, which is created; absolute, so that the program may change its directory."""
     path = (Path(config.output_path) / config.job_name).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        refused = None if os.access(path, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+        reason = None if os.access(path, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
     except OSError as error:
-        refused = str(error.strerror)
-    if refused is not None:
+        reason = str(error.strerror)
+    if reason is not None:
         raise ConfigError(
-            f"{section}: nothing can be written to {path} ({refused}); name another directory as output_path, or"
+            f"{section}: cannot write to {path} ({reason}); name another directory as output_path, or"
             f" delete the section {section!r}"
         )
     return path

@@ -47,7 +47,7 @@ from tiering.telemetry import (
 from zero3.device.tiers import Tiers
 from zero3.device.timeline import PhaseClock, by_cause
 from zero3.observe.ending import Ending
-from zero3.observe.free_memory import Room, Seldom
+from zero3.observe.free_memory import FreeMemory, RateLimited
 from zero3.passes.activations import Activations
 from zero3.ranks.joining import ALONE, World
 
@@ -150,8 +150,8 @@ class RunRecord:
         self._sent_before = self.sent()
         self._copied_before = self._copied()
         self._capacities = _capacities(tiers)
-        self._room = Room(tiers)
-        self._latencies: dict[tuple[int, Kind], Seldom[LatencyStatus]] = {}
+        self._free_memory = FreeMemory(tiers)
+        self._latencies: dict[tuple[int, Kind], RateLimited[LatencyStatus]] = {}
 
     def publish(self, telemetry: TelemetryConfig, description: Description | None = None) -> Publisher | None:
         """Start to publish snapshots; None if telemetry is off, or no status file or thread can be made.
@@ -242,7 +242,7 @@ class RunRecord:
         if self.step == 1:
             log.log(
                 logs.once(logging.INFO),
-                "beside the tiers, activations of the first step took up to %s",
+                "in addition to the tiers, activations of the first step took up to %s",
                 format_size(self._activations.peak),
             )
 
@@ -299,7 +299,7 @@ class RunRecord:
             phase_seconds=self.seconds,
             tiers=[self._tier(tier) for tier in Tier],
             activations=self._activation_status(),
-            device_memory=self._room.device_memory(),
+            device_memory=self._free_memory.device_memory(),
             io=self._paths(),
             io_engine=self._engine(),
             link=self.link,
@@ -319,7 +319,7 @@ class RunRecord:
             used=sum(kinds.values()),
             peak=self._tiers.peak(tier),
             by_kind=kinds,
-            available=self._room.available(tier),
+            available=self._free_memory.available(tier),
         )
 
     def _learning_rate(self) -> float | None:
@@ -356,7 +356,7 @@ class RunRecord:
         if aio is None or not stats.ops:
             return None
         if (file, kind) not in self._latencies:
-            self._latencies[file, kind] = Seldom(lambda: _percentiles(aio, file, kind), 1.0)
+            self._latencies[file, kind] = RateLimited(lambda: _percentiles(aio, file, kind), 1.0)
         return self._latencies[file, kind]()
 
     @property

@@ -1,13 +1,13 @@
-"""The trace of one step: what the timeline and the I/O context have recorded, in the format of Chrome and Perfetto.
+"""The trace of one step: the records of the timeline and the I/O context, in the format of Chrome and Perfetto.
 
-A trace is armed in the middle of a step or before one; from then on everything is recorded, so that what runs over from
-that step into the next, whole one is known from its beginning. The next one is written when it ends.
+A trace is armed during a step or before one. Recording starts then, so that transfers that run over into the next step
+are known from their beginning. That next step is the traced one: it is written when it ends.
 
-What a GPU does is timed by events, which only it can compare: they are put on the CPU's clock by one more event, which
-is recorded at the end, when all the others have come, and waited for.
+The work of a GPU is timed by events, which only the GPU can compare. One more event, recorded and waited for at the
+end, converts their times to the CPU's clock.
 
-Rows are "threads" of the format. On one row spans follow each other, and blocks of one thread may lie inside of one
-another; what overlaps in any other way, as transfers do, gets a further row of its track.
+Rows are "threads" of the format. Spans of one row follow each other, or are nested blocks of one thread; spans that
+overlap in another way, such as transfers, go to further rows of their track.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ ROWS: dict[Track, str] = {
     "stall": "stalls",
     "wait": "waits of the CPU",
 }
-NESTING = ("compute", "kernel")  # tracks of blocks; the others are of things that are under way side by side
+# Tracks whose spans are blocks; spans of other tracks overlap.
+NESTING = ("compute", "kernel")
 
 
 class StepTrace:
-    """Records one step and writes it to ``path``. TelemetryError if that cannot be written."""
+    """Records one step and writes it to ``path``. Raises TelemetryError if ``path`` cannot be written."""
 
     def __init__(self, path: str | os.PathLike[str], tiers: Tiers) -> None:
         self.path = Path(path).absolute()
         self._tiers = tiers
         self._pid = os.getpid()
-        self._began = 0  # when the step to be traced did; 0: it has not yet
+        # When the traced step began; 0 before that.
+        self._began = 0
         self._armed = time.monotonic_ns()
         try:
             with self.path.open("a"):
@@ -69,21 +71,21 @@ class StepTrace:
 
     @property
     def under_way(self) -> bool:
-        """Whether the step to be traced has begun."""
+        """Whether the traced step has begun."""
         return self._began > 0
 
     def end_step(self, number: int) -> bool:
-        """Step ``number`` has ended: begin, or write the trace; True if it is written."""
+        """Step ``number`` has ended: begin the traced step, or write its trace. True if the trace is written."""
         if not self.under_way:
             self._began = time.monotonic_ns()
             return False
         self.write(f"step {number}")
         return True
 
-    def write(self, what: str) -> None:
-        """End the recording and write it under the name ``what``, once transfers are over. Not in a forked child.
+    def write(self, title: str) -> None:
+        """End the recording and write it as ``title``, once transfers have ended. A forked child writes nothing.
 
-        A file that cannot be written now is logged: training goes on.
+        An error of the file is logged, and training continues.
         """
         ended = time.monotonic_ns()
         spans, on_device = self._tiers.timeline.stop()
@@ -95,35 +97,35 @@ class StepTrace:
         try:
             if self._tiers.aio is not None:
                 spans += _transfers(self._tiers.aio.end_recording(), sorted(self._tiers.sections()))
-            whole = Span("step", what, self._began or self._armed, ended)
+            whole = Span("step", title, self._began or self._armed, ended)
             self.path.write_text(json.dumps(_chrome(whole, spans), default=str), encoding="utf-8")
         except OSError as error:
-            log.error("the trace of %s could not be written to %s: %s", what, self.path, error)
+            log.error("the trace of %s could not be written to %s: %s", title, self.path, error)
         else:
-            log.info("the trace of %s is in %s", what, self.path)
+            log.info("the trace of %s is in %s", title, self.path)
 
 
-def _of_device(found: Sequence[DeviceSpan], stream: Stream) -> Iterator[Span]:
-    """Spans of a device on the CPU's clock, once all of them are over. ``stream`` is one on which little is queued."""
-    for one in found:
-        one.ended.wait()
+def _of_device(device_spans: Sequence[DeviceSpan], stream: Stream) -> Iterator[Span]:
+    """Spans of a device on the CPU's clock, after all of them have ended. ``stream`` should have little work queued."""
+    for span in device_spans:
+        span.ended.wait()
     stream.synchronize()
     before = time.monotonic_ns()
     anchor = stream.record(timed=True)
     anchor.wait()
-    here = (before + time.monotonic_ns()) // 2
+    anchor_time = (before + time.monotonic_ns()) // 2
 
     def at(event: Event) -> int:
-        return here - round(1e9 * anchor.seconds_since(event))
+        return anchor_time - round(1e9 * anchor.seconds_since(event))
 
-    for one in found:
-        yield Span(one.track, one.name, at(one.began), at(one.ended), one.args)
+    for span in device_spans:
+        yield Span(span.track, span.name, at(span.began), at(span.ended), span.args)
 
 
 def _transfers(records: Iterable[TransferRecord], sections: Sequence[tuple[str, int, str]]) -> Iterator[Span]:
-    """Reads and writes from the first block that was issued, named by the section (``Tiers.sections``, sorted).
+    """Reads and writes, from the issue of their first block, named by section (``Tiers.sections``, sorted).
 
-    How long they were queued or held back before that is an argument: rows are of what the disk had to do.
+    The time in the queue before that is an argument of the span, because rows show the work of the disk.
     """
     for record in records:
         place = bisect_right(sections, (record.file, record.offset), key=lambda begin: begin[:2])
@@ -142,8 +144,8 @@ def _transfers(records: Iterable[TransferRecord], sections: Sequence[tuple[str, 
 
 
 def _chrome(whole: Span, spans: list[Span]) -> dict[str, Any]:
-    """The spans that have a part in ``whole``, as a Chrome trace. Times are microseconds from the first one's begin."""
-    shown = [whole]
+    """The spans that overlap ``whole``, as a Chrome trace. Times are microseconds since the first span began."""
+    included = [whole]
     for span in spans:
         if not span.ended:
             span.ended = whole.ended
@@ -154,10 +156,10 @@ def _chrome(whole: Span, spans: list[Span]) -> dict[str, Any]:
             span.args["runs_over"] = "from the step before"
         elif span.ended > whole.ended:
             span.args["runs_over"] = "into the next step"
-        shown.append(span)
-    zero, pid = min(span.began for span in shown), os.getpid()
+        included.append(span)
+    zero, pid = min(span.began for span in included), os.getpid()
     events: list[dict[str, Any]] = []
-    for number, (title, row) in enumerate(_rows(shown), 1):
+    for number, (title, row) in enumerate(_rows(included), 1):
         head = {"ph": "M", "pid": pid, "tid": number}
         events.append(head | {"name": "thread_name", "args": {"name": title}})
         events.append(head | {"name": "thread_sort_index", "args": {"sort_index": number}})
@@ -178,14 +180,15 @@ def _chrome(whole: Span, spans: list[Span]) -> dict[str, Any]:
 
 
 class _Row:
-    """Spans of one track, none of which hides a part of another."""
+    """Spans of one track that do not hide parts of each other."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._around: list[Span] = []  # those that go on, outermost first
+        # Spans that have not ended where the next one begins, outermost first.
+        self._around: list[Span] = []
 
     def takes(self, span: Span) -> bool:
-        """Add ``span``, which begins no earlier than the last one did, if it has a place here."""
+        """Add ``span``, which begins no earlier than the last one, if it fits this row. Returns whether it did."""
         while self._around and self._around[-1].ended <= span.began:
             self._around.pop()
         for outer in self._around:
@@ -197,7 +200,7 @@ class _Row:
 
 
 def _rows(spans: list[Span]) -> Iterator[tuple[str, list[Span]]]:
-    """The spans of each track on as few rows as they need, and each row's title."""
+    """(title, spans) of each row; each track has as few rows as its spans need."""
     for track, title in ROWS.items():
         rows: list[_Row] = []
         of_track = [span for span in spans if span.track == track]

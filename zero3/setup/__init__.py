@@ -1,1 +1,1 @@
-"""The way from a model and a configuration to the parts of an engine: sizes, plan, assembly."""
+"""Makes the parts of an engine from a model and a configuration: sizes, plan, assembly."""

@@ -269,7 +269,7 @@ def _make_optimizer(
         assert client is not None
         log.log(
             logs.once(logging.INFO),
-            "%s steps by itself, on the device; what it keeps there is not in the plan",
+            "%s steps on the device by itself; the plan does not count the state that it keeps there",
             type(client).__name__,
         )
         return ClientOptimizer(client, tiles, gradients)
@@ -284,9 +284,7 @@ def _freeze(params: list[nn.Parameter]) -> None:
     for param in params:
         param.requires_grad_(False)
     if params:
-        logs.progress().log(
-            logs.once(logging.INFO), "no optimizer is given: the model is not trained, and is frozen"
-        )
+        logs.progress().log(logs.once(logging.INFO), "no optimizer: the parameters of the model are frozen")
 
 
 def _pci_bus_id(device: torch.device) -> str | None:

@@ -1,6 +1,6 @@
-"""What the planner is told of a model: its groups, their layouts, and the Workload that these and a configuration make.
+"""The size of a model for the planner: its groups, their layouts, and the Workload of these and a configuration.
 
-Only names, shapes and dtypes are read, so a model on the meta device does as well as one in memory.
+Only names, shapes and dtypes are read, so the model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zero3.setup.optimizer_choice import OptimizerChoice
 class SizedModel:
     """A model cut into groups, with the dtypes in which it computes, accumulates and sends gradients.
 
-    ``members`` and ``layouts`` follow ``workload.groups``.
+    ``members`` and ``layouts`` follow ``workload.groups``. Parameters in ``kept`` stay fp32.
     """
 
     members: list[GroupMembers]
@@ -36,15 +36,15 @@ class SizedModel:
     grad_dtype: torch.dtype
     reduce_dtype: torch.dtype
     workload: Workload
-    kept: frozenset[nn.Parameter]  # in fp32
+    kept: frozenset[nn.Parameter]
 
 
 def size_up(
     model: nn.Module, config: TieringConfig, chosen: OptimizerChoice, *, on_gpu: bool, world_size: int
 ) -> SizedModel:
-    """Cut ``model`` into groups and measure them, as each of ``world_size`` ranks with such a device would.
+    """Cut ``model`` into groups and compute their sizes on each of ``world_size`` ranks.
 
-    Raises ConfigError for offloading that such a device cannot do.
+    Raises ConfigError for an offload that the device, a GPU or a CPU, does not support.
     """
     whole_groups = chosen.rule is None
     compute, grad, reduce = (

@@ -1,4 +1,4 @@
-"""What is trained, and by which rule: from the configuration, or from the optimizer that a caller brings along."""
+"""The choice of the trained parameters and their update rule: from the configuration, or from the user's optimizer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ClientOptimizerChoice = torch.optim.Optimizer | Callable[[Any], torch.optim.Opti
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """Param groups and who steps them: ``rule`` by the kernels, or ``client`` itself where that is None.
+    """Param groups and their update: by the kernels of ``rule``, or with ``rule`` None by the user's ``client``.
 
-    With a client, ``param_groups`` are its own, and may list frozen parameters beside the trained ones.
+    With a client, ``param_groups`` are the client's, and may list frozen parameters besides trained ones.
 
-    ``moments`` is the format of the state tensors. ``split``: a bf16 parameter is the upper half of its master, and
-    state holds the remainder.
+    ``moments`` is the format of the state tensors. With ``split`` a bf16 parameter is the upper half of its master, and
+    the state holds the lower half.
     """
 
     param_groups: list[Options]
@@ -44,7 +44,7 @@ class OptimizerChoice:
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer at all."""
+        """Whether there is an optimizer."""
         return self.rule is not update_rules.NONE
 
     @property
@@ -53,12 +53,12 @@ class OptimizerChoice:
 
     @property
     def state_tensors(self) -> int:
-        """How many tensors of state the tiers hold for each parameter, beside its master."""
+        """The number of state tensors that the tiers hold for each parameter, without its master."""
         return len(self.rule.state_names(self.param_groups)) if self.rule is not None else 0
 
     @property
     def initial_state(self) -> dict[nn.Parameter, float]:
-        """What the state of a parameter starts as."""
+        """The first value of the moments of each parameter."""
         if self.rule is None:
             return {}
         return {param: self.rule.initial(group) for group in self.param_groups for param in group["params"]}
@@ -70,10 +70,10 @@ def choose_optimizer(
     model_parameters: ModelParameters | None,
     optimizer: ClientOptimizerChoice | None,
 ) -> OptimizerChoice:
-    """The caller's ``optimizer`` (or what it makes of the parameters) if there is one, else the configuration's.
+    """Choose ``optimizer``, or the optimizer that it makes, or with None the configuration's.
 
-    Without any, and without ``model_parameters``, nothing is trained, as of a teacher.
-    Raises ConfigError for what can not be trained as asked.
+    Without any optimizer and without ``model_parameters`` nothing is trained: the model is a teacher, for example.
+    Raises ConfigError for a model, optimizer and configuration that do not fit together.
     """
     check_dtypes(model, config)
     if optimizer is not None:
@@ -137,7 +137,7 @@ def _of_client(client: torch.optim.Optimizer, model: nn.Module, config: TieringC
 
 
 def _state_form(client: torch.optim.Optimizer, config: TieringConfig) -> Form:
-    """The form of state that the client asks for, else the configuration; ConfigError if they contradict."""
+    """The form of state that the client or else the configuration sets; ConfigError if they contradict."""
     name, state = _name(client), config.tiering.state
     requested = update_rules.state_form_of(client)
     if requested is None:
@@ -158,7 +158,7 @@ def _state_form(client: torch.optim.Optimizer, config: TieringConfig) -> Form:
 
 
 def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
-    """An optimizer without a kernel steps fp32 tensors, so all that it needs has to be on the device, and fp32."""
+    """Raise ConfigError unless all tensors are fp32 and on the device, which a client without a kernel needs."""
     name = _name(client)
     if config.tiering.state != "fp32":
         raise ConfigError(
@@ -189,7 +189,7 @@ def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
 
 
 def _param_groups(model: nn.Module, model_parameters: ModelParameters | None) -> list[Options]:
-    """torch-style param groups of trainable parameters."""
+    """Param groups, as torch has them, of the trainable parameters."""
     listed: list[Any] = (
         list(model_parameters)
         if model_parameters is not None
@@ -200,13 +200,14 @@ def _param_groups(model: nn.Module, model_parameters: ModelParameters | None) ->
     for group in listed if grouped else [{"params": listed}]:
         params = group["params"]
         params = [params] if isinstance(params, nn.Parameter) else list(params)
-        params = [p[1] if isinstance(p, tuple) else p for p in params]  # named_parameters() gives pairs
+        # ``named_parameters()`` yields pairs.
+        params = [p[1] if isinstance(p, tuple) else p for p in params]
         chosen.append({**group, "params": [p for p in params if p.requires_grad]})
     return chosen
 
 
 def _check_params(model: nn.Module, groups: list[Options], source: str) -> None:
-    """Every trainable parameter of the model is in one group, and nothing else is in any."""
+    """Raise ConfigError unless each trainable parameter is in one group, and all parameters are the model's."""
     listed_once = [param for group in groups for param in group["params"]]
     inside = set(listed_once)
     if len(inside) < len(listed_once):

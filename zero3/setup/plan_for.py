@@ -1,4 +1,4 @@
-"""plan_for: the plan of a model that is here, on meta, or only described by a transformers configuration."""
+"""plan_for: the plan of a model in memory, on the meta device, or described by a transformers configuration."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from zero3.observe import device_rates
 from zero3.setup.model_size import size_up
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
 
-ATTENTION = ("num_attention_heads", "num_hidden_layers", "hidden_size")  # a state space model has no heads
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how many there are, by architecture
+# Fields of a configuration with attention; a state space model has no heads.
+ATTENTION = ("num_attention_heads", "num_hidden_layers", "hidden_size")
+# Names of the number of experts, by architecture.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def plan_for(
@@ -44,17 +46,17 @@ def plan_for(
     checkpointed: bool = False,
     endurance: float | None = None,
 ) -> PlanReport:
-    """What ``initialize`` would place where, without placing anything; with ``rates``, how long a step would take.
+    """Plan the placement that ``initialize`` would make; with ``rates``, also estimate the time of a step.
 
     ``model`` may be on the meta device, built under ``tiering.zero.Init``, or the path of a transformers configuration
     (a config.json or the directory of one). ``config``, ``model_parameters`` and ``optimizer`` are those of
-    ``initialize``. ``ranks_per_node`` is all of ``world_size`` unless told. ``gpu_memory`` is the bytes that the GPU of
-    each rank has free; without, the CPU is the device. ``tokens`` are those of a micro-batch and rank, in sequences of
-    ``sequence`` (one, unless told); ``checkpointed`` tells of activation checkpointing, and ``endurance`` is in bytes
-    written to a node's drives.
+    ``initialize``. ``ranks_per_node`` defaults to ``world_size``. ``gpu_memory`` is the free memory in bytes of the GPU
+    of each rank; with None the CPU is the device. ``tokens`` is the number of tokens in a micro-batch of one rank, in
+    sequences of ``sequence`` tokens (default: one sequence). ``checkpointed`` says that activations are checkpointed.
+    ``endurance`` is the number of bytes that may be written to the drives of a node.
 
-    A model that does not fit is no error: the report then says why, and what would make it fit. Raises ConfigError for
-    a configuration, or a model, that cannot be trained as asked.
+    A model that does not fit is not an error: the report then says why, and suggests changes. Raises ConfigError for a
+    configuration or a model that cannot be trained.
     """
     settings = (
         config if isinstance(config, TieringConfig) else ds_config.load(config, world_size=world_size)[0]
@@ -69,7 +71,8 @@ def plan_for(
         endurance=endurance,
     )
     built = model if isinstance(model, nn.Module) else described(Path(model))
-    if model_parameters is None:  # what is planned is trained
+    if model_parameters is None:
+        # The plan is for training, so parameters are trained even without an optimizer section.
         model_parameters = [param for param in built.parameters() if param.requires_grad]
     chosen = choose_optimizer(built, settings, model_parameters, optimizer)
     sized = size_up(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
@@ -88,32 +91,32 @@ def plan_for(
 
 
 def _active(model: nn.Module) -> float:
-    """The share of the parameters that a token passes: of the experts of transformers' models, those it is sent to."""
-    told: Any = getattr(model, "config", None)
-    chosen: int | None = getattr(told, "num_experts_per_tok", None)
+    """The fraction of the parameters that one token uses: a part of the experts in a mixture of transformers."""
+    config: Any = getattr(model, "config", None)
+    per_token: int | None = getattr(config, "num_experts_per_tok", None)
     count: int | None = next(
-        (each for name in EXPERTS if isinstance(each := getattr(told, name, None), int)), None
+        (number for name in EXPERTS if isinstance(number := getattr(config, name, None), int)), None
     )
-    if not chosen or not count:
+    if not per_token or not count:
         return 1.0
     sizes = [(".experts." in f".{name}", param.numel()) for name, param in model.named_parameters()]
     routed = sum(numel for expert, numel in sizes if expert)
-    return 1 - routed / sum(numel for _, numel in sizes) * (1 - chosen / count)
+    return 1 - routed / sum(numel for _, numel in sizes) * (1 - per_token / count)
 
 
 def _attention_flops(model: nn.Module, setting: Setting) -> float:
-    """Of a model that tells its layers as those of transformers do; of others nobody knows."""
-    told: Any = getattr(model, "config", None)
-    if not all(isinstance(getattr(told, name, None), int) for name in ATTENTION):
+    """FLOPs of attention, for models with a configuration as in transformers; 0 for others, where they are unknown."""
+    config: Any = getattr(model, "config", None)
+    if not all(isinstance(getattr(config, name, None), int) for name in ATTENTION):
         return 0.0
-    return setting.attention_flops(told.num_hidden_layers, told.hidden_size)
+    return setting.attention_flops(config.num_hidden_layers, config.hidden_size)
 
 
 def described(path: Path) -> nn.Module:
     """The model that the transformers configuration at ``path`` describes, on the meta device.
 
-    Of its own architecture if it names one, else with the head of a language model. Code that lies beside the
-    configuration is not run. Raises ConfigError without transformers, or for what it does not know.
+    It has the architecture that the configuration names, or else the head of a language model. Code in the directory
+    of the configuration is not run. Raises ConfigError if transformers is not installed or does not know the model.
     """
     try:
         transformers: Any = importlib.import_module("transformers")
@@ -123,7 +126,7 @@ def described(path: Path) -> nn.Module:
             " parameters instead (--params), or build the model and call tiering.plan_for(model=...)"
         ) from error
     if not path.exists():
-        raise ConfigError(f"there is no {path}; name a transformers config.json, or the directory of one")
+        raise ConfigError(f"{path} does not exist; name a transformers config.json, or the directory of one")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         named = [getattr(transformers, name, None) for name in config.architectures or ()]
@@ -137,10 +140,12 @@ def described(path: Path) -> nn.Module:
                 built: nn.Module = models[0](config)
             else:
                 built = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # transformers and its libraries have classes of their own for this
-        told = textwrap.shorten(str(error), 240, placeholder=" ...")  # or every class that there is
+    # Transformers and its libraries raise many classes of errors.
+    except Exception as error:
+        # Some messages list every class that transformers has.
+        message = textwrap.shorten(str(error), 240, placeholder=" ...")
         raise ConfigError(
-            f"{path} describes no model that transformers {transformers.__version__} can build: {told}"
+            f"{path} describes no model that transformers {transformers.__version__} can build: {message}"
         ) from error
     return built
 
@@ -157,11 +162,11 @@ def measure_rates(
     io: IoConfig | None = None,
     take: Callable[[Measurement], Rates] = _measured,
 ) -> Rates:
-    """The rates of this machine for ``workload``: of the disks behind ``directories``, the CPU, and the device.
+    """Measure the rates of this machine for ``workload``: the disks behind ``directories``, the CPU, and the device.
 
-    ``on_gpu``: its device is a GPU; those of this machine's are measured if it has one. Small micro-batches compute
-    slower: the device is measured with ``tokens``, if they are few. ``io`` is how bytes travel to the disks. Takes
-    about ten seconds, one GiB of disk and half a GiB of memory; ``take`` may know rates without measuring.
+    With ``on_gpu`` the device is a GPU; it is measured if this machine has one. Small micro-batches compute slower, so
+    the device is measured with at most ``tokens``. ``io`` configures the I/O to the disks. The measurement takes about
+    ten seconds, one GiB of disk and half a GiB of memory; ``take`` may return saved rates instead.
     """
     parts = [
         measure.of_cpu(

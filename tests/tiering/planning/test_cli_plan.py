@@ -416,7 +416,7 @@ def test_a_profile_does_not_know_the_network_between_nodes(plan: Plan) -> None:
         (["--params", "7B", "--state", "fp8"], "tiering.state: Input should be 'fp32'"),
         (["--params", "7B", "--config", "nowhere.json"], "cannot read the configuration file nowhere.json"),
         (["--params", "7B", "--rates", "nowhere.json"], "nowhere.json"),
-        (["--model", "nowhere"], "there is no nowhere; name a transformers config.json"),
+        (["--model", "nowhere"], "nowhere does not exist; name a transformers config.json"),
     ],
 )
 def test_a_wrong_question_is_exit_code_2(

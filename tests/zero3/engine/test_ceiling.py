@@ -176,4 +176,4 @@ def test_activations_are_shown_beside_the_tiers_and_told_after_the_first_step(
         record.end_step()
     assert record.snapshot().activations == ActivationStatus(used=0, peak=KEPT)
     (told,) = [line.message for line in caplog.records if line.name == "zero3.observe.run_record"]
-    assert told == f"beside the tiers, activations of the first step took up to {format_size(KEPT)}"
+    assert told == f"in addition to the tiers, activations of the first step took up to {format_size(KEPT)}"

@@ -52,7 +52,7 @@ def test_gradients_are_computed_and_taken(monkeypatch: pytest.MonkeyPatch) -> No
     taken = []
     monkeypatch.setattr(device_rates, "_drop", lambda parameter: taken.append(parameter.grad))
     device_rates.measure(CPU, torch.float32, tokens=8, width=64, seconds=0)
-    assert len(taken) == 2 * 12 * device_rates.MOST_BLOCKS  # one call to warm up and one that counts
+    assert len(taken) == 2 * 12 * device_rates.MAX_BLOCKS  # one call to warm up and one that counts
     assert all(gradient is not None for gradient in taken)
 
 
@@ -130,7 +130,7 @@ def test_calls_side_by_side_take_as_long_as_the_slowest(
     for name in ("Event", "stream", "Stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(clock, name))
     calls = [functools.partial(clock.call, name) for name in took]
-    told = device_rates._side_by_side(calls, torch.device("cuda"), 0.5)
+    told = device_rates._calls_per_second_on_streams(calls, torch.device("cuda"), 0.5)
     assert told == pytest.approx(rate)
     streams = {name: {stream for each, stream in clock.calls if each == name} for name in took}
     assert all(len(each) == 1 for each in streams.values())
@@ -163,7 +163,7 @@ def test_a_gpus_legs_are_told_and_the_slower_way_is_the_planners(monkeypatch: py
     monkeypatch.setattr(device_rates, "SCRATCH", scratch)
     monkeypatch.setattr(device_rates, "register_with_cuda", lambda at, nbytes: pinned.append(("pinned", at)))
     monkeypatch.setattr(device_rates, "unregister_with_cuda", lambda at, on: pinned.append(("unpinned", at)))
-    monkeypatch.setattr(device_rates, "_side_by_side", side_by_side)
+    monkeypatch.setattr(device_rates, "_calls_per_second_on_streams", side_by_side)
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
     legs: list[Leg] = []
     told = device_rates._memory_rates(CPU, 1.0, legs.append)

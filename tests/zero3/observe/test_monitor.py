@@ -136,7 +136,7 @@ def test_a_full_disk_is_said_once_and_what_follows_it_is_whole(
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("csv_monitor could not be written (OSError: ")
-    assert said.endswith("from here on figures are missing there, and training goes on")
+    assert said.endswith("figures are missing there from now on; training continues")
     monitor.write_events([(LR, 0.002, 16)])
     assert (tmp_path / "job" / NAMED_CSV).read_bytes() == b"step,lr\r\n4,0.001\r\n16,0.002\r\n"
 
@@ -149,7 +149,7 @@ def test_a_directory_that_vanishes_is_said_once_and_made_again(
         monitor.write_events([(LR, 0.001, samples)])
         if samples in (1, 3):
             shutil.rmtree(tmp_path / "job")
-    assert "it has been removed" in caplog.text
+    assert "the file was removed" in caplog.text
     assert len(caplog.records) == 1
     assert (tmp_path / "job" / NAMED_CSV).read_bytes() == b"step,lr\r\n5,0.001\r\n"
 
@@ -262,7 +262,7 @@ def test_a_directory_of_that_name_is_no_library(monkeypatch: pytest.MonkeyPatch,
 def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     asked = {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "job"}
-    with pytest.raises(ConfigError, match=r"csv_monitor: nothing can be written to .*/file/job \(Not a dir"):
+    with pytest.raises(ConfigError, match=r"csv_monitor: cannot write to .*/file/job \(Not a dir"):
         Monitor(whole(csv_monitor=asked), 0)
 
 

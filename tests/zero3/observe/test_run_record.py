@@ -266,7 +266,7 @@ def test_free_room_is_asked_for_now_and_then(
     monkeypatch.setattr(free_memory.time, "monotonic", lambda: now)
     monkeypatch.setattr(free_memory, "available_memory", lambda: free)
     monkeypatch.setattr(free_memory, "free_by_file_system", lambda _: {1: free, 2: 7})
-    asked = free_memory.Room(engine._tiers)
+    asked = free_memory.FreeMemory(engine._tiers)
     for moment, there, told in ((100.0, 5000, 5000), (101.9, 4000, 5000), (102.0, 3000, 3000)):
         now, free = moment, there
         found = [asked.available(tier) for tier in Tier]
@@ -285,7 +285,7 @@ def test_free_room_is_asked_for_now_and_then(
     gpu = torch.device("cuda:1")
     for name, told in (("memory_stats", counted), ("memory_reserved", 4), ("mem_get_info", (60, 100))):
         monkeypatch.setattr(free_memory.torch.cuda, name, {gpu: told}.__getitem__)
-    on_gpu = free_memory.Room(SimpleNamespace(device=gpu, device_is_host=False, swap=None))
+    on_gpu = free_memory.FreeMemory(SimpleNamespace(device=gpu, device_is_host=False, swap=None))
     monkeypatch.delattr(free_memory.torch.cuda, "mem_get_info")  # while it trains, nobody may ask the driver
     assert on_gpu.device_memory() == DeviceMemoryStatus(allocated=3, peak=9, reserved=10)
     assert on_gpu.available(Tier.DEVICE) == 54, "64 were torch's or free at the start"

@@ -171,7 +171,7 @@ def test_any_other_optimizer_steps_fp32_on_the_device(
             model, client=client, rule=None, stage=0, sub_group_size=1, **settings(precision, accumulation)
         )
     assert engine.plan.workload.grad_itemsize == 4
-    assert f"{type(client).__name__} steps by itself, on the device" in caplog.text
+    assert f"{type(client).__name__} steps on the device by itself" in caplog.text
     assert engine.optimizer.param_groups is client.param_groups
     assert isinstance(engine.optimizer, torch.optim.Optimizer)
     state = 0 if precision == "fp32" else 4

@@ -1,4 +1,4 @@
-// Bandwidth and stalls over the last ten minutes: what /v1/history has, then the latest entry of each event.
+// Bandwidth and stalls over the last ten minutes: the entries of /v1/history, then the latest entry of each event.
 
 import {clock, most, percent, plural, rate, sum} from "./figures.js";
 import {h, patch, table} from "./patch.js";
@@ -7,25 +7,25 @@ const WINDOW = 600; // seconds
 const GAP = 10; // seconds
 const POINTS = 120; // of a line
 
-/** One entry a second of a run: Unix times, and values that are null where nothing was known. */
+/** One entry per second of a run: Unix times and values; null means unknown. */
 export class Series {
   constructor() {
     this.at = [];
     this.values = {read: [], written: [], h2d: [], d2h: [], sent: [], stall: []};
   }
 
-  /** Starts with what /v1/history tells of a run. */
+  /** Replaces the entries by those of /v1/history. */
   fill(history) {
     this.at = [...(history?.at || [])];
     for (const name of Object.keys(this.values))
       this.values[name] = this.at.map((_, i) => history[name]?.[i] ?? null);
   }
 
-  /** Adds an entry, unless it is there. */
+  /** Adds an entry unless it is already present. */
   add(entry) {
     const last = this.at.at(-1) ?? 0;
     if (!entry || entry.at <= last) return;
-    const gap = last && entry.at - last > GAP; // over which no line may go
+    const gap = last && entry.at - last > GAP; // the chart draws no line across it
     this.at.push(entry.at);
     for (const [name, values] of Object.entries(this.values)) values.push(gap ? null : entry[name]);
     const old = this.at.findIndex(time => time >= entry.at - WINDOW);
@@ -33,7 +33,7 @@ export class Series {
   }
 }
 
-/** Means of so many seconds that a line stays a line. Their bounds stand still while time goes on. */
+/** Means over several seconds each, at most POINTS of them. The bounds of the groups do not move with time. */
 function thinned({at, values}) {
   const every = Math.max(1, Math.ceil((at.at(-1) - at[0]) / POINTS));
   if (!(every > 1)) return {at, values};
@@ -49,14 +49,14 @@ function thinned({at, values}) {
   return {at: [...groups.values()].map(indices => at[indices.at(-1)]), values: Object.fromEntries(means)};
 }
 
-// A canvas knows no light-dark(): the document resolves it.
+// A canvas does not support light-dark(), so an element of the document resolves the color.
 function color(name) {
   const probe = document.createElement("i");
   probe.className = `probe ${name}`;
   document.body.append(probe);
-  const found = getComputedStyle(probe).color;
+  const resolved = getComputedStyle(probe).color;
   probe.remove();
-  return found;
+  return resolved;
 }
 
 const faint = solid => solid.replace("rgb(", "rgba(").replace(")", ", 0.12)");
@@ -95,10 +95,10 @@ class Chart {
     return {width: Math.max(80, this.box.clientWidth), height: 180};
   }
 
-  /** Draws with the colours of the moment. */
+  /** Draws the chart again with the current colors. */
   restart() {
     this.plot?.destroy();
-    this.shown = this.which();
+    this.shown = this.visibility();
     const ink = color("ink"),
       grid = color("grid");
     const axis = {
@@ -139,11 +139,11 @@ class Chart {
     );
   }
 
-  which() {
+  visibility() {
     return this.series.map(one => this.has(one)).join();
   }
 
-  /** Of what never moved, lines that are `optional` are left out, and those `unless` something else did. */
+  /** A line without values above zero is hidden if it is `optional`, or if the line named by `unless` has such values. */
   has(one) {
     const moved = name => (this.data[name] || []).some(value => value > 0);
     return moved(one.name) || !(one.optional || (one.unless && moved(one.unless)));
@@ -153,18 +153,18 @@ class Chart {
     this.at = at;
     this.data = values;
     this.drawn = thinned({at, values});
-    if (!this.plot || this.shown !== this.which()) this.restart();
+    if (!this.plot || this.shown !== this.visibility()) this.restart();
     else this.plot.setData([this.drawn.at, ...this.series.map(one => this.drawn.values[one.name])]);
-    const said = this.summary();
-    this.box.setAttribute("aria-label", `${this.name} over time. ${said}`);
-    patch(this.figure.querySelector("figcaption"), said);
+    const summary = this.summary();
+    this.box.setAttribute("aria-label", `${this.name} over time. ${summary}`);
+    patch(this.figure.querySelector("figcaption"), summary);
     this.readout();
     this.tabulate();
   }
 
   summary() {
     const minutes = this.at.length > 1 ? (this.at.at(-1) - this.at[0]) / 60 : 0;
-    if (!minutes) return "Figures come with the next seconds.";
+    if (!minutes) return "Figures appear within a few seconds.";
     const over =
       minutes < 1.5 ? plural(Math.round(60 * minutes), "second") : plural(Math.round(minutes), "minute");
     return (
@@ -206,7 +206,7 @@ class Chart {
     );
   }
 
-  /** By minute: six hundred rows would help nobody. */
+  /** A table by minute: one row per second would be too long. */
   tabulate() {
     const details = this.figure.querySelector("details");
     if (!details.open) return;

@@ -1,19 +1,19 @@
-// What stands around the figures of a run: which runs and ranks there are, and how the link to the sidecar is.
+// The header around the figures of a run: the choice of run and rank, and the state of the connection.
 
 import {clock, plural} from "./figures.js";
 import {h, patch} from "./patch.js";
 
 const at = id => document.getElementById(id);
 
-/** Shows one of the parts of the page instead of the others. */
+/** Shows this part of the web page and hides the others. */
 export function only(id) {
   for (const one of ["waiting", "token", "nothing", "shown"]) at(one).hidden = one !== id;
 }
 
-function options(select, wanted, chosen) {
+function options(select, choices, chosen) {
   patch(
     select,
-    wanted.map(([value, text]) => h("option", {key: value, value}, text)),
+    choices.map(([value, text]) => h("option", {key: value, value}, text)),
   );
   if (select.value !== chosen) select.value = chosen;
 }
@@ -43,16 +43,16 @@ export function picks(there, run, rank) {
   for (const one of document.querySelectorAll(".of-all")) one.hidden = rank === null;
 }
 
-const LINKS = {connecting: "connecting", live: "live", idle: "connected", lost: "no answer"};
+const LINKS = {connecting: "connecting", live: "live", idle: "connected", lost: "no response"};
 
-const say = words => {
-  at("news").textContent = words;
+const say = text => {
+  at("news").textContent = text;
 };
 
 /** The link is `now`: one of LINKS. */
 export function link(now) {
   const shown = at("link");
-  if (shown.dataset.link === "lost" && now !== "lost") say("The sidecar answers again");
+  if (shown.dataset.link === "lost" && now !== "lost") say("The sidecar responds again");
   shown.dataset.link = now;
   shown.querySelector("span").textContent = LINKS[now];
   at("trouble").hidden = now !== "lost";
@@ -61,26 +61,26 @@ export function link(now) {
 
 /** No status comes, for `reason`; the next try is after `delay` ms (null: the sidecar tries). The last was `status`. */
 export function lost(reason, delay, status) {
-  if (at("link").dataset.link !== "lost") say(`The sidecar does not answer: ${reason}`);
+  if (at("link").dataset.link !== "lost") say(`The sidecar does not respond: ${reason}`);
   link("lost");
-  const told = status ? ` The figures below are of ${clock(status.taken_at)}.` : "";
+  const age = status ? ` The figures below are from ${clock(status.taken_at)}.` : "";
   at("retry").hidden = delay === null;
   patch(
     at("trouble").querySelector("p"),
-    h("strong", {}, delay === null ? "The sidecar sees nothing" : "The sidecar does not answer"),
-    `: ${reason}.${told} Training is not affected.`,
-    delay === null ? "" : ` Next try in ${plural(Math.round(delay / 1000), "second")}.`,
+    h("strong", {}, delay === null ? "The sidecar cannot read the run directory" : "The sidecar does not respond"),
+    `: ${reason}.${age} Training is not affected.`,
+    delay === null ? "" : ` Next attempt in ${plural(Math.round(delay / 1000), "second")}.`,
   );
 }
 
-/** Where the sidecar looks, for who misses a run. */
+/** The run directory of the sidecar, for a reader who misses a run. */
 export function where(directory) {
   patch(
     at("where"),
-    "This sidecar looks in ",
+    "This sidecar reads ",
     h("code", {}, directory),
     ". Runs with another ",
     h("code", {}, "TIERING_RUN_DIR"),
-    ", and those of other users, are not seen here.",
+    " and runs of other users are not shown.",
   );
 }

@@ -1,4 +1,4 @@
-// Runs that have no page any more, with their last words: of figures to descriptions of elements. Pure.
+// Runs that ended, with their last figures. Pure: figures in, element descriptions out.
 
 import {clock, count, plain, seconds, UNKNOWN} from "./figures.js";
 import {h, marked, table} from "./patch.js";
@@ -15,7 +15,7 @@ export function ended(all) {
   return table(
     "Runs that ended",
     "ended",
-    ["run", "how", "at", "after", "step", "loss", "its last warning"],
+    ["run", "how", "at", "duration", "step", "loss", "last warning"],
     all.map(run => {
       const [first, ...more] = run.warnings.filter(one => one.severity !== "info");
       return h(

@@ -1,4 +1,4 @@
-// Numbers as words. Whatever is no number is told as a dash or by its name, never as NaN or undefined.
+// Numbers as text. A missing value is a dash; NaN and Infinity keep their names.
 
 export const UNKNOWN = "–";
 
@@ -22,7 +22,7 @@ function scaled(value, [base, ...units]) {
 /** Bytes of memory or of a disk, with three digits. */
 export const bytes = value => scaled(value, BINARY);
 
-/** Bytes that were moved: in units of 1000, as disks and networks have it, and everything else that tierd prints. */
+/** Transferred bytes, in units of 1000, as is usual for disks and networks. */
 export const moved = value => scaled(value, DECIMAL);
 
 export const rate = value => (known(value) ? `${moved(value)}/s` : UNKNOWN);
@@ -40,7 +40,7 @@ export function seconds(value) {
   return spaced((value / 86400).toFixed(1), "days");
 }
 
-/** A share of one. */
+/** A fraction as a percentage. */
 export function percent(share) {
   if (!known(share)) return UNKNOWN;
   const value = 100 * share;
@@ -52,7 +52,7 @@ export function percent(share) {
 
 export const count = value => (known(value) ? Math.round(value).toLocaleString("en") : UNKNOWN);
 
-/** Any number with some digits: a loss, a norm, samples per second. One that is not finite arrives by its name. */
+/** A number with a few digits: a loss, a norm, samples per second. The API sends NaN and Infinity as strings. */
 export function plain(value) {
   if (typeof value === "string") return value === "NaN" ? "diverged" : "infinite";
   if (!known(value)) return UNKNOWN;
@@ -68,7 +68,7 @@ export function plain(value) {
         : value.toFixed(4);
 }
 
-/** A number with three digits, for what nobody reads to the last one. */
+/** A number with three digits. */
 export function rough(value) {
   if (!known(value)) return plain(value);
   const size = Math.abs(value);

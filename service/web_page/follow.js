@@ -1,18 +1,18 @@
-// What the sidecar says, as it says it: its events, over fetch, because EventSource cannot send a token.
+// The events of the sidecar, read with fetch, because EventSource cannot send a token.
 
 const TOKEN = "tierd-token";
 const SILENCE = 40_000; // ms: a comment comes every 15 s when nothing changes
 const LONGEST = 30_000; // ms between two attempts
 
-/** The sidecar wants a token, or another one. */
-export class TokenWanted extends Error {}
+/** The sidecar requires a token, or refused this one. */
+export class TokenRequired extends Error {}
 
-let kept = null; // where site data are blocked, the token lives as long as this document
+let kept = null; // holds the token if the browser blocks site data
 
-/** Runs `what`; a browser that blocks site data throws, and null is what it remembers then. */
-function stored(what) {
+/** The result of `access`; null if it throws, because the browser blocks site data. */
+function stored(access) {
   try {
-    return what();
+    return access();
   } catch {
     return null;
   }
@@ -33,25 +33,25 @@ export const token = {
 async function ask(address, options = {}) {
   const headers = token.get() ? {Authorization: `Bearer ${token.get()}`} : {};
   const answer = await fetch(address, {...options, headers, cache: "no-store"});
-  if (answer.status === 401) throw new TokenWanted(address);
+  if (answer.status === 401) throw new TokenRequired(address);
   return answer;
 }
 
-async function told(answer) {
+async function bodyOf(answer) {
   if (answer.ok) return answer.json();
   const body = await answer.json().catch(() => ({}));
-  throw new Error(typeof body.detail === "string" ? body.detail : `it answered ${answer.status}`);
+  throw new Error(typeof body.detail === "string" ? body.detail : `it responded with status ${answer.status}`);
 }
 
-/** The JSON at `address`. Throws TokenWanted, or an Error in the sidecar's words. */
+/** The JSON at `address`. Throws TokenRequired, or an Error with the sidecar's message. */
 export async function get(address) {
-  return told(await ask(address, {signal: AbortSignal.timeout(15_000)}));
+  return bodyOf(await ask(address, {signal: AbortSignal.timeout(15_000)}));
 }
 
 /**
  * Calls `on.status` with every status, `on.lost` with the reason and the ms to the next attempt (null: the sidecar
- * tries by itself), and `on.wanted` where a token is. Goes on until `stop()`; `again()` tries at once. While the
- * sidecar has no room for one more subscriber, it is asked now and then.
+ * retries by itself), and `on.tokenRequired` if a token is required. Continues until `stop()`; `again()` tries at once. While the
+ * sidecar has too many subscribers, the status is polled.
  */
 export function follow(on) {
   const stopped = new AbortController();
@@ -67,7 +67,7 @@ export function follow(on) {
       };
     });
 
-  const heard = status => {
+  const receive = status => {
     failed = 0;
     on.status(status);
   };
@@ -78,7 +78,7 @@ export function follow(on) {
         .split("\n")
         .find(line => line.startsWith(`${name}: `))
         ?.slice(name.length + 2);
-    if (field("event") === "status") heard(JSON.parse(field("data")));
+    if (field("event") === "status") receive(JSON.parse(field("data")));
     else if (field("event") === "problem") on.lost(JSON.parse(field("data")).detail, null);
   };
 
@@ -91,7 +91,7 @@ export function follow(on) {
       });
       if (!answer.ok) {
         await answer.body?.cancel();
-        heard(await get("/v1/status"));
+        receive(await get("/v1/status"));
         return pause(2000);
       }
       const reader = answer.body.getReader(); // streams of Safari cannot be iterated over
@@ -118,8 +118,8 @@ export function follow(on) {
         await listen();
       } catch (error) {
         if (stopped.signal.aborted) return;
-        if (error instanceof TokenWanted) {
-          on.wanted();
+        if (error instanceof TokenRequired) {
+          on.tokenRequired();
           return;
         }
         const delay = Math.min(LONGEST, 1000 * 2 ** failed++);
@@ -139,8 +139,8 @@ export function follow(on) {
   };
 }
 
-// What browsers say of a refused connection ("Failed to fetch", "network error") tells nobody anything.
+// Browsers' own messages for a refused connection ("Failed to fetch", "network error") do not help a reader.
 function reason(error) {
   if (error instanceof TypeError) return "the connection failed";
-  return error.name === "AbortError" ? "it has been silent for 40 s" : error.message;
+  return error.name === "AbortError" ? "it has sent nothing for 40 s" : error.message;
 }

@@ -1,6 +1,6 @@
-// Elements as plain descriptions, and how they get into the document: only what differs is touched, so that focus,
-// selection, scrolling and open details stay as they are. Text arrives as text nodes, whatever it says: names and paths
-// come from pages of runs, and those from anywhere.
+// Element descriptions, and their application to the document: only differences are changed, so focus, selection,
+// scrolling and open details stay as they are. Text always becomes text nodes: names and paths come from status files,
+// which are untrusted.
 
 /** Describes an element. `props` are attributes; `style` is an object, and `key` says which one of a list it is. */
 export function h(tag, props, ...children) {
@@ -9,17 +9,17 @@ export function h(tag, props, ...children) {
 
 /** Makes the children of `parent` what `children` describes: elements, text, lists of them; not null and false. */
 export function patch(parent, ...children) {
-  const wanted = children
+  const described = children
     .flat(Infinity)
     .filter(child => child !== null && child !== undefined && child !== false);
-  const keys = new Set(wanted.map(child => child.props?.key).filter(key => key !== undefined));
+  const keys = new Set(described.map(child => child.props?.key).filter(key => key !== undefined));
   const kept = new Map();
   for (const node of [...parent.childNodes])
     if (node.key !== undefined)
       if (keys.has(node.key)) kept.set(node.key, node);
       else node.remove();
   let at = parent.firstChild;
-  for (const child of wanted) {
+  for (const child of described) {
     const node = typeof child === "object" ? element(child, at, kept) : text(String(child), at);
     if (node === at) at = at.nextSibling;
     else parent.insertBefore(node, at);
@@ -62,9 +62,9 @@ function assign(node, props) {
   node.given = props;
 }
 
-function style(node, wanted, before) {
-  for (const name of Object.keys(before)) if (!(name in wanted)) node.style.removeProperty(name);
-  for (const [name, value] of Object.entries(wanted))
+function style(node, properties, before) {
+  for (const name of Object.keys(before)) if (!(name in properties)) node.style.removeProperty(name);
+  for (const [name, value] of Object.entries(properties))
     if (before[name] !== value) node.style.setProperty(name, value);
 }
 
@@ -90,6 +90,6 @@ export function table(label, look, head, ...bodies) {
   );
 }
 
-/** A state: a shape and a word, never a colour alone. */
+/** A state as a shape and a word: color alone is not accessible. */
 export const marked = ([word, shape], className = "state") =>
   h("span", {class: `${className} ${shape}`}, h("i", {class: "mark"}), word);

@@ -1,5 +1,4 @@
-// What moves, and where: swap paths, the device's link and collectives as tables, of figures to descriptions of
-// elements. Pure.
+// Transfers as tables: swap paths, the device link and collectives. Pure: figures in, element descriptions out.
 
 import {bytes, count, moved, rate, seconds} from "./figures.js";
 import {h, table} from "./patch.js";
@@ -76,7 +75,7 @@ export function paths(all, ranks) {
     table(
       "Swap paths",
       "paths",
-      ["direction", "now", "while moving", "peak", "p50", "p99", "in flight", "in all", "retries", "errors"],
+      ["direction", "now", "while moving", "peak", "p50", "p99", "in flight", "total", "retries", "errors"],
       ...bodies,
     ),
     engine
@@ -87,14 +86,14 @@ export function paths(all, ranks) {
           flags.length ? ` with ${flags.join(", ")}` : "",
           engine.registered_bytes ? `, ${bytes(engine.registered_bytes)} registered` : "",
           ".",
-          missing.length ? ` Not to be had: ${missing.join("; ")}.` : "",
-          " “While moving” is the average over the time with transfers in flight, the peak is the most of it, or of a quarter of a second.",
+          missing.length ? ` Not available: ${missing.join("; ")}.` : "",
+          " “While moving” is the average over the time with transfers in flight; the peak is the maximum of this average and of any quarter of a second.",
         )
       : null,
   ];
 }
 
-/** Both directions; `both` is null where the CPU is the device. */
+/** Both directions of the link; `both` is null if the CPU is the device. */
 export function copies(both) {
   if (!both) return null;
   const rows = [
@@ -105,7 +104,7 @@ export function copies(both) {
     table(
       "Device link",
       "",
-      ["direction", "now", "while copying", "peak", "in all", "copies"],
+      ["direction", "now", "while copying", "peak", "total", "copies"],
       rows.map(([word, way]) =>
         h(
           "tr",
@@ -127,7 +126,7 @@ export function collectives(all) {
   return table(
     "Collectives",
     "",
-    ["collective", "now", "sent in all", "calls"],
+    ["collective", "now", "total sent", "calls"],
     all.map(one =>
       h(
         "tr",

@@ -1,4 +1,4 @@
-// The ranks of a run as a table: of figures to descriptions of elements. Pure.
+// The ranks of a run as a table. Pure: figures in, element descriptions out.
 
 import {count, percent, plural, rate, seconds, UNKNOWN} from "./figures.js";
 import {h, marked, table} from "./patch.js";
@@ -13,9 +13,9 @@ const RANK_STATES = {
   unreadable: ["unreadable", "bad"],
 };
 
-const heard = age => (age === null ? UNKNOWN : age < 1.5 ? "just now" : `${seconds(age)} ago`);
+const published = age => (age === null ? UNKNOWN : age < 1.5 ? "just now" : `${seconds(age)} ago`);
 
-// A rank that is not heard moves nothing that we know of.
+// The current rate of a rank that does not publish is unknown.
 const moves = (rank, way) => (rank.state === "live" ? rate(moving(rank, way)) : UNKNOWN);
 
 const copies = (rank, way) =>
@@ -29,7 +29,7 @@ export function ranks(run) {
           rank.node || UNKNOWN,
           count(rank.step),
           rank.phase,
-          heard(rank.heartbeat_age),
+          published(rank.heartbeat_age),
           seconds(rank.step_seconds),
           percent(rank.stall_share),
           moves(rank, "read"),
@@ -73,7 +73,7 @@ export function ranks(run) {
       ? h(
           "p",
           {class: "soft", key: "missing"},
-          `${plural(missing, "rank")} of this run should be on this node and ${missing === 1 ? "is" : "are"} not here.`,
+          `${plural(missing, "rank")} of this run ${missing === 1 ? "is" : "are"} missing on this node.`,
         )
       : null,
   ];

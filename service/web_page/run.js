@@ -1,4 +1,4 @@
-// A run in short, and what is wrong with it: of a run to descriptions of elements. Pure.
+// The summary of a run, and its warnings. Pure: figures in, element descriptions out.
 
 import {clock, count, most, percent, plain, plural, rate, rough, seconds, UNKNOWN} from "./figures.js";
 import {h, marked} from "./patch.js";
@@ -16,8 +16,8 @@ export function about(run) {
     run.device,
     nodes.length ? `on ${nodes.join(", ")}` : null,
     run.ranks_expected > 1 || run.world_size > 1
-      ? `${count(run.ranks_live)} of ${plural(run.ranks_expected, "rank")} live here` +
-        (run.world_size > run.ranks_expected ? `, ${count(run.world_size)} in all` : "")
+      ? `${count(run.ranks_live)} of ${plural(run.ranks_expected, "rank")} live on this node` +
+        (run.world_size > run.ranks_expected ? `, ${count(run.world_size)} in total` : "")
       : null,
     run.started_at
       ? `since ${new Date(run.started_at * 1000).toLocaleString("en-GB", {dateStyle: "medium", timeStyle: "short"})}`
@@ -26,7 +26,7 @@ export function about(run) {
   return [said.filter(Boolean).join(" · "), run.id !== run.name ? [" · ", h("code", {}, run.id)] : null];
 }
 
-/** What the ranks are in, and since when where that is long. */
+/** The phase of the ranks, with its duration if it is long. */
 function phase(ranks, run, at) {
   const phases = [...new Set(ranks.map(rank => rank.phase))];
   if (phases.length !== 1) return phases.length ? "phases differ" : "";
@@ -35,23 +35,23 @@ function phase(ranks, run, at) {
 }
 
 function checkpoint(ranks, at) {
-  const told = ranks
+  const save = ranks
     .map(rank => rank.checkpoint)
     .find(one => one && (one.under_way || one.saved || one.failed));
-  if (!told) return null;
+  if (!save) return null;
   const many = [
-    told.saved ? `${count(told.saved)} saved` : null,
-    told.failed ? `${count(told.failed)} failed` : null,
+    save.saved ? `${count(save.saved)} saved` : null,
+    save.failed ? `${count(save.failed)} failed` : null,
   ];
-  const word = told.under_way
+  const word = save.under_way
     ? "saving"
-    : told.error
+    : save.error
       ? h("span", {class: "bad"}, "failed")
-      : `${seconds(Math.round(at - told.ended_at))} ago`;
+      : `${seconds(Math.round(at - save.ended_at))} ago`;
   return [
     "Checkpoint",
     word,
-    [...many, told.seconds ? `took ${seconds(told.seconds)}` : null].filter(Boolean).join(", "),
+    [...many, save.seconds ? `took ${seconds(save.seconds)}` : null].filter(Boolean).join(", "),
   ];
 }
 
@@ -80,7 +80,7 @@ export function facts(run, ranks, at) {
       "Step",
       count(of.step),
       [
-        first.global_step > first.step ? `${count(first.global_step)} in all` : null,
+        first.global_step > first.step ? `${count(first.global_step)} in total` : null,
         live ? phase(ranks, run, at) : null,
       ]
         .filter(Boolean)
@@ -120,7 +120,7 @@ export function facts(run, ranks, at) {
     );
 }
 
-// What stands between backticks is to be typed.
+// Text between backticks is code.
 const prose = text => text.split("`").map((part, place) => (place % 2 ? h("code", {}, part) : part));
 
 /** Descriptions of the warnings `from` the first of them `to` before another. */
@@ -152,7 +152,7 @@ export const versions = run =>
     .map(([name, version]) => `${name} ${version}`)
     .join(" · ");
 
-/** What is wrong or new since `before`, for who listens instead of looking; empty: nothing. */
+/** Changes since `before`, for screen readers; empty if there are none. */
 export function news(before, run, at) {
   if (!before || before.id !== run.id) return `Run ${run.name}: ${(RUN_STATES[run.state] || [run.state])[0]}`;
   const known = new Set(before.warnings.map(one => one.code));

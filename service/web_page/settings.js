@@ -1,7 +1,7 @@
-// The configuration in effect, fetched when somebody opens it.
+// The configuration in effect, fetched when the reader opens it.
 
 import {count, plural} from "./figures.js";
-import {get, TokenWanted} from "./follow.js";
+import {get, TokenRequired} from "./follow.js";
 import {h, patch, table} from "./patch.js";
 
 const ORIGINS = {file: "given", auto: "filled in", default: "default"};
@@ -13,19 +13,19 @@ const within = (setting, words) => {
 };
 
 export class Settings {
-  constructor(wanted) {
+  constructor(onTokenRequired) {
     this.details = document.getElementById("settings");
     this.search = document.getElementById("search");
     this.given = document.getElementById("given");
     this.run = null;
     this.all = null;
-    this.wanted = wanted;
+    this.onTokenRequired = onTokenRequired;
     this.details.addEventListener("toggle", () => this.load());
     this.search.addEventListener("input", () => this.draw());
     this.given.addEventListener("change", () => this.draw());
   }
 
-  /** Tells of `run` from now on. */
+  /** Shows the settings of `run`. */
   show(run) {
     if (run.id === this.run) return;
     this.run = run.id;
@@ -44,14 +44,14 @@ export class Settings {
       this.all = this.configuration?.settings || [];
       this.draw();
     } catch (error) {
-      if (error instanceof TokenWanted) this.wanted();
+      if (error instanceof TokenRequired) this.onTokenRequired();
       else
         patch(
           document.getElementById("found"),
           h(
             "p",
             {class: "soft"},
-            `The configuration did not come: ${error.message}. Close and open this to ask again.`,
+            `The configuration could not be loaded: ${error.message}. Close and reopen this section to try again.`,
           ),
         );
     }
@@ -83,7 +83,7 @@ export class Settings {
         ? table(
             "Settings",
             "settings",
-            ["setting", "value", "origin", "what became of it"],
+            ["setting", "value", "origin", "effect"],
             found.map(one =>
               h(
                 "tr",
@@ -98,7 +98,7 @@ export class Settings {
         : h(
             "p",
             {class: "soft"},
-            this.all.length ? "No setting has these words." : "This run does not tell its settings.",
+            this.all.length ? "No setting matches." : "This run does not publish its settings.",
           ),
     );
   }

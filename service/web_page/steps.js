@@ -1,10 +1,10 @@
-// The recent steps side by side, each as high as it took long: its phases, and within it the stalls by their causes.
+// The recent steps as bars, as high as their duration: phases, and stalls by cause within them.
 
 import {count, most, moved, percent, plural, seconds, sum} from "./figures.js";
 import {slowest} from "./totals.js";
 import {h, patch} from "./patch.js";
 
-// By the names that phases have everywhere; a step's record has the last one under another.
+// Phase names as in the API; a step's record has another name for the last one.
 const PHASES = {forward: "forward", backward: "backward", step: "update"};
 export const causeClass = cause => `cause-${cause.replaceAll(/[^a-z]+/g, "-")}`;
 
@@ -19,7 +19,7 @@ const causes = step => {
   const named = Object.entries(step.stalls || {})
     .filter(([, time]) => time > 0)
     .sort((a, b) => b[1] - a[1]);
-  return named.length || !(step.stall > 0) ? named : [["not told", step.stall]];
+  return named.length || !(step.stall > 0) ? named : [["unknown", step.stall]];
 };
 
 const words = step =>
@@ -95,7 +95,7 @@ function breakdown(step, follows) {
         h(
           "tr",
           {class: "total"},
-          h("th", {scope: "row"}, "in all"),
+          h("th", {scope: "row"}, "total"),
           h("td", {}, seconds(step.seconds)),
           h("td", {}, ""),
         ),
@@ -106,7 +106,7 @@ function breakdown(step, follows) {
         h(
           "tr",
           {class: "within"},
-          h("th", {scope: "row"}, "of that, stalled"),
+          h("th", {scope: "row"}, "of which stall"),
           h("td", {}, seconds(step.stall)),
           h("td", {}, percent(step.seconds > 0 ? step.stall / step.seconds : 0)),
         ),
@@ -125,11 +125,11 @@ function breakdown(step, follows) {
   );
 }
 
-/** Shows the steps of a rank in `box`; arrow keys, a click or the pointer choose one, Escape the last one again. */
+/** Shows the steps of a rank in `box`; arrow keys, a click or the pointer select a step, Escape the last one. */
 export class Steps {
   constructor(box) {
     this.box = box;
-    this.chosen = null; // its number; null follows the last one
+    this.chosen = null; // step number; null: the last step
     this.pointed = null;
     this.steps = [];
     this.rank = null;
@@ -143,7 +143,7 @@ export class Steps {
     const rank = slowest(ranks);
     if (rank?.rank !== this.rank?.rank || rank?.pid !== this.rank?.pid) this.chosen = this.pointed = null;
     this.rank = rank;
-    this.of = ranks.length > 1 && scope === null && rank ? `rank ${rank.rank}, whose steps take longest` : "";
+    this.of = ranks.length > 1 && scope === null && rank ? `rank ${rank.rank}, the rank with the longest steps` : "";
     this.steps = rank ? rank.steps : [];
     this.draw();
   }
@@ -196,9 +196,9 @@ export class Steps {
         {class: "soft"},
         `${plural(this.steps.length, "step")}${this.of ? ` of ${this.of}` : ""}, the longest ${seconds(longest)}. `,
         typeof this.rank.step_seconds === "number"
-          ? `Half of them took at most ${seconds(this.rank.step_seconds)}, and ${percent(this.rank.stall_share)} of ` +
-              `their time was stall; the first step of a run is left out of this.`
-          : "Medians come with the second step.",
+          ? `Their median is ${seconds(this.rank.step_seconds)}, and ${percent(this.rank.stall_share)} of their time ` +
+              `was stall, without the first step of the run.`
+          : "The median appears after the second step.",
       ),
       h(
         "div",

@@ -1,4 +1,4 @@
-// Light or dark. No module: it runs before the first paint, so that who chose dark sees no white flash.
+// Light or dark theme. Not a module: it runs before the first paint, so a dark theme shows no white flash.
 "use strict";
 {
   const KEY = "tierd-theme";
@@ -24,7 +24,7 @@
   try {
     choose(localStorage.getItem(KEY));
   } catch {
-    // Site data are blocked: the choice holds until the page goes.
+    // The browser blocks site data: the choice lasts until the web page is closed.
   }
   addEventListener("DOMContentLoaded", () => {
     const button = document.getElementById("theme");
@@ -34,7 +34,7 @@
       try {
         localStorage.setItem(KEY, now());
       } catch {
-        // The same.
+        // The browser blocks site data.
       }
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => tell(button));

@@ -1,9 +1,9 @@
-// Which run is shown, and when: everything that the page knows between two events.
+// The main module: the shown run, and the state of the web page between two events.
 
 import {charts, Series} from "./charts.js";
 import {link, lost, only, picks, where} from "./chrome.js";
 import {ended} from "./ended.js";
-import {follow, get, token, TokenWanted} from "./follow.js";
+import {follow, get, token, TokenRequired} from "./follow.js";
 import {h, patch} from "./patch.js";
 import * as moving from "./paths.js";
 import {ranks as rankTable} from "./ranks.js";
@@ -14,21 +14,21 @@ import * as tiers from "./tiers.js";
 import * as totals from "./totals.js";
 
 const MOST_WARNINGS = 4;
-const NOTED = 2000; // ms: the sidecar looks once a second which runs have ended
-const PLAN_EVERY = 10; // seconds: peaks and medians move slowly
+const NOTED = 2000; // ms: the sidecar checks once a second which runs have ended
+const PLAN_EVERY = 10; // seconds: peaks and medians change slowly
 
 const at = id => document.getElementById(id);
 const state = {
-  status: null, // the last one heard
-  run: null, // the one shown, as last heard; it stays when its pages are swept
-  there: null, // the runs that have pages
+  status: null, // the last status received
+  run: null, // the shown run as last received; it stays after its status files are removed
+  there: null, // the runs that have status files
   series: new Series(),
-  plan: [], // what /v1/plan tells of the ranks of that run
+  plan: [], // the ranks of this run in /v1/plan
   planAt: 0,
 };
 const [bandwidth, stall] = charts();
 const steps = new Steps(at("steps"));
-const settings = new Settings(() => wanted());
+const settings = new Settings(() => askForToken());
 let connection = null;
 
 const picked = () => {
@@ -43,18 +43,18 @@ function pick(run, rank) {
   show();
 }
 
-/** The run asked for, else the one shown while it is there, else one that trains, the latest first. */
+/** The requested run; else the shown run while it exists; else the latest run that trains. */
 function choose(runs) {
-  const named = id => runs.find(run => run.id === id);
-  const asked = named(picked().run);
-  if (asked) return asked;
-  const same = state.run && named(state.run.id);
+  const byId = id => runs.find(run => run.id === id);
+  const requested = byId(picked().run);
+  if (requested) return requested;
+  const same = state.run && byId(state.run.id);
   if (same && same.state !== "ended") return same;
   const latest = [...runs].sort((a, b) => (b.started_at || 0) - (a.started_at || 0));
   return latest.find(run => run.state !== "ended") || same || latest[0] || null;
 }
 
-function heard(status) {
+function receive(status) {
   totals.pace(status, state.status);
   state.status = status;
   const there = status.runs.map(run => run.id).join(" ");
@@ -77,53 +77,53 @@ function show() {
   }
   if (before?.id !== state.run.id) fresh();
   else if (chosen) state.series.add(chosen.latest);
-  const told = summary.news(before, state.run, now);
-  if (told) at("news").textContent = told;
+  const news = summary.news(before, state.run, now);
+  if (news) at("news").textContent = news;
   draw(now);
 }
 
-/** Another run: what was known of the one before counts no more. */
+/** Switches to another run and drops the data of the previous one. */
 function fresh() {
   state.series = new Series();
   state.plan = [];
   remember();
 }
 
-/** Brings the charts what the sidecar remembers; they keep what they have while it does not come. */
+/** Fills the charts from /v1/history; they keep their content if the request fails. */
 async function remember() {
   const run = state.run.id;
   state.planAt = 0;
-  const told = await ask(`/v1/history?run=${encodeURIComponent(run)}`);
-  if (!told || state.run.id !== run) return;
-  state.series.fill(told.runs[0]);
+  const history = await ask(`/v1/history?run=${encodeURIComponent(run)}`);
+  if (!history || state.run.id !== run) return;
+  state.series.fill(history.runs[0]);
   draw(state.status.taken_at);
 }
 
-/** Which runs have ended changes only with those that are `there`. */
+/** Fetches the ended runs; they change only when the runs in `there` change. */
 async function recall() {
-  const told = await ask("/v1/runs");
-  if (!told) return;
-  at("ended").hidden = !told.ended.length;
-  patch(at("ended-runs"), ended(told.ended));
-  patch(at("nothing-title"), told.ended.length ? "No run now" : "No run yet");
+  const runs = await ask("/v1/runs");
+  if (!runs) return;
+  at("ended").hidden = !runs.ended.length;
+  patch(at("ended-runs"), ended(runs.ended));
+  patch(at("nothing-title"), runs.ended.length ? "No run now" : "No run yet");
 }
 
 async function replan(now) {
   if (now - state.planAt < PLAN_EVERY) return;
   state.planAt = now;
   const run = state.run.id;
-  const told = await ask(`/v1/plan?run=${encodeURIComponent(run)}`);
-  if (!told || state.run.id !== run) return;
-  state.plan = told.runs[0]?.ranks || [];
+  const plans = await ask(`/v1/plan?run=${encodeURIComponent(run)}`);
+  if (!plans || state.run.id !== run) return;
+  state.plan = plans.runs[0]?.ranks || [];
   plan();
 }
 
-/** What is at `address`; null where it does not come: the events say so too, and louder. */
+/** The JSON at `address`; null if the request fails, which the events also report. */
 async function ask(address) {
   try {
     return await get(address);
   } catch (error) {
-    if (error instanceof TokenWanted) wanted();
+    if (error instanceof TokenRequired) askForToken();
     return null;
   }
 }
@@ -150,13 +150,13 @@ function draw(now) {
   patch(at("name"), run.name);
   patch(at("state"), summary.runState(run));
   patch(at("about"), summary.about(run));
-  const asked = picked().run;
-  at("elsewhere").hidden = asked === null || asked === run.id;
+  const requested = picked().run;
+  at("elsewhere").hidden = requested === null || requested === run.id;
   patch(
     at("elsewhere"),
     "The run of this link, ",
-    h("code", {}, asked ?? ""),
-    ", has no page here; this is another one.",
+    h("code", {}, requested ?? ""),
+    ", has no status file on this node; this is another run.",
   );
   patch(at("facts"), summary.facts(run, ranks, now));
   warn();
@@ -169,7 +169,7 @@ function draw(now) {
   const sent = totals.collectives(ranks);
   at("network").hidden = !sent.length;
   patch(at("collectives"), sent.length ? moving.collectives(sent) : null);
-  patch(at("outcome"), run.configuration || "This run does not tell its configuration.");
+  patch(at("outcome"), run.configuration || "This run does not publish its configuration.");
   patch(at("versions"), summary.versions(run));
   steps.show(ranks, scope());
   settings.show(run);
@@ -179,7 +179,7 @@ function draw(now) {
   replan(now);
 }
 
-/** The gravest first; the rest does not push the figures off the screen. */
+/** Shows the first warnings, errors first, and folds the others, so the figures stay on the screen. */
 function warn() {
   const {run} = state;
   const [first, rest] = at("warnings").querySelectorAll("ul"),
@@ -192,10 +192,10 @@ function warn() {
   patch(rest, summary.warnings(run, shown));
 }
 
-function wanted() {
+function askForToken() {
   connection?.stop();
   connection = null;
-  at("token-refused").textContent = token.get() ? "The sidecar does not take this token." : "";
+  at("token-refused").textContent = token.get() ? "The sidecar refused this token." : "";
   token.drop();
   link("connecting");
   only("token");
@@ -206,14 +206,14 @@ function wanted() {
 function connect() {
   connection?.stop();
   connection = follow({
-    status: heard,
+    status: receive,
     lost: (reason, delay) => lost(reason, delay, state.status),
-    wanted,
+    tokenRequired: askForToken,
   });
   programs();
 }
 
-/** Links carry no token, so there is nothing behind them where one is wanted. */
+/** Hides the links to the API if a token is required, because links cannot send it. */
 function programs() {
   at("programs").hidden = token.get() !== null || !at("token").hidden;
 }
@@ -230,9 +230,9 @@ at("token-form").addEventListener("submit", event => {
   event.preventDefault();
   const given = at("token-text").value.trim();
   at("token-text").value = "";
-  // Fetch refuses a header with any other character, as if there were no connection.
+  // Fetch rejects other characters in a header with the same error as a failed connection.
   if (!/^[\x21-\x7e]+$/.test(given)) {
-    at("token-refused").textContent = "No token has such characters: copy it again.";
+    at("token-refused").textContent = "This token has invalid characters: copy it again.";
     return;
   }
   token.keep(given);
@@ -240,7 +240,7 @@ at("token-form").addEventListener("submit", event => {
   connect();
 });
 addEventListener("hashchange", () => state.status && show());
-// Nobody looks at a hidden tab, and the sidecar has better things to do than to feed it.
+// A hidden tab needs no events: disconnect to save the sidecar's CPU time.
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) {
     if (state.run) remember();

@@ -1,4 +1,4 @@
-// Tiers and the plan as bars and a table: of figures to descriptions of elements. Pure.
+// Tiers as bars, and the plan as a table. Pure: figures in, element descriptions out.
 
 import {bytes, count, moved, percent, plural, sum, UNKNOWN} from "./figures.js";
 import {h, table} from "./patch.js";
@@ -24,7 +24,7 @@ function tier(one) {
     .sort(([a], [b]) => place(a) - place(b) || (a < b ? -1 : 1));
   const rest = one.used - sum(used.map(([, size]) => size));
   if (rest > 0) used.push(["other", rest]);
-  // The budget stands at nine tenths, so that what goes past it shows.
+  // The budget is at nine tenths of the bar, so an excess is visible.
   const scale = Math.max(one.budget / 0.9, one.used, one.peak, 1);
   const share = value => `${(100 * value) / scale}%`;
   const ofBudget = value => (one.budget ? percent(value / one.budget) : UNKNOWN);
@@ -103,23 +103,23 @@ export function tiers(all, ranks) {
       ? h(
           "p",
           {class: "soft", key: "beside"},
-          `Beside the tiers, activations take ${total(kept, "used")}, at most ${total(kept, "peak")}.`,
+          `In addition, activations take ${total(kept, "used")}, peak ${total(kept, "peak")}.`,
         )
       : null,
     torch.length
       ? h(
           "p",
           {class: "soft", key: "torch"},
-          `In all, torch has ${total(torch, "allocated")} of GPU memory in tensors, at most ${total(torch, "peak")}, and `,
-          `has taken ${total(torch, "reserved")} from the driver.`,
+          `torch has ${total(torch, "allocated")} of GPU memory in tensors, peak ${total(torch, "peak")}, and `,
+          `${total(torch, "reserved")} reserved from the driver.`,
         )
       : null,
-    !used.length && !kept.length ? h("p", {class: "soft", key: "none"}, "No rank tells of its tiers.") : null,
+    !used.length && !kept.length ? h("p", {class: "soft", key: "none"}, "No rank publishes its tiers.") : null,
   ];
 }
 
 function verdict(planned, found) {
-  if (typeof found !== "number") return ["not known yet", ""];
+  if (typeof found !== "number") return ["no value yet", ""];
   if (!planned) return found ? ["not planned", "poor"] : ["as planned", "good"];
   const off = found / planned - 1;
   if (Math.abs(off) < 0.02) return ["as planned", "good"];
@@ -128,17 +128,17 @@ function verdict(planned, found) {
 }
 
 export function plan(rows, details) {
-  if (!rows.length) return h("p", {class: "soft"}, "No rank tells of its plan.");
+  if (!rows.length) return h("p", {class: "soft"}, "No rank publishes its plan.");
   const body = rows.map(({name, unit, planned, found}) => {
-    const told = unit === "bytes" ? bytes : moved;
+    const format = unit === "bytes" ? bytes : moved;
     const [word, shape] = verdict(planned, found);
     const scale = Math.max(planned / 0.75, found || 0, 1);
     return h(
       "tr",
       {key: name},
       h("th", {scope: "row"}, name.replace(/^nvme/, "NVMe")),
-      h("td", {}, told(planned)),
-      h("td", {}, told(found)),
+      h("td", {}, format(planned)),
+      h("td", {}, format(found)),
       h(
         "td",
         {class: "compared"},
@@ -157,11 +157,11 @@ export function plan(rows, details) {
     );
   });
   return [
-    table("Plan against reality", "", ["quantity", "planned", "found", "difference"], body),
+    table("Plan against reality", "", ["quantity", "planned", "measured", "difference"], body),
     h(
       "p",
       {class: "soft", key: "details"},
-      "Per tier its peak, and what a step of the recent ones moved (the median).",
+      "The peak of each tier, and the bytes that a step moves (median of the recent steps).",
       details ? ` ${details}` : "",
     ),
   ];

@@ -1,4 +1,4 @@
-// What several ranks come to together. Pure.
+// Sums over several ranks. Pure functions.
 
 import {most, sum} from "./figures.js";
 
@@ -15,7 +15,7 @@ function grouped(lists, key) {
   return [...groups.values()];
 }
 
-/** Tiers of all `ranks`: budgets and bytes add up. The memory of a node is there once, that of GPUs once for each. */
+/** Tiers of all `ranks`: budgets and bytes are summed; host memory and disks count once, GPUs per rank. */
 export function tiers(ranks, device) {
   return grouped(
     ranks.map(rank => rank.tiers),
@@ -37,9 +37,9 @@ export function tiers(ranks, device) {
 }
 
 const LASTING = ["bytes", "retries", "errors", "average_bytes_per_second", "peak_bytes_per_second"];
-const MOMENTARY = ["in_flight", "bytes_per_second"]; // of a rank that is heard now
+const MOMENTARY = ["in_flight", "bytes_per_second"]; // only of live ranks
 
-/** Swap paths of all `ranks`: counters and rates add up, of latencies the longest counts. */
+/** Swap paths of all `ranks`: counters and rates are summed; a latency is the maximum. */
 export function paths(ranks) {
   const added = (names, all) => Object.fromEntries(names.map(name => [name, sum(all.map(one => one[name]))]));
   const direction = (all, live) => ({
@@ -52,8 +52,8 @@ export function paths(ranks) {
     p50: most(all.map(one => one.latency?.p50)),
     p99: most(all.map(one => one.latency?.p99)),
   });
-  const told = ranks.map(rank => rank.io.map(path => ({...path, live: rank.state === "live"})));
-  return grouped(told, "path").map(same => ({
+  const paths = ranks.map(rank => rank.io.map(path => ({...path, live: rank.state === "live"})));
+  return grouped(paths, "path").map(same => ({
     path: same[0].path,
     engine: same[0].engine,
     direct: same.every(one => one.direct),
@@ -70,16 +70,16 @@ export function paths(ranks) {
   }));
 }
 
-/** Both directions of the devices' links together; null where no rank has one. */
+/** Sums over the links of the devices, by direction; null if no rank has a link. */
 export function link(ranks) {
-  const told = ranks.filter(rank => rank.link);
-  if (!told.length) return null;
+  const linked = ranks.filter(rank => rank.link);
+  if (!linked.length) return null;
   const direction = way => {
-    const total = (name, of = told) => sum(of.map(rank => rank.link[way][name]));
+    const total = (name, of = linked) => sum(of.map(rank => rank.link[way][name]));
     return {
       rate: total(
         "bytes_per_second",
-        told.filter(rank => rank.state === "live"),
+        linked.filter(rank => rank.state === "live"),
       ),
       average: total("average_bytes_per_second"),
       peak: total("peak_bytes_per_second"),
@@ -87,7 +87,7 @@ export function link(ranks) {
       copies: total("copies"),
     };
   };
-  const measured = sum(told.map(rank => rank.link.measured_bytes_per_second));
+  const measured = sum(linked.map(rank => rank.link.measured_bytes_per_second));
   return {h2d: direction("h2d"), d2h: direction("d2h"), measured};
 }
 
@@ -103,7 +103,7 @@ export function collectives(ranks) {
   }));
 }
 
-/** Plans beside reality, of the ranks' answers to /v1/plan. */
+/** Planned and measured values, from the ranks in /v1/plan. */
 export function compared(ranks) {
   return grouped(
     ranks.map(rank => rank.compared),
@@ -125,14 +125,14 @@ export function slowest(ranks) {
 export const moving = (rank, way) => sum(rank.io.map(path => path[way].bytes_per_second));
 
 /**
- * Bandwidths in `status` from its counters and those of `before`: ranks tell them over a quarter of a second, in which
- * a step is now all reading, now all computing, and nobody can read a number that changes so fast.
+ * Replaces the bandwidths in `status` by means since `before`, from the counters. Ranks publish rates over a quarter of
+ * a second, which change too fast to read: a step alternates between reading and computing.
  */
 export function pace(status, before) {
-  const told = new Map((before?.runs || []).map(run => [run.id, run]));
+  const runs = new Map((before?.runs || []).map(run => [run.id, run]));
   for (const run of status.runs)
     for (const rank of run.ranks) {
-      const then = told.get(run.id)?.ranks.find(one => one.rank === rank.rank && one.pid === rank.pid);
+      const then = runs.get(run.id)?.ranks.find(one => one.rank === rank.rank && one.pid === rank.pid);
       // Counters are of the moment at which the rank published them.
       const took = then ? status.taken_at - rank.heartbeat_age - (before.taken_at - then.heartbeat_age) : 0;
       if (took < 0.5 || took > 30) continue;

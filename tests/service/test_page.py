@@ -289,10 +289,10 @@ def test_a_token_is_asked_for_and_a_sidecar_that_goes_is_found_again(visit: Open
     secret = "a-token-of-some-length"
     with tierd(training.directory, TIERD_TOKEN=secret) as first:
         seen = visit(first.url, forgiven="401|ERR_")
-        seen.shows("#token-title", "wants its token")
+        seen.shows("#token-title", "requires a token")
         seen.check()
         for token, answer in (
-            ("pasted\u2013badly", "No token has"),
+            ("pasted\u2013badly", "This token has invalid"),
             ("not-this-one", "does not take"),
             (secret, ""),
         ):
@@ -305,8 +305,8 @@ def test_a_token_is_asked_for_and_a_sidecar_that_goes_is_found_again(visit: Open
         seen.moves(1)
         assert secret not in seen.page.url
         first.process.send_signal(signal.SIGKILL)
-        seen.shows("#trouble", re.compile(r"does not answer.*Training is not affected"))
-        seen.shows("#news", "does not answer")
+        seen.shows("#trouble", re.compile(r"does not respond.*Training is not affected"))
+        seen.shows("#news", "does not respond")
         told = seen.step()
         seen.check()
         with seen.page.expect_request("**/v1/events*"):
@@ -314,7 +314,7 @@ def test_a_token_is_asked_for_and_a_sidecar_that_goes_is_found_again(visit: Open
     with tierd(training.directory, "--port", first.url.rpartition(":")[2], TIERD_TOKEN=secret):
         seen.page.evaluate("document.getElementById('retry').click()")  # it may have come back by itself
         sync_api.expect(seen.page.locator("#trouble")).to_be_hidden(timeout=20_000)
-        seen.shows("#news", "answers again")
+        seen.shows("#news", "responds again")
         seen.moves(1)
         assert seen.step() > told
 
@@ -363,7 +363,7 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     seen.shows("#tiers", "110 % of budget")
     seen.shows(
         "#tiers",
-        "torch has 3.00\u00a0MiB of GPU memory in tensors, at most 4.00\u00a0MiB, and has taken 5.00",
+        "torch has 3.00\u00a0MiB of GPU memory in tensors, peak 4.00\u00a0MiB, and 5.00",
     )
     seen.shows("#copies", "to the device0\u00a0B/s50.0\u00a0GB/s0\u00a0B/s7.00\u00a0GB12")
     seen.shows("#copies", "from the device0\u00a0B/s0\u00a0B/s20.0\u00a0GB/s1.00\u00a0GB3")

@@ -1,9 +1,8 @@
-/* Opening and closing a context, and its entry points. The header says what they promise; context.h how it is
- * held.
+/* Opening and closing a context, and its entry points. aio.h documents them; context.h has the locking rules.
  *
- * The entry points are thin: check the process and the arguments, take the lock, change the request table,
- * wake the driver. All I/O happens in the driver thread. Who waits sleeps on a condition variable: for one
- * ticket on one of a few, by slot, for any of several on one of its own.
+ * An entry point checks the process and the arguments, locks the context, changes the request table, and wakes the
+ * driver. All I/O happens in the driver thread. A thread that waits for one ticket sleeps on one of WAIT_SHARDS
+ * condition variables, by slot; a thread that waits for any of several tickets sleeps on `any`.
  */
 #define _GNU_SOURCE
 #include "context.h"
@@ -19,25 +18,25 @@
 
 enum {
     MAX_QUEUE_DEPTH = 512,
-    FULL_DEPTH_FILES = 8, /* so many files reach their depth at the same time; more share what that makes */
+    FULL_DEPTH_FILES = 8, /* files that can reach their depth at once; more files share that many blocks */
 };
-static const uint64_t MAX_BLOCK_SIZE = UINT64_C(1) << 30;  /* one kernel transfer ends at 2 GiB - 4 KiB */
+static const uint64_t MAX_BLOCK_SIZE = UINT64_C(1) << 30;  /* the kernel's limit is 2 GiB - 4 KiB */
 static const uint64_t MAX_REGION_SIZE = UINT64_C(1) << 30; /* io_uring's limit for one buffer */
 
 static int start_backend(aio_context *context, const char *engine)
 {
-    static const struct aio_backend_ops *const known[] = {&aio_backend_uring, &aio_backend_libaio,
-                                                          &aio_backend_threads};
+    static const struct aio_backend_ops *const engines[] = {&aio_backend_uring, &aio_backend_libaio,
+                                                            &aio_backend_threads};
     int32_t *const passed_over[] = {&context->info.io_uring_error, &context->info.libaio_error, NULL};
     bool probing = strcmp(engine, "auto") == 0;
     int error = -EINVAL;
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
-        if (!probing && strcmp(engine, known[i]->name) != 0)
+    for (size_t i = 0; i < sizeof engines / sizeof engines[0]; i++) {
+        if (!probing && strcmp(engine, engines[i]->name) != 0)
             continue;
-        context->backend = (struct aio_backend){.ops = known[i]};
-        error = known[i]->init(&context->backend, context->capacity, context->registered);
+        context->backend = (struct aio_backend){.ops = engines[i]};
+        error = engines[i]->init(&context->backend, context->capacity, context->registered);
         if (error == 0) {
-            context->info.engine = known[i]->name;
+            context->info.engine = engines[i]->name;
             context->info.flags = context->backend.flags | (context->verify ? AIO_USES_VERIFY : 0);
             return 0;
         }
@@ -66,7 +65,7 @@ static int allocate_blocks(aio_context *context)
     context->ended = calloc(n, sizeof(void *));
     context->fresh = calloc(n, sizeof(void *));
     context->landed = calloc(n, sizeof(void *));
-    void *bounces = NULL; /* costs no memory until a tail touches it */
+    void *bounces = NULL; /* takes no memory until a padded tail touches its page */
     if (!context->blocks || !context->free_blocks || !context->batch || !context->ended || !context->fresh ||
         !context->landed || posix_memalign(&bounces, AIO_ALIGNMENT, (size_t)n * AIO_ALIGNMENT))
         return -ENOMEM;
@@ -112,8 +111,10 @@ static void init_lock(aio_context *context)
     pthread_condattr_destroy(&monotonic);
 }
 
-/* Counted instead of asking for the process id each time, which is a system call. The lock keeps a fork from
- * catching a backend half taken down: a child has to know whether there is something to close. */
+/* Number of forks between this process and its first ancestor with a context. Each entry point compares it with the
+ * context's, because getpid() is a system call. Only the handler in the child writes it, before any other thread
+ * exists. fork_lock is held during fork and take_down, so that a child never sees a backend that is half taken down:
+ * it must know whether there are descriptors to close. */
 static unsigned forks;
 static pthread_mutex_t fork_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -124,14 +125,14 @@ static void after_fork_in_parent(void) { pthread_mutex_unlock(&fork_lock); }
 static void after_fork_in_child(void)
 {
     forks++;
-    pthread_mutex_unlock(&fork_lock); /* by the thread that took it, of which this is the copy */
+    pthread_mutex_unlock(&fork_lock); /* locked by before_fork in the thread that this one is a copy of */
 }
 
 static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
 
 static bool is_foreign(const aio_context *context) { return context->forks != forks; }
 
-/* Ends the backend, once. */
+/* End the backend, if it has not been ended. */
 static void take_down(aio_context *context)
 {
     pthread_mutex_lock(&fork_lock);
@@ -250,8 +251,8 @@ int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes)
             pthread_cond_wait(&context->any, &context->lock);
         for (uint64_t i = first; i < first + n; i++)
             error = error ? error : context->regions[i].error;
-        /* What was refused gives its places back, so that trying again does not use them up; but only the
-         * last places, and only ours: others wait until theirs were tried. */
+        /* Free the slots of refused regions, so that another try can use them. Only the last slots, and only those
+         * of this call: other calls wait for n_tried to pass theirs. */
         if (context->n_regions == first + n)
             while (context->n_regions > first &&
                    context->regions[context->n_regions - 1].state == REGION_REFUSED)
@@ -266,24 +267,25 @@ static bool is_in_file(uint64_t offset, uint64_t nbytes)
     return nbytes <= INT64_MAX && offset <= INT64_MAX - nbytes;
 }
 
-/* Queue what is wanted of the file with that number. places: the offsets and lengths that must be aligned on a
- * direct file, joined by OR. The ticket is stored under the lock, without which the driver issues nothing. */
-static int submit(aio_context *context, struct request *wanted, int file, uint64_t places,
+/* Queue a request for the file with that index. alignment_bits: bitwise OR of the offsets and lengths that must be
+ * aligned on a direct file. The ticket is stored under the lock, so before the driver can issue a block. */
+static int submit(aio_context *context, struct request *parameters, int file, uint64_t alignment_bits,
                   const int64_t *after, size_t n_after, int64_t *ticket)
 {
-    if (wanted->priority < 0 || wanted->priority >= AIO_PRIORITIES || (n_after && !after) ||
-        (wanted->nbytes && !wanted->data) || !ticket)
+    if (parameters->priority < 0 || parameters->priority >= AIO_PRIORITIES || (n_after && !after) ||
+        (parameters->nbytes && !parameters->data) || !ticket)
         return -EINVAL;
     int64_t added = -EINVAL;
     pthread_mutex_lock(&context->lock);
     if (context->closing) {
         added = -ESHUTDOWN;
     } else if (file >= 0 && (unsigned)file < context->n_files) {
-        wanted->file = context->files[file];
-        if (!wanted->file->direct || ((uintptr_t)wanted->data | places) % AIO_ALIGNMENT == 0)
-            added = aio_request_add(context, wanted, after, n_after);
+        parameters->file = context->files[file];
+        if (!parameters->file->direct || ((uintptr_t)parameters->data | alignment_bits) % AIO_ALIGNMENT == 0)
+            added = aio_request_add(context, parameters, after, n_after);
     }
-    if (added > 0) /* other threads of the caller may look at it at any time */
+    /* Release order: other threads of the caller may read *ticket without the lock, and then call aio_wait. */
+    if (added > 0)
         __atomic_store_n(ticket, added, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&context->lock);
     return added > 0 ? 0 : (int)added;
@@ -296,15 +298,15 @@ int aio_submit(aio_context *context, int kind, int file, void *data, uint64_t of
         return -ECHILD;
     if (kind < 0 || kind >= AIO_KINDS)
         return -EINVAL;
-    struct request wanted = {.kind = kind, .priority = priority};
+    struct request parameters = {.kind = kind, .priority = priority};
     if (kind != AIO_FLUSH) {
         if (!is_in_file(offset, nbytes))
             return -EINVAL;
-        wanted.data = data;
-        wanted.offset = offset;
-        wanted.nbytes = nbytes;
+        parameters.data = data;
+        parameters.offset = offset;
+        parameters.nbytes = nbytes;
     }
-    return submit(context, &wanted, file, wanted.offset, after, n_after, ticket);
+    return submit(context, &parameters, file, parameters.offset, after, n_after, ticket);
 }
 
 int aio_submit_scattered(aio_context *context, int kind, int file, void *data, const uint64_t *offsets,
@@ -313,26 +315,28 @@ int aio_submit_scattered(aio_context *context, int kind, int file, void *data, c
 {
     if (is_foreign(context))
         return -ECHILD;
-    struct request wanted = {.kind = kind, .priority = priority, .data = data, .piece_nbytes = nbytes_each};
+    struct request parameters = {
+        .kind = kind, .priority = priority, .data = data, .piece_nbytes = nbytes_each};
     if ((kind != AIO_READ && kind != AIO_WRITE) || (n && !offsets) ||
-        __builtin_mul_overflow(n, nbytes_each, &wanted.nbytes) || wanted.nbytes > INT64_MAX)
+        __builtin_mul_overflow(n, nbytes_each, &parameters.nbytes) || parameters.nbytes > INT64_MAX)
         return -EINVAL;
-    uint64_t places = nbytes_each;
+    uint64_t alignment_bits = nbytes_each;
     for (size_t i = 0; i < n; i++) {
         if (!is_in_file(offsets[i], nbytes_each))
             return -EINVAL;
-        places |= offsets[i];
+        alignment_bits |= offsets[i];
     }
-    if (wanted.nbytes) { /* so there is a piece */
-        wanted.offset = offsets[0];
-        wanted.pieces = malloc(n * sizeof *offsets);
-        if (!wanted.pieces)
+    if (parameters.nbytes) { /* so n > 0 */
+        parameters.offset = offsets[0];
+        parameters.pieces = malloc(n * sizeof *offsets);
+        if (!parameters.pieces)
             return -ENOMEM;
-        memcpy(wanted.pieces, offsets, n * sizeof *offsets);
+        memcpy(parameters.pieces, offsets, n * sizeof *offsets);
     }
-    int error = submit(context, &wanted, file, places, after, n_after, ticket);
+    /* An accepted request owns pieces. */
+    int error = submit(context, &parameters, file, alignment_bits, after, n_after, ticket);
     if (error)
-        free(wanted.pieces);
+        free(parameters.pieces);
     return error;
 }
 
@@ -342,7 +346,7 @@ static struct timespec deadline_after(int64_t timeout_ns)
     return (struct timespec){.tv_sec = (time_t)(at / 1000000000u), .tv_nsec = (long)(at % 1000000000u)};
 }
 
-/* The request if the ticket is done; else NULL with the reason why it cannot be waited for, or 0. */
+/* The request if the ticket is done; else NULL, with *error 0 if it can be waited for, or -errno. */
 static struct request *find_done(aio_context *context, int64_t ticket, int *error)
 {
     struct request *request = aio_request_find(context, ticket, error);
@@ -359,8 +363,8 @@ int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, aio_resul
     int error, waited = 0;
     struct request *request;
     pthread_mutex_lock(&context->lock);
-    /* Looked up anew after every sleep: another thread may have released it, and its slot may serve another
-     * ticket. */
+    /* Look the ticket up after every sleep: another thread may have released it, and its slot may hold another
+     * request. */
     while (!(request = find_done(context, ticket, &error)) && !error) {
         if (timeout_ns == 0 || waited == ETIMEDOUT) {
             error = -ETIMEDOUT;
@@ -381,7 +385,7 @@ int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, aio_resul
     return error;
 }
 
-/* The place of the first done ticket, -ETIMEDOUT if there is none, or what is wrong with one of them. */
+/* The index of the first done ticket, -ETIMEDOUT if none is done, or the error of an invalid one. */
 static int64_t find_any(aio_context *context, const int64_t *tickets, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
@@ -405,13 +409,13 @@ int64_t aio_wait_any(aio_context *context, const int64_t *tickets, size_t n, int
     if (timeout_ns > 0)
         deadline = deadline_after(timeout_ns);
     int waited = 0;
-    int64_t found;
+    int64_t index;
     pthread_mutex_lock(&context->lock);
-    while ((found = find_any(context, tickets, n)) == -ETIMEDOUT && timeout_ns != 0 && waited != ETIMEDOUT)
+    while ((index = find_any(context, tickets, n)) == -ETIMEDOUT && timeout_ns != 0 && waited != ETIMEDOUT)
         waited = timeout_ns < 0 ? pthread_cond_wait(&context->any, &context->lock)
                                 : pthread_cond_timedwait(&context->any, &context->lock, &deadline);
     pthread_mutex_unlock(&context->lock);
-    return found;
+    return index;
 }
 
 int aio_cancel(aio_context *context, int64_t ticket)
@@ -442,8 +446,8 @@ int aio_release(aio_context *context, int64_t ticket)
     return error;
 }
 
-/* Octave e, from 2^BITS ns on, is the 2^BITS buckets that begin at (e - BITS + 1) << BITS; below, a bucket is a
- * nanosecond. */
+/* Add up the buckets of each octave. Octave e consists of the 2^BITS buckets from (e - BITS + 1) << BITS on, for
+ * e >= BITS; below 2^BITS ns, a bucket is one nanosecond. */
 static void add_octaves(const struct latencies *fine, uint64_t *octaves)
 {
     _Static_assert(AIO_FINE_BUCKETS == (AIO_LATENCY_BUCKETS - AIO_FINE_BITS + 1) << AIO_FINE_BITS,
@@ -462,16 +466,17 @@ int aio_stats(aio_context *context, int file, aio_file_stats *out)
     int error = -EINVAL;
     pthread_mutex_lock(&context->lock);
     if (file >= 0 && (unsigned)file < context->n_files) {
-        const struct file *counted = context->files[file];
+        const struct file *source = context->files[file];
         uint64_t now = aio_now_ns();
-        *out = counted->stats;
-        if (counted->full_since && now > counted->full_since)
-            out->queue_full_ns += now - counted->full_since;
+        *out = source->stats;
+        /* Add the current queue-full and busy times, which stats gets when they end. */
+        if (source->full_since && now > source->full_since)
+            out->queue_full_ns += now - source->full_since;
         for (int kind = 0; kind < AIO_KINDS; kind++)
-            if (out->kind[kind].in_flight && now > counted->busy_since[kind])
-                out->kind[kind].busy_ns += now - counted->busy_since[kind];
+            if (out->kind[kind].in_flight && now > source->busy_since[kind])
+                out->kind[kind].busy_ns += now - source->busy_since[kind];
         for (int kind = 0; kind < AIO_KINDS; kind++)
-            add_octaves(&counted->latencies[kind], out->kind[kind].latency);
+            add_octaves(&source->latencies[kind], out->kind[kind].latency);
         error = 0;
     }
     pthread_mutex_unlock(&context->lock);
@@ -485,9 +490,9 @@ int aio_latencies(aio_context *context, int file, int kind, uint64_t *counts, ui
     int error = -EINVAL;
     pthread_mutex_lock(&context->lock);
     if (file >= 0 && (unsigned)file < context->n_files && kind >= 0 && kind < AIO_KINDS) {
-        const struct latencies *known = &context->files[file]->latencies[kind];
-        memcpy(counts, known->counts, sizeof known->counts);
-        *max_ns = known->max_ns;
+        const struct latencies *latencies = &context->files[file]->latencies[kind];
+        memcpy(counts, latencies->counts, sizeof latencies->counts);
+        *max_ns = latencies->max_ns;
         error = 0;
     }
     pthread_mutex_unlock(&context->lock);
@@ -508,7 +513,7 @@ int aio_close(aio_context *context)
     aio_requests_cancel(context);
     aio_wake_driver(context);
     pthread_mutex_unlock(&context->lock);
-    pthread_join(context->driver, NULL); /* it takes the backend down */
+    pthread_join(context->driver, NULL); /* the driver thread takes the backend down before it ends */
     return 0;
 }
 
@@ -518,7 +523,7 @@ void aio_free(aio_context *context)
         return;
     aio_close(context);
     if (is_foreign(context))
-        return; /* another thread may have been in the middle of anything: what is there is not to be trusted */
+        return; /* at the fork, another thread may have been changing the context: its memory is inconsistent */
     pthread_cond_destroy(&context->any);
     for (int i = 0; i < WAIT_SHARDS; i++)
         pthread_cond_destroy(&context->done[i]);
@@ -534,7 +539,7 @@ int aio_reserve(int fd, uint64_t nbytes)
         return nbytes ? -EFBIG : 0;
     int failed;
     do
-        failed = fallocate(fd, 0, 0, (off_t)nbytes); /* glibc's is the bare system call */
+        failed = fallocate(fd, 0, 0, (off_t)nbytes); /* unlike posix_fallocate, the bare system call */
     while (failed && errno == EINTR);
     return failed ? -errno : 0;
 }

@@ -1,8 +1,8 @@
-/* The seam between the driver thread and the ways a kernel offers to move bytes.
+/* The interface between the driver thread and a backend: io_uring, libaio, or threads.
  *
- * A backend is told one thing at a time: begin these operations, or hand back those that ended. It keeps no
- * queue of its own beyond what it accepted, retries nothing and judges nothing: result is what the kernel
- * said. Only the driver thread calls it (wake excepted), so it needs no lock towards its caller.
+ * A backend starts the operations that it accepts, and returns those that have ended. It has no queue beyond the
+ * accepted operations, does not retry, and passes on the kernel's results unchanged. Only the driver thread calls
+ * it (except wake), so it needs no lock against its caller.
  */
 #ifndef TIERING_AIO_BACKEND_H
 #define TIERING_AIO_BACKEND_H
@@ -13,7 +13,7 @@
 
 #include "aio.h"
 
-/* One operation for the kernel. The driver owns it and leaves it alone from submit until reap returns it. */
+/* One operation for the kernel. The driver owns it, and does not access it from submit until reap returns it. */
 struct aio_op {
     int kind; /* AIO_READ, AIO_WRITE, AIO_FLUSH */
     int file; /* index of the file */
@@ -22,19 +22,20 @@ struct aio_op {
     void *data;
     uint64_t offset;
     size_t nbytes;
-    unsigned index;      /* constant, unique, below capacity: where a backend keeps its own record of it */
-    int64_t result;      /* set by the backend: bytes moved, perhaps fewer than nbytes, or -errno */
-    struct aio_op *next; /* for the backend's lists, while it holds the operation */
+    unsigned index; /* constant, unique, below capacity: index of the backend's record of the operation */
+    int64_t result; /* set by the backend: bytes transferred, at most nbytes, or -errno */
+    struct aio_op *next; /* for lists of the backend, from submit to reap */
 };
 
 enum { AIO_MAX_BUFFERS = 1 << 14 }; /* io_uring's limit */
 
-/* The kernel plugs the block layer while it takes more than two operations in one call, and then joins those
- * that follow each other on disk. Small ones gain by it. Blocks of a useful size lose: sixteen of 1 MiB become
- * four of 4 MiB, and the disk has four things to do at once instead of sixteen. Those that lie apart lose, too: there
- * is nothing to join, and the disk has nothing to do until the last of them is ready. So both go by twos. */
+/* The kernel plugs the block layer while it accepts more than two operations in one call, and then merges adjacent
+ * ones. Small operations gain from that. Large blocks lose: sixteen blocks of 1 MiB become four of 4 MiB, and the
+ * disk works on four requests at once instead of sixteen. Operations that are not adjacent lose, too: nothing is
+ * merged, and the disk is idle until the last of them is prepared. So both are submitted in pairs. */
 enum { AIO_UNPLUGGED = 2, AIO_LARGE = 256 << 10 };
 
+/* Whether the kernel should merge `op` with the operation before it. */
 static inline bool aio_joins(const struct aio_op *before, const struct aio_op *op)
 {
     return op->nbytes < AIO_LARGE && before->file == op->file && before->kind == op->kind &&
@@ -44,50 +45,51 @@ static inline bool aio_joins(const struct aio_op *before, const struct aio_op *o
 struct aio_backend;
 
 struct aio_backend_ops {
-    const char *name; /* fio's */
+    const char *name; /* as in fio */
 
-    /* Set state, max_in_flight and flags; at most capacity operations will be in flight. 0 or -errno with
-     * nothing left behind. Runs in the thread that opens the context, all else in the driver. */
+    /* Set state, max_in_flight and flags; at most capacity operations will be in flight. Returns 0, or -errno
+     * after it has freed everything. Runs in the thread that opens the context; the other functions run in the
+     * driver thread. */
     int (*init)(struct aio_backend *backend, unsigned capacity, int registered);
 
-    /* Take ops[0 .. k) and return k >= 1; what was taken is begun by the next await at the latest. -EAGAIN:
-     * nothing now, ask again after a completion or a moment. Another -errno is the result of ops[0], which
-     * was not taken. */
+    /* Accept ops[0 .. k) and return k >= 1; the next await starts them at the latest. -EAGAIN: none accepted, try
+     * again after a completion or a pause. Another -errno is the result of ops[0], which is not accepted. */
     int (*submit)(struct aio_backend *backend, struct aio_op **ops, unsigned n);
 
-    /* Begin what was taken, then sleep until reap has something to return, wake was called since the last
-     * await, or timeout_ns is over (0: do not sleep; < 0: for ever). May return early. */
+    /* Start the accepted operations, then sleep until an operation has ended, wake was called since the last
+     * await, or timeout_ns is over (0: do not sleep; < 0: no limit). May return early. */
     void (*await)(struct aio_backend *backend, int64_t timeout_ns);
 
     /* Store up to max ended operations and return how many; never blocks. */
     unsigned (*reap)(struct aio_backend *backend, struct aio_op **ended, unsigned max);
 
-    /* End the await that runs, or else the next one. From any thread, also at the same time as any other. */
+    /* End the running await, or the next one if none runs. Any thread may call it, also concurrently. */
     void (*wake)(struct aio_backend *backend);
 
-    /* Make memory known to the kernel as buffer `number`, below AIO_MAX_BUFFERS and not used before. 0 or
-     * -errno: then no operation names it. NULL where there is no such thing. */
+    /* Register memory with the kernel as buffer `number`, which is below AIO_MAX_BUFFERS and unused. The memory
+     * stays mapped until exit. Returns 0, or -errno, and then no operation names the buffer. NULL if the backend
+     * has no registration. */
     int (*register_buffer)(struct aio_backend *backend, unsigned number, void *address, size_t nbytes);
 
-    /* Nothing is in flight. In a forked child only close descriptors and free memory: the threads and what
-     * the kernel holds are the parent's. */
+    /* Free everything. No operation is in flight. In a forked child, only close descriptors and free memory: the
+     * threads and the kernel's objects belong to the parent. */
     void (*exit)(struct aio_backend *backend, int forked);
 };
 
 struct aio_backend {
     const struct aio_backend_ops *ops;
     void *state;
-    unsigned max_in_flight; /* operations that it really does at once, shared by the files; 0: capacity */
-    unsigned flags;         /* AIO_USES_*, what is in use; grows */
-    int files_error;        /* why files could not be registered, -errno */
+    unsigned max_in_flight; /* operations that it runs at once, over all files; 0: capacity */
+    unsigned flags;         /* AIO_USES_* in effect; bits are only added */
+    int files_error;        /* -errno of the last failed registration of a file */
 };
 
 extern const struct aio_backend_ops aio_backend_uring;
 extern const struct aio_backend_ops aio_backend_libaio;
 extern const struct aio_backend_ops aio_backend_threads;
 
-/* Put the faults between the driver and an initialised backend, which from then on belongs to the wrapper.
- * The engine keeps its name. On error the backend is as before. */
+/* Wrap an initialised backend in one that injects faults. The wrapper owns the inner backend. The name of the
+ * engine stays. On error, the backend is unchanged. */
 int aio_backend_add_faults(struct aio_backend *backend, const aio_fault *faults, unsigned n_faults,
                            unsigned capacity);
 

@@ -1,9 +1,8 @@
-/* A backend in front of another one that makes chosen operations go wrong: late, short, or not at all.
+/* A backend that wraps another one and injects faults: delayed, short or failed operations.
  *
- * A delayed operation is held back here and begins late, so that a test sees what a slow write really does to
- * whoever does not wait for it. The inner backend works on a copy of each operation (a shortened one must not
- * show the driver that it was shortened). Each await begins what is due and sleeps no longer than until the
- * next one is.
+ * A delayed operation starts late, so that a test sees how a slow write affects code that does not wait for it.
+ * The inner backend gets a copy of each operation, because the driver must not see the size of a shortened one.
+ * Each await starts the operations that are due, and sleeps at most until the next one is due.
  */
 #define _GNU_SOURCE
 #include "backend.h"
@@ -15,7 +14,7 @@
 #include "system.h"
 
 struct held {
-    struct aio_op op; /* the copy; its result is set already when the operation is not to be begun */
+    struct aio_op op; /* the copy; if refused, its result is the injected error */
     struct aio_op *original;
     uint64_t due_ns;
     bool refused;
@@ -24,19 +23,20 @@ struct held {
 
 struct planned {
     aio_fault fault;
-    uint64_t seen; /* operations of its kind so far */
+    uint64_t count; /* matching operations so far */
 };
 
 struct faulty {
     struct aio_backend inner;
     unsigned n_faults;
     struct planned *faults;
-    struct held *list;    /* waiting for their time, in no order */
-    struct aio_op *ended; /* refused */
+    struct held *list;    /* operations that wait for due_ns, unordered */
+    struct aio_op *ended; /* operations that were refused, for reap */
     struct held slots[];  /* by op index */
 };
 
-/* Every fault counts what it could meet, also when an earlier one decides. */
+/* The first fault that applies to this operation, or NULL. Every fault counts its matching operations, even if an
+ * earlier fault applies. */
 static const aio_fault *fate_of(struct faulty *faulty, int kind, int file)
 {
     const aio_fault *fate = NULL;
@@ -46,7 +46,7 @@ static const aio_fault *fate_of(struct faulty *faulty, int kind, int file)
         bool kinds_match = fault->kind == kind || (fault->kind == AIO_ANY && kind < AIO_KINDS);
         if (!kinds_match || (fault->file >= 0 && fault->file != file))
             continue;
-        uint64_t number = ++planned->seen;
+        uint64_t number = ++planned->count;
         if (!fate && number >= fault->first && (fault->count == 0 || number - fault->first < fault->count))
             fate = fault;
     }
@@ -78,7 +78,7 @@ static int fault_submit(struct aio_backend *backend, struct aio_op **ops, unsign
     return (int)n;
 }
 
-/* Begin, or end, what is due. Returns how long the next one has to wait, or < 0 when none is held. */
+/* Start or refuse the operations that are due. Returns the time until the next one is due, or < 0 without one. */
 static int64_t release_due(struct faulty *faulty)
 {
     uint64_t now = aio_now_ns(), next = UINT64_MAX;

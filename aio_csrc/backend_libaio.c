@@ -1,9 +1,9 @@
-/* Linux native AIO, by its system calls: no libaio to link, whose soname differs between distributions.
+/* Linux native AIO by system calls, without the library libaio, whose soname differs between distributions.
  *
- * Asynchronous for direct files only; on a buffered one io_submit does the transfer before it returns. The
- * driver sleeps in io_getevents; what wakes it is a completion like any other, of a poll of an eventfd that is
- * kept armed in the same ring (Linux 4.18). The ring belongs to the address space, not to a descriptor: a
- * forked child has none, and nothing to give back.
+ * It is asynchronous for direct files only; on a buffered file, io_submit does the transfer before it returns. The
+ * driver sleeps in io_getevents. A poll of an eventfd stays armed in the same ring (Linux 4.18): wake writes to the
+ * eventfd, and the completion of the poll ends the sleep. The ring belongs to the address space, not to a descriptor:
+ * a forked child has no ring, and nothing to destroy.
  */
 #define _GNU_SOURCE
 #include "backend.h"
@@ -23,7 +23,7 @@ enum { CMD_POLL = 5 }; /* IOCB_CMD_POLL, which older headers lack */
 struct ring {
     aio_context_t id;
     int wake_fd;
-    bool armed; /* the poll of wake_fd is with the kernel */
+    bool armed; /* the poll of wake_fd is submitted */
     unsigned capacity;
     struct iocb wake;
     struct iocb **batch;     /* capacity + 1 pointers, scratch of submit */
@@ -58,7 +58,7 @@ static int arm(struct ring *ring)
 
 static int libaio_init(struct aio_backend *backend, unsigned capacity, int registered)
 {
-    (void)registered; /* has no such thing */
+    (void)registered; /* Linux AIO has no registration */
     struct ring *ring = calloc(1, sizeof *ring + capacity * sizeof ring->iocbs[0]);
     if (!ring)
         return -ENOMEM;
@@ -71,7 +71,7 @@ static int libaio_init(struct aio_backend *backend, unsigned capacity, int regis
         (struct iocb){.aio_lio_opcode = CMD_POLL, .aio_fildes = (uint32_t)ring->wake_fd, .aio_buf = POLLIN};
     int error = ring->wake_fd < 0 ? -errno : ring->batch && ring->events ? 0 : -ENOMEM;
     if (!error && syscall(SYS_io_setup, capacity + 1, &ring->id) < 0)
-        error = -errno; /* EAGAIN: fs.aio-max-nr is used up; ENOSYS, EPERM: not here */
+        error = -errno; /* EAGAIN: fs.aio-max-nr is used up; ENOSYS, EPERM: not supported or forbidden */
     if (!error)
         error = arm(ring); /* EINVAL: before Linux 4.18 */
     if (error)
@@ -104,7 +104,7 @@ static int libaio_submit(struct aio_backend *backend, struct aio_op **ops, unsig
         ring->batch[i] = &ring->iocbs[ops[i]->index];
         fill(ring->batch[i], ops[i]);
     }
-    ring->batch[n] = &ring->wake; /* last, so that an error is an operation's */
+    ring->batch[n] = &ring->wake; /* last, so that an error of io_submit is that of an operation */
     long accepted = syscall(SYS_io_submit, ring->id, (long)n + with_wake, ring->batch);
     if (accepted > (long)n) {
         ring->armed = true;
@@ -114,7 +114,7 @@ static int libaio_submit(struct aio_backend *backend, struct aio_op **ops, unsig
         return (int)accepted;
     if (accepted == 0)
         return -EAGAIN;
-    if (errno == EINVAL && ops[0]->kind == AIO_FLUSH) { /* a file system without it */
+    if (errno == EINVAL && ops[0]->kind == AIO_FLUSH) { /* a file system without asynchronous flush */
         ops[0]->result = fdatasync(ops[0]->fd) < 0 ? -errno : 0;
         ops[0]->next = ring->ended;
         ring->ended = ops[0];
@@ -129,7 +129,7 @@ static void libaio_await(struct aio_backend *backend, int64_t timeout_ns)
     struct timespec limit = {.tv_sec = (time_t)(timeout_ns / 1000000000),
                              .tv_nsec = (long)(timeout_ns % 1000000000)};
     if (arm(ring) && (timeout_ns < 0 || timeout_ns > 1000000))
-        timeout_ns = limit.tv_nsec = 1000000, limit.tv_sec = 0; /* nothing could wake us: look now and then */
+        timeout_ns = limit.tv_nsec = 1000000, limit.tv_sec = 0; /* without the poll, wake has no effect */
     long at_least = ring->ended || ring->n_events || timeout_ns == 0 ? 0 : 1;
     if (ring->n_events == 0) {
         long fetched = syscall(SYS_io_getevents, ring->id, at_least, (long)ring->capacity + 1, ring->events,

@@ -1,8 +1,8 @@
-/* Workers that call pread and pwrite: runs everywhere, on every file system, buffered or direct.
+/* Worker threads that call pread and pwrite: works on every kernel and file system, buffered or direct.
  *
- * Workers start when an operation finds none idle, up to MAX_WORKERS, and stay. Two lists under one lock:
- * `waiting` (driver to workers, first in first out) and `ended` (workers to driver). The driver is signalled
- * only when `ended` turns non-empty, since it then takes all of it.
+ * A worker starts when an operation finds no idle worker, up to MAX_WORKERS, and runs until exit. Two lists share one
+ * lock: `waiting` (driver to workers, first in, first out) and `ended` (workers to driver). The driver is signalled
+ * only when `ended` becomes non-empty, because it then takes the whole list.
  */
 #define _GNU_SOURCE
 #include "backend.h"
@@ -18,9 +18,9 @@
 enum { MAX_WORKERS = 64 };
 
 struct pool {
-    pthread_mutex_t lock; /* guards all below but limit, which never changes */
-    pthread_cond_t work;  /* for the workers */
-    pthread_cond_t news;  /* for the driver */
+    pthread_mutex_t lock; /* guards all fields below, except limit, which is constant */
+    pthread_cond_t work;  /* workers wait for operations */
+    pthread_cond_t news;  /* the driver waits for ended operations or wake */
     struct aio_op *waiting, **waiting_tail;
     struct aio_op *ended;
     unsigned n_idle, n_waiting, n_workers;
@@ -99,7 +99,7 @@ static int add_worker(struct pool *pool)
 
 static int threads_init(struct aio_backend *backend, unsigned capacity, int registered)
 {
-    (void)registered; /* has no such thing */
+    (void)registered; /* system calls that block use no registration */
     struct pool *pool = calloc(1, sizeof *pool);
     if (!pool)
         return -ENOMEM;
@@ -114,9 +114,9 @@ static int threads_init(struct aio_backend *backend, unsigned capacity, int regi
     pthread_condattr_destroy(&monotonic);
     backend->state = pool;
     backend->max_in_flight = pool->limit;
+    /* Start the first worker here, so that aio_open fails if the process cannot start a thread. */
     pthread_mutex_lock(&pool->lock);
-    int error = add_worker(
-        pool); /* the first one here, so that a process without threads to spare hears it at open */
+    int error = add_worker(pool);
     pthread_mutex_unlock(&pool->lock);
     if (error)
         threads_exit(backend, 0);
@@ -134,11 +134,11 @@ static int threads_submit(struct aio_backend *backend, struct aio_op **ops, unsi
         pool->n_waiting++;
         pthread_cond_signal(&pool->work);
     }
-    /* An idle worker still counts as idle until it has run, so compare it with everything that waits. */
+    /* A signalled worker counts as idle until it runs, so compare n_idle with all waiting operations. */
     for (unsigned missing = pool->n_waiting > pool->n_idle ? pool->n_waiting - pool->n_idle : 0;
          missing > 0 && pool->n_workers < pool->limit; missing--)
         if (add_worker(pool))
-            break; /* those that run will do it, only slower */
+            break; /* the running workers do the operations, only slower */
     pthread_mutex_unlock(&pool->lock);
     return (int)n;
 }
@@ -146,13 +146,14 @@ static int threads_submit(struct aio_backend *backend, struct aio_op **ops, unsi
 static void threads_await(struct aio_backend *backend, int64_t timeout_ns)
 {
     struct pool *pool = backend->state;
-    uint64_t at = aio_now_ns() + (uint64_t)(timeout_ns > 0 ? timeout_ns : 0);
-    struct timespec limit = {.tv_sec = (time_t)(at / 1000000000u), .tv_nsec = (long)(at % 1000000000u)};
-    int late = timeout_ns == 0;
+    uint64_t deadline_ns = aio_now_ns() + (uint64_t)(timeout_ns > 0 ? timeout_ns : 0);
+    struct timespec deadline = {.tv_sec = (time_t)(deadline_ns / 1000000000u),
+                                .tv_nsec = (long)(deadline_ns % 1000000000u)};
+    int timed_out = timeout_ns == 0;
     pthread_mutex_lock(&pool->lock);
-    while (!pool->ended && !pool->woken && !late)
-        late = timeout_ns < 0 ? pthread_cond_wait(&pool->news, &pool->lock)
-                              : pthread_cond_timedwait(&pool->news, &pool->lock, &limit);
+    while (!pool->ended && !pool->woken && !timed_out)
+        timed_out = timeout_ns < 0 ? pthread_cond_wait(&pool->news, &pool->lock)
+                                   : pthread_cond_timedwait(&pool->news, &pool->lock, &deadline);
     pool->woken = false;
     pthread_mutex_unlock(&pool->lock);
 }

@@ -1,20 +1,20 @@
-/* io_uring, by its system calls.
+/* io_uring by system calls, without liburing.
  *
- * The driver is the ring's only user, so no lock is needed and the kernel may be told so. One system call a
- * turn, io_uring_enter, both submits what was queued and sleeps for what ends; when something has ended
- * already and nothing is to be submitted, there is none at all. A wake-up is a completion like any other: a
- * poll of an eventfd is kept armed in the ring.
+ * Only the driver uses the ring, so no lock is needed, and the kernel can be told so (SINGLE_ISSUER). One system call
+ * per iteration, io_uring_enter, submits the queued operations and waits for completions; if there are completions
+ * and nothing to submit, there is no system call. A poll of an eventfd stays armed in the ring: wake writes to the
+ * eventfd, and the completion of the poll ends the wait.
  *
- * Registered files save a reference count per operation, registered buffers the look-up and pinning of every
- * page. Both tables are made empty at init (which needs Linux 5.19 for buffers) and filled when a file or
- * buffer first shows up; where the kernel or RLIMIT_MEMLOCK says no, operations go without.
+ * Registered files save a reference count per operation, registered buffers the look-up and pinning of every page.
+ * Both tables are created empty at init (for buffers, Linux 5.19) and filled when a file or buffer is first used; if
+ * the kernel or RLIMIT_MEMLOCK refuses, operations work without registration.
  *
- * The ring starts disabled where the kernel can bind it to one task: enabled by the driver, it belongs to the
- * driver. From then on only the driver may enter it or register with it, so the driver also takes it down:
- * closing the descriptor alone would let go of files and pinned pages at some later time.
+ * If the kernel can bind the ring to one task, the ring starts disabled, and the driver enables it: the ring is then
+ * bound to the driver. From then on only the driver may enter it or register with it, so the driver also takes it
+ * down: closing the descriptor alone would release files and pinned pages at some later time.
  *
- * A child of fork inherits mappings and descriptor, and through the registered files a hold on the swap
- * space: it must call exit.
+ * A forked child inherits mappings and descriptor, and through the registered files a reference to the swap space: it
+ * must call exit.
  */
 #define _GNU_SOURCE
 #include "backend.h"
@@ -35,21 +35,23 @@
 #include "uring_abi_check.h"
 
 enum {
-    REGISTERED_FILES = 64, /* the table may not be longer than RLIMIT_NOFILE; further files go unregistered */
-    WAKE = 0,              /* user_data of the poll; operations have their address there */
+    REGISTERED_FILES = 64, /* at most RLIMIT_NOFILE; files with a higher index are not registered */
+    WAKE = 0,              /* user_data of the poll; for operations, user_data is their address */
 };
 
 struct ring {
     int fd, wake_fd;
     unsigned setup_flags;
     bool disabled; /* not enabled yet */
-    bool armed;    /* the poll of wake_fd is in the ring, or queued for it */
+    bool armed;    /* the poll of wake_fd is submitted or queued */
     bool has_files, has_buffers;
-    bool file_tried[REGISTERED_FILES], file_known[REGISTERED_FILES];
+    bool file_tried[REGISTERED_FILES], file_registered[REGISTERED_FILES];
 
-    unsigned to_submit;     /* queued, not yet taken by the kernel */
-    struct aio_op *refused; /* queued, and never to be taken */
+    unsigned to_submit;     /* queued entries that the kernel has not consumed */
+    struct aio_op *refused; /* operations that the kernel refused, for reap */
     unsigned sq_tail, sq_mask, cq_mask;
+    /* Shared with the kernel. The driver writes sq_tail and cq_head, the kernel cq_tail. The writer of an index stores
+     * it with release order after the entries before it; the reader loads it with acquire order before them. */
     unsigned *shared_sq_tail, *shared_cq_head, *shared_cq_tail;
     struct uring_sqe *sqes;
     struct uring_cqe *cqes;
@@ -63,24 +65,24 @@ static int uring_register(int fd, unsigned opcode, const void *argument, unsigne
     return answer < 0 ? -errno : (int)answer;
 }
 
-/* The best way to run a ring that this kernel knows. */
+/* Create a ring with the best set of flags that this kernel supports. */
 static int setup(struct ring *ring, unsigned entries, struct uring_params *params)
 {
-    static const unsigned ways[] = {
+    static const unsigned flag_sets[] = {
         URING_SETUP_SINGLE_ISSUER | URING_SETUP_DEFER_TASKRUN | URING_SETUP_R_DISABLED |
             URING_SETUP_SUBMIT_ALL,
         URING_SETUP_COOP_TASKRUN | URING_SETUP_SUBMIT_ALL,
         0,
     };
     int error = -ENOSYS;
-    for (unsigned i = 0; i < sizeof ways / sizeof ways[0]; i++) {
-        *params = (struct uring_params){.flags = ways[i] | URING_SETUP_CLAMP};
+    for (unsigned i = 0; i < sizeof flag_sets / sizeof flag_sets[0]; i++) {
+        *params = (struct uring_params){.flags = flag_sets[i] | URING_SETUP_CLAMP};
         ring->fd = (int)syscall(URING_SYS_SETUP, entries, params);
-        ring->setup_flags = ways[i];
+        ring->setup_flags = flag_sets[i];
         if (ring->fd >= 0)
             break;
         error = -errno;
-        if (error != -EINVAL) /* EINVAL: an older kernel, which does not know a flag */
+        if (error != -EINVAL) /* EINVAL: the kernel does not support a flag */
             return error;
     }
     if (ring->fd < 0)
@@ -115,18 +117,18 @@ static int map_ring(struct ring *ring, const struct uring_params *params)
     ring->sq_mask = *(unsigned *)(map + params->sq_off.ring_mask);
     ring->cq_mask = *(unsigned *)(map + params->cq_off.ring_mask);
     ring->sq_tail = *ring->shared_sq_tail;
-    unsigned *places = (unsigned *)(map + params->sq_off.array);
+    unsigned *indices = (unsigned *)(map + params->sq_off.array);
     for (unsigned i = 0; i < params->sq_entries; i++)
-        places[i] = i; /* entries are used in order: the indirection is not needed */
+        indices[i] = i; /* entries are used in order, so the indirection is not needed */
     return 0;
 }
 
-/* Empty tables, to be filled later. Before the ring is enabled any thread may do it. */
+/* Register empty tables, to be filled later. Any thread may do this before the ring is enabled. */
 static void make_tables(struct aio_backend *backend, struct ring *ring)
 {
-    int32_t nothing[REGISTERED_FILES];
-    memset(nothing, -1, sizeof nothing);
-    backend->files_error = uring_register(ring->fd, URING_REGISTER_FILES, nothing, REGISTERED_FILES);
+    int32_t empty[REGISTERED_FILES];
+    memset(empty, -1, sizeof empty);
+    backend->files_error = uring_register(ring->fd, URING_REGISTER_FILES, empty, REGISTERED_FILES);
     ring->has_files = backend->files_error == 0;
     struct uring_rsrc_register buffers = {.nr = AIO_MAX_BUFFERS, .flags = URING_RSRC_REGISTER_SPARSE};
     ring->has_buffers = uring_register(ring->fd, URING_REGISTER_BUFFERS2, &buffers, sizeof buffers) == 0;
@@ -162,7 +164,7 @@ static int uring_init(struct aio_backend *backend, unsigned capacity, int regist
     int error = ring->wake_fd < 0 ? -errno : setup(ring, capacity + 1, &params); /* + 1: the poll */
     if (!error)
         error = map_ring(ring, &params);
-    /* Some sandboxes let rings be made but not entered. EBADFD: a ring that is not enabled yet. */
+    /* Some sandboxes allow the creation of a ring but not io_uring_enter. EBADFD: the ring is not enabled yet. */
     if (!error && syscall(URING_SYS_ENTER, ring->fd, 0, 0, 0, NULL, 0) < 0 && errno != EBADFD)
         error = -errno;
     if (error) {
@@ -194,7 +196,7 @@ static struct uring_sqe *next_sqe(struct ring *ring)
     return sqe;
 }
 
-/* Whether the file is in the table; put there when it is first used. */
+/* Whether the file of the operation is registered. Registers it at its first use. */
 static bool is_registered(struct aio_backend *backend, struct ring *ring, const struct aio_op *op)
 {
     if (!ring->has_files || op->file >= REGISTERED_FILES)
@@ -203,17 +205,17 @@ static bool is_registered(struct aio_backend *backend, struct ring *ring, const 
         ring->file_tried[op->file] = true;
         int32_t fd = op->fd;
         struct uring_files_update update = {.offset = (uint32_t)op->file, .fds = (uintptr_t)&fd};
-        int done = uring_register(ring->fd, URING_REGISTER_FILES_UPDATE, &update, 1);
-        ring->file_known[op->file] = done == 1;
-        if (done == 1)
+        int updated = uring_register(ring->fd, URING_REGISTER_FILES_UPDATE, &update, 1);
+        ring->file_registered[op->file] = updated == 1;
+        if (updated == 1)
             backend->flags |= AIO_USES_REGISTERED_FILES;
         else
-            backend->files_error = done;
+            backend->files_error = updated;
     }
-    return ring->file_known[op->file];
+    return ring->file_registered[op->file];
 }
 
-/* The kernel will not have what is queued (a seccomp filter that came later, say): that is its result. */
+/* The kernel refuses the queued entries (for example, after a new seccomp filter): make the error their result. */
 static void refuse_queued(struct ring *ring, int error)
 {
     for (; ring->to_submit; ring->to_submit--) {
@@ -229,19 +231,20 @@ static void refuse_queued(struct ring *ring, int error)
     __atomic_store_n(ring->shared_sq_tail, ring->sq_tail, __ATOMIC_RELEASE);
 }
 
-/* Let the kernel take what is queued, and with URING_ENTER_GETEVENTS wait for as many completions. */
+/* Submit the queued entries, and with URING_ENTER_GETEVENTS wait for at_least completions. */
 static void enter(struct ring *ring, unsigned at_least, unsigned flags, int64_t timeout_ns)
 {
     struct uring_timespec limit = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
     struct uring_getevents_arg argument = {.ts = timeout_ns > 0 ? (uintptr_t)&limit : 0};
     __atomic_store_n(ring->shared_sq_tail, ring->sq_tail, __ATOMIC_RELEASE);
-    long taken = syscall(URING_SYS_ENTER, ring->fd, ring->to_submit, at_least, flags | URING_ENTER_EXT_ARG,
-                         &argument, sizeof argument);
-    if (taken > 0)
-        ring->to_submit -= (unsigned)taken;
-    if (taken >= 0 || errno == EINTR || errno == ETIME)
+    long consumed = syscall(URING_SYS_ENTER, ring->fd, ring->to_submit, at_least, flags | URING_ENTER_EXT_ARG,
+                            &argument, sizeof argument);
+    if (consumed > 0)
+        ring->to_submit -= (unsigned)consumed;
+    if (consumed >= 0 || errno == EINTR || errno == ETIME)
         return;
-    if (errno != EAGAIN && errno != EBUSY) /* these: no memory for requests now, so they stay queued */
+    /* EAGAIN, EBUSY: the kernel has no memory for requests now, so the entries stay queued. */
+    if (errno != EAGAIN && errno != EBUSY)
         refuse_queued(ring, -errno);
     nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
 }
@@ -251,16 +254,17 @@ static int uring_submit(struct aio_backend *backend, struct aio_op **ops, unsign
     static const uint8_t opcodes[AIO_KINDS] = {URING_OP_READ, URING_OP_WRITE, URING_OP_FSYNC};
     struct ring *ring = backend->state;
     enable(ring);
-    for (unsigned i = 0; i < n; i++) { /* there is room: the ring holds capacity operations */
+    /* The queue cannot overflow: the ring has an entry for each of `capacity` operations. */
+    for (unsigned i = 0; i < n; i++) {
         struct aio_op *op = ops[i];
-        bool known = is_registered(backend, ring, op);
+        bool registered = is_registered(backend, ring, op);
         if (ring->to_submit >= AIO_UNPLUGGED && !(i > 0 && aio_joins(ops[i - 1], op)))
-            enter(ring, 0, 0, 0); /* the last two go with await */
+            enter(ring, 0, 0, 0); /* await submits the last two */
         struct uring_sqe *sqe = next_sqe(ring);
         sqe->opcode = opcodes[op->kind];
         sqe->user_data = (uintptr_t)op;
-        sqe->fd = known ? op->file : op->fd;
-        sqe->flags = known ? URING_SQE_FIXED_FILE : 0;
+        sqe->fd = registered ? op->file : op->fd;
+        sqe->flags = registered ? URING_SQE_FIXED_FILE : 0;
         if (op->kind == AIO_FLUSH) {
             sqe->op_flags = URING_FSYNC_DATASYNC;
             continue;
@@ -284,7 +288,7 @@ static void arm(struct ring *ring)
     struct uring_sqe *sqe = next_sqe(ring);
     sqe->opcode = URING_OP_POLL_ADD;
     sqe->fd = ring->wake_fd;
-    sqe->op_flags = POLLIN; /* 32 bits; big-endian machines, which swap its halves, are not supported */
+    sqe->op_flags = POLLIN; /* 32 bits; big-endian machines, which swap the halves, are not supported */
     sqe->user_data = WAKE;
 }
 
@@ -319,6 +323,7 @@ static unsigned uring_reap(struct aio_backend *backend, struct aio_op **ended, u
             ring->armed = false;
         }
     }
+    /* Release order, after the entries are read: the kernel may overwrite them from here on. */
     __atomic_store_n(ring->shared_cq_head, head, __ATOMIC_RELEASE);
     return n;
 }
@@ -337,9 +342,9 @@ static int uring_register_buffer(struct aio_backend *backend, unsigned number, v
     enable(ring);
     struct iovec memory = {.iov_base = address, .iov_len = nbytes};
     struct uring_rsrc_update2 update = {.offset = number, .data = (uintptr_t)&memory, .nr = 1};
-    int done = uring_register(ring->fd, URING_REGISTER_BUFFERS_UPDATE, &update, sizeof update);
-    if (done != 1)
-        return done < 0 ? done : -ENOMEM;
+    int updated = uring_register(ring->fd, URING_REGISTER_BUFFERS_UPDATE, &update, sizeof update);
+    if (updated != 1)
+        return updated < 0 ? updated : -ENOMEM;
     backend->flags |= AIO_USES_REGISTERED_BUFFERS;
     return 0;
 }

@@ -1,8 +1,7 @@
-"""Builds ``tiering._aio`` from the C files beside this one, for setuptools (``cffi_modules``) and by hand.
+"""Builds ``tiering._aio`` from the C files in this directory, for setuptools (``cffi_modules``) or as a command.
 
-``python aio_csrc/build_aio.py``, from the root of the repository, leaves ``tiering/_aio.abi3.so`` in place
-for work on the sources. Neither way leaves a generated file in the tree. ``TIERING_WERROR=1`` turns warnings
-into errors.
+``python aio_csrc/build_aio.py``, run in the root of the repository, builds ``tiering/_aio.abi3.so`` in place.
+Generated files are not left in the tree. ``TIERING_WERROR=1`` turns warnings into errors.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ HEADERS = ["aio.h", "backend.h", "context.h", "system.h", "uring_abi.h", "uring_
 
 
 def read_cdef(header: Path) -> str:
-    """The declarations between the CDEF markers of a header: what cffi needs to know, written once."""
-    found = re.search(
+    """The declarations between the CDEF markers of a header, for cffi."""
+    match = re.search(
         r"/\* CDEF begin \*/\n(.*?)/\* CDEF end \*/", header.read_text(encoding="utf-8"), re.DOTALL
     )
-    if found is None:
+    if match is None:
         raise ValueError(f"{header} has no CDEF markers: put the public declarations between them")
-    return found.group(1)
+    return match.group(1)
 
 
 def compile_flags() -> list[str]:
@@ -52,7 +51,7 @@ ffibuilder.cdef(read_cdef(HERE / "aio.h"))
 ffibuilder.set_source(
     MODULE,
     '#include "aio.h"',
-    # setuptools wants paths relative to setup.py, and that is where both ways of building run.
+    # setuptools needs paths relative to setup.py; both kinds of build run in its directory.
     sources=[f"{HERE.name}/{name}" for name in SOURCES],
     depends=[f"{HERE.name}/{name}" for name in HEADERS],
     include_dirs=[HERE.name],
@@ -63,7 +62,7 @@ ffibuilder.set_source(
 
 
 def build_in_place() -> Path:
-    """Compile in a temporary directory and put the shared object into the package; returns its path."""
+    """Compile in a temporary directory, move the shared object into the package, and return its path."""
     from setuptools import Distribution
 
     root = HERE.parent
@@ -76,10 +75,10 @@ def build_in_place() -> Path:
         command.run()
         built = Path(command.get_ext_fullpath(MODULE))
         target = root / "tiering" / built.name
-        # A new inode under the old name: a process that has the old one mapped keeps it.
-        fresh = target.with_suffix(".new")
-        shutil.copyfile(built, fresh)
-        fresh.replace(target)
+        # Replace the file instead of overwriting it: running processes have the old inode mapped.
+        temporary = target.with_suffix(".new")
+        shutil.copyfile(built, temporary)
+        temporary.replace(target)
     return target
 
 

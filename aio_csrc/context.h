@@ -1,16 +1,16 @@
-/* What the files behind aio.h share: one context, its files, its requests. Not for callers.
+/* Internal declarations: a context, its files, its requests.
  *
  *   aio.c       opening and closing, and the entry points
- *   requests.c  tickets and what waits for what
- *   driver.c    the driver thread: splitting, judging, counting
- *   verify.c    checksums of pages, when asked for
+ *   requests.c  tickets and the order between requests
+ *   driver.c    the driver thread: splits requests, evaluates completions, counts
+ *   verify.c    checksums of pages (options.verify)
  *   system.c    the clock, and threads without signals
  *
- * withheld.c stands alone: memory that forked children do not get.
+ * withheld.c, memory that forked children do not get, uses none of this.
  *
- * Fields marked (lock) are guarded by context->lock; (driver) belong to the driver thread; the others are
- * constant after aio_open. The lock is never held across a system call that may block, nor while bytes are
- * copied or summed.
+ * Fields marked (lock) are guarded by context->lock; fields marked (driver) belong to the driver thread; all
+ * others are constant after aio_open. The lock is never held across a system call that may block, nor while
+ * bytes are copied or checksummed.
  */
 #ifndef TIERING_AIO_CONTEXT_H
 #define TIERING_AIO_CONTEXT_H
@@ -23,51 +23,52 @@
 #include "verify.h"
 
 enum request_state {
-    REQUEST_FREE,    /* on the free list; id is the last ticket's, which holds nobody up */
-    REQUEST_BLOCKED, /* waits for the requests it was ordered after */
-    REQUEST_QUEUED,  /* in its file's queue, with blocks still to be issued */
-    REQUEST_ISSUED,  /* every block is with the backend */
-    REQUEST_DONE,    /* result is final; waits to be released */
+    REQUEST_FREE,    /* on the free list; id is the last, released ticket */
+    REQUEST_BLOCKED, /* waits for the requests that it was ordered after */
+    REQUEST_QUEUED,  /* in the queue of its file; has blocks that are not issued */
+    REQUEST_ISSUED,  /* all blocks are issued, or none will be any more */
+    REQUEST_DONE,    /* result is final; the ticket is not released */
 };
 
-/* `dependent` waits for `earlier`. In two lists: what earlier holds up, and what dependent waits for; from the
- * second one it must be taken out of the middle. */
+/* `dependent` waits for `earlier`. An edge is in two lists: the dependents of `earlier`, and the requests that
+ * `dependent` waits for. The second is doubly linked, because edges are removed from its middle. */
 struct edge {
     struct request *earlier, *dependent;
     struct edge *next_dependent;
     struct edge *next_earlier, **link;
 };
 
+/* Bits: threads wait for the request in aio_wait, in aio_wait_any. */
 enum watched { WATCHED_ALONE = 1, WATCHED_AMONG_OTHERS = 2 };
 
 struct request { /* (lock) */
     int64_t id;
     enum request_state state;
     int kind, priority;
-    bool poisoned;    /* something before it failed, or the context closes: it must not be issued */
+    bool poisoned;    /* an earlier request failed, or the context closes: it must not be issued */
     bool canceled;    /* by aio_cancel */
-    unsigned watched; /* somebody sleeps until it is done */
+    unsigned watched; /* enum watched: threads sleep until it is done */
     struct file *file;
     char *data;
     uint64_t offset, nbytes;
-    uint64_t *pieces; /* if scattered: offsets in the file, one per piece_nbytes of data; NULL once done */
+    uint64_t *pieces; /* if scattered: offsets in the file, one per piece_nbytes of data; NULL when done */
     uint64_t piece_nbytes;
-    uint64_t carved;    /* bytes cut into blocks so far; a flush has none */
-    unsigned in_flight; /* blocks with the backend or on their way there */
-    unsigned n_pending; /* requests it still waits for */
+    uint64_t carved;    /* bytes that are split into blocks; 0 for a flush */
+    unsigned in_flight; /* blocks that are issued and have not ended */
+    unsigned n_pending; /* requests that it still waits for */
     int64_t result;     /* first error, or 0 until done */
-    uint64_t failed_at; /* offset of the block whose error that is */
-    uint64_t issued_ns; /* when its first block was; 0: none was */
-    uint64_t done_ns;   /* when its last block was over */
+    uint64_t failed_at; /* offset of the block with that error */
+    uint64_t issued_ns; /* issue of the first block; 0: none */
+    uint64_t done_ns;   /* end of the last block */
     struct edge *dependents, *earlier;
-    struct request *next, *previous; /* in a file's queue; next alone: on the free list or a work list */
+    struct request *next, *previous; /* in a file's queue; only next: on the free list or a work list */
 };
 
 struct queue {
     struct request *head, *tail;
 };
 
-/* Kept fine alone: whoever asks for octaves adds them up, not the driver. */
+/* A fine histogram. aio_stats adds its buckets up to octaves, which saves the driver a second histogram. */
 struct latencies {
     uint64_t counts[AIO_FINE_BUCKETS];
     uint64_t max_ns;
@@ -77,32 +78,32 @@ struct file {
     int fd, index;
     bool direct;
     struct checksums checksums;             /* (driver) */
-    unsigned in_flight;                     /* (lock) blocks */
-    struct queue queues[AIO_PRIORITIES][2]; /* (lock) what reads, and what writes or flushes */
-    int turn;                               /* (lock) which of the two goes first */
-    aio_file_stats stats;                   /* (lock) times without the stretch that runs now, no latencies */
+    unsigned in_flight;                     /* (lock) blocks that count towards the queue depth */
+    struct queue queues[AIO_PRIORITIES][2]; /* (lock) reads; writes and flushes */
+    int turn;                               /* (lock) index of the queue that is served next */
+    aio_file_stats stats;                   /* (lock) without the current busy and full time, and latencies */
     struct latencies latencies[AIO_KINDS];  /* (lock) */
-    uint64_t busy_since[AIO_KINDS];         /* (lock) */
-    uint64_t full_since;                    /* (lock) 0: it is not */
+    uint64_t busy_since[AIO_KINDS];         /* (lock) start of the current busy time, while in_flight > 0 */
+    uint64_t full_since;                    /* (lock) start of the current queue-full time; 0: not full */
 };
 
-/* One block of a request on its way: what is left to transfer, and where its bytes belong. */
+/* One block of a request in flight. It belongs to the driver from carve() to absorb(). */
 struct block {
     struct aio_op op;
     struct request *request;
     struct file *file;
-    char *data;              /* the caller's memory, nbytes of it */
-    uint64_t offset, nbytes; /* op.nbytes may be more (padding) or less (the rest of it) */
-    char *bounce;            /* AIO_ALIGNMENT bytes of its own, for a padded tail */
-    bool padded;             /* the bytes go through bounce */
+    char *data;              /* the caller's memory, nbytes long */
+    uint64_t offset, nbytes; /* op.nbytes may be larger (padding) or smaller (a continued transfer) */
+    char *bounce;            /* AIO_ALIGNMENT bytes for a padded tail, owned by the block */
+    bool padded;             /* the bytes pass through bounce */
     uint64_t issued_ns;
-    unsigned stalls; /* submissions in a row that moved nothing */
-    uint64_t due_ns; /* not to be handed over before; 0: at once */
-    int verdict;
-    bool landed; /* no longer among file->in_flight, though not yet over */
+    unsigned stalls; /* consecutive submissions without progress */
+    uint64_t due_ns; /* earliest time of the next submission; 0: at once */
+    int verdict;     /* COMPLETE, CONTINUE or -errno */
+    bool landed;     /* left file->in_flight before its checksums are compared */
 };
 
-/* Memory registered with the backend; its place in context->regions is its number there. */
+/* Memory that is registered with the backend. Its index in context->regions is the number of the buffer. */
 struct region {
     char *address;
     uint64_t nbytes;
@@ -113,44 +114,44 @@ struct region {
 enum { REQUESTS_PER_CHUNK = 256, WAIT_SHARDS = 16 };
 
 struct aio_context {
-    unsigned forks; /* how many this process had behind it */
+    unsigned forks; /* value of the fork counter (aio.c) at aio_open; differs in a child */
     uint64_t block_size;
-    unsigned queue_depth, capacity; /* blocks in flight: per file, together */
+    unsigned queue_depth, capacity; /* maximum of blocks in flight: per file, over all files */
     bool registered, verify;
-    struct aio_backend backend; /* (driver), but its ops and state are constant */
+    struct aio_backend backend; /* (driver), except ops and state, which are constant */
     pthread_t driver;
 
     pthread_mutex_t lock;
-    pthread_cond_t done[WAIT_SHARDS]; /* a request watched alone is done: by slot */
-    pthread_cond_t any;               /* one watched among others is */
-    bool asleep;                      /* (lock) the driver will not look again before it is woken */
-    bool closing;                     /* (lock) */
-    bool closed;                      /* of the one thread that closes */
+    pthread_cond_t done[WAIT_SHARDS]; /* a request with WATCHED_ALONE is done; shard by slot */
+    pthread_cond_t any;               /* a request with WATCHED_AMONG_OTHERS is done, or a region is tried */
+    bool asleep;                      /* (lock) the driver sees new work only after backend.ops->wake */
+    bool closing;                     /* (lock) no more submissions */
+    bool closed;                      /* belongs to the thread that calls aio_close */
     aio_info info;                    /* (lock) */
-    struct file **files;              /* (lock) the array; the files themselves do not move */
-    unsigned n_files, next_file;      /* (lock) next_file: whose turn it is */
-    struct request **chunks;          /* (lock) likewise */
+    struct file **files;              /* (lock) the array moves when it grows; the files do not */
+    unsigned n_files, next_file;      /* (lock) next_file: the file that gather() serves first */
+    struct request **chunks;          /* (lock) the array moves when it grows; the chunks do not */
     unsigned n_chunks;                /* (lock) */
     struct request *free_requests;    /* (lock) */
-    uint64_t n_live;                  /* (lock) requests not yet done */
-    struct region *regions;           /* (lock) AIO_MAX_BUFFERS of them, or NULL */
-    unsigned n_regions, n_tried;      /* (lock) those below n_tried are no longer pending */
-    struct region **ready;            /* (lock) those in use, by address */
+    uint64_t n_live;                  /* (lock) requests that are not done */
+    struct region *regions;           /* (lock) AIO_MAX_BUFFERS regions, or NULL */
+    unsigned n_regions, n_tried;      /* (lock) regions below n_tried are no longer pending */
+    struct region **ready;            /* (lock) registered regions, sorted by address */
     unsigned n_ready;                 /* (lock) */
 
-    struct block *blocks;       /* capacity of them: on free_blocks (lock), or the driver's */
+    struct block *blocks;       /* `capacity` blocks; each is on free_blocks (lock) or with the driver */
     struct block **free_blocks; /* (lock) */
     unsigned n_free_blocks;     /* (lock) */
     char *bounces;
-    struct block **fresh;                /* (driver) new, to be prepared */
-    struct aio_op **batch, **ended;      /* (driver) to be submitted; back from the backend, or refused */
-    struct block **landed;               /* (driver) read, to be compared with their checksums */
+    struct block **fresh;                /* (driver) new blocks, to be prepared */
+    struct aio_op **batch, **ended;      /* (driver) to be submitted; ended or refused by the backend */
+    struct block **landed;               /* (driver) read, checksums to be compared */
     unsigned n_fresh, n_batch, n_landed; /* (driver) */
-    unsigned n_begun;                    /* (driver) with the backend */
+    unsigned n_begun;                    /* (driver) operations with the backend */
 };
 
-/* requests.c; all under the lock. */
-int64_t aio_request_add(aio_context *context, const struct request *wanted, const int64_t *after,
+/* requests.c. The caller holds the lock. */
+int64_t aio_request_add(aio_context *context, const struct request *parameters, const int64_t *after,
                         size_t n_after);
 struct request *aio_request_find(aio_context *context, int64_t ticket, int *error);
 pthread_cond_t *aio_request_signal(aio_context *context, const struct request *request);
@@ -162,7 +163,7 @@ void aio_requests_cancel(aio_context *context);
 void aio_requests_free(aio_context *context);
 void aio_wake_driver(aio_context *context);
 
-/* driver.c; what the driver thread runs until the context is closing and no request is left. */
+/* driver.c: the loop of the driver thread. Returns when the context is closing and no request is live. */
 void aio_drive(aio_context *context);
 
 #endif

@@ -1,24 +1,23 @@
-/* The driver thread: takes requests apart into blocks, keeps each file at its queue depth, and judges every
+/* The driver thread: splits requests into blocks, keeps each file at its queue depth, and evaluates every
  * completion.
  *
- * One turn of its loop
+ * One iteration of its loop
  *
- *     gather     under the lock: cut blocks off the requests at the heads of the queues, high priority first,
- *                while the file is below its depth and there are free blocks
- *     prepare    fill padded tails, sum what is to be written
- *     hand over  give the new blocks, and those to be continued, to the backend
- *     await      a completion or a new request, in one system call
- *     judge      complete, continue or fail each block that ended
- *     compare    the checksums of what was read
- *     absorb     under the lock: count them, settle requests
+ *     gather     with the lock: split blocks off the requests at the heads of the queues, high priority first,
+ *                while the file is below its queue depth and there are free blocks
+ *     prepare    fill padded tails, compute checksums of blocks to be written
+ *     hand_over  submit new blocks, and blocks to be continued, to the backend
+ *     await      wait for a completion or a new request, in one system call
+ *     judge      complete, continue or fail each block that has ended
+ *     compare    compare the checksums of blocks that were read
+ *     absorb     with the lock: count the blocks, settle requests
  *
- * Sums take as long as transfers on a fast disk, so only a few are made per turn, and a block that is back
- * leaves its place in the queue before it is summed: the disk works on meanwhile.
+ * Checksums take as long as transfers on a fast disk. So an iteration computes only a few, and a block leaves the
+ * queue depth of its file before its checksums are compared: the disk works meanwhile.
  *
- * Nothing of a completion is taken on trust: an error fails the request, a short transfer is continued from
- * where it stopped (on a direct file from the last aligned byte before), and one that no longer moves is an
- * error as well. A failed request issues no more blocks but is settled only when those in flight are back,
- * since they borrow its memory.
+ * Every completion is checked: an error fails the request, a short transfer is continued where it stopped (on a
+ * direct file, at the last aligned byte before), and a transfer without progress is an error. A failed request
+ * issues no more blocks, but is settled only when its blocks in flight have ended, because they borrow its memory.
  */
 #define _GNU_SOURCE
 #include "context.h"
@@ -29,22 +28,23 @@
 #include "system.h"
 
 enum {
-    MAX_STALLS = 100,     /* no aligned progress so often in a row: the end of the file, or hopeless */
-    PATIENT_STALLS = 10,  /* EINTR or EAGAIN so often in a row: rest a moment before each more */
-    MAX_REFUSALS = 10000, /* and after so many moments, some ten seconds, take it for the answer */
-    MOMENT_NS = 1000000,
-    SUMS_PER_TURN = 2, /* blocks, of what is written and of what was read */
+    MAX_STALLS = 100,     /* consecutive transfers without aligned progress before an error */
+    PATIENT_STALLS = 10,  /* consecutive EINTR or EAGAIN before each retry waits for PAUSE_NS */
+    MAX_REFUSALS = 10000, /* consecutive EINTR or EAGAIN before an error, about ten seconds */
+    PAUSE_NS = 1000000,
+    SUMS_PER_TURN = 2, /* blocks per iteration: of those to be written, and of those that were read */
     COMPLETE = 0,
     CONTINUE = 1,
 };
 
+/* Take a request out of its queue: none of its blocks will be issued any more. */
 static void pop(struct request *request)
 {
     aio_request_dequeue(request);
     request->state = REQUEST_ISSUED;
 }
 
-/* How many of the registered regions begin at `address` or before. */
+/* Number of registered regions that begin at `address` or before. */
 static unsigned count_up_to(const aio_context *context, const char *address)
 {
     unsigned low = 0, high = context->n_ready;
@@ -58,8 +58,8 @@ static unsigned count_up_to(const aio_context *context, const char *address)
     return low;
 }
 
-/* The number of the registered buffer that holds all of the range, or -1. Of regions that overlap, only the last
- * one that begins before the range is looked at: the others' memory is transferred as if it were not registered. */
+/* The number of the registered buffer that contains the whole range, or -1. Of overlapping regions, only the last
+ * one that begins before the range is considered; memory in the others is transferred as unregistered memory. */
 static int find_buffer(const aio_context *context, const char *data, uint64_t nbytes)
 {
     unsigned n = count_up_to(context, data);
@@ -72,28 +72,30 @@ static int find_buffer(const aio_context *context, const char *data, uint64_t nb
 
 static void add_ready(aio_context *context, struct region *region)
 {
-    unsigned place = count_up_to(context, region->address);
-    memmove(context->ready + place + 1, context->ready + place,
-            (context->n_ready - place) * sizeof context->ready[0]);
-    context->ready[place] = region;
+    unsigned index = count_up_to(context, region->address);
+    memmove(context->ready + index + 1, context->ready + index,
+            (context->n_ready - index) * sizeof context->ready[0]);
+    context->ready[index] = region;
     context->n_ready++;
 }
 
+/* Split the next block off a queued request, and count it as in flight. The request leaves its queue with its last
+ * block. */
 static struct block *carve(aio_context *context, struct request *request, uint64_t now)
 {
     struct block *block = context->free_blocks[--context->n_free_blocks];
     struct file *file = request->file;
-    uint64_t left = request->nbytes - request->carved, offset = request->offset + request->carved;
+    uint64_t remaining = request->nbytes - request->carved, offset = request->offset + request->carved;
     if (request->pieces) {
-        uint64_t moved = request->carved % request->piece_nbytes;
-        left = request->piece_nbytes - moved;
-        offset = request->pieces[request->carved / request->piece_nbytes] + moved;
+        uint64_t start = request->carved % request->piece_nbytes;
+        remaining = request->piece_nbytes - start;
+        offset = request->pieces[request->carved / request->piece_nbytes] + start;
     }
-    uint64_t size = left < context->block_size ? left : context->block_size;
+    uint64_t size = remaining < context->block_size ? remaining : context->block_size;
     block->padded = file->direct && size < AIO_ALIGNMENT && request->kind != AIO_FLUSH;
+    /* An unaligned tail becomes a separate block, so that only the tail is copied. */
     if (file->direct && !block->padded)
-        size -=
-            size % AIO_ALIGNMENT; /* an unaligned tail is a block by itself; what is before needs no copy */
+        size -= size % AIO_ALIGNMENT;
     block->request = request;
     block->file = file;
     block->data = request->data ? request->data + request->carved : NULL;
@@ -124,8 +126,8 @@ static struct block *carve(aio_context *context, struct request *request, uint64
     return block;
 }
 
-/* Within a priority reads and writes take turns, block by block: a long request of one kind does not hold up
- * the other, and a disk does both at once as fast as in bursts. */
+/* The request whose block is issued next, or NULL. Within a priority, reads and writes alternate block by block: a
+ * long request of one kind does not delay the other, and a disk does both at once as fast as in bursts. */
 static struct request *next_request(const struct file *file)
 {
     for (int priority = AIO_PRIORITIES; priority-- > 0;) {
@@ -137,15 +139,15 @@ static struct request *next_request(const struct file *file)
     return NULL;
 }
 
-/* Blocks that one file may have in flight: a backend that does few at once shares them out, so that a slow
- * file cannot take them all. */
+/* Blocks that one file may have in flight. If the backend runs few operations at once, they are divided over the
+ * files, so that a slow file cannot occupy all. */
 static unsigned depth_of(const aio_context *context)
 {
     if (context->backend.max_in_flight == 0)
         return context->queue_depth;
-    unsigned share = context->backend.max_in_flight / context->n_files;
-    share = share ? share : 1;
-    return share < context->queue_depth ? share : context->queue_depth;
+    unsigned depth = context->backend.max_in_flight / context->n_files;
+    depth = depth ? depth : 1;
+    return depth < context->queue_depth ? depth : context->queue_depth;
 }
 
 static void gather(aio_context *context)
@@ -168,15 +170,16 @@ static void gather(aio_context *context)
         context->next_file = (context->next_file + 1) % context->n_files;
 }
 
-/* Ready new blocks and move them to the batch. Returns how many could not be: they are in `ended`. */
+/* Prepare new blocks and move them to `batch`; blocks beyond SUMS_PER_TURN stay in `fresh`. Blocks whose checksums
+ * cannot be stored move to `ended`. Returns the number of blocks in `ended`. */
 static unsigned prepare(aio_context *context)
 {
-    unsigned n_ended = 0, n_sums = 0, n_kept = 0;
+    unsigned n_ended = 0, n_sums = 0, n_postponed = 0;
     for (unsigned i = 0; i < context->n_fresh; i++) {
         struct block *block = context->fresh[i];
         bool sum = context->verify && block->op.kind == AIO_WRITE;
         if (sum && n_sums++ >= SUMS_PER_TURN) {
-            context->fresh[n_kept++] = block;
+            context->fresh[n_postponed++] = block;
             continue;
         }
         if (block->padded && block->op.kind == AIO_WRITE) {
@@ -193,17 +196,17 @@ static unsigned prepare(aio_context *context)
             context->batch[context->n_batch++] = &block->op;
         }
     }
-    context->n_fresh = n_kept;
+    context->n_fresh = n_postponed;
     return n_ended;
 }
 
-/* COMPLETE, CONTINUE (op then describes the rest), or -errno. */
+/* COMPLETE, CONTINUE (op then describes the remaining transfer), or -errno. */
 static int judge_transfer(const aio_context *context, struct block *block)
 {
     struct aio_op *op = &block->op;
     int64_t moved = op->result;
     if (moved == -EINTR || moved == -EAGAIN) {
-        block->due_ns = ++block->stalls > PATIENT_STALLS ? aio_now_ns() + MOMENT_NS : 0;
+        block->due_ns = ++block->stalls > PATIENT_STALLS ? aio_now_ns() + PAUSE_NS : 0;
         return block->stalls < MAX_REFUSALS ? CONTINUE : (int)moved;
     }
     if (moved < 0)
@@ -214,9 +217,9 @@ static int judge_transfer(const aio_context *context, struct block *block)
         return -EIO;
     if (block->padded && op->kind == AIO_READ && (uint64_t)moved >= block->nbytes) {
         if (context->verify && ++block->stalls < MAX_STALLS)
-            return CONTINUE; /* the sum is of the whole page: is this really its end? */
+            return CONTINUE; /* the checksum covers the whole page: read again to confirm the end of the file */
         memset(block->bounce + moved, 0, AIO_ALIGNMENT - (size_t)moved);
-        return COMPLETE; /* it met the end of the file in the padding */
+        return COMPLETE; /* the file ends in the padding */
     }
     int stuck = op->kind == AIO_READ ? -ENODATA : -EIO;
     if (moved == 0)
@@ -231,11 +234,11 @@ static int judge_transfer(const aio_context *context, struct block *block)
     return CONTINUE;
 }
 
-/* The verdicts on blocks that ended, without the lock, since their bytes are touched. Those of which a sum is
- * to be compared move to `landed`. Returns how many are left in `ended`. */
+/* Set the verdict of each block in `ended`. Runs without the lock, because it copies bytes. Blocks whose checksums
+ * must be compared move to `landed`. Returns the number of blocks that stay in `ended`. */
 static unsigned judge(aio_context *context, unsigned n_ended)
 {
-    unsigned n_kept = 0;
+    unsigned n_judged = 0;
     for (unsigned i = 0; i < n_ended; i++) {
         struct block *block = (struct block *)context->ended[i];
         block->verdict = judge_transfer(context, block);
@@ -245,13 +248,13 @@ static unsigned judge(aio_context *context, unsigned n_ended)
         if (read && context->verify)
             context->landed[context->n_landed++] = block;
         else
-            context->ended[n_kept++] = &block->op;
+            context->ended[n_judged++] = &block->op;
     }
-    return n_kept;
+    return n_judged;
 }
 
-/* Compare some of what landed with what was written there, and move it to `ended`; returns how many are there.
- */
+/* Compare the checksums of up to SUMS_PER_TURN blocks in `landed`, and move these blocks to `ended`. Returns the
+ * number of blocks in `ended`. */
 static unsigned compare(aio_context *context, unsigned n_ended)
 {
     unsigned n = context->n_landed < SUMS_PER_TURN ? context->n_landed : SUMS_PER_TURN;
@@ -268,22 +271,22 @@ static unsigned compare(aio_context *context, unsigned n_ended)
     return n_ended;
 }
 
-static void note_latency(struct latencies *known, uint64_t ns)
+static void count_latency(struct latencies *latencies, uint64_t ns)
 {
     unsigned octave = 63u - (unsigned)__builtin_clzll(ns | 1);
-    unsigned above = octave > AIO_FINE_BITS ? octave - AIO_FINE_BITS : 0; /* bits that tell nothing */
-    uint64_t bucket = ((uint64_t)above << AIO_FINE_BITS) + (ns >> above);
-    known->counts[bucket < AIO_FINE_BUCKETS ? bucket : AIO_FINE_BUCKETS - 1]++;
-    known->max_ns = ns > known->max_ns ? ns : known->max_ns;
+    unsigned shift = octave > AIO_FINE_BITS ? octave - AIO_FINE_BITS : 0; /* bits below a bucket's width */
+    uint64_t bucket = ((uint64_t)shift << AIO_FINE_BITS) + (ns >> shift);
+    latencies->counts[bucket < AIO_FINE_BUCKETS ? bucket : AIO_FINE_BUCKETS - 1]++;
+    latencies->max_ns = ns > latencies->max_ns ? ns : latencies->max_ns;
 }
 
 static void count_error(aio_direction_stats *stats, int error)
 {
-    aio_error_count *place = stats->by_errno, *last = place + AIO_ERRNOS - 1;
-    while (place < last && place->count && place->error != error)
-        place++;
-    place->error = place < last ? error : 0;
-    place->count++;
+    aio_error_count *entry = stats->by_errno, *last = entry + AIO_ERRNOS - 1;
+    while (entry < last && entry->count && entry->error != error)
+        entry++;
+    entry->error = entry < last ? error : 0;
+    entry->count++;
     stats->errors++;
 }
 
@@ -302,12 +305,14 @@ static void count(const struct block *block, uint64_t now)
         stats->ops++;
         stats->bytes += block->nbytes;
         stats->latency_ns += now - block->issued_ns;
-        note_latency(&file->latencies[kind], now - block->issued_ns);
+        count_latency(&file->latencies[kind], now - block->issued_ns);
     }
     if (--stats->in_flight == 0)
         stats->busy_ns += now - file->busy_since[kind];
 }
 
+/* Act on the verdict of a block that has ended: submit it again, or free it and settle its request if it was the
+ * last one. */
 static void absorb(aio_context *context, struct block *block, uint64_t now)
 {
     struct request *request = block->request;
@@ -322,7 +327,7 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
             request->failed_at = block->op.offset;
         }
         if (request->state == REQUEST_QUEUED)
-            pop(request); /* issue no more of it */
+            pop(request); /* issue no more blocks of a failed request */
     }
     context->free_blocks[context->n_free_blocks++] = block;
     block->file->in_flight -= !block->landed;
@@ -332,7 +337,7 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
     }
 }
 
-/* Put those of the batch that need not rest a moment first; returns how many they are. */
+/* Move the blocks of the batch that are due to its front. Returns their number. */
 static unsigned sort_due(aio_context *context)
 {
     unsigned n_due = 0;
@@ -348,26 +353,26 @@ static unsigned sort_due(aio_context *context)
     return n_due;
 }
 
-/* Returns how many are now in `ended`, with what the backend refused; *busy says that some are still to be
- * handed over and no completion may tell when. */
+/* Submit the blocks that are due. Blocks that the backend refuses move to `ended`; returns the number of blocks
+ * there. *busy: blocks are left, and possibly no completion will end the await before they can be submitted. */
 static unsigned hand_over(aio_context *context, unsigned n_ended, bool *busy)
 {
     struct aio_backend *backend = &context->backend;
     unsigned first = 0, n_due = sort_due(context);
     *busy = n_due < context->n_batch;
     while (first < n_due) {
-        int taken = backend->ops->submit(backend, context->batch + first, n_due - first);
-        if (taken == -EAGAIN) {
+        int accepted = backend->ops->submit(backend, context->batch + first, n_due - first);
+        if (accepted == -EAGAIN) {
             *busy |= context->n_begun == 0;
             break;
         }
-        if (taken < 0) {
+        if (accepted < 0) {
             struct aio_op *op = context->batch[first++];
-            op->result = taken;
+            op->result = accepted;
             context->ended[n_ended++] = op;
         } else {
-            first += (unsigned)taken;
-            context->n_begun += (unsigned)taken;
+            first += (unsigned)accepted;
+            context->n_begun += (unsigned)accepted;
         }
     }
     context->n_batch -= first;
@@ -375,19 +380,20 @@ static unsigned hand_over(aio_context *context, unsigned n_ended, bool *busy)
     return n_ended;
 }
 
-/* Sleep until something ended or was submitted, and add what ended. */
+/* Sleep until an operation has ended or a request is submitted, and append the operations that have ended to
+ * `ended`. Returns the number of blocks there. */
 static unsigned await(aio_context *context, unsigned n_ended, bool busy)
 {
     struct aio_backend *backend = &context->backend;
     bool sums_to_do = context->n_fresh || context->n_landed;
-    int64_t timeout_ns = n_ended || sums_to_do ? 0 : busy ? MOMENT_NS : -1;
+    int64_t timeout_ns = n_ended || sums_to_do ? 0 : busy ? PAUSE_NS : -1;
     backend->ops->await(backend, timeout_ns);
     unsigned n = backend->ops->reap(backend, context->ended + n_ended, context->capacity - n_ended);
     context->n_begun -= n;
     return n_ended + n;
 }
 
-/* Hand new memory to the backend; lets go of the lock meanwhile. */
+/* Register new regions with the backend. Releases the lock during each registration, which touches every page. */
 static void register_buffers(aio_context *context)
 {
     struct aio_backend *backend = &context->backend;
@@ -420,7 +426,8 @@ void aio_drive(aio_context *context)
         gather(context);
         if (context->closing && context->n_live == 0)
             break;
-        context->asleep = true; /* from here on a submission must wake the backend, or await would miss it */
+        /* Under the same lock as gather(): a submission from here on calls wake, which ends the await below. */
+        context->asleep = true;
         pthread_mutex_unlock(&context->lock);
 
         bool busy;
@@ -435,6 +442,7 @@ void aio_drive(aio_context *context)
         uint64_t now = aio_now_ns();
         for (unsigned i = 0; i < n_ended; i++)
             absorb(context, (struct block *)context->ended[i], now);
+        /* The kernel is done with these blocks: let the next ones of their files be issued. */
         for (unsigned i = 0; i < context->n_landed; i++) {
             struct block *block = context->landed[i];
             block->file->in_flight -= !block->landed;

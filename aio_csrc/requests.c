@@ -1,23 +1,22 @@
-/* Tickets, and what waits for what.
+/* Tickets, and the order between requests. The caller of each function holds context->lock.
  *
- * Requests live in chunks that never move. A ticket is `generation << 20 | slot`: reusing a slot raises the
- * generation, so an old ticket is told from a new one, and comparing a ticket with the slot's present id says
- * what became of it
+ * Requests are stored in chunks that never move. A ticket is `generation << 20 | slot`: each reuse of a slot
+ * increments the generation, so the comparison of a ticket with the current id of its slot says its state
  *
- *     ticket > id    was never given out
+ *     ticket > id    never issued
  *     ticket < id    released: its slot was reused
- *     ticket == id   look at the state
+ *     ticket == id   see request->state
  *
- * A request that failed goes on failing what is ordered after it until its ticket is released: who may still
- * name it keeps it. A slot is thus free again as soon as nobody can ask, however many requests fail.
+ * Requests that are ordered after a failed one fail until its ticket is released, so a caller keeps the tickets
+ * that it may still name. A slot is thus free as soon as its ticket is released, however many requests fail.
  *
- * A read that its owner cancelled is no failure: what comes after it goes on.
+ * A cancelled read is not a failure: requests after it go on.
  *
- * Ordering is a graph of edges, each in the list of the request that holds another one up and in the list of
- * the one held up. A request is settled only when all it waits for are, failed, cancelled or not, so a settled
- * ticket means that all before it are over too. What an urgent request waits for inherits its priority, or a
- * parameter's fetch would stand behind a whole queue of write-backs. Chains may be long; they are walked with
- * a list, not by recursion.
+ * The order is a graph of edges. Each edge is in two lists, that of the earlier request and that of its dependent.
+ * A request is settled only when all requests that it waits for are, with or without an error, so a settled ticket
+ * means that all before it are settled too. Requests that an urgent request waits for inherit its priority, or the
+ * fetch of a parameter would wait for a whole queue of write-backs. Chains may be long; they are processed with a
+ * work list, not by recursion.
  */
 #define _GNU_SOURCE
 #include "context.h"
@@ -50,15 +49,14 @@ static int add_chunk(aio_context *context)
         return -ENOMEM;
     chunks[context->n_chunks++] = chunk;
     for (unsigned i = REQUESTS_PER_CHUNK; i-- > 0;) {
-        chunk[i].id = (int64_t)(first + i); /* generation 0: given out to nobody */
+        chunk[i].id = (int64_t)(first + i); /* generation 0, which no ticket has */
         chunk[i].next = context->free_requests;
         context->free_requests = &chunk[i];
     }
     return 0;
 }
 
-/* The request of a ticket, or NULL with *error: -EINVAL if there was never such a ticket, -ESTALE if it was
- * released. */
+/* The request of a ticket, or NULL with *error: -EINVAL if the ticket was never issued, -ESTALE if it is released. */
 struct request *aio_request_find(aio_context *context, int64_t ticket, int *error)
 {
     uint64_t slot = (uint64_t)(ticket & SLOT_MASK);
@@ -75,7 +73,7 @@ struct request *aio_request_find(aio_context *context, int64_t ticket, int *erro
     return request;
 }
 
-/* Threads that wait for one ticket sleep in shards, so that a completion wakes few of the others. */
+/* The condition variable of a request. There are several, so that a completion wakes few other waiting threads. */
 pthread_cond_t *aio_request_signal(aio_context *context, const struct request *request)
 {
     return &context->done[(request->id & SLOT_MASK) % WAIT_SHARDS];
@@ -112,14 +110,14 @@ void aio_request_dequeue(struct request *request)
     request->next = request->previous = NULL;
 }
 
-/* Whether what comes after a finished request may go on. */
+/* Whether requests after a done request may be issued: it succeeded, or it is a read that only aio_cancel ended. */
 static bool is_harmless(const struct request *request)
 {
-    bool never_asked = request->canceled && request->kind == AIO_READ && !request->poisoned;
-    return request->result >= 0 || never_asked;
+    bool canceled_read = request->canceled && request->kind == AIO_READ && !request->poisoned;
+    return request->result >= 0 || canceled_read;
 }
 
-/* Take the edge from the list of whom it holds up. */
+/* Remove the edge from the list of its dependent. */
 static void unlink_edge(struct edge *edge)
 {
     *edge->link = edge->next_earlier;
@@ -127,8 +125,8 @@ static void unlink_edge(struct edge *edge)
         edge->next_earlier->link = edge->link;
 }
 
-/* Make the result final and move those that waited for this one alone to the work list, the earliest on top.
- */
+/* Make the result final, wake waiting threads, and push dependents that wait for no other request onto the work list,
+ * so that the oldest is on top. */
 static void finish(aio_context *context, struct request *request, int64_t result, struct request **work)
 {
     request->state = REQUEST_DONE;
@@ -154,7 +152,7 @@ static void finish(aio_context *context, struct request *request, int64_t result
     request->dependents = NULL;
 }
 
-/* Start what nothing holds up any more. */
+/* Queue the requests of a work list, which wait for no other request, or finish those that must not be issued. */
 static void start(aio_context *context, struct request *work)
 {
     while (work) {
@@ -193,7 +191,7 @@ int aio_request_cancel(aio_context *context, struct request *request)
     return 0;
 }
 
-/* Give what `request` waits for, directly or not, at least its priority. */
+/* Raise the priority of all requests that `request` waits for, directly or not, to that of `request`. */
 static void urge(struct request *request)
 {
     struct request *work = request;
@@ -204,7 +202,7 @@ static void urge(struct request *request)
         for (struct edge *edge = request->earlier; edge; edge = edge->next_earlier) {
             struct request *earlier = edge->earlier;
             if (earlier->priority >= request->priority)
-                continue; /* and so is all that it waits for */
+                continue; /* all requests that it waits for have at least this priority, too */
             if (earlier->state == REQUEST_QUEUED) {
                 aio_request_dequeue(earlier);
                 earlier->priority = request->priority;
@@ -226,7 +224,7 @@ static void free_edges(struct edge *edges)
     }
 }
 
-/* Hang `request` behind the tickets in `after`; nothing is changed unless all of it can be done. */
+/* Order `request` after the tickets in `after`. All memory is allocated first: on an error nothing is changed. */
 static int order_after(aio_context *context, struct request *request, const int64_t *after, size_t n_after)
 {
     struct edge *spare = NULL;
@@ -268,27 +266,28 @@ static int order_after(aio_context *context, struct request *request, const int6
     return 0;
 }
 
-int64_t aio_request_add(aio_context *context, const struct request *wanted, const int64_t *after,
+int64_t aio_request_add(aio_context *context, const struct request *parameters, const int64_t *after,
                         size_t n_after)
 {
     int error = context->free_requests ? 0 : add_chunk(context);
     if (error)
         return error;
     struct request *request = context->free_requests;
-    struct request *rest = request->next;
+    struct request *next_free = request->next;
     int64_t id = request->id;
-    *request = *wanted;
-    request->failed_at = wanted->offset; /* unless a block fails */
-    request->id = id; /* the old one, until nothing can fail: a request cannot be ordered after itself */
+    *request = *parameters;
+    request->failed_at = parameters->offset; /* until a block fails */
+    /* The old id until order_after has succeeded: a request cannot be ordered after itself. */
+    request->id = id;
     request->state = REQUEST_FREE;
     error = order_after(context, request, after, n_after);
     if (error) {
-        request->next = rest;
+        request->next = next_free;
         return error;
     }
-    context->free_requests = rest;
-    request->id =
-        id + (INT64_C(1) << SLOT_BITS); /* 2^43 generations: at a million a second, a hundred days per slot */
+    context->free_requests = next_free;
+    /* 2^43 generations: at a million requests per second, one slot lasts a hundred days. */
+    request->id = id + (INT64_C(1) << SLOT_BITS);
     request->state = REQUEST_BLOCKED;
     request->next = NULL;
     context->n_live++;
@@ -309,7 +308,7 @@ void aio_request_release(aio_context *context, struct request *request)
 static void cancel_queue(aio_context *context, const struct queue *queue)
 {
     for (struct request *request = queue->head, *next; request; request = next) {
-        next = request->next; /* settling this one queues nothing: all is poisoned */
+        next = request->next; /* stays valid: settling adds no request to a queue, since all are poisoned */
         if (request->carved > 0)
             continue;
         aio_request_dequeue(request);
@@ -317,8 +316,7 @@ static void cancel_queue(aio_context *context, const struct queue *queue)
     }
 }
 
-/* Settle with -ECANCELED whatever has no block in flight and none behind it; what was begun goes on to its
- * end. */
+/* Settle requests of which no block has been issued with -ECANCELED. The others run to their end. */
 void aio_requests_cancel(aio_context *context)
 {
     for (unsigned i = 0; i < context->n_chunks; i++)

@@ -14,11 +14,12 @@ uint64_t aio_now_ns(void)
 int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument)
 {
     static const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-    sigset_t others, before;
-    sigfillset(&others);
+    sigset_t blocked, before;
+    sigfillset(&blocked);
     for (size_t i = 0; i < sizeof own_faults / sizeof own_faults[0]; i++)
-        sigdelset(&others, own_faults[i]);
-    pthread_sigmask(SIG_SETMASK, &others, &before);
+        sigdelset(&blocked, own_faults[i]);
+    /* The new thread inherits the mask of this one. */
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
     int error = pthread_create(thread, NULL, run, argument);
     if (!error)
         pthread_setname_np(*thread, "tiering-aio");

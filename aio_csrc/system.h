@@ -1,4 +1,4 @@
-/* The clock and the threads that the driver and the backends share. */
+/* The clock, and the start of threads, for the driver and the backends. */
 #ifndef TIERING_AIO_SYSTEM_H
 #define TIERING_AIO_SYSTEM_H
 
@@ -8,8 +8,8 @@
 /* CLOCK_MONOTONIC, in nanoseconds. */
 uint64_t aio_now_ns(void);
 
-/* Start a thread that receives no signal: SIGXFSZ (a write past RLIMIT_FSIZE) would otherwise end the process. The
- * thread does receive its own faults: blocked, they would end the process as well, and no handler would say where.
+/* Start a thread with all signals blocked, because SIGXFSZ (a write past RLIMIT_FSIZE) would end the process. Signals
+ * of its own faults are not blocked: the process would end as well, without a handler that reports the place.
  * Returns 0 or -errno. */
 int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument);
 

@@ -1,16 +1,15 @@
 /* The part of the kernel's io_uring interface that backend_uring.c uses.
  *
- * Written here because a build machine's kernel headers are often older than the kernels that a wheel meets.
- * The numbers and layouts never change once released; where <linux/io_uring.h> is at hand and new enough,
- * backend_uring.c has the compiler compare them. Source: io_uring_setup(2), io_uring_enter(2),
- * io_uring_register(2).
+ * Declared here because the kernel headers of a build machine are often older than the kernels that a wheel runs on.
+ * Released numbers and layouts never change; if <linux/io_uring.h> exists and is new enough, uring_abi_check.h
+ * compares them at compile time. Source: io_uring_setup(2), io_uring_enter(2), io_uring_register(2).
  */
 #ifndef TIERING_AIO_URING_ABI_H
 #define TIERING_AIO_URING_ABI_H
 
 #include <stdint.h>
 
-enum { /* system calls, the same on every architecture but alpha */
+enum { /* system call numbers, equal on all architectures except alpha */
        URING_SYS_SETUP = 425,
        URING_SYS_ENTER = 426,
        URING_SYS_REGISTER = 427,
@@ -64,7 +63,7 @@ struct uring_sqe {
     uint64_t off;
     uint64_t addr;
     uint32_t len;
-    uint32_t op_flags; /* of the operation: fsync_flags, poll32_events */
+    uint32_t op_flags; /* fsync_flags, poll32_events, by operation */
     uint64_t user_data;
     uint16_t buf_index;
     uint16_t personality;

@@ -1,4 +1,4 @@
-/* Where the kernel's own header is at hand and new enough (5.19), what uring_abi.h says is compared with it. */
+/* Compares uring_abi.h with the kernel's header at compile time, if that exists and is of Linux 5.19 or newer. */
 #ifndef TIERING_AIO_URING_ABI_CHECK_H
 #define TIERING_AIO_URING_ABI_CHECK_H
 

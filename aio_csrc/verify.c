@@ -1,12 +1,12 @@
-/* Checksums of pages: CRC32C by the CPU's own instruction, four bytes of memory per page of the file.
+/* Checksums of pages: CRC32C with the instruction of the CPU, four bytes of memory per page of the file.
  *
- * A page is the unit because every transfer on a direct file covers whole pages, however a caller splits what
- * it wrote into what it reads. The instruction has a latency of three cycles and a throughput of one, so three
- * pages are summed side by side: that needs no arithmetic to join partial sums, and reads 24 bytes a cycle.
+ * The unit is a page because every transfer on a direct file covers whole pages, even if a caller reads other ranges
+ * than it wrote. The instruction has a latency of three cycles and a throughput of one per cycle, so three pages are
+ * summed in parallel: that needs no arithmetic to combine partial sums, and reads 24 bytes in three cycles.
  *
- * The driver notes a block just before it hands it to the kernel and checks one as soon as it is there, both
- * times in pieces of one block, so that the bytes are in a cache on the way from or to their user. The
- * remembered sum 0 means that nothing is known of a page; a page whose sum is 0 counts as 1.
+ * The driver stores the checksums of a block just before it submits the block, and compares them as soon as a block
+ * is read, so that the bytes pass through a cache once. The stored value 0 means "no checksum"; a checksum of 0 is
+ * stored as 1. All functions but aio_checksum are called by the driver thread only.
  */
 #define _GNU_SOURCE
 #include "verify.h"
@@ -28,14 +28,15 @@
 
 typedef void sum_pages(const char *data, size_t n_pages, uint32_t *out);
 
-static uint32_t table[8][256]; /* table[k][b]: the sum of byte b followed by k zero bytes */
+static uint32_t table[8]
+                     [256]; /* table[k][b]: the CRC of byte b followed by k zero bytes; written by choose() */
 
 static void fill_table(void)
 {
     for (uint32_t byte = 0; byte < 256; byte++) {
         uint32_t sum = byte;
         for (int bit = 0; bit < 8; bit++)
-            sum = sum >> 1 ^ (sum & 1 ? 0x82f63b78u : 0); /* Castagnoli's polynomial, bits reversed */
+            sum = sum >> 1 ^ (sum & 1 ? 0x82f63b78u : 0); /* the Castagnoli polynomial, bits reversed */
         table[0][byte] = sum;
     }
     for (int k = 1; k < 8; k++)
@@ -43,10 +44,10 @@ static void fill_table(void)
             table[k][byte] = table[k - 1][byte] >> 8 ^ table[0][table[k - 1][byte] & 255];
 }
 
-static uint64_t load(const char *at)
+static uint64_t load(const char *address)
 {
     uint64_t word;
-    memcpy(&word, at, sizeof word);
+    memcpy(&word, address, sizeof word);
     return word;
 }
 
@@ -55,7 +56,7 @@ static void sum_by_table(const char *data, size_t n_pages, uint32_t *out)
     for (size_t page = 0; page < n_pages; page++, data += AIO_ALIGNMENT) {
         uint32_t sum = ~0u;
         for (int i = 0; i < AIO_ALIGNMENT; i += 8) {
-            uint64_t word = load(data + i) ^ sum; /* little endian, as every machine here */
+            uint64_t word = load(data + i) ^ sum; /* little endian: other machines are not supported */
             sum = 0;
             for (int k = 0; k < 8; k++)
                 sum ^= table[7 - k][word >> 8 * k & 255];
@@ -64,7 +65,7 @@ static void sum_by_table(const char *data, size_t n_pages, uint32_t *out)
     }
 }
 
-/* The loop over three pages at once, for an instruction that adds eight bytes to a sum. */
+/* The loop over three pages at once. add(sum, word) is the instruction that adds eight bytes to a CRC. */
 #define SUM_PAGES(add)                                                                                       \
     while (n_pages >= 3) {                                                                                   \
         uint64_t a = ~0u, b = ~0u, c = ~0u;                                                                  \
@@ -112,7 +113,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void choose(void)
 {
-    const char *forced = getenv("TIERING_CRC32C"); /* "portable": what other machines run, for tests */
+    const char *forced = getenv("TIERING_CRC32C"); /* "portable": the code for CPUs without the instruction */
     chosen =
         has_instruction() && !(forced && strcmp(forced, "portable") == 0) ? sum_by_instruction : sum_by_table;
     fill_table();
@@ -124,7 +125,7 @@ void aio_checksum(const void *pages, size_t n_pages, uint32_t *out)
     chosen(pages, n_pages, out);
 }
 
-static int remember(struct checksums *known, uint64_t page, uint32_t sum)
+static int store_sum(struct checksums *known, uint64_t page, uint32_t sum)
 {
     uint64_t chunk = page / CHECKSUM_FAN, top = chunk / CHECKSUM_FAN;
     if (top >= CHECKSUM_FAN)
@@ -141,8 +142,8 @@ static int remember(struct checksums *known, uint64_t page, uint32_t sum)
     return 0;
 }
 
-/* Where the sum of a page is kept, or NULL when nothing is known of it or its neighbours. */
-static uint32_t *place_of(const struct checksums *known, uint64_t page)
+/* The address of the checksum of a page, or NULL if its node is not allocated. */
+static uint32_t *address_of(const struct checksums *known, uint64_t page)
 {
     uint64_t chunk = page / CHECKSUM_FAN, top = chunk / CHECKSUM_FAN;
     const struct checksum_row *row = known->rows && top < CHECKSUM_FAN ? known->rows[top] : NULL;
@@ -150,9 +151,9 @@ static uint32_t *place_of(const struct checksums *known, uint64_t page)
     return sums ? &sums[page % CHECKSUM_FAN] : NULL;
 }
 
-static void forget(struct checksums *known, uint64_t page)
+static void delete_sum(struct checksums *known, uint64_t page)
 {
-    uint32_t *sum = place_of(known, page);
+    uint32_t *sum = address_of(known, page);
     if (sum)
         *sum = 0;
 }
@@ -163,9 +164,9 @@ int aio_checksums_note(struct checksums *known, const char *data, uint64_t offse
 {
     uint64_t end = offset + nbytes;
     if (offset % AIO_ALIGNMENT)
-        forget(known, offset / AIO_ALIGNMENT);
+        delete_sum(known, offset / AIO_ALIGNMENT);
     if (end % AIO_ALIGNMENT)
-        forget(known, end / AIO_ALIGNMENT);
+        delete_sum(known, end / AIO_ALIGNMENT);
     uint64_t page = (offset + AIO_ALIGNMENT - 1) / AIO_ALIGNMENT;
     uint32_t sums[PAGES_AT_ONCE];
     while (page < end / AIO_ALIGNMENT) {
@@ -173,7 +174,7 @@ int aio_checksums_note(struct checksums *known, const char *data, uint64_t offse
         n = n < PAGES_AT_ONCE ? n : PAGES_AT_ONCE;
         aio_checksum(data + (page * AIO_ALIGNMENT - offset), n, sums);
         for (uint64_t i = 0; i < n; i++, page++) {
-            int error = remember(known, page, sums[i]);
+            int error = store_sum(known, page, sums[i]);
             if (error)
                 return error;
         }
@@ -190,7 +191,7 @@ int aio_checksums_check(const struct checksums *known, const char *data, uint64_
         uint64_t n = last - page < PAGES_AT_ONCE ? last - page : PAGES_AT_ONCE;
         aio_checksum(data + (page * AIO_ALIGNMENT - offset), n, sums);
         for (uint64_t i = 0; i < n; i++, page++) {
-            const uint32_t *expected = place_of(known, page);
+            const uint32_t *expected = address_of(known, page);
             if (expected && *expected && *expected != (sums[i] ? sums[i] : 1)) {
                 *bad = page * AIO_ALIGNMENT;
                 return -EBADMSG;

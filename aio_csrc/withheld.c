@@ -1,4 +1,4 @@
-/* Memory that forked children do not get, and whose addresses stay taken there. */
+/* Memory that forked children do not get, and whose addresses stay reserved in them. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
@@ -10,17 +10,19 @@
 struct aio_withheld {
     void *address;
     size_t nbytes;
-    struct aio_withheld *next, **link; /* what points here */
+    struct aio_withheld *next, **link; /* (lock) link: the pointer that points to this range */
 };
 
+/* Guards the list. Held during fork, so that a child inherits a consistent list. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct aio_withheld *all;
+static struct aio_withheld *all; /* (lock) head of the list */
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }
 
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
 
-/* What is there by now, from a handler that ran before this one, stays. */
+/* Reserve the addresses of all ranges. MAP_FIXED_NOREPLACE: a fork handler that ran before this one may have mapped
+ * other memory there, which stays. */
 static void after_fork_in_child(void)
 {
     for (const struct aio_withheld *range = all; range; range = range->next)
@@ -38,7 +40,7 @@ int aio_withhold(aio_withheld **out, void *address, size_t nbytes)
     struct aio_withheld *range = malloc(sizeof *range);
     if (!range)
         return -ENOMEM;
-    /* Before it is on the list: what is on it is not inherited, and a hole can be filled. */
+    /* Before the range is added to the list: the handler in a child expects that no listed range is inherited. */
     if (madvise(address, nbytes, MADV_DONTFORK) < 0) {
         int error = -errno;
         free(range);

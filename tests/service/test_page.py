@@ -293,7 +293,7 @@ def test_a_token_is_asked_for_and_a_sidecar_that_goes_is_found_again(visit: Open
         seen.check()
         for token, answer in (
             ("pasted\u2013badly", "This token has invalid"),
-            ("not-this-one", "does not take"),
+            ("not-this-one", "refused this token"),
             (secret, ""),
         ):
             assert seen.page.evaluate("document.activeElement.id") == "token-text"

@@ -1,11 +1,11 @@
-"""How a model's first values reach their tiers: streamed, so that what is in between is never a whole group.
+"""Moves a model's first values to their tiers as a stream, so that the buffers are smaller than a group.
 
-A ``Source`` gives the values of one parameter, range by range: from memory, from what was recorded when the model was
-built (zero_init.py), or from a file (weights.py). They go to the home of the parameter in the compute dtype, and with
-all the precision that the source has to the masters in its tiles' state. What else is state starts as the optimizer
-says.
+A ``Source`` yields the values of one parameter, range by range: from memory, from the operations that were recorded
+when the model was built (zero_init.py), or from a file (weights.py). They go to the home of the parameter in the
+compute dtype, and with the full precision of the source to the masters in its tiles' state. Moments start with the
+values that the optimizer defines.
 
-Ranks take rank 0's values, range by range; from files each of them reads its own shard.
+Ranks receive rank 0's values, range by range; from files each rank reads its own shard.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from zero3.params.param_group import ParamGroup
 from zero3.ranks.collectives import Collectives
 
 Start = Tensor | float
-"""The first values of a moment: flat, on the CPU, or all of them one number."""
+"""The first values of a moment: a flat tensor on the CPU, or one number for all elements."""
 
 RANGE = 1 << 20
-"""Elements of a parameter that are taken from a source at once: a window of a file that is read."""
+"""Elements of a parameter that are read from a source at once: the window of a file."""
 
 
 class Source(Protocol):
-    """Where the values of one parameter come from."""
+    """A source of the values of one parameter."""
 
     def read(self, first: int, numel: int) -> Tensor:
-        """The elements [first, first + numel), flat, on the CPU, in any floating dtype, until the next ``read``."""
+        """The elements [first, first + numel), flat, on the CPU, in a floating dtype; valid until the next ``read``."""
 
     def release(self) -> None:
-        """Give back what the source holds for reading; it may be read again."""
+        """Free the memory that the source uses to read; it may be read again."""
 
 
 class InMemory:
-    """A parameter that has its values."""
+    """A parameter whose values are in memory."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = param
@@ -55,7 +55,8 @@ class InMemory:
 
     def read(self, first: int, numel: int) -> Tensor:
         if self._flat is None:
-            self._flat = self._param.detach().flatten()  # a view, unless its elements are not in order
+            # A view, unless the elements are not contiguous.
+            self._flat = self._param.detach().flatten()
         return self._flat[first : first + numel].cpu()
 
     def release(self) -> None:
@@ -63,7 +64,7 @@ class InMemory:
 
 
 class Replayed:
-    """A parameter that was built without memory."""
+    """A parameter that was built without memory, whose operations are run again."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -79,8 +80,8 @@ class Replayed:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a parameter is filled with: its values, and those of each of its moments (None: what they start from)."""
+class FirstValues:
+    """The sources of a parameter's values and of each of its moments; None for a moment with the usual first value."""
 
     values: Source
     moments: tuple[Source | None, ...] = ()
@@ -89,7 +90,7 @@ class Given:
 class Fill:
     """Fills the tiers of one rank: parameters, and masters and moments in the state of ``optimizer_tiles``.
 
-    ``initial_state`` is what moments start from, where it is not zero.
+    ``initial_state`` has the first value of the moments of parameters where it is not zero.
     """
 
     def __init__(
@@ -108,52 +109,58 @@ class Fill:
         for tile in optimizer_tiles:
             self._tiles.setdefault(tile.group, []).append(tile)
 
-    def run(self, groups: Sequence[ParamGroup], given: Mapping[nn.Parameter, Given]) -> None:
-        """Fill all of it. Afterwards the model's parameters belong to their groups.
+    def run(self, groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FirstValues]) -> None:
+        """Fill all ``groups``. Afterwards the model's parameters belong to them.
 
-        Every rank reads for itself what is in ``given``. Other parameters have their values in memory, or were built
-        without: then rank 0's are sent to all.
+        Every rank reads the ``sources``. Other parameters have their values in memory, or were built without memory:
+        then rank 0 sends its values to all ranks.
         """
         for group in groups:
-            self._fill(group, given)
+            self._fill(group, sources)
             for param in group.params:
                 param.grad = None
             group.adopt_parameters()
-            heap.trim()  # after each group, or the originals of all of them would stay resident
+            # After each group, or the freed memory of all original parameters would stay resident.
+            heap.trim()
         self._tiers.staging.drain()
         self._note("")
         for group in groups:
             forget(group.params)
 
-    def again(self, groups: Sequence[ParamGroup], given: Mapping[nn.Parameter, Given]) -> None:
-        """Fill groups that have their parameters anew, with what is ``given``.
+    def refill(self, groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FirstValues]) -> None:
+        """Fill groups that own their parameters again, from ``sources``.
 
-        Other parameters keep their values, and their masters; their moments start anew.
+        Parameters without a source keep their values and masters; their moments get their first values.
         """
         for group in groups:
-            self._fill(group, given, keeps=True)
+            self._fill(group, sources, keeps=True)
         self._tiers.staging.drain()
         self._note("")
 
-    def _note(self, doing: str) -> None:
-        if self._collectives is not None:  # others that wait see that this rank moves
-            self._collectives.peers.note(doing)
+    def _note(self, activity: str) -> None:
+        if self._collectives is not None:
+            # Other ranks, which may wait, see that this rank makes progress.
+            self._collectives.peers.note(activity)
 
-    def _fill(self, group: ParamGroup, given: Mapping[nn.Parameter, Given], *, keeps: bool = False) -> None:
+    def _fill(
+        self, group: ParamGroup, sources: Mapping[nn.Parameter, FirstValues], *, keeps: bool = False
+    ) -> None:
         self._note(f"filling {group.name!r}")
-        kept = group.shard if group.sharded else group.layout
+        layout = group.shard if group.sharded else group.layout
         params = dict(zip((piece.index for piece in group.layout.pieces), group.params, strict=True))
-        held = {piece.index for piece in group.layout.pieces if keeps and params[piece.index] not in given}
-        home = _Home(self._tiers, group, kept, held)
-        state = _State(self._tiers, self._tiles.get(group, []), self._layout.for_group(group), held)
+        unchanged = {
+            piece.index for piece in group.layout.pieces if keeps and params[piece.index] not in sources
+        }
+        home = _Home(self._tiers, group, layout, unchanged)
+        state = _State(self._tiers, self._tiles.get(group, []), self._layout.for_group(group), unchanged)
         try:
             for piece in group.layout.pieces:
                 param = params[piece.index]
-                if piece.index in held:
+                if piece.index in unchanged:
                     state.restart(piece.index, self._initial_state.get(param) or 0.0)
                     continue
-                if param in given:
-                    ranges = self._own(param, given[param], home.pieces.get(piece.index), state)
+                if param in sources:
+                    ranges = self._own(param, sources[param], home.pieces.get(piece.index), state)
                 else:
                     ranges = self._shared(param, piece, home.pieces.get(piece.index))
                 for first, values, moments in ranges:
@@ -167,36 +174,36 @@ class Fill:
             raise
 
     def _own(
-        self, param: nn.Parameter, given: Given, mine: Piece | None, state: _State
+        self, param: nn.Parameter, first_values: FirstValues, local: Piece | None, state: _State
     ) -> Iterator[tuple[int, Tensor, list[Start]]]:
-        """(first element, values, moments) of the ranges that this rank keeps; none is in two tiles."""
-        if mine is None:
+        """(first element, values, moments) of the ranges that this rank keeps; no range is in two tiles."""
+        if local is None:
             return
         starts = self._initial_state.get(param) or 0.0
-        sources = given.moments or (None,) * self._layout.moments
-        for start, end in state.cut(mine):
-            stepped = state.has(mine.index, start)
+        sources = first_values.moments or (None,) * self._layout.moments
+        for start, end in state.cut(local):
+            stepped = state.has(local.index, start)
             for begin, stop in tiles(end - start, RANGE):
                 first, numel = start + begin, stop - begin
                 moments: list[Start] = [
                     starts if source is None or not stepped else source.read(first, numel)
                     for source in sources
                 ]
-                yield first, given.values.read(first, numel), moments
-        given.values.release()
+                yield first, first_values.values.read(first, numel), moments
+        first_values.values.release()
 
     def _shared(
-        self, param: nn.Parameter, piece: Piece, mine: Piece | None
+        self, param: nn.Parameter, piece: Piece, local: Piece | None
     ) -> Iterator[tuple[int, Tensor, list[Start]]]:
-        """(first element, values, moments) of what rank 0 has: all of the parameter, if there are others."""
+        """(first element, values, moments) from rank 0: of the whole parameter, if there are other ranks."""
         recipe = recipe_of(param)
         source = InMemory(param) if recipe is None else Replayed(recipe)
-        wanted = piece if self._collectives is not None else mine
-        if wanted is None:
+        part = piece if self._collectives is not None else local
+        if part is None:
             return
         starts: list[Start] = [self._initial_state.get(param) or 0.0] * self._layout.moments
-        for start, end in tiles(wanted.numel, RANGE):
-            first, numel = wanted.first + start, end - start
+        for start, end in tiles(part.numel, RANGE):
+            first, numel = part.first + start, end - start
             if self._collectives is not None:
                 yield first, self._from_first_rank(source, param.dtype, first, numel, piece.name), starts
             else:
@@ -216,9 +223,9 @@ class Fill:
 
 
 def copy_values(values: Tensor, into: Tensor) -> None:
-    """``into`` = ``values``, rounded as optimizers round; bytes are moved by this thread alone.
+    """Copy ``values`` to ``into``, rounded as optimizers round; this thread alone copies the bytes.
 
-    A copy of a few MiB gains nothing by torch's threads, and waits for them where other work has the cores.
+    Torch's threads do not speed up a copy of a few MiB, and delay it while other work has the cores.
     """
     if values.dtype is into.dtype:
         np.copyto(into.view(torch.uint8).numpy(), values.contiguous().view(torch.uint8).numpy())
@@ -227,7 +234,7 @@ def copy_values(values: Tensor, into: Tensor) -> None:
 
 
 class _Window:
-    """The one range of a home that is being written; what comes must come in order, and ``gaps`` are zero."""
+    """The range of a home that is being written. Ranges follow each other in order; ``gaps`` are zero."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -235,9 +242,9 @@ class _Window:
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def move(self, home: Home, offset: int, nbytes: int, gaps: Iterable[range], *, keeps: bool) -> None:
-        """End this range, and begin another, in which nothing will be put into ``gaps``.
+        """Write this range and begin the next one, whose ``gaps`` are set to zero.
 
-        It ``keeps`` what is not put there, or else has no contents yet.
+        With ``keeps`` the next range has the contents of ``home``; otherwise its contents are undefined at first.
         """
         self.end()
         before = self._tiers.load(home, offset, nbytes) if keeps and not home.on_host else None
@@ -255,33 +262,35 @@ class _Window:
             writing.__exit__(None, None, None)
 
     def abandon(self, error: BaseException) -> None:
-        """Give up the range that is being written."""
+        """Drop the range that is being written, because of ``error``."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.__exit__(type(error), error, error.__traceback__)
 
 
 class _Home:
-    """The home of a group's parameters, or of this rank's shard of them, filled from its beginning to its end.
+    """The home of a group's parameters, or of this rank's shard, filled from its beginning to its end.
 
-    Those that are ``held`` keep their values; ranges with no others are neither read nor written.
+    Parameters in ``unchanged`` keep their values; ranges that hold only such parameters are neither read nor written.
     """
 
-    def __init__(self, tiers: Tiers, group: ParamGroup, kept: FlatLayout, held: AbstractSet[int]) -> None:
-        self.pieces = {piece.index: piece for piece in kept.pieces}
-        self._held = held
+    def __init__(
+        self, tiers: Tiers, group: ParamGroup, layout: FlatLayout, unchanged: AbstractSet[int]
+    ) -> None:
+        self.pieces = {piece.index: piece for piece in layout.pieces}
+        self._unchanged = unchanged
         self._group = group
-        self._numel = kept.numel
-        self._trainable_numel = kept.trainable_numel
-        most = tiers.chunk_bytes // group.dtype.itemsize // QUANTUM * QUANTUM
-        self._chunk = (most if group.home.extent is not None else kept.numel) or QUANTUM
-        self._pieces = sorted(kept.pieces, key=lambda piece: piece.start)
+        self._numel = layout.numel
+        self._trainable_numel = layout.trainable_numel
+        chunk = tiers.chunk_bytes // group.dtype.itemsize // QUANTUM * QUANTUM
+        self._chunk = (chunk if group.home.extent is not None else layout.numel) or QUANTUM
+        self._pieces = sorted(layout.pieces, key=lambda piece: piece.start)
         self._window = _Window(tiers)
         self._at = range(0)
         self.abandon = self._window.abandon
 
     def put(self, index: int, first: int, values: Tensor) -> None:
-        """Write those of ``values``, elements of a parameter from ``first`` on, that are kept here."""
+        """Write the elements of ``values``, which start at ``first`` of a parameter, that are in this home."""
         piece = self.pieces.get(index)
         if piece is None:
             return
@@ -296,22 +305,22 @@ class _Home:
             begin += numel
 
     def end(self) -> None:
-        """Zero what is left, and write all of it."""
+        """Set the remaining bytes to zero, and finish all writes."""
         if self._numel:
             self._advance(self._numel - 1)
         self._window.end()
 
     def _advance(self, at: int) -> None:
-        """Let the window hold element ``at``."""
+        """Move the window forward until it holds element ``at``."""
         while at >= self._at.stop:
             start = self._at.stop
-            # Where frozen parameters begin a window ends, so that they can be left alone.
-            cut = self._trainable_numel if self._held and start < self._trainable_numel else self._numel
+            # A window ends where frozen parameters begin, so that these can stay unchanged.
+            cut = self._trainable_numel if self._unchanged and start < self._trainable_numel else self._numel
             self._at = range(start, min(start + self._chunk, cut))
             itemsize = self._group.dtype.itemsize
             parts = list(segments(self._pieces, self._at.start, self._at.stop))
-            keeps = any(part.piece.index in self._held for part in parts)
-            if keeps and all(part.piece.index in self._held for part in parts):
+            keeps = any(part.piece.index in self._unchanged for part in parts)
+            if keeps and all(part.piece.index in self._unchanged for part in parts):
                 self._window.end()
                 continue
             filled = ((each.start - start, each.start - start + each.numel) for each in parts)
@@ -321,7 +330,7 @@ class _Home:
 
 
 def _between(filled: Iterable[tuple[int, int]], end: int, itemsize: int, base: int = 0) -> Iterator[range]:
-    """The bytes, from ``base`` on, of those of ``end`` elements that are not in the ranges ``filled``, in order."""
+    """The byte ranges, relative to ``base``, of the elements below ``end`` outside the ``filled`` ranges, in order."""
     at = 0
     for start, stop in (*filled, (end, end)):
         if at < start:
@@ -331,7 +340,7 @@ def _between(filled: Iterable[tuple[int, int]], end: int, itemsize: int, base: i
 
 @dataclass
 class _Place:
-    """Where elements of a parameter are in a tile's state: ``numel`` of them from its ``first``, at ``inside``."""
+    """The position in a tile's state of ``numel`` elements of a parameter from ``first``: from element ``inside``."""
 
     tile: int
     first: int
@@ -340,13 +349,13 @@ class _Place:
 
 
 class _State:
-    """The state of a group's tiles, filled from the first to the last. Those that are ``held`` keep their masters."""
+    """The state of a group's tiles, filled from the first to the last. Parameters in ``unchanged`` keep masters."""
 
     def __init__(
-        self, tiers: Tiers, tiles: Sequence[Tile], layout: StateLayout, held: AbstractSet[int]
+        self, tiers: Tiers, tiles: Sequence[Tile], layout: StateLayout, unchanged: AbstractSet[int]
     ) -> None:
         self._tiles = tiles
-        self._held = held
+        self._unchanged = unchanged
         self._layout = layout
         self._window = _Window(tiers)
         self._open = -1
@@ -358,18 +367,18 @@ class _State:
                 self._places.setdefault(segment.piece.index, []).append(place)
 
     def put(self, index: int, first: int, values: Tensor, moments: Sequence[Start]) -> None:
-        """Set the masters of a parameter's elements from ``first`` on, and their moments."""
+        """Set the masters and the moments of a parameter's elements, which start at ``first``."""
         for place in self._places.get(index, ()):
             begin = max(first, place.first)
             numel = min(first + values.numel(), place.first + place.numel) - begin
             if numel > 0:
                 self._advance(place.tile)
-                here = slice(begin - first, begin - first + numel)
+                part = slice(begin - first, begin - first + numel)
                 inside = place.inside + begin - place.first
-                self._set_master(inside, values[here])
+                self._set_master(inside, values[part])
                 for number, start in enumerate(moments):
                     self._set_moment(
-                        number, inside, numel, start[here] if isinstance(start, Tensor) else start
+                        number, inside, numel, start[part] if isinstance(start, Tensor) else start
                     )
 
     def restart(self, index: int, start: float) -> None:
@@ -379,11 +388,11 @@ class _State:
             for number in range(self._layout.moments):
                 self._set_moment(number, place.inside, place.numel, start)
 
-    def cut(self, mine: Piece) -> Iterator[tuple[int, int]]:
-        """The elements of a parameter, or of a part of one, cut where a tile begins or ends."""
-        places = self._places.get(mine.index, ())
+    def cut(self, piece: Piece) -> Iterator[tuple[int, int]]:
+        """The ranges of elements of ``piece``, cut where tiles begin or end."""
+        places = self._places.get(piece.index, ())
         ends = {place.first for place in places} | {place.first + place.numel for place in places}
-        start, last = mine.first, mine.first + mine.numel
+        start, last = piece.first, piece.first + piece.numel
         for end in (*sorted(end for end in ends if start < end < last), last):
             if start < end:
                 yield start, end
@@ -401,35 +410,35 @@ class _State:
         while self._open < number:
             self._open += 1
             tile = self._tiles[self._open]
-            keeps = any(segment.piece.index in self._held for segment in tile.segments)
+            keeps = any(segment.piece.index in self._unchanged for segment in tile.segments)
             nbytes = tile.numel * self._layout.itemsize
             self._window.move(tile.state, 0, nbytes, self._gaps(tile), keeps=keeps)
 
     def _gaps(self, tile: Tile) -> Iterator[range]:
-        """What of the bytes of ``tile`` only pads, in its masters and in each moment."""
+        """The padding bytes in the masters of ``tile`` and in each moment."""
         layout = self._layout
-        held = [(each.start - tile.start, each.start - tile.start + each.numel) for each in tile.segments]
+        filled = [(each.start - tile.start, each.start - tile.start + each.numel) for each in tile.segments]
         if layout.master_itemsize:
-            yield from _between(held, tile.numel, layout.master_itemsize)
+            yield from _between(filled, tile.numel, layout.master_itemsize)
         for moment in range(layout.moments):
             base = layout.moment_at(moment, tile.numel, 0)
-            yield from _between(held, tile.numel, layout.moment_format.itemsize, base)
+            yield from _between(filled, tile.numel, layout.moment_format.itemsize, base)
 
     def _set_master(self, inside: int, values: Tensor) -> None:
-        """Of elements of the open tile from ``inside`` on."""
+        """Set masters of the open tile from element ``inside`` on."""
         itemsize = self._layout.master_itemsize
         if itemsize:
-            kept = self._window.bytes[inside * itemsize :][: values.numel() * itemsize]
+            stored = self._window.bytes[inside * itemsize :][: values.numel() * itemsize]
             if self._layout.splits:
-                self._layout.store_master(values.float(), kept)
+                self._layout.store_master(values.float(), stored)
             else:
-                copy_values(values, kept.view(torch.float32))
+                copy_values(values, stored.view(torch.float32))
 
     def _set_moment(self, number: int, inside: int, numel: int, start: Start) -> None:
-        """Of elements of the open tile from ``inside`` on."""
+        """Set ``numel`` elements of a moment of the open tile from element ``inside`` on."""
         at = self._layout.moment_at(number, self._tiles[self._open].numel, inside)
-        kept = self._window.bytes[at : at + numel * self._layout.moment_format.itemsize]
+        stored = self._window.bytes[at : at + numel * self._layout.moment_format.itemsize]
         if isinstance(start, Tensor):
-            copy_values(start, kept.view(self._layout.moment_dtype()))
+            copy_values(start, stored.view(self._layout.moment_dtype()))
         else:
-            kept.view(self._layout.moment_dtype()).fill_(start)
+            stored.view(self._layout.moment_dtype()).fill_(start)

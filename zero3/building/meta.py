@@ -1,8 +1,8 @@
-"""Models that were built on the meta device: their parameters and buffers have shapes, and nobody ran an initialiser.
+"""Models that were built on the meta device: their parameters and buffers have shapes, but no initial values.
 
-What an ordinary build would have done is done now, as far as modules tell: each module's ``reset_parameters``, in the
-order in which constructors finish, and for models of transformers their ``initialize_weights``. It runs under
-``zero.Init``, so it takes no memory either. What only a constructor does is lost, and refused where that shows.
+The initializers of an ordinary build run now: ``reset_parameters`` of each module, in the order in which constructors
+finish, and for models of transformers ``initialize_weights``. They run under ``zero.Init``, so they take no memory
+either. Values that only a constructor computes are lost; where that can be detected, it is an error.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from zero3.building.weights import Matched
 from zero3.building.zero_init import Init, forget
 from zero3.params import resharded
 
-REMEDY = "build this model inside `with tiering.zero.Init():`, which repeats whatever was done"
+REMEDY = "build this model inside `with tiering.zero.Init():`, which records all operations"
 
 
 def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
-    """Give what is on the meta device values: buffers at once, parameters when they are needed.
+    """Give tensors on the meta device their initial values: buffers at once, parameters when they are needed.
 
-    What is in ``loaded`` gets them elsewhere. ConfigError, and everything is on meta again, where nobody knows the
-    values: constructors wrote a parameter otherwise than ``reset_parameters`` does, or nothing ever writes it.
+    Tensors in ``loaded`` get their values from the files instead. Raises ConfigError, with all tensors on meta again,
+    if initial values are unknown: a constructor wrote a parameter in another way than ``reset_parameters``, or no
+    initializer writes it.
     """
     names = {param: name for name, param in model.named_parameters() if param.is_meta}
     buffers_on_meta = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
@@ -48,12 +49,12 @@ def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
         with Init() as build:
             for param in names:
                 _give_memory(param)
-                build.tape.may_go(param)
+                build.tape.may_free(param)
                 if param in stored:
                     param._is_hf_initialized = True  # type: ignore[attr-defined] # the mark of transformers
             for module, short, param in replaced:
                 replacement = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
-                build.tape.may_go(replacement)
+                build.tape.may_free(replacement)
                 module._parameters[short] = replacement
                 versions[replacement] = 0
             new_buffers = {
@@ -75,8 +76,8 @@ def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
                     unset.append(name)
             if unset:
                 raise ConfigError(
-                    f"{_first(unset)}: built on the meta device, and no initialiser does what the constructors did;"
-                    f" {REMEDY}"
+                    f"{_first(unset)}: built on the meta device, and no initializer sets the values that the"
+                    f" constructors set; {REMEDY}"
                 )
     except BaseException:
         for param in names:
@@ -96,9 +97,9 @@ def _first(names: list[str]) -> str:
 def _replaced(
     model: nn.Module, params: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """(module, name, parameter) where a tied parameter took the place of one that the constructor had initialised.
+    """(module, name, parameter) where a tied parameter has replaced one that the constructor had initialized.
 
-    In models of transformers that is every place but the first. Elsewhere either order is common.
+    In models of transformers these are all places but the first. In other models either order is common.
     """
     places, seen = [], set()
     for name, module in model.named_modules():
@@ -107,8 +108,8 @@ def _replaced(
                 continue
             if param in seen and not _is_of_transformers(model):
                 raise ConfigError(
-                    f"{name}.{short} is tied to another parameter, and both are on the meta device, where nobody knows"
-                    f" whose initial values they have; {REMEDY}"
+                    f"{name}.{short} is tied to another parameter, and both are on the meta device, so it is unknown"
+                    f" which initial values they share; {REMEDY}"
                 )
             if param in seen:
                 places.append((module, short, param))
@@ -122,7 +123,7 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def _give_memory(param: nn.Parameter) -> None:
-    """Memory for a parameter on meta, without values. It stays the same object."""
+    """Allocate memory without values for a parameter on meta. It stays the same object."""
     _become(param, torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device="cpu"))
 
 
@@ -133,7 +134,7 @@ def _back_to_meta(param: nn.Parameter) -> None:
 
 
 def _become(param: nn.Parameter, values: Tensor) -> None:
-    """Let ``param`` have ``values``, which may be on another device."""
+    """Replace the tensor of ``param`` by ``values``, which may be on another device."""
     other = nn.Parameter(values, requires_grad=param.requires_grad)
     other.__class__ = type(param)
     other.__dict__.update(param.__dict__)
@@ -155,9 +156,9 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 def _initialise(
     module: Any, params: Collection[nn.Parameter], buffers: Collection[Tensor]
 ) -> dict[nn.Parameter, int]:
-    """Do what the constructor did to the module's own parameters and buffers, and what transformers does after it.
+    """Run the initializers of the module's own parameters and buffers, and then those of transformers.
 
-    Returns how often transformers has written parameters.
+    Returns how often transformers has written each parameter.
     """
     own = any(param in params for param in module._parameters.values())
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

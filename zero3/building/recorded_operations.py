@@ -1,4 +1,4 @@
-"""What a tape is made of: operations, and the memory that they read and wrote. See tape.py for what it is good for."""
+"""The records of a tape: operations, and the memory that they read and wrote. tape.py explains their use."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiering.errors import ConfigError
 
-SMALL = 64 << 10  # bytes of a constant that is copied, so that it may change
+# Bytes: constants up to this size are copied, so that the original may change.
+SMALL = 64 << 10
 
 _EMPTY = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like"}
 
 
 class Cell:
-    """The memory of one storage, and the operations that wrote to it, as far back as anybody may need them."""
+    """The memory of one storage, and the operations that wrote to it, as far back as they may be needed."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.nbytes = storage.nbytes()
         self.writes: list[Record] = []
-        self.was_read = False  # by what other cells came from: then its past matters for ever
-        self.kept = False  # its memory never goes: the tape does not know how its values come about
-        self._living = StorageWeakRef(storage)  # also keeps the storage's identity from being used again
+        # Whether an operation that wrote to other cells has read this cell: its earlier writes are needed then.
+        self.was_read = False
+        # Whether its memory stays, because the tape does not know how its values were computed.
+        self.kept = False
+        # The reference also prevents that the identity of the storage is used again.
+        self._reference = StorageWeakRef(storage)
 
     @property
     def is_freed(self) -> bool:
-        return bool(self._living.expired())
+        return bool(self._reference.expired())
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage, while anything refers to it."""
+        """The storage, while a tensor refers to it."""
         if self.is_freed:
             return None
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._living.cdata)
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         return storage
 
 
@@ -59,7 +63,7 @@ class Slice:
         return cls(cell, tensor.dtype, shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor, over a storage with the cell's bytes."""
+        """The tensor on ``storage``, which has the bytes of the cell."""
         tensor = torch.empty(0, dtype=self.dtype, device="cpu")
         tensor.set_(storage, self.offset, self.shape, self.stride)
         tensor = tensor.conj() if self.is_conj else tensor
@@ -84,14 +88,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor that the tape has not seen made."""
+    """A tensor that no recorded operation has made. ``mark`` changes with its values."""
 
     tensor: Tensor
-    mark: int  # other values have another one
+    mark: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> Constant:
-        tensor = tensor.detach()  # the values that it has now, whatever becomes of a parameter
+        # The current values: a parameter may later get other memory.
+        tensor = tensor.detach()
         if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= SMALL:
             tensor = tensor.clone()
         return cls(tensor, _mark(tensor))
@@ -106,7 +111,7 @@ class Constant:
 
 
 def _mark(tensor: Tensor) -> int:
-    """A checksum, for numpy and ``.data`` change values without another version; elsewhere than here the version."""
+    """A checksum, because numpy and ``.data`` change values without a new version; outside CPU memory the version."""
     if not has_memory(tensor) or tensor.is_conj() or tensor.is_neg():
         return tensor._version
     dense = tensor.contiguous()
@@ -115,7 +120,7 @@ def _mark(tensor: Tensor) -> int:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the values of ``tensor`` are those in its storage, on the CPU."""
+    """Whether the values of ``tensor`` are in its storage, on the CPU."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -126,7 +131,11 @@ def has_memory(tensor: Tensor) -> bool:
 
 @dataclass(eq=False)
 class Record:
-    """One operation that wrote to cells, or made them."""
+    """One operation that wrote to cells or made them.
+
+    ``new_cells`` follows its outputs: None for an output without new memory. The previous contents of ``overwritten``
+    do not matter.
+    """
 
     number: int
     func: Any
@@ -134,24 +143,24 @@ class Record:
     kwargs: Any
     reads: set[Cell]
     writes: set[Cell]
-    new_cells: list[Cell | None] = field(default_factory=list)  # by output; None: no new memory
-    overwritten: Cell | None = None  # what was in it before does not matter
+    new_cells: list[Cell | None] = field(default_factory=list)
+    overwritten: Cell | None = None
     default_dtype: torch.dtype = torch.float32
     generator: torch.Generator | None = None
     random_state: Tensor | None = None
 
     @property
     def makes_empty(self) -> bool:
-        """Whether this only made memory without values."""
+        """Whether the operation only allocated memory without values."""
         return bool(self.new_cells) and self.func.overloadpacket.__name__ in _EMPTY
 
     def needs(self) -> Iterator[Cell]:
-        """The cells whose values from before it matter."""
+        """The cells whose values before the operation it uses."""
         if not self.makes_empty:
             yield from (self.reads | self.writes) - set(self.new_cells) - {self.overwritten}
 
     def run(self, tensor_of: Callable[[Slice | Constant], Tensor]) -> list[Tensor]:
-        """Do it again, as it was done then. Returns the outputs."""
+        """Run the operation again with the same default dtype and random state. Returns the outputs."""
         args, kwargs = mapped(self.args, tensor_of), mapped(self.kwargs, tensor_of)
         default_dtype = torch.get_default_dtype()
         generator = self.generator if self.generator is not None else torch.default_generator

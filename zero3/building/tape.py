@@ -1,21 +1,22 @@
-"""The tape: what was done to tensors while it ran, so that their memory can go and their values be made again.
+"""The tape: records operations on tensors, so that their memory can be freed and their values computed again.
 
 Note [Values that come again]
-    A model's initial values are a function of code and random state, not data: instead of keeping them, the tape keeps
-    how they came about. While it runs, each operation that writes to memory is noted, and what it was done to: not
-    tensors, but ranges of *cells*, a cell being the memory of one storage. Views need no note of their own. A random
-    operation is noted with the state of its generator. Operations run as ever and give real values, so code that looks
-    at them (a loop until no sample is out of range) takes the way it would have taken.
+    A model's initial values are a function of code and random state, not data. Instead of the values, the tape keeps
+    the operations that computed them. While it runs, it records each operation that writes to memory, with its
+    arguments: not as tensors, but as ranges of *cells*; a cell is the memory of one storage. Views need no record. A
+    random operation is recorded with the state of its generator. Operations run as usual and return real values, so
+    code that reads them (a loop until no sample is out of range) takes its usual path.
 
-    The memory of a parameter may then be freed at any moment: whoever reads it next gets it back by doing again what
-    was done to it, in order, and to what that read; all else on the tape is passed over. What is wholly overwritten
-    needs nothing of what was there before, so the values that constructors give and an initialiser replaces are never
-    made again. Each parameter can be made by itself, in any order, from bits that do not depend on the others.
+    The memory of a parameter may then be freed at any time. The next read restores it: the operations that wrote to it
+    run again, in order, and those that computed their inputs; all others are skipped. An operation that overwrites a
+    whole cell needs none of its previous contents, so values that a constructor sets and an initializer replaces are
+    never computed again. Each parameter can be computed by itself, in any order, with bits that do not depend on the
+    others.
 
-    What the tape has not seen made (a tensor from before it ran, from numpy or a file) is a constant: it is kept, and
-    must not change. What operations do not show is looked for among the functions that are called: some read memory
-    themselves (printing), which has to be there, and some hand it out (numpy), after which it may change unseen; such
-    memory is kept. So is what operations that are not torch's own have written.
+    A tensor that no recorded operation has made (an older one, or one from numpy or a file) is a constant: it is kept,
+    and must not change. Some accesses are not operations, so the tape also watches function calls. Some functions read
+    memory (printing), which must be restored before. Some expose memory (numpy), which may then change unseen; such
+    memory is kept. Memory that operations outside torch's own namespaces have written is kept as well.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero3.building.recorded_operations import Cell, Constant, Record, Slice, flat, has_memory, mapped
 from zero3.device import heap
 
-SMALLEST_FREED = 64 << 10  # bytes of a storage that is worth freeing
-GROWTH_LIMIT = 64 << 20  # bytes that may come up before what can be freed is
+# Bytes: smaller storages are not freed.
+SMALLEST_FREED = 64 << 10
+# Bytes that may be allocated before memory is freed.
+GROWTH_LIMIT = 64 << 20
 
 _OVERWRITES = {
     "zero_",
@@ -44,12 +47,15 @@ _OVERWRITES = {
     "log_normal_",
     "cauchy_",
 }
-_MOVES_MEMORY = {"set_", "resize_", "resize_as_"}  # after these a cell is no longer what it was
-_OWN = {"aten", "prims"}  # whose operations do the same each time, given the state of torch's generators
+# Operations that change which memory a tensor has.
+_MOVES_MEMORY = {"set_", "resize_", "resize_as_"}
+# Namespaces of operations whose results depend only on arguments and on the state of torch's generators.
+_OWN = {"aten", "prims"}
 
-# Functions that do not read by operations: the tape does not run in them, or they go to memory themselves.
+# Functions that read memory without operations that the tape sees.
 _READS = {"__format__", "__repr__", "as_tensor", "asarray", "new_tensor", "tensor", "tolist"}
-_HANDS_OUT = {
+# Functions that expose memory, which may then change unseen.
+_EXPOSES = {
     "__array__",
     "__deepcopy__",
     "__dlpack__",
@@ -67,14 +73,17 @@ _HANDS_OUT = {
 
 
 class Tape(TorchDispatchMode):
-    """Note [Values that come again]. Runs as a context, in one thread; ``slice_of`` and ``replay`` work ever after."""
+    """See Note [Values that come again]. A context for one thread; ``slice_of`` and ``replay`` work afterwards, too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's
-        self._cells: dict[int, Cell] = {}  # by identity of the storage
-        self._params: dict[int, nn.Parameter] = {}  # whose memory may go, by id
+        # By identity of the storage.
+        self._cells: dict[int, Cell] = {}
+        # Parameters whose memory may be freed, by id.
+        self._params: dict[int, nn.Parameter] = {}
         self._number = 0
-        self._grown = 0  # bytes since memory was last freed
+        # Bytes allocated since memory was last freed.
+        self._grown = 0
         self._prune_at = 1024
         self._function_calls = _FunctionCalls(self)
 
@@ -89,33 +98,35 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch would load its compiler, only to tell it not to compile this
+        # Otherwise torch would load its compiler, only to exclude this class.
+        return False
 
-    def may_go(self, param: nn.Parameter) -> None:
-        """Let the memory of ``param`` be freed while nobody looks."""
+    def may_free(self, param: nn.Parameter) -> None:
+        """Allow the tape to free the memory of ``param`` between operations."""
         if not nn.parameter.is_lazy(param) and param.is_floating_point():
             self._params[id(param)] = param
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """Those that were told of by ``may_go``."""
+        """The parameters that were passed to ``may_free``."""
         return list(self._params.values())
 
     def slice_of(self, param: nn.Parameter) -> Slice | None:
-        """How ``param`` can be made again; None when it cannot."""
+        """The slice from which ``param`` can be computed again; None if it cannot."""
         cell = self._cell_of(param)
         return Slice.of(param, cell) if cell is not None and not cell.kept else None
 
-    def look(self, tensor: Tensor, *, keep: bool) -> None:
-        """Let ``tensor`` have its values in memory: now, or for ``keep`` for as long as it lives."""
+    def restore(self, tensor: Tensor, *, keep: bool) -> None:
+        """Restore the values of ``tensor`` in memory; with ``keep`` they stay there while the tensor exists."""
         cell = self._cell_of(tensor)
         if cell is not None:
-            with torch._C._DisableTorchDispatch():  # what is done again is not to be noted again
+            # Replayed operations are not recorded again.
+            with torch._C._DisableTorchDispatch():
                 self._restore(cell)
             cell.kept = cell.kept or keep
 
     def finish(self) -> None:
-        """Forget what only matters while the tape runs. What can still be reached has its memory again."""
+        """Drop the state that is needed only while the tape runs. Tensors that still exist get their memory back."""
         for cell in self._cells.values():
             self._restore(cell)
         self._cells.clear()
@@ -123,7 +134,8 @@ class Tape(TorchDispatchMode):
         heap.trim()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # what is done here is nobody's call
+        # Calls of the tape itself are not watched.
+        with torch._C.DisableTorchFunction():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -147,7 +159,8 @@ class Tape(TorchDispatchMode):
             for cell in record.writes:
                 cell.kept = True
         if overwritten is not None and not overwritten.was_read:
-            overwritten.writes.clear()  # nobody will ever ask for what was there
+            # No record needs the previous contents.
+            overwritten.writes.clear()
         for cell in record.writes:
             cell.writes.append(record)
         for cell in record.needs():
@@ -168,7 +181,7 @@ class Tape(TorchDispatchMode):
     def _note(
         self, func: Any, args: Any, kwargs: Any, written_tensors: list[Tensor], overwritten: Cell | None
     ) -> Record:
-        """What is about to be done, before it changes what it reads."""
+        """Record an operation before it runs, because it may change its inputs."""
         random = torch.Tag.nondeterministic_seeded in func.tags
         generator = kwargs.get("generator") if random else None
         source = generator if generator is not None else torch.default_generator
@@ -196,7 +209,7 @@ class Tape(TorchDispatchMode):
         )
 
     def _note_outputs(self, record: Record, out: Any, tensors: list[Tensor]) -> None:
-        """Cells for the memory that an operation made."""
+        """Make cells for the memory that an operation allocated."""
         input_storages = {t.untyped_storage()._cdata for t in tensors if has_memory(t)}
         for value in flat(out):
             if not isinstance(value, Tensor):
@@ -223,20 +236,21 @@ class Tape(TorchDispatchMode):
         return target if Slice.of(tensors[0], target).covers_its_cell() else None
 
     def _free(self, keep: set[Cell]) -> None:
-        """Free the memory of all parameters but those that are in use."""
+        """Free the memory of all parameters except the cells in ``keep``, which are in use."""
         self._grown = 0
         for param in self._params.values():
             cell = self._cell_of(param)
             if cell is None or cell in keep or cell.nbytes < SMALLEST_FREED:
                 continue
             storage = param.untyped_storage()
-            cell.kept = cell.kept or not storage.resizable()  # numpy has it
+            # A storage that cannot be resized is shared with numpy.
+            cell.kept = cell.kept or not storage.resizable()
             if not cell.kept:
                 storage.resize_(0)
         heap.trim()
 
     def _restore(self, cell: Cell) -> None:
-        """Give ``cell`` its bytes back if anything still refers to its memory."""
+        """Restore the bytes of ``cell`` if a tensor still refers to its memory."""
         storage = cell.storage()
         if storage is not None and storage.nbytes() < cell.nbytes:
             self._reallocate(storage, cell, with_values=True)
@@ -249,7 +263,7 @@ class Tape(TorchDispatchMode):
 
 
 class _FunctionCalls(TorchFunctionMode):
-    """Tells the tape of functions that it does not see."""
+    """Reports function calls to the tape that are no operations."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -258,15 +272,15 @@ class _FunctionCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _READS or name in _HANDS_OUT:
+        if name in _READS or name in _EXPOSES:
             for value in flat((args, kwargs)):
                 if isinstance(value, Tensor):
-                    self._tape.look(value, keep=name in _HANDS_OUT)
+                    self._tape.restore(value, keep=name in _EXPOSES)
         return func(*args, **kwargs)
 
 
 def _replay(target: Cell, into: torch.UntypedStorage | None) -> torch.UntypedStorage:
-    """Do again what gave ``wanted`` its values, in a storage of their own, or in ``into``."""
+    """Run the operations that computed ``target`` again, in a new storage or in ``into``."""
     records = _records_for(target)
     last_use: dict[Cell, int] = {}
     for record in records:
@@ -278,7 +292,8 @@ def _replay(target: Cell, into: torch.UntypedStorage | None) -> torch.UntypedSto
     def tensor_of(value: Slice | Constant) -> Tensor:
         if isinstance(value, Constant):
             return value.get()
-        if value.cell not in storages:  # memory that was made empty, and is overwritten now
+        if value.cell not in storages:
+            # The cell was allocated without values, and is overwritten now.
             storages[value.cell] = torch.UntypedStorage(value.cell.nbytes)
         return value.on(storages[value.cell])
 
@@ -302,7 +317,7 @@ def _replay(target: Cell, into: torch.UntypedStorage | None) -> torch.UntypedSto
 
 
 def _records_for(target: Cell) -> list[Record]:
-    """What has to be done again for the last values of ``wanted``, in order."""
+    """The operations that computed the last values of ``target``, in order."""
     needed: set[Record] = set()
     open_: list[tuple[Cell, float]] = [(target, float("inf"))]
     while open_:

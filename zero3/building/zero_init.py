@@ -1,12 +1,12 @@
-"""Building a model without memory for it: ``tiering.zero.Init``.
+"""Builds a model without memory for its parameters: ``tiering.zero.Init``.
 
     with tiering.zero.Init():
         model = Model()                  # an ordinary build; a parameter's memory goes when the next ones are written
     engine, *_ = tiering.initialize(model=model, config=config)
 
-Under ``Init`` everything runs as it would without, on a tape (see tape.py): same random numbers, same values. When the
-context ends, parameters have no memory; ``initialize`` makes their values again, one at a time, on their way to the
-tiers.
+Under ``Init`` all code runs as it would without, on a tape (see tape.py): with the same random numbers and values. When
+the context ends, parameters have no memory; ``initialize`` computes their values again, one parameter at a time, on
+their way to the tiers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from zero3.params import resharded
 
 
 class Init:
-    """Within this context a model is built as ever, but the memory of its parameters goes once they have been written.
+    """Within this context a model is built as usual, but its parameters do not stay in memory.
 
     Afterwards they have shapes and dtypes, but no values before ``initialize``: using one raises ResidencyError.
-    Values that did not come from torch operations inside of the context (from numpy, or a file) stay in memory.
+    Values that were not computed by torch operations inside the context (from numpy, or a file) stay in memory.
 
-    With ``enabled`` False it does nothing. ``dtype`` is torch's default dtype inside: parameters are built in it, and
-    get their first values in it. Without it they keep the dtype of the model's code, and masters that precision. The
-    other arguments are DeepSpeed's and make no difference: where parameters go is up to ``initialize``.
+    With ``enabled`` False the context has no effect. ``dtype`` is torch's default dtype inside: parameters are built
+    and get their first values in it. Without it they keep the dtype of the model's code, and masters that precision.
+    The other arguments are DeepSpeed's and have no effect: ``initialize`` places the parameters.
 
     For one thread, and not reentrant: the context replaces ``nn.Module.register_parameter`` for the process.
     """
@@ -67,11 +67,11 @@ class Init:
             )
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise ConfigError(
-                "zero.Init(zero_quantized_weights=...) would round the weights, which is not done here; leave it out"
+                "zero.Init(zero_quantized_weights=...) is not supported: it would round the weights; remove it"
             )
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(
-                f"zero.Init(dtype={dtype}) is no dtype of parameters; use torch.float32 or bfloat16"
+                f"zero.Init(dtype={dtype}): not a floating-point dtype; use torch.float32 or torch.bfloat16"
             )
         self.tape = Tape()
         self._enabled = enabled
@@ -82,17 +82,17 @@ class Init:
         if not self._enabled:
             return self
         if nn.Module.register_parameter is not Init._register:
-            raise EngineStateError("zero.Init is open already: build the whole model in one context")
+            raise EngineStateError("zero.Init is already open: build the whole model in one context")
         tape = self.tape
 
         def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             Init._register(module, name, param)
             if param is not None and not resharded.is_adopted(param):
-                tape.may_go(param)
+                tape.may_free(param)
 
         def copied(param: nn.Parameter, memo: dict[int, Any]) -> Any:
             found = Init._deepcopy(param, memo)
-            tape.may_go(found)
+            tape.may_free(found)
             return found
 
         nn.Module.register_parameter = register  # type: ignore[method-assign,assignment] # replaced on purpose
@@ -117,7 +117,7 @@ class Init:
 
 
 class Recipe(NamedTuple):
-    """How a parameter without memory gets its values."""
+    """The recorded operations that compute the values of a parameter without memory."""
 
     tape: Tape
     slice: Slice
@@ -138,7 +138,9 @@ class _Unbuilt:
 
     def show_values(self, param: nn.Parameter, *, modify: bool) -> None:
         if param in self._versions:
-            raise EngineStateError(f"{self.where(param)}, is gathered already; nest no blocks")
+            raise EngineStateError(
+                f"{self.where(param)}, is already gathered; gathered() blocks cannot be nested"
+            )
         values = self.copy_of(param)
         resharded.make_plain(param)
         resharded.set_data(param, values)
@@ -146,13 +148,14 @@ class _Unbuilt:
 
     def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
         edited = self._versions.pop(param) != (param._version, param.data_ptr())
-        if modify and rank == 0:  # whose values ``initialize`` takes
+        if modify and rank == 0:
+            # ``initialize`` takes the values of rank 0.
             resharded.release(param)
             forget([param])
             return ""
         _hide(param)
         if modify:
-            return f"rank {rank} was to set {self.where(param)}, but initialize takes rank 0's values: let rank 0 do it"
+            return f"rank {rank} cannot set {self.where(param)}: initialize takes the values of rank 0; set it there"
         return f"{self.where(param)}, was changed without modify=True" if edited else ""
 
     def saving_copies(self) -> AbstractContextManager[None]:
@@ -178,8 +181,8 @@ class _Unbuilt:
 
     def remedy(self) -> str:
         return (
-            "it has no values before tiering.initialize. What sets or reads initial values belongs into the zero.Init"
-            " context, or into `with tiering.gathered(param):` (modify=True to change it)"
+            "it has no values before tiering.initialize. Read or set initial values inside the zero.Init context, or"
+            " inside `with tiering.gathered(param):` (modify=True to change it)"
         )
 
 
@@ -188,7 +191,7 @@ _UNBUILT = _Unbuilt()
 
 
 def recipe_of(param: nn.Parameter) -> Recipe | None:
-    """How the values of ``param`` are made; None if it has them, or another owner."""
+    """The recipe of ``param``; None if its values are in memory, or if it has another owner."""
     if resharded.owner_of(param) is not _UNBUILT:
         return None
     recipe: Recipe = _recipes[param]
@@ -196,13 +199,13 @@ def recipe_of(param: nn.Parameter) -> Recipe | None:
 
 
 def forget(params: Iterable[nn.Parameter]) -> None:
-    """The values of ``params`` need not be made any more."""
+    """Drop the recipes of ``params``."""
     for param in params:
         _recipes.pop(param, None)
 
 
 def hide(tape: Tape) -> None:
-    """Take the memory of the parameters on ``tape``, which has ended, and remember how their values are made."""
+    """Free the memory of the parameters on ``tape``, which has ended, and keep their recipes."""
     slices = {param: slice_ for param in tape.params if (slice_ := tape.slice_of(param)) is not None}
     for param, slice_ in slices.items():
         _recipes[param] = Recipe(tape, slice_)
@@ -212,14 +215,14 @@ def hide(tape: Tape) -> None:
 
 
 def _hide(param: nn.Parameter) -> None:
-    """Take the memory of ``param``."""
+    """Free the memory of ``param``, which becomes a resharded parameter."""
     nan = torch.full((), torch.nan, dtype=param.dtype, device="cpu")
     resharded.set_data(param, nan.expand(param.shape))
     param.__class__ = resharded.resharded_form(type(param))
 
 
 def check_apart(model: nn.Module) -> None:
-    """Parameters get memory of their own each: two over the same would be equal no longer."""
+    """Raise ConfigError if two parameters share memory: each gets its own memory, and they would differ later."""
     ranges: dict[object, list[tuple[int, int, str]]] = {}
     for name, param in model.named_parameters():
         if not param.numel() or param.is_meta or param.layout is not torch.strided:
@@ -238,7 +241,7 @@ def check_apart(model: nn.Module) -> None:
         for begin, stop, name in sorted(spans):
             if begin < end:
                 raise ConfigError(
-                    f"{holder!r} and {name!r} are two parameters over the same memory, and would be two after"
+                    f"{holder!r} and {name!r} are two parameters that share memory, and would be separate after"
                     " initialize; tie them by giving both modules the same nn.Parameter"
                 )
             end, holder = stop, name

@@ -20,7 +20,7 @@ from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, WeightsError
 from tiering.weights.files import StoredTensor, WeightFiles
 from tiering.weights.reader import Wanted
-from zero3.building.fill import Given
+from zero3.building.fill import FirstValues
 from zero3.building.weights import STORED_NAMES, FileSource, OpenFiles, match
 from zero3.checkpoint.run_state import RankState
 from zero3.optimizer.client import ClientOptimizer
@@ -112,7 +112,7 @@ class Restore:
     def run(self) -> None:
         """Fill the tiers, while ``reading``. CheckpointError in mid-way if a file is not what was written."""
         given = {
-            param: Given(
+            param: FirstValues(
                 source, tuple(self._moment(kind, param) for kind in self._parts.optimizer.state_names)
             )
             for param, source in self._matched.sources.items()
@@ -121,7 +121,7 @@ class Restore:
             self._matched.fill_buffers()
             if self._parts.tiers.streams is not None:
                 self._parts.tiers.streams.before_host_changes()
-            self._parts.fill.again(self._parts.groups, given)
+            self._parts.fill.refill(self._parts.groups, given)
 
     def _open(
         self,

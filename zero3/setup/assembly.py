@@ -17,7 +17,7 @@ from tiering.host import topology
 from tiering.placement.budgets import least_of, plan_within, resolve_budgets
 from tiering.placement.plan import Budgets, Plan
 from tiering.weights.files import open_weights
-from zero3.building.fill import Fill, Given
+from zero3.building.fill import Fill, FirstValues
 from zero3.building.meta import build_on_meta
 from zero3.building.model_names import ModelNames
 from zero3.building.weights import Matched, match
@@ -253,7 +253,7 @@ def _fill(
             loaded.fill_buffers()
         move_buffers(model, rank.device, config, kept_in_fp32, rank.collectives)
         stored = {} if loaded is None else loaded.sources
-        fill.run(groups, {param: Given(source) for param, source in stored.items()})
+        fill.run(groups, {param: FirstValues(source) for param, source in stored.items()})
 
 
 def _make_optimizer(

@@ -326,7 +326,7 @@ class Access:
             check_idle(self._schedule, "gathered(modify=True)")
         if group.shows_copy_at(position):
             raise EngineStateError(
-                f"{group.layout.pieces[position].name!r} is gathered already; nest no blocks"
+                f"{group.layout.pieces[position].name!r} is already gathered; gathered() blocks cannot be nested"
             )
         self.store_edits_of_residents(group)
         group.show_copy(position, self.copy_of(param), modify=modify)

@@ -25,7 +25,7 @@ def test_a_model_built_by_init_as_scripts_ask_for_it() -> None:
     ):
         half = nn.Linear(3, 3)
     assert half.weight.dtype is torch.bfloat16 and torch.get_default_dtype() is before
-    with pytest.raises(ConfigError, match="no dtype of parameters"):
+    with pytest.raises(ConfigError, match="not a floating-point dtype"):
         deepspeed.zero.Init(dtype=torch.int8)
     with pytest.raises(ConfigError, match="would round the weights"):
         deepspeed.zero.Init(zero_quantized_weights=True)
@@ -40,7 +40,7 @@ def test_values_are_read_and_set_before_initialize(start: Callable[..., Any]) ->
     gathered = deepspeed.zero.GatheredParameters
     with gathered(model):
         assert torch.equal(model.weight, plain.weight)
-        with pytest.raises(EngineStateError, match="gathered already"), gathered(model.weight):
+        with pytest.raises(EngineStateError, match="already gathered"), gathered(model.weight):
             pass
     with (
         pytest.raises(EngineStateError, match="changed without modify"),

@@ -167,7 +167,7 @@ def test_memory_that_two_parameters_share_is_refused(start: Start) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight.data = model[0].weight.data
     with pytest.raises(
-        ConfigError, match=r"'0\.weight' and '1\.weight' are two parameters over the same memory"
+        ConfigError, match=r"'0\.weight' and '1\.weight' are two parameters that share memory"
     ):
         start(model)
     with torch.inference_mode(), pytest.raises(EngineStateError, match="inference_mode"):

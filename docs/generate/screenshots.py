@@ -1,4 +1,4 @@
-"""Pictures of the sidecar's page for these documents: start an engine and ``tierd``, wait some minutes, then
+"""Pictures of the sidecar's web page for these documents: start an engine and ``tierd``, wait some minutes, then
 
 python docs/generate/screenshots.py http://127.0.0.1:8471/
 """

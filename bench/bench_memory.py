@@ -35,7 +35,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
 
     import tiering
     from tiering.demo.model import GPT
-    from tiering.placement.plan import Tier
+    from tiering.placement.workload import Tier
 
     swap = {"device": "nvme", "nvme_path": options.dir} if options.side == "nvme" else {"device": "none"}
     budgets = {"host_budget": options.host, "device_budget": options.device, "cache_in_host": False}

@@ -25,7 +25,7 @@ class Ours(ours.Ours, Saver):
 
     def room(self) -> int:
         """What the plan took of the budgets, activations, and the constant."""
-        from tiering.placement.plan import Tier
+        from tiering.placement.workload import Tier
 
         plan, activations = self.engine.plan, self.engine.snapshot().activations.peak
         return plan.total(Tier.DEVICE) + plan.total(Tier.HOST) + activations + CONSTANT

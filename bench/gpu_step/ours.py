@@ -50,7 +50,7 @@ class Ours(EngineSide):
         super().__init__(work.build, configuration(settings))
 
     def facts(self) -> dict[str, Any]:
-        from tiering.placement.plan import Tier
+        from tiering.placement.workload import Tier
 
         plan = self.engine.plan
         return {

@@ -163,7 +163,7 @@ def work(task: Task, tell: Tell) -> None:
 
 def _planned(task: Task, sketch: Any, baseline: int, tell: Tell) -> dict[str, Any]:
     """The configuration that ``sketch`` trains with, which fits into memory and onto the disk."""
-    from tiering.placement.plan import Tier
+    from tiering.placement.workload import Tier
 
     device, host = room.budgets(task.memory, baseline, task.shape, task.sequence)
     config = room.configuration(task.directory, task.shape, device, max(host, 0))

@@ -40,7 +40,7 @@ class Ours(EngineSide):
         super().__init__(model.build, configuration(settings))
 
     def facts(self) -> dict[str, Any]:
-        from tiering.placement.plan import Tier
+        from tiering.placement.workload import Tier
 
         plan, io = self.engine.plan, self.engine.snapshot().io_engine
         read, written = plan.nvme_traffic()

@@ -12,7 +12,8 @@ from pathlib import Path
 from tiering.errors import PlacementError
 from tiering.placement.budgets import AUTO_SHARE, NVME_SHARE
 from tiering.placement.placement import place
-from tiering.placement.plan import Budgets, Tier, Workload
+from tiering.placement.plan import Budgets
+from tiering.placement.workload import Tier, Workload
 from tiering.planning.fit import UNLIMITED, least_budget
 from tiering.planning.forecast import HIDDEN, forecast
 from tiering.planning.profiles import PROFILES, SSD_990_PRO, Profile

@@ -32,7 +32,7 @@ from gpu_step.work import Work
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from zero3.device import tiers
 from zero3.device.link_copies import Copies
 from zero3.device.slab import DeviceSlab

@@ -18,7 +18,8 @@ from step import sides
 from step.ours import configuration
 
 import tiering
-from tiering.placement.plan import Plan, Tier
+from tiering.placement.plan import Plan
+from tiering.placement.workload import Tier
 from tiering.planning.rates import Rates
 
 SMALL = Model(width=128, layers=2)

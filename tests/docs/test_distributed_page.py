@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tiering.placement.placement import make_plan
-from tiering.placement.plan import Budgets, GroupSizes, Plan, Tier, Workload
+from tiering.placement.plan import Budgets, Plan
+from tiering.placement.workload import GroupSizes, Tier, Workload
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "distributed.md").read_text(encoding="utf-8")
 RANKS = 8

@@ -18,7 +18,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import tiering
 from tiering.errors import PlacementError
 from tiering.placement.placement import place
-from tiering.placement.plan import Plan, Tier
+from tiering.placement.plan import Plan
+from tiering.placement.workload import Tier
 from tiering.storage.arena import PAGE
 from tiering.telemetry import Snapshot
 from zero3.engine.engine import Engine

@@ -15,7 +15,7 @@ from torch import nn
 
 from optim_cpu.formats import split
 from tests.crossed import crossed
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from tiering.storage.arena import PAGE
 
 from .architectures import ARCHITECTURES, batches, build

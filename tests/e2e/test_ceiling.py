@@ -22,7 +22,8 @@ import tiering
 from tiering.demo.model import GPT
 from tiering.errors import PlacementError
 from tiering.placement.placement import make_plan, place
-from tiering.placement.plan import Budgets, Tier, Workload
+from tiering.placement.plan import Budgets
+from tiering.placement.workload import Tier, Workload
 from zero3.building.zero_init import recipe_of
 from zero3.setup import assembly
 
@@ -47,7 +48,7 @@ baseline = resident("VmRSS")
 
 import tiering
 from tiering.demo.model import GPT
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 
 case = json.loads(sys.argv[1])
 with tiering.zero.Init():

@@ -21,7 +21,7 @@ from torch.distributed.run import parse_args
 
 import tiering
 from tiering.demo.model import GPT
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from zero3.engine.engine import Engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -27,7 +27,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from pathlib import Path
 import torch
 import tiering
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 
 case = json.loads(sys.argv[1])
 

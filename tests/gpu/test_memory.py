@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from tiering.storage.swap_space import SwapSpace
 from zero3.device.link_copies import Copies
 

@@ -10,8 +10,8 @@ import torch
 
 from optim_cpu import kernels
 from tiering.errors import PlacementError
-from tiering.placement.placement import FEWEST_SLOTS
-from tiering.placement.plan import Tier
+from tiering.placement.slots import FEWEST_SLOTS
+from tiering.placement.workload import Tier
 from zero3.device import tiers
 
 from .conftest import DEVICE

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from zero3.device.streams import CudaStreams
 from zero3.device.timeline import PhaseClock, StallClock, Timeline
 from zero3.observe.run_record import Run, RunRecord

@@ -25,7 +25,8 @@ from tests.tiering.workloads import MIB, PLENTY, budgets, example, planned, work
 from tiering.config.training import parse_size
 from tiering.demo.model import GPT
 from tiering.placement.placement import make_plan
-from tiering.placement.plan import Budgets, GroupSizes
+from tiering.placement.plan import Budgets
+from tiering.placement.workload import GroupSizes
 from tiering.telemetry import (
     CheckpointStatus,
     ConfigurationStatus,

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from tiering.config.training import parse_size
 from tiering.errors import PlacementError
-from tiering.placement.placement import SMALLEST_TILE, make_plan
-from tiering.placement.plan import Budgets, GroupSizes, Plan, Tier, Workload
+from tiering.placement.placement import make_plan
+from tiering.placement.plan import Budgets, Plan
+from tiering.placement.slots import SMALLEST_TILE
+from tiering.placement.workload import GroupSizes, Tier, Workload
 from tiering.storage.arena import PAGE
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME

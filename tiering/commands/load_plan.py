@@ -14,8 +14,14 @@ from tiering.checkpoint.manifest import Manifest, StoredParameter
 from tiering.config import ds_config
 from tiering.config.optimizer import RULES
 from tiering.errors import ConfigError
-from tiering.placement.plan import QUANTUM, GroupSizes
-from tiering.placement.workload import ITEMSIZES, StateKept, configured_state, make_workload
+from tiering.placement.workload import (
+    ITEMSIZES,
+    QUANTUM,
+    GroupSizes,
+    StateKept,
+    configured_state,
+    make_workload,
+)
 from tiering.planning.rates import Rates
 from tiering.planning.report import PlanReport, report
 from tiering.planning.setting import Setting

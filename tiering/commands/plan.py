@@ -15,7 +15,7 @@ from tiering.errors import ConfigError, SwapSpaceError, TieringError
 
 if TYPE_CHECKING:
     from tiering.config.training import IoConfig, TieringConfig
-    from tiering.placement.plan import Workload
+    from tiering.placement.workload import Workload
     from tiering.planning.measure import Measurement
     from tiering.planning.profiles import Profile
     from tiering.planning.rates import Rates

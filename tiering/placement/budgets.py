@@ -1,4 +1,4 @@
-"""What this machine can give: the numbers behind ``"auto"`` budgets. No torch."""
+"""Resolves ``"auto"`` budgets from the memory and disk space of this machine. No torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from tiering.errors import PlacementError
 from tiering.host import cgroups
 from tiering.host.kernel_files import number, said
 from tiering.placement.placement import AMPLE, make_plan
-from tiering.placement.plan import Budgets, Plan, Tier, Workload
+from tiering.placement.plan import Budgets, Plan
+from tiering.placement.workload import Tier, Workload
 from tiering.storage.swap_file import check_directory, free_by_file_system, wait_for_space
 
-AUTO_SHARE = 0.8  # of the memory limit, less what is in use
-_OF_MEMORY = f"of {AUTO_SHARE:.0%} of the host's memory what is not in use"
-NVME_SHARE = 0.95  # of the free space, so that the file system is not filled to the brim
+# Fraction of the memory limit; memory in use is subtracted.
+AUTO_SHARE = 0.8
+_OF_MEMORY = f"{AUTO_SHARE:.0%} of the host's memory, less memory in use"
+# Fraction of the free disk space, so that the file system does not fill up.
+NVME_SHARE = 0.95
 
 
 # By version of cgroups: the files of the limit and of the use, and the line of memory.stat with cached files.
@@ -27,38 +30,39 @@ _MEMORY_FILES = {
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Bytes of (limit, now in use): those of the cgroup with the least limit, if it is below the machine's memory.
+    """Bytes of (limit, in use) of the cgroup with the lowest limit, or of the machine if no limit is lower.
 
-    Files that the kernel caches and would drop first are not in use: a cgroup counts them, but nobody needs them.
+    Inactive cached files do not count as in use: a cgroup counts them, but the kernel can drop them.
     """
     return min(_memory_limits(root), key=lambda level: level[0])
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process could still take: whichever of the limits leaves the least."""
+    """Bytes of host memory that this process can still allocate: the minimum over all limits."""
     return max(0, min(limit - in_use for limit, in_use in _memory_limits(root)))
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Bytes of (limit, now in use) of the machine, then of each cgroup that has a limit."""
+    """Bytes of (limit, in use) of the machine, then of each cgroup that has a limit."""
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     yield total, total - available
     for version, directory in cgroups.levels("memory", root):
         limit_name, use_name, cached_name = _MEMORY_FILES[version]
         limit, in_use = number(directory / limit_name), number(directory / use_name)
-        if limit is not None and in_use is not None:  # None: "max", or none here
+        # None: the limit is "max", or the file is missing.
+        if limit is not None and in_use is not None:
             yield limit, in_use - _cached(directory / "memory.stat", cached_name)
 
 
 def resolve_budgets(
     config: TiersConfig, *, device_memory: int | None, nvme_paths: Iterable[Path] = (), ranks_on_node: int = 1
 ) -> Budgets:
-    """Bytes for one rank, ``"auto"`` replaced by what the machine has; the ranks of a node share it evenly.
+    """The budgets in bytes of one rank, with ``"auto"`` resolved; the ranks of a node share its memory equally.
 
-    ``device_memory`` is what a GPU has free, None when the CPU is the device: device and host then share memory, and
-    what is left of it is halved between those that are ``"auto"``. Half of a GPU is left to activations. Directories in
-    one file system share its free space.
+    ``device_memory`` is the free memory of a GPU in bytes; None if the CPU is the device. In that case device and host
+    share memory, and budgets of ``"auto"`` divide the spare memory. Half of a GPU's memory is left to activations.
+    Directories in one file system share its free space.
     """
     nvme_paths = [Path(path).absolute() for path in nvme_paths]
     limit, in_use = host_memory()
@@ -78,11 +82,11 @@ def resolve_budgets(
         usable = [check_directory(path, allow_memory_file_system=allowed) for path in nvme_paths]
         nvme = int(_free(usable) * NVME_SHARE)
     sources = {
-        Tier.DEVICE: _OF_MEMORY if device_memory is None else "half of what the GPU has free",
+        Tier.DEVICE: _OF_MEMORY if device_memory is None else "half of the GPU's free memory",
         Tier.HOST: _OF_MEMORY,
     }
     if nvme_paths:
-        sources[Tier.NVME] = f"{NVME_SHARE:.0%} of what is free in {', '.join(map(str, nvme_paths))}"
+        sources[Tier.NVME] = f"{NVME_SHARE:.0%} of the free space in {', '.join(map(str, nvme_paths))}"
     given = {Tier.DEVICE: config.device_budget, Tier.HOST: config.host_budget, Tier.NVME: config.nvme_budget}
     return Budgets(
         int(device) // ranks_on_node,
@@ -99,9 +103,9 @@ def plan_within(
     nvme_paths: Sequence[Path],
     resolve_anew: Callable[[], Budgets],
 ) -> Plan:
-    """The plan for ``load``. Where free space is the budget, and too little, what comes free in a moment counts, too.
+    """The plan for ``load``. If the NVMe budget is the free space and too small, waits for space that is being freed.
 
-    Ranks have one set of budgets, so all of them come to ``resolve_anew``, or none.
+    All ranks have the same budgets, so either all ranks call ``resolve_anew`` or none.
     """
     try:
         return make_plan(load, budgets)
@@ -130,10 +134,11 @@ def _free(directories: Iterable[Path]) -> int:
 
 
 def least_of(ranks: Iterable[Budgets]) -> Budgets:
-    """Budgets that every rank can keep to, so that all have one plan, from what each rank has resolved.
+    """The minimum of the ranks' budgets, so that all ranks have the same plan.
 
-    Ranks must tell each other before the first of them allocates. Then none has counted another's tiers as in use, and
-    the last to look has seen the models of all: what it found to be spare is the least, and its share is right for all.
+    Ranks must exchange budgets before the first of them allocates. Then no rank has counted the tiers of another one as
+    in use. The last rank to measure has seen the models of all ranks in memory, so its spare memory is the minimum and
+    valid for all.
     """
     found = list(ranks)
     device, host, nvme = zip(*((each.device, each.host, each.nvme) for each in found), strict=True)

@@ -1,11 +1,12 @@
-"""Placement: which tier holds what, decided once before the first step. Pure: sizes and budgets in, a Plan out.
+"""Placement: assigns parameters, gradients and optimizer state to tiers, once, before the first step.
 
-Access is cyclic, so a fixed resident set is as good as any eviction policy; the question is only what to keep. A byte
-kept in host memory saves, per step, as many NVMe bytes as it would move: a 16-bit parameter about 2 x micro-batches
-+ 1, a gradient 2 x micro-batches, optimizer state 2. So the host budget is filled in that order, and what is left over
-streams through fixed windows, which are planned first: without them nothing could move at all.
+Pure: sizes and budgets in, a Plan out. Access is cyclic, so a fixed resident set is as good as any eviction policy;
+only its choice matters. A byte kept in host memory saves, per step, the NVMe bytes that it would move: a 16-bit
+parameter about 2 x micro-batches + 1, a gradient 2 x micro-batches, optimizer state 2. So the host budget is filled in
+that order. The remaining bytes stream through fixed windows, which are planned first, because nothing can move without
+them.
 
-Budgets are ceilings. What cannot fit is refused here with the numbers and the remedy.
+Budgets are ceilings. A model that cannot fit is refused, with the numbers and the remedy.
 """
 
 from __future__ import annotations
@@ -17,30 +18,27 @@ from dataclasses import dataclass, replace
 from tiering.config.fields import format_need
 from tiering.config.training import format_size
 from tiering.errors import PlacementError
-from tiering.placement.plan import (
-    Budgets,
-    Plan,
-    ReductionRoom,
-    Staging,
-    SubGroup,
-    Tier,
-    Workload,
-    checksum_bytes,
+from tiering.placement.plan import Budgets, Plan, ReductionRoom, Staging, SubGroup, checksum_bytes
+from tiering.placement.slots import (
+    USUAL_SLOTS,
+    grad_window,
+    largest_tile,
+    slots_for,
+    slots_of_sizes,
+    tile_and_slots,
+    tile_numel,
 )
+from tiering.placement.workload import Tier, Workload
 from tiering.storage.arena import PAGE, round_up
 
-AMPLE = 1 << 60  # bytes: more than any budget that is needed
-FEWEST_SLOTS = 3  # one read, one stepped, one written
-FEWEST_VISITS = 2  # one on its way to the device, one stepped and on its way back
-USUAL_SLOTS = 6
-STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of the host budget when there is a choice
-SMALLEST_TILE = 2048
-LARGEST_TILE = 2 << 20  # 24 MiB of Adam's state: many requests, and slots leave room for what is kept
-MOST_TILES = 64  # of a group, as long as the configuration wants no more: each costs bookkeeping
+# Bytes: more than any budget that is needed.
+AMPLE = 1 << 60
+# One slot copies to the device; one is updated and copied back.
+FEWEST_VISITS = 2
 
 
 def make_plan(load: Workload, budgets: Budgets) -> Plan:
-    """Place ``load`` within ``budgets``. Raises PlacementError, with numbers and remedy, when it cannot fit."""
+    """Places ``load`` within ``budgets``. Raises PlacementError, with numbers and remedy, if it cannot fit."""
     try:
         plan = place(load, budgets)
     except PlacementError as error:
@@ -57,12 +55,12 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
 
 
 def _host_without_nvme(load: Workload, budgets: Budgets) -> int | None:
-    """A host budget with which a step would move nothing over NVMe; None if it would with any."""
+    """A host budget with which a step moves nothing over NVMe; None if no such budget exists."""
     load = replace(load, cache_in_host=True)
     ample = place(load, replace(budgets, host=AMPLE))
     if sum(ample.nvme_traffic()):
         return None
-    # With less than now there may be no plan: windows and checksums need room before it is clear what streams.
+    # A lower budget than now may have no plan: windows and checksums need room before the streams are known.
     need = max(ample.total(Tier.HOST), budgets.host)
     while sum((plan := place(load, replace(budgets, host=need))).nvme_traffic()):
         need += plan.total(Tier.NVME)
@@ -70,11 +68,11 @@ def _host_without_nvme(load: Workload, budgets: Budgets) -> int | None:
 
 
 def place(load: Workload, budgets: Budgets) -> Plan:
-    """As ``make_plan``, without what other formats of the state, or another budget, would come to."""
+    """Like ``make_plan``, without the figures for other state formats and for another budget."""
     try:
         return _place(load, budgets, keep=load.cache_in_host)
     except PlacementError:
-        # What was kept in host memory may have left no room there for what must be, or was not needed there after all.
+        # Parameters and state cached in host memory may have left too little room for mandatory bytes: try without.
         if load.cache_in_host:
             with contextlib.suppress(PlacementError):
                 return _place(load, budgets, keep=False)
@@ -82,9 +80,9 @@ def place(load: Workload, budgets: Budgets) -> Plan:
 
 
 def _room(budgets: Budgets, tier: Tier, other: str = "") -> str:
-    """The remedy for a budget that is too small. One that is all that is free cannot be raised."""
+    """The remedy for a budget that is too small. An auto budget of NVMe cannot be raised: it is the free space."""
     if tier is Tier.NVME and tier in budgets.sources:
-        return "free space there, or name another directory, or several, in nvme_path"
+        return "free disk space, or set nvme_path to another directory or to several"
     return f"raise {tier.value}_budget" + (f", or {other}" if other else "")
 
 
@@ -93,23 +91,21 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     if keep:
         _keep_what_cannot_move(load, fixed, param_tiers)
 
-    # Apart from each other: each can be waited for without the other's leases being in the way.
+    # Two windows, so that a wait for one does not depend on leases of the other.
     largest = max((load.home_bytes(group) for group in load.groups), default=0)
     fetch_window = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
     offload_window = 2 * _largest_arrival(load) if load.steps_copy_out else 0
     fixed.take(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
-    largest_tile = _largest_tile(load)
+    max_tile = largest_tile(load)
 
-    # Where the device has memory of its own, updated parameters reach it through a slot.
-    filled = (
-        None if load.steps_copy_out else _fill_host(load, fixed, param_tiers, grad_tiers, largest_tile, None)
-    )
+    # If the device has its own memory, updated parameters reach it through a slot.
+    filled = None if load.steps_copy_out else _fill_host(load, fixed, param_tiers, grad_tiers, max_tile, None)
     if filled is None:
-        # Of all that might go to NVMe: what stays in host memory after all needs none, so this is enough.
+        # Checksums for all bytes that may go to NVMe: an upper bound, since bytes kept in host memory need none.
         fixed.take(Tier.HOST, checksum_bytes(load, _most_on_nvme(load, param_tiers, grad_tiers)), "checksums")
-        tile, slots = _staging(load, fixed, param_tiers, grad_tiers, largest_tile)
-        fixed.take(Tier.HOST, _slots(load, tile, slots, param_tiers, grad_tiers).nbytes, "staging")
-        fixed.take(Tier.HOST, _grad_window(load, grad_tiers), "gradients on their way to NVMe")
+        tile, slots = tile_and_slots(load, fixed.left(Tier.HOST), param_tiers, grad_tiers)
+        fixed.take(Tier.HOST, slots_for(load, tile, slots, param_tiers, grad_tiers).nbytes, "staging")
+        fixed.take(Tier.HOST, grad_window(load, grad_tiers), "gradients on their way to NVMe")
         fixed.check()
         filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, slots)
     assert filled is not None
@@ -131,7 +127,7 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
         sub_groups=tuple(tiles),
         working_bytes=working,
         staging=filled.staging,
-        grad_window_bytes=_grad_window(load, filled.grads),
+        grad_window_bytes=grad_window(load, filled.grads),
         fetch_window_bytes=fetch_window,
         offload_window_bytes=offload_window,
         reduction=reduction,
@@ -147,10 +143,10 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
 
 
 def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], list[Tier]]:
-    """The room that is left beside what has to be where the configuration wants it, and the tiers of all else."""
+    """The room left after mandatory bytes, and the tier of each group's parameters and gradients."""
     fixed = _Room(budgets)
     param_tiers = [Tier.DEVICE if group.persistent else load.offload_param for group in load.groups]
-    # Groups that stay open for a whole pass would hold their window all the time: their gradients stay in memory.
+    # Groups that stay open for a whole pass would occupy the window all that time, so their gradients stay in memory.
     grad_tiers = [
         Tier.HOST if tier is Tier.NVME and open_ else tier
         for tier, open_ in zip(load.optimizer_tiers, _stay_open(load), strict=True)
@@ -173,16 +169,16 @@ def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], lis
 
 
 def _stay_open(load: Workload) -> list[bool]:
-    """Which groups get gradients through a whole backward: those that enclose others, and the small parameters."""
+    """Whether each group receives gradients during a whole backward: enclosing groups and persistent parameters."""
     parents = {group.parent for group in load.groups}
     return [group.persistent or index in parents for index, group in enumerate(load.groups)]
 
 
 def _reduction(load: Workload, *, ahead: int = 0) -> ReductionRoom:
-    """Device room to reduce gradients in: the least, and for ``ahead`` more groups of those that come and go.
+    """Device room for the reduction of gradients: the minimum, plus room for ``ahead`` more groups that are not open.
 
-    What stays open fills its send buffers until the end of backward. Beside them one group fills its own while the one
-    before it is reduced. What a rank has no gradients of it sends as zeros, which need room like any others.
+    Open groups fill their send buffers until the end of backward. Meanwhile one other group fills its buffer while the
+    previous one is reduced. A rank sends zeros for parameters without gradients, which need the same room.
     """
     opened, passing = [(0, 0)], [(0, 0)]
     for group, open_ in zip(load.groups, _stay_open(load), strict=True):
@@ -198,23 +194,17 @@ def _reduction(load: Workload, *, ahead: int = 0) -> ReductionRoom:
 
 
 def _largest_arrival(load: Workload) -> int:
-    """Bytes of the largest group's gradients as they leave a device with memory of its own."""
+    """Bytes of the largest group's gradients as they leave a device with its own memory."""
     if load.world_size == 1:
         return max((group.param_bytes for group in load.groups), default=0)
     widest = {group: max(load.of(group).sent_itemsize, load.of(group).grad_itemsize) for group in load.groups}
     return max((load.grad_numel(group) * widest[group] for group in load.groups), default=0)
 
 
-def _largest_tile(load: Workload) -> int:
-    if load.whole_groups:
-        return max([SMALLEST_TILE, *(load.state_numel(group) for group in load.groups)])
-    return min(LARGEST_TILE, max(SMALLEST_TILE, load.sub_group_numel // SMALLEST_TILE * SMALLEST_TILE))
-
-
 def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]) -> None:
-    """Groups too large for the device's room live in host memory if that is where they compute and it can hold them.
+    """Places groups that are too large for the device's room in host memory, if they can compute there and fit.
 
-    Before anything else is decided: whether a plan exists must not depend on what the rest of the budget is used for.
+    This is decided first, because whether a plan exists must not depend on other uses of the budget.
     """
     for index, group in enumerate(load.groups):
         too_large = _chain_bytes(load, index, param_tiers) > fixed.left(Tier.DEVICE)
@@ -229,7 +219,7 @@ def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]
 
 
 class _Room:
-    """What is left of each budget while mandatory bytes are laid out."""
+    """The unused bytes of each budget while mandatory bytes are planned."""
 
     def __init__(self, budgets: Budgets) -> None:
         self.budgets = budgets
@@ -260,7 +250,7 @@ class _Room:
 
 @dataclass
 class _Filled:
-    """What the host budget was spent on; the tiers follow the order of the groups."""
+    """The use of the host budget; the tiers are in the order of the groups."""
 
     params: list[Tier]
     grads: list[Tier]
@@ -276,10 +266,10 @@ def _fill_host(
     tile: int,
     slots: int | None,
 ) -> _Filled | None:
-    """Fill what is left of the host budget, best ratio first; ``slots`` None: all of it or None.
+    """Fills the rest of the host budget, best ratio first. With ``slots`` None, returns None unless everything fits.
 
-    The gradient window, and what slots need not hold, are spent too. ``cache_in_host`` false keeps parameters and state
-    out of host memory, not gradients: they are no offloaded state, only spilled.
+    Unneeded bytes of the gradient window and of slots are used too. ``cache_in_host`` false keeps parameters and state
+    out of host memory, but not gradients: these are not offloaded state, they are only spilled.
     """
     room = fixed.left(Tier.HOST)
     params, grads = list(param_tiers), list(grad_tiers)
@@ -287,7 +277,8 @@ def _fill_host(
 
     def keep(nbytes: int, *, cached: bool = True) -> bool:
         nonlocal room, whole
-        if not nbytes:  # SGD's state in fp32: there is nothing to move
+        # SGD in fp32 has no state to move.
+        if not nbytes:
             return True
         if nbytes <= room and (load.cache_in_host or not cached):
             room -= nbytes
@@ -302,11 +293,11 @@ def _fill_host(
     for index in sorted(range(len(params)), key=saved_per_byte, reverse=True):
         if params[index] is Tier.NVME and keep(load.home_bytes(load.groups[index])):
             params[index] = Tier.HOST
-    # Gradients that cause no traffic keep their extent: it is there for what turns out not to be final in time.
+    # Gradients without planned traffic keep their extent, for those that are not final in time.
     streamed = [i for i, tier in enumerate(grads) if tier is Tier.NVME]
     waiting = [i for i in streamed if slots is None or load.grad_traffic(load.groups[i])]
     sizes = {index: load.home_grad_bytes(load.groups[index]) for index in waiting}
-    window = _grad_window(load, grad_tiers) if slots is not None and waiting == streamed else 0
+    window = grad_window(load, grad_tiers) if slots is not None and waiting == streamed else 0
     if sum(sizes.values()) <= room + window:
         room += window
     for index in waiting:
@@ -314,13 +305,13 @@ def _fill_host(
             grads[index] = Tier.HOST
     staging = Staging()
     if slots is not None:
-        staging = _slots(load, tile, slots, params, grads)
-        room += _slots(load, tile, slots, param_tiers, grad_tiers).nbytes - staging.nbytes
+        staging = slots_for(load, tile, slots, params, grads)
+        room += slots_for(load, tile, slots, param_tiers, grad_tiers).nbytes - staging.nbytes
     tiles: list[SubGroup] = []
     for index, (group, home) in enumerate(zip(load.groups, load.optimizer_tiers, strict=True)):
         numel = load.state_numel(group)
-        # What visits the device needs no slots of host memory, whose room must not decide about the device's.
-        step = _even(numel, _largest_tile(load) if _has_to_visit(load, home, params[index]) else tile)
+        # Tiles that visit the device need no host slots, so the room for host slots must not limit their size.
+        step = tile_numel(numel, largest_tile(load) if _has_to_visit(load, home, params[index]) else tile)
         for start in range(0, numel, step):
             end = min(start + step, numel)
             tier = home
@@ -330,57 +321,12 @@ def _fill_host(
     return _Filled(params, grads, tiles, staging) if whole or slots is not None else None
 
 
-def _staging(
-    load: Workload,
-    fixed: _Room,
-    param_tiers: Sequence[Tier],
-    grad_tiers: Sequence[Tier],
-    largest_tile: int,
-) -> tuple[int, int]:
-    """The elements of a tile, and the number of slots, for what may have to stream."""
-    room = fixed.left(Tier.HOST) - _grad_window(load, grad_tiers)
-    longest = max((load.state_numel(group) for group in load.groups), default=0)
-    tile = min(largest_tile, max(SMALLEST_TILE, longest))
-    least = min(tile, round_up(max(1, -(-longest // MOST_TILES)), SMALLEST_TILE))
-
-    def slot(tile: int) -> int:
-        return _slots(load, tile, 1, param_tiers, grad_tiers).nbytes
-
-    while tile > least and USUAL_SLOTS * slot(tile) > room // STAGING_SHARE:
-        tile = max(least, tile // 2 // SMALLEST_TILE * SMALLEST_TILE)
-    fit = room // STAGING_SHARE // slot(tile) if slot(tile) else 0
-    return tile, min(USUAL_SLOTS, max(FEWEST_SLOTS, fit))
-
-
-def _slots(
-    load: Workload, tile: int, slots: int, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]
-) -> Staging:
-    """``slots`` for tiles of at most ``tile`` elements, as groups are really cut, with room for what streams."""
-    tiles = [(_even(load.state_numel(group), tile), load.of(group)) for group in load.groups] or [
-        (tile, load)
-    ]
-    return _slots_for(
-        slots,
-        state=[n * sizes.state_itemsize for n, sizes in tiles] if Tier.NVME in load.optimizer_tiers else [],
-        param=[n * sizes.compute_itemsize for n, sizes in tiles]
-        if Tier.NVME in param_tiers or load.steps_copy_out
-        else [],
-        grad=[n * sizes.grad_itemsize for n, sizes in tiles] if Tier.NVME in grad_tiers else [],
-    )
-
-
-def _slots_for(slots: int, *, state: Sequence[int], param: Sequence[int], grad: Sequence[int]) -> Staging:
-    """``slots`` with room for the largest of each kind, in bytes."""
-    sizes = [max(each, default=0) for each in (state, param, grad)]
-    return Staging(slots, sum(sizes), sizes[0], sizes[0] + sizes[1])
-
-
 def _visits(load: Workload, filled: _Filled, room: int) -> tuple[list[SubGroup], Staging]:
-    """The tiles, with those marked that visit a GPU to be updated, and the slots for them in ``room`` bytes there.
+    """Marks the tiles that visit a GPU for their update; returns all tiles, and slots for them in ``room`` bytes there.
 
-    Those have to whose state lives on the GPU while their parameters do not. Of those with state in host memory the
-    first ones do, as many as are asked for: their gradients come last in backward, and the next forward needs their
-    parameters first. Without room for two none of these do.
+    Tiles whose state is on the GPU and whose parameters are not must visit. Of the tiles with state in host memory, the
+    first ones visit, up to the configured fraction: their gradients come last in backward, and the next forward needs
+    their parameters first. Without room for two slots, none of these visit.
     """
     if load.device_is_host or load.whole_groups:
         return filled.tiles, Staging()
@@ -408,7 +354,7 @@ def _visits(load: Workload, filled: _Filled, room: int) -> tuple[list[SubGroup],
 def _stay_to_be_used(
     load: Workload, tiles: Sequence[SubGroup], grad_tiers: Sequence[Tier], room: int
 ) -> list[Tier]:
-    """The tiers of gradients: while the device has ``room``, those that are used there stay there until then."""
+    """The tiers of gradients: gradients that the GPU uses stay on the device, as far as ``room`` allows."""
     visiting = {tile.group for tile in tiles if tile.visits} - {
         tile.group for tile in tiles if not tile.visits
     }
@@ -422,18 +368,18 @@ def _stay_to_be_used(
 
 
 def _has_to_visit(load: Workload, state: Tier, param: Tier) -> bool:
-    """Whether parameters come to a GPU to be updated, since it keeps their state; never from NVMe, nor its cache."""
+    """Whether parameters in host memory must visit the GPU, which keeps their state; never from NVMe or its cache."""
     in_host_memory = load.offload_param is param is Tier.HOST
     return in_host_memory and state is Tier.DEVICE and not load.device_is_host
 
 
 def _visitors(load: Workload, filled: _Filled, tiles: Sequence[SubGroup], room: int) -> Staging:
-    """Device slots for ``tiles``, with room for what of them lives in host memory: two at least."""
+    """Device slots for the parts of ``tiles`` that live in host memory: at least two."""
     sized = [(tile.numel, load.of(load.groups[tile.group])) for tile in tiles]
     on_host = any(tile.tier is Tier.HOST for tile in tiles)
     params_on_host = any(filled.params[tile.group] is Tier.HOST for tile in tiles)
     grads_on_host = any(filled.grads[tile.group] is Tier.HOST for tile in tiles)
-    one = _slots_for(
+    one = slots_of_sizes(
         1,
         state=[numel * sizes.state_itemsize for numel, sizes in sized] if on_host else [],
         param=[numel * sizes.compute_itemsize for numel, sizes in sized] if params_on_host else [],
@@ -443,16 +389,10 @@ def _visitors(load: Workload, filled: _Filled, tiles: Sequence[SubGroup], room: 
     return replace(one, slots=slots) if tiles else Staging()
 
 
-def _even(numel: int, tile: int) -> int:
-    """The elements of each of the fewest tiles, of at most ``tile`` and about one size, that ``numel`` is cut into."""
-    count = max(1, -(-numel // tile))
-    return max(SMALLEST_TILE, round_up(-(-numel // count), SMALLEST_TILE))
-
-
 def _too_large_to_stream(load: Workload, grad_tiers: Sequence[Tier]) -> list[int]:
-    """Groups whose gradients need less memory to stay than the window needs through which they would go to NVMe.
+    """Groups whose gradients need less memory than the window through which they would stream to NVMe.
 
-    An embedding beside small blocks, say: the window is for two of the largest.
+    For example an embedding that is much larger than the blocks: the window has room for two of the largest group.
     """
     tiers = enumerate(zip(load.groups, grad_tiers, strict=True))
     sizes = [(round_up(load.home_grad_bytes(group)), i) for i, (group, tier) in tiers if tier is Tier.NVME]
@@ -467,20 +407,8 @@ def _too_large_to_stream(load: Workload, grad_tiers: Sequence[Tier]) -> list[int
     return [index for _, index in sizes[:kept]]
 
 
-def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
-    """Two of the largest streamed gradient: one group accumulates while the one before it is written."""
-    return 2 * max(
-        (
-            round_up(load.home_grad_bytes(group))
-            for group, tier in zip(load.groups, grad_tiers, strict=True)
-            if tier is Tier.NVME
-        ),
-        default=0,
-    )
-
-
 def _most_on_nvme(load: Workload, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]) -> int:
-    """Bytes on NVMe if nothing that may live there were kept in host memory."""
+    """Bytes on NVMe if everything that may live there does."""
     total = 0
     kinds = zip(load.groups, param_tiers, grad_tiers, load.optimizer_tiers, strict=True)
     for group, param, grad, state in kinds:
@@ -491,7 +419,7 @@ def _most_on_nvme(load: Workload, param_tiers: Sequence[Tier], grad_tiers: Seque
 
 
 def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:
-    """Device room for a group and those around it, as far as they have to be unsharded to compute."""
+    """Device room for a group and its enclosing groups, as far as they must be unsharded to compute."""
     chain = 0
     at: int | None = index
     while at is not None:
@@ -502,7 +430,7 @@ def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int
 
 
 def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> int:
-    """Device room for the groups that are unsharded at one time, plus as much prefetch as fits."""
+    """Device room for the groups that are unsharded at the same time, plus as much prefetch as fits."""
     least, deepest = 0, ""
     for index, group in enumerate(load.groups):
         chain = _chain_bytes(load, index, param_tiers)
@@ -512,15 +440,14 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
         raise PlacementError(
             f"the largest group, {deepest!r}, needs {format_need(least)} on the device while it computes, but"
             f" {format_size(fixed.left(Tier.DEVICE))} of device_budget {format_size(fixed.budgets.device)} are left"
-            f" ({_listed(fixed.taken[Tier.DEVICE]) or 'nothing else is planned there'}); raise device_budget to at"
+            f" ({_listed(fixed.taken[Tier.DEVICE]) or 'no other use is planned'}); raise device_budget to at"
             f" least {format_need(fixed.budgets.device - fixed.left(Tier.DEVICE) + least)}"
         )
     moving = [
         0 if load.computes_in_place(group, tier) else round_up(group.param_bytes)
         for group, tier in zip(load.groups, param_tiers, strict=True)
     ]
-    # Groups are fetched whole: room for less than the next one would be room for nothing. What encloses others is
-    # there with them.
+    # Groups are fetched whole, so room for less than one group is useless. Enclosing groups are unsharded already.
     enclosing = {group.parent for group in load.groups}
     inner = [nbytes for index, nbytes in enumerate(moving) if index not in enclosing]
     ahead = max(round_up(load.prefetch_bytes), *inner) if load.prefetch_bytes and inner else 0

@@ -1,23 +1,288 @@
-"""From a configuration and the sizes of a model's groups to the Workload that the planner places. No torch.
+"""The Workload that the planner places: a model in groups, and the configuration. No torch.
 
-The engine measures the groups of a model that is here, ``sizing`` those of one that is not; the rest is the same.
+The engine measures the groups of a model in memory; ``planning.sizing`` computes those of a model that is not loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
-from tiering.config.training import OptimizerConfig, TieringConfig
+from tiering.config.training import OptimizerConfig, TieringConfig, format_size
 from tiering.errors import ConfigError
-from tiering.placement.plan import FP32, GroupSizes, Tier, Workload
+from tiering.storage.arena import PAGE, round_up
 
+FP32 = 4
+# Elements to which the ranks' shards of a group are padded: a memory page of the smallest dtype.
+QUANTUM = PAGE // 2
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Tier(Enum):
+    """A kind of memory; fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class GroupSizes:
+    """The sizes of a whole ParamGroup, padded so that the ranks' shards are equal."""
+
+    name: str
+    # Bytes of the flat tensor in the compute dtype.
+    param_bytes: int
+    # Elements with gradients and optimizer state.
+    trainable_numel: int
+    # Index of the group whose modules enclose those of this group.
+    parent: int | None = None
+    # Small parameters that never leave the device.
+    persistent: bool = False
+    # Unshards per forward pass.
+    uses: int = 1
+    # Parameters, gradients and sent gradients are fp32, whatever the dtypes of other groups.
+    fp32: bool = False
+    # Elements of the largest trainable parameter, without padding.
+    largest_trained: int = 0
+    # Gradients per backward of one process: one for each use of a tied parameter.
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model in groups, and the configuration. Sizes are bytes unless named elements.
+
+    With several ranks, the part of a group that a rank keeps depends on the ZeRO stage; see the methods that take a
+    group.
+    """
+
+    groups: tuple[GroupSizes, ...]
+    micro_batches: int
+    compute_itemsize: int
+    grad_itemsize: int
+    # Moments per element in addition to the master, such as exp_avg and exp_avg_sq.
+    state_tensors: int
+    offload_param: Tier
+    offload_optimizer: Tier
+    cache_in_host: bool
+    sub_group_numel: int
+    prefetch_bytes: int
+    # Training on the CPU: host memory is the device's memory.
+    device_is_host: bool
+    # Swap files whose pages have checksums in host memory.
+    verified_files: int = 0
+    # NVMe reads cannot land where compute uses the data: they pass through a window.
+    fetch_by_copy: bool = False
+    # Fraction of the optimizer state that offload_optimizer moves off the device.
+    offload_ratio: float = 1.0
+    # Fraction of the optimizer state in host memory that a GPU updates.
+    update_on_device: float = 0.0
+    # The optimizer needs each group's state in one piece.
+    whole_groups: bool = False
+    # Parameters are the upper halves of their masters; the state has the lower halves.
+    split: bool = False
+    moment_itemsize: int = FP32
+    can_split: bool = False
+    step_in_backward: bool = False
+    world_size: int = 1
+    stage: int = 3
+    # Bytes per element of gradients sent between ranks; 0: grad_itemsize.
+    reduce_itemsize: int = 0
+
+    def of(self, group: GroupSizes) -> Workload:
+        """The Workload with the sizes per element of ``group``: this one, or one in fp32 if the group is fp32."""
+        return self._in_fp32 if group.fp32 else self
+
+    @cached_property
+    def _in_fp32(self) -> Workload:
+        return replace(
+            self,
+            compute_itemsize=FP32,
+            grad_itemsize=FP32,
+            reduce_itemsize=FP32,
+            split=False,
+            can_split=False,
+        )
+
+    def state_bytes(self, group: GroupSizes) -> int:
+        """Bytes of optimizer state that a rank keeps."""
+        return self.state_numel(group) * self.of(group).state_itemsize
+
+    def shards_params(self, group: GroupSizes) -> bool:
+        """Whether a rank keeps only its shard of the parameters, and gathers the other shards to compute."""
+        return self.world_size > 1 and self.stage == 3 and not group.persistent
+
+    def home_bytes(self, group: GroupSizes) -> int:
+        """Bytes of parameters that a rank keeps."""
+        return group.param_bytes // self.world_size if self.shards_params(group) else group.param_bytes
+
+    def state_numel(self, group: GroupSizes) -> int:
+        """Elements whose optimizer state a rank keeps."""
+        return group.trainable_numel // self.world_size if self.stage >= 1 else group.trainable_numel
+
+    def grad_numel(self, group: GroupSizes) -> int:
+        """Elements whose reduced, accumulated gradients a rank keeps until their update."""
+        return self.state_numel(group)
+
+    @property
+    def grads_stay_local(self) -> bool:
+        """Whether whole gradients accumulate on the device until the last backward of a step, which reduces them."""
+        return self.world_size > 1 and self.stage <= 1
+
+    def home_grad_bytes(self, group: GroupSizes) -> int:
+        """Bytes of reduced gradients that a rank keeps besides local gradients; stage 0 reduces those in place."""
+        replicated = self.world_size > 1 and self.stage == 0
+        return 0 if replicated else self.grad_numel(group) * self.of(group).grad_itemsize
+
+    @property
+    def local_grad_bytes(self) -> int:
+        """Device room for whole gradients that accumulate before their reduction."""
+        trained = sum(group.trainable_numel * self.of(group).grad_itemsize for group in self.groups)
+        return trained if self.grads_stay_local else 0
+
+    @property
+    def sent_itemsize(self) -> int:
+        """Bytes per element of gradients sent between ranks."""
+        return self.reduce_itemsize or self.grad_itemsize
+
+    @property
+    def collects(self) -> bool:
+        """Whether gradients are collected in send buffers, because whole gradients are kept nowhere else."""
+        return self.world_size > 1 and not self.grads_stay_local
+
+    def reduce_buffers(self, group: GroupSizes) -> tuple[int, int]:
+        """Device room to (send, receive) the gradients of ``group`` during their reduction.
+
+        Local gradients are sent from where they accumulate, unless they are sent in another dtype.
+        """
+        if self.world_size == 1:
+            return 0, 0
+        sizes = self.of(group)
+        nbytes = round_up(group.trainable_numel * sizes.sent_itemsize)
+        in_place = self.grads_stay_local and sizes.sent_itemsize == sizes.grad_itemsize
+        return 0 if in_place else nbytes, nbytes
+
+    @property
+    def gradients_beside(self) -> int:
+        """Maximum bytes of gradients that torch holds at one time, not counted in the budgets.
+
+        A gradient and its copy in the parameter's strides; with several ranks also that of another use of a tied
+        parameter.
+        """
+        sizes = (group.largest_trained * self.of(group).compute_itemsize for group in self.groups)
+        return (2 if self.world_size == 1 else 3) * max(sizes, default=0)
+
+    def beside_budgets(self) -> str:
+        """A sentence for plans and refusals: the memory that the budgets do not count."""
+        gradients = (
+            f", up to {format_size(self.gradients_beside)} of gradients" if self.gradients_beside else ""
+        )
+        return f"Not counted in the budgets: activations{gradients}, and the memory of Python and torch"
+
+    @property
+    def master_itemsize(self) -> int:
+        """Bytes of optimizer state per element for the master, or for its half that is not the parameter."""
+        return 0 if self.master_is_param else 2 if self.split else FP32
+
+    @cached_property
+    def state_itemsize(self) -> int:
+        """Bytes of optimizer state per element."""
+        return self.master_itemsize + self.state_tensors * self.moment_itemsize
+
+    @property
+    def state_format(self) -> str:
+        """The name of the state format in the configuration."""
+        halves = ("split",) * self.split + ("bf16",) * (self.moment_itemsize < FP32)
+        return "+".join(halves) or "fp32"
+
+    def other_formats(self) -> Iterator[Workload]:
+        """This workload with each other possible state format."""
+        for split in (False, True) if self.compute_itemsize < FP32 and self.can_split else (False,):
+            for moment_itemsize in (FP32, FP32 // 2):
+                if (split, moment_itemsize) != (self.split, self.moment_itemsize):
+                    yield replace(self, split=split, moment_itemsize=moment_itemsize)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The name of the compute dtype. ``can_split`` implies bf16: fp16 is not the half of an fp32 master."""
+        return "fp32" if self.compute_itemsize == FP32 else "bf16" if self.can_split else "fp16"
+
+    @property
+    def master_is_param(self) -> bool:
+        """Whether the compute parameters are the fp32 master themselves."""
+        return self.compute_itemsize == FP32
+
+    @property
+    def steps_need_params(self) -> bool:
+        """Whether an update reads the compute parameters, because they are the master or half of it."""
+        return self.master_is_param or self.split
+
+    @property
+    def stepped_bytes(self) -> int:
+        """Bytes that the CPU reads and writes to update an element."""
+        params = self.compute_itemsize * (2 if self.steps_need_params else 1)
+        return 2 * self.state_itemsize + self.grad_itemsize + params
+
+    def param_traffic(self, group: GroupSizes) -> tuple[int, int]:
+        """Bytes (read, written) over NVMe in a step for the parameters of ``group``, if they live there."""
+        sizes = self.of(group)
+        updated = self.state_numel(group) * sizes.compute_itemsize
+        fetched = 2 * self.micro_batches * group.uses * self.home_bytes(group)
+        return fetched + (updated if sizes.steps_need_params else 0), updated
+
+    def grad_traffic(self, group: GroupSizes) -> int:
+        """Bytes read, and as many written, over NVMe in a step for the gradients of ``group``, if they live there.
+
+        An update in backward takes the last micro-batch's gradients from the window in which they accumulate.
+        """
+        parts = group.parts if self.world_size == 1 else 1
+        arrivals = 1 if self.grads_stay_local else self.micro_batches * parts
+        written = arrivals - (1 if self.step_in_backward and group.uses == 1 else 0)
+        return written * self.grad_numel(group) * self.of(group).grad_itemsize
+
+    @property
+    def computed_in_place(self) -> frozenset[Tier]:
+        """The tiers whose parameters compute can use in place."""
+        return frozenset({Tier.DEVICE, Tier.HOST} if self.device_is_host else {Tier.DEVICE})
+
+    def computes_in_place(self, group: GroupSizes, tier: Tier) -> bool:
+        """Whether ``group`` can compute from its home on ``tier`` without further room; never if it is sharded."""
+        return tier in self.computed_in_place and not self.shards_params(group)
+
+    @cached_property
+    def optimizer_tiers(self) -> tuple[Tier, ...]:
+        """The slowest tier allowed for the gradients and optimizer state of each group.
+
+        ``offload_ratio`` of the state leaves the device, or slightly more, because groups are not divided. The first
+        groups of the model stay: their gradients come last in backward, when little compute is left to hide an offload.
+        """
+        trained = sum(group.trainable_numel for group in self.groups)
+        stays = trained - math.ceil(self.offload_ratio * trained)
+        tiers = []
+        for group in self.groups:
+            kept = 0 < group.trainable_numel <= stays
+            stays -= group.trainable_numel if kept else 0
+            tiers.append(Tier.DEVICE if kept else self.offload_optimizer)
+        return tuple(tiers)
+
+    @property
+    def steps_copy_out(self) -> bool:
+        """Whether the CPU updates parameters that a device keeps in its own memory."""
+        trained = zip(self.groups, self.optimizer_tiers, strict=True)
+        stepped = any(group.trainable_numel and tier is not Tier.DEVICE for group, tier in trained)
+        return stepped and not self.device_is_host
+
+
 OFFLOAD_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
 class Dtypes(NamedTuple):
-    """By name: what parameters compute in, gradients accumulate in, and are sent to other ranks in."""
+    """Names of the dtypes of compute, of gradient accumulation, and of gradients sent between ranks."""
 
     compute: str
     grad: str
@@ -25,9 +290,9 @@ class Dtypes(NamedTuple):
 
 
 class StateKept(NamedTuple):
-    """What an optimizer keeps per element beside the parameter: how many moments, and in which form.
+    """The state of an optimizer per element: the number of moments, and their format.
 
-    ``whole_groups``: it has no kernel here, and steps each group in one piece, in fp32.
+    ``whole_groups``: the optimizer has no kernel, and updates each group in one piece, in fp32.
     """
 
     tensors: int
@@ -37,10 +302,11 @@ class StateKept(NamedTuple):
 
 
 def settle_dtypes(config: TieringConfig, *, whole_groups: bool = False) -> Dtypes:
-    """Gradients accumulate in the compute dtype for one micro-batch, else in fp32, unless configured.
+    """The dtypes of ``config``, with "auto" resolved.
 
-    They are sent as they are then. An optimizer without a kernel takes fp32 gradients: what is fp32 already needs no
-    second copy.
+    Gradients accumulate in the compute dtype for one micro-batch, else in fp32. They are sent in the compute dtype in
+    stages 2 and 3, else in the accumulation dtype. An optimizer without a kernel takes fp32 gradients, so accumulating
+    in fp32 avoids a second copy.
     """
     compute, grad, reduce = config.precision, config.tiering.grad_accum_dtype, config.tiering.reduce_dtype
     if grad == "auto":
@@ -52,7 +318,7 @@ def settle_dtypes(config: TieringConfig, *, whole_groups: bool = False) -> Dtype
 
 
 def configured_state(config: TieringConfig) -> StateKept:
-    """What the optimizer that ``config`` names keeps; AdamW's if it names none."""
+    """The state of the optimizer in ``config``; AdamW's if it has none."""
     chosen = config.optimizer or OptimizerConfig()
     tensors = {"AdamW": 2, "Adam": 2, "Lion": 1, "Adagrad": 1, "SGD": 1 if chosen.momentum else 0}
     halves = config.tiering.state.split("+")
@@ -70,9 +336,9 @@ def make_workload(
 ) -> Workload:
     """The Workload of ``groups`` on each of ``world_size`` ranks.
 
-    ``fetch_by_copy``: what is read from NVMe cannot land where compute uses it. A share of updates on the device that
-    is "auto" is none, until somebody knows rates (planning.update_share). Raises ConfigError for offloading that a GPU
-    of this version cannot do.
+    ``fetch_by_copy``: reads from NVMe cannot land where compute uses the data. An ``update_on_device`` of "auto" is 0
+    here; planning.update_share computes it from rates. Raises ConfigError for offloading that is not supported on a
+    GPU in this version.
     """
     if on_gpu:
         _check_offload(config, state)
@@ -107,7 +373,10 @@ def make_workload(
 
 
 def _check_offload(config: TieringConfig, state: StateKept) -> None:
-    """A GPU can update what it keeps the state of where the parameters are in its memory, or in host memory."""
+    """Raises ConfigError if a GPU would keep optimizer state of parameters that it cannot reach.
+
+    It reaches parameters in its memory and in host memory; an optimizer without a kernel only the former.
+    """
     param, optimizer = config.zero.offload_param.device, config.zero.offload_optimizer
     reached = ("none",) if state.whole_groups else ("none", "cpu")
     if param in reached:
@@ -115,12 +384,12 @@ def _check_offload(config: TieringConfig, state: StateKept) -> None:
     if optimizer.device == "none":
         raise ConfigError(
             f"offload_param.device {param!r} without offload_optimizer is not supported in this version on a GPU: it"
-            " keeps the optimizer state, and updates no parameters that it cannot reach; offload both"
+            " keeps the optimizer state, but cannot reach the parameters; offload both"
             + ("" if state.whole_groups else ", or set offload_param.device to 'cpu'")
         )
     if optimizer.ratio < 1:
         raise ConfigError(
-            f"offload_optimizer.ratio {optimizer.ratio} keeps optimizer state on the GPU, which updates no parameters"
-            f" that it cannot reach, but offload_param.device is {param!r}; set ratio to 1, or offload_param.device to"
+            f"offload_optimizer.ratio {optimizer.ratio} keeps optimizer state on the GPU, which cannot reach the"
+            f" parameters: offload_param.device is {param!r}; set ratio to 1, or offload_param.device to"
             f" {' or '.join(map(repr, reversed(reached)))}"
         )

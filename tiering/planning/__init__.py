@@ -1,1 +1,4 @@
-"""``tiering plan``: what trains where, how long a step takes, and what would make it fit. The engine does without."""
+"""``tiering plan``: plans without loading a model, estimates of step time, and remedies if it does not fit.
+
+The engine does not need it.
+"""

@@ -1,7 +1,7 @@
-"""What a measured rate depends on: where one of these differs, it has to be measured anew. No torch.
+"""The conditions that a measured rate depends on: if one differs, the rate must be measured again. No torch.
 
-All of it can be written as JSON. Names of machines and paths are among it, for a home directory may be shared by
-machines that are alike but for their names; so it stays in the user's own files.
+All values are JSON values. They include names of machines and paths, because machines that share a home directory may
+differ only by name; therefore they are only stored in the user's own files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MACHINE_ID = Path("/etc/machine-id")
 
 
 def machine() -> Conditions:
-    """This machine as this process may use it, and the versions of what runs on it."""
+    """The resources of this machine that this process may use, and the versions of kernel and package."""
     return {
         "host": platform.node(),
         "id": machine_id(),
@@ -42,7 +42,7 @@ def machine() -> Conditions:
 
 
 def machine_id(path: Path = MACHINE_ID) -> str:
-    """Tells machines apart that have one name; hashed, since others trust in it being known to nobody else."""
+    """Distinguishes machines with the same name; hashed, because the machine id is confidential."""
     try:
         return hashlib.sha256(b"tiering " + path.read_bytes()).hexdigest()[:16]
     except OSError:
@@ -50,9 +50,9 @@ def machine_id(path: Path = MACHINE_ID) -> str:
 
 
 def disks(directories: Sequence[Path], io: IoConfig) -> Conditions:
-    """The disks behind ``directories``, in whatever order these are named, and how bytes travel there.
+    """The disks behind ``directories``, independent of their order, and the I/O settings.
 
-    A path is among it: directories of one file system may differ in compression, quotas and tiers.
+    It includes the paths: directories of one file system may differ in compression, quotas and tiers.
     """
     places = sorted(directory.resolve() for directory in directories)
     return {
@@ -65,7 +65,7 @@ def disks(directories: Sequence[Path], io: IoConfig) -> Conditions:
 
 
 def arithmetic(state_format: str, state_tensors: int, grad_itemsize: int) -> Conditions:
-    """How the CPU steps, and with what."""
+    """The CPU kernels: state format, dtype, threads and instruction set."""
     return {
         "state": state_format,
         "state_tensors": state_tensors,
@@ -76,9 +76,10 @@ def arithmetic(state_format: str, state_tensors: int, grad_itemsize: int) -> Con
 
 
 def cache_bytes(sysfs: Path = SYSFS) -> int:
-    """Of the largest caches that this process' CPUs have, together; 0 if the kernel does not tell."""
+    """The total bytes of the last-level caches of this process' CPUs; 0 if the kernel does not report them."""
     mine = os.sched_getaffinity(0)
-    found: dict[int, dict[str, int]] = {}  # by level, then by the CPUs that share one
+    # By level, then by the CPUs that share a cache.
+    found: dict[int, dict[str, int]] = {}
     for cpu in mine:
         for index in (sysfs / f"devices/system/cpu/cpu{cpu}/cache").glob("index*"):
             try:

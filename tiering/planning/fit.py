@@ -1,5 +1,6 @@
-"""What would make a model fit: changes of the budgets or of the configuration. Pure, and each was tried before it is
-offered: its plan exists.
+"""Remedies for a model that does not fit: changes of budgets or of the configuration. Pure.
+
+A plan exists for each change that is returned.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ from itertools import product
 from tiering.config.fields import format_need
 from tiering.errors import PlacementError
 from tiering.placement.placement import place
-from tiering.placement.plan import QUANTUM, Budgets, GroupSizes, Tier, Workload
-from tiering.placement.workload import OFFLOAD_TIERS
+from tiering.placement.plan import Budgets
+from tiering.placement.workload import OFFLOAD_TIERS, QUANTUM, GroupSizes, Tier, Workload
 from tiering.storage.arena import PAGE, round_up
 
 UNLIMITED = 1 << 60
-FINEST = 1 << 12  # the least budget is found to a page, or to this fraction (1/n) of it
+# The least budget is found to a memory page, or to this fraction (1/n) of it.
+FINEST = 1 << 12
 MOST_RANKS = 4096
 
-_SLOWER = tuple(OFFLOAD_TIERS)  # devices of the configuration, fastest first
+# The devices of the configuration, fastest first.
+_SLOWER = tuple(OFFLOAD_TIERS)
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change with which the model fits: new values by configuration key, budgets in bytes of a node; ``ranks`` is
-    the number of all. ``workload`` and ``budgets`` (of a rank) are what was placed.
+    """A change with which the model fits: new values by configuration key.
+
+    Budgets in ``change`` are bytes of a node; its ``ranks`` is the number of all ranks. ``workload`` and ``budgets``
+    (of a rank) are those of the plan.
     """
 
     change: Mapping[str, int | str]
@@ -47,10 +52,10 @@ class Remedy:
 
 
 def remedies(load: Workload, budgets: Budgets, *, local_ranks: int = 1) -> list[Remedy]:
-    """What would make ``load`` fit each rank's ``budgets``, the least change first; nothing if it fits as it is.
+    """Changes that make ``load`` fit, smallest first; empty if it fits each rank's ``budgets``.
 
-    First what the configuration alone can do, then the least budget of each tier, if raising that one is enough; the
-    least budgets together, if they are several; and more ranks with budgets of the same size.
+    First changes of the configuration alone; then the least budget of each tier, if raising one budget is enough; then
+    the least budgets of several tiers together; then more ranks with the same budgets.
     """
     if fits(load, budgets):
         return []
@@ -63,7 +68,7 @@ def remedies(load: Workload, budgets: Budgets, *, local_ranks: int = 1) -> list[
 
 
 def fits(load: Workload, budgets: Budgets) -> bool:
-    """Whether there is a plan."""
+    """Whether a plan exists."""
     try:
         place(load, budgets)
     except PlacementError:

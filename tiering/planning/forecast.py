@@ -1,9 +1,9 @@
-"""Forecast: how long a step of a plan takes at given rates, and what bounds it. Pure: a Plan and Rates in, seconds out.
+"""Forecast: the time of a plan's step at given rates, and its bottleneck. Pure: a Plan and Rates in, seconds out.
 
-A step has three phases: the forwards, the backwards and the step itself. In each of them the parts of a machine work
-at the same time (device, disk, link, network, CPU), and the phase takes as long as the one that has most to do. What a
-CPU that is the device does, it does one after the other. Between phases little moves: state for as many slots as there
-are is read in the last backward, and as much is written in the next forward. docs/tools/planning.md derives it.
+A step has three phases: the forwards, the backwards and the update. In each phase the parts of a machine (device, disk,
+link, network, CPU) work at the same time, and the slowest part determines its time. If the CPU is the device, its work
+is sequential. Phases overlap little: the last backward reads state for all slots, and the next forward writes as much.
+docs/tools/planning.md derives the formulas.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from tiering.errors import ConfigError
-from tiering.placement.plan import GroupSizes, Plan, Tier, Workload
+from tiering.placement.plan import Plan
+from tiering.placement.workload import GroupSizes, Tier, Workload
 from tiering.planning.rates import Rates
 
 SECONDS_PER_DAY = 86_400
-HIDDEN = 0.9  # NVMe counts as hidden when all else waits for it in no more than the rest of a step
+# NVMe I/O counts as hidden if the other parts wait for it during at most the rest of a step.
+HIDDEN = 0.9
 
 
 class Part(Enum):
-    """What of a machine may bound a phase."""
+    """A part of the machine that may bound a phase."""
 
     COMPUTE = "compute"
     NVME_READS = "NVMe reads"
@@ -33,15 +35,19 @@ class Part(Enum):
     CHECKSUMS = "checksums"
 
 
-# Where the CPU is the device, its cores do these one after the other.
+# If the CPU is the device, its cores do these one after the other.
 ON_CORES = (Part.COMPUTE, Part.HOST_MEMORY, Part.OPTIMIZER)
 ON_DISK = (Part.NVME_READS, Part.NVME_WRITES)
-ON_IO_THREAD = (*ON_DISK, Part.CHECKSUMS)  # of a rank: it submits what the disk does, and sums it if asked to
+# A rank's I/O thread submits transfers, and computes checksums with `verify`.
+ON_IO_THREAD = (*ON_DISK, Part.CHECKSUMS)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase: its seconds, what bounds it, how long all else waits for NVMe, and how long each part is ``busy``."""
+    """A phase of a step. Times are seconds.
+
+    ``bound`` is the slowest part, ``stalled`` the time in which other parts wait for NVMe, ``busy`` the time by part.
+    """
 
     name: str
     seconds: float
@@ -52,15 +58,19 @@ class Phase:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A steady step of one rank. Bytes are a rank's; tokens, and what is told per day, are of its node's ranks."""
+    """A steady step of one rank. Bytes are those of a rank; tokens, and figures per day, those of its node.
+
+    ``read`` and ``written`` are bytes over NVMe per step. ``tokens`` are per step. ``tokens_that_hide`` is the minimum
+    of tokens per micro-batch and rank with which NVMe I/O is hidden.
+    """
 
     forward: Phase
     backward: Phase
     step: Phase
-    read: int  # bytes over NVMe in a step
+    read: int
     written: int
-    tokens: int  # in a step
-    tokens_that_hide: int  # per micro-batch and rank: the fewest with which the I/O with NVMe is hidden
+    tokens: int
+    tokens_that_hide: int
     local_ranks: int
 
     @property
@@ -69,17 +79,17 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The time of a step."""
         return sum(phase.seconds for phase in self.phases)
 
     @property
     def bound(self) -> Part:
-        """What bounds the longest phase."""
+        """The slowest part of the longest phase."""
         return max(self.phases, key=lambda phase: phase.seconds).bound
 
     @property
     def efficiency(self) -> float:
-        """The share of a step in which the device computes."""
+        """The fraction of a step in which the device computes."""
         return sum(phase.busy[Part.COMPUTE] for phase in self.phases) / self.seconds
 
     @property
@@ -88,30 +98,33 @@ class Forecast:
 
     @property
     def written_per_day(self) -> float:
-        """Bytes that the node writes to its drives, training without pause."""
+        """Bytes per day that the node writes to its drives, training without pause."""
         return self.written * self.local_ranks * SECONDS_PER_DAY / self.seconds
 
     def drive_days(self, endurance: float) -> float | None:
-        """Days until ``endurance`` bytes (a drive's TBW x 10^12, of all drives together) are written; None: never."""
+        """Days until ``endurance`` bytes (TBW x 10^12, of all drives together) are written; None without writes."""
         return endurance / self.written_per_day if self.written else None
 
 
 @dataclass
 class _Work:
-    """What a phase has to do beside floating-point operations, in bytes unless named elements."""
+    """The work of a phase except floating-point operations, in bytes unless a comment says elements."""
 
-    device_bytes: float = 0.0  # of the device's memory
+    # Read and written in the device's memory.
+    device_bytes: float = 0.0
     nvme_read: float = 0.0
     nvme_written: float = 0.0
-    copied: float = 0.0  # within host memory
+    # Copied within host memory.
+    copied: float = 0.0
     to_device: float = 0.0
     from_device: float = 0.0
     sent: float = 0.0
-    gradients: float = 0.0  # elements that the CPU takes in
-    stepped: float = 0.0  # elements, by the CPU
-    updating: float = (
-        0.0  # bytes of host memory, which are read and written to update what a GPU does not keep
-    )
+    # Elements of gradients that the CPU accumulates.
+    gradients: float = 0.0
+    # Elements that the CPU updates.
+    stepped: float = 0.0
+    # Read and written in host memory to update state that is not in a GPU's memory.
+    updating: float = 0.0
 
 
 def forecast(
@@ -124,14 +137,14 @@ def forecast(
     active: float = 1.0,
     attention_flops: float = 0.0,
 ) -> Forecast:
-    """A steady step of ``plan`` at the node's ``rates``, of ``tokens`` per micro-batch and rank.
+    """A steady step of ``plan`` at the node's ``rates``, with ``tokens`` per micro-batch and rank.
 
-    The device's work is 2 floating-point operations per parameter and token forward and 4 backward (2 where a parameter
-    is frozen), 6 in all, and with activation checkpointing (``checkpointed``) 2 more, since backward repeats the
-    forward. ``active`` is the share of the parameters that a token passes, where it does not pass all experts;
-    ``attention_flops`` are those per token of a forward that no parameter takes part in.
+    The device needs 2 floating-point operations per parameter and token in forward and 4 in backward (2 for a frozen
+    parameter), 6 in total; activation checkpointing (``checkpointed``) adds 2, because backward repeats the forward.
+    ``active`` is the fraction of the parameters that a token uses, below 1 for a mixture of experts.
+    ``attention_flops`` are the operations per token of a forward that use no parameter.
 
-    Raises ConfigError when a rate is missing that this plan depends on.
+    Raises ConfigError if a rate is missing that this plan needs.
     """
     work = _work_of(plan)
     rank = rates.of_rank(local_ranks)
@@ -164,10 +177,11 @@ def forecast(
 
 
 def _fewest(hidden: Callable[[int], bool]) -> int:
-    """The fewest tokens that are enough: more of them take longer to compute, and stall for less."""
+    """The minimum of tokens with ``hidden(tokens)``: more tokens take longer to compute and stall less."""
     if hidden(0):
         return 0
-    low, high = 0, 1  # not enough, enough
+    # `low` is not enough; `high` is enough after the first loop.
+    low, high = 0, 1
     while not hidden(high):
         low, high = high, 2 * high
     while high - low > 1:
@@ -187,7 +201,7 @@ def _flops(plan: Plan, checkpointed: bool, active: float, attention_flops: float
 
 
 def _work_of(plan: Plan) -> dict[str, _Work]:
-    """What each phase has to move and to step; operations are counted apart, since they depend on tokens."""
+    """The work of each phase; operations are counted separately, because they depend on tokens."""
     forward, backward, step = _Work(), _Work(), _Work()
     steps = backward if plan.workload.step_in_backward else step
     for group, param, grad in zip(plan.workload.groups, plan.param_tiers, plan.grad_tiers, strict=True):
@@ -204,7 +218,7 @@ def _work_of(plan: Plan) -> dict[str, _Work]:
 
 
 def _fetch(load: Workload, group: GroupSizes, tier: Tier, phases: Iterable[_Work]) -> None:
-    """Parameters come to where they are used, in each of ``phases``."""
+    """Adds the transfer of a group's parameters to the device in each of ``phases``."""
     fetched = load.micro_batches * group.uses * load.home_bytes(group)
     for phase in phases:
         phase.device_bytes += load.micro_batches * group.param_bytes
@@ -216,7 +230,7 @@ def _fetch(load: Workload, group: GroupSizes, tier: Tier, phases: Iterable[_Work
 
 
 def _take_gradients(load: Workload, group: GroupSizes, tier: Tier, backward: _Work, steps: _Work) -> None:
-    """Gradients leave autograd, add up, and go to NVMe and back, if they live there."""
+    """Adds the accumulation of a group's gradients, and their transfers to NVMe and back if they live there."""
     sizes = load.of(group)
     backward.device_bytes += load.micro_batches * group.trainable_numel * sizes.grad_itemsize
     if tier is Tier.NVME and (moved := load.grad_traffic(group)):
@@ -230,12 +244,13 @@ def _take_gradients(load: Workload, group: GroupSizes, tier: Tier, backward: _Wo
     backward.gradients += arriving
     if not load.device_is_host:
         backward.from_device += arriving * sizes.sent_itemsize
-    elif load.world_size > 1:  # whole ones are collected before ranks reduce them
+    elif load.world_size > 1:
+        # The CPU collects whole gradients before the ranks reduce them.
         backward.gradients += load.micro_batches * group.trainable_numel
 
 
 def _update(plan: Plan, steps: _Work) -> None:
-    """Sub-groups are stepped by the CPU, or by a device that keeps their state or is visited by it."""
+    """Adds the updates of sub-groups by the CPU, or by a device that has their state or that they visit."""
     load = plan.workload
     for tile in plan.sub_groups:
         sizes = plan.sizes_of(tile)
@@ -254,12 +269,12 @@ def _update(plan: Plan, steps: _Work) -> None:
 
 
 def updated_on_device(load: Workload, numel: int) -> int:
-    """Bytes of device memory that stepping ``numel`` elements there reads and writes."""
+    """Bytes of device memory that an update of ``numel`` elements there reads and writes."""
     return numel * 2 * (load.state_itemsize + load.compute_itemsize)
 
 
 def _swap_state(plan: Plan, forward: _Work, backward: _Work, steps: _Work) -> None:
-    """What a step reads and writes on NVMe beside gradients; as much as slots hold of it in the phases around it."""
+    """Adds NVMe I/O of state and updated parameters; as much as the slots hold overlaps the neighbouring phases."""
     load, slots = plan.workload, plan.staging
     state = sum(plan.tile_state_bytes(tile) for tile in plan.sub_groups if tile.tier is Tier.NVME)
     params = written = 0
@@ -277,13 +292,13 @@ def _swap_state(plan: Plan, forward: _Work, backward: _Work, steps: _Work) -> No
 
 
 def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: bool) -> Phase:
-    """How long ``work`` and ``flops`` take."""
+    """The phase ``name`` with the time of ``work`` and ``flops``."""
 
     def needed(amount: float, rate: str) -> float:
         value: float | None = getattr(rates, rate)
         if amount and value is None:
             raise ConfigError(
-                f"the forecast of {name} needs the rate {rate!r}: give it (tiering plan --{rate.replace('_', '-')}),"
+                f"the forecast of {name} needs the rate {rate!r}: set it (tiering plan --{rate.replace('_', '-')}),"
                 " measure it (--measure DIR), or name a profile that has it (--profile NAME)"
             )
         return amount / value if amount and value else 0.0
@@ -307,15 +322,17 @@ def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: b
     besides = max(busy[other], sum(busy[part] for part in ON_CORES) if device_is_host else 0.0)
     disk = disk_seconds(work.nvme_read, work.nvme_written, rates)
     slowest = max(ON_DISK, key=lambda part: busy[part]) if disk > busy[Part.CHECKSUMS] else Part.CHECKSUMS
-    nvme = max(disk, busy[Part.CHECKSUMS])  # blocks are summed while others are on their way
+    # Checksums of one block overlap the transfer of others.
+    nvme = max(disk, busy[Part.CHECKSUMS])
     bound = slowest if nvme > besides else other
     return Phase(name, max(besides, nvme), bound, max(0.0, nvme - besides), busy)
 
 
 def link_seconds(there: float, back: float, rates: Rates) -> float:
-    """Of so many bytes to the device and from it: both at once as long as there are both, then what is left alone.
+    """Seconds to copy ``there`` bytes to the device and ``back`` bytes from it.
 
-    Neither way slows the other if nobody knows how fast both are together.
+    Both directions run at the same time until one is finished; then the rest of the other runs alone. Without the rate
+    of both together, the directions do not slow each other.
     """
     if rates.device_link is None:
         return 0.0
@@ -325,9 +342,10 @@ def link_seconds(there: float, back: float, rates: Rates) -> float:
 
 
 def disk_seconds(read: float, written: float, rates: Rates) -> float:
-    """Of ``read`` and ``written`` bytes on NVMe.
+    """Seconds to read ``read`` and write ``written`` bytes on NVMe.
 
-    Both at once as long as there are both, then what is left alone; one after the other if nobody knows the mix.
+    Reads and writes run at the same time until one is finished; then the rest of the other runs alone. Without the
+    mixed rate they run one after the other.
     """
     both = min(read, written) if rates.nvme_mixed is not None else 0.0
     seconds = 2 * both / rates.nvme_mixed if rates.nvme_mixed is not None else 0.0

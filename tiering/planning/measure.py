@@ -1,12 +1,12 @@
-"""The rates of this machine, measured through the engine's own parts: its files, I/O engine, arenas and kernels.
+"""Measures the rates of this machine with the engine's own files, I/O engine, arenas and kernels.
 
-Without torch, so without the device's: zero3/observe/device_rates.py has those. What is measured is what a step does.
-State is read into slots and written back to where it was, several slots at a time, on nameless files past the page
-cache, after every block was written once; bytes are random, since some disks store repeated ones for nothing. Kernels
-go round more memory than the caches hold.
+It does not use torch; zero3/observe/device_rates.py measures the device. It measures the operations of a step: state is
+read into slots and written back to its place, several slots at a time, on unnamed files past the page cache, after each
+block was written once. Bytes are random, because some disks store repeated bytes without writing them. Kernels use more
+memory than the caches hold.
 
-Disks that are shared swing twofold within minutes, and a drive's own cache takes what comes first faster: a rate is as
-good as the moment and the length of its window.
+The rate of a shared disk varies by a factor of two within minutes, and a drive's cache accepts the first writes faster:
+a rate depends on the time and the length of its interval.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from optim_cpu.kernels import DType, Rule, StateFormat, StepBatch
 from tiering._aio import ffi, lib
 from tiering.config.training import IoConfig
 from tiering.placement.budgets import host_memory
-from tiering.placement.plan import FP32
+from tiering.placement.workload import FP32
 from tiering.planning import conditions
 from tiering.planning.conditions import Conditions
 from tiering.planning.rates import Rates
@@ -37,26 +37,28 @@ from tiering.storage.swap_file import check_directory
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
 from tiering.storage.tickets import Transfer
 
-SECONDS = 1.0  # of each window
+# Seconds of each interval.
+SECONDS = 1.0
 FILE_BYTES = 1 << 30
 SLOTS = 6
 SLOT_BYTES = 16 << 20
-# Memory that kernels go round: so many times the caches, between these.
+# Memory that the kernels use: this many times the caches, between these limits in bytes.
 CACHES = 4
 KERNEL_BYTES = 192 << 20
 MOST_KERNEL_BYTES = 1 << 30
 
-_MOMENTS = {False: StateFormat.FP32, True: StateFormat.BF16_STOCHASTIC}  # as the engine keeps them
+# The engine's formats of moments, by whether they are bf16.
+_MOMENTS = {False: StateFormat.FP32, True: StateFormat.BF16_STOCHASTIC}
 
 Way = Literal["read", "write", "mixed"]
 
 
 @dataclass(frozen=True)
 class Leg:
-    """A way that bytes, elements or operations go, and how many of them do in a second.
+    """One measured rate, in bytes, elements or operations per second.
 
-    ``name`` is that of a field of Rates, as a rule; ``written`` are the bytes that a disk had to take to know. ``cut``:
-    its window was over before its time, since no more may be written.
+    ``name`` is usually a field of Rates. ``written`` are the bytes written to a disk for it. ``cut``: the interval
+    ended early, because the limit of written bytes was reached.
     """
 
     name: str
@@ -66,16 +68,16 @@ class Leg:
 
 
 Tell = Callable[[Leg], object]
-"""Told of each leg as soon as it is measured."""
+"""Called with each leg as soon as it is measured."""
 
 
 def quietly(leg: Leg) -> None:
-    """Tell nobody."""
+    """Reports nothing."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Rates that are measured together, of what ``name`` says, and all that they depend on."""
+    """Rates that are measured together: the part of the machine, the conditions, and the function that measures."""
 
     name: str
     conditions: Conditions
@@ -89,7 +91,7 @@ def of_cpu(
     grad_itemsize: int = 2,
     seconds: float | None = None,
 ) -> Measurement:
-    """The CPU and its memory. ``state_tensors`` are moments per element."""
+    """The measurement of the CPU and its memory. ``state_tensors`` is the number of moments per element."""
 
     def run(tell: Tell) -> Rates:
         return cpu_rates(
@@ -112,9 +114,9 @@ def of_disks(
     seconds: float | None = None,
     most: int | None = None,
 ) -> Measurement:
-    """The disks behind ``directories``, which are used together. ``most``: bytes that may be written in all.
+    """The measurement of the disks behind ``directories``, used together. ``most``: maximum bytes written in total.
 
-    Raises SwapSpaceError when a directory will not do.
+    Raises SwapSpaceError if a directory cannot hold swap space.
     """
     io = io or IoConfig()
     for directory in directories:
@@ -143,12 +145,12 @@ def measure(
     file_bytes: int | None = None,
     seconds: float | None = None,
 ) -> Rates:
-    """The rates of the disks behind ``directories``, which are used together, and of this machine's CPU and memory.
+    """The rates of the disks behind ``directories``, used together, and of this machine's CPU and memory.
 
-    ``state_format`` and ``state_tensors`` (moments per element) are the plan's, ``grad_itemsize`` of its gradients.
-    Takes four to five windows of ``seconds`` (1) after writing ``file_bytes`` (1 GiB) once, and 300 MB of memory, or up
-    to 1 GiB where caches are large; leaves nothing behind. Raises SwapSpaceError when a directory will not do,
-    SwapError when a transfer fails.
+    ``state_format``, ``state_tensors`` (moments per element) and ``grad_itemsize`` (bytes) are the plan's. It takes 4
+    to 5 intervals of ``seconds`` (1) after writing ``file_bytes`` (1 GiB) once, and 300 MB of memory, or up to 1 GiB
+    if caches are large; it leaves no files. Raises SwapSpaceError if a directory cannot hold swap space, SwapError if a
+    transfer fails.
     """
     parts = [
         of_cpu(
@@ -175,10 +177,10 @@ def disk_rates(
     most: int | None = None,
     tell: Tell = quietly,
 ) -> Rates:
-    """Reading, writing and both at once, each for ``seconds``, on ``nbytes`` of swap space. Raises as ``measure``.
+    """Measures writes, reads and both, each for ``seconds``, on ``nbytes`` of swap space. Raises like ``measure``.
 
-    ``most``, at least twice ``nbytes``: bytes that may be written in all. Of what is left when all was written once,
-    writing has half, both at once the rest.
+    ``most``, at least twice ``nbytes``, is the maximum of bytes written in total. Of the bytes that remain after all
+    blocks were written once, writes may use half, and the mixed interval the rest.
     """
     slot = max(PAGE, min(SLOT_BYTES, nbytes // SLOTS // PAGE * PAGE))
     arena = Arena.map(SLOTS * slot, "measured slots")
@@ -194,13 +196,15 @@ def disk_rates(
         try:
             aio.register(arena)
             window = _Window(space, space.allocate(nbytes, ("measured",), "measured"), arena, slot)
-            window.run("write", places=window.places)  # blocks that were never written cost more
+            # The first write of a block is slower, so write all blocks once before measuring.
+            window.run("write", places=window.places)
             found = {}
             for way in ("write", "read", "mixed"):
                 if most is not None and way != "read":
                     left = most - window.written
                     window.room = left if way == "mixed" else left // 2
-                before = 0 if way == "write" else window.written  # what was written first counts for writing
+                # The initial writes count as bytes of the write interval.
+                before = 0 if way == "write" else window.written
                 rate = found[f"nvme_{way}"] = window.run(way, seconds=seconds)
                 tell(Leg(f"nvme_{way}", rate, window.written - before, window.full))
             return Rates(**found)
@@ -210,7 +214,7 @@ def disk_rates(
 
 
 class _Window:
-    """Transfers of whole slots over an extent, round and round."""
+    """Transfers whole slots over an extent, cyclically."""
 
     def __init__(self, space: SwapSpace, extent: StripedExtent, arena: Arena, slot: int) -> None:
         self.places = extent.nbytes // slot
@@ -218,12 +222,15 @@ class _Window:
         self._extent = extent
         self._slot = slot
         self._leases = [arena.lease(slot, "slot") for _ in range(SLOTS)]
-        self.written = 0  # bytes, in all runs
-        self.room: int | None = None  # bytes that the next run may write; None: as many as it can
-        self.full = False  # whether the last run ended because of that
+        # Bytes written in all runs.
+        self.written = 0
+        # Maximum bytes that the next run may write; None: no limit.
+        self.room: int | None = None
+        # Whether the last run reached that maximum.
+        self.full = False
 
     def run(self, way: Way, *, seconds: float = 0.0, places: int = 1) -> float:
-        """Bytes per second over at least ``seconds`` and ``places``; "mixed" writes back what it has read."""
+        """Bytes per second over at least ``seconds`` and ``places``; "mixed" writes back each slot that it read."""
         idle = deque(self._leases)
         # Slot, offset, transfer, and whether that is the slot's last one.
         in_flight = deque[tuple[Lease, int, Transfer, bool]]()
@@ -256,7 +263,7 @@ class _Window:
 def cpu_rates(
     *, state_format: str, state_tensors: int, grad_itemsize: int, seconds: float, tell: Tell = quietly
 ) -> Rates:
-    """The optimizer's kernel, taking in gradients, and copying, on all threads of the kernels; sums, on one."""
+    """Measures updates, gradient accumulation and copies on all kernel threads, and checksums on one thread."""
     found: dict[str, float] = {}
 
     def keep(name: str, unit: int, call: Callable[[], object]) -> None:
@@ -275,14 +282,14 @@ def cpu_rates(
 
 
 def kernel_bytes() -> int:
-    """What kernels go round: no more than a quarter of what is free, where that is above the least."""
+    """Bytes that the kernels use: at most a quarter of the free memory, but at least KERNEL_BYTES."""
     limit, in_use = host_memory()
     wanted = min(CACHES * conditions.cache_bytes(), (limit - in_use) // 4)
     return min(max(KERNEL_BYTES, wanted), MOST_KERNEL_BYTES)
 
 
 class _Ring:
-    """Equal leases, more memory together than caches hold. Each call takes the next ones, which are in no cache."""
+    """Equal leases, together larger than the caches. Each call uses the next leases, which are not in a cache."""
 
     def __init__(self, leases: int) -> None:
         nbytes = round_up(-(-kernel_bytes() // leases))
@@ -293,12 +300,12 @@ class _Ring:
         self._sums = ffi.new("uint32_t[]", nbytes // ALIGNMENT)
 
     def _next(self) -> tuple[Lease, Lease]:
-        """(from, to)."""
+        """The next (source, target)."""
         turn, count = next(self._turn), len(self._leases)
         return self._leases[(turn - 1) % count], self._leases[turn % count]
 
     def fill(self, dtype: DType, *, leases: int | None = None) -> None:
-        """Gradients of usual sizes, into the first ``leases`` or all: other numbers may take kernels longer."""
+        """Writes gradients of usual magnitude to the first ``leases`` or to all; denormals would slow the kernels."""
         values = array.array("f", (1e-3 * math.sin(i) for i in range(PAGE // FP32)))
         first = self._leases[0]
         kernels.cast(first.address, dtype, values.buffer_info()[0], DType.FP32, len(values))
@@ -308,7 +315,7 @@ class _Ring:
             lease.view[:] = pages
 
     def batch(self, state_format: str, state_tensors: int, grad_dtype: DType) -> StepBatch:
-        """A step of all elements, with the gradients in the first lease; state begins as zeros."""
+        """An update of all elements, with the gradients in the first lease; state starts as zeros."""
         split = "split" in state_format
         grad, master, out, *states = (lease.address for lease in self._leases)
         batch = StepBatch()
@@ -340,7 +347,7 @@ class _Ring:
 
 
 def usual_rule(state_tensors: int) -> Rule:
-    """An optimizer that keeps so many moments; those that keep as many cost much the same."""
+    """A rule with this many moments; rules with as many moments have about the same cost."""
     if state_tensors == 2:
         return kernels.adam(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
     if state_tensors == 1:
@@ -349,7 +356,7 @@ def usual_rule(state_tensors: int) -> Rule:
 
 
 def repeated(call: Callable[[], object], seconds: float) -> float:
-    """Calls per second over at least ``seconds``, after one that is not counted."""
+    """Calls per second over at least ``seconds``, after one uncounted call."""
     call()
     count, began = 0, time.perf_counter()
     while not count or time.perf_counter() - began < seconds:

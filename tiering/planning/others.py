@@ -1,4 +1,4 @@
-"""How busy others keep this machine while something is measured on it: it seems slower than it is then."""
+"""CPU use by other processes during a measurement, which lowers the measured rates."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import os
 from pathlib import Path
 
 STAT = Path("/proc/stat")
-WORTH_A_WORD = 0.2  # of the CPUs: some of the kernel's work for our own transfers is counted as others', too
+# Fraction of the CPUs. Lower values are ignored: some kernel work for this process counts as other processes' too.
+WORTH_A_WORD = 0.2
 
 
 class Others:
-    """What others take, from now on, of the CPUs that this process may use; hypervisors that give less are others."""
+    """The CPU use of other processes, since construction, on the CPUs of this process; includes time stolen by a VM."""
 
     def __init__(self, stat: Path = STAT) -> None:
         self._stat = stat
         self._before = self._counted()
 
     def share(self) -> float:
-        """From 0 to 1; 0 if the kernel does not tell."""
+        """The fraction used by other processes, from 0 to 1; 0 if the kernel does not report it."""
         busy, idle, ours = (late - early for late, early in zip(self._counted(), self._before, strict=True))
         return min(1.0, max(0.0, (busy - ours) / (busy + idle))) if busy + idle > 0 else 0.0
 
     def _counted(self) -> tuple[float, float, float]:
-        """Ticks in which those CPUs were (busy, idle), and which this process took of them."""
+        """Ticks of these CPUs that were (busy, idle), and the ticks that this process used."""
         busy = idle = 0
         mine = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
         try:
@@ -39,5 +40,5 @@ class Others:
 
 
 def remark(share: float) -> str:
-    """What to say of figures that were measured meanwhile; "" if it does not matter."""
-    return f"while others took {share:.0%} of the CPUs" if share >= WORTH_A_WORD else ""
+    """A remark for figures measured at this CPU use by others; "" if it is negligible."""
+    return f"while other processes used {share:.0%} of the CPUs" if share >= WORTH_A_WORD else ""

@@ -1,16 +1,15 @@
-"""Machines by name: rates from data sheets, for planning what is not bought yet.
+"""Machines by name: rates from data sheets, for planning machines that you do not have.
 
-Every figure is a manufacturer's peak, and its source stands beside it; no machine trains at it. Matrix products of
-real layers take half of a GPU's peak more often than all of it, and a consumer drive writes at its peak until its cache
-is full. So a forecast made of them is the shortest time that such hardware could take. ``measure.py`` tells of the
-machine that one has.
+Every figure is a manufacturer's peak, with its source; no machine trains at it. Matrix products of real layers reach
+half of a GPU's peak more often than all of it, and a consumer drive writes at its peak only until its cache is full. So
+a forecast from a profile is the shortest time that this hardware could take. ``measure.py`` measures your machine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiering.placement.plan import Workload
+from tiering.placement.workload import Workload
 from tiering.planning.rates import Rates
 
 GB = 1e9
@@ -19,7 +18,7 @@ TB = 1e12
 
 @dataclass(frozen=True)
 class Drive:
-    """A drive: bytes it holds, bytes per second of sequential reads and writes, bytes written in its life at most."""
+    """A drive: capacity in bytes, sequential reads and writes in bytes per second, and endurance in bytes written."""
 
     name: str
     capacity: int
@@ -30,9 +29,9 @@ class Drive:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU: dense bf16 operations with fp32 sums, and bytes per second: memory, and one way of its link.
+    """A GPU: dense bf16 operations per second with fp32 sums; bytes per second of its memory and of one link direction.
 
-    ``network`` is what it sends to other GPUs of its node: what goes between nodes is not the GPU's.
+    ``network`` is the rate at which it sends to other GPUs of its node, not to other nodes.
     """
 
     name: str
@@ -70,7 +69,7 @@ class Profile:
         return self.drives * self.drive.endurance
 
     def rates(self, load: Workload) -> Rates:
-        """The rates for ``load``. What the CPU does is bound by its memory: bytes read and written, by the element."""
+        """The rates for ``load``. Memory bounds the CPU kernels: its bandwidth divided by the bytes per element."""
         return Rates(
             nvme_read=self.drives * self.drive.read,
             nvme_write=self.drives * self.drive.write,

@@ -1,7 +1,6 @@
-"""How fast a machine is: the few rates from which ``forecast`` tells a step's time. Given, measured, or a profile's.
+"""The rates of a machine from which ``forecast`` computes the time of a step: given, measured, or of a profile.
 
-``measure.measure`` measures those of this machine, but for its device's, which ``zero3.observe.device_rates.measure``
-does.
+``measure.measure`` measures the rates of this machine; ``zero3.observe.device_rates.measure`` those of its device.
 """
 
 from __future__ import annotations
@@ -18,34 +17,45 @@ from tiering.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rates:
-    """What a node does in a second, in bytes unless named; None: it has no such thing, or nobody knows.
+    """Rates of a node, in bytes per second unless another unit is named; None: absent or unknown.
 
-    NVMe, host memory and CPU are the whole node's, whatever the number of its ranks and paths; ``of_rank`` divides
-    them. Link, network, device and the thread that sums are those of one rank.
+    The rates of NVMe, host memory and CPU are those of the whole node, for all its ranks and paths; ``of_rank`` divides
+    them. The rates of link, network, device and the checksum thread are those of one rank.
     """
 
     nvme_read: float | None = None
     nvme_write: float | None = None
-    nvme_mixed: float | None = None  # reads and writes together, at the same time and as many of each
-    host_copy: float | None = None  # copied from one place of host memory to another
-    host_memory: float | None = None  # read and written there by CPUs and links together
-    device_link: float | None = None  # one way, host memory to the device or back
-    device_link_both: float | None = None  # both ways at the same time, as much each way, together
-    device_memory: float | None = None  # read from, or written to, the device's own memory
-    optimizer: float | None = None  # elements that the CPU steps, in the state format of the plan
-    gradients: float | None = None  # elements of gradients that the CPU adds to what is there, and squares
-    flops: float | None = None  # of the device, on matrix products in the compute dtype: operations
-    network: float | None = None  # that a rank sends, while it receives as many
-    checksum: float | None = None  # summed by a rank's I/O thread, for ``verify``
+    # Total of reads and writes at the same time, as many of each.
+    nvme_mixed: float | None = None
+    # Bytes copied within host memory.
+    host_copy: float | None = None
+    # Bytes read and written in host memory by CPUs and links together.
+    host_memory: float | None = None
+    # One direction, between host memory and the device.
+    device_link: float | None = None
+    # Total of both directions at the same time, as many bytes each.
+    device_link_both: float | None = None
+    # Bytes read or written in the device's memory.
+    device_memory: float | None = None
+    # Elements per second that the CPU updates, in the state format of the plan.
+    optimizer: float | None = None
+    # Elements per second of gradients that the CPU accumulates and squares.
+    gradients: float | None = None
+    # Operations per second of the device, in matrix products in the compute dtype.
+    flops: float | None = None
+    # Bytes that a rank sends while it receives as many.
+    network: float | None = None
+    # Bytes that a rank's I/O thread checksums for ``verify``.
+    checksum: float | None = None
 
     def __post_init__(self) -> None:
         for name, rate in asdict(self).items():
             number = isinstance(rate, int | float) and not isinstance(rate, bool)
             if rate is not None and not (number and math.isfinite(rate) and rate > 0):
-                raise ConfigError(f"the rate {name!r} is {rate!r}: it has to be a number above 0, or None")
+                raise ConfigError(f"the rate {name!r} is {rate!r}; it must be a number above 0, or None")
 
     def of_rank(self, local_ranks: int) -> Rates:
-        """What each of ``local_ranks`` ranks of the node gets when all of them are at work."""
+        """The rates of each of ``local_ranks`` ranks of the node while all of them are active."""
 
         def share(rate: float | None) -> float | None:
             return None if rate is None else rate / local_ranks
@@ -62,33 +72,33 @@ class Rates:
         )
 
     def updated(self, other: Rates) -> Rates:
-        """These, with what ``other`` knows in their place."""
+        """These rates, with the known rates of ``other`` in their place."""
         return replace(self, **other.as_dict())
 
     def as_dict(self) -> dict[str, float]:
-        """The rates that are known, by name."""
+        """The known rates by name."""
         return {name: rate for name, rate in asdict(self).items() if rate is not None}
 
     @classmethod
     def from_dict(cls, named: Mapping[str, float]) -> Self:
-        """The reverse of ``as_dict``. Raises ConfigError for a name that is no rate."""
+        """The inverse of ``as_dict``. Raises ConfigError for an unknown name."""
         unknown = named.keys() - {field.name for field in fields(cls)}
         if unknown:
             known = ", ".join(field.name for field in fields(cls))
-            raise ConfigError(f"{sorted(unknown)[0]!r} is no rate; there are {known}")
+            raise ConfigError(f"unknown rate {sorted(unknown)[0]!r}; the rates are {known}")
         return cls(**named)
 
     def save(self, path: Path) -> None:
-        """Write them as JSON."""
+        """Writes the known rates to ``path`` as JSON."""
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """What ``save`` has written. Raises ConfigError if it is something else."""
+        """Reads a file of ``save``. Raises ConfigError if it has another format."""
         try:
             named = json.loads(path.read_text())
         except ValueError as error:
-            raise ConfigError(f"the rates in {path} are no JSON ({error}); measure them again") from error
+            raise ConfigError(f"{path} is not valid JSON ({error}); measure the rates again") from error
         if not isinstance(named, dict):
-            raise ConfigError(f"the rates in {path} are no object of names and numbers; measure them again")
+            raise ConfigError(f"{path} is not a JSON object of rates by name; measure the rates again")
         return cls.from_dict(named)

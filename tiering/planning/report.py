@@ -1,7 +1,7 @@
-"""What ``tiering plan`` answers: the plan of a model and its forecast, or what would make the model fit.
+"""The output of ``tiering plan``: the plan of a model and its forecast, or remedies if it does not fit.
 
-For people as text, for programs as JSON: bytes and seconds throughout, and a schema number that changes when a name
-goes or changes its meaning; names may be added.
+It is printed as text or JSON. JSON is in bytes and seconds, with a schema number that changes when a name is removed or
+changes its meaning; names may be added.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from tiering.config.training import TieringConfig, format_size
 from tiering.errors import ConfigError, PlacementError
 from tiering.placement.budgets import resolve_budgets
 from tiering.placement.placement import make_plan
-from tiering.placement.plan import Budgets, Plan, Tier, Workload
+from tiering.placement.plan import Budgets, Plan
+from tiering.placement.workload import Tier, Workload
 from tiering.planning.fit import Remedy, remedies
 from tiering.planning.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, Part, forecast
 from tiering.planning.rates import Rates
@@ -27,21 +28,23 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 COLUMNS = 80
-_SHOWN = 0.05  # parts of the machine that are busy for less than this share of a phase are left out
-_TOO_LONG = 36_500  # days
+# Parts of the machine that are busy for a smaller fraction of a phase are not printed.
+_SHOWN = 0.05
+# Days.
+_TOO_LONG = 36_500
 
 
 NOT_COUNTED = (
-    "Not counted: activations, which take memory beside these budgets. They grow with the tokens of a micro-batch, and"
-    " many tokens may not fit although this plan does."
+    "Not counted: activations, which need memory in addition to these budgets. They grow with the tokens of a"
+    " micro-batch, and many tokens may not fit although this plan does."
 )
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A model's plan within the budgets of each rank, or, where there is none, the refusal and the remedies.
+    """A model's plan within the budgets of each rank, or the refusal and the remedies if it does not fit.
 
-    ``forecast`` is None, and ``unforeseen`` says why, if a rate is missing that the plan depends on.
+    ``forecast`` is None, and ``unforeseen`` is the reason, if a rate is missing that the plan needs.
     """
 
     model: str
@@ -61,9 +64,9 @@ class PlanReport:
         return self.plan is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """What is known, ready for JSON. Sizes are a rank's, in bytes; times are seconds.
+        """The report as a JSON value. Sizes are bytes of a rank; times are seconds.
 
-        What is told per second or day, and the tokens of a step, are a node's; so are the budgets of remedies.
+        Figures per second or day, the tokens of a step, and the budgets of remedies are those of a node.
         """
         load = self.workload
         return {
@@ -117,7 +120,7 @@ class PlanReport:
         return None if self.setting.endurance is None else told.drive_days(self.setting.endurance)
 
     def __str__(self) -> str:
-        """As plain text of 80 columns."""
+        """The report as plain text with 80 columns."""
         from rich.console import Console
 
         console = Console(width=COLUMNS, color_system=None)
@@ -126,9 +129,10 @@ class PlanReport:
         return captured.get()
 
     def print(self, console: Console) -> None:
-        """Write it to ``console``."""
+        """Prints the report to ``console``."""
         for part in self._parts():
-            console.print(part, markup=False, highlight=False)  # paths and error codes have brackets, too
+            # Paths and error codes may contain brackets, which are not markup.
+            console.print(part, markup=False, highlight=False)
 
     def _parts(self) -> Iterator[RenderableType]:
         yield f"{self.model[:1].upper()}{self.model[1:]}."
@@ -137,7 +141,11 @@ class PlanReport:
             yield ""
             yield f"Does not fit. {self.refusal}"
             yield ""
-            yield "Any of these makes it fit:" if self.remedies else "Nothing that was tried makes it fit."
+            yield (
+                "Each of these changes makes it fit:"
+                if self.remedies
+                else "No change was found that makes it fit."
+            )
             yield from (f"  - {each}" for each in self.remedies)
             return
         yield ""
@@ -158,7 +166,7 @@ class PlanReport:
         return f"Trained in {load.compute_dtype} with {load.state_format} state on {device}{ranks}"
 
     def _outlook(self, told: Forecast) -> Iterator[str]:
-        """What follows from the step's time."""
+        """Lines with the figures that follow from the step's time."""
         where = " on each node" if self.setting.world_size > self.setting.local_size else ""
         yield (
             f"{told.tokens_per_second:,.0f} tokens per second{where}; the device computes for"
@@ -189,11 +197,10 @@ def report(
     active: float = 1.0,
     attention_flops: float = 0.0,
 ) -> PlanReport:
-    """Plan ``load`` within the budgets of ``config`` and foresee its step at ``rates``, if it fits.
+    """Plans ``load`` within the budgets of ``config`` and forecasts its step at ``rates``, if it fits.
 
-    ``active`` and ``attention_flops`` are those of ``forecast``.
-    Budgets that are "auto" are this machine's. Raises SwapSpaceError if such a budget is asked of a directory that can
-    hold no swap space.
+    ``active`` and ``attention_flops`` are those of ``forecast``. "auto" budgets are this machine's. Raises
+    SwapSpaceError if the NVMe budget is "auto" and a directory cannot hold swap space.
     """
     budgets = resolve_budgets(
         config.tiering,
@@ -233,7 +240,7 @@ def report(
 
 
 def _said_whole(offer: Remedy, config: TieringConfig, setting: Setting) -> Remedy:
-    """With both budgets where device and host are one memory: one that is "auto" shrinks as the other is raised."""
+    """``offer`` with both budgets if device and host share memory: an "auto" budget shrinks if the other is raised."""
     if setting.gpu_memory is not None or not any(
         f"tiering.{tier.value}_budget" in offer.change for tier in (Tier.DEVICE, Tier.HOST)
     ):
@@ -261,7 +268,7 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _needs(load: Workload) -> str:
-    """What a rank keeps of the model, wherever it is."""
+    """The bytes of the model that a rank keeps, on all tiers."""
     params = sum(load.home_bytes(group) for group in load.groups)
     grads = sum(load.home_grad_bytes(group) for group in load.groups) + load.local_grad_bytes
     state = sum(map(load.state_bytes, load.groups))

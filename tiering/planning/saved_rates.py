@@ -1,9 +1,9 @@
-"""Measured rates, kept for a week in the user's cache: to measure takes ten seconds, and gigabytes written to a drive.
+"""Saves measured rates for a week in the user's cache: a measurement takes ten seconds and writes gigabytes to a drive.
 
-There is a file for each measurement, ``$XDG_CACHE_HOME/tiering/rates/disks-1f0c....json``, whose name has a hash of all
-that the rates depend on, and which repeats that in full. What it says counts for nothing else: a home may be shared by
-machines, a drive replaced, a kernel updated. A file appears whole or not at all, so nobody has to lock.
-What was measured while others took much of the CPUs is fresh for an hour only.
+Each measurement has a file, ``$XDG_CACHE_HOME/tiering/rates/disks-1f0c....json``. Its name has a hash of all conditions
+that the rates depend on, and it contains these conditions in full. It is valid under these conditions only: machines
+may share a home, a drive may be replaced, a kernel updated. Files are replaced atomically, so no lock is needed.
+Rates that were measured while other processes used much of the CPUs are valid for one hour only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tiering.strict_json import FormatError
 
 SCHEMA = 1
 FRESH = timedelta(days=7)
-# Shorter than FRESH: the next measurement runs beside the same processes.
+# Not zero: a measurement right after it would probably run with the same other processes.
 FRESH_BESIDE_OTHERS = timedelta(hours=1)
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Record:
-    """Rates, when they were measured, and the share of the CPUs that others took meanwhile."""
+    """Rates, the time of their measurement, and the fraction of the CPUs that other processes used meanwhile."""
 
     rates: Rates
     measured: datetime
@@ -48,19 +48,19 @@ class Record:
 
     @property
     def fresh(self) -> bool:
-        """Whether it is as good as measured now; a time to come is no time at which anything was measured."""
+        """Whether the record can replace a measurement; a record from the future cannot."""
         return timedelta() <= self.age <= (FRESH_BESIDE_OTHERS if self.others >= WORTH_A_WORD else FRESH)
 
 
 def measured(measurement: Measurement, tell: Tell = quietly) -> Record:
-    """Those of now."""
+    """Runs ``measurement`` and returns its record."""
     others = Others()
     rates = measurement.run(tell)
     return Record(rates, datetime.now(UTC), others.share())
 
 
 class SavedRates:
-    """The records below ``cache``. What cannot be read or written is done without; the first such thing is told."""
+    """The records below ``cache``. Files that cannot be read or written are ignored; the first one logs a warning."""
 
     def __init__(self, cache: Path) -> None:
         self.directory = cache / "tiering" / "rates"
@@ -68,30 +68,33 @@ class SavedRates:
 
     @classmethod
     def of_user(cls) -> SavedRates:
-        """Those of the user that this process runs as."""
+        """The records of the user of this process."""
         cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        if not cache.is_absolute():  # its specification says that it does not count then
+        # The XDG specification ignores relative paths.
+        if not cache.is_absolute():
             try:
                 cache = Path.home() / ".cache"
-            except RuntimeError:  # of a user that nobody knows, as containers have them
+            except RuntimeError:
+                # The user has no entry in the user database, as in some containers.
                 cache = Path("/nonexistent/.cache")
         return cls(cache)
 
     def path(self, measurement: Measurement) -> Path:
-        """Where the rates of ``measurement`` are kept."""
+        """The file of the rates of ``measurement``."""
         digest = hashlib.sha256(_canonical(measurement.conditions).encode()).hexdigest()
         return self.directory / f"{measurement.name.lower()}-{digest[:32]}.json"
 
     def find(self, measurement: Measurement) -> Record | None:
-        """What was measured under the very same conditions, and is still fresh."""
+        """The record with the same conditions, if it is fresh."""
         record = self._read_file(self.path(measurement), measurement.conditions)
         return record if record is not None and record.fresh else None
 
     def _read_file(self, path: Path, conditions: Conditions, but_for: Container[str] = ()) -> Record | None:
-        """The record in a file, if it is there, can be trusted, and is of ``conditions``."""
+        """The record in the file ``path``, if it exists, belongs to this user and has these ``conditions``."""
         try:
             with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_uid != os.geteuid():  # where others may write, too
+                # Other users may be able to write to the directory.
+                if os.fstat(file.fileno()).st_uid != os.geteuid():
                     raise FormatError("it belongs to another user")
                 return _read(file.read(), conditions, but_for)
         except FileNotFoundError:
@@ -101,7 +104,7 @@ class SavedRates:
             return None
 
     def find_like(self, measurement: Measurement, *, but_for: Container[str]) -> Record | None:
-        """The last that was measured and is still fresh, ``but_for`` these conditions under the same ones."""
+        """The newest fresh record whose conditions are equal except those named in ``but_for``."""
         found = []
         for path in sorted(self.directory.glob(f"{measurement.name.lower()}-*.json")):
             record = self._read_file(path, measurement.conditions, but_for)
@@ -110,7 +113,7 @@ class SavedRates:
         return max(found, key=lambda record: record.measured, default=None)
 
     def save(self, measurement: Measurement, record: Record) -> Path | None:
-        """Keep what was just measured; returns where, None if that was not possible."""
+        """Writes ``record``; returns its path, or None if it could not be written."""
         path = self.path(measurement)
         text = json.dumps(
             {
@@ -133,12 +136,12 @@ class SavedRates:
 
     def _warn(self, what: str) -> None:
         if not self._told:
-            log.warning("%s; they are measured each time", what)
+            log.warning("%s; each command measures them again", what)
         self._told = True
 
 
 def _read(content: bytes, conditions: Conditions, but_for: Container[str]) -> Record | None:
-    """The record of ``conditions``, None if it is another version's or of others. Raises ValueError or ConfigError."""
+    """The record, or None if it has another version or other conditions. Raises ValueError or ConfigError."""
     told = strict_json.parse(content)
     theirs = told.get("conditions")
     if told.get("schema") != SCHEMA or not isinstance(theirs, dict):
@@ -147,10 +150,10 @@ def _read(content: bytes, conditions: Conditions, but_for: Container[str]) -> Re
         return None
     rates, measured, others = (told.get(name) for name in ("rates", "measured", "others"))
     if not isinstance(rates, dict) or not isinstance(measured, str) or not isinstance(others, float):
-        raise FormatError("it has no rates, or does not say when they were measured, or beside whom")
+        raise FormatError("'rates', 'measured' or 'others' is missing or has a wrong type")
     when = datetime.fromisoformat(measured)
     if when.tzinfo is None:
-        raise FormatError(f"it was measured at {measured!r}, in nobody knows which time zone")
+        raise FormatError(f"timestamp {measured!r} has no time zone")
     return Record(Rates.from_dict(rates), when, others)
 
 
@@ -159,13 +162,14 @@ def _without(conditions: Conditions, names: Container[str]) -> Conditions:
 
 
 def _canonical(conditions: object) -> str:
-    """As text that is the same for what is the same once it was written and read."""
+    """Canonical JSON text, equal for equal conditions."""
     return json.dumps(conditions, sort_keys=True)
 
 
 def _replace(path: Path, text: str) -> None:
-    """Let ``path`` be ``text``, for this user's eyes; readers see all of it or what was there before."""
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=".rates-")  # 0600
+    """Replaces ``path`` atomically with ``text``, readable by this user only."""
+    # mkstemp creates the file with mode 0600.
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=".rates-")
     partial = Path(name)
     try:
         with os.fdopen(fd, "w") as file:

@@ -1,4 +1,4 @@
-"""What a plan is made for: ranks and their devices, how they train, and by which configuration if none is given."""
+"""The setting of a plan: ranks, devices, batch sizes, and the default configuration."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from tiering.config import ds_config
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement.budgets import AUTO_SHARE, NVME_SHARE
-from tiering.placement.plan import Workload
+from tiering.placement.workload import Workload
 from tiering.planning.profiles import Profile
 from tiering.planning.rates import Rates
 from tiering.text import counted
 
-TOKENS = 4096  # of a micro-batch and rank, unless told
+# Default tokens per micro-batch and rank.
+TOKENS = 4096
 
 RatesOf = Rates | Callable[[Workload], Rates]
-"""Rates, or what makes them of a Workload, as ``profiles.PROFILES["a100"].rates`` does."""
+"""Rates, or a function from a Workload to Rates, such as ``profiles.PROFILES["a100"].rates``."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Ranks, how many of them are on a node, their GPUs, and what they train with.
+    """The number of ranks, of ranks per node, their GPUs and batch sizes.
 
-    ``gpu_memory``: bytes of each rank's GPU, None where the CPU is the device. ``tokens``: of a micro-batch and rank,
-    in sequences of ``sequence`` (None: in one); how long they are matters to attention alone. ``checkpointed``:
-    backward computes the forward again. ``endurance``: bytes that may be written to the node's drives in their life (a
-    drive's TBW x 10^12, of all together).
+    ``gpu_memory``: bytes of each rank's GPU, None if the CPU is the device. ``tokens``: per micro-batch and rank,
+    in sequences of ``sequence`` tokens (None: one sequence); the sequence length only changes the cost of attention.
+    ``checkpointed``: backward repeats the forward. ``endurance``: bytes that may be written to all drives of the node
+    in their life (TBW x 10^12).
     """
 
     world_size: int = 1
@@ -43,23 +44,23 @@ class Setting:
     endurance: float | None = None
 
     def attention_flops(self, layers: int, hidden: int) -> float:
-        """Operations per token of a forward between tokens: scores and their sums over, on average, half a sequence."""
+        """Operations per token of attention scores and sums in a forward, over half a sequence on average."""
         return 2.0 * layers * hidden * (self.tokens if self.sequence is None else self.sequence)
 
     def __post_init__(self) -> None:
         if min(self.world_size, self.local_size) < 1 or self.world_size % self.local_size:
             raise ConfigError(
-                f"{counted(self.world_size, 'rank')} cannot be {self.local_size} on each node: world_size has to be"
-                " a multiple of ranks_per_node, and both at least 1"
+                f"{counted(self.world_size, 'rank')} with {self.local_size} per node is not possible: world_size must"
+                " be a multiple of ranks_per_node, and both at least 1"
             )
         for name in ("tokens", "sequence", "gpu_memory", "endurance"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ConfigError(f"{name} is {value}; it has to be above 0")
+                raise ConfigError(f"{name} is {value}; it must be above 0")
 
 
 def usual_config(directory: Path, *, world_size: int = 1) -> TieringConfig:
-    """bf16 with AdamW in stage 3, where all that memory has no room for may go to NVMe, in ``directory``."""
+    """The default: bf16 with AdamW in stage 3; state that does not fit in memory goes to NVMe, in ``directory``."""
     offload = {"device": "nvme", "nvme_path": str(directory)}
     config, _ = ds_config.load(
         {

@@ -1,10 +1,10 @@
-"""A decoder of a given number of parameters, for planning what is not here: its shape by rule, and its groups.
+"""A decoder with a given number of parameters, for plans without a model: its shape by a rule, and its groups.
 
 The shape is that of the Llama family. Its hidden size is a multiple of 128, from 4096 on of 512; heads have 128
 elements; the three matrices of the MLP are 8/3 as wide as the hidden size, rounded up to 256; the embedding of 32,000
-tokens and the head are not tied. Of all such shapes within 5 % of the size asked for, that one is taken which is
+tokens and the head are not tied. Of all such shapes within 5 % of the requested size, the rule selects the one that is
 closest to it and to a hidden size of 128 times the layers: 4096 x 32 for 7B, 5120 x 40 for 13B and 12288 x 96 for 175B,
-as published. What is planned depends little on the shape: it has as many bytes per parameter in any.
+as published. The plan depends little on the shape, because the bytes per parameter are the same.
 """
 
 from __future__ import annotations
@@ -17,19 +17,28 @@ from fractions import Fraction
 
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
-from tiering.placement.plan import QUANTUM, GroupSizes, Workload
-from tiering.placement.workload import ITEMSIZES, configured_state, make_workload
+from tiering.placement.workload import (
+    ITEMSIZES,
+    QUANTUM,
+    GroupSizes,
+    Workload,
+    configured_state,
+    make_workload,
+)
 from tiering.planning.report import PlanReport, report
 from tiering.planning.setting import RatesOf, Setting
 from tiering.storage.arena import round_up
 from tiering.text import counted
 
-HEAD = 128  # elements of an attention head
+# Elements of an attention head.
+HEAD = 128
 VOCABULARY = 32_000
-ASPECT = 128  # hidden elements per layer, about
+# Approximate hidden elements per layer.
+ASPECT = 128
 TOLERANCE = 0.05
 WIDEST = 128 * 1024
-LARGEST = 2 * 10**13  # parameters: the plan lists each sub-group, and millions of them fill memory
+# Parameters. The plan lists each sub-group, and more of them would fill the memory.
+LARGEST = 2 * 10**13
 
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.ASCII | re.IGNORECASE)
@@ -63,10 +72,10 @@ class Decoder:
     def groups(
         self, *, persistence_threshold: int, itemsize: int, world_size: int = 1
     ) -> tuple[GroupSizes, ...]:
-        """Its ParamGroups in a compute dtype of ``itemsize`` bytes, cut and padded as the engine does.
+        """The ParamGroups in a compute dtype of ``itemsize`` bytes, divided and padded as in the engine.
 
-        Parameters of fewer elements than ``persistence_threshold`` are one group. The embedding and the head are groups
-        of their own if they exceed a block; else they are the root's, which encloses all others.
+        Parameters with fewer elements than ``persistence_threshold`` are one group. The embedding and the head are
+        separate groups if they are larger than a block; otherwise they belong to the root, which encloses all others.
         """
         modules = list(self._modules())
         block = sum(modules[1][1])
@@ -106,10 +115,10 @@ class Decoder:
 
 
 def decoder(params: int) -> Decoder:
-    """The decoder of about ``params`` parameters. Raises ConfigError if none comes near, or for more than LARGEST."""
+    """The decoder of about ``params`` parameters. Raises ConfigError if no shape is close, or above LARGEST."""
     if params > LARGEST:
         raise ConfigError(
-            f"{format_count(params)} parameters are more than the {format_count(LARGEST)} that are planned"
+            f"{format_count(params)} parameters are more than the maximum of {format_count(LARGEST)}"
         )
 
     def distance(shape: Decoder) -> float:
@@ -120,13 +129,13 @@ def decoder(params: int) -> Decoder:
     if nearest is None:
         raise ConfigError(
             f"no decoder of {format_count(params)} parameters: the smallest has"
-            f" {format_count(_shape(HEAD, 2).params)}; plan a model of your own, by a config.json or in Python"
+            f" {format_count(_shape(HEAD, 2).params)}; plan your own model with its config.json, or in Python"
         )
     return nearest
 
 
 def _shapes(params: int) -> Iterator[Decoder]:
-    """For each hidden size, those within the tolerance that can be the nearest."""
+    """For each hidden size, the shapes within the tolerance that can be the nearest."""
     for hidden in (*range(HEAD, 4096, HEAD), *range(4096, WIDEST + 1, 512)):
         thinnest = _shape(hidden, 2)
         block = thinnest.params - _shape(hidden, 1).params
@@ -148,7 +157,7 @@ def _shape(hidden: int, layers: int) -> Decoder:
 def plan_of_size(params: int, config: TieringConfig, setting: Setting, rates: RatesOf) -> PlanReport:
     """The plan of the decoder of about ``params`` parameters.
 
-    Raises ConfigError if there is no such decoder, or it cannot be trained so.
+    Raises ConfigError if there is no such decoder, or the configuration does not support it.
     """
     shape = decoder(params)
     load, attention = load_of(shape, config, setting), setting.attention_flops(shape.layers, shape.hidden)
@@ -156,7 +165,7 @@ def plan_of_size(params: int, config: TieringConfig, setting: Setting, rates: Ra
 
 
 def load_of(shape: Decoder, config: TieringConfig, setting: Setting) -> Workload:
-    """The Workload that the engine would have for ``shape``, where torch can compute in memory that reads land in."""
+    """The engine's Workload for ``shape``, if torch can compute in the memory that reads land in."""
     on_gpu = setting.gpu_memory is not None
     groups = shape.groups(
         persistence_threshold=config.zero.persistence_threshold,
@@ -174,15 +183,15 @@ def load_of(shape: Decoder, config: TieringConfig, setting: Setting) -> Workload
 
 
 def parse_count(text: str) -> int:
-    """The number that ``7B``, ``350M`` or ``6738415616`` stands for. Raises ValueError for anything else."""
+    """The number of parameters in text such as ``7B``, ``350M`` or ``6738415616``. Raises ValueError otherwise."""
     match = _COUNT.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"a number of parameters is written '350M', '7B' or '1.5T', not {text!r}")
+        raise ValueError(f"invalid number of parameters {text!r}; write for example '350M', '7B' or '1.5T'")
     number, unit = match.groups()
     return int(Fraction(number) * _COUNTS[unit.upper()])
 
 
 def format_count(count: int) -> str:
-    """``count`` as people say it: ``6.74B``."""
+    """``count`` with a unit, for example ``6.74B``."""
     unit = next((name for name in reversed(_COUNTS) if count >= _COUNTS[name]), "")
     return f"{count / _COUNTS[unit]:.2f}{unit}" if unit else str(count)

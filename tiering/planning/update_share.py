@@ -1,9 +1,8 @@
-"""How much of the optimizer state a GPU should update, on a visit there, beside the CPU. Pure: a Plan and Rates in.
+"""The device fraction: how much of the optimizer state a GPU should update while the CPU updates the rest. Pure.
 
-The CPU and the GPU update at the same time, so the fastest is to give each as much as both are done with together. What
-the GPU gets takes the time of its link, both ways at once, or of its memory if that is slower; the CPU has what is left
-and what no GPU can reach, by its kernels' rate. Both use host memory: where somebody knows how fast that is, no share
-makes it faster.
+The CPU and the GPU update at the same time, so the optimum is where both finish together. The GPU's part takes the time
+of its link in both directions, or of its memory if that is slower. The CPU updates the rest, and the state that no GPU
+can reach, at its kernels' rate. Both use host memory; if its bandwidth is known, it bounds the time for any fraction.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from dataclasses import replace
 
 from tiering.errors import PlacementError
 from tiering.placement.placement import place
-from tiering.placement.plan import Budgets, Tier, Workload
+from tiering.placement.plan import Budgets
+from tiering.placement.workload import Tier, Workload
 from tiering.planning.forecast import link_seconds, updated_on_device
 from tiering.planning.rates import Rates
 
 SHARES = [hundredths / 100 for hundredths in range(101)]
-WORTH_A_WINDOW = (
-    0.05  # what saves less of an update's time is not worth the device memory that it passes through
-)
+# Fraction of the update's time. A smaller gain does not justify the device memory for the slots.
+WORTH_A_WINDOW = 0.05
 
 
 def best_share(load: Workload, budgets: Budgets, rates: Rates) -> float:
-    """The share of state in host memory that should visit the GPU, one of SHARES; 0 where a rate is not known.
+    """The fraction of the state in host memory that should visit the GPU, one of SHARES; 0 if a rate is unknown.
 
-    ``rates`` are those of one rank. Raises nothing: what has no plan has no share.
+    ``rates`` are those of one rank. Without a plan the fraction is 0; nothing is raised.
     """
     kernels = rates.optimizer
     if load.device_is_host or kernels is None or rates.device_link is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tiering.config.fields import format_size
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from zero3.device.tiers import Tiers
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from tiering.config.training import TiersConfig
 from tiering.errors import ArenaError
-from tiering.placement.plan import Plan, Tier
+from tiering.placement.plan import Plan
+from tiering.placement.workload import Tier
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace

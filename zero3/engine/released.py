@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tiering.config.fields import format_size
 from tiering.errors import ConfigError, PlacementError
 from tiering.placement.budgets import available_memory
-from tiering.placement.plan import FP32
+from tiering.placement.workload import FP32
 from zero3.params import resharded
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tiering import logs
-from tiering.placement.plan import Budgets, Tier, Workload
+from tiering.placement.plan import Budgets
+from tiering.placement.workload import Tier, Workload
 from tiering.planning import conditions
 from tiering.planning.measure import SECONDS, Leg, Measurement, Tell, of_cpu, quietly, repeated
 from tiering.planning.rates import Rates

@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from tiering.config.training import TieringConfig
-from tiering.placement.plan import Tier
-from tiering.placement.workload import settle_dtypes
+from tiering.placement.workload import Tier, settle_dtypes
 from tiering.telemetry import ConfigurationStatus, Description, SettingStatus
 from tiering.version import __version__
 from zero3.device.tiers import Tiers

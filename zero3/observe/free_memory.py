@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from tiering.placement.budgets import available_memory
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from tiering.storage.swap_file import free_by_file_system
 from tiering.telemetry import DeviceMemoryStatus
 from zero3.device.tiers import Tiers

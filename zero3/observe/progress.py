@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from tiering import logs
 from tiering.config.training import TieringConfig
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from zero3.device.tiers import Tiers
 from zero3.loop.step import Update
 from zero3.observe.monitors import Monitor

@@ -20,7 +20,7 @@ from torch import Tensor
 from tiering import logs
 from tiering.config.training import TelemetryConfig, format_size
 from tiering.placement.budgets import host_memory
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from tiering.storage.aio import AioContext
 from tiering.storage.io_stats import DirectionStats, FileStats
 from tiering.storage.swap_file import size_by_file_system

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from optim_cpu.kernels import Rule
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from tiering.telemetry import COPIES_OF
 from zero3.device.kernels import Segment
 from zero3.device.streams import Event

@@ -17,7 +17,8 @@ from torch import Tensor
 from optim_cpu import kernels
 from optim_cpu.formats import round_parameters
 from optim_cpu.kernels import StateFormat
-from tiering.placement.plan import SubGroup, Workload
+from tiering.placement.plan import SubGroup
+from tiering.placement.workload import Workload
 from zero3.device.tiers import Home, Tiers
 from zero3.params.layout import Segment, segments
 from zero3.params.param_group import ParamGroup

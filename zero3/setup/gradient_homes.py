@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from zero3.device.tiers import Home, Tiers
 from zero3.params.layout import shard_ranges
 from zero3.params.param_group import ParamGroup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tiering.placement.plan import GroupSizes
+from tiering.placement.workload import GroupSizes
 from tiering.storage.arena import round_up
 from zero3.device.tiers import Home, Tiers
 from zero3.params.grouping import GroupMembers

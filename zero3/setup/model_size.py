@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tiering.config.training import TieringConfig
-from tiering.placement.plan import GroupSizes, Workload
-from tiering.placement.workload import StateKept, make_workload, settle_dtypes
+from tiering.placement.workload import GroupSizes, StateKept, Workload, make_workload, settle_dtypes
 from zero3.device.storage_swap import can_exchange
 from zero3.device.tiers import NvmePaths
 from zero3.params.grouping import GroupMembers, form_groups, leaf_modules

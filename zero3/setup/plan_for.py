@@ -14,7 +14,7 @@ from torch import nn
 from tiering.config import ds_config
 from tiering.config.training import IoConfig, TieringConfig
 from tiering.errors import ConfigError
-from tiering.placement.plan import Workload
+from tiering.placement.workload import Workload
 from tiering.planning import measure
 from tiering.planning.measure import Measurement, quietly
 from tiering.planning.rates import Rates

@@ -12,7 +12,8 @@ from typing import Any
 from optim_cpu import kernels
 from tiering.errors import PlacementError
 from tiering.placement.placement import place
-from tiering.placement.plan import Budgets, Plan, Tier
+from tiering.placement.plan import Budgets, Plan
+from tiering.placement.workload import Tier
 from tiering.storage.arena import PAGE
 
 from .training import Training

@@ -497,7 +497,7 @@ def test_a_model_that_does_not_fit_gets_remedies(
     code, out, _ = inspect(checkpoints)
     assert code == 0  # it is whole
     assert "It cannot be loaded here. [TIER-PLAN]" in out
-    assert "Any of these makes it fit:\n  - " in out
+    assert "Each of these changes makes it fit:\n  - " in out
     loading = told(inspect, checkpoints)["loading"]
     assert loading["fits"] is False and loading["remedies"]
 

@@ -12,7 +12,8 @@ from tiering.config.training import TiersConfig
 from tiering.errors import SwapSpaceError
 from tiering.placement import budgets
 from tiering.placement.budgets import available_memory, host_memory, least_of, resolve_budgets
-from tiering.placement.plan import Budgets, Tier
+from tiering.placement.plan import Budgets
+from tiering.placement.workload import Tier
 from tiering.storage import swap_file
 from tiering.storage.swap_file import memory_file_system
 
@@ -225,9 +226,9 @@ def test_a_file_system_is_counted_once(spare: int, tmp_path: Path, free: list[Pa
 
 def test_a_budget_that_nobody_set_says_where_it_comes_from(spare: int, tmp_path: Path) -> None:
     auto = resolve_budgets(TiersConfig(), device_memory=None, nvme_paths=[tmp_path]).sources
-    assert auto[Tier.NVME] == f"95% of what is free in {tmp_path}"
-    assert auto[Tier.HOST] == auto[Tier.DEVICE] == "of 80% of the host's memory what is not in use"
+    assert auto[Tier.NVME] == f"95% of the free space in {tmp_path}"
+    assert auto[Tier.HOST] == auto[Tier.DEVICE] == "80% of the host's memory, less memory in use"
     given = TiersConfig(host_budget=1 << 30, nvme_budget=1 << 30)
     on_gpu = resolve_budgets(given, device_memory=1 << 30, nvme_paths=[tmp_path])
-    assert on_gpu.sources == {Tier.DEVICE: "half of what the GPU has free"}
+    assert on_gpu.sources == {Tier.DEVICE: "half of the GPU's free memory"}
     assert least_of([on_gpu, on_gpu]).sources == on_gpu.sources

@@ -9,8 +9,10 @@ import pytest
 
 from tests.tiering.workloads import DEVICE, HOST, MIB, NUMEL, NVME, PLENTY, example, followed
 from tiering.errors import PlacementError
-from tiering.placement.placement import FEWEST_SLOTS, MOST_TILES, SMALLEST_TILE, USUAL_SLOTS, make_plan
-from tiering.placement.plan import Budgets, GroupSizes, Staging, Workload
+from tiering.placement.placement import make_plan
+from tiering.placement.plan import Budgets, Staging
+from tiering.placement.slots import FEWEST_SLOTS, MOST_TILES, SMALLEST_TILE, USUAL_SLOTS
+from tiering.placement.workload import GroupSizes, Workload
 
 
 def traffic_per_param(load: Workload, host: int = PLENTY) -> tuple[float, float]:
@@ -196,7 +198,7 @@ def test_traffic_of_gradients_that_spill() -> None:
     assert str(caught.value) == (
         f"[TIER-PLAN] host needs at least {tight / 1024:.2f} KiB but its budget is {(tight - 1) / 1024:.2f} KiB"
         " (staging 96.00 KiB, gradients on their way to NVMe 64.00 KiB); raise host_budget, or offload to nvme."
-        " Not counted in the budgets: activations, and memory of Python and torch themselves"
+        " Not counted in the budgets: activations, and the memory of Python and torch"
     )
 
 
@@ -305,7 +307,7 @@ def test_what_must_be_in_memory_is_refused_with_every_number() -> None:
     assert str(caught.value) == (
         "[TIER-PLAN] host needs at least 768.00 KiB but its budget is 768.00 KiB (parameters 96.00 KiB, gradients"
         " 96.00 KiB, optimizer state 576.00 KiB); raise host_budget, or offload to nvme."
-        " Not counted in the budgets: activations, and memory of Python and torch themselves"
+        " Not counted in the budgets: activations, and the memory of Python and torch"
     )
 
 
@@ -369,11 +371,14 @@ def test_checksums_are_part_of_the_host_budget(files: int) -> None:
 
 def test_a_budget_that_nobody_set_says_where_it_comes_from() -> None:
     load = example()
-    free = {NVME: "95% of what is free in /mnt/nvme"}
+    free = {NVME: "95% of the free space in /mnt/nvme"}
     with pytest.raises(PlacementError) as caught:
         make_plan(load, Budgets(PLENTY, PLENTY, 4096, free))
     message = str(caught.value)
-    assert "its budget is 4.00 KiB (auto: 95% of what is free in /mnt/nvme)" in message
-    assert "free space there, or name another directory" in message and "raise nvme_budget" not in message
+    assert "its budget is 4.00 KiB (auto: 95% of the free space in /mnt/nvme)" in message
+    assert (
+        "free disk space, or set nvme_path to another directory" in message
+        and "raise nvme_budget" not in message
+    )
     with pytest.raises(PlacementError, match=r"its budget is 4\.00 KiB(:| \().*raise nvme_budget"):
         make_plan(load, Budgets(PLENTY, PLENTY, 4096))

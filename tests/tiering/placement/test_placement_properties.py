@@ -12,8 +12,10 @@ from rich.console import Console
 
 from tests.tiering.workloads import DEVICE, HOST, MIB, NVME, PLENTY, budgets, followed, planned, workloads
 from tiering.errors import PlacementError
-from tiering.placement.placement import FEWEST_SLOTS, SMALLEST_TILE, make_plan, place
-from tiering.placement.plan import Budgets, GroupSizes, Plan, Staging, Tier, Workload
+from tiering.placement.placement import make_plan, place
+from tiering.placement.plan import Budgets, Plan, Staging
+from tiering.placement.slots import FEWEST_SLOTS, SMALLEST_TILE
+from tiering.placement.workload import GroupSizes, Tier, Workload
 from tiering.storage.arena import PAGE
 
 PROMISES: list[Callable[[Workload, Plan], None]] = []

@@ -24,8 +24,10 @@ from tests.tiering.workloads import (
 )
 from tiering.config.training import format_size
 from tiering.errors import PlacementError
-from tiering.placement.placement import SMALLEST_TILE, make_plan
-from tiering.placement.plan import Budgets, GroupSizes, ReductionRoom, Tier, Workload
+from tiering.placement.placement import make_plan
+from tiering.placement.plan import Budgets, ReductionRoom
+from tiering.placement.slots import SMALLEST_TILE
+from tiering.placement.workload import GroupSizes, Tier, Workload
 from tiering.storage.arena import PAGE
 
 ALL = Budgets(PLENTY, PLENTY, PLENTY)

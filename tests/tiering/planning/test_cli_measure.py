@@ -108,10 +108,10 @@ def test_what_was_measured_beside_others_says_so_then_and_later(
 ) -> None:
     monkeypatch.setattr(saved_rates.Others, "share", lambda others: 0.43)
     said = plan(*SMALL, "--measure", tmp_path)[2]
-    assert "disks: measured while others took 43% of the CPUs" in said.splitlines()
+    assert "disks: measured while other processes used 43% of the CPUs" in said.splitlines()
     monkeypatch.setattr(saved_rates.Others, "share", lambda others: 0.0)
     (taken,) = plan(*SMALL, "--measure", tmp_path)[2].splitlines()
-    assert taken.count("(while others took 43% of the CPUs)") == 3
+    assert taken.count("(while other processes used 43% of the CPUs)") == 3
     later = SimpleNamespace(
         now=lambda zone: datetime.now(zone) + timedelta(minutes=61), fromisoformat=datetime.fromisoformat
     )
@@ -208,12 +208,15 @@ def test_what_is_a_week_old_is_measured_again(
     ("change", "why"),
     [
         (lambda text: text[: len(text) // 2], "not valid JSON"),
-        (lambda text: text.replace("optimizer", "optimiser"), "'optimiser' is no rate"),
+        (lambda text: text.replace("optimizer", "optimiser"), "unknown rate 'optimiser'"),
         (lambda text: text.replace("500000000.0", "-1"), "'optimizer' is -1"),
         (lambda text: text.replace("500000000.0", "1" + "0" * 400), "too large"),
         (lambda text: text.replace("+00:00", ""), "time zone"),
         (lambda text: text.replace('"measured": "2', '"measured": "x'), "isoformat"),
-        (lambda text: text.replace('"rates": {', '"rates": [], "more": {'), "it has no rates"),
+        (
+            lambda text: text.replace('"rates": {', '"rates": [], "more": {'),
+            "'others' is missing",
+        ),
     ],
 )
 def test_a_damaged_record_is_passed_over_with_a_word(
@@ -233,7 +236,7 @@ def test_a_damaged_record_is_passed_over_with_a_word(
     path.write_text(change(path.read_text()))
     assert saved.find(cpu) is None and saved.find(cpu) is None
     (warning,) = caplog.messages
-    assert str(path) in warning and why in warning and warning.endswith("they are measured each time")
+    assert str(path) in warning and why in warning and warning.endswith("each command measures them again")
 
 
 def test_a_record_that_another_user_has_put_there_is_not_taken(
@@ -279,7 +282,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
         assert plan(*SMALL, "--measure", tmp_path)[0] == 0
         (warning,) = caplog.messages
         caplog.clear()
-        assert "are measured each time" in warning
+        assert "again" in warning
     assert measured == 2 * ["CPU", "disks", "device"]
     monkeypatch.setattr(saved_rates.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("nobody")))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")

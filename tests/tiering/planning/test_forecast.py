@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.tiering.workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, budgets, example, planned, workloads
 from tiering.errors import ConfigError
 from tiering.placement.placement import make_plan
-from tiering.placement.plan import Budgets, GroupSizes, Plan, Tier, Workload
+from tiering.placement.plan import Budgets, Plan
+from tiering.placement.workload import GroupSizes, Tier, Workload
 from tiering.planning.forecast import HIDDEN, Forecast, Part, forecast
 from tiering.planning.rates import Rates
 

@@ -15,8 +15,7 @@ import tiering
 from tiering.config import ds_config
 from tiering.config.training import parse_size
 from tiering.errors import ConfigError
-from tiering.placement.plan import Tier
-from tiering.placement.workload import configured_state
+from tiering.placement.workload import Tier, configured_state
 from tiering.planning.setting import Setting, usual_config, with_changes
 from tiering.planning.sizing import decoder, load_of
 from zero3.optimizer import update_rules

@@ -64,9 +64,9 @@ def test_a_rate_is_a_number_above_0(rate: float) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("nonsense", "no JSON"),
-        ("[1]", "no object"),
-        ('{"speed": 1}', "'speed' is no rate"),
+        ("nonsense", "not valid JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"speed": 1}', "unknown rate 'speed'"),
         ('{"flops": "fast"}', "'flops' is 'fast'"),
         ('{"flops": true}', "'flops' is True"),
     ],

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.errors import ConfigError
-from tiering.placement.plan import QUANTUM
+from tiering.placement.workload import QUANTUM
 from tiering.planning.sizing import Decoder, decoder, format_count, parse_count
 from zero3.params import layout as partition
 
 
 def test_what_no_plan_could_list_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"400\.00T parameters are more than the 20\.00T that are planned"):
+    with pytest.raises(ConfigError, match=r"400\.00T parameters are more than the maximum of 20\.00T"):
         decoder(400 * 10**12)
 
 
@@ -94,7 +94,7 @@ def test_groups_are_those_of_a_llama_of_that_shape(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tiering.placement.plan import GroupSizes
+    from tiering.placement.workload import GroupSizes
     from zero3.params.grouping import form_groups
 
     with torch.device("meta"):

@@ -8,7 +8,8 @@ import pytest
 
 from tests.tiering.workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, example
 from tiering.placement.placement import make_plan
-from tiering.placement.plan import Budgets, GroupSizes, Workload
+from tiering.placement.plan import Budgets
+from tiering.placement.workload import GroupSizes, Workload
 from tiering.planning.forecast import Part, forecast
 from tiering.planning.rates import Rates
 from tiering.planning.update_share import best_share

@@ -8,7 +8,8 @@ import pytest
 
 from tests.tiering.workloads import PLENTY, example
 from tiering.placement.placement import make_plan
-from tiering.placement.plan import Budgets, GroupSizes, Plan, Tier, Workload
+from tiering.placement.plan import Budgets, Plan
+from tiering.placement.workload import GroupSizes, Tier, Workload
 from tiering.planning.forecast import Part, forecast
 from tiering.planning.rates import Rates
 

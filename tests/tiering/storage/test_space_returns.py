@@ -13,7 +13,8 @@ from tests.tiering.workloads import MIB, example
 from tiering.config.training import TiersConfig
 from tiering.errors import PlacementError, SwapSpaceError
 from tiering.placement.budgets import plan_within, resolve_budgets
-from tiering.placement.plan import Budgets, Tier
+from tiering.placement.plan import Budgets
+from tiering.placement.workload import Tier
 from tiering.storage import swap_file
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE

@@ -19,7 +19,8 @@ from tiering.config.training import TiersConfig
 from tiering.errors import ConfigError
 from tiering.placement.budgets import resolve_budgets
 from tiering.placement.placement import place
-from tiering.placement.plan import Plan, Tier
+from tiering.placement.plan import Plan
+from tiering.placement.workload import Tier
 from tiering.planning import sizing
 from tiering.planning.setting import Setting
 from tiering.storage import fetch_ahead

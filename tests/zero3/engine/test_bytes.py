@@ -22,7 +22,7 @@ from tests.crossed import crossed
 from tests.zero3.plain import Tower, inputs
 from tiering.errors import PlacementError
 from tiering.placement.placement import place
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from tiering.storage import striping, swap_space
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE

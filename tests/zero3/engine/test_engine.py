@@ -19,7 +19,7 @@ import tiering
 from optim_cpu.formats import split
 from tests.zero3.mixture import Mixture, mixture, train_mixture
 from tiering.errors import EngineStateError, ResidencyError
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from tiering.storage import arena
 from tiering.telemetry import EndStatus, find_status_files
 from zero3.params.param_group import Residency

@@ -27,7 +27,7 @@ from tests.zero3.plain import (
     update,
 )
 from tiering.errors import ConfigError
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from zero3.building.zero_init import recipe_of
 
 Start = Callable[..., Any]

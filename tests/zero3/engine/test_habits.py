@@ -20,7 +20,7 @@ from tests.zero3.plain import (
     run_engine,
     update,
 )
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 
 PRECISIONS = ["fp32", "bf16"]
 Start = Callable[..., Any]

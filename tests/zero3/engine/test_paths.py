@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from tiering.storage import striping, swap_space
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.swap_file import memory_file_system

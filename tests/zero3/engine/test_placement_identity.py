@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from optim_cpu import kernels
 from tests.zero3.plain import least_budgets
-from tiering.placement.placement import FEWEST_SLOTS
-from tiering.placement.plan import Tier
+from tiering.placement.slots import FEWEST_SLOTS
+from tiering.placement.workload import Tier
 from tiering.storage import arena
 from zero3.params import flat_storage
 from zero3.setup import model_size

@@ -30,7 +30,7 @@ from tests.zero3.plain import (
     run_plain,
     update,
 )
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from zero3.optimizer import schedulers
 from zero3.params.precision import COMPUTE_DTYPES
 

@@ -25,7 +25,7 @@ from tests.fakes.gpu.streams import never
 from tests.fakes.queued_device import Mark, QueuedDevice
 from tiering.config.training import TelemetryConfig
 from tiering.errors import CheckpointError, TelemetryError
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from tiering.storage.aio import AioContext
 from tiering.telemetry import (
     CheckpointStatus,

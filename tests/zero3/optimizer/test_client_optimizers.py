@@ -26,7 +26,7 @@ from tests.zero3.scales import (
     train_plainly,
 )
 from tiering.errors import ConfigError, EngineStateError
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from zero3.building.zero_init import recipe_of
 
 

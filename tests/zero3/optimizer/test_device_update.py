@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tiering
 from tests.fakes.fake_device import FakeDevice
 from tests.fakes.gpu.streams import Answers, FakeEvent, at_once, by_chance, never
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from zero3.engine.engine import Engine
 from zero3.optimizer.device_update import ROUNDS, DeviceUpdate
 from zero3.optimizer.tiered import TieredOptimizer

@@ -33,7 +33,8 @@ from tests.zero3.scales import (
 )
 from tiering.errors import ConfigError, EngineStateError, PlacementError
 from tiering.placement.placement import make_plan
-from tiering.placement.plan import Plan, Staging, Tier
+from tiering.placement.plan import Plan, Staging
+from tiering.placement.workload import Tier
 from tiering.storage.arena import PAGE
 from zero3.optimizer.tiered import TieredOptimizer
 from zero3.optimizer.tiles import Tile

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.zero3.plain import ADAM, STREAMED, Tower, inputs, update
 from tiering.placement import placement
-from tiering.placement.placement import FEWEST_SLOTS, USUAL_SLOTS
 from tiering.placement.plan import Staging
+from tiering.placement.slots import FEWEST_SLOTS, USUAL_SLOTS
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, LeasePart
 from tiering.storage.fetch_ahead import FETCH_PRIORITY

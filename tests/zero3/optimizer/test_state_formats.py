@@ -39,7 +39,7 @@ from tests.zero3.scales import (
     train_plainly,
 )
 from tests.zero3.scales import PLACEMENTS as SCATTERED
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 from zero3.device import kernels as device_kernels
 from zero3.optimizer.tiered import TieredOptimizer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tiering.placement.plan import Tier
+from tiering.placement.workload import Tier
 
 from .models import WIDTH, Block, Choices, loss_of, vectors
 from .pool import Pool

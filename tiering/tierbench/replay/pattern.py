@@ -14,7 +14,8 @@ from typing import Literal
 
 from tiering.config.training import format_size
 from tiering.errors import ConfigError
-from tiering.placement.plan import GroupSizes, Plan, Tier
+from tiering.placement.plan import Plan
+from tiering.placement.workload import GroupSizes, Tier
 from tiering.storage.arena import round_up
 
 Pattern = Literal["optimizer", "params", "mixed"]

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optim_cpu.kernels import DType, StateFormat, StepBatch
-from tiering.placement.plan import FP32, Plan, SubGroup, Tier, Workload
+from tiering.placement.plan import Plan, SubGroup
+from tiering.placement.workload import FP32, Tier, Workload
 from tiering.planning.measure import usual_rule
 from tiering.storage.arena import Arena, Completion, Lease, round_up
 from tiering.storage.fetch_ahead import FETCH_PRIORITY

@@ -1,0 +1,92 @@
+"""Staging: the size of tiles, the slots through which they pass, and the window of streamed gradients. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiering.placement.plan import Staging
+from tiering.placement.workload import Tier, Workload
+from tiering.storage.arena import round_up
+
+# One slot is read, one is updated, one is written.
+FEWEST_SLOTS = 3
+USUAL_SLOTS = 6
+# Staging uses at most this fraction (1/n) of the host budget, if FEWEST_SLOTS allow it.
+STAGING_SHARE = 3
+SMALLEST_TILE = 2048
+# 24 MiB of Adam's state: many requests, and the slots leave room for cached state.
+LARGEST_TILE = 2 << 20
+# Tiles of a group, unless the configuration needs more: each tile costs bookkeeping.
+MOST_TILES = 64
+
+
+def largest_tile(load: Workload) -> int:
+    """The maximum of elements in a tile of ``load``."""
+    if load.whole_groups:
+        return max([SMALLEST_TILE, *(load.state_numel(group) for group in load.groups)])
+    return min(LARGEST_TILE, max(SMALLEST_TILE, load.sub_group_numel // SMALLEST_TILE * SMALLEST_TILE))
+
+
+def tile_and_slots(
+    load: Workload,
+    room: int,
+    param_tiers: Sequence[Tier],
+    grad_tiers: Sequence[Tier],
+) -> tuple[int, int]:
+    """The elements of a tile, and the number of slots, in ``room`` bytes of host memory."""
+    room -= grad_window(load, grad_tiers)
+    longest = max((load.state_numel(group) for group in load.groups), default=0)
+    tile = min(largest_tile(load), max(SMALLEST_TILE, longest))
+    least = min(tile, round_up(max(1, -(-longest // MOST_TILES)), SMALLEST_TILE))
+
+    def slot(tile: int) -> int:
+        return slots_for(load, tile, 1, param_tiers, grad_tiers).nbytes
+
+    while tile > least and USUAL_SLOTS * slot(tile) > room // STAGING_SHARE:
+        tile = max(least, tile // 2 // SMALLEST_TILE * SMALLEST_TILE)
+    fit = room // STAGING_SHARE // slot(tile) if slot(tile) else 0
+    return tile, min(USUAL_SLOTS, max(FEWEST_SLOTS, fit))
+
+
+def slots_for(
+    load: Workload, tile: int, slots: int, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]
+) -> Staging:
+    """``slots`` for tiles of at most ``tile`` elements, with room for the kinds that stream.
+
+    Their size is that of the largest tile that the groups are actually divided into.
+    """
+    tiles = [(tile_numel(load.state_numel(group), tile), load.of(group)) for group in load.groups] or [
+        (tile, load)
+    ]
+    return slots_of_sizes(
+        slots,
+        state=[n * sizes.state_itemsize for n, sizes in tiles] if Tier.NVME in load.optimizer_tiers else [],
+        param=[n * sizes.compute_itemsize for n, sizes in tiles]
+        if Tier.NVME in param_tiers or load.steps_copy_out
+        else [],
+        grad=[n * sizes.grad_itemsize for n, sizes in tiles] if Tier.NVME in grad_tiers else [],
+    )
+
+
+def slots_of_sizes(slots: int, *, state: Sequence[int], param: Sequence[int], grad: Sequence[int]) -> Staging:
+    """``slots`` with room for the largest of each kind, in bytes."""
+    sizes = [max(each, default=0) for each in (state, param, grad)]
+    return Staging(slots, sum(sizes), sizes[0], sizes[0] + sizes[1])
+
+
+def tile_numel(numel: int, tile: int) -> int:
+    """The elements of a tile if ``numel`` is divided into as few tiles of equal size, at most ``tile``, as possible."""
+    count = max(1, -(-numel // tile))
+    return max(SMALLEST_TILE, round_up(-(-numel // count), SMALLEST_TILE))
+
+
+def grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
+    """Bytes for two of the largest streamed gradients: one group accumulates while the previous one is written."""
+    return 2 * max(
+        (
+            round_up(load.home_grad_bytes(group))
+            for group, tier in zip(load.groups, grad_tiers, strict=True)
+            if tier is Tier.NVME
+        ),
+        default=0,
+    )

@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node=2 examples/train_ranks.py --stage 3
     torchrun --standalone --nproc-per-node=2 examples/train_ranks.py --stage 3 --nvme DIRECTORY
-    torchrun --standalone --nproc-per-node=2 examples/train_ranks.py --checkpoints DIRECTORY  # goes on where it stopped
+    torchrun --standalone --nproc-per-node=2 examples/train_ranks.py --checkpoints DIRECTORY  # resumes
 
-What is special about ranks here: one of them prints, all of them call what is collective (``state_dict``), and data is
-shared out. The rest is the script of one process, and `python examples/train_ranks.py` runs it as such.
+Only three things are specific to ranks: one rank prints, all ranks call collective functions (``state_dict``), and each
+rank gets its part of the data. `python examples/train_ranks.py` runs the script in one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEQUENCE = 64
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of a text, and the same one byte on."""
+    """Pieces of a text, and the same pieces shifted by one byte."""
 
     def __init__(self, text: bytes) -> None:
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)

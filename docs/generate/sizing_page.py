@@ -28,42 +28,44 @@ LAPTOP_BYTES = 16 << 30
 GIB = 1 << 30
 
 INTRO = """\
-# What trains where
+# Model sizes by machine
 
-Made by `python -m docs.generate.sizing_page` with the code that plans: each row is a plan, for the decoder that
-`tiering plan --params` takes for a size (7B is Llama 2 7B to the parameter; `tiering/planning/sizing.py` has the rule).
-It trains in bf16 with AdamW in ZeRO stage 3, and what memory has no room for is on NVMe. `fp32` state is a master and
-two moments of 4 bytes; `split+bf16` is the other half of the master and moments of 2 bytes: 6 in place of 12.
+`python -m docs.generate.sizing_page` writes this page with the planner: each row is a plan for a decoder of the given
+size, as `tiering plan --params` chooses it (7B has exactly the parameters of Llama 2 7B; `tiering/planning/sizing.py`
+has the rule). The model trains in bf16 with AdamW in ZeRO stage 3; everything that does not fit in memory is on NVMe.
+`fp32` state has a master and two moments of 4 bytes each. `split+bf16` has the other half of the master and moments of
+2 bytes: 6 bytes instead of 12.
 
-For a machine or a model of your own, ask:
+For your own machine or model, run:
 
 ```sh
-tiering plan --params 13B --profile rtx4090    # a machine of those below
+tiering plan --params 13B --profile rtx4090    # one of the machines below
 tiering plan --model config.json --measure /nvme0 /nvme1    # a transformers model, on this machine
 tiering plan --params 70B --gpu 24GiB --host-budget 48GiB --nvme-budget 2TB    # without rates no step time
 tiering plan --params 70B --profile a100 --micro-batches 4 --json
 ```
 
-or in Python `tiering.plan_for(model=model, config=config)`, which makes the plan that `initialize` would make.
-[planning.md](planning.md) has the formulas of a step's time. The plan does not count activations, and says so: a
-micro-batch of many tokens may not fit where the plan does. Sizes below 1 MiB are refused: `--gpu 24` is 24 bytes. A
-budget is what the engine may own: beside it a GPU holds activations, and the host Python, torch and data.
+In Python, `tiering.plan_for(model=model, config=config)` returns the plan that `initialize` would make.
+[planning.md](planning.md) has the formulas for the time of a step. The plan does not count activations: a micro-batch
+of many tokens may not fit although the plan does. Sizes below 1 MiB are refused, because `--gpu 24` means 24 bytes. A
+budget is the memory that the engine may own. In addition, a GPU holds activations, and the host holds Python, torch and
+data.
 
-`--json` is in bytes and seconds. Of a rank: `budgets`, `plan.tiers` (what each holds, by kind), `plan.nvme_read` and
-`nvme_written` in a step, `micro_batch_tokens`, `forecast.seconds`, its `phases` with what bounds them, and
-`tokens_that_hide`, of a micro-batch; `not_counted` is what takes memory beside the budgets. Of a node, all its ranks
-together: `forecast.tokens` of a step, `tokens_per_second`, `nvme_written_per_day`, `drive_life`, and the budgets in
-`remedies`, whose `change` is by keys of the configuration. `rates` are of a node or a rank as
-[planning.md](planning.md) says. `fits` tells whether there is a plan, `refusal` why not. `schema_version` goes up when
-a name goes or changes its meaning; `schema` is its former name.
-The exit code is 0 for what fits, 1 for what does not, 2 for a wrong question.
+`--json` prints bytes and seconds. These values are per rank: `budgets`, `plan.tiers` (bytes by kind), `plan.nvme_read`
+and `nvme_written` per step, `micro_batch_tokens`, `forecast.seconds`, its `phases` with their bottlenecks, and
+`tokens_that_hide` per micro-batch; `not_counted` is memory outside the budgets. These values are for all ranks of a
+node together: `forecast.tokens` per step, `tokens_per_second`, `nvme_written_per_day`, `drive_life`, and the budgets in
+`remedies`, whose `change` has keys of the configuration. [planning.md](planning.md) has the scope of each of the
+`rates`. `fits` is true if there is a plan; `refusal` is the reason if there is none. `schema_version` increases when a
+name is removed or changes its meaning; `schema` is its former name. The exit status is 0 if the model fits, 1 if it
+does not, 2 for a usage error.
 """
 
 LEAST = """\
-## The least
+## Minimum budgets
 
-GiB of parameters, gradients and state, and the least budgets of one GPU and its host with which each trains, all else
-on NVMe: room for the largest groups on their way.
+The size of parameters, gradients and state in GiB, and the smallest budgets of one GPU and its host with which each
+model trains. Everything else is on NVMe; the budgets hold the largest groups in transfer.
 """
 
 MACHINES = f"""\
@@ -72,23 +74,23 @@ MACHINES = f"""\
 A step is {MICRO_BATCHES} micro-batches of one sequence of {TOKENS:,} tokens on each GPU, with activation checkpointing.
 Budgets are half of a GPU's memory, four fifths of the host's, and 95 % of the drives. Sizes are GiB, of each rank.
 
-The rates are those of data sheets (`tiering/planning/profiles.py` has their sources), at which no machine trains: **a
-step takes at least so long**. Real layers get half of a GPU's peak more often than all of it, and a consumer drive
-writes at its peak until its cache is full. What is moved does not depend on that, and `tiering plan --measure` knows
-better.
+The rates are those of data sheets (`tiering/planning/profiles.py` has their sources). Real machines are slower: **a
+step takes at least this long**. Real layers often reach only half of a GPU's peak, and a consumer drive writes at its
+peak rate only until its cache is full. The bytes that a step moves do not depend on the rates. For measured rates, use
+`tiering plan --measure`.
 
-More than one micro-batch accumulates gradients in fp32. Where the host has no room for them, each micro-batch moves
-them to NVMe and back: then few micro-batches of many tokens train faster than many of few.
+With more than one micro-batch, gradients accumulate in fp32. If they do not fit in host memory, each micro-batch moves
+them to NVMe and back: a few micro-batches of many tokens then train faster than many micro-batches of few tokens.
 
-*Hides*: tokens in each micro-batch from which on all else waits for NVMe during less than {1 - HIDDEN:.0%} of a step.
-*Days*: until the endurance of the drives is written, training day and night.
+*Hides*: the tokens per micro-batch from which the step waits for NVMe during less than {1 - HIDDEN:.0%} of a step.
+*Days*: days of continuous training until the drives have reached their rated endurance.
 """
 
 LAPTOP = f"""\
 ### A laptop without GPU
 
-{LAPTOP_BYTES // GIB} GiB of RAM, of which {AUTO_SHARE:.0%} are the budgets, one {SSD_990_PRO.name}, one micro-batch. No
-data sheet says how fast a CPU trains in bf16: the last column is how long the drive alone takes for a step.
+{LAPTOP_BYTES // GIB} GiB of RAM, of which {AUTO_SHARE:.0%} are the budgets, one {SSD_990_PRO.name}, one micro-batch.
+Data sheets have no rate for bf16 training on a CPU: the last column is the time that the drive alone needs for a step.
 """
 
 

@@ -3,9 +3,9 @@
     python examples/bert_mlm/train.py
     torchrun --standalone --nproc-per-node=2 examples/bert_mlm/train.py --steps 200
 
-The model starts from random weights, and the text is what every machine with Python has: the sources of its own
-library. ds_config.json keeps the optimizer's state in host memory ("offload_optimizer"), and DeepSpeedCPUAdam is given
-two groups of parameters, for biases and norms do not decay.
+The model starts from random weights. The text is the source code of Python's standard library, which every machine has.
+ds_config.json keeps the optimizer state in host memory ("offload_optimizer"). DeepSpeedCPUAdam gets two groups of
+parameters, because biases and norms have no weight decay.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ try:
 except ImportError as error:
     raise SystemExit("this example needs transformers: pip install transformers") from error
 
-SEQUENCE, MASK = 64, 256  # bytes are the tokens, and one more that stands for what is to be found
+SEQUENCE, MASK = 64, 256  # the tokens are the bytes, and one more token is the mask
 NO_TARGET = -100
 
 
 class MaskedText(Dataset[dict[str, Tensor]]):
-    """Pieces of a text; of every 20 bytes 3 are targets, and most of those are hidden, as in the paper."""
+    """Pieces of a text. 3 of 20 bytes are targets, and most targets are masked, as in the paper."""
 
     def __init__(self, text: bytes) -> None:
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -4,7 +4,7 @@
     sbatch examples/cifar/launch.sbatch         # SLURM: the same on each of its nodes
     python examples/cifar/train.py --steps 20
 
-The images are drawn: shapes of any colour, size and place, before any other colour.
+The images are generated: shapes of random colour, size and position on a background of another random colour.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CLASSES = {
 
 
 class Shapes(Dataset[tuple[Tensor, int]]):
-    """Sample ``index`` is always the same image."""
+    """Generated images; sample ``index`` is always the same image."""
 
     def __init__(self, count: int, *, first: int = 0) -> None:
         self.count, self.first = count, first

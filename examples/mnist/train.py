@@ -1,10 +1,10 @@
-"""A classifier of handwriting-sized digits, 28 x 28 pixels, from a configuration that is written in the script.
+"""A classifier of digits of 28 x 28 pixels, with its configuration in the script.
 
     python examples/mnist/train.py
     torchrun --standalone --nproc-per-node=2 examples/mnist/train.py --steps 300
 
-The digits are drawn here: shifted, of any brightness, under noise. So nothing is downloaded, and a share of right
-answers means something: one in ten is a guess.
+The digits are generated here, with random shifts, brightness and noise, so nothing is downloaded. A guess is right one
+time in ten.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GLYPHS = """
 
 
 def digits(count: int, *, seed: int) -> TensorDataset:
-    """Images [count, 1, 28, 28], and what they show."""
+    """Images [count, 1, 28, 28] and their digits [count]."""
     rows = [
         [[float(dot == "#") for dot in word] for word in line.split()] for line in GLYPHS.split("\n")[1:-1]
     ]

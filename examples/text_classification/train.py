@@ -1,10 +1,10 @@
-"""Which package is a line of source from? Classification of real text with ZeRO-2, in fp16.
+"""Classifies lines of source code by their package: real text with ZeRO-2, in fp16.
 
     python examples/text_classification/train.py
     torchrun --standalone --nproc-per-node=2 examples/text_classification/train.py --steps 400
 
-The lines are those of five packages of Python's own library, so nothing is downloaded. Guessing is right for one line
-in five; every tenth line is kept back, to see how much better the model is.
+The lines come from five packages of Python's standard library, so nothing is downloaded. A guess is right for one line
+in five. Every tenth line is a test line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def features(line: str) -> Tensor:
 
 
 def rows() -> list[tuple[Sample, ...]]:
-    """In every row a line of each package, as its features and the number of the package."""
+    """Each row has one line of each package: its features and the number of the package."""
     library = Path(sysconfig.get_path("stdlib"))
     samples: list[list[Sample]] = []
     for label, package in enumerate(PACKAGES):
@@ -47,13 +47,13 @@ def rows() -> list[tuple[Sample, ...]]:
 
 
 def pad(samples: list[Sample]) -> tuple[Tensor, Tensor]:
-    """Features [samples, most of them], labels [samples]."""
+    """Features [samples, maximum number of features], labels [samples]."""
     lines = pad_sequence([line for line, _ in samples], batch_first=True)
     return lines, torch.tensor([label for _, label in samples])
 
 
 class Classifier(nn.Module):
-    """The mean of the features' vectors, and two layers on it."""
+    """The mean of the embeddings of the features, followed by two layers."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

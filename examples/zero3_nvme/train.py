@@ -3,11 +3,11 @@
     python examples/zero3_nvme/train.py --nvme /local_nvme
     torchrun --standalone --nproc-per-node=2 examples/zero3_nvme/train.py --nvme /local_nvme --checkpoints runs/gpt
 
-Started again with the same directory for checkpoints, it goes on where the last one was saved. A batch follows from its
-number alone, so that what is trained does not depend on how often the run was stopped.
+If you start it again with the same checkpoint directory, it resumes from the last checkpoint. A batch depends only on
+its number, so the result does not depend on interruptions.
 
-"tiering" in ds_config.json is a block of our own: without it, what fits into memory would stay there, and a model of
-this size would never see the disk.
+The section "tiering" in ds_config.json is specific to tiering. Without it, data that fits in memory would stay there,
+and a model of this size would not use the disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--local_rank", type=int, default=-1, help="from a launcher that gives it")
-    parser.add_argument("--nvme", metavar="DIRECTORY", help="swap there, whatever ds_config.json says")
+    parser.add_argument(
+        "--nvme", metavar="DIRECTORY", help="swap directory, instead of the one in ds_config.json"
+    )
     parser.add_argument("--checkpoints", metavar="DIRECTORY", help="save there, and go on from there")
     parser.add_argument("--save_interval", type=int, default=50, metavar="STEPS")
     parser = deepspeed.add_config_arguments(parser)

@@ -3,8 +3,8 @@
     python examples/zero3_offload/train.py
     torchrun --standalone --nproc-per-node=2 examples/zero3_offload/train.py --steps 100 --save DIRECTORY
 
-What a script has to know about stage 3 is here: activations are recomputed (checkpointing.checkpoint), a parameter has
-its values only inside of GatheredParameters, and save_16bit_model gathers the whole.
+It shows the differences of a script for stage 3: activations are recomputed (checkpointing.checkpoint), a parameter has
+its values only inside GatheredParameters, and save_16bit_model gathers the whole model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEQUENCE = 64
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of a text, and the same one byte on."""
+    """Pieces of a text, and the same pieces shifted by one byte."""
 
     def __init__(self, text: bytes) -> None:
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -40,7 +40,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class RecomputingGPT(GPT):
-    """Keeps what enters a block, and in backward goes through the block again."""
+    """Saves the inputs of each block and recomputes the block in backward."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         stream = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))

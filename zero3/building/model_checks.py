@@ -1,4 +1,4 @@
-"""Which models the engine can take: what is refused by name, before anything is planned or moved."""
+"""Checks whether the engine supports a model, before anything is planned or moved."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ FLOAT8 = tuple(
     if name.startswith("float8_") and isinstance(dtype, torch.dtype)
 )
 CONVERTIBLE = frozenset({*COMPUTE_DTYPES.values(), torch.float64, *FLOAT8})
-"""Dtypes whose elements are single numbers, which a cast to a compute dtype keeps up to rounding."""
+"""Dtypes whose elements are single numbers: a cast to a compute dtype only rounds them."""
 
 
 def check_model(model: nn.Module) -> None:
-    """ConfigError or EngineStateError for a model that another engine, wrapper or library has a hold of."""
+    """Raise ConfigError or EngineStateError for a model that another engine, wrapper or library uses."""
     _check_unowned(model)
     if is_wrapped(model):
         raise ConfigError(
-            "the model is wrapped by torch.compile, which does not see parameters come and go; initialize the model as"
-            " it was before, and compile its blocks: `for block in model.layers: block.compile()`"
+            "the model is wrapped by torch.compile, which does not see that parameters are unsharded and resharded;"
+            " initialize the original model, and compile its blocks: `for block in model.layers: block.compile()`"
         )
     for name, module in model.named_modules():
         _check_module(f"module {name!r}" if name else "the model", module)
@@ -45,7 +45,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
-    """ConfigError for parameters that cannot be cast to the compute dtype; a log line for those that lose by it."""
+    """Raise ConfigError for parameters that cannot be cast to the compute dtype; log casts that round values."""
     compute = COMPUTE_DTYPES[config.precision]
     for pattern in unmatched(model, config):
         log.log(
@@ -62,7 +62,7 @@ def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
                 f" weight, use 4-bit weights of bitsandbytes with bnb_4bit_quant_storage={compute}; if it is an"
                 " ordinary tensor, register it as a buffer, which stays on the device as it is"
             )
-        # 16 bits for a model in fp32 is what the user asked for
+        # The cast of an fp32 model to 16 bits is what the configuration requests.
         if param.dtype not in (compute, torch.float32) and param not in in_fp32:
             changed.setdefault(param.dtype, []).append(name)
     for dtype, names in changed.items():
@@ -71,7 +71,7 @@ def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
 
 
 def check_dense_gradients(model: nn.Module, trained: Container[Tensor]) -> None:
-    """ConfigError for an embedding whose gradient will be sparse, among the ``trained`` parameters."""
+    """Raise ConfigError if one of the ``trained`` parameters is an embedding with sparse gradients."""
     for name, module in model.named_modules():
         sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if sparse and module.weight in trained:
@@ -104,18 +104,19 @@ def _check_unowned(model: nn.Module) -> None:
 def _check_module(title: str, module: nn.Module) -> None:
     if isinstance(module, DistributedDataParallel | DataParallel):
         raise ConfigError(
-            f"{title} is wrapped in {type(module).__name__}, which averages gradients by itself, and the engine does"
-            " that, too: initialize the model inside of it (its attribute .module)"
+            f"{title} is wrapped in {type(module).__name__}, which averages gradients, and so does the engine:"
+            " initialize the wrapped model (its attribute .module)"
         )
     if is_subclass_by_name(type(module), ("FSDPModule", "FullyShardedDataParallel")):
         raise ConfigError(
             f"{title} is sharded by FSDP, and the engine shards parameters itself: initialize the model as it was"
             " built, without fully_shard() or FullyShardedDataParallel"
         )
-    if is_subclass_by_name(type(module), ("RecursiveScriptModule",)):  # what is traced takes hooks
+    # Traced modules accept hooks.
+    if is_subclass_by_name(type(module), ("RecursiveScriptModule",)):
         raise ConfigError(
-            f"{title} was made by torch.jit.script, whose modules take none of the hooks by which parameters come and"
-            " go: initialize the Python module that it was made of, and compile blocks with block.compile() instead"
+            f"{title} was made by torch.jit.script, whose modules accept none of the hooks that unshard parameters:"
+            " initialize the original Python module, and compile blocks with block.compile() instead"
         )
 
 
@@ -133,16 +134,16 @@ def _check_tensor(name: str, param: nn.Parameter) -> None:
         )
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise ConfigError(
-            f"parameter {name!r} is a {kind.__name__}, a tensor subclass that keeps its values in a form of its own"
-            " (a quantised one?), and those cannot be tiered: convert the model after training, or keep the tensor"
-            " outside of the model's parameters"
+            f"parameter {name!r} is a {kind.__name__}, a tensor subclass with its own storage format (quantised?),"
+            " which cannot be tiered: convert the model after training, or keep the tensor outside of the model's"
+            " parameters"
         )
     if param.layout is not torch.strided:
         raise ConfigError(f"parameter {name!r} is {param.layout}; only dense parameters can be tiered")
 
 
 def is_subclass_by_name(kind: type, names: Iterable[str]) -> bool:
-    """Whether a class of torch's that is one of ``names`` is among the bases of ``kind``; importing them is slow."""
+    """Whether a base of ``kind`` is a class of torch with one of ``names``. An import of the classes would be slow."""
     return any(base.__name__ in names and base.__module__.startswith("torch.") for base in kind.__mro__)
 
 

@@ -1,4 +1,4 @@
-"""What checkpoints call the parameters and buffers of a model."""
+"""The names of a model's parameters and buffers in checkpoints."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import nn
 
 
 class ModelNames:
-    """The names that modules of ``model`` have now, kept when they are moved.
+    """The names that modules of ``model`` have now, which they keep when they are moved.
 
-    A run that loads a checkpoint builds the model as it was at ``initialize``, and moves modules after that, before or
-    behind the load. So what moved, or left the model, keeps its name in checkpoints. Modules that come later have the
-    name that they have then, unless it is taken.
+    A run that loads a checkpoint builds the model as it was at ``initialize``, and may move modules after that, before
+    or after the load. So a module that was moved, or removed from the model, keeps its name in checkpoints. A module
+    that is added later has its current name, unless that is in use.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,10 +1,10 @@
-"""Whose is which stored tensor: names in files, and names in a model.
+"""Matches stored tensors to a model by name.
 
-Names decide, as in ``load_state_dict``. Beside the exact name, what transformers does with names when it loads is done
-here: a tied parameter answers to each of its names, a base model's weights fit the same model with a head and the other
-way round (``base_model_prefix``), and names of older versions are renamed. Experts that are stored one by one and kept
-as one tensor are taken as they lie, one after the other. What else transformers computes from stored tensors
-(transposes, interleaved rows) is refused: what is streamed are ranges of files.
+Names decide, as in ``load_state_dict``. Besides exact names, the rules of transformers apply: a tied parameter matches
+any of its names, the weights of a base model fit the same model with a head and vice versa (``base_model_prefix``), and
+names of older versions are renamed. Experts that are stored one by one are concatenated if the model has them as one
+tensor. Other computations of transformers on stored tensors (transposes, interleaved rows) are an error, because ranges
+of the files are streamed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero3.building.model_names import ModelNames
 
 @dataclass(eq=False)
 class Target:
-    """A parameter or persistent buffer: where it is registered, and by which name each."""
+    """A parameter or persistent buffer, with all its names and the modules in which it is registered."""
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
@@ -33,24 +33,24 @@ class Target:
 
 @dataclass(frozen=True)
 class Values:
-    """What a target could take: the elements of ``parts``, one part after the other, as ``shape``."""
+    """Stored values for a target: the elements of ``parts``, one part after the other, as ``shape``."""
 
     parts: tuple[StoredTensor, ...]
     shape: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        """Of the first part."""
+        """The name of the first part."""
         return self.parts[0].name
 
     @property
     def dtype(self) -> str:
-        """Of every part."""
+        """The dtype of every part."""
         return self.parts[0].dtype
 
 
 Partners = dict[Target, list[Values]]
-"""What each target could take, its own first name first."""
+"""The candidates for each target; one with the target's own name comes first."""
 
 
 def _targets(modules: Iterable[tuple[str, nn.Module]]) -> list[Target]:
@@ -70,7 +70,7 @@ def _targets(modules: Iterable[tuple[str, nn.Module]]) -> list[Target]:
 
 
 class Pairs(NamedTuple):
-    """Targets, in the order of the model, with what they could take; and the names on both sides that found nobody."""
+    """Targets, in the order of the model, with their candidates, and the names on both sides without a partner."""
 
     partners: Partners
     missing: list[str]
@@ -78,7 +78,7 @@ class Pairs(NamedTuple):
 
 
 def pair(model: nn.Module, files: WeightFiles, names: ModelNames) -> Pairs:
-    """Find the targets' tensors by name. Raises WeightsError for what would have to be computed."""
+    """Find the stored tensors of all targets by name. Raises WeightsError for values that must be computed."""
     targets = _targets(names.modules(remove_duplicate=False))
     known = {name: target for target in targets for name in target.names}
     naming, prefix = _Naming.of(model), getattr(model, "base_model_prefix", "")
@@ -109,7 +109,7 @@ def pair(model: nn.Module, files: WeightFiles, names: ModelNames) -> Pairs:
 
 
 def _place(name: str, known: Mapping[str, Target], prefix: str) -> str | None:
-    """The model's word for ``name``: itself, or with the name of the base model put off or on."""
+    """The model's name for ``name``: the same, or without or with the prefix of the base model."""
     for spelling in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
         if spelling in known:
             return spelling
@@ -117,14 +117,13 @@ def _place(name: str, known: Mapping[str, Target], prefix: str) -> str | None:
 
 
 def _stack(files: WeightFiles, place: str, columns: list[list[StoredTensor]]) -> Values:
-    """Experts one after the other, and of each the tensors of ``columns`` (gate and up, say) one above the other."""
+    """The experts one after the other; for each expert, its tensors of ``columns`` (for example gate and up)."""
     parts = [part for column in columns for part in column]
     alike = len({(part.dtype, part.shape) for part in parts}) == 1
     if len({len(column) for column in columns}) > 1 or not alike or not parts[0].shape:
         raise WeightsError(
-            f"{files.path}: {parts[0].name!r} and the others that make up {place!r} are not as many of each kind, or"
-            " not of one shape and dtype",
-            "download them again",
+            f"{files.path}: {parts[0].name!r} and the other tensors of {place!r} differ in number, shape or dtype",
+            "download the files again",
         )
     rows = parts[0].shape
     if len(columns) > 1:
@@ -140,19 +139,20 @@ def _natural(stored: StoredTensor) -> list[tuple[bool, int, str]]:
 
 def _computed(files: WeightFiles, name: str, place: str) -> WeightsError:
     return WeightsError(
-        f"{files.path} stores {name!r} in another form than the model keeps it, in {place!r}: transformers computes the"
-        " one from the other when it loads, which a stream cannot",
-        "load it once with from_pretrained, where there is memory for that, and save it with save_pretrained(NEW_DIR,"
-        " save_original_format=False); then give NEW_DIR",
+        f"{files.path} stores {name!r} in another form than the model's {place!r}: transformers converts it when it"
+        " loads, but streamed weights cannot be converted",
+        "load it with from_pretrained on a machine with enough memory, save it with save_pretrained(NEW_DIR,"
+        " save_original_format=False), and pass NEW_DIR",
     )
 
 
 @dataclass(frozen=True)
 class _Naming:
-    """What transformers makes of stored names.
+    """The conversion of stored names in transformers.
 
-    ``rename`` tells a name's newer form and, if its values become part of another tensor, the pattern that says so.
-    ``stacked`` has those patterns whose tensors only lie one after the other, with all that take part, in their order.
+    ``rename`` returns the current form of a name and, if its values become part of another tensor, the pattern of that
+    conversion. ``stacked`` has the patterns whose tensors are only concatenated, each with all patterns of its
+    conversion, in order.
     """
 
     rename: Callable[[str], tuple[str, str | None]]
@@ -166,7 +166,8 @@ class _Naming:
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-        except ImportError:  # a version that keeps to names
+        except ImportError:
+            # This version does not convert names.
             return cls(lambda name: (name, None), {})
         steps = get_model_conversion_mapping(model)
         renamings = [step for step in steps if isinstance(step, WeightRenaming)]
@@ -181,7 +182,7 @@ class _Naming:
 
 
 def _only_stacks(operations: list[Any], sources: int) -> bool:
-    """Experts become rows of dimension 0; what of each expert is concatenated (in dimension 1 then) lies together."""
+    """Whether experts become rows of dimension 0, and the tensors of an expert are joined in dimension 1."""
     steps = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations]
     stack, concatenate = ("MergeModulelist", 0), ("Concatenate", 1)
     return steps == ([stack] if sources == 1 else [stack, concatenate])

@@ -1,4 +1,4 @@
-"""The values of a model's parameters and buffers, out of files of weights."""
+"""Reads the values of a model's parameters and buffers from files of weights."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ _NOT_FLOATS = {
 }
 _DTYPES = _FLOATS | _NOT_FLOATS
 STORED_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-"""The format's word for each dtype."""
+"""The name of each dtype in the file format."""
 
-_NAMES_SHOWN = 10  # names in a message
-_COMPARED = 300  # names among which the nearest is looked for, which takes a while
+# Names in a message.
+_NAMES_SHOWN = 10
+# Names that are searched for the nearest one, which is slow.
+_COMPARED = 300
 
 
 @dataclass
@@ -56,7 +58,7 @@ class OpenFiles:
 
     @contextmanager
     def reading(self, files: WeightFiles, io: IoConfig, order: Iterable[Wanted]) -> Iterator[None]:
-        """Open ``files``; in ``order``, and from their first elements on, tensors are read fastest."""
+        """Open ``files``. Reads are fastest in ``order``, and from the first elements of each tensor on."""
         with WeightReader(files, io, order) as self.reader:
             try:
                 yield
@@ -65,7 +67,7 @@ class OpenFiles:
 
 
 class FileSource:
-    """The values of a parameter, in files, in the precision that they were saved in (``dtype``)."""
+    """The stored values of a parameter, in the dtype in which they were saved (``dtype``)."""
 
     def __init__(self, parts: Iterable[StoredTensor], files: OpenFiles) -> None:
         self.parts = tuple(parts)
@@ -96,10 +98,10 @@ class FileSource:
         return joined
 
     def release(self) -> None:
-        """Nothing is kept of a parameter: the reader's windows are used over and over."""
+        """No memory to free: all parameters are read through the windows of the reader."""
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[StoredTensor, int, int]]:
-        """The parts that make up elements [start, end): which, from which of its elements, how many."""
+        """(part, first element in it, number of elements) of the parts that hold elements [start, end)."""
         number = bisect.bisect_right(self._ends, start)
         while start < end:
             stop = min(end, self._ends[number])
@@ -113,10 +115,9 @@ class FileSource:
 
 @dataclass(frozen=True)
 class Matched:
-    """What a model takes from ``files``. ``missing`` and ``unexpected`` are names that found no partner.
+    """The stored tensors of a model in ``files``. ``missing`` and ``unexpected`` are names without a partner.
 
-    Parameters without a source keep their values: those in ``missing``, and those that may be absent by the model's
-    own word.
+    Parameters without a source keep their values: those in ``missing``, and those that the model declares optional.
     """
 
     files: WeightFiles
@@ -128,13 +129,13 @@ class Matched:
 
     @contextmanager
     def reading(self, io: IoConfig) -> Iterator[Self]:
-        """Open the files; in the order of ``sources``, and from their first elements on, they are read fastest."""
+        """Open the files. Reads are fastest in the order of ``sources``, and from their first elements on."""
         order = [part for source in self.sources.values() for part in source.parts]
         with self.opened.reading(self.files, io, order):
             yield self
 
     def fill_buffers(self) -> None:
-        """Give buffers their stored values, in the buffers' own dtypes; those on meta get memory on the CPU."""
+        """Set buffers to their stored values, in the buffers' own dtypes; buffers on meta get memory on the CPU."""
         for module, name, tensor in self.buffers:
             buffer = module._buffers[name]
             assert buffer is not None
@@ -155,11 +156,11 @@ def match(
     strict: bool = True,
     excluded: Collection[str] = (),
 ) -> Matched:
-    """Find by ``names`` (None: those of now) each parameter's and persistent buffer's tensor in ``files``.
+    """Find the stored tensor of each parameter and persistent buffer by ``names`` (None: the current names).
 
-    No tensor is read, but those stored twice. Raises WeightsError for shapes and dtypes that do not agree and, if
-    ``strict``, for names without a partner, which are logged otherwise; that those ``excluded`` are missing is known.
-    F64, F32, BF16 and F16 serve every floating-point parameter; other dtypes only themselves.
+    Only tensors that are stored twice are read. Raises WeightsError for different shapes and dtypes and, if ``strict``,
+    for names without a partner, which are logged otherwise; names in ``excluded`` may be missing. Tensors in F64, F32,
+    BF16 and F16 fit every floating-point parameter; other dtypes fit only the same dtype.
     """
     partners, absent, unknown = pair(model, files, names or ModelNames(model))
     _check_shapes(files, partners)
@@ -209,7 +210,7 @@ def _check_shapes(files: WeightFiles, partners: Partners) -> None:
     if wrong:
         raise WeightsError(
             f"{files.path} holds {counted(len(wrong), 'tensor')} of other shapes than the model's: {_first(wrong)}",
-            "build the model from the config.json beside the weights",
+            "build the model from the config.json in the directory of the weights",
         )
 
 
@@ -255,7 +256,7 @@ def _patterns(model: nn.Module, attribute: str) -> set[str]:
 
 
 def _outdated(model: nn.Module) -> set[str]:
-    """Buffers that older versions of transformers saved and newer ones compute."""
+    """Patterns of buffers that older versions of transformers saved and newer ones compute."""
     names = [name for name, _ in model.named_buffers()]
     rotary = (
         {r"rotary_emb\.inv_freq"} if any(name.endswith("rotary_emb.inv_freq") for name in names) else set()
@@ -278,7 +279,7 @@ def _difference(files: WeightFiles, missing: tuple[str, ...], unexpected: tuple[
 
 
 def _with_nearest(names: tuple[str, ...], candidates: tuple[str, ...]) -> str:
-    """The first names, each with the one of ``others`` that was perhaps meant."""
+    """The first names, each with the most similar of the ``candidates``."""
     texts = []
     for name in names[:_NAMES_SHOWN]:
         nearest = difflib.get_close_matches(name, candidates[:_COMPARED], n=1)

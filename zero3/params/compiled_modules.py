@@ -18,10 +18,10 @@ After = Callable[[nn.Module, Any, Any], Any]
 class Around:
     """The compiled call of ``module``, with hooks around it.
 
-    Among torch's own hooks they would be a part of what block.compile() compiles: it cuts the graph at each of them,
-    refuses to under ``fullgraph``, and leaves out those that are to be called after an exception, too.
-    ``after`` is told of every call and returns the output that is to be, or None; without an output there was an
-    exception, and one in a hook makes the others hear of it again.
+    If they were torch's own hooks, block.compile() would compile them: it breaks the graph at each hook, raises under
+    ``fullgraph``, and omits hooks that must also run after an exception. Each hook in ``after`` is called with the
+    output and returns a new output or None. After an exception, also one in a hook, all of them are called with None as
+    the output.
     """
 
     def __init__(
@@ -49,14 +49,15 @@ class Around:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``torch.compile`` has made of another one."""
-    return type(module).__name__ == "OptimizedModule"  # asking for the class would load the compiler
+    """Whether ``module`` is a wrapper that ``torch.compile`` has made."""
+    # By name, because an import of the class would load the compiler.
+    return type(module).__name__ == "OptimizedModule"
 
 
 def unwrap(model: nn.Module) -> None:
-    """Put wrapped modules of ``model`` back in their places, compiled there as they were.
+    """Replace wrappers in ``model`` by their modules, which stay compiled.
 
-    A wrapper's name would be a part of its parameters' names, and so of checkpoints.
+    The name of a wrapper would be a part of its parameters' names, and so of checkpoints.
     """
     for module in list(model.modules()):
         for name, child in module._modules.items():
@@ -68,31 +69,31 @@ def unwrap(model: nn.Module) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of ``module`` run code that torch.compile has made of it."""
+    """Whether calls of ``module`` run compiled code."""
     forward: Any = module.forward
     by_hand = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
     return module._compiled_call_impl is not None or by_hand
 
 
 def in_compiled_autograd() -> bool:
-    """Whether the backward that runs is one that torch has traced: it calls nobody at its end."""
+    """Whether a backward that torch has traced is running: it has no callback at its end."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 def called_by_compiled_code() -> bool:
-    """Whether anything that calls what runs now was compiled, though what lies between was told to be left alone."""
+    """Whether any caller is compiled code, even if functions in between are excluded from compilation."""
     return "compiled" in _callers()
 
 
 def cuts_compiled_code() -> bool:
-    """Whether the function marked ``eager`` that runs now is what cuts compiled code: no other mark is in between."""
+    """Whether the running ``eager`` function itself breaks compiled code: no other mark is in between."""
     callers = _callers()
     return next(callers, "") == "left alone" and next(callers, "") == "compiled"
 
 
 def _callers() -> Iterator[str]:
-    """What torch has wrapped, of what calls this, innermost first."""
+    """The kinds of torch's wrappers among the callers, innermost first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_qualname

@@ -1,4 +1,4 @@
-"""Code that torch.compile leaves as it is, marked without loading the compiler: that takes a second and 70 MiB."""
+"""Marks functions that torch.compile must not compile, without loading the compiler (a second and 70 MiB)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 def eager(function: Callable[Params, Result]) -> Callable[Params, Result]:
-    """``torch.compiler.disable``, which is not called before somebody else has loaded the compiler."""
+    """``torch.compiler.disable``, applied only once other code has loaded the compiler."""
     disabled: Callable[Params, Result] | None = None
 
     @wraps(function)
@@ -26,9 +26,11 @@ def eager(function: Callable[Params, Result]) -> Callable[Params, Result]:
             from torch._dynamo.eval_frame import skip_code
 
             disabled = torch.compiler.disable(function)
-            skip_code(marked.__code__)  # which would be compiled where code that is not calls it
+            # Otherwise the wrapper would be compiled when uncompiled code calls it.
+            skip_code(marked.__code__)
         return disabled(*args, **kwargs)
 
     marked: Any = call
-    marked._torchdynamo_disable = True  # what the compiler asks functions for that it would trace into
+    # The compiler does not trace into functions with this attribute.
+    marked._torchdynamo_disable = True
     return call

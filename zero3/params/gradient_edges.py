@@ -1,8 +1,8 @@
-"""``torch.autograd.grad`` and ``backward(inputs=...)`` over parameters whose bytes are elsewhere.
+"""``torch.autograd.grad`` and ``backward(inputs=...)`` for parameters whose bytes are on another tier.
 
-Differentiating by a parameter needs none of its values, only its place in the graph. Torch takes that place, the
-gradient edge, wherever it takes the tensor itself. So the parameters stay what they are while backward runs: a
-recomputation under activation checkpointing reads them as the forward did.
+The derivative by a parameter needs none of its values, only its node in the graph. Torch accepts that node, the
+gradient edge, in place of the tensor. So the parameters do not change while backward runs: a recomputation under
+activation checkpointing reads them as the forward did.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CALLS = (torch.autograd.grad, torch.autograd.backward)
 def differentiate(
     call: Callable[..., Any], args: Any, kwargs: dict[str, Any], is_elsewhere: Callable[[Any], bool]
 ) -> Any:
-    """What ``call``, one of CALLS, returns for tensors of which some are elsewhere."""
+    """The result of ``call``, one of CALLS, for tensors of which some have their bytes on another tier."""
     bound = signature(call).bind(*args, **kwargs)
     arguments = bound.arguments
 
@@ -33,12 +33,14 @@ def differentiate(
         if arguments.get(name) is not None:
             arguments[name] = edges(arguments[name])
     for name in ("grad_outputs", "grad_tensors"):
-        if arguments.get(name) is not None:  # values are needed here: a view of them brings the bytes
+        if arguments.get(name) is not None:
+            # Values are needed here: a view makes the owner unshard them.
             arguments[name] = [
                 each.view_as(each) if is_elsewhere(each) else each for each in _several(arguments[name])
             ]
     materialize = bool(arguments.get("materialize_grads"))
-    if materialize:  # torch makes no zeros for an edge
+    if materialize:
+        # Torch cannot make zeros for an edge.
         arguments["materialize_grads"], arguments["allow_unused"] = False, True
     gradients = call(*bound.args, **bound.kwargs)
     if not materialize:
@@ -51,14 +53,16 @@ def differentiate(
 
 
 def _several(tensors: Any) -> Iterable[Any]:
-    if isinstance(tensors, Tensor | GradientEdge):  # which is a tuple
+    # A GradientEdge is a tuple.
+    if isinstance(tensors, Tensor | GradientEdge):
         return [tensors]
     return tensors if isinstance(tensors, list | tuple) else list(tensors)
 
 
 def _edge(param: Tensor) -> GradientEdge:
     if not param.requires_grad:
-        raise RuntimeError("One of the differentiated Tensors does not require grad")  # torch's words
-    # Torch finds the edge by a view, which reads nothing.
+        # The message of torch.
+        raise RuntimeError("One of the differentiated Tensors does not require grad")
+    # Torch makes a view to find the edge; that reads no values.
     with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
         return get_gradient_edge(param)

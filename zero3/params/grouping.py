@@ -2,17 +2,17 @@
 
 The outermost entries of a repeated container (a ``ModuleList``, or a ``Sequential`` of one kind of module) are groups:
 the blocks. Outside the blocks, a module whose own parameters exceed the average block (an embedding, an output head)
-is a group of its own. What is left joins its nearest ancestor's group, in the end the root's. Parameters below the
+is a group of its own. Other parameters join the group of the nearest ancestor, at last the root's. Parameters below the
 persistence threshold form one group that never leaves the device. Parameters that stay fp32 are never in one group with
-others in 16 bits; where a module has large ones of both kinds, those in fp32 do not leave the device either.
+16-bit parameters; if a module has large parameters of both kinds, those in fp32 do not leave the device either.
 
-A leaf module is one group with everything inside, and nothing inside of it is looked at: which of its modules are
-called, and in which order, may then differ from rank to rank.
+A leaf module is one group with all parameters inside, without a look at its modules: which of these are called, and in
+which order, may then differ between ranks.
 
-A tied parameter belongs to the first group that meets it, and every module that uses it becomes an *entry* of that
-group: calling the module unshards the group. If its users sit in groups side by side (two blocks), it belongs to the
-group around them instead: a block that opened another block's group would need room for both, and backward could not
-tell from the order of calls when either is done.
+A tied parameter belongs to the first group that uses it, and every module that uses it becomes an *entry* of that
+group: a call of the module unshards the group. If the users are in groups side by side (two blocks), the parameter
+belongs to the group around them instead: a block that unshards another block's group would need room for both, and the
+order of calls would not show backward when either block is finished.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = "root"
 PERSISTENT = "persistent"
 IN_FP32 = "persistent in fp32"
 MARK = "_z3_leaf"
-"""An attribute of leaf modules, by the name that DeepSpeed's functions give it: a copied model has it, too."""
+"""The attribute by which DeepSpeed's functions mark leaf modules; copies of a model have it, too."""
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -45,7 +45,8 @@ class GroupMembers:
     entries: list[nn.Module] = field(default_factory=list)
     parent: int | None = None
     persistent: bool = False
-    in_fp32: bool = False  # among others in 16 bits
+    # Whether the group is fp32 in a model that computes in 16 bits.
+    in_fp32: bool = False
 
 
 def form_groups(
@@ -126,8 +127,8 @@ def leaf_modules(model: nn.Module, config: LeafModulesConfig) -> set[nn.Module]:
         marked = bool(getattr(module, MARK, False))
         if (matched or marked) and isinstance(module, NEVER_CALLED):
             raise ConfigError(
-                f"leaf_module names {name!r}, but a {kind.__name__} is never called, so nothing would bring its"
-                " parameters; name the module around it"
+                f"leaf_module names {name!r}, but a {kind.__name__} is never called, so its parameters would not be"
+                " unsharded; name the module around it"
             )
         if matched or marked:
             matching.add(module)
@@ -157,7 +158,7 @@ def _repeated_containers(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _callable_entries(entries: list[tuple[str, nn.Module]]) -> Iterator[list[str]]:
-    """The names of ``entries``, in place of one that nobody calls (a list of lists of layers) those inside of it."""
+    """The names of ``entries``; one that is never called (a list of lists of layers) is replaced by its entries."""
     for name, module in entries:
         if isinstance(module, NEVER_CALLED):
             children = [(f"{name}.{short}", child) for short, child in module.named_children()]

@@ -1,10 +1,10 @@
-"""Parameters that stay fp32 in a model that computes in 16 bits: norms, routers and whatever else rounding would hurt.
+"""Parameters that stay fp32 in a model that computes in 16 bits: norms, routers and others that rounding would harm.
 
-They are named by ``tiering.keep_fp32``, or by the model itself as those of transformers do. A parameter's name matches
+``tiering.keep_fp32`` names them, or the model does, as in transformers. A parameter's name matches
 
-- a pattern without ``*``, ``?`` and ``[`` that is a run of whole parts of it: "norm" matches "layers.0.norm.weight",
-  "mlp.gate" matches "layers.0.mlp.gate.weight", and neither matches "layers.0.mlp.gate_proj.weight";
-- any other pattern as a file name matches one of the shell, the whole of it: "*norm*".
+- a pattern without ``*``, ``?`` and ``[`` if it is a sequence of whole parts of the name: "norm" matches
+  "layers.0.norm.weight", "mlp.gate" matches "layers.0.mlp.gate.weight", but not "layers.0.mlp.gate_proj.weight";
+- any other pattern as a shell pattern for the whole name: "*norm*".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiering.config.training import TieringConfig
 
 
 def kept_in_fp32(model: nn.Module, config: TieringConfig) -> frozenset[nn.Parameter]:
-    """The parameters of ``model`` that stay fp32; none where all of them are fp32 anyway."""
+    """The parameters of ``model`` that stay fp32; empty if the model computes in fp32."""
     if config.precision == "fp32":
         return frozenset()
     if config.tiering.keep_fp32 == "auto":
@@ -42,7 +42,7 @@ def unmatched(model: nn.Module, config: TieringConfig) -> list[str]:
 
 
 def _by_models(model: nn.Module, *, fp16: bool) -> Iterator[nn.Parameter]:
-    """What models of transformers name: one list for both dtypes of 16 bits, another one for fp16 alone."""
+    """Parameters that models of transformers name: one list for both 16-bit dtypes, another for fp16 alone."""
     for module in model.modules():
         patterns: Iterable[str] = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
         if fp16:
@@ -52,7 +52,7 @@ def _by_models(model: nn.Module, *, fp16: bool) -> Iterator[nn.Parameter]:
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All names of each parameter: a tied one is kept by any of them."""
+    """All names of each parameter: a tied parameter matches by any of them."""
     return model.named_parameters(remove_duplicate=False)
 
 

@@ -1,4 +1,4 @@
-"""In what precision a model computes, and the loss scale that keeps the small gradients of fp16 from vanishing."""
+"""The precision in which a model computes, and the loss scale that keeps small fp16 gradients from vanishing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from tiering.errors import EngineStateError
 log = logging.getLogger(__name__)
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FACTOR = 2.0  # a power of two, so that only exponents change
+# A power of two, so that only exponents change.
+FACTOR = 2.0
 
 
 def autocast(config: TieringConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """The autocast section's context on ``device``; nothing without one.
+    """The context of the autocast section on ``device``; without that section it has no effect.
 
-    Without torch's cache, which keeps a copy of every weight until the forward ends, however few fit on the device.
+    Torch's cache is off: it keeps a copy of every weight until the forward ends, even if these do not fit the device.
     """
     if config.autocast is None:
         return nullcontext()
@@ -58,24 +59,24 @@ def explain_inputs(error: BaseException, inputs: Any, config: TieringConfig) -> 
 
 
 def _is_of_dtypes(message: str) -> bool:
-    """Whether torch says that dtypes do not go together; each of its kernels has words of its own for that."""
+    """Whether torch's error is about different dtypes; its kernels word that in different ways."""
     return any(
-        word in message.lower()
-        for word in ("dtype", "input type", "scalar type", "same type", "the type torch")
+        phrase in message.lower()
+        for phrase in ("dtype", "input type", "scalar type", "same type", "the type torch")
     )
 
 
 class LossScale:
-    """What the loss is multiplied by before backward, and the gradients divided by before the step.
+    """The factor by which the loss is multiplied before backward, and the gradients are divided before the step.
 
-    ``value`` is that factor. A dynamic one halves when ``hysteresis`` updates have overflowed, and doubles when
-    ``window`` updates in a row have not (the first time one update later, as in DeepSpeed, whose rules these are).
-    Overflows are counted anew when the factor doubles, with ``consecutive_hysteresis`` after any update without one.
-    It never falls below ``minimum``: what overflows there raises EngineStateError, since the gradients are then not
+    ``value`` is the factor. A dynamic factor follows DeepSpeed's rules: it halves when ``hysteresis`` updates have
+    overflowed, and doubles when ``window`` updates in a row have not (the first time one update later). The count of
+    overflows restarts when the factor doubles, with ``consecutive_hysteresis`` after any update without overflow. The
+    factor does not fall below ``minimum``: an overflow there raises EngineStateError, since the gradients are then not
     finite for another reason.
 
-    A fixed one stays; the updates that overflow are skipped all the same. Powers of two cost nothing, for scaling by
-    them is exact; any other factor rounds each gradient twice more and is no longer bit-identical to training without.
+    A fixed factor does not change; updates that overflow are skipped, too. Scaling by a power of two is exact. Any
+    other factor rounds each gradient two more times, so the result is not bit-identical to training without a factor.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class LossScale:
         self._hysteresis = hysteresis
         self._consecutive_hysteresis = consecutive_hysteresis
         self._minimum = minimum
-        self._remaining_overflows = hysteresis  # until the factor halves, this one included
-        self._clean = 0  # updates without overflow since the last one with it
+        # Overflows until the factor halves, with the one that halves it.
+        self._remaining_overflows = hysteresis
+        # Updates without overflow since the last overflow.
+        self._clean = 0
 
     def __call__(self) -> float:
         """``value``, as DeepSpeed's engine.loss_scale() gives it."""
@@ -103,7 +106,7 @@ class LossScale:
 
     @classmethod
     def from_config(cls, config: TieringConfig) -> Self:
-        """The loss scale that ``config`` asks for; 1.0, and that for good, unless something computes in fp16."""
+        """The loss scale of ``config``; a fixed 1.0 unless the model or autocast computes in fp16."""
         if "fp16" not in (config.precision, config.autocast):
             return cls(1.0)
         chosen = config.loss_scale
@@ -117,7 +120,7 @@ class LossScale:
         )
 
     def update(self, overflow: bool) -> None:
-        """Follow an update, whose gradients were finite or not. Raises EngineStateError, see above."""
+        """Count an update with or without ``overflow``. Raises EngineStateError for an overflow at the minimum."""
         if not self.dynamic:
             return
         if overflow:
@@ -128,7 +131,7 @@ class LossScale:
             self._clean += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The factor, and what decides when it changes."""
+        """The factor, and the counters that decide when it changes."""
         return {
             "dynamic": self.dynamic,
             "value": self.value,
@@ -137,7 +140,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from ``state_dict``. A fixed factor stays what the configuration says, and one is not gone on from."""
+        """Resume from ``state_dict``; a fixed factor, here or there, leaves the configuration's value."""
         if self.dynamic and state_dict["dynamic"]:
             self.value = state_dict["value"]
             self._clean = state_dict["clean"]

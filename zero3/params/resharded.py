@@ -1,16 +1,16 @@
-"""What a parameter is while its bytes are on another tier.
+"""The classes of a parameter while its bytes are on another tier, and while it shows them.
 
 Note [A resharded parameter points nowhere]
-    Reading freed memory through a parameter would end the process, so while its group is resharded it holds one NaN
-    expanded to its shape, in a storage that torch refuses to read (closed_storage.py). It also changes its class, to
-    one that sees the operations of torch on it (``__torch_function__``), but for code that bypasses classes. Shape,
-    dtype, gradient and hooks are there as always. What needs the values unshards the group while a forward or backward
-    is running (a module read another's weight without calling it); while none is, it raises ResidencyError with the
-    remedy. Copies are given where a copy is what was asked for: a module's ``state_dict``, ``copy.deepcopy``, pickling.
+    A read of freed memory through a parameter would end the process. So while its group is resharded, a parameter holds
+    one NaN, expanded to its shape, in a storage that torch cannot read (closed_storage.py). It also gets another class,
+    which sees torch's operations on it (``__torch_function__``), except in code that bypasses classes. Shape, dtype,
+    gradient and hooks stay available. An operation that needs the values unshards the group while a forward or backward
+    is running (a module reads another module's weight without calling it); at other times it raises ResidencyError with
+    the remedy. Operations that copy return a copy: a module's ``state_dict``, ``copy.deepcopy``, pickling.
 
-    A parameter that shows its bytes is a plain one for torch. Only ``.data`` and ``.grad`` are properties of ours then:
-    what is changed through .data no version tells, so its owner compares. A gradient is at its owner from the moment
-    that autograd has made it: ``.grad`` is None where people expect one, and one that is assigned goes to the owner.
+    A parameter that shows its bytes is a plain one for torch, except for the properties ``.data`` and ``.grad``. A
+    change through ``.data`` makes no new version, so the owner compares the bytes. The owner takes each gradient as
+    soon as autograd has made it: ``.grad`` then reads as None, and an assigned gradient goes to the owner.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero3.params import gradient_edges
 from zero3.params.compiled_modules import cuts_compiled_code
 from zero3.params.eager import eager
 
-# What torch may ask of a parameter without its values. Properties other than these few are metadata, too.
+# Properties that need the values; all others are metadata.
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _NEEDS_NO_VALUES = """
     size dim ndimension numel nelement element_size storage_offset get_device is_floating_point is_complex
@@ -48,31 +48,31 @@ CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float
 
 
 class Owner(Protocol):
-    """Whoever moves the parameters: what a resharded one asks for."""
+    """Moves parameters, and serves the operations on resharded ones."""
 
     def borrow(self, param: nn.Parameter) -> bool:
-        """Make the values of ``param`` usable for what is running now; False if nothing is."""
+        """Make the values of ``param`` usable in the running forward or backward; False if none is running."""
 
     def copy_of(self, param: nn.Parameter) -> Tensor:
         """A copy of the values, on the parameter's device."""
 
     def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
-        """A copy for the ``state_dict`` that is being made; None if none is."""
+        """A copy for the ``state_dict`` call that is running; None if none is running."""
 
     def on_gradient_read(self, param: nn.Parameter) -> None:
-        """Somebody reads ``param.grad``."""
+        """``param.grad`` is read."""
 
     def gradient_assigned(self, param: nn.Parameter, values: Tensor | None) -> bool:
-        """Somebody sets ``param.grad``; whether the owner keeps it, and not the parameter."""
+        """``param.grad`` is set. True if the owner keeps the gradient, False if the parameter does."""
 
     def on_data_read(self, param: nn.Parameter) -> None:
-        """Somebody reads ``param.data``, and may change it without torch counting a version."""
+        """``param.data`` is read, and may be changed without a new version."""
 
     def where(self, param: nn.Parameter) -> str:
-        """Name of ``param`` and where its bytes are, as an error says it."""
+        """The name of ``param`` and the location of its bytes, for an error."""
 
     def remedy(self) -> str:
-        """Why its values cannot be used now, and what to do."""
+        """Why values cannot be used now, and what to do, for an error."""
 
     def show_values(self, param: nn.Parameter, *, modify: bool) -> None:
         """Let ``param`` show its values until ``hide_values``."""
@@ -81,44 +81,44 @@ class Owner(Protocol):
         """End ``show_values`` and keep the changes of ``rank``. Returns why they cannot be kept, or an empty text."""
 
     def saving_copies(self) -> AbstractContextManager[Any]:
-        """What autograd saves of lent parameters keeps what they show."""
+        """A context in which tensors that autograd saves keep the values that parameters show."""
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to its Owner
 
 
 def adopt(params: Iterable[nn.Parameter], owner: Owner) -> None:
-    """From now on ``owner`` is asked for the values of ``params``."""
+    """Make ``owner`` the owner of ``params``."""
     reference = weakref.ref(owner)
     for param in params:
         _owners[param] = reference
 
 
 def disown(params: Iterable[nn.Parameter]) -> None:
-    """``params`` never become usable again: their engine is closed."""
+    """Make ``params`` unusable for good, because their engine is closed."""
     for param in params:
         _owners[param] = _nobody
 
 
 def owner_of(param: Tensor) -> Owner | None:
-    """Who moves ``param``; None for an ordinary one, and where the engine is gone."""
+    """The owner of ``param``; None for an ordinary parameter, and if the engine is gone."""
     reference: Callable[[], Owner | None] = _owners.get(param, _nobody)
     return reference()
 
 
 def is_adopted(param: Tensor) -> bool:
-    """Whether ``param`` belongs to an owner, or did when that was closed or dropped."""
+    """Whether ``param`` has an owner, or had one that was closed or dropped."""
     return param in _owners or isinstance(param, _Resharded | _Shown)
 
 
 def release(param: nn.Parameter) -> None:
-    """Make ``param`` a plain one that nobody owns."""
+    """Make ``param`` a plain parameter without an owner."""
     _owners.pop(param, None)
     make_plain(param)
 
 
 class ZeroParamStatus(Enum):
-    """DeepSpeed's words for whether a parameter shows its values. Those that do are ordinary here, and tell none."""
+    """DeepSpeed's names for the residency of a parameter. A parameter that shows its values has no status here."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -126,7 +126,7 @@ class ZeroParamStatus(Enum):
 
 
 class _Graded:
-    """Mixed in always: whoever reads ``.grad`` or sets it meets the owner."""
+    """Mixed in always: reports reads and writes of ``.grad`` to the owner."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -138,10 +138,10 @@ class _Graded:
     def grad(self, values: Tensor | None) -> None:
         assert isinstance(self, nn.Parameter)
         owner = None if torch.compiler.is_compiling() else owner_of(self)
-        taken = (
+        owner_keeps = (
             owner is not None and isinstance(values, Tensor | None) and owner.gradient_assigned(self, values)
         )
-        if not taken:
+        if not owner_keeps:
             put_gradient(self, values)
 
     @grad.deleter
@@ -152,7 +152,7 @@ class _Graded:
 class _Resharded(_Graded):
     """Mixed into the class of a parameter while its bytes are elsewhere.
 
-    ``ds_...`` are what scripts look for to know that they have to gather it: ``if hasattr(param, "ds_id")``.
+    Scripts test for the attributes ``ds_...`` to find parameters to gather: ``if hasattr(param, "ds_id")``.
     """
 
     ds_status = ZeroParamStatus.NOT_AVAILABLE
@@ -178,7 +178,8 @@ class _Resharded(_Graded):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("stride", "is_contiguous"):
-            return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)  # as when it is shown
+            # The same answer as for a parameter that shows its values.
+            return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
         if _is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -188,13 +189,14 @@ class _Resharded(_Graded):
             return gradient_edges.differentiate(func, args, kwargs, lambda each: isinstance(each, _Resharded))
         for param in _resharded_among((args, kwargs)):
             if not isinstance(param, _Resharded):
-                continue  # came along with one before it
+                # It was unsharded with an earlier parameter of its group.
+                continue
             owner = owner_of(param)
             if owner is not None and cuts_compiled_code():
                 raise ResidencyError(
-                    f"{owner.where(param)}, is read by compiled code of a module that is not its own, which would be"
-                    " cut there: differently for each placement. Read it in a function that is marked with"
-                    " torch.compiler.disable, or leave the module that reads it uncompiled"
+                    f"{owner.where(param)}, is read by compiled code of another module, which would break the graph"
+                    " there, differently for each placement. Read it in a function that is marked with"
+                    " torch.compiler.disable, or do not compile the module that reads it"
                 )
             if owner is not None and func is Tensor.detach:
                 saved = owner.copy_to_save(param)
@@ -209,9 +211,8 @@ class _Resharded(_Graded):
             owner = owner_of(param)
             assert owner is not None
             raise ResidencyError(
-                f"{getattr(func, '__name__', func)} reads {owner.where(param)}, and others at once: there is no room on"
-                " the device for all of them. Raise device_budget, or stage3_prefetch_bucket_size if the budget has"
-                " room"
+                f"{getattr(func, '__name__', func)} reads {owner.where(param)}, and other parameters: the device has no"
+                " room for all of them. Raise device_budget, or stage3_prefetch_bucket_size if the budget has room"
             )
         return func(*args, **kwargs)
 
@@ -223,12 +224,12 @@ class _Resharded(_Graded):
 
 
 class _Shown(_Graded):
-    """Mixed into the class of a parameter while it shows its bytes: an ordinary one, whose owner hears of two reads."""
+    """Mixed into the class of a parameter while it shows its bytes: reports reads of ``.data`` and ``.grad``."""
 
     @property
     def data(self) -> Tensor:
         assert isinstance(self, nn.Parameter)
-        # Compiled code asks for its class alone when it first runs, and would count as an editor for good.
+        # Compiled code reads .data only for its class, at its first run; it must not count as an edit forever.
         by_compiler = sys._getframe(1).f_globals.get("__name__", "").startswith("torch._functorch.")
         if not by_compiler and (owner := owner_of(self)) is not None:
             owner.on_data_read(self)
@@ -241,7 +242,7 @@ class _Shown(_Graded):
 
 
 class _Copied:
-    """Mixed in always: copies are plain parameters."""
+    """Mixed in always: copies of the parameter are plain parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         assert isinstance(self, nn.Parameter)
@@ -279,7 +280,7 @@ def make_plain(param: nn.Parameter) -> None:
 
 
 def data_of(param: nn.Parameter) -> Tensor:
-    """What ``param.data`` gives, and nobody hears of it."""
+    """``param.data``, without a report to the owner."""
     values: Tensor = _DATA.__get__(param)
     return values
 
@@ -290,7 +291,7 @@ def set_data(param: nn.Parameter, values: Tensor) -> None:
 
 
 def take_gradient(param: nn.Parameter) -> Tensor | None:
-    """What autograd has accumulated on ``param``, which has none then."""
+    """Remove and return the gradient that autograd has accumulated on ``param``."""
     gradient = _gradient_on(param)
     if gradient is not None:
         put_gradient(param, None)
@@ -298,25 +299,27 @@ def take_gradient(param: nn.Parameter) -> Tensor | None:
 
 
 def holds_gradient(param: nn.Parameter) -> bool:
-    """Whether autograd has put a gradient on ``param`` and nobody has taken it."""
+    """Whether autograd has put a gradient on ``param`` that was not taken."""
     return _gradient_on(param) is not None
 
 
 def _gradient_on(param: nn.Parameter) -> Tensor | None:
-    with torch._C.DisableTorchFunctionSubclass():  # no value of the parameter is read
+    # No value of the parameter is read.
+    with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _GRAD.__get__(param)
     return gradient
 
 
 def put_gradient(param: nn.Parameter, gradient: Tensor | None) -> None:
-    """Put ``gradient`` where autograd would, for ``take_gradient``; None drops the one that is there."""
+    """Put ``gradient`` where autograd would, for ``take_gradient``; None drops the present gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRAD.__set__(param, gradient)
 
 
 def _note_gradient_read(param: nn.Parameter) -> None:
     owner = owner_of(param)
-    if owner is not None and not torch.compiler.is_compiling():  # the compiler looks at all there is
+    # The compiler reads all attributes.
+    if owner is not None and not torch.compiler.is_compiling():
         owner.on_gradient_read(param)
 
 
@@ -330,7 +333,7 @@ def _plain_copy(param: nn.Parameter) -> nn.Parameter:
 
 
 def copying() -> None:
-    """Stands for copying where an error names what was tried."""
+    """Names the operation in an error about a copy."""
 
 
 def _nobody() -> None:
@@ -345,7 +348,7 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
 
 
 def _changes_nothing(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether ``func`` casts or moves a parameter to what it is, as module.to() does, or sets its data to itself."""
+    """Whether ``func`` casts or moves a parameter to its own dtype and device, or sets its data to itself."""
     name, param = getattr(func, "__name__", ""), args[0] if args else None
     if name == "__set__":
         return len(args) == 2 and args[1] is param

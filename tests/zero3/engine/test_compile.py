@@ -207,7 +207,7 @@ def test_other_shapes_compile_once_more_and_nobody_takes_the_compiler_for_the_us
 ) -> None:
     """It looks at .grad and at .data of everything, where there are gradients, and edits nothing."""
     edits: list[Any] = []
-    monkeypatch.setattr(Access, "_store_edits", lambda self, group, positions: edits.append(positions))
+    monkeypatch.setattr(Access, "store_edits", lambda self, group, positions: edits.append(positions))
     model, backend = seeded(Layers), Counted()
     compile_blocks(model, "in place", backend=backend, fullgraph=True)
     engine = start(model, accumulation=2)

@@ -208,9 +208,9 @@ def _loaded(loading: Loading) -> Iterator[RenderableType]:
     if loading.report.plan is None:
         yield f"It cannot be loaded here. {loading.report.refusal}"
         yield (
-            "Any of these makes it fit:"
+            "Each of these changes makes it fit:"
             if loading.report.remedies
-            else "Nothing that was tried makes it fit."
+            else "No change was found that makes it fit."
         )
         yield from (f"  - {each}" for each in loading.report.remedies)
     else:

@@ -1,4 +1,4 @@
-"""Control groups: where the limits on this process stand. No torch."""
+"""The control groups of this process and their limits. No torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tiering.host.kernel_files import number, said
 
 
 class Level(NamedTuple):
-    """A directory in which a limit may stand, and the version of cgroups that its files are named by."""
+    """A directory that may have a limit, and the version of cgroups that determines its file names."""
 
     version: int
     directory: Path
 
 
 def levels(controller: str, root: Path = Path("/")) -> list[Level]:
-    """All that may hold limits of ``controller`` ("memory", "cpu", "io"; "blkio" in version 1) for this process.
+    """All directories with limits of ``controller`` ("memory", "cpu", "io"; "blkio" in version 1), innermost first.
 
-    A limit may stand at any level above the process, and a container may see its own cgroup at the root of the mount
-    while /proc names it as the host does: every level is asked. Innermost first.
+    Any level above the process may have a limit. In a container, its cgroup may be the root of the mount although /proc
+    shows the host's path, so all levels are returned.
     """
     mounted = root / "sys/fs/cgroup"
     first = "blkio" if controller == "io" else controller
@@ -30,7 +30,7 @@ def levels(controller: str, root: Path = Path("/")) -> list[Level]:
         controllers, _, path = rest.partition(":")
         inner = Path(path.lstrip("/"))
         if number == "0":
-            # Beside version 1, version 2 has a directory of its own.
+            # If version 1 is also mounted, version 2 is in the directory `unified`.
             bases = [Level(2, mounted), Level(2, mounted / "unified")]
         elif first in controllers.split(","):
             bases = [Level(1, mounted / first)]
@@ -43,7 +43,7 @@ def levels(controller: str, root: Path = Path("/")) -> list[Level]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs whose time the tightest limit leaves to this process; None if there is no limit."""
+    """The lowest CPU limit of this process, in CPUs; None if there is no limit."""
     shares = []
     for level in levels("cpu", root):
         if level.version == 2:
@@ -58,7 +58,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 class IoLimit(NamedTuple):
-    """A line of limits: the file, the drive as the kernel numbers it, and the words, bytes or operations per second."""
+    """A line of limits: the file, the device number of the drive, and the limits (bytes or operations per second)."""
 
     file: str
     drive: str
@@ -66,7 +66,7 @@ class IoLimit(NamedTuple):
 
 
 def io_limits(root: Path = Path("/")) -> Iterator[IoLimit]:
-    """What this process may read from drives and write to them in a second, level by level."""
+    """The limits of this process' reads and writes per second on drives, level by level."""
     for level in levels("io", root):
         throttles = (
             f"blkio.throttle.{way}_{unit}_device" for unit in ("bps", "iops") for way in ("read", "write")

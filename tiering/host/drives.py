@@ -1,8 +1,8 @@
-"""What is behind a directory: its file system, and the drives under that, as the kernel tells of them. No torch.
+"""The file system and the drives behind a directory, as the kernel reports them. No torch.
 
-Of mounts /proc/self/mountinfo tells, of block devices sysfs. Neither tells everything everywhere: containers hide
-parts, hypervisors invent others, drivers leave files out. So what is not told, or makes no sense, is None, and nothing
-here raises for it. Serial numbers are not read: what is found ends up in reports and issues.
+/proc/self/mountinfo lists mounts, sysfs block devices. Both may be incomplete: containers hide entries, hypervisors
+invent some, drivers omit files. So missing or invalid values are None, and nothing is raised for them. Serial numbers
+are not read, because the results appear in reports and issues.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 Kind = Literal["disk", "network", "memory", "overlay", "unknown"]
 
 SECTOR = 512
-"""Bytes: the unit of a block device's ``size`` and ``stat``, whatever its sectors are."""
+"""Bytes: the unit of a block device's ``size`` and ``stat``, independent of its sector size."""
 
 _MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
 _NETWORK = frozenset(
@@ -44,7 +44,7 @@ _NETWORK = frozenset(
     | {"orangefs", "panfs", "prl_fs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs", "vmhgfs", "wekafs"}
 )
 
-# Transfers per second of a lane: (generation, part of the bits that are data).
+# By GT/s of a lane: (generation, fraction of the bits that are data).
 _PCIE = {
     2.5: ("1.0", 8 / 10),
     5.0: ("2.0", 8 / 10),
@@ -54,9 +54,10 @@ _PCIE = {
     # Of each flit of 256 bytes, 6 are link control, 8 a checksum and 6 error correction.
     64.0: ("6.0", 236 / 256),
 }
-_PCIE_LANES = frozenset({1, 2, 4, 8, 12, 16, 32})  # 0, 63 and 255 stand for "unknown"
+# 0, 63 and 255 mean "unknown".
+_PCIE_LANES = frozenset({1, 2, 4, 8, 12, 16, 32})
 
-# By a directory above the device; the first match counts.
+# By the name of a directory above the device; the first match counts.
 _TRANSPORTS = (
     (re.compile(r"usb\d+"), "usb"),
     (re.compile(r"ata\d+"), "sata"),
@@ -69,13 +70,15 @@ _TRANSPORTS = (
     (re.compile(r"VMBUS:.*|vmbus.*", re.IGNORECASE), "vmbus"),
 )
 
-_LAYERS = {"LVM": "LVM", "CRYPT": "crypt", "mpath": "multipath", "DMRAID": "dmraid"}  # how dm's uuids begin
-_DEEPEST = 8  # layers: a stack that looks deeper is a loop
+# By the prefix of a device mapper uuid.
+_LAYERS = {"LVM": "LVM", "CRYPT": "crypt", "mpath": "multipath", "DMRAID": "dmraid"}
+# Layers. A deeper stack is assumed to be a cycle.
+_DEEPEST = 8
 
 
 @dataclass(frozen=True)
 class FileSystem:
-    """What is mounted. ``upper`` is what an overlay writes to, where this process can see it."""
+    """A mounted file system. ``upper`` is the one that an overlay writes to, if this process can see it."""
 
     type: str
     kind: Kind
@@ -85,14 +88,14 @@ class FileSystem:
     upper: FileSystem | None = None
 
     def __str__(self) -> str:
-        # Values name hosts, users and other people's directories, except those that tune a disk.
+        # Values of options may contain hosts, users and directories, except on a disk.
         told = [option for option in self.options if self.kind == "disk" or "=" not in option]
         return f"{self.type} on {self.source} at {self.mount_point} ({','.join(told)})"
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a drive is attached by, and the bytes per second that passes in one direction, protocol included."""
+    """The bus of a drive, and its bytes per second in one direction, including protocol overhead."""
 
     name: str
     bytes_per_second: float
@@ -103,11 +106,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Drive:
-    """A block device: a whole disk, or a layer (RAID, LVM, encryption, loop) over ``members``. None: not told.
+    """A block device: a whole disk, or a layer (RAID, LVM, encryption, loop) over ``members``. None: unknown.
 
-    ``name`` is the kernel's. ``nbytes`` is its capacity; ``max_sectors_kb`` KiB is the most one request to it
-    moves, ``nr_requests`` how many its queue holds. ``best_link`` is there when ``link`` is below what the drive
-    itself can do.
+    ``name`` is the kernel's. ``nbytes`` is its capacity; ``max_sectors_kb`` is the maximum KiB of one request,
+    ``nr_requests`` the length of its queue. ``best_link`` is set if ``link`` is slower than the drive supports.
     """
 
     name: str
@@ -130,21 +132,21 @@ class Drive:
 
     @property
     def disks(self) -> tuple[Drive, ...]:
-        """What lies at the bottom, once each."""
+        """The disks at the bottom of the stack, without duplicates."""
         if not self.members:
             return (self,)
         return tuple({disk.name: disk for member in self.members for disk in member.disks}.values())
 
     @property
     def poses(self) -> str | None:
-        """What it is where it only looks like a disk; None for a disk. Its rates are those of memory."""
+        """A description if the device is a file or memory, whose rates are those of memory; None for a disk."""
         if self.layer == "loop":
             return "a file posing as a disk"
         return "memory posing as a disk" if self.name.startswith(("zram", "ram")) else None
 
     @property
     def stack(self) -> Iterator[Drive]:
-        """It, and all that it lies on."""
+        """This device and all devices below it."""
         yield self
         for member in self.members:
             yield from member.stack
@@ -167,10 +169,10 @@ class Drive:
 
 @dataclass(frozen=True)
 class Backing:
-    """A directory's file system, and the block devices that it is on.
+    """A directory's file system, and its block devices.
 
-    Those are one as a rule, several of a btrfs or bcachefs over many, and none of a network, of memory, of ZFS, or
-    where a container hides them.
+    There is usually one; several for btrfs or bcachefs on several devices; none for network file systems, memory and
+    ZFS, or if a container hides them.
     """
 
     file_system: FileSystem
@@ -178,12 +180,12 @@ class Backing:
 
     @property
     def disks(self) -> tuple[Drive, ...]:
-        """What lies at the bottom, once each."""
+        """The disks at the bottom of the stack, without duplicates."""
         return tuple({disk.name: disk for drive in self.drives for disk in drive.disks}.values())
 
 
 def posing(backing: Backing) -> list[str]:
-    """Of what ``backing`` lies on, what only looks like a disk, each in words: "loop0 is a file posing as a disk"."""
+    """A text for each device below ``backing`` that is not a disk: "loop0 is a file posing as a disk"."""
     return [
         f"{drive.name} is {drive.poses}"
         for top in backing.drives
@@ -193,28 +195,29 @@ def posing(backing: Backing) -> list[str]:
 
 
 def behind(directory: Path, sysfs: Path = SYSFS, mountinfo: Path = MOUNTINFO) -> Backing:
-    """What ``directory``, which need not exist, is on."""
+    """The backing of ``directory``, which need not exist."""
     return _behind(directory, sysfs, _mounts(mountinfo), _DEEPEST)
 
 
 def io_counters(drive: Drive, sysfs: Path = SYSFS) -> tuple[int, int] | None:
-    """Bytes that were (read from, written to) the drive since it appeared, by everybody; None if nobody counts.
+    """Bytes that all processes have (read from, written to) the drive since it appeared; None if not counted.
 
-    A layer counts what passes through it: of a mirror half of what its members write, of an LVM volume nothing of what
-    its neighbours on the same disk do.
+    A layer counts its own traffic: a mirror half of the writes of its members, an LVM volume nothing of other volumes
+    on the same disk.
     """
     fields = (said(sysfs / "class/block" / drive.name / "stat") or "").split()
     try:
         read, written = int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
     except (IndexError, ValueError):
         return None
-    # A drive that nothing was ever read from: older kernels count for an NVMe drive's paths, not for the drive.
+    # Two zeros mean that the kernel does not count: older kernels count for the paths of an NVMe drive only.
     return (read, written) if read or written else None
 
 
 @dataclass(frozen=True)
 class _Mount:
-    number: str  # of the device, "major:minor"
+    # The device number, "major:minor".
+    number: str
     point: Path
     type: str
     source: str
@@ -222,7 +225,7 @@ class _Mount:
 
 
 def _mounts(mountinfo: Path) -> list[_Mount]:
-    """Parsed as proc(5) has it; a line that is not like that is left out."""
+    """The mounts, in the format of proc(5); malformed lines are skipped."""
     mounts = []
     for line in (said(mountinfo) or "").split("\n"):
         before, _, after = line.partition(" - ")
@@ -243,15 +246,15 @@ def _mounts(mountinfo: Path) -> list[_Mount]:
 
 
 def _plain(field: str) -> str:
-    """Spaces and the like are written as \\040 there."""
+    """``field`` with octal escapes such as \\040 decoded."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
 def _mount_of(directory: Path, mounts: list[_Mount]) -> _Mount | None:
-    """The mount that ``directory`` is reached through: the deepest above it, the last where several are stacked.
+    """The mount of ``directory``: the deepest one above it, or the last of several at the same place.
 
-    One of the directory's own device number goes first: deeper ones may lie hidden under it. Where there is none
-    (subvolumes of btrfs have numbers that are nowhere else) the path decides.
+    Mounts with the directory's device number have priority, because a deeper mount may be hidden. Without such a mount
+    (subvolumes of btrfs have other device numbers), only the path counts.
     """
     try:
         directory = directory.resolve()
@@ -281,7 +284,7 @@ def _behind(directory: Path, sysfs: Path, mounts: list[_Mount], depth: int) -> B
     upper: Backing | None = None
     if kind == "overlay":
         named = [option.partition("=")[2] for option in mount.options if option.startswith("upperdir=")]
-        # Another mount namespace's path means nothing here, nor does one relative to who mounted it.
+        # The path may belong to another mount namespace, or be relative to the directory of the mount command.
         if depth and named and Path(named[0]).is_absolute() and Path(named[0]).is_dir():
             upper = _behind(Path(named[0]), sysfs, mounts, depth - 1)
     file_system = FileSystem(
@@ -303,17 +306,17 @@ def _behind(directory: Path, sysfs: Path, mounts: list[_Mount], depth: int) -> B
 
 @dataclass(frozen=True)
 class _Stack:
-    """Block devices over block devices, in one sysfs."""
+    """The stacks of block devices in one sysfs."""
 
     sysfs: Path
     mounts: list[_Mount]
 
     def devices_of(self, mount: _Mount) -> list[Path]:
-        """The directories of the block devices that are mounted there."""
+        """The sysfs directories of the block devices of ``mount``."""
         numbered = self.sysfs / "dev/block" / mount.number
         if numbered.exists():
             return [numbered]
-        # One that invents its device number names a device as its source, or with bcachefs several.
+        # A file system with a virtual device number has a device as its source; bcachefs may have several.
         named = mount.source.split(":/")
         sources = [mount.source] if len(named) == 1 else [named[0], *(f"/{name}" for name in named[1:])]
         found = [place for place in map(self._named, sources) if place is not None]
@@ -325,7 +328,7 @@ class _Stack:
         return found
 
     def _named(self, source: str) -> Path | None:
-        """The block device called ``source``: /dev/sda1, a link to it, or a name of device mapper's."""
+        """The block device ``source``: /dev/sda1, a link to it, or a name of device mapper."""
         if not source.startswith("/dev/"):
             return None
         for name in (Path(source).name, _target(source)):
@@ -338,7 +341,7 @@ class _Stack:
         return None
 
     def drive(self, place: Path, depth: int) -> Drive | None:
-        """The device at ``place``, of a partition its whole disk, with what it is made of."""
+        """The device at ``place``, or the whole disk of a partition, with its members."""
         try:
             place = place.resolve(strict=True)
         except (OSError, RuntimeError):
@@ -389,14 +392,15 @@ def _layer(place: Path) -> str | None:
 
 def _model(place: Path) -> str | None:
     model = said(place / "device/model") or said(place / "device/name")
-    vendor = said(place / "device/vendor")  # of SCSI; a PCI number elsewhere, and "ATA" for all of SATA
+    # A name on SCSI, "ATA" on SATA, a PCI number elsewhere.
+    vendor = said(place / "device/vendor")
     if model is None or vendor is None or vendor == "ATA" or vendor.startswith("0x"):
         return model
     return f"{vendor} {model}"
 
 
 def _controllers(place: Path) -> list[Path]:
-    """An NVMe drive's. One with several paths is a child of its subsystem, which lists them."""
+    """The controllers of an NVMe drive. A drive with several paths is a child of its subsystem, which lists them."""
     if not place.name.startswith("nvme"):
         return []
     device = place / "device"
@@ -406,7 +410,7 @@ def _controllers(place: Path) -> list[Path]:
 
 
 def _origin(place: Path) -> Path:
-    """Where to look for what the device hangs on."""
+    """The sysfs directory of the device's controller or bus."""
     controllers = _controllers(place)
     found = controllers[0] if controllers else place / "device"
     try:
@@ -427,9 +431,9 @@ def _transport(place: Path) -> str | None:
 
 
 def _links(place: Path) -> tuple[Link | None, Link | None]:
-    """The link in use, and the best that the drive can do if that is more."""
+    """The link in use, and the fastest link that the drive supports if that is faster."""
     if controllers := _controllers(place):
-        # Only here is the PCI device the drive: others hang on an adapter that serves many, or a hypervisor's.
+        # Only for NVMe is the PCI device the drive itself; other drives share an adapter, or a hypervisor's device.
         function = controllers[0] / "device"
         link, best = (_pcie(function, which) for which in ("current", "max"))
         faster = link is not None and best is not None and best.bytes_per_second > link.bytes_per_second
@@ -437,7 +441,7 @@ def _links(place: Path) -> tuple[Link | None, Link | None]:
     port = next((above for above in _origin(place).parents if re.fullmatch(r"ata\d+", above.name)), None)
     speeds = sorted(port.glob("link*/ata_link/link*/sata_spd")) if port is not None else []
     found = re.fullmatch(r"(\d+(?:\.\d+)?) Gbps", (said(speeds[0]) or "") if speeds else "")
-    # 8 bits of data are sent as 10.
+    # SATA encodes 8 bits of data as 10 bits.
     return (Link(f"SATA {found[1]} Gb/s", float(found[1]) * 1e9 / 10), None) if found else (None, None)
 
 
@@ -457,12 +461,13 @@ def _numa_node(place: Path, sysfs: Path) -> int | None:
             break
         node = number(above / "numa_node")
         if node is not None:
-            return node if node >= 0 else None  # -1: the firmware does not say
+            # -1: the firmware does not report a node.
+            return node if node >= 0 else None
     return None
 
 
 def _chosen(text: str | None) -> str | None:
-    """The word in brackets, or the only one."""
+    """The word in brackets, or the only word."""
     if text is None:
         return None
     found = re.search(r"\[([^\]]+)\]", text)

@@ -1,4 +1,4 @@
-"""Files of /proc and /sys: one value each, and any of them may be missing, forbidden or odd. No torch."""
+"""Reads values from files of /proc and /sys, which may be missing, unreadable or malformed. No torch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from pathlib import Path
 
 
 def said(path: Path) -> str | None:
-    """What the file holds, without padding; None if that is nothing, or not for us."""
+    """The stripped text of the file; None if it is empty or cannot be read."""
     try:
         text = path.read_bytes().decode(errors="replace").strip(" \t\r\n\0")
-    except (OSError, ValueError):  # ValueError: a name with a null byte in it
+    except (OSError, ValueError):
+        # ValueError: the path contains a null byte.
         return None
     return text or None
 
 
 def number(path: Path) -> int | None:
-    """The whole number that the file holds; None if it holds anything else ("max", "Unknown")."""
+    """The whole number in the file; None for any other text ("max", "Unknown")."""
     text = said(path)
     return int(text) if text is not None and re.fullmatch(r"-?[0-9]+", text) else None
 
 
 def listed(directory: Path) -> list[Path]:
-    """What lies in a directory, sorted; nothing if there is none."""
+    """The sorted entries of a directory; empty if it cannot be read."""
     try:
         return sorted(directory.iterdir())
     except OSError:

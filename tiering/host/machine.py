@@ -1,4 +1,4 @@
-"""What this machine is: its CPU as the kernel describes it, its memory, its kernel. No torch."""
+"""The CPU, memory and kernel of this machine. No torch."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import platform
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-# Arm's kernels give a CPU no name, but these.
+# On Arm, the kernel reports these fields instead of a model name.
 _ARM_FIELDS = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision")
-# What tells one CPU from another: first x86's words, then Arm's.
+# The fields that identify a CPU: first those of x86, then those of Arm.
 _CPU_FIELDS = ("vendor_id", "model name", "cpu family", "model", "stepping", *_ARM_FIELDS)
 
 
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:
-    """What people call the CPU."""
+    """The model name of the CPU."""
     return _first_cpu(cpuinfo, ("model name",)) or _first_cpu(cpuinfo, _ARM_FIELDS) or platform.machine()
 
 
 def cpu_identity(cpuinfo: Path = CPUINFO) -> str:
-    """What tells it from one of the same name, too."""
+    """A text that identifies the CPU model, also among models with the same name."""
     return _first_cpu(cpuinfo, _CPU_FIELDS) or platform.machine()
 
 
 def memory_bytes() -> int:
-    """All that is fitted, whatever a cgroup allows."""
+    """Bytes of physical memory, regardless of cgroup limits."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -33,7 +33,7 @@ def kernel() -> str:
 
 
 def _first_cpu(cpuinfo: Path, names: tuple[str, ...]) -> str:
-    """Those of ``names`` that the kernel tells of its first CPU."""
+    """The values of the fields ``names`` of the first CPU, joined by blanks."""
     try:
         first = cpuinfo.read_text().partition("\n\n")[0]
     except OSError:

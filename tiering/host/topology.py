@@ -1,17 +1,17 @@
-"""Ranks on one node: which CPUs and which NUMA node are a rank's own. No torch.
+"""Divides the CPUs and NUMA nodes of a machine among its ranks. No torch.
 
-Budgets divide bytes; this divides the rest of a node. Kernel threads: the affinity mask that ranks have in common is
-cut among them, whole cores before hyper-threads, so that W ranks start as many threads as one would. (torchrun sets
-OMP_NUM_THREADS to 1, for OpenMP; our threads are not OpenMP's, and one of them per rank would leave the memory bus
-idle.) Ranks that a launcher has bound to masks of their own keep them.
+Budgets divide memory; this module divides CPUs. Kernel threads: ranks with the same affinity mask divide it, by whole
+cores before hyper-threads, so that W ranks start as many threads as one rank. (torchrun sets OMP_NUM_THREADS to 1 for
+OpenMP; the kernels' threads do not use OpenMP, and one thread per rank could not saturate the memory bus.) Ranks that a
+launcher has bound to different masks keep them.
 
-Memory: a rank's arena prefers the node of its GPU, or else the node on which its share of the CPUs lies.
+Memory: a rank's arena prefers the NUMA node of its GPU, or else the node of its CPUs.
 
 Note: Why threads are not pinned
-    A run of the kernels is also worked on by its caller, a thread of the user's, which is not ours to bind; tiles are
-    claimed one by one, so that a bound worker whose core is taken by somebody else would be the one that all wait for.
-    To bind whole ranks is the launcher's business (``torchrun --numa-binding=node``, ``srun --cpu-bind``, ``numactl``):
-    it reaches torch's threads and data workers, too. What it chose is taken over here.
+    The caller of a kernel, a thread of the user, also works on it and must not be pinned. Threads claim tiles one by
+    one, so all would wait for a pinned worker whose core another process uses. Binding whole ranks is the task of the
+    launcher (``torchrun --numa-binding=node``, ``srun --cpu-bind``, ``numactl``), which also binds torch's threads and
+    data workers. This module uses the launcher's masks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tiering.text import counted
 log = logging.getLogger(__name__)
 
 SYSFS = Path("/sys")
-MPOL_PREFERRED = 1  # linux/mempolicy.h
+# From linux/mempolicy.h.
+MPOL_PREFERRED = 1
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _PCI = re.compile(r"(?:(?P<domain>[0-9a-f]+):)?(?P<rest>[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
 _MASK_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -40,7 +41,7 @@ _MASK_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank finds itself on: the CPUs of its affinity mask, and its GPU's NUMA node if that is known."""
+    """The CPUs of a rank's affinity mask, and the NUMA node of its GPU if it is known."""
 
     cpus: tuple[int, ...]
     gpu_node: int | None = None
@@ -48,14 +49,14 @@ class Place:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """A rank's part of its node. ``numa_node`` is None where there is but one, or where its CPUs lie on several."""
+    """A rank's CPUs and NUMA node. ``numa_node`` is None if the machine has one node, or the CPUs are on several."""
 
     cpus: tuple[int, ...]
     numa_node: int | None = None
 
     @property
     def threads(self) -> int:
-        """Threads for the kernels."""
+        """The number of kernel threads."""
         return min(len(self.cpus), kernels.MAX_THREADS)
 
     def __str__(self) -> str:
@@ -65,14 +66,14 @@ class NodeShare:
 
 @dataclass(frozen=True)
 class Machine:
-    """Which NUMA node and which core a CPU belongs to. A core is named by the first of its hyper-threads."""
+    """The NUMA node and the core of each CPU. The number of a core is that of its first hyper-thread."""
 
     node_of: dict[int, int]
     core_of: dict[int, int]
 
     @classmethod
     def read(cls, sysfs: Path = SYSFS) -> Machine:
-        """As the kernel tells it; what it does not tell is one node, and cores of one thread each."""
+        """Reads sysfs. CPUs without information count as on one node, and as cores with one thread."""
         node_of: dict[int, int] = {}
         for listed in (sysfs / "devices/system/node").glob("node[0-9]*/cpulist"):
             for cpu in parse_cpus(listed.read_text()):
@@ -85,14 +86,14 @@ class Machine:
 
     @property
     def nodes(self) -> int:
-        """NUMA nodes that have CPUs."""
+        """The number of NUMA nodes with CPUs."""
         return len(set(self.node_of.values())) or 1
 
     def node(self, cpu: int) -> int:
         return self.node_of.get(cpu, 0)
 
     def cores(self, cpus: Sequence[int]) -> list[tuple[int, ...]]:
-        """``cpus`` by core, cores by node."""
+        """``cpus`` grouped by core, sorted by node."""
         found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for cpu in sorted(cpus):
             found[self.node(cpu), self.core_of.get(cpu, cpu)].append(cpu)
@@ -107,11 +108,11 @@ def settle(
     gather: Callable[[Place], Sequence[Place]] | None = None,
     sysfs: Path = SYSFS,
 ) -> NodeShare:
-    """Give the kernels this rank's share of the threads, and say which share that is.
+    """Sets the number of kernel threads to this rank's share of the CPUs, and returns the share.
 
-    ``gpu_pci`` is the bus id of the rank's GPU ("0000:3b:00.0"). ``gather`` gives every local rank's Place, in the
-    order of the local ranks; without it all ranks are taken to have this one's mask. A rank that is alone on its node
-    keeps everything, and a thread count that the program has chosen itself stays.
+    ``gpu_pci`` is the bus id of the rank's GPU ("0000:3b:00.0"). ``gather`` returns the Places of all local ranks, in
+    their order; without it, all ranks are assumed to have this rank's mask. A single rank keeps all CPUs, and a thread
+    count that the program has set itself is not changed.
     """
     mask = tuple(sorted(os.sched_getaffinity(0)))
     machine = Machine.read(sysfs)
@@ -120,23 +121,24 @@ def settle(
         return NodeShare(mask)
     places = [mine] * local_world_size if gather is None else list(gather(mine))
     if len(places) != local_world_size:
-        raise ValueError(f"{len(places)} places were gathered from a local world of {local_world_size}")
+        raise ValueError(f"gather returned {len(places)} places for {local_world_size} local ranks")
     share = share_out(places, machine)[local_rank]
-    if kernels.thread_count() == min(len(mask), kernels.MAX_THREADS):  # as it was at the start
+    # Any other count was set by the program.
+    if kernels.thread_count() == min(len(mask), kernels.MAX_THREADS):
         kernels.set_thread_count(share.threads)
     log.debug("local rank %d of %d: %s", local_rank, local_world_size, share)
     return share
 
 
 def share_out(places: Sequence[Place], machine: Machine) -> list[NodeShare]:
-    """Each rank's share. Ranks with the same mask divide it, in the order of their GPUs' nodes; no share is empty."""
+    """The share of each rank. Ranks with the same mask divide it, in the order of their GPUs' nodes; none is empty."""
     together: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, place in enumerate(places):
         together[place.cpus].append(rank)
     shares: dict[int, NodeShare] = {}
     for mask, ranks in together.items():
         cores = machine.cores(mask)
-        # sorted() is stable: ranks whose GPU is not known are spread in their own order.
+        # sorted() is stable: ranks without a known GPU node stay in their order.
         ranks = sorted(ranks, key=lambda rank: places[rank].gpu_node or 0)
         for rank, cpus in zip(ranks, _cut(cores, len(ranks)), strict=True):
             shares[rank] = NodeShare(cpus, _numa_node(places[rank], cpus, machine))
@@ -144,7 +146,7 @@ def share_out(places: Sequence[Place], machine: Machine) -> list[NodeShare]:
 
 
 def _cut(cores: list[tuple[int, ...]], parts: int) -> list[tuple[int, ...]]:
-    """Neighbouring cores for each part; with fewer cores than parts hyper-threads, and those are shared at the end."""
+    """Neighbouring cores for each part; hyper-threads if there are fewer cores than parts, shared if too few."""
     units = cores if len(cores) >= parts else [(cpu,) for core in cores for cpu in core]
     count = len(units)
     cut = []
@@ -157,7 +159,7 @@ def _cut(cores: list[tuple[int, ...]], parts: int) -> list[tuple[int, ...]]:
 def _numa_node(place: Place, cpus: tuple[int, ...], machine: Machine) -> int | None:
     if machine.nodes == 1:
         return None
-    # A GPU on a node that the mask leaves out does not count: the user has said where this process belongs.
+    # Ignore a GPU on a node outside the mask: the user has bound this process elsewhere.
     if place.gpu_node is not None and place.gpu_node in {machine.node(cpu) for cpu in place.cpus}:
         return place.gpu_node
     on = {machine.node(cpu) for cpu in cpus}
@@ -165,7 +167,7 @@ def _numa_node(place: Place, cpus: tuple[int, ...], machine: Machine) -> int | N
 
 
 def gpu_node(pci: str, sysfs: Path = SYSFS) -> int | None:
-    """The NUMA node of the device at a PCI bus id as CUDA, nvidia-smi or sysfs write it; None if that is not known."""
+    """The NUMA node of a PCI device, by its bus id as CUDA, nvidia-smi or sysfs write it; None if unknown."""
     found = _PCI.fullmatch(pci.strip().lower())
     if found is None:
         return None
@@ -174,13 +176,14 @@ def gpu_node(pci: str, sysfs: Path = SYSFS) -> int | None:
         node = int((sysfs / "bus/pci/devices" / name / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    return node if node >= 0 else None  # -1: the firmware does not say
+    # -1: the firmware does not report a node.
+    return node if node >= 0 else None
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Let the pages of a mapping that are not there yet come from ``node`` while it has room; False if refused.
+    """Makes ``node`` the preferred node of the mapping's future pages; returns False if the kernel refuses.
 
-    ``address`` is a multiple of the page size. Best effort: a container may deny the call.
+    ``address`` is a multiple of the page size. A container may deny the call.
     """
     number = _SYS_MBIND.get(platform.machine())
     if number is None:
@@ -190,7 +193,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     mask[node // _MASK_WORD] = 1 << (node % _MASK_WORD)
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than `maxnode`.
     refused = call(
         ctypes.c_long(number),
         ctypes.c_void_p(address),
@@ -201,12 +204,12 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
         ctypes.c_uint(0),
     )
     if refused:
-        log.debug("NUMA node %d cannot be preferred: %s", node, os.strerror(ctypes.get_errno()))
+        log.debug("cannot set the preferred NUMA node %d: %s", node, os.strerror(ctypes.get_errno()))
     return not refused
 
 
 def parse_cpus(text: str) -> list[int]:
-    """The CPUs of a kernel list as "0-3,8"."""
+    """The CPUs in a kernel list such as "0-3,8"."""
     cpus: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -215,7 +218,7 @@ def parse_cpus(text: str) -> list[int]:
 
 
 def format_cpus(cpus: Sequence[int]) -> str:
-    """Inverse of ``parse_cpus``."""
+    """The inverse of ``parse_cpus``."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][-1] + 1:

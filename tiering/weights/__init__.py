@@ -1,1 +1,1 @@
-"""Weights on disk, as Hugging Face tools keep them: what the files say of themselves, and streams of their tensors."""
+"""Weights on disk in Hugging Face's format: headers of safetensors files, and streams of their tensors."""

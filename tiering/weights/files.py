@@ -1,9 +1,9 @@
-"""Weights on disk in Hugging Face style: safetensors files, alone or as shards with an index.
+"""Weights on disk in Hugging Face's format: one safetensors file, or shards with an index.
 
-A safetensors file is eight bytes (the length of the header, little endian), a header in JSON (``{name: {"dtype",
-"shape", "data_offsets"}}``, and strings under ``__metadata__``), and the tensors' bytes without a gap. Files come from
-strangers and over broken connections, so all of the header is checked against the rules of the format and against the
-file's size before a byte of a tensor is read: https://github.com/huggingface/safetensors#format.
+A safetensors file has eight bytes (the length of the header, little endian), a header in JSON (``{name: {"dtype",
+"shape", "data_offsets"}}``, and strings under ``__metadata__``), and the bytes of the tensors without gaps. Files may
+be malicious or truncated, so the whole header is checked against the format and the size of the file before a tensor
+is read: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from tiering.errors import WeightsError
 from tiering.strict_json import FormatError, natural, parse, short, strings
 from tiering.text import shorten
 
-_MOST_HEADER = 100_000_000  # bytes; the format's own limit, which also holds for an index here
-_PIECE = 1 << 20  # bytes
+# Bytes. The limit of the format for a header; also used for an index.
+_MOST_HEADER = 100_000_000
+# Bytes per read.
+_PIECE = 1 << 20
 _INDEX = ".safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".bin.index.json")
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -38,13 +40,13 @@ _BITS = {
 
 
 def nbytes_of(dtype: str, numel: int) -> int:
-    """Bytes of ``numel`` elements of ``dtype``, the format's word for it."""
+    """Bytes of ``numel`` elements of ``dtype``, by its name in the format."""
     return numel * _BITS[dtype] // 8
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """``nbytes`` at byte ``offset`` of ``file``. ``dtype`` is the format's word for it: "F32", "BF16" and so on."""
+    """A tensor of ``nbytes`` at byte ``offset`` of ``file``. ``dtype`` is its name in the format, such as "BF16"."""
 
     name: str
     dtype: str
@@ -55,7 +57,7 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.nbytes * 8 // _BITS[self.dtype]
 
     @property
@@ -68,7 +70,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class FileVersion:
-    """What tells whether a file is still the one whose header was read."""
+    """Identifies the content of a file, to detect changes after its header was read."""
 
     device: int
     inode: int
@@ -77,24 +79,27 @@ class FileVersion:
 
     @classmethod
     def of(cls, fd: int) -> FileVersion:
-        """That of an open file."""
+        """The version of an open file."""
         status = os.fstat(fd)
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class Sums(Protocol):
-    """What the pages of a file should be."""
+    """The checksums of a file's pages."""
 
     def first_difference(self, address: int, page: int, pages: int) -> int | None:
-        """The first of ``pages`` pages in memory at ``address`` that is not page ``page + i`` of the file."""
+        """The first of ``pages`` pages in memory at ``address`` that differs from the file, which starts at ``page``.
+
+        Returns a page number of the file, or None.
+        """
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of one file, or of the shards that an index names. ``metadata`` are the files' own words.
+    """The tensors of one file, or of the shards of an index. ``metadata`` is that of the files.
 
-    A tensor that lies in several places is the ``parts`` of its name, one after the other. Files with ``sums`` are
-    compared with them as they are read.
+    ``parts`` has, in order, the parts of a tensor that is stored in several places. Files with ``sums`` are compared
+    with these checksums as they are read.
     """
 
     path: Path
@@ -105,15 +110,15 @@ class WeightFiles:
     sums: Mapping[Path, Sums] = field(default_factory=dict)
 
     def parts_of(self, tensor: StoredTensor) -> tuple[StoredTensor, ...]:
-        """Where the elements of ``tensor`` lie."""
+        """The stored parts of ``tensor``, in order."""
         return self.parts.get(tensor.name, (tensor,))
 
 
 def open_weights(path: Path | str) -> WeightFiles:
-    """What ``path`` holds: a .safetensors file, an index of shards (.safetensors.index.json), or a directory with one.
+    """Opens a .safetensors file, an index of shards (.safetensors.index.json), or a directory with one of them.
 
-    Raises WeightsError, which names file, tensor and remedy, unless everything about the files is as it should be;
-    no tensor is read.
+    Raises WeightsError, which names the file, the tensor and the remedy, if a file is missing or a header is invalid.
+    No tensor is read.
     """
     path = Path(path)
     if path.is_dir():
@@ -129,7 +134,7 @@ def open_weights(path: Path | str) -> WeightFiles:
 
 
 def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors are equal to the bit."""
+    """Whether two stored tensors are bitwise equal."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with opened(one.file) as first, opened(other.file) as second:
@@ -143,9 +148,10 @@ def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of the regular file ``path``. Raises WeightsError if there is none."""
+    """A descriptor of the regular file ``path``. Raises WeightsError if it cannot be opened."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+        # With O_NONBLOCK, opening a pipe does not wait for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise unopened(path, error) from error
     try:
@@ -159,24 +165,24 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def damaged(file: Path, what: str, remedy: str = "download it again") -> WeightsError:
-    """``file`` is not what it should be."""
+    """The error for an invalid ``file``."""
     return WeightsError(f"{file}: {what}", remedy)
 
 
 def unopened(path: Path, error: OSError) -> WeightsError:
-    """``path`` could not be opened, because of ``error``."""
+    """The error for a ``path`` that could not be opened because of ``error``."""
     if error.errno != errno.ENOENT:
         too_many = error.errno in (errno.EMFILE, errno.ENFILE)
-        remedy = "raise the limit with ulimit -n" if too_many else "change its mode or name another"
+        remedy = "raise the limit with ulimit -n" if too_many else "change its mode or name another file"
         return damaged(path, f"it cannot be opened: {error.strerror}", remedy)
     if path.is_symlink():
-        return damaged(path, "it is a symbolic link to a file that is gone")
+        return damaged(path, "it is a symbolic link to a file that does not exist")
     return damaged(path, "it does not exist", "name a .safetensors file or a directory with one")
 
 
 @dataclass(frozen=True)
 class _Header:
-    """What a file says of itself, and is true."""
+    """The verified header of a file."""
 
     tensors: dict[str, StoredTensor]
     metadata: dict[str, str]
@@ -201,13 +207,15 @@ class _Header:
 def _header_text(path: Path, fd: int, size: int) -> bytes:
     first = _read(fd, path, 0, min(size, 40))
     if first.startswith(b"version https://git-lfs"):
-        raise damaged(path, "it is a Git LFS pointer, which stands for the file", "run git lfs pull there")
+        raise damaged(
+            path, "it is a Git LFS pointer, not the file itself", "run git lfs pull in its directory"
+        )
     length = int.from_bytes(first[:8], "little")
     if size < 8 or length > size - 8 or length > _MOST_HEADER:
         what = "it has no room for a header" if size < 8 else f"it claims a header of {length} bytes"
-        raise damaged(path, f"{what}, and is {size} bytes long: truncated, or no safetensors file")
+        raise damaged(path, f"{what}, but has {size} bytes: truncated, or not a safetensors file")
     if length == 0 or first[8:9] != b"{":
-        raise damaged(path, "its header does not begin with '{': it is no safetensors file")
+        raise damaged(path, "its header does not start with '{': it is not a safetensors file")
     return _read(fd, path, 8, length)
 
 
@@ -217,17 +225,17 @@ def _read(fd: int, path: Path, offset: int, nbytes: int) -> bytes:
     except OSError as error:
         raise damaged(path, f"reading it at byte {offset} failed: {error.strerror}", "see dmesg") from error
     if len(content) != nbytes:
-        raise damaged(path, f"it ends at byte {offset + len(content)}: somebody is changing it")
+        raise damaged(path, f"it ends at byte {offset + len(content)}: another process is changing it")
     return content
 
 
 def _stored(name: str, entry: Any, file: Path, begin: int) -> StoredTensor:
     called = short.repr(name)
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise FormatError(f"{called} does not have a dtype, a shape and data_offsets, and nothing else")
+        raise FormatError(f"the keys of {called} are not 'dtype', 'shape' and 'data_offsets'")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise FormatError(f"{called} has a dtype that nobody knows, {short.repr(dtype)}")
+        raise FormatError(f"{called} has the unknown dtype {short.repr(dtype)}")
     if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
         raise FormatError(f"{called} has a shape or data_offsets that are not lists of whole numbers")
     numel = 1
@@ -243,25 +251,26 @@ def _stored(name: str, entry: Any, file: Path, begin: int) -> StoredTensor:
 
 
 def _whole_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)  # True is an int
+    # isinstance would accept True.
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def _check_layout(stored: list[StoredTensor], begin: int, size: int) -> None:
-    """The tensors fill the file from ``begin`` to its end, each byte once."""
+    """Raises FormatError unless the tensors fill the file from ``begin`` to its end without gap or overlap."""
     ordered = sorted(stored, key=lambda tensor: (tensor.offset, tensor.nbytes))
     end, last = begin, "the header"
     for tensor in ordered:
         if tensor.offset != end:
-            how = "leaves a hole after" if tensor.offset > end else "overlaps"
+            how = "leaves a gap after" if tensor.offset > end else "overlaps"
             raise FormatError(f"{short.repr(tensor.name)} {how} {last}")
         end, last = end + tensor.nbytes, short.repr(tensor.name)
     if end != size:
-        how = "truncated" if size < end else "something was appended"
+        how = "truncated" if size < end else "bytes were appended"
         raise FormatError(f"its tensors end at byte {end}, but the file at byte {size} ({how})")
 
 
 def _weights_in(directory: Path) -> Path:
-    """The file in ``directory`` to start from: the one of the usual name, else the only one."""
+    """The file of weights or index in ``directory``: the one with the usual name, or the only one."""
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
@@ -273,30 +282,28 @@ def _weights_in(directory: Path) -> Path:
     if len(candidates) == 1:
         return directory / candidates[0]
     if candidates:
-        lacking = "" if usual or indices else ", and no index that says which belong together"
-        raise damaged(directory, f"it holds {_shorten(tuple(candidates))}{lacking}", "name the file to take")
+        lacking = "" if usual or indices else ", and no index"
+        raise damaged(directory, f"it has {_shorten(tuple(candidates))}{lacking}", "name the file to load")
     pickled = [name for name in names if name.endswith(_PICKLES)]
     if pickled:
         raise _pickled(directory / pickled[0])
-    raise damaged(
-        directory, "there is no .safetensors file in it", "name the directory that holds the weights"
-    )
+    raise damaged(directory, "it has no .safetensors file", "name the directory with the weights")
 
 
 def _pickled(path: Path) -> WeightsError:
     return damaged(
         path,
-        "it is a pickle, which can run any code when it is read, and is not read here",
-        "convert it where you trust it: from_pretrained(DIR).save_pretrained(NEW_DIR) in transformers",
+        "it is a pickle, which is not supported because loading it can run any code",
+        "if you trust it, convert it with from_pretrained(DIR).save_pretrained(NEW_DIR) in transformers",
     )
 
 
 def _open_shards(index: Path) -> WeightFiles:
-    """The shards that ``index`` names, each with the tensors that it says and no others."""
+    """Opens the shards of ``index``. Raises WeightsError unless each has exactly the tensors that the index lists."""
     with opened(index) as fd:
         size = os.fstat(fd).st_size
         if size > _MOST_HEADER:
-            raise damaged(index, f"it is {size} bytes long, which no index is")
+            raise damaged(index, f"it has {size} bytes, too many for an index")
         text = _read(fd, index, 0, size)
     try:
         weight_map = _weight_map(parse(text))
@@ -308,7 +315,7 @@ def _open_shards(index: Path) -> WeightFiles:
     absent = tuple(shard for shard in sorted(named) if not (index.parent / shard).exists())
     if absent:
         raise damaged(
-            index, f"it names {_shorten(absent)}, which is not there", "download the rest of the shards"
+            index, f"it lists {_shorten(absent)}, which does not exist", "download the missing shards"
         )
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
@@ -325,32 +332,32 @@ def _open_shards(index: Path) -> WeightFiles:
 
 
 def _weight_map(index: dict[str, Any]) -> dict[str, str]:
-    """The shard of each tensor: a file beside the index, and nowhere else."""
+    """The shard of each tensor, a file in the directory of the index."""
     if "weight_map" not in index:
         raise FormatError("it has no 'weight_map'")
     weight_map = strings(index, "weight_map")
     for name, shard in weight_map.items():
         if not shard.endswith(".safetensors") or any(mark in shard for mark in "/\\\0"):
             where = f"{short.repr(name)} in {short.repr(shard)}"
-            raise FormatError(f"it keeps {where}, which is no .safetensors file beside it")
+            raise FormatError(f"it puts {where}, which is not a .safetensors file in its directory")
     return weight_map
 
 
 def _check_shard(
     file: Path, stored: Collection[str], promised: Collection[str], weight_map: Mapping[str, str]
 ) -> None:
-    """A shard has what the index promises, and nothing that the index keeps elsewhere or does not know."""
-    both = "index and shards are of different saves: download all of them again"
+    """Raises WeightsError unless the shard has exactly the tensors that the index lists for it."""
+    both = "index and shards belong to different saves: download all of them again"
     lacking = tuple(sorted(set(promised) - set(stored)))
     if lacking:
-        raise damaged(file, f"it lacks {_shorten(lacking)}, which the index keeps in it", both)
+        raise damaged(file, f"it lacks {_shorten(lacking)}, which the index lists for it", both)
     elsewhere = tuple(sorted(set(stored) - set(promised)))
     twice = tuple(name for name in elsewhere if name in weight_map)
     if twice:
         other = short.repr(weight_map[twice[0]])
-        raise damaged(file, f"it has {_shorten(twice)}, which the index keeps in {other}", both)
+        raise damaged(file, f"it has {_shorten(twice)}, which the index lists for {other}", both)
     if elsewhere:
-        raise damaged(file, f"it has {_shorten(elsewhere)}, which the index does not name", both)
+        raise damaged(file, f"it has {_shorten(elsewhere)}, which the index does not list", both)
 
 
 def _shorten(names: tuple[str, ...]) -> str:

@@ -1,8 +1,8 @@
-"""CRC32C of files by the page of 4096 bytes: made as they are written, compared as they are read.
+"""CRC32C checksums of files, one for each page of 4096 bytes: computed on writing, compared on reading.
 
-The sums of a file are a tensor of U32 in another one, so that they are read a few at a time, whatever the file's size.
-The pages of that other one have sums, too, which are a 1024th of it and are kept in memory. A last page that is not
-whole counts as filled up with zeros.
+The checksums of a file are a U32 tensor in another file, so that they can be read in pieces for files of any size. The
+pages of that other file have checksums too, 1/1024 of its size, which are kept in memory. An incomplete last page
+counts as padded with zeros.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from tiering.storage.arena import PAGE, round_up
 from tiering.storage.descriptors import close_alone, open_alone
 from tiering.weights.files import StoredTensor
 
-SUM = 4  # bytes
+# Bytes of a checksum.
+SUM = 4
 
 
 def sums_of(address: int, pages: int) -> np.ndarray:
-    """The sums (uint32) of ``pages`` whole pages of memory at ``address``."""
+    """The checksums (uint32) of ``pages`` whole pages of memory at ``address``."""
     sums = np.empty(pages, dtype="<u4")
     lib.aio_checksum(ffi.cast("void *", address), pages, ffi.from_buffer("uint32_t[]", sums))
     return sums
 
 
 def sums_of_bytes(content: bytes) -> np.ndarray:
-    """The sums (uint32) of the pages of ``content``."""
+    """The checksums (uint32) of the pages of ``content``."""
     pages = np.zeros(round_up(len(content)), dtype=np.uint8)
     pages[: len(content)] = np.frombuffer(content, dtype=np.uint8)
     return sums_of(pages.ctypes.data, pages.size // PAGE)
 
 
 class KnownSums:
-    """The sums of a file, in memory."""
+    """The checksums of a file, in memory."""
 
     def __init__(self, sums: np.ndarray) -> None:
         self._sums = sums
 
     def first_difference(self, address: int, page: int, pages: int) -> int | None:
-        """As that of PageSums; a page without a sum differs."""
+        """Like that of PageSums; a page without a checksum counts as different."""
         expected = self._sums[page : page + pages]
         differ = np.flatnonzero(sums_of(address, len(expected)) != expected)
         if differ.size:
@@ -52,9 +53,9 @@ class KnownSums:
 
 
 class SumsSource:
-    """A file with sums, which is opened when it is first read, and stays so as long as somebody has this.
+    """A file with checksums. It is opened at the first read and stays open as long as this object exists.
 
-    If ``own`` is given, the sums of its pages up to byte ``end``, all that is read is compared with them.
+    With ``own``, the checksums of its pages up to byte ``end``, all reads are verified.
     """
 
     def __init__(self, path: Path, own: np.ndarray | None = None, end: int = 0) -> None:
@@ -64,7 +65,7 @@ class SumsSource:
         self._fd = -1
 
     def read(self, at: int, nbytes: int) -> bytes:
-        """Fewer bytes where the file ends. Raises OSError, or CheckpointError where they are not what was written."""
+        """Reads ``nbytes``, or fewer at the end of the file. Raises OSError; CheckpointError if a page is damaged."""
         if self._fd < 0:
             self._fd = open_alone(self._path, os.O_RDONLY | os.O_NONBLOCK)
             weakref.finalize(self, close_alone, self._fd)
@@ -77,23 +78,22 @@ class SumsSource:
         differ = np.flatnonzero(found != self._own[page : page + found.size])
         if differ.size:
             raise CheckpointError(
-                f"{self._path}: page {page + int(differ[0])} is not what was written: it has another CRC32C; load an"
-                " earlier checkpoint"
+                f"{self._path}: CRC32C mismatch in page {page + int(differ[0])}; load an earlier checkpoint"
             )
         return content[at - begin : at - begin + nbytes]
 
 
 class PageSums:
-    """The sums of one file, in the tensor ``stored`` of another, which is read from ``source``."""
+    """The checksums of one file, in the tensor ``stored`` of another file, which ``source`` reads."""
 
     def __init__(self, stored: StoredTensor, source: SumsSource) -> None:
         self._stored = stored
         self._source = source
 
     def first_difference(self, address: int, page: int, pages: int) -> int | None:
-        """The first of ``pages`` whole pages in memory at ``address`` that is not page ``page + i`` of the file.
+        """The first of ``pages`` whole pages in memory at ``address`` that differs from the file, from ``page`` on.
 
-        Raises CheckpointError if the sums cannot be read.
+        Raises CheckpointError if the checksums cannot be read.
         """
         expected = self._read(page, pages)
         differ = np.flatnonzero(sums_of(address, pages) != expected)
@@ -102,8 +102,8 @@ class PageSums:
     def _read(self, page: int, pages: int) -> np.ndarray:
         if page + pages > self._stored.numel:
             raise CheckpointError(
-                f"{self._stored.file}: it has {self._stored.numel} sums of {self._stored.name!r}, which has more pages;"
-                " load an earlier checkpoint"
+                f"{self._stored.file}: it has {self._stored.numel} checksums of {self._stored.name!r}, which has more"
+                " pages; load an earlier checkpoint"
             )
         try:
             content = self._source.read(self._stored.offset + page * SUM, pages * SUM)
@@ -112,5 +112,5 @@ class PageSums:
                 f"{self._stored.file}: it cannot be read: {error.strerror}; load an earlier checkpoint"
             ) from error
         if len(content) != pages * SUM:
-            raise CheckpointError(f"{self._stored.file}: it is cut short; load an earlier checkpoint")
+            raise CheckpointError(f"{self._stored.file}: it is truncated; load an earlier checkpoint")
         return np.frombuffer(content, dtype="<u4")

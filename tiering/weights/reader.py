@@ -1,10 +1,10 @@
-"""Reads ranges of stored tensors through the I/O engine, ahead of whoever takes them, in bounded memory.
+"""Reads ranges of stored tensors through the I/O engine, with read-ahead, in bounded memory.
 
-Ranges are read into a few windows. Who goes on where the last range ended finds the next window on its way: at the end
-of a tensor that is the beginning of the next one in the order given, so the disk rests at no boundary. Who jumps gets
-what was asked for and no more, since read-ahead would mostly be in vain. Reads bypass the page cache where the file
-system lets them: caching files that are read once would take the memory that the tiers are for. Of files with sums
-whole pages are read, and compared before anybody sees them.
+Ranges are read into a few windows. A sequential reader finds its next window already in flight; at the end of a tensor,
+this is the start of the next tensor in the given order, so the disk is never idle between tensors. For a random access,
+only the requested range is read, because read-ahead would rarely help. Reads bypass the page cache if the file system
+allows it: caching files that are read once would take memory from the tiers. Of files with checksums, whole pages are
+read and verified before the caller sees them.
 """
 
 from __future__ import annotations
@@ -30,28 +30,32 @@ from tiering.storage.io_stats import errno_text
 from tiering.text import shorten
 from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, damaged, unopened
 
-WINDOWS = 3  # one being taken, two on their way
+# One window is in use by the caller, two are being read.
+WINDOWS = 3
 WINDOW_BYTES = 4 << 20
 
 log = logging.getLogger(__name__)
 
 
 _Place = tuple[StoredTensor, int]
-"""A tensor and a byte in it."""
+"""A tensor and a byte offset in it."""
 
 Wanted = StoredTensor | tuple[StoredTensor, int, int]
-"""What will be read: a tensor, or the elements of one from the first up to the second number."""
+"""An expected read: a tensor, or its elements [first, end)."""
 
 
 class _Window:
-    """Memory, and the range of a tensor's bytes that it holds or is being filled with."""
+    """A piece of memory, and the range of a tensor's bytes that is being read into it or is there."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self._ticket: Ticket | None = None
-        self._skipped = 0  # bytes from the beginning of the page to that of the range
-        self._sums: Sums | None = None  # to be compared with once it is there
-        self._at = self._nbytes = 0  # what is read of the file
+        # Bytes from the start of the page to the start of the range.
+        self._skipped = 0
+        # Checksums to verify after the read; None if there are none, or after verification.
+        self._sums: Sums | None = None
+        # Offset and bytes of the read in the file.
+        self._at = self._nbytes = 0
         self.tensor: StoredTensor
         self.start = self.end = 0
 
@@ -65,7 +69,7 @@ class _Window:
         sums: Sums | None,
         size: int,
     ) -> None:
-        """Start reading [start, end), once what was under way has ended; with ``sums`` the pages it lies in."""
+        """Starts to read bytes [start, end) after the previous read has ended; with ``sums``, whole pages."""
         self.settle()
         self.tensor, self.start, self.end = tensor, start, end
         self._skipped = (tensor.offset + start) % PAGE
@@ -73,12 +77,12 @@ class _Window:
         self._at = tensor.offset + start - self._skipped
         stop = tensor.offset + end if sums is None else min(round_up(tensor.offset + end), size)
         self._nbytes = stop - self._at
-        # Kept before it is begun: whatever raises in between, ``settle`` waits for it.
+        # Store the ticket before the read begins: if an exception follows, ``settle`` still waits for it.
         self._ticket = aio.prepare("read", file, self._lease, self._at, self._nbytes, names=(tensor.name,))
         self._ticket.begin()
 
     def wait(self) -> None:
-        """Raises SwapError if the range could not be read, WeightsError if it is not what was written."""
+        """Waits for the read. Raises SwapError if it failed, WeightsError if a checksum differs."""
         if self._ticket is not None:
             self._ticket.wait()
             if self._sums is not None:
@@ -90,20 +94,19 @@ class _Window:
         self._lease.view[self._nbytes : pages * PAGE] = bytes(pages * PAGE - self._nbytes)
         bad = sums.first_difference(self._lease.address, self._at // PAGE, pages)
         if bad is not None:
-            what = (
-                f"{self.tensor.name!r} is not what was written: bytes {bad * PAGE} to {(bad + 1) * PAGE} have"
-            )
             raise damaged(
-                self.tensor.file, f"{what} another CRC32C", "the disk or the memory is bad: see dmesg"
+                self.tensor.file,
+                f"{self.tensor.name!r} is damaged: CRC32C mismatch in bytes {bad * PAGE} to {(bad + 1) * PAGE}",
+                "the disk or the memory is bad: see dmesg",
             )
 
     def drop(self) -> None:
-        """Nobody wants it any more."""
+        """Cancels the read, whose data is not needed any more."""
         if self._ticket is not None and self._ticket.begun:
             self._ticket.cancel()
 
     def settle(self) -> None:
-        """Wait until the memory is nobody's, whatever became of the transfer."""
+        """Waits until no transfer uses the memory, and ignores errors of the transfer."""
         if self._ticket is not None and self._ticket.begun:
             with contextlib.suppress(SwapError):
                 self._ticket.wait()
@@ -118,15 +121,17 @@ class _Window:
 
 
 class WeightReader:
-    """Reads the tensors of ``files``, which will probably be asked for in the given ``order``.
+    """Reads the tensors of ``files``; ``order`` is their expected order. Not thread-safe.
 
-    One thread reads. Raises WeightsError when a file cannot be read, or is another than the one whose header was read.
+    Raises WeightsError if a file cannot be read, or has changed since its header was read.
     """
 
     def __init__(self, files: WeightFiles, io: IoConfig, order: Iterable[Wanted] = ()) -> None:
-        room = WINDOW_BYTES + PAGE  # a range may begin in the middle of a page
+        # A range may start in the middle of a page.
+        room = WINDOW_BYTES + PAGE
         if files.sums:
-            room += PAGE  # and end in one
+            # It may also end in the middle of a page, of which all bytes are read.
+            room += PAGE
         arena = Arena.map(WINDOWS * room, "weights")
         self._windows_nbytes = arena.nbytes
         self._files = files
@@ -142,21 +147,22 @@ class WeightReader:
             registered=io.registered,
         )
         self._aio.register(arena)
-        self._open: dict[Path, tuple[int, int]] = {}  # descriptor, and number in the context
+        # The descriptor of each open file, and its number in the I/O context.
+        self._open: dict[Path, tuple[int, int]] = {}
         self._joined = bytearray()
         self._idle = deque(_Window(arena.lease(room, "window")) for _ in range(WINDOWS))
-        self._filling: deque[_Window] = deque()  # of consecutive ranges, the one being taken first
+        # Windows of consecutive ranges; the first one is in use by the caller.
+        self._filling: deque[_Window] = deque()
 
     def open_files(self, paths: Iterable[Path]) -> None:
-        """Open these now: they are read to their end then, though somebody removes them meanwhile."""
+        """Opens the files now, so that they can be read even if they are removed later."""
         for path in paths:
             self._file(path)
 
     def read(self, tensor: StoredTensor, first: int, numel: int) -> memoryview:
         """The bytes of elements [first, first + numel) of ``tensor``, valid until the next call.
 
-        Their address is a multiple of the element's size. What does not lie in one window is put together in memory
-        of its own.
+        Their address is a multiple of the element's size. A range in several windows is copied to one buffer.
         """
         start, end = first * tensor.itemsize, (first + numel) * tensor.itemsize
         if first < 0 or numel < 0 or end > tensor.nbytes:
@@ -182,11 +188,11 @@ class WeightReader:
 
     @property
     def nbytes(self) -> int:
-        """Memory in use: 12 MiB, and the longest range that did not lie in a window."""
+        """Bytes of memory in use: 12 MiB, plus the longest range that was copied from several windows."""
         return self._windows_nbytes + len(self._joined)
 
     def close(self) -> None:
-        """End the transfers under way and close the files. A second call does nothing."""
+        """Ends the transfers in flight and closes the files. A second call does nothing."""
         self._drop_until(None)
         for window in self._idle:
             window.settle()
@@ -203,7 +209,7 @@ class WeightReader:
         self.close()
 
     def _window(self, tensor: StoredTensor, at: int, end: int, sequential: bool) -> _Window:
-        """The window with byte ``at``, filled, while those after it are being: up to ``end``, or beyond."""
+        """The filled window with byte ``at``. Starts to read the next windows, up to ``end`` or beyond."""
         try:
             self._drop_until((tensor, at))
             self._read_ahead((tensor, at), end, sequential)
@@ -216,7 +222,7 @@ class WeightReader:
         return window
 
     def _read_ahead(self, place: _Place | None, end: int, sequential: bool) -> None:
-        """Fill idle windows from ``place`` on, or from where the last one ends."""
+        """Starts to fill idle windows, from the end of the last window or from ``place``."""
         wanted = place[0] if place else None
         if self._filling:
             place = self._after(self._filling[-1].tensor, self._filling[-1].end)
@@ -232,7 +238,7 @@ class WeightReader:
             place = self._after(tensor, stop)
 
     def _after(self, tensor: StoredTensor, end: int) -> _Place | None:
-        """Where reading goes on after byte ``end`` of ``tensor``."""
+        """The expected place after byte ``end`` of ``tensor``."""
         return (tensor, end) if end < self._end_of(tensor) else self._next.get(tensor)
 
     def _end_of(self, tensor: StoredTensor) -> int:
@@ -242,20 +248,21 @@ class WeightReader:
     def _submit(self, tensor: StoredTensor, start: int, stop: int) -> None:
         number, sums = self._file(tensor.file), self._files.sums.get(tensor.file)
         size = self._files.versions[tensor.file].nbytes
-        window = self._idle[0]  # idle until it is filled: an exception loses none
+        # Remove the window from the idle ones only after `fill`, so that an exception does not lose it.
+        window = self._idle[0]
         window.fill(self._aio, number, tensor, start, stop, sums, size)
         self._filling.append(window)
         self._idle.popleft()
 
     def _drop_until(self, place: _Place | None) -> None:
-        """Let go of the windows before the one that holds ``place``."""
+        """Releases the windows before the one with ``place``, or all."""
         while self._filling and (place is None or not self._filling[0].holds(*place)):
             window = self._filling.popleft()
             window.drop()
             self._idle.append(window)
 
     def _file(self, path: Path) -> int:
-        """The number of a file in the context, opened when it is first wanted."""
+        """The number of a file in the I/O context; opens it at the first call."""
         if path not in self._open:
             fd, direct = _open_for_reading(path)
             try:
@@ -269,7 +276,7 @@ class WeightReader:
     def _check_version(self, path: Path, fd: int) -> None:
         if FileVersion.of(fd) != self._files.versions[path]:
             raise damaged(
-                path, "it has changed since its header was read", "load it when nobody writes to it"
+                path, "it has changed since its header was read", "load it when no process writes to it"
             )
 
 
@@ -279,7 +286,7 @@ def _in_bytes(wanted: Wanted) -> tuple[StoredTensor, int, int]:
 
 
 def _open_for_reading(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether it goes around the page cache."""
+    """A descriptor, and whether it bypasses the page cache."""
     try:
         fd = _open_direct(path)
         if fd >= 0:
@@ -291,7 +298,7 @@ def _open_for_reading(path: Path) -> tuple[int, bool]:
 
 
 def _open_direct(path: Path) -> int:
-    """A descriptor that goes around the page cache, or -1: some file systems open one and refuse the transfer."""
+    """A descriptor with O_DIRECT, or -1. It tries a read, because some file systems refuse only the transfer."""
     fd = -1
     try:
         fd = open_alone(path, os.O_RDONLY | os.O_DIRECT | os.O_NONBLOCK)
@@ -310,6 +317,6 @@ def _unread(error: SwapError) -> WeightsError:
     code = error.errno or errno.EIO
     remedy = "see dmesg"
     if code == errno.ENODATA:
-        remedy = "it was cut short, or the medium is bad: see dmesg, and download it again"
+        remedy = "it was truncated, or the disk is bad: see dmesg, and download it again"
     what = f"reading {shorten(error.names)} at byte {error.offset} failed: {errno_text(code)}"
     return damaged(Path(error.filename), what, remedy)

@@ -1,4 +1,4 @@
-"""Where the sums of a rank's files are kept: a file of their own, written beside them."""
+"""Writes the file with the checksums of a rank's files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from tiering.storage.descriptors import close_alone, open_alone
 from tiering.weights.pages import SUM, sums_of_bytes
 from tiering.weights.tensor_file import SumSink, TensorSpec, header_of, naming
 
-_PIECE = 1 << 20  # bytes, whole pages
+# Bytes per read: whole pages.
+_PIECE = 1 << 20
 
 
 class SumsFile:
-    """Where the sums of files are written as they come: the new file ``path``, with room for ``pages`` of each file.
+    """The new file ``path`` with the checksums of other files, which have ``pages`` pages each, by file name.
 
-    Its last tensor, which has the name of the file itself, has the sums of the pages before that tensor.
+    Checksums may arrive in any order. The last tensor, which has the name of this file, has the checksums of the pages
+    before that tensor.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class SumsFile:
                 raise
 
     def of(self, name: str) -> SumSink:
-        """Takes the sums of the pages of file ``name`` from one on."""
+        """A function that writes checksums of consecutive pages of the file ``name``."""
         begin = self._begins[name]
 
         def put(page: int, sums: np.ndarray) -> None:
@@ -55,13 +57,13 @@ class SumsFile:
         return put
 
     def _write(self, content: bytes, at: int) -> None:
-        """All of it: where a disk is nearly full the system writes a part, and says so by the number alone."""
+        """Writes all of ``content``: on a nearly full disk, pwrite writes only a part and returns its size."""
         written = 0
         while written < len(content):
             written += os.pwrite(self._fd, content[written:], at + written)
 
     def close(self) -> str:
-        """Wait until all is on the disk; returns the SHA-256, as hex digits, of the last tensor."""
+        """Completes the file and waits until it is on disk; returns the SHA-256, in hexadecimal, of the last tensor."""
         with naming(self.path, self.nbytes):
             digest = self._write_own()
             os.fsync(self._fd)
@@ -69,7 +71,7 @@ class SumsFile:
         return digest
 
     def _write_own(self) -> str:
-        """The sums of all that was written, which is read again: it came in no order, and is in the page cache."""
+        """Writes the checksums of this file's own pages, read back from the page cache; returns their SHA-256."""
         end, digest = self._begins[self.path.name], hashlib.sha256()
         for at in range(0, end, _PIECE):
             sums = sums_of_bytes(os.pread(self._fd, min(_PIECE, end - at), at)).tobytes()
@@ -78,7 +80,7 @@ class SumsFile:
         return digest.hexdigest()
 
     def abandon(self) -> None:
-        """Close the file as it is. A second call does nothing."""
+        """Closes the file in its current state. A second call does nothing."""
         if self._fd >= 0:
             close_alone(self._fd)
             self._fd = -1
@@ -87,11 +89,12 @@ class SumsFile:
 def _laid_out(
     own: str, pages: Mapping[str, int], metadata: Mapping[str, str]
 ) -> tuple[list[TensorSpec], bytes]:
-    """The tensors of a file with the sums of ``pages`` and, under the name ``own``, of itself; and its header."""
+    """The tensors and the header of a file with the checksums of ``pages`` and, under the name ``own``, of itself."""
     others = [TensorSpec(name, "U32", (count,)) for name, count in pages.items()]
     nbytes = sum(tensor.nbytes for tensor in others)
     count = 0
-    while True:  # the header is part of what has sums, and grows with their number
+    # The header has checksums too, and its length depends on their number: repeat until both agree.
+    while True:
         tensors = [*others, TensorSpec(own, "U32", (count,))]
         header = header_of(tensors, metadata)
         needed = round_up(len(header) + nbytes) // PAGE

@@ -1,7 +1,7 @@
-"""Writes safetensors files from their beginning to their end, around the page cache, through a few windows of memory.
+"""Writes safetensors files sequentially, past the page cache, through a few windows of memory.
 
-What a file will hold is known before its first byte: the header is written first, the space is reserved, and a disk
-that is full says so at once. Bytes are copied into windows; a full one goes to disk while the next is being filled.
+The content of a file is known in advance: the header is written first and the space is reserved, so a full disk fails
+immediately. Bytes are copied into windows; a full window is written while the next one fills.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from tiering.weights.files import nbytes_of
 from tiering.weights.pages import sums_of
 
 WINDOW = 2 << 20
-"""Bytes that go to disk at once."""
+"""Bytes per write to disk."""
 
 SumSink = Callable[[int, "np.ndarray"], None]
-"""Takes the sums of the pages of a file from one on."""
+"""Called with the first page number and the checksums of consecutive pages of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to be written: ``dtype`` is the format's word for it, "F32", "BF16" and so on."""
+    """A tensor to be written: ``dtype`` is its name in the format, such as "F32" or "BF16"."""
 
     name: str
     dtype: str
@@ -51,7 +51,7 @@ class TensorSpec:
 
 
 def header_of(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The beginning of a file with ``tensors`` one after the other; it fills whole pages."""
+    """The header of a file with ``tensors`` in order, padded to whole pages."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for tensor in tensors:
@@ -64,13 +64,13 @@ def header_of(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None 
 
 
 def pages_of(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> int:
-    """Pages of a file with ``tensors``, the last one perhaps not whole."""
+    """The number of pages of a file with ``tensors``, including an incomplete last page."""
     nbytes = len(header_of(tensors, metadata)) + sum(tensor.nbytes for tensor in tensors)
     return round_up(nbytes) // PAGE
 
 
 class Output:
-    """What files are written through: an I/O context, and the windows that they share. One thread writes."""
+    """An I/O context and the windows that files are written through. Not thread-safe."""
 
     def __init__(self, io: IoConfig | None = None, *, windows: int = 4) -> None:
         io = io or IoConfig()
@@ -84,7 +84,7 @@ class Output:
         self.aio.register(self.windows)
 
     def close(self) -> None:
-        """End the transfers under way."""
+        """Waits for the transfers in flight and closes the I/O context."""
         self.aio.close()
 
     def __enter__(self) -> Self:
@@ -93,15 +93,16 @@ class Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(SwapError):  # what failed was told to the file's writer
+        # The writer of the file has already raised the failure.
+        with contextlib.suppress(SwapError):
             self.close()
 
 
 class TensorFileWriter:
-    """Writes the file ``path``, which must not exist, with ``tensors``: their bytes are appended in that order.
+    """Writes the file ``path``, which must not exist, with ``tensors``; their bytes must be appended in this order.
 
-    Between two calls it holds at most one window of ``output`` that is not on its way to disk. ``on_sums`` is told the
-    CRC32C of every page. Raises CheckpointError where the disk is full or fails: then ``abandon`` it.
+    Between two calls it holds at most one window of ``output`` that is not being written. ``on_sums`` is called with
+    the CRC32C of every page. Raises CheckpointError if the disk is full or fails; then call ``abandon``.
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class TensorFileWriter:
         self._output = output
         self._on_sums = on_sums
         self._window: Lease | None = None
-        self._filled = 0  # bytes in the window
-        self._at = 0  # where in the file the window begins
+        # Bytes in the window.
+        self._filled = 0
+        # Offset of the window in the file.
+        self._at = 0
         with naming(path, self.nbytes):
             self._fd, direct = _create(path)
             try:
@@ -133,10 +136,10 @@ class TensorFileWriter:
         self.append(header)
 
     def append(self, content: bytes | bytearray | memoryview | np.ndarray) -> None:
-        """The next bytes, any number of them, contiguous; they are copied."""
+        """Appends the next bytes, any number of them, contiguous; they are copied."""
         source = np.frombuffer(content, dtype=np.uint8)
         if self._at + self._filled + source.size > self.nbytes:
-            raise ValueError(f"{self.path} was to have {self.nbytes} bytes, and more were given")
+            raise ValueError(f"{self.path} must have {self.nbytes} bytes, but more were appended")
         taken = 0
         while taken < source.size:
             if self._window is None:
@@ -152,22 +155,24 @@ class TensorFileWriter:
                 self._send()
 
     def close(self) -> None:
-        """Write what is left, and wait until all is on the disk (fsync)."""
+        """Writes the last window and waits until the file is on disk (fsync)."""
         if self._at + self._filled != self.nbytes:
-            raise ValueError(f"{self.path} was to have {self.nbytes} bytes, not {self._at + self._filled}")
+            raise ValueError(f"{self.path} must have {self.nbytes} bytes, not {self._at + self._filled}")
         self._send()
         with naming(self.path, self.nbytes):
-            self._output.windows.drain()  # also those of other files: they are done soon
+            # This also waits for windows of other files, which are written soon.
+            self._output.windows.drain()
             os.ftruncate(self._fd, self.nbytes)
             os.fsync(self._fd)
         self._give_up_file()
 
     def abandon(self) -> None:
-        """Give the file up; what there is of it stays on disk."""
+        """Stops writing; the incomplete file stays on disk."""
         if self._window is not None:
             self._window.release()
             self._window = None
-        with contextlib.suppress(SwapError):  # no other: while a window is under way, the file stays open
+        # Only SwapError is suppressed: the file must stay open while one of its windows is in flight.
+        with contextlib.suppress(SwapError):
             self._output.windows.drain()
         self._give_up_file()
 
@@ -177,7 +182,7 @@ class TensorFileWriter:
             self._fd = -1
 
     def _send(self) -> None:
-        """The window goes to disk."""
+        """Begins to write the window to disk."""
         window, filled = self._window, self._filled
         if window is None or not filled:
             return
@@ -188,17 +193,17 @@ class TensorFileWriter:
                 self._on_sums(self._at // PAGE, sums_of(window.address, padded // PAGE))
         with naming(self.path, self.nbytes):
             ticket = self._output.aio.prepare("write", self._file, window, self._at, padded)
-            # Retired before it is begun: whatever raises in between, the window is free when the disk has done with it.
+            # Retire the window before the write begins: if an exception follows, it is still freed when the write ends.
             self._window, self._filled = None, 0
             window.retire(ticket)
             ticket.begin()
         self._at += filled
 
 
-class naming:  # noqa: N801 # read as a function
-    """What the system or the I/O engine raises inside becomes a CheckpointError about the file ``path``.
+class naming:  # noqa: N801 # used like a function
+    """Context manager that raises CheckpointError about the file ``path`` in place of an OSError.
 
-    ``nbytes`` is what it needs, where that is worth telling.
+    ``nbytes`` is the size of the file, for the message on a full disk.
     """
 
     def __init__(self, path: Path, nbytes: int = 0) -> None:
@@ -211,7 +216,7 @@ class naming:  # noqa: N801 # read as a function
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The system's errors have a number, what a signal handler raises has none.
+        # An OSError of the system has a number; one that a signal handler raises does not.
         if not isinstance(error, OSError) or error.errno is None:
             return
         code = error.errno or errno.EIO
@@ -224,20 +229,21 @@ class naming:  # noqa: N801 # read as a function
 
 
 def _create(path: Path) -> tuple[int, bool]:
-    """A new file, and whether it goes around the page cache."""
+    """A descriptor of a new file, and whether it bypasses the page cache."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
         return open_alone(path, flags | os.O_DIRECT), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    with contextlib.suppress(FileNotFoundError):  # some kernels have made it by then
+    # Some kernels create the file before they refuse O_DIRECT.
+    with contextlib.suppress(FileNotFoundError):
         path.unlink()
     return open_alone(path, flags), False
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """The space for all of the file, where the file system can promise it."""
+    """Reserves the space of the file, if the file system supports it. Raises OSError if the disk is full."""
     code = -int(lib.aio_reserve(fd, round_up(nbytes)))
     if code not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
         raise OSError(code, os.strerror(code))

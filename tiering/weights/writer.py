@@ -56,12 +56,13 @@ class WeightWriter:
         self._shards = _shards(tensors, max_shard_bytes)
         self._made = [path for path in (directory, *directory.parents) if not path.exists()]
         self._output = Output(io)
-        self._number = -1  # of the shard that is being written
+        # Index of the shard that is being written.
+        self._number = -1
         self._writer: TensorFileWriter | None = None
-        self._left = 0  # bytes of that shard which have not come yet
-        self._moving = (
-            False  # what is written out of the folder: an earlier set of weights is not whole any more
-        )
+        # Bytes of that shard that are not appended yet.
+        self._left = 0
+        # True while files move out of the folder: an earlier set of weights is then incomplete.
+        self._moving = False
         self.folder = directory / f".partial-{secrets.token_hex(4)}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ class WeightWriter:
 
     @property
     def files(self) -> list[str]:
-        """The names that it will have written, the one to begin with last."""
+        """The names of the written files; the file that a reader opens first is last."""
         count = len(self._shards)
         if count == 1:
             return [self._stem + SUFFIX]
@@ -82,7 +83,7 @@ class WeightWriter:
         ]
 
     def append(self, content: bytes | bytearray | memoryview | np.ndarray) -> None:
-        """The next bytes of the tensors, one after the other."""
+        """Appends the next bytes of the tensors, in their order."""
         rest = np.frombuffer(content, dtype=np.uint8)
         while rest.size:
             while not self._left:
@@ -94,8 +95,9 @@ class WeightWriter:
             rest = rest[taken.size :]
 
     def finish(self) -> None:
-        """All bytes are there: let the files appear under their names."""
-        while self._number + 1 < len(self._shards):  # tensors without elements
+        """Moves the complete files to the directory, after all bytes were appended."""
+        # The remaining shards have only tensors without elements.
+        while self._number + 1 < len(self._shards):
             self._next_shard()
         self._close_shard()
         try:
@@ -107,16 +109,18 @@ class WeightWriter:
             raise self._unwritten(error) from error
 
     def abandon(self) -> None:
-        """Leave nothing behind. Idempotent, and without effect after ``finish``."""
+        """Removes all written files. Idempotent; without effect after ``finish``."""
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
-        with contextlib.suppress(SwapError):  # whoever wrote it was told
+        # The failed write has already raised.
+        with contextlib.suppress(SwapError):
             self._output.close()
         if not self._moving:
             shutil.rmtree(self.folder, ignore_errors=True)
         for path in self._made:
-            with contextlib.suppress(OSError):  # somebody else has put something there
+            # Another process may have written files there.
+            with contextlib.suppress(OSError):
                 path.rmdir()
 
     def __enter__(self) -> Self:
@@ -140,7 +144,7 @@ class WeightWriter:
         self._left = sum(tensor.nbytes for tensor in shard)
 
     def _close_shard(self) -> None:
-        assert not self._left, f"{self._left} bytes of {self.files[self._number]} did not come"
+        assert not self._left, f"{self._left} bytes of {self.files[self._number]} are missing"
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -158,10 +162,12 @@ class WeightWriter:
     def _publish(self) -> None:
         others = sorted(path.name for path in self.folder.iterdir() if path.name not in self.files)
         *shards, first = self.files
-        for name in (*others, first) if shards else others:  # shards are on the disk since they were closed
+        # Shards were fsynced when they were closed.
+        for name in (*others, first) if shards else others:
             fsync(self.folder / name)
         self._moving = True
-        if shards:  # an older file to begin with would name shards of two kinds
+        # Remove an older index first, which would refer to shards of two sets of weights.
+        if shards:
             for name in {first, self._stem + SUFFIX}:
                 (self._directory / name).unlink(missing_ok=True)
             fsync(self._directory)
@@ -182,7 +188,9 @@ class WeightWriter:
         code = error.errno or errno.EIO
         begun = ""
         if self._moving:
-            begun = f"; all that was to be written is there: move what is still in {self.folder} to {self._directory}"
+            begun = (
+                f"; all files are complete: move the remaining files from {self.folder} to {self._directory}"
+            )
         return CheckpointError(
             f"{self._directory} cannot be written: {errno_text(code)} ({error.filename or self.folder});"
             f" {remedy(code)}{begun}"
@@ -190,7 +198,7 @@ class WeightWriter:
 
 
 def _shards(tensors: Sequence[TensorSpec], max_shard_bytes: int | None) -> list[list[TensorSpec]]:
-    """Runs of ``tensors`` of at most ``max_shard_bytes``, unless a single one is longer."""
+    """``tensors`` divided into shards of at most ``max_shard_bytes``, or of one longer tensor."""
     shards: list[list[TensorSpec]] = [[]]
     held = 0
     for tensor in tensors:

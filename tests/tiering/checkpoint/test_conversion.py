@@ -383,7 +383,7 @@ def test_damaged_and_quantised_weights_are_refused(
 
 def test_an_empty_directory_is_told_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert(tmp_path, tmp_path / "out") == 1
-    assert "there is no .safetensors file in it" in capsys.readouterr().err
+    assert "it has no .safetensors file" in capsys.readouterr().err
 
 
 def test_neither_direction_loads_torch_and_progress_is_on_stderr(

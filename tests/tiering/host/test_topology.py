@@ -181,7 +181,7 @@ def test_all_ranks_places_are_taken_into_account(
     )
     assert shown == [Place((4, 5, 6, 7), 1)]
     assert kernels.thread_count() == 4
-    with pytest.raises(ValueError, match="1 places were gathered from a local world of 2"):
+    with pytest.raises(ValueError, match="gather returned 1 places for 2 local ranks"):
         topology.settle(1, 2, gather=lambda mine: [mine], sysfs=two_sockets)
 
 

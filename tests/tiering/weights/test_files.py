@@ -180,7 +180,7 @@ def test_a_file_that_ends_too_early(file: Callable[..., Path], length: int) -> N
         assert "has no room for a header" in message
     elif length > 8:
         claimed = len(json.dumps(TWO))
-        assert f"claims a header of {claimed} bytes, and is {length} bytes long: truncated" in message
+        assert f"claims a header of {claimed} bytes, but has {length} bytes: truncated" in message
 
 
 @pytest.mark.parametrize("claimed", [1 << 63, (1 << 64) - 1, 100_000_001, 1 << 40])
@@ -200,7 +200,7 @@ def test_truncated_and_prolonged_data(file: Callable[..., Path]) -> None:
     ends = f"its tensors end at byte {begin + 32}, but the file at byte"
     assert f"{ends} {begin + 31} (truncated)" in refusal(path)
     path = file(TWO, DATA + b"?")
-    assert f"{ends} {begin + 33} (something was appended)" in refusal(path)
+    assert f"{ends} {begin + 33} (bytes were appended)" in refusal(path)
 
 
 NESTED = "[" * 200_000
@@ -209,9 +209,9 @@ NESTED = "[" * 200_000
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        (b"\xff{}", "does not begin with '{'"),
-        (b" {}", "does not begin with '{'"),
-        (b"[]", "does not begin with '{'"),
+        (b"\xff{}", "does not start with '{'"),
+        (b" {}", "does not start with '{'"),
+        (b"[]", "does not start with '{'"),
         (b'{"\xff": 1}', "it is not valid JSON"),
         (b'{"\\ud800": 1}', "it is not valid JSON"),
         (b'{"a": ', "it is not valid JSON"),
@@ -226,8 +226,11 @@ NESTED = "[" * 200_000
         (b'{"a": {"dtype": "U8", "dtype": "U8"}}', "'dtype' appears twice"),
         (b'{"__metadata__": {"a": 1}}', "'__metadata__' does not map strings to strings"),
         (b'{"__metadata__": []}', "'__metadata__' does not map strings to strings"),
-        (b'{"a": 1}', "'a' does not have a dtype, a shape and data_offsets"),
-        (b'{"a": {"dtype": "U8", "shape": []}}', "'a' does not have a dtype, a shape and data_offsets"),
+        (b'{"a": 1}', "the keys of 'a' are not 'dtype', 'shape' and 'data_offsets'"),
+        (
+            b'{"a": {"dtype": "U8", "shape": []}}',
+            "the keys of 'a' are not 'dtype', 'shape' and 'data_offsets'",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -238,9 +241,9 @@ def test_a_header_that_is_none(file: Callable[..., Path], header: bytes, why: st
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (entry("F33", [2], 0, 8), "'t' has a dtype that nobody knows, 'F33'"),
-        (entry("F32" * 100_000, [2], 0, 8), "'t' has a dtype that nobody knows"),
-        (entry(["F32"], [2], 0, 8), "'t' has a dtype that nobody knows"),
+        (entry("F33", [2], 0, 8), "'t' has the unknown dtype 'F33'"),
+        (entry("F32" * 100_000, [2], 0, 8), "'t' has the unknown dtype"),
+        (entry(["F32"], [2], 0, 8), "'t' has the unknown dtype"),
         (entry("F32", [True, 2], 0, 8), "not lists of whole numbers"),
         (entry("F32", ["2"], 0, 8), "not lists of whole numbers"),
         (entry("F32", [[2]], 0, 8), "not lists of whole numbers"),
@@ -248,14 +251,17 @@ def test_a_header_that_is_none(file: Callable[..., Path], header: bytes, why: st
         ({"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}, "not lists of whole numbers"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [0]}, "not lists of whole numbers"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}, "not lists of whole numbers"),
-        (entry("F32", [2], 0, 8) | {"packed": "yes"}, "a shape and data_offsets, and nothing else"),
+        (
+            entry("F32", [2], 0, 8) | {"packed": "yes"},
+            "the keys of 't' are not 'dtype', 'shape' and 'data_offsets'",
+        ),
         (entry("F32", [2], 8, 0), "'t' has data_offsets 8 to 0, -8 bytes for F32 [2]"),
         (entry("F32", [3], 0, 8), "'t' has data_offsets 0 to 8, 8 bytes for F32 [3]"),
         (entry("F4", [3], 0, 1), "'t' has data_offsets 0 to 1, 1 bytes for F4 [3]"),
         (entry("F32", [1 << 40, 1 << 40], 0, 8), "more elements than 63 bits can count"),
         (entry("F32", [1 << 40, 1 << 40, 0], 0, 0), "more elements than 63 bits can count"),
         (entry("F32", [10**17] * 100_000, 0, 8), "more elements than 63 bits can count"),
-        (entry("F32", [2], 4, 12), "'t' leaves a hole after the header"),
+        (entry("F32", [2], 4, 12), "'t' leaves a gap after the header"),
         (entry("F32", [10**15], 0, 4 * 10**15), "(truncated)"),
     ],
 )
@@ -271,9 +277,9 @@ def test_overlaps_and_holes(file: Callable[..., Path]) -> None:
     same = {"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 0, 4)}
     assert "'b' overlaps 'a'" in refusal(file(same, bytes(4)))
     hole = {"b": entry("U8", [2], 4, 6), "a": entry("U8", [3], 0, 3)}
-    assert "'b' leaves a hole after 'a'" in refusal(file(hole, bytes(6)))
+    assert "'b' leaves a gap after 'a'" in refusal(file(hole, bytes(6)))
     beyond = {"a": entry("U8", [3], 0, 3), "none": entry("U8", [0], 7, 7)}
-    assert "'none' leaves a hole after 'a'" in refusal(file(beyond, bytes(3)))
+    assert "'none' leaves a gap after 'a'" in refusal(file(beyond, bytes(3)))
 
 
 def test_names_as_long_as_they_like_make_no_long_message(file: Callable[..., Path]) -> None:
@@ -287,13 +293,13 @@ def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
     assert "it is not a regular file" in refusal(pipe)
     pointer = tmp_path / "pointer.safetensors"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert "it is a Git LFS pointer, which stands for the file; run git lfs pull" in refusal(pointer)
+    assert "it is a Git LFS pointer, not the file itself; run git lfs pull" in refusal(pointer)
     gone = tmp_path / "gone.safetensors"
     gone.symlink_to(tmp_path / "blobs" / "0")
-    assert "it is a symbolic link to a file that is gone; download it again" in refusal(gone)
+    assert "it is a symbolic link to a file that does not exist; download it again" in refusal(gone)
     page = tmp_path / "page.safetensors"
     page.write_text("<!DOCTYPE html><html>404</html>")
-    assert "truncated, or no safetensors file" in refusal(page)
+    assert "truncated, or not a safetensors file" in refusal(page)
 
 
 # Directories and shards
@@ -342,7 +348,9 @@ def test_shards_behind_symbolic_links(shards: Callable[..., Path], tmp_path: Pat
         (snapshot / path.name).symlink_to(Path("..") / "blobs" / str(number))
     assert set(open_weights(snapshot).tensors) == {"a", "b"}
     (tmp_path / "blobs" / "1").unlink()
-    assert "it names 'one.safetensors', which is not there; download the rest" in refusal(snapshot)
+    assert "it lists 'one.safetensors', which does not exist; download the missing shards" in refusal(
+        snapshot
+    )
 
 
 @pytest.mark.parametrize(
@@ -355,19 +363,19 @@ def test_shards_behind_symbolic_links(shards: Callable[..., Path], tmp_path: Pat
         ({"weight_map": ["a"]}, "'weight_map' does not map strings to strings"),
         ({"weight_map": {"a": 1}}, "'weight_map' does not map strings to strings"),
         ('{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}', "'a' appears twice"),
-        ({"weight_map": {"a": "../one.safetensors"}}, "is no .safetensors file beside it"),
-        ({"weight_map": {"a": "/etc/one.safetensors"}}, "is no .safetensors file beside it"),
-        ({"weight_map": {"a": "..\\one.safetensors"}}, "is no .safetensors file beside it"),
-        ({"weight_map": {"a": "one\0.safetensors"}}, "is no .safetensors file beside it"),
-        ({"weight_map": {"a": ".."}}, "is no .safetensors file beside it"),
-        ({"weight_map": {"a": "one.bin"}}, "is no .safetensors file beside it"),
+        ({"weight_map": {"a": "../one.safetensors"}}, "is not a .safetensors file in its directory"),
+        ({"weight_map": {"a": "/etc/one.safetensors"}}, "is not a .safetensors file in its directory"),
+        ({"weight_map": {"a": "..\\one.safetensors"}}, "is not a .safetensors file in its directory"),
+        ({"weight_map": {"a": "one\0.safetensors"}}, "is not a .safetensors file in its directory"),
+        ({"weight_map": {"a": ".."}}, "is not a .safetensors file in its directory"),
+        ({"weight_map": {"a": "one.bin"}}, "is not a .safetensors file in its directory"),
         (
             {"weight_map": {"a": "three.safetensors", "b": "four.safetensors"}},
-            "it names 'four.safetensors', 'three.safetensors', which is not there; download the rest",
+            "it lists 'four.safetensors', 'three.safetensors', which does not exist; download the missing shards",
         ),
         (
             {"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}},
-            "it lacks 'b', which the index keeps in it; index and shards are of different saves",
+            "it lacks 'b', which the index lists for it; index and shards belong to different saves",
         ),
     ],
 )
@@ -377,12 +385,12 @@ def test_an_index_that_lies(shards: Callable[..., Path], index: Any, why: str) -
 
 def test_a_name_in_two_shards(shards: Callable[..., Path]) -> None:
     message = refusal(shards(two={"a": TWO["a"], "b": TWO["b"]}))
-    assert "two.safetensors: it has 'a', which the index keeps in 'one.safetensors'" in message
+    assert "two.safetensors: it has 'a', which the index lists for 'one.safetensors'" in message
 
 
 def test_a_tensor_that_the_index_does_not_name(shards: Callable[..., Path]) -> None:
     message = refusal(shards(two={"b": entry("BF16", [4], 0, 8), "c": entry("U8", [1], 8, 9)}))
-    assert "two.safetensors: it has 'c', which the index does not name" in message
+    assert "two.safetensors: it has 'c', which the index does not list" in message
 
 
 def test_a_damaged_shard_is_named(shards: Callable[..., Path]) -> None:
@@ -394,7 +402,7 @@ def test_a_damaged_shard_is_named(shards: Callable[..., Path]) -> None:
 def test_a_huge_index(shards: Callable[..., Path]) -> None:
     directory = shards()
     os.truncate(directory / "model.safetensors.index.json", 100_000_001)  # sparse
-    assert "it is 100000001 bytes long, which no index is" in refusal(directory)
+    assert "it has 100000001 bytes, too many for an index" in refusal(directory)
 
 
 def test_which_file_of_a_directory(tmp_path: Path) -> None:
@@ -404,24 +412,24 @@ def test_which_file_of_a_directory(tmp_path: Path) -> None:
             if name.endswith(".json"):
                 (tmp_path / name).write_text('{"weight_map": {}}')
 
-    assert "there is no .safetensors file in it" in refusal(tmp_path)
+    assert "it has no .safetensors file" in refusal(tmp_path)
     touch("pytorch_model.bin", "training_args.bin")
-    assert "pytorch_model.bin: it is a pickle, which can run any code" in refusal(tmp_path)
+    assert "pytorch_model.bin: it is a pickle, which is not supported" in refusal(tmp_path)
     assert "it is a pickle" in refusal(tmp_path / "pytorch_model.bin")
     touch("one.safetensors")
     assert open_weights(tmp_path).path.name == "one.safetensors"
     touch("two.safetensors")
-    several = "it holds 'one.safetensors', 'two.safetensors', and no index that says which belong together"
+    several = "it has 'one.safetensors', 'two.safetensors', and no index"
     assert several in refusal(tmp_path)
     touch("other.safetensors.index.json")
     assert open_weights(tmp_path).path.name == "other.safetensors.index.json"
     touch("third.safetensors.index.json")
-    several = "it holds 'other.safetensors.index.json', 'third.safetensors.index.json'; name the file to take"
+    several = "it has 'other.safetensors.index.json', 'third.safetensors.index.json'; name the file to load"
     assert several in refusal(tmp_path)
     touch("model.safetensors")
     assert open_weights(tmp_path).path.name == "model.safetensors"
     touch("model.safetensors.index.json")
-    assert "it holds 'model.safetensors', 'model.safetensors.index.json'" in refusal(tmp_path)
+    assert "it has 'model.safetensors', 'model.safetensors.index.json'" in refusal(tmp_path)
     assert open_weights(tmp_path / "one.safetensors").path.name == "one.safetensors"
 
 
@@ -441,7 +449,7 @@ def test_equal_bytes(file: Callable[..., Path], tmp_path: Path) -> None:
         changed.write(bytes([data[-1] ^ 1]))
     assert not same_bytes(a, b)
     os.truncate(path, b.offset + 5)
-    with pytest.raises(WeightsError, match=r"it ends at byte \d+: somebody is changing it"):
+    with pytest.raises(WeightsError, match=r"it ends at byte \d+: another process is changing it"):
         same_bytes(a, b)
 
 

@@ -246,7 +246,7 @@ def test_a_file_written_meanwhile(reader_of: Callable[..., WeightReader], files:
     status = c.file.stat()
     os.utime(c.file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     with pytest.raises(
-        WeightsError, match="changed since its header was read; load it when nobody writes to it"
+        WeightsError, match="changed since its header was read; load it when no process writes to it"
     ):
         reader.read(c, 100, 100)
 

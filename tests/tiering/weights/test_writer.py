@@ -162,7 +162,7 @@ def test_what_cannot_be_moved_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", fails)
-        with pytest.raises(CheckpointError, match=rf"EIO.*move what is still in {writer.folder} to"):
+        with pytest.raises(CheckpointError, match=rf"EIO.*move the remaining files from {writer.folder} to"):
             writer.finish()
     writer.abandon()
     assert len(list(writer.folder.iterdir())) == len(writer.files) - nth

@@ -127,8 +127,8 @@ def test_the_parameter_in_whose_bytes_a_bit_has_flipped_is_named(start: Start, s
         file.write_bytes(flipped)
         with safe_open(file, "pt") as read:  # nobody else sees it
             read.get_tensor(name)
-        refused(start, spoilt, rf"{kind}-00001.*'{name}' is not what was written: bytes \d+ to \d+")
-        refused(start, spoilt, rf"{kind}-00001.*'{name}' is not what was written", **STREAMED)
+        refused(start, spoilt, rf"{kind}-00001.*'{name}' is damaged: CRC32C mismatch in bytes \d+ to \d+")
+        refused(start, spoilt, rf"{kind}-00001.*'{name}' is damaged: CRC32C mismatch", **STREAMED)
         file.write_bytes(content)
 
 

@@ -21,11 +21,11 @@ class ModelNames:
 
     def modules(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
         """As ``named_modules``."""
-        known = {id(module) for module in self._first.values()}
+        first_modules = {id(module) for module in self._first.values()}
         later = {
             name: module
             for name, module in self._model.named_modules(remove_duplicate=False)
-            if id(module) not in known and name not in self._first
+            if id(module) not in first_modules and name not in self._first
         }
         seen: set[int] = set()
         for name, module in (*self._first.items(), *later.items()):

@@ -29,7 +29,7 @@ class Cell:
         # Whether an operation that wrote to other cells has read this cell: its earlier writes are needed then.
         self.was_read = False
         # Whether its memory stays, because the tape does not know how its values were computed.
-        self.kept = False
+        self.stays_in_memory = False
         # The reference also prevents that the identity of the storage is used again.
         self._reference = StorageWeakRef(storage)
 

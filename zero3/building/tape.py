@@ -114,7 +114,7 @@ class Tape(TorchDispatchMode):
     def slice_of(self, param: nn.Parameter) -> Slice | None:
         """The slice from which ``param`` can be computed again; None if it cannot."""
         cell = self._cell_of(param)
-        return Slice.of(param, cell) if cell is not None and not cell.kept else None
+        return Slice.of(param, cell) if cell is not None and not cell.stays_in_memory else None
 
     def restore(self, tensor: Tensor, *, keep: bool) -> None:
         """Restore the values of ``tensor`` in memory; with ``keep`` they stay there while the tensor exists."""
@@ -123,7 +123,7 @@ class Tape(TorchDispatchMode):
             # Replayed operations are not recorded again.
             with torch._C._DisableTorchDispatch():
                 self._restore(cell)
-            cell.kept = cell.kept or keep
+            cell.stays_in_memory = cell.stays_in_memory or keep
 
     def finish(self) -> None:
         """Drop the state that is needed only while the tape runs. Tensors that still exist get their memory back."""
@@ -146,7 +146,11 @@ class Tape(TorchDispatchMode):
         if self._grown > GROWTH_LIMIT:
             self._free(keep={cell for cell in cells if cell is not None})
         for tensor, cell in zip(tensors, cells, strict=True):
-            if cell is not None and not cell.kept and tensor.untyped_storage().nbytes() < cell.nbytes:
+            if (
+                cell is not None
+                and not cell.stays_in_memory
+                and tensor.untyped_storage().nbytes() < cell.nbytes
+            ):
                 self._reallocate(tensor.untyped_storage(), cell, with_values=cell is not overwritten)
         record = self._note(func, args, kwargs, written_tensors, overwritten)
         out = func(*args, **kwargs)
@@ -155,9 +159,9 @@ class Tape(TorchDispatchMode):
             return out
         self._number += 1
         unknown = func.overloadpacket.__name__ in _MOVES_MEMORY or func.namespace not in _OWN
-        if unknown or any(cell.kept for cell in record.needs()):
+        if unknown or any(cell.stays_in_memory for cell in record.needs()):
             for cell in record.writes:
-                cell.kept = True
+                cell.stays_in_memory = True
         if overwritten is not None and not overwritten.was_read:
             # No record needs the previous contents.
             overwritten.writes.clear()
@@ -244,8 +248,8 @@ class Tape(TorchDispatchMode):
                 continue
             storage = param.untyped_storage()
             # A storage that cannot be resized is shared with numpy.
-            cell.kept = cell.kept or not storage.resizable()
-            if not cell.kept:
+            cell.stays_in_memory = cell.stays_in_memory or not storage.resizable()
+            if not cell.stays_in_memory:
                 storage.resize_(0)
         heap.trim()
 

@@ -54,7 +54,7 @@ Partners = dict[Target, list[Values]]
 
 
 def _targets(modules: Iterable[tuple[str, nn.Module]]) -> list[Target]:
-    found: dict[Tensor, Target] = {}
+    targets: dict[Tensor, Target] = {}
     for prefix, module in modules:
         persistent = {
             name: buffer
@@ -63,10 +63,10 @@ def _targets(modules: Iterable[tuple[str, nn.Module]]) -> list[Target]:
         }
         for name, tensor in (*module._parameters.items(), *persistent.items()):
             if tensor is not None:
-                target = found.setdefault(tensor, Target(tensor))
+                target = targets.setdefault(tensor, Target(tensor))
                 target.names.append(f"{prefix}.{name}" if prefix else name)
                 target.places.append((module, name))
-    return list(found.values())
+    return list(targets.values())
 
 
 class Pairs(NamedTuple):
@@ -80,38 +80,38 @@ class Pairs(NamedTuple):
 def pair(model: nn.Module, files: WeightFiles, names: ModelNames) -> Pairs:
     """Find the stored tensors of all targets by name. Raises WeightsError for values that must be computed."""
     targets = _targets(names.modules(remove_duplicate=False))
-    known = {name: target for target in targets for name in target.names}
+    target_of = {name: target for target in targets for name in target.names}
     naming, prefix = _Naming.of(model), getattr(model, "base_model_prefix", "")
-    found: dict[str, list[Values]] = defaultdict(list)  # by the model's name
+    candidates: dict[str, list[Values]] = defaultdict(list)  # by the model's name
     stacks: dict[str, dict[str, list[StoredTensor]]] = defaultdict(lambda: defaultdict(list))
     unexpected = []
     for stored in files.tensors.values():
         name, pattern = naming.rename(stored.name)
-        place = _place(name, known, prefix)
+        place = _place(name, target_of, prefix)
         if place is None:  # not in this model, by its newer name
-            place, pattern = _place(stored.name, known, prefix), None
+            place, pattern = _place(stored.name, target_of, prefix), None
         if place is None:
             unexpected.append(stored.name)
         elif pattern is None:
-            found[place].append(Values((stored,), stored.shape))
-        elif pattern in naming.stacked and isinstance(known[place].tensor, nn.Parameter):
+            candidates[place].append(Values((stored,), stored.shape))
+        elif pattern in naming.stacked and isinstance(target_of[place].tensor, nn.Parameter):
             stacks[place][pattern].append(stored)
         else:
             raise _computed(files, stored.name, place)
     for place, by_pattern in stacks.items():
         columns = naming.stacked[next(iter(by_pattern))]
-        found[place].append(_stack(files, place, [by_pattern[column] for column in columns]))
+        candidates[place].append(_stack(files, place, [by_pattern[column] for column in columns]))
     partners: Partners = defaultdict(list)
-    for name, target in known.items():
-        partners[target] += sorted(found.get(name, []), key=lambda values: values.name != name)
+    for name, target in target_of.items():
+        partners[target] += sorted(candidates.get(name, []), key=lambda values: values.name != name)
     missing = [target.names[0] for target, values in partners.items() if not values]
     return Pairs({target: values for target, values in partners.items() if values}, missing, unexpected)
 
 
-def _place(name: str, known: Mapping[str, Target], prefix: str) -> str | None:
+def _place(name: str, names: Mapping[str, Target], prefix: str) -> str | None:
     """The model's name for ``name``: the same, or without or with the prefix of the base model."""
     for spelling in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
-        if spelling in known:
+        if spelling in names:
             return spelling
     return None
 

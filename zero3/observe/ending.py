@@ -67,7 +67,7 @@ class Ending:
         self._status: EndStatus | None = None
         note_exit_codes()
 
-    def went_on(self) -> None:
+    def forget_exit_code(self) -> None:
         """Forget an earlier ``sys.exit``: a step has ended since, so it has not ended the program."""
         global _exit_code
         _exit_code = None

@@ -253,7 +253,7 @@ class RunRecord:
         totals.loss = self.loss
         totals.global_step = self.step if updates is None else updates.steps
         totals.global_skipped_steps = self.skipped if updates is None else updates.skipped
-        self.ending.went_on()
+        self.ending.forget_exit_code()
 
     def moved(self) -> tuple[int, int]:
         """Bytes (read, written) over NVMe so far."""

@@ -190,8 +190,10 @@ def _plan(model: nn.Module, config: TieringConfig, chosen: OptimizerChoice, rank
     if rank.collectives is not None:
         rank.collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
     log.log(logs.once(logging.INFO), "%s", plan)
-    if sized.kept:
-        log.log(logs.once(logging.INFO), "%d parameters stay fp32 (tiering.keep_fp32)", len(sized.kept))
+    if sized.kept_in_fp32:
+        log.log(
+            logs.once(logging.INFO), "%d parameters stay fp32 (tiering.keep_fp32)", len(sized.kept_in_fp32)
+        )
     return _Planned(sized, nvme, plan)
 
 
@@ -212,7 +214,7 @@ def _place(
     gradients = make_gradient_store(groups, sized.grad_dtype, tiers, local, rank.world)
     layout = StateLayout.of(plan.workload, checked.chosen.moments)
     fill = Fill(tiers, tiles, layout, checked.chosen.initial_state, collectives)
-    _fill(fill, groups, request, rank, checked.loaded, sized.kept)
+    _fill(fill, groups, request, rank, checked.loaded, sized.kept_in_fp32)
     replicas = None if collectives is None else Replicas(groups, collectives)
     optimizer = _make_optimizer(checked.chosen, tiles, layout, gradients, tiers, replicas)
     sink: GradientStore | GradientReducer = gradients

@@ -26,7 +26,7 @@ from zero3.setup.optimizer_choice import OptimizerChoice
 class SizedModel:
     """A model cut into groups, with the dtypes in which it computes, accumulates and sends gradients.
 
-    ``members`` and ``layouts`` follow ``workload.groups``. Parameters in ``kept`` stay fp32.
+    ``members`` and ``layouts`` follow ``workload.groups``. Parameters in ``kept_in_fp32`` stay fp32.
     """
 
     members: list[GroupMembers]
@@ -35,7 +35,7 @@ class SizedModel:
     grad_dtype: torch.dtype
     reduce_dtype: torch.dtype
     workload: Workload
-    kept: frozenset[nn.Parameter]
+    kept_in_fp32: frozenset[nn.Parameter]
 
 
 def size_up(

@@ -1,4 +1,4 @@
-/* dispatch.c - which instruction set: asked once, at first use; a later choice by name replaces the answer. */
+/* dispatch.c - selects the instruction set once, at first use; opt_set_instruction_set replaces the selection. */
 
 #include <errno.h>
 #include <pthread.h>
@@ -27,8 +27,9 @@ static int cpu_has_avx512(void)
 enum { MAX_TABLES = 8 };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-/* Widest first, NULL-terminated; written under `once`. */
+/* Widest first, NULL-terminated. Only detect() writes it, under `once`; later it is constant. */
 static const struct opt_kernels *available[MAX_TABLES];
+/* NULL if TIERING_ISA names an instruction set that is unknown or not supported. */
 static _Atomic(const struct opt_kernels *) selected;
 
 static const struct opt_kernels *find(const char *name)
@@ -42,7 +43,7 @@ static const struct opt_kernels *find(const char *name)
 static void detect(void)
 {
     int n = 0;
-    const char *wanted = getenv("TIERING_ISA");
+    const char *name = getenv("TIERING_ISA");
 
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -54,7 +55,7 @@ static void detect(void)
     available[n++] = &opt_neon;
 #endif
     available[n] = &opt_portable;
-    atomic_store(&selected, wanted && *wanted ? find(wanted) : available[0]);
+    atomic_store(&selected, name && *name ? find(name) : available[0]);
 }
 
 const struct opt_kernels *opt_selected(void)

@@ -1,9 +1,9 @@
-/* fp_environment.h - round to nearest even, subnormals kept, nothing trapped; and back to what was, the flags of
- * exceptions included. */
+/* fp_environment.h - sets the default floating-point environment (nearest even, no flushing of subnormals, no traps), and
+ * restores the previous one, including its exception flags. */
 #ifndef OPTIM_CPU_FP_ENVIRONMENT_H
 #define OPTIM_CPU_FP_ENVIRONMENT_H
 
-#if defined(__SSE_MATH__) /* x86, unless its x87 computes, which isa_portable.c refuses */
+#if defined(__SSE_MATH__) /* x86 with SSE arithmetic; isa_portable.c refuses x87 arithmetic */
 
 #include <xmmintrin.h>
 
@@ -33,8 +33,8 @@ static inline fp_environment fp_enter_default(void)
 
     __asm__ volatile("mrs %0, fpcr" : "=r"(saved.control));
     __asm__ volatile("mrs %0, fpsr" : "=r"(saved.status));
-    /* All zero: no flushing (FZ, FZ16, FIZ), IEEE's fp16 (AHP), nearest even (RMode), nothing trapped, and NaNs
-     * that keep what they carry (DN, AH), as casts promise. */
+    /* All zero: no flushing (FZ, FZ16, FIZ), IEEE fp16 (AHP), nearest even (RMode), no traps, and NaNs that keep their
+     * payload (DN, AH), as rule 2 of kernels.h needs for casts. */
     __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0) : "memory");
     return saved;
 }

@@ -1,14 +1,14 @@
-/* isa.h - what one unit per instruction set (isa_*.c) provides to kernels.c, and what the loop bodies (*.inc) share.
+/* isa.h - the interface of a unit per instruction set (isa_*.c) to kernels.c, and declarations that all units share.
  *
- * A unit defines a small vector vocabulary and includes unit.inc, which holds the rest, so that each formula is
- * written once:
+ * A unit defines the vector operations below and includes unit.inc, which includes all loop bodies (*.inc), so that
+ * each formula is written once:
  *
  *     LANES                        float32 elements in a vector
  *     vf, vh, vi                   vector of LANES float32; of LANES 16-bit values; of LANES uint32_t
  *     v_set1 v_load v_store        float32, any alignment
  *     v_load_half v_store_half     16-bit, any alignment
  *     STREAMS                      1 if there are stores past the cache:
- *     v_stream_half v_fence        16-bit, address aligned to the vector; orders those stores
+ *     v_stream_half v_fence        16-bit, address aligned to the vector; v_fence orders these stores
  *     v_add v_sub v_mul v_div v_sqrt    one rounding each
  *     v_sign                       -1, 0, 1; NaN stays NaN
  *     v_canonical                  NaN -> the one quiet NaN
@@ -18,24 +18,24 @@
  *     vi_srl                       shifts right by a constant, zeros in
  *     vi_iota                      0, 1, .. LANES-1
  *     vi_to_half, vi_upper_half    the lower, the upper 16 bits of each lane
- *     v_any_nan(vf a, vf b)        whether a lane is NaN; a unit that cannot tell cheaply says 1
+ *     v_any_nan(vf a, vf b)        whether a lane is NaN; a unit without a cheap test returns 1
  *
- * and, for 2 * LANES elements in two vectors a and b (a `pair`), which a unit may hold in an order of its own:
+ * and, for 2 * LANES elements in two vectors a and b (a `pair`), whose lanes may have an order other than memory's:
  *
  *     pair_from_bf16               from 16-bit memory
  *     pair_join                    from a split's two halves in memory
  *     pair_store_upper, _lower     the upper, the lower 16 bits to memory
  *     GROUPED                      1 if that order is not the one in memory:
  *     pair_group, pair_ungroup     from memory's order to the unit's, and back
- *     pair_places                  the place in memory's order of each lane, as two vi
+ *     pair_places                  the index in memory's order of each lane, as two vi
  *
  *     vd, DOUBLE_LANES             vector of float64, elements in it; LANES is a multiple
  *     v_add_squares(vd *acc, vf)   adds the squares of the LANES elements to LANES / DOUBLE_LANES accumulators
  *     vd_store                     float64, any alignment
  *
- * All units are built with the same compiler flags; each raises its own target by pragma, after the shared headers and
- * before its first function. All that a unit defines is static, except its table: a CPU never meets instructions that
- * it lacks through a function that two units happen to share.
+ * All units are built with the same compiler flags; each sets its target by pragma, after the shared headers and
+ * before its first function. All functions of a unit are static, except its table: the linker could otherwise merge a
+ * function of two units, and a CPU would run instructions that it does not support.
  */
 #ifndef OPTIM_CPU_ISA_H
 #define OPTIM_CPU_ISA_H
@@ -46,11 +46,11 @@
 
 #include "kernels.h"
 
-/* Unused: no unit says every word of the vocabulary. */
+/* unused: no unit uses all of these functions. */
 #define INLINE static inline __attribute__((always_inline, unused))
 #define UNLIKELY(condition) __builtin_expect((condition), 0)
 
-/* Iterations touch distinct elements; the compiler cannot see that through six pointers. */
+/* Iterations access distinct elements, which the compiler cannot prove for six pointers. */
 #if defined(__clang__)
 #define INDEPENDENT_ITERATIONS _Pragma("clang loop vectorize(assume_safety)")
 #pragma clang diagnostic ignored "-Wpass-failed" /* only the portable unit's loops can be vectorised */
@@ -67,7 +67,7 @@ struct opt_reduction {
     char *target;
     const intptr_t *sources;
     uint64_t count, numel; /* sources; elements of each */
-    double factor;         /* rounded in the tile: the caller's environment might flush it */
+    double factor; /* rounded to float32 in a tile, because the caller's environment might flush subnormals */
     int target_dtype, source_dtype, overwrite;
 };
 
@@ -90,7 +90,7 @@ extern const struct opt_kernels opt_avx2, opt_avx512;
 extern const struct opt_kernels opt_neon;
 #endif
 
-/* The table in use, or NULL when TIERING_ISA asks for what is not here. */
+/* The table in use, or NULL if TIERING_ISA names an instruction set that is unknown or not supported. */
 const struct opt_kernels *opt_selected(void);
 
 static inline size_t opt_element_size(int dtype) { return dtype == OPT_FP32 ? 4 : 2; }

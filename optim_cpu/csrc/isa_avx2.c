@@ -81,7 +81,7 @@ INLINE vf v_sign(vf x)
 {
     vf sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f)), one = _mm256_or_ps(sign, _mm256_set1_ps(1));
 
-    /* Ordered and not equal; what is left is zero or NaN, which are their own sign. */
+    /* Ordered and not equal; all other lanes are zero or NaN, and stay. */
     return _mm256_blendv_ps(x, one, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ));
 }
 
@@ -96,7 +96,7 @@ INLINE void vd_store(double *address, vd x) { _mm256_storeu_pd(address, x); }
 
 INLINE int v_any_nan(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)); }
 
-/* Shuffles stay in each half of a vector, so the halves of a pair are dealt out: a has elements 0-3 and 8-11. */
+/* Shuffles do not cross the halves of a vector, so a pair has the order: a holds elements 0-3 and 8-11, b the others. */
 INLINE pair pair_from_bf16(const void *address)
 {
     vi x = _mm256_loadu_si256(address), zero = _mm256_setzero_si256();
@@ -107,7 +107,7 @@ INLINE pair pair_from_bf16(const void *address)
 INLINE pair pair_join(const void *param, const void *remainder)
 {
     vi p = _mm256_loadu_si256(param), r = _mm256_loadu_si256(remainder);
-    vi upper = _mm256_add_epi16(p, _mm256_srai_epi16(r, 15)); /* a negative rest borrows */
+    vi upper = _mm256_add_epi16(p, _mm256_srai_epi16(r, 15)); /* a negative remainder borrows */
 
     return (pair){v_of_bits(_mm256_unpacklo_epi16(r, upper)), v_of_bits(_mm256_unpackhi_epi16(r, upper))};
 }

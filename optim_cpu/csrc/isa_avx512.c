@@ -1,4 +1,4 @@
-/* isa_avx512.c - 16 lanes: AVX-512 F, BW, DQ, VL. The bf16 instructions of newer CPUs are no use here: they flush
+/* isa_avx512.c - 16 lanes: AVX-512 F, BW, DQ, VL. The bf16 instructions of newer CPUs are not used, because they flush
  * subnormals. */
 
 #if defined(__x86_64__)
@@ -78,7 +78,7 @@ INLINE vf v_sign(vf x)
 {
     vf zero = _mm512_setzero_ps(), sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
 
-    /* Ordered and not equal; what is left is zero or NaN, which are their own sign. */
+    /* Ordered and not equal; all other lanes are zero or NaN, and stay. */
     return _mm512_mask_or_ps(x, _mm512_cmp_ps_mask(x, zero, _CMP_NEQ_OQ), sign, _mm512_set1_ps(1));
 }
 
@@ -123,7 +123,7 @@ INLINE pair pair_from_bf16(const void *address)
 INLINE pair pair_join(const void *param, const void *remainder)
 {
     vi p = _mm512_loadu_si512(param), r = _mm512_loadu_si512(remainder);
-    vi upper = _mm512_add_epi16(p, _mm512_srai_epi16(r, 15)); /* a negative rest borrows */
+    vi upper = _mm512_add_epi16(p, _mm512_srai_epi16(r, 15)); /* a negative remainder borrows */
 
     return (pair){v_of_bits(pick(r, zip_low, upper)), v_of_bits(pick(r, zip_high, upper))};
 }

@@ -1,9 +1,9 @@
 /* isa_neon.c - 4 lanes: Advanced SIMD, which every 64-bit Arm CPU has. Big-endian ones run the portable unit: the zips
  * below take the first of two 16-bit halves for the lower one.
  *
- * What rests on the control register, which fp_environment.h sets to zero: NaN operands keep sign and payload, made
- * quiet, as on x86 (a set DN would hand casts of NaN the default one); halves are IEEE's, with infinity (AHP); and
- * subnormals are numbers (FZ). Conversions of halves never flush, whatever FZ16 says. */
+ * The results depend on the control register, which fp_environment.h sets to zero: NaN operands keep sign and payload and
+ * become quiet, as on x86 (with DN, casts of NaN would give the default NaN); fp16 is IEEE, with infinity (AHP); and
+ * subnormals are not flushed (FZ). Conversions of fp16 never flush, also with FZ16. */
 
 #include "isa.h"
 
@@ -102,7 +102,7 @@ INLINE pair pair_from_bf16(const void *address)
 INLINE pair pair_join(const void *param, const void *remainder)
 {
     uint16x8_t p = vld1q_u16(param), r = vld1q_u16(remainder);
-    /* A negative rest borrows: subtract its sign bit. */
+    /* A negative remainder borrows: subtract its sign bit. */
     uint16x8_t upper = vsubq_u16(p, vshrq_n_u16(r, 15));
 
     return (pair){vreinterpretq_f32_u16(vzip1q_u16(r, upper)), vreinterpretq_f32_u16(vzip2q_u16(r, upper))};

@@ -1,4 +1,4 @@
-/* isa_portable.c - plain C, one element at a time: the reference for the other units, and what every CPU can run. */
+/* isa_portable.c - plain C, one element at a time: the reference for the other units; runs on every CPU. */
 
 #include <float.h>
 #include <math.h>

@@ -1,8 +1,8 @@
-/* kernels.c - argument checks, and how a call is cut into tiles for the pool.
+/* kernels.c - checks arguments, and divides a call into tiles for the pool.
  *
  * A batch of segments is laid out in one element space: segment after segment, each start rounded up to
- * POSITION_GRAIN. Tiles are equal ranges of that space. One large tensor is thereby spread over all threads, a
- * thousand small ones share a tile, and cuts inside a segment fall on whole cache lines of each of its arrays.
+ * POSITION_GRAIN. Tiles are equal ranges of that space. So a large tensor is spread over all threads, many small
+ * tensors share a tile, and tile edges inside a segment are at whole cache lines of each of its arrays.
  */
 
 #include "kernels.h"
@@ -17,8 +17,8 @@
 enum {
     TILE = 1 << 15,      /* elements: 128 KiB per float32 array, a few microseconds of work */
     POSITION_GRAIN = 64, /* elements: two cache lines of 16-bit, four of float32; divides TILE */
-    FEW_SUMS = 1 << 7,   /* block sums held on the stack, which a caller may have little of */
-    SUMS = 1 << 13,      /* block sums held at a time, if there is memory for them */
+    FEW_SUMS = 1 << 7,   /* block sums per run on the stack, which may be small */
+    SUMS = 1 << 13,      /* block sums per run on the heap */
 };
 
 static int is_dtype(int dtype) { return dtype == OPT_FP32 || dtype == OPT_BF16 || dtype == OPT_FP16; }
@@ -95,7 +95,8 @@ struct step_run {
     const opt_segment *segments;
     const opt_rule *rules;
     uint64_t count;
-    double grad_scale; /* rounded in the tile: the caller's environment might flush it */
+    double
+        grad_scale; /* rounded to float32 in a tile, because the caller's environment might flush subnormals */
 };
 
 /* The last segment that starts at or before `position`. */
@@ -246,9 +247,9 @@ struct reduce_run {
 static void reduce_tile(void *context, uint64_t tile)
 {
     const struct reduce_run *run = context;
-    uint64_t begin = tile * TILE, rest = run->reduction.numel - begin;
+    uint64_t begin = tile * TILE, remaining = run->reduction.numel - begin;
 
-    run->kernels->reduce(&run->reduction, begin, begin + (rest < TILE ? rest : TILE));
+    run->kernels->reduce(&run->reduction, begin, begin + (remaining < TILE ? remaining : TILE));
 }
 
 int opt_reduce(intptr_t target, int target_dtype, const intptr_t *sources, int64_t count, int source_dtype,
@@ -306,7 +307,7 @@ static void squares_tile(void *context, uint64_t tile)
 
 static uint64_t blocks(uint64_t numel) { return (numel + OPT_SQUARE_BLOCK - 1) / OPT_SQUARE_BLOCK; }
 
-/* The only tile of its run, which puts it into the default floating-point environment. */
+/* A run with a single tile, so that the sum is computed in the default floating-point environment. */
 static void total_tile(void *context, uint64_t tile)
 {
     struct squares_run *run = context;
@@ -327,12 +328,12 @@ int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, double initia
 
     double few[FEW_SUMS], *many = blocks((uint64_t)numel) > FEW_SUMS ? malloc(SUMS * sizeof *many) : NULL;
     struct squares_run run = {opt_selected(), NULL, dtype, 0, many ? many : few, initial};
-    uint64_t most = (uint64_t)(many ? SUMS : FEW_SUMS) * OPT_SQUARE_BLOCK;
+    uint64_t max_numel = (uint64_t)(many ? SUMS : FEW_SUMS) * OPT_SQUARE_BLOCK;
 
-    for (uint64_t done = 0; run.kernels && done < (uint64_t)numel; done += run.numel) {
-        uint64_t rest = (uint64_t)numel - done;
-        run.src = (const char *)address + done * opt_element_size(dtype);
-        run.numel = rest < most ? rest : most;
+    for (uint64_t begin = 0; run.kernels && begin < (uint64_t)numel; begin += run.numel) {
+        uint64_t remaining = (uint64_t)numel - begin;
+        run.src = (const char *)address + begin * opt_element_size(dtype);
+        run.numel = remaining < max_numel ? remaining : max_numel;
         opt_pool_run(squares_tile, &run, (run.numel + TILE - 1) / TILE);
         opt_pool_run(total_tile, &run, 1);
     }

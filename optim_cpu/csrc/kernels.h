@@ -1,17 +1,17 @@
-/* kernels.h - the CPU optimizer arithmetic, as the outside sees it.
+/* kernels.h - the arithmetic of the CPU optimizers: the public interface.
  *
- * Every kernel is one pass over flat memory and knows nothing of tensors, tiers or Python. Three rules hold for all:
+ * A kernel is one pass over flat memory, independent of tensors, tiers and Python. Three rules hold for all:
  *
  * 1. Arithmetic is float32 in one written order. Each multiply, add, subtract, divide and square root rounds once, to
- *    nearest even; there is no fused multiply-add, and subnormals count. Results are therefore the same to the bit for
- *    every instruction set, thread count and tile boundary, and for a float32 numpy transcription of the formulas
- *    below. The price is nothing: the kernels wait for memory.
+ *    nearest even; there is no fused multiply-add, and subnormals are not flushed. Results are therefore bit-identical
+ *    for every instruction set, thread count and tile boundary, and to a float32 numpy transcription of the formulas
+ *    below. This costs no time: the kernels are limited by memory bandwidth.
  * 2. A NaN that arithmetic produces is stored as the one quiet NaN 0x7FC00000 (bf16 0x7FC0, fp16 0x7E00). Hardware
- *    lets the operand order pick sign and payload, and compilers swap operands; this keeps rule 1 true for NaN too.
- *    Pure casts keep sign and the upper payload bits, made quiet.
- * 3. The caller's floating-point environment does not leak in (flush-to-zero is per thread, and torch can set it),
- *    nor is it changed: the default is set around each thread's share and around the scalars' derivation, and what was
- *    there is restored.
+ *    selects sign and payload by the order of the operands, and compilers swap operands; this rule extends rule 1 to
+ *    NaN. Casts keep the sign and the upper payload bits, and make the NaN quiet.
+ * 3. The caller's floating-point environment has no effect (flush-to-zero is per thread, and torch can set it) and is
+ *    not changed: each thread sets the default environment for its tiles, and so does the derivation of scalars; both
+ *    restore the previous one.
  *
  * Optimizers. For each element; t is the number of the step taken, from 1:
  *
@@ -21,7 +21,7 @@
  *     Adam      m = toward(m, g, beta1)
  *               v = toward(v, g * g, beta2)
  *               u = m / (sqrt(v) * (1 / (size * sqrt(1-beta2^t))) + (eps / size)), size being lr / (1-beta1^t)
- *     Lion      u = lr * sign(toward(m, g, beta1))          zeros and NaN are their own sign
+ *     Lion      u = lr * sign(toward(m, g, beta1))          the sign of zero is zero, that of NaN is NaN
  *               m = toward(m, g, beta2)
  *     Adagrad   s = s + g * g
  *               u = (lr / (1 + (t-1) * lr_decay)) * (g / (sqrt(s) + eps))
@@ -32,25 +32,27 @@
  *     p = p - u                        L2 decay or none
  *     p = p - (u + (lr * weight_decay) * p)      decoupled decay
  *
- * where toward(a, b, beta) = a + (b - a) * (1-beta) if beta >= 0.5, else a * beta + b * (1-beta). What depends on
- * hyperparameters alone (the parentheses above without an element in them) is computed in double, with libm's pow, and
- * rounded to float32 once. These forms were chosen for their error: toward() multiplies no rounded beta by the large
- * old value, and decay enters before the one rounding at the size of p.
+ * where toward(a, b, beta) = a + (b - a) * (1-beta) if beta >= 0.5, else a * beta + b * (1-beta). Expressions of
+ * hyperparameters only (the parentheses above without an element in them) are computed in double, with libm's pow, and
+ * rounded to float32 once. These forms minimize the error: toward() does not multiply the large old value by a rounded
+ * beta, and decay is added before the one rounding at the magnitude of p.
  *
- * Where numbers end. Nothing is skipped or clamped: to skip a step with such gradients, look at opt_sum_of_squares
- * first. A NaN gradient makes its element NaN at once. An infinite one does so too in Adam and Adagrad, in Lion at the
- * next step; SGD's parameter becomes infinite. A finite gradient whose square overflows makes the second moment
- * infinite: Adam's element is NaN at the next step (for beta2 < 0.5 it stands still), Adagrad's stands still. An
- * infinite parameter stays infinite without weight decay. Where Adam's factor of sqrt(v) is beyond float32 (lr is 0,
- * or nearly) it is 0 and the other term infinite: no step, even where v is 0. Only eps keeps u from being m / 0.
+ * Overflow and NaN. No element is skipped or clamped: to skip a step with non-finite gradients, call opt_sum_of_squares
+ * first. A NaN gradient makes its element NaN at once. An infinite gradient does so too in Adam and Adagrad, and in
+ * Lion at the next step; the parameter of SGD becomes infinite. A finite gradient whose square overflows makes the
+ * second moment infinite: the element of Adam is NaN at the next step (for beta2 < 0.5 it does not change), that of
+ * Adagrad does not change. An infinite parameter stays infinite without weight decay. If Adam's factor of sqrt(v)
+ * overflows float32 (lr is 0, or nearly), the factor is 0 and the other term infinite: the step is zero, even for
+ * v = 0. Only eps prevents u = m / 0.
  *
  * Formats. A segment's parameter is float32 (`remainder` NULL), or split: `param` holds bfloat16 and `remainder` the
- * rest, so that  bits(float32) = (bits(bf16) << 16) + remainder,  remainder being a signed 16-bit integer. Both
- * together are the float32, exactly, so a split parameter is stepped to the same bits as a float32 one.
- * `out`, and the upper half of a split, are the parameter rounded to nearest, ties away from zero (bf16), because with
- * ties to even 65537 float32 values round to each even bf16, one more than 16 bits can tell apart. fp16 rounds ties
- * to even. State is float32, or bfloat16: widened, used, and rounded back as `out` is, or stochastically. The
- * stochastic rounding adds 16 random bits below the bf16's last place and cuts; they come from a counter-based hash
+ * difference, so that  bits(float32) = (bits(bf16) << 16) + remainder,  remainder being a signed 16-bit integer. Both
+ * together are exactly the float32, so a split parameter is stepped to the same bits as a float32 one.
+ * `out`, and the upper half of a split, are the parameter rounded to nearest, ties away from zero (bf16): with ties to
+ * even, 65537 float32 values would round to each even bf16, one more than 16 bits can distinguish. fp16 rounds ties
+ * to even. State is float32, or bfloat16: widened, used, and rounded back like `out`, or stochastically. The
+ * stochastic rounding adds 16 random bits below the bf16's last place and truncates; they come from a counter-based
+ * hash
  *
  *     key = mix(mix(seed) + t), mix being splitmix64's finalizer; index = first_index + position in the segment
  *     key = mix(key + (index >> 32)); x = low32(index) ^ low32(key)
@@ -58,10 +60,11 @@
  *
  * whose lower half rounds the first state and whose upper half rounds the second.
  *
- * Rules of use. Addresses need element alignment only. Ranges must not overlap, with one exception: `out` may be
- * exactly `grad` if their dtypes are equally wide. State starts as zeros. Memory is only touched during the call. Any
- * thread may call anything at any time; calls on disjoint memory run side by side. Functions return >= 0 or -errno;
- * after -EINVAL, opt_invalid_argument() says which argument, and which rule it broke. Nothing prints, exits or asserts.
+ * Rules for callers. Addresses need element alignment only. Ranges must not overlap, with one exception: `out` may be
+ * exactly `grad` if their dtypes have the same width. State starts as zeros. Memory is borrowed for the duration of a
+ * call. Any thread may call any function at any time; calls on disjoint memory run concurrently. Functions return >= 0
+ * or -errno; after -EINVAL, opt_invalid_argument() names the argument and the rule it broke. No function prints, exits
+ * or asserts.
  *
  * Sources: Adam, Kingma and Ba 2015; AdamW, Loshchilov and Hutter 2019; Lion, Chen et al. 2023; Adagrad, Duchi et al.
  * 2011; SGD with momentum and dampening as torch.optim.SGD has it. The hash's constants: github.com/skeeto/
@@ -72,7 +75,7 @@
 
 #include <stdint.h>
 
-/* CDEF BEGIN: build_optim.py hands everything up to CDEF END to cffi */
+/* CDEF BEGIN: build_optim.py passes the text up to CDEF END to cffi */
 
 enum { OPT_FP32, OPT_BF16, OPT_FP16 };
 enum { OPT_STATE_FP32, OPT_STATE_BF16, OPT_STATE_BF16_STOCHASTIC };
@@ -85,29 +88,30 @@ typedef struct {
     int optimizer, decay_kind, nesterov;
     float scale;     /* 1, or -1 to maximize */
     float decay;     /* L2: weight_decay; decoupled: lr * weight_decay */
-    float step_size; /* lr, with the bias correction of the first moment or Adagrad's lr_decay in it */
+    float step_size; /* lr, including the bias correction of the first moment or Adagrad's lr_decay */
     float beta1, one_minus_beta1, beta2, one_minus_beta2;
-    float denominator_scale, denominator_eps; /* Adam's, over the step size */
-    float eps;                                /* Adagrad's */
-    float momentum, carry, gain;              /* b = b * carry + g * gain */
+    float denominator_scale, denominator_eps; /* Adam: divided by the step size */
+    float eps;                                /* Adagrad */
+    float momentum, carry, gain;              /* SGD: b = b * carry + g * gain */
     uint64_t key;                             /* of the stochastic rounding */
 } opt_rule;
 
-/* Elements stepped by one rule. Filled by opt_segment_init; holds addresses, owns nothing. */
+/* Elements stepped by one rule. Filled by opt_segment_init; it borrows the memory, which must live until the last
+ * opt_run on the segment. */
 typedef struct {
     void *param;
     int16_t *remainder; /* NULL: param is float32 */
-    void *state[2];     /* as many as the optimizer has: Adam m, v; Lion m; Adagrad s; SGD b, or none */
+    void *state[2];     /* Adam m, v; Lion m; Adagrad s; SGD b, or none */
     const void *grad;
-    void *out; /* NULL: no copy-out */
+    void *out; /* NULL: no copy of the parameter */
     uint64_t numel;
-    uint64_t first_index; /* of the first element, for stochastic rounding */
-    uint64_t position;    /* in the batch's element space; set by opt_run */
-    uint32_t rule;        /* index into the rules given to opt_run */
+    uint64_t first_index; /* index of the first element, for stochastic rounding */
+    uint64_t position;    /* in the batch's element space (kernels.c); set by opt_run */
+    uint32_t rule;        /* index into the rules of opt_run */
     int grad_dtype, state_format, out_dtype;
 } opt_segment;
 
-/* Each checks its arguments and derives the float32 scalars. `step` counts from 1. */
+/* Each function checks its arguments and derives the float32 scalars. `step` counts from 1. */
 int opt_adam_rule(opt_rule *rule, double lr, double beta1, double beta2, double eps, double weight_decay,
                   int decoupled, int maximize, int64_t step, uint64_t seed);
 int opt_lion_rule(opt_rule *rule, double lr, double beta1, double beta2, double weight_decay, int maximize,
@@ -117,58 +121,58 @@ int opt_adagrad_rule(opt_rule *rule, double lr, double lr_decay, double eps, dou
 int opt_sgd_rule(opt_rule *rule, double lr, double momentum, double dampening, int nesterov,
                  double weight_decay, int maximize, int64_t step, uint64_t seed);
 
-/* How many state arrays the rule's optimizer has: 0, 1 or 2. */
+/* Number of state arrays of the rule's optimizer: 0, 1 or 2. */
 int opt_state_count(const opt_rule *rule);
 
-/* Checks the arguments against rules[rule]. numel may be 0; remainder and out may be 0; state arrays that the optimizer
- * does not have are ignored. */
+/* Fill a segment after a check of the arguments against rules[rule]. numel may be 0; remainder and out may be 0; state
+ * arrays that the optimizer does not have are ignored. */
 int opt_segment_init(opt_segment *segment, const opt_rule *rules, uint32_t rule, int64_t numel,
                      intptr_t param, intptr_t remainder, intptr_t state0, intptr_t state1, int state_format,
                      intptr_t grad, int grad_dtype, intptr_t out, int out_dtype, uint64_t first_index);
 
-/* The gradient of segments[i], of `count`, is at another address now. */
+/* Set the address of the gradient of segments[i], i < count. */
 int opt_segment_set_grad(opt_segment *segments, uint64_t count, uint64_t i, intptr_t grad);
 
-/* Steps every segment, in one run of the pool. grad_scale is rounded to float32. */
+/* Step every segment, in one run of the pool. grad_scale is rounded to float32. Writes segments[].position: concurrent
+ * calls must not share segments. */
 int opt_run(opt_segment *segments, uint64_t count, const opt_rule *rules, double grad_scale);
 
-/* param = master rounded as an optimizer's `out`, in bf16; remainder (0: not wanted) the signed rest. A NaN becomes
- * the one quiet NaN; every other value comes back from opt_join to the bit. */
+/* param = master rounded to bf16 like `out`; remainder (0: none) = the signed difference. A NaN becomes the one quiet
+ * NaN; opt_join restores every other value bit for bit. */
 int opt_split(intptr_t param, intptr_t remainder, intptr_t master, int64_t numel);
 int opt_join(intptr_t master, intptr_t param, intptr_t remainder, int64_t numel);
 
-/* dst = src (overwrite), or dst += src with the sum formed in float32 and rounded once to dst_dtype, to nearest even.
- */
+/* dst = src (overwrite), or dst += src, summed in float32 and rounded once to dst_dtype, to nearest even. */
 int opt_accumulate(intptr_t dst, int dst_dtype, intptr_t src, int src_dtype, int64_t numel, int overwrite);
 
 /* target = v (overwrite), or target += v, where v = (sources[0] + sources[1] + ...) * factor for each element: added in
- * that order and scaled in float32, rounded once to target_dtype, to nearest even. One pass over the memory. Of the
- * `count` sources, 1 or more, none overlaps the target. `factor` is rounded to float32. Every NaN is stored as the one
- * quiet NaN: scaling is arithmetic, by 1 too. */
+ * that order and scaled in float32, rounded once to target_dtype, to nearest even. One pass over the memory. `count`
+ * is 1 or more; no source overlaps the target. `factor` is rounded to float32. Every NaN is stored as the one quiet
+ * NaN: scaling is arithmetic, also by 1. */
 int opt_reduce(intptr_t target, int target_dtype, const intptr_t *sources, int64_t count, int source_dtype,
                int64_t numel, double factor, int overwrite);
 
 /* *result = initial + the sum of squares, in float64, where the square of a float32 is exact. Blocks of
  * OPT_SQUARE_BLOCK elements start at `address`; in a block, element i is added to lane i % 32 in order, then the
- * 32 lanes fold as l[i] += l[i+16], 8, 4, 2, 1; block sums are added to `initial` in index order. Finite exactly
- * when `initial` and all elements are finite. */
+ * 32 lanes fold as l[i] += l[i+16], 8, 4, 2, 1; block sums are added to `initial` in index order. The result is finite
+ * if and only if `initial` and all elements are finite. */
 int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, double initial, double *result);
 
-/* The instruction set in use: chosen at first use, the widest the CPU has, or what the environment variable
- * TIERING_ISA names. A name that is unknown or that this CPU lacks is -ENOTSUP from every kernel, and NULL here. */
+/* The instruction set in use, chosen at first use: the widest that the CPU supports, or the one in the environment
+ * variable TIERING_ISA. For an unknown or unsupported name, every kernel returns -ENOTSUP, and this function NULL. */
 const char *opt_instruction_set(void);
 
-/* Choose again, by name; 0 or -ENOTSUP. Takes effect for calls that start later. */
+/* Choose an instruction set by name for calls that start later. Returns 0 or -ENOTSUP. */
 int opt_set_instruction_set(const char *name);
 
-/* The i-th instruction set that this CPU can run, widest first, or NULL. */
+/* The i-th instruction set that this CPU supports, widest first, or NULL. */
 const char *opt_available_instruction_set(int i);
 
-/* Threads per run, the caller included. Unless set: the size of the affinity mask at first use. */
+/* Threads per run, including the caller. The default is the size of the affinity mask at first use. */
 int opt_thread_count(void);
 int opt_set_thread_count(int threads); /* 1 to OPT_MAX_THREADS, or -EINVAL */
 
-/* What was wrong in this thread's last -EINVAL: "argument rule", a static string. */
+/* The reason of this thread's last -EINVAL: "argument rule", a static string. */
 const char *opt_invalid_argument(void);
 
 /* CDEF END */

@@ -1,30 +1,31 @@
-/* pool.c - the threads behind the kernels.
+/* pool.c - the threads of the kernels.
  *
- * Why not OpenMP: a second OpenMP runtime beside torch's slows both down, and libgomp hangs in forked children.
+ * OpenMP is not used: a second OpenMP runtime in addition to torch's slows both down, and libgomp hangs in forked
+ * children.
  *
- * A run is a job on its caller's stack, linked into a queue. Its tiles lie in slices, one for each thread: a thread walks
- * through its own slice from the front, as memory and its prefetchers like best (measured: tiles dealt out in turn cost
- * two threads a tenth of the bandwidth), and then helps with the next ones. Every tile is claimed from its slice's
- * atomic counter, so a thread that the system holds up delays the end by one tile, not by its whole share.
- * The caller always works, hence a run finishes even if no worker could be started, and several callers at once just
- * put several jobs in the queue: no run waits for another. Workers join the oldest job that has room for them; nobody
- * joins any more once one has left, for it leaves when every tile is claimed. A job leaves its caller's frame only when
- * no worker is inside it, which is counted under the mutex.
+ * A run is a job on its caller's stack, linked into a queue. Its tiles are divided into slices, one per thread: a thread
+ * processes its slice from the front, which suits memory and prefetchers (measured: interleaved tiles cost two threads a
+ * tenth of the bandwidth), and then helps with the next slices. A thread claims each tile from the atomic counter of the
+ * slice, so a preempted thread delays the end by one tile, not by its whole slice.
+ * The caller always works. So a run finishes even if no worker can be started, and concurrent callers put several jobs
+ * into the queue without waiting for each other. Workers join the oldest job with room for them; after the first worker
+ * has left a job, no other joins it, because a worker leaves when every tile is claimed. The caller returns, which ends
+ * the lifetime of the job, only when no worker is inside it; the mutex guards that count.
  *
- * Workers start at the first run that can use them and then sleep on a condition variable; they are never joined. A
- * smaller thread count lets fewer of them into each job; the rest sleep on. To wake one costs its waker microseconds,
- * so that a caller wakes two at most, and each that has joined a job wakes two more while there is room in any: a tree,
- * whose end is near also on large machines, and which leaves alone whom a small job has no work for.
+ * Workers start at the first run that can use them and then sleep on a condition variable; they are never joined. With a
+ * smaller thread count, fewer workers join each job; the others sleep. To wake a worker costs microseconds, so a caller
+ * wakes at most two, and each worker that has joined a job wakes two more while any job has room: the tree is shallow
+ * even on large machines, and a small job does not wake workers that it has no room for.
  *
- * Signals are blocked in workers, for they belong to the interpreter's threads; but not those by which a thread is told
- * of its own fault, or Python's faulthandler would stay silent.
+ * Signals are blocked in workers, because the interpreter's threads handle them; except the signals of a thread's own
+ * fault, which Python's faulthandler reports.
  *
- * fork: a child has no workers, and may inherit a mutex that a vanished thread held. An at-fork handler, which runs
- * while the child has a single thread, forgets both; the child's first run starts workers of its own. (A pid compared
- * at each run would do the same, but with a race between the child's own threads.)
+ * fork: a child has no workers, and may inherit a mutex that another thread of the parent held. An at-fork handler
+ * resets both while the child has a single thread; the child's first run starts its own workers. (A comparison of the
+ * pid at each run would race between the threads of the child.)
  */
 
-#define _GNU_SOURCE /* CPU_ALLOC and its kin */
+#define _GNU_SOURCE /* CPU_ALLOC, sched_getaffinity, pthread_setname_np */
 
 #include "pool.h"
 
@@ -51,9 +52,9 @@ struct job {
     void *context;
     int slices;
     struct slice slice[MAX_SLICES];
-    int joined;         /* threads so far, the caller first -- pool.mutex */
+    int joined;         /* threads so far, including caller -- pool.mutex */
     int room;           /* workers that may still join      -- pool.mutex */
-    int inside;         /* workers that have not left again -- pool.mutex */
+    int inside;         /* workers that have not left       -- pool.mutex */
     struct job *behind; /*                                  -- pool.mutex */
 };
 
@@ -63,12 +64,12 @@ static struct {
     pthread_cond_t left; /* a worker left a job */
     struct job *queue;   /* oldest first            -- mutex */
     int workers;         /* started in this process -- mutex */
-    atomic_int threads;  /* per run, caller included; 0: ask the affinity mask */
+    atomic_int threads;  /* per run, including the caller; 0: not set yet */
     pthread_once_t once; /* registers the at-fork handler */
 } pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0,
           PTHREAD_ONCE_INIT};
 
-static void forget_in_child(void)
+static void reset_in_child(void)
 {
     pool.mutex = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     pool.work = pool.left = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
@@ -76,9 +77,10 @@ static void forget_in_child(void)
     pool.workers = 0;
 }
 
-static void register_at_fork(void) { pthread_atfork(NULL, NULL, forget_in_child); }
+static void register_at_fork(void) { pthread_atfork(NULL, NULL, reset_in_child); }
 
-/* Whether *tile is one that nobody else has. An exhausted slice is only read: helpers come by it, too. */
+/* Claim the next tile of a slice. Returns 0 if all are claimed. The load first avoids a write to the cache line of an
+ * exhausted slice, which helping threads also read. */
 static int claim(struct slice *slice, uint64_t *tile)
 {
     if (atomic_load(&slice->next) >= slice->end)
@@ -99,7 +101,7 @@ static void work_on(struct job *job, int thread)
     fp_restore(saved);
 }
 
-/* Call with the mutex held. */
+/* The oldest job with room for a worker. Call with the mutex held. */
 static struct job *find_open_job(void)
 {
     struct job *job = pool.queue;
@@ -109,7 +111,7 @@ static struct job *find_open_job(void)
     return job;
 }
 
-/* Call with the mutex held, when a job was queued or joined; frees it. */
+/* Release the mutex, and wake up to FAN_OUT workers if a job has room. Call it after a job was queued or joined. */
 static void unlock_and_wake(void)
 {
     const struct job *open = find_open_job();
@@ -146,29 +148,30 @@ static void *worker(void *unused)
 static void block_signals(sigset_t *before)
 {
     static const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-    sigset_t others;
+    sigset_t blocked;
 
-    sigfillset(&others);
+    sigfillset(&blocked);
     for (size_t i = 0; i < sizeof own_faults / sizeof *own_faults; i++)
-        sigdelset(&others, own_faults[i]);
-    pthread_sigmask(SIG_SETMASK, &others, before);
+        sigdelset(&blocked, own_faults[i]);
+    pthread_sigmask(SIG_SETMASK, &blocked, before);
 }
 
-/* Call with the mutex held. A failure to start one is no error: the run has the caller. */
-static void start_workers(int wanted)
+/* Start workers until there are `count`. Call with the mutex held. A failure is not an error: the caller of the run
+ * works, too. */
+static void start_workers(int count)
 {
     pthread_attr_t attributes;
     sigset_t before;
 
-    if (pool.workers >= wanted || pthread_attr_init(&attributes))
+    if (pool.workers >= count || pthread_attr_init(&attributes))
         return;
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     block_signals(&before);
-    while (pool.workers < wanted) {
+    while (pool.workers < count) {
         pthread_t thread;
         if (pthread_create(&thread, &attributes, worker, NULL))
             break;
-        pthread_setname_np(thread, "tiering-optim"); /* never joined, never ending: still valid */
+        pthread_setname_np(thread, "tiering-optim"); /* a detached worker never ends, so `thread` is valid */
         pool.workers++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -239,7 +242,7 @@ void opt_pool_run(opt_tile_function function, void *context, uint64_t tiles)
 
 static int affinity_size(void)
 {
-    /* The kernel refuses a mask smaller than its own; grow until it fits. */
+    /* The kernel refuses a mask that is smaller than its own: try larger ones. */
     for (int cpus = 1024; cpus <= 1 << 20; cpus *= 2) {
         cpu_set_t *mask = CPU_ALLOC((size_t)cpus);
         size_t bytes = CPU_ALLOC_SIZE((size_t)cpus);

@@ -1,7 +1,7 @@
-/* rules.c - what hyperparameters come to: checks, then the float32 scalars of kernels.h, derived in double.
+/* rules.c - checks hyperparameters, and derives the float32 scalars of kernels.h from them in double.
  *
- * All derivation happens in the default floating-point environment. The compiler may move arithmetic over a change of
- * that environment, but not a call: hence the functions that derive are kept apart and not inlined.
+ * The derivation runs in the default floating-point environment. The compiler may move arithmetic across a change of the
+ * environment, but not a call: so the functions that derive are separate and not inlined.
  */
 
 #include <errno.h>
@@ -13,7 +13,7 @@
 
 #define NOT_INLINED __attribute__((noinline))
 
-/* These are false for NaN, too. Beyond the bound, the rounding to float32 gives infinity. */
+/* Both are false for NaN. From the bound on, rounding to float32 gives infinity. */
 static int is_scalar(double x) { return x >= 0 && x < 0x1.ffffffp127; }
 static int is_beta(double x) { return x >= 0 && x < 1; }
 
@@ -39,7 +39,7 @@ static int check_betas(double beta1, double beta2)
     return 0;
 }
 
-/* What all rules have. decay_kind is what a weight_decay other than 0 means. */
+/* The fields that all rules have. decay_kind applies if weight_decay is not 0. */
 static NOT_INLINED opt_rule derive_common(int optimizer, double lr, double weight_decay, int decay_kind,
                                           int maximize, int64_t step, uint64_t seed)
 {
@@ -67,7 +67,8 @@ static NOT_INLINED void derive_adam(opt_rule *rule, double lr, double beta1, dou
     double size = lr / (1 - pow(beta1, (double)step));
     double scale = 1 / (size * sqrt(1 - pow(beta2, (double)step)));
 
-    /* No step, for lr = 0, is an infinite denominator; but not infinity times a v of 0. */
+    /* For lr = 0 the step must be 0: an infinite denominator. The infinity is in the eps term, because infinity times
+     * v = 0 would be NaN. */
     rule->denominator_scale = is_scalar(scale) ? (float)scale : 0;
     rule->denominator_eps = is_scalar(scale) ? (float)(eps / size) : INFINITY;
 }
@@ -168,7 +169,7 @@ int opt_state_count(const opt_rule *rule)
 {
     uint32_t momentum;
 
-    /* By its bits: a caller that flushes subnormals would see 0 in one, and the kernel would not. */
+    /* Compare the bits: in the caller's environment a subnormal momentum may compare equal to 0, in the kernel not. */
     memcpy(&momentum, &rule->momentum, sizeof momentum);
     if (rule->optimizer == OPT_SGD)
         return momentum != 0;

@@ -1,18 +1,19 @@
-"""The pinned arena: one page-aligned slab of host memory, leased out in exact sizes.
+"""The pinned arena: one page-aligned slab of host memory, divided into leases of exact sizes.
 
 One mapping replaces thousands of pinned allocations: its size is the plan's number to the page, it is touched once,
 registered with CUDA by the caller when there is a GPU or else locked as far as the limits allow, and not inherited by
 forked children, so that a data worker can neither keep it alive nor touch it.
 
-Free space is taken first fit from the bottom. Leases that outlive the ones around them have a place of their own
+A lease is the first free range that fits, from the bottom. Leases that outlive their neighbours have a fixed place
 (``at``), so that long and short lives cannot fragment each other. When a lease does not fit, ``lease`` waits: first
-for transfers that own *retiring* leases, then for other threads. It fails only when waiting cannot help, and says who
-holds what.
+for transfers that own *retiring* leases, then for other threads. It fails only when waiting cannot help, and the error
+lists the leased bytes by kind.
 
-**Signals.** A signal handler may raise between any two statements: a lease was granted, and nobody has it. So what is
-free is what no living lease holds. The lists and counts are kept beside that for speed; they are made anew from the
-leases when an exception cut a change of them short, and when a lease does not fit although one was lost. A lease lives
-as long as somebody refers to it, to a view of its bytes, or to a tensor over them, and while a transfer uses it.
+**Signals.** A signal handler may raise between any two statements, also when a lease was made and its caller does not
+have it yet. So memory is free if no living lease holds it. The lists and counts repeat this information for speed; they
+are rebuilt from the leases when an exception interrupted a change of them, and when a request does not fit and a lease
+was lost. A lease lives as long as there is a reference to it, to a view of its bytes, or to a tensor over them, and
+while a transfer uses it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PAGE = 4096
 MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
 STARVED_AFTER_SECONDS = 120.0
 PATIENCE_SECONDS = 0.005
-"""While the oldest transfer is waited for, this often the others, and what other threads give back, are looked at."""
+"""The interval at which a wait for the oldest transfer checks the other transfers and the releases of other threads."""
 
 log = logging.getLogger(__name__)
 
@@ -49,19 +50,19 @@ def round_up(nbytes: int, multiple: int = PAGE) -> int:
 
 
 class Completion(Protocol):
-    """What a retiring lease waits for: a ticket of the I/O context. ``wait`` raises NotDoneError after ``timeout``."""
+    """A transfer that a retiring lease waits for. ``wait`` raises NotDoneError after ``timeout`` seconds."""
 
     def done(self) -> bool: ...
     def wait(self, timeout: float | None = None) -> int: ...
 
 
 class Lease:
-    """A range of the arena. ``address`` and ``nbytes`` describe memory that is the holder's until ``release``.
+    """A range of the arena. ``address`` and ``nbytes`` describe memory that belongs to the holder until ``release``.
 
-    One that is lost without it gives its range back when nothing refers to it any more (see Signals, above).
+    A lease without any reference is released, too (see Signals, above).
     """
 
-    __slots__ = ("__weakref__", "address", "arena", "held", "kind", "nbytes", "offset")
+    __slots__ = ("__weakref__", "address", "arena", "is_held", "kind", "nbytes", "offset")
 
     def __init__(self, arena: Arena, offset: int, nbytes: int, kind: str) -> None:
         self.arena = arena
@@ -69,7 +70,7 @@ class Lease:
         self.nbytes = nbytes
         self.kind = kind
         self.address = arena.address + offset
-        self.held = True
+        self.is_held = True
 
     @property
     def view(self) -> memoryview:
@@ -77,7 +78,7 @@ class Lease:
         return keeping(self.arena.memory[self.offset : self.offset + self.nbytes], self)
 
     def part(self, offset: int, nbytes: int) -> LeasePart:
-        """A window of the lease, for a transfer of a part of it."""
+        """A part of the lease, for a transfer."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(
                 f"part [{offset}, {offset + nbytes}) lies outside a lease of {self.nbytes} bytes"
@@ -85,16 +86,16 @@ class Lease:
         return LeasePart(self, offset, nbytes)
 
     def release(self) -> None:
-        """Give the range back. The bytes must not be touched afterwards."""
-        self.arena.give_back(self)
+        """Release the range. The bytes must not be used afterwards."""
+        self.arena.release_lease(self)
 
     def retire(self, completion: Completion) -> None:
-        """Give the range back as soon as ``completion`` (a transfer that reads or fills it) is done."""
+        """Release the range when ``completion`` (a transfer that reads or fills it) is done."""
         self.arena.retire(self, completion)
 
 
 class LeasePart:
-    """A window of a lease that keeps the lease's memory reachable while a transfer uses it."""
+    """A part of a lease; it keeps the lease alive while a transfer uses it."""
 
     __slots__ = ("address", "lease", "nbytes")
 
@@ -111,19 +112,19 @@ class Arena:
     """
 
     def __init__(self, memory: memoryview, address: int, name: str, *, capacity: int | None = None) -> None:
-        """``capacity`` in bytes, where ``memory`` is none that the CPU can address."""
+        """``capacity`` in bytes, if the CPU cannot address the memory and ``memory`` is empty."""
         self.name = name
         self.memory = memory
         self.address = address
         self.capacity = (len(memory) if capacity is None else capacity) // PAGE * PAGE
-        # Entered by itself: a Condition is entered by a function of Python, in which a signal handler may raise when
-        # the lock is taken.
+        # Always entered directly: entering the Condition runs a Python function, in which a signal handler may raise
+        # after the lock was acquired.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._leases: dict[int, weakref.ref[Lease]] = {}  # that hold something, by where it begins
+        self._leases: dict[int, weakref.ref[Lease]] = {}  # with bytes, by offset
         self._retiring: deque[tuple[Lease, Completion]] = deque()
-        self._forgotten = False  # the memory, and with it the leases: counts stay as they are
-        self._stale = True  # what follows is to be made anew
+        self._forgotten = False  # the memory is gone: counts stay as they are
+        self._stale = True  # the next four are to be rebuilt
         self._free = FreeRanges(0)
         self._by_kind: Counter[str] = Counter()
         self._used = 0
@@ -140,8 +141,8 @@ class Arena:
     ) -> Arena:
         """A new page-aligned mapping of ``nbytes`` (rounded up to pages), touched, and not inherited by forks.
 
-        ``pin`` registers (address, nbytes) with the device driver; undoing that is the caller's. Pages come from
-        ``numa_node`` while it has room.
+        ``pin`` registers (address, nbytes) with the device driver; the caller unregisters it. Pages come from
+        ``numa_node`` while it has free memory.
         """
         mapping = mmap.mmap(-1, round_up(max(nbytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -154,11 +155,11 @@ class Arena:
         if numa_node is not None:
             prefer_node(address, len(mapping), numa_node)
         memory = memoryview(mapping)[: round_up(nbytes)]
-        # Fault every page in now, so that the first step does not: a GiB in 0.05 s, where touching takes half a second.
+        # Fault every page in now and not in the first step: a GiB takes 0.05 s, and 0.5 s by touching each page.
         try:
             mapping.madvise(MADV_POPULATE_WRITE)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # touching the pages would end the process
+            if error.errno != errno.EINVAL:  # out of memory: touching the pages would kill the process
                 raise ArenaError(
                     f"the {name} arena needs {len(memory)} bytes of memory, which the system does not give:"
                     f" {errno.errorcode.get(error.errno or 0, error.errno)}, {error.strerror}; lower the {name} budget"
@@ -173,11 +174,11 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """The capacity: an arena is a buffer to the I/O context, which may register it as a whole."""
+        """The capacity; with ``address`` it makes the arena a Buffer, which the I/O context can register."""
         return self.capacity
 
     def split(self, nbytes: int, name: str) -> Arena:
-        """An arena of its own over ``nbytes`` of this one, for leases that must not compete with the others."""
+        """A separate arena over ``nbytes`` of this one, for leases that must not compete with others."""
         if nbytes == 0:
             return Arena(self.memory[:0], self.address, name)
         lease = self.lease(nbytes, name)
@@ -185,22 +186,22 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes now leased."""
+        """Leased bytes."""
         with self._lock:
-            self._forget_lost()
+            self._reclaim_lost()
             return self._used
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes now leased, by what they hold."""
+        """Leased bytes by kind."""
         with self._lock:
-            self._forget_lost()
+            self._reclaim_lost()
             return {kind: nbytes for kind, nbytes in self._by_kind.items() if nbytes}
 
     def try_lease(self, nbytes: int, kind: str, *, at: int | None = None) -> Lease | None:
         """A lease of ``nbytes`` (rounded up to pages) if there is room now, else None. Never waits.
 
-        ``at`` asks for the range at that offset (a multiple of 4096) and no other.
+        ``at``: only the range at that offset, a multiple of 4096.
         """
         size = round_up(nbytes)
         with self._lock:
@@ -208,11 +209,11 @@ class Arena:
             return self._carve(size, kind, at)
 
     def lease(self, nbytes: int, kind: str, *, at: int | None = None, alone: bool = False) -> Lease:
-        """A lease of ``nbytes``; waits while others hold the room.
+        """A lease of ``nbytes``; waits while there is no room.
 
-        Raises ArenaError at once when ``nbytes`` exceeds the arena, and after two minutes in which nothing was given
-        back; at once, too, if the caller is ``alone`` in giving back and no transfer holds any of the room. An I/O
-        error of a retiring lease is raised here, by the first caller that meets it and by no other.
+        Raises ArenaError when ``nbytes`` exceeds the arena, after two minutes without a release, and at once if no
+        transfer holds room and the caller is ``alone``, the only thread that releases leases. An I/O error of a
+        retiring lease is raised here, once, by the first caller that meets it.
         """
         size = round_up(nbytes)
         if size > self.capacity:
@@ -230,11 +231,11 @@ class Arena:
                 if oldest is None and (alone or not self._changed.wait(timeout=STARVED_AFTER_SECONDS)):
                     raise self._starved(size, kind)
             if oldest is not None:
-                # An error is raised by _collect, which frees the room first.
+                # _collect raises the error, after it has freed the room.
                 with contextlib.suppress(NotDoneError, SwapError):
                     oldest.wait(PATIENCE_SECONDS)
 
-    def give_back(self, lease: Lease) -> None:
+    def release_lease(self, lease: Lease) -> None:
         """Return a lease's range to the free list (see Lease.release)."""
         with self._lock:
             self._restore(lease)
@@ -247,7 +248,7 @@ class Arena:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait for every retiring lease; raises the first I/O error among them after all have ended."""
+        """Wait for all retiring leases, then raise the first I/O error among them."""
         error: SwapError | None = None
         while True:
             with self._lock:
@@ -259,15 +260,15 @@ class Arena:
             except SwapError as failed:
                 error = error or failed
             with self._lock:
-                if retiring in self._retiring:  # no other thread was here
+                if retiring in self._retiring:  # unless another thread has released it
                     self._restore_retired(retiring)
         if error is not None:
             raise error
 
     def forget_memory(self) -> None:
-        """Let go of the memory, once nothing is leased any more that anybody will use; the counts stay."""
+        """Drop the memory, after the last use of all leases; the counts stay."""
         with self._lock:
-            self._forget_lost()
+            self._reclaim_lost()
             self._forgotten = True
         self.memory = memoryview(b"")
 
@@ -284,19 +285,19 @@ class Arena:
         self._changed.notify_all()
 
     def _starved(self, size: int, kind: str) -> ArenaError:
-        held = {holder: nbytes for holder, nbytes in self._by_kind.items() if nbytes}
+        leased_bytes = {holder: nbytes for holder, nbytes in self._by_kind.items() if nbytes}
         return ArenaError(
             f"no {size} bytes for {kind!r} came free in the {self.name} arena within {STARVED_AFTER_SECONDS:.0f} s;"
-            f" capacity {self.capacity}, held: {held}, largest free range {self._free.largest}. This is a defect of"
-            f" the plan: please report it; a larger {self.name} budget works around it"
+            f" capacity {self.capacity}, held: {leased_bytes}, largest free range {self._free.largest}. This is a"
+            f" defect of the plan: please report it; a larger {self.name} budget works around it"
         )
 
     def _carve(self, size: int, kind: str, at: int | None) -> Lease | None:
-        self._count_anew_if_stale()
+        self._recount_if_stale()
         try:
-            # Nothing is nobody's page: a group without gradients takes no more than the plan says, zero.
+            # A lease of zero bytes takes no page: the plan gives a group without gradients none.
             offset = self._free.take(size, at=at) if size else 0
-            if offset is None and self._forget_lost():
+            if offset is None and self._reclaim_lost():
                 offset = self._free.take(size, at=at)
             if offset is None:
                 return None
@@ -310,10 +311,10 @@ class Arena:
             raise
 
     def _restore(self, lease: Lease) -> None:
-        self._count_anew_if_stale()
-        assert lease.held, f"lease of {lease.kind!r} in the {self.name} arena was released twice"
+        self._recount_if_stale()
+        assert lease.is_held, f"lease of {lease.kind!r} in the {self.name} arena was released twice"
         try:
-            lease.held = False
+            lease.is_held = False
             if lease.nbytes:
                 del self._leases[lease.offset]
                 self._by_kind[lease.kind] -= lease.nbytes
@@ -329,23 +330,23 @@ class Arena:
         self._used += lease.nbytes
         self.peak = max(self.peak, self._used)
 
-    def _forget_lost(self) -> bool:
-        """Take back what lost leases held; whether there were any."""
+    def _reclaim_lost(self) -> bool:
+        """Free the ranges of lost leases; whether there were any."""
         lost = any(lease() is None for lease in self._leases.values())
         if self._forgotten or not (self._stale or lost):
             return False
         self._stale = True
-        self._count_anew_if_stale()
+        self._recount_if_stale()
         return True
 
-    def _count_anew_if_stale(self) -> None:
-        """Make the lists and counts from the leases that live."""
+    def _recount_if_stale(self) -> None:
+        """Rebuild the lists and counts from the living leases."""
         if not self._stale:
             return
-        held = [lease for ref in self._leases.values() if (lease := ref()) is not None and lease.held]
-        self._leases = {lease.offset: weakref.ref(lease) for lease in held}
+        leases = [lease for ref in self._leases.values() if (lease := ref()) is not None and lease.is_held]
+        self._leases = {lease.offset: weakref.ref(lease) for lease in leases}
         self._free, self._by_kind, self._used = FreeRanges(self.capacity), Counter(), 0
-        for lease in held:
+        for lease in leases:
             self._free.take(lease.nbytes, at=lease.offset)
             self._count(lease)
         self._stale = False

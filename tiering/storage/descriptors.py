@@ -1,4 +1,4 @@
-"""Files that a process keeps open for itself: no child has them, and there is room for thousands.
+"""Files that are open in one process only: no forked child has them, and there may be thousands.
 
 A child that is forked, as a data loader's worker is, has all of its parent's descriptors until it ends or calls exec. A
 file that the parent has closed and removed would keep its space on the disk for as long.
@@ -14,7 +14,7 @@ _OPEN: set[int] = set()
 
 
 def open_alone(path: Path, flags: int, mode: int = 0o666) -> int:
-    """A descriptor of ``path`` for this process alone, to be given to ``close_alone``."""
+    """A descriptor of ``path`` for this process only; close it by ``close_alone``."""
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
     _OPEN.add(fd)
     _make_room(fd)
@@ -22,19 +22,19 @@ def open_alone(path: Path, flags: int, mode: int = 0o666) -> int:
 
 
 def close_alone(fd: int) -> None:
-    """Close it. In a child that was forked meanwhile it is closed already."""
+    """Close ``fd``. In a forked child it is already closed."""
     if fd in _OPEN:
         _OPEN.discard(fd)
         os.close(fd)
 
 
 def in_use() -> int:
-    """How many descriptors this process has open."""
+    """The number of descriptors that this process has open."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1  # the directory itself is one
 
 
 def allow(count: int) -> int:
-    """Let this process have ``count`` descriptors open, or as many as it may: returns how many that is."""
+    """Raise the limit of open descriptors to ``count``, or to the hard limit; returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
         return count
@@ -45,7 +45,7 @@ def allow(count: int) -> int:
 
 
 def _make_room(fd: int) -> None:
-    """Half of the numbers are in use: allow twice as many, where the process may (the usual soft limit is 1024)."""
+    """Double the soft limit (usually 1024), up to the hard limit, when half of the descriptors are in use."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and fd >= soft // 2:
         allow(2 * soft)

@@ -1,4 +1,4 @@
-"""What a file system is asked for where files are saved: to make them last, and what to do when it refuses."""
+"""Calls of the file system for saved files: opening, syncing, and the remedies of their errors."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 import stat
 from pathlib import Path
 
-_MAY_NOT = "save where you may write, or change the mode of the directory"
-_ANOTHER = "something else has that name: save elsewhere, or move it"
+_MAY_NOT = "save to a writable directory, or change the mode of this one"
+_ANOTHER = "another file has that name: save elsewhere, or move it"
 _REMEDIES = {
     errno.ENOSPC: "make room there, keep fewer checkpoints (keep=), or save elsewhere",
     errno.EDQUOT: "raise the quota, make room there, keep fewer checkpoints (keep=), or save elsewhere",
     errno.EFBIG: "the file would pass the process's file size limit: raise it with `ulimit -f`",
     errno.EMFILE: "raise the limit of open files with `ulimit -n`",
-    errno.EEXIST: "somebody else writes there: give each run a directory of its own",
-    errno.ENOENT: "its directory is gone: somebody has removed it",
+    errno.EEXIST: "another process writes there: use one directory per run",
+    errno.ENOENT: "its directory was removed",
     errno.EIO: "the disk failed, see dmesg; save to another one",
     errno.EACCES: _MAY_NOT,
     errno.EPERM: _MAY_NOT,
-    errno.EROFS: "the file system is mounted read-only: save where you may write, or remount it",
+    errno.EROFS: "the file system is mounted read-only: save elsewhere, or remount it",
     errno.ENOTDIR: _ANOTHER,
     errno.EISDIR: _ANOTHER,
     errno.ENOTEMPTY: _ANOTHER,

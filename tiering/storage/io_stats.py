@@ -1,4 +1,4 @@
-"""What an I/O context counts and uses: frozen records of the C structures, and how to read them."""
+"""The counters and features of an I/O context: frozen records of the C structures."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an I/O context really uses.
+    """The engine of an I/O context and its features in use.
 
     ``flags`` are names such as "registered_buffers" or "verify"; ``registered_bytes`` is memory that the kernel
-    keeps pinned for it. ``passed_over`` says why something is not in use: the engines that "auto" tried first,
+    has pinned. ``passed_over`` says why something is not in use: the engines that "auto" tried first,
     and "registered_buffers" or "registered_files" where that was refused.
     """
 
@@ -38,7 +38,7 @@ class EngineInfo:
 class DirectionStats:
     """Counted in C. ``latency[i]`` counts the operations that took [2^i, 2^(i+1)) ns, ``latency_ns`` is their sum.
 
-    ``bytes`` is what was asked for and moved, without padding; ``busy_ns`` the time with an operation in
+    ``bytes`` are the requested bytes that were moved, without padding; ``busy_ns`` the time with an operation in
     flight, so ``bytes / busy_ns`` is the bandwidth in GB/s; ``retries`` the continuations of short or
     interrupted transfers; ``errors_by_errno`` splits ``errors`` (0: those beyond the first few kinds).
     """
@@ -97,7 +97,7 @@ def engine_info(raw: Any) -> EngineInfo:
         engine=ffi.string(raw.engine).decode(),
         flags=tuple(name for flag, name in _FLAGS.items() if raw.flags & flag),
         registered_bytes=raw.registered_bytes,
-        passed_over={what: errno_text(-code) for what, code in refused.items() if code},
+        passed_over={feature: errno_text(-code) for feature, code in refused.items() if code},
     )
 
 
@@ -108,7 +108,7 @@ def file_stats(name: str, direct: bool, raw: Any) -> FileStats:
 
 
 def errno_text(code: int) -> str:
-    """An errno as people know it: "EIO (Input/output error)"."""
+    """An errno in words: "EIO (Input/output error)"."""
     return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
 
 

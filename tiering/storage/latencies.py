@@ -1,4 +1,4 @@
-"""How long operations took: a histogram fine enough for percentiles, as the I/O context counts it in C."""
+"""The durations of operations: a histogram with the resolution for percentiles, which C counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bucket_start(bucket: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LatencyHistogram:
-    """Operations by how long they took, from issue to the last continuation, those that failed left out.
+    """Operations by duration, from issue to the last continuation, without failed operations.
 
     ``counts`` has AIO_FINE_BUCKETS entries: a nanosecond wide at first, then 32 of equal width for every octave, so
     that none is wider than a thirty-second of the times it holds; the last one is open. ``max_ns`` is the longest
@@ -34,19 +34,19 @@ class LatencyHistogram:
 
     @classmethod
     def of(cls, *nanoseconds: int) -> Self:
-        """The histogram of these times; of none, what sums begin with."""
+        """The histogram of these durations; without any, the zero of ``+``."""
         counts = [0] * _BUCKETS
-        for taken in nanoseconds:
-            counts[_bucket_of(taken)] += 1
+        for duration in nanoseconds:
+            counts[_bucket_of(duration)] += 1
         return cls(tuple(counts), max(nanoseconds, default=0))
 
     @property
     def total(self) -> int:
-        """How many operations."""
+        """The number of operations."""
         return sum(self.counts)
 
     def percentile(self, share: float) -> float:
-        """Seconds within which ``share`` of the operations were over, 0.99 for instance; 1 is the longest.
+        """Seconds within which ``share`` of the operations ended, 0.99 for instance; 1 is the longest.
 
         The end of the bucket in which that operation is counted: at most a thirty-second too long, never too short.
         Raises ValueError if there are no operations, or if ``share`` is not in 0 .. 1.
@@ -54,13 +54,13 @@ class LatencyHistogram:
         return self.percentiles(share)[0]
 
     def percentiles(self, *shares: float) -> list[float]:
-        """The ``percentile`` of each of ``shares``, for little more than one of them costs."""
+        """The ``percentile`` of each of ``shares``, at little more than the cost of one."""
         for share in shares:
             if not 0 <= share <= 1:
                 raise ValueError(f"a percentile of {share}: give a share of 0 .. 1, 0.99 for the 99th")
         up_to = list(accumulate(self.counts))
         if not up_to[-1]:
-            raise ValueError("there are no percentiles of no operations: look at total first")
+            raise ValueError("no percentiles: the histogram has no operations; check total first")
         ranks = (max(1, math.ceil(share * up_to[-1])) for share in shares)
         return [min(_last_of(bisect_left(up_to, rank)), self.max_ns) / 1e9 for rank in ranks]
 
@@ -70,14 +70,14 @@ class LatencyHistogram:
         return LatencyHistogram(counts, max(self.max_ns, other.max_ns))
 
     def __sub__(self, earlier: LatencyHistogram) -> LatencyHistogram:
-        """What came after ``earlier``, a snapshot of the same counters; ValueError if it cannot be one.
+        """The operations after ``earlier``, a snapshot of the same counters; ValueError if it is not one.
 
         The longest is then known to a bucket: it is ``max_ns`` where that lies in the last one used, else its end.
         """
         counts = tuple(mine - before for mine, before in zip(self.counts, earlier.counts, strict=True))
         if min(counts) < 0:
             raise ValueError(
-                "the histogram to subtract is no earlier snapshot of the same counters: it has counted more"
+                "the subtracted histogram is not an earlier snapshot of the same counters: it has higher counts"
             )
         last = max((bucket for bucket, count in enumerate(counts) if count), default=None)
         return LatencyHistogram(counts, 0 if last is None else min(_last_of(last), self.max_ns))

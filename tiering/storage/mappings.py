@@ -1,4 +1,4 @@
-"""Mappings of host memory: kept in RAM, and from forked children."""
+"""Mappings of host memory: locked into RAM, and hidden from forked children."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiering._aio import ffi, lib
 
 def keeping(memory: memoryview, owner: object) -> memoryview:
     """``memory``, in a view that keeps ``owner`` alive."""
-    # A destructor that does nothing, in C: what a signal handler raises in one of Python, the interpreter throws away.
+    # A destructor without effect, in C: the interpreter discards an exception of a signal handler in one of Python.
     pointer = ffi.gc(ffi.from_buffer(memory), functools.partial(operator.is_, owner))
     return memoryview(ffi.buffer(pointer, len(memory)))
 
@@ -24,13 +24,13 @@ def lock_memory(address: int, nbytes: int) -> int:
 
 
 def withhold(mapping: mmap.mmap, address: int) -> None:
-    """Keep a private mapping, which begins at ``address``, from forked children, until it goes.
+    """Hide a private mapping, which begins at ``address``, from forked children, as long as it exists.
 
-    There it can be neither read nor written, and its addresses stay taken: the child's copy of ``mapping`` unmaps
-    nothing but itself. Raises OSError if the system refuses.
+    Children can neither read nor write it, and its addresses stay reserved: the child's copy of ``mapping`` unmaps
+    only itself. Raises OSError if the system refuses.
     """
     out = ffi.new("aio_withheld **")
     code = lib.aio_withhold(out, ffi.cast("void *", address), len(mapping))
     if code < 0:
-        raise OSError(-code, f"memory cannot be kept from forked children: {os.strerror(-code)}")
+        raise OSError(-code, f"memory cannot be hidden from forked children: {os.strerror(-code)}")
     weakref.finalize(mapping, lib.aio_forget_withheld, out[0]).atexit = False

@@ -12,17 +12,17 @@ class FreeRanges:
         self._ranges: list[tuple[int, int]] = [(0, size)] if size else []  # sorted (start, end)
 
     def take(self, size: int, *, at: int | None = None) -> int | None:
-        """The start of a range of ``size`` that is free no longer: the first that fits, or the one ``at`` that place.
+        """Take a range of ``size``, the first that fits or the one ``at`` an offset, and return its start.
 
-        None if there is none, or if that one is not free.
+        None if no range fits, or the one at the offset is not free.
         """
         for index, (start, end) in enumerate(self._ranges):
-            taken = start if at is None else at
-            if taken < start or taken + size > end:
+            first = start if at is None else at
+            if first < start or first + size > end:
                 continue
-            rest = [(start, taken), (taken + size, end)]
-            self._ranges[index : index + 1] = [part for part in rest if part[0] < part[1]]
-            return taken
+            remaining = [(start, first), (first + size, end)]
+            self._ranges[index : index + 1] = [part for part in remaining if part[0] < part[1]]
+            return first
         return None
 
     def give(self, start: int, size: int) -> None:

@@ -1,13 +1,13 @@
 """Slabs: a swap file cut into extents, whose transfers are kept in order.
 
-**Ordering.** ``O_DIRECT`` orders nothing: of a write and a read of the same bytes that are in flight together, either
-may come first. Each extent therefore remembers its transfers in flight, and a new one that conflicts (they overlap and
-one of them writes) is submitted to run *after* the earlier ones. A failed write marks its extent: until the range is
-written anew, reading it raises the write's error instead of returning stale bytes.
+**Ordering.** ``O_DIRECT`` orders nothing: a write and a read of the same bytes that are in flight together may run in
+either order. Each extent therefore keeps its transfers in flight, and a new transfer that conflicts (they overlap and
+one of them writes) is submitted to run *after* the earlier ones. A failed write marks its range: until the range is
+written again, reading it raises the error of the write instead of returning stale bytes.
 
-**Signals.** A signal handler may raise between any two statements. So a transfer is noted in its extent before it is
-submitted: ``settle`` then waits for all that the kernel has, whatever became of the call that submitted it. A note of a
-transfer that was never submitted is harmless, and goes with the next transfer of the extent.
+**Signals.** A signal handler may raise between any two statements. So a transfer is stored in its extent before it is
+submitted: ``settle`` then waits for every transfer that the kernel has, also if its submission raised. A stored
+transfer that was never submitted is harmless, and the next transfer of the extent removes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tiering.storage.swap_file import SwapFile, check_directory
 from tiering.text import shorten
 
 _Failure = tuple[int, int, SwapError]
-"""First byte of a range of an extent, its end, and the error of the write that did not replace it."""
+"""The first byte of a range of an extent, its end, and the error of the write that did not replace it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Transfer:
     start: int
     end: int
     writes: bool
-    replaces: list[_Failure]  # failures that end with it, if it was submitted
+    replaces: list[_Failure]  # failures that this write clears, if it was submitted
 
     def conflicts(self, start: int, end: int, writes: bool) -> bool:
         return self.start < end and start < self.end and (writes or self.writes)
@@ -44,7 +44,7 @@ class _Transfer:
 
 @dataclass(eq=False)
 class Extent:
-    """A range of a slab file: ``nbytes`` at ``offset``, both multiples of 4096. ``names`` say what lives there."""
+    """A range of a slab file: ``nbytes`` at ``offset``, both multiples of 4096. ``names`` are the tensors in it."""
 
     offset: int
     nbytes: int
@@ -82,7 +82,7 @@ class SlabFile:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers go around the page cache."""
+        """Whether transfers bypass the page cache."""
         return self._swap.direct
 
     @property
@@ -92,12 +92,12 @@ class SlabFile:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest extent that ``allocate`` can give now."""
+        """Bytes of the largest extent that ``allocate`` can make now."""
         with self._lock:
             return self._free.largest
 
     def resize(self, nbytes: int) -> None:
-        """Reserve ``nbytes`` (rounded up to 4096) in all, before the first extent is allocated."""
+        """Change the size to ``nbytes`` (rounded up to 4096), before the first extent is allocated."""
         assert not self.used, "a slab with extents is not resized"
         self._swap.resize(round_up(nbytes))
         self._free = FreeRanges(self._swap.nbytes)
@@ -118,9 +118,9 @@ class SlabFile:
         )
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back; its transfers in flight are waited for, and what failed no longer matters.
+        """Free an extent, after its transfers in flight; their failures are dropped.
 
-        It has no bytes afterwards: a transfer of it is refused, or it would meet whoever has its place then.
+        It has zero bytes afterwards, so that later transfers of it are refused: its range may have a new owner.
         """
         self.settle(extent)
         with self._lock:
@@ -134,8 +134,8 @@ class SlabFile:
     ) -> Ticket:
         """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``.
 
-        A signal handler may raise before the ticket is in the caller's hands: after an exception ``settle`` the extent
-        before the memory is given back.
+        A signal handler may raise before the caller has the ticket: after an exception, ``settle`` the extent before
+        the memory is released.
         """
         return self._start(extent, buffer, offset, nbytes, priority, writes=False)
 
@@ -145,13 +145,13 @@ class SlabFile:
         """Start writing ``nbytes`` (default: the buffer's) from ``buffer`` at ``offset`` of ``extent``."""
         return self._start(extent, buffer, offset, nbytes, priority, writes=True)
 
-    def spoil(self, extent: Extent, offset: int, nbytes: int, error: SwapError) -> None:
-        """Let reads of [offset, offset + nbytes) of ``extent`` raise ``error`` until the range is written anew."""
+    def mark_failed(self, extent: Extent, offset: int, nbytes: int, error: SwapError) -> None:
+        """Let reads of [offset, offset + nbytes) of ``extent`` raise ``error`` until the range is written again."""
         with self._lock:
             extent.failed.append((offset, offset + nbytes, error))
 
     def settle(self, extent: Extent) -> None:
-        """Wait for all transfers of ``extent`` that are under way. What fails is told to those who read it."""
+        """Wait for all transfers of ``extent``. A failed write is raised by the next read of its range."""
         for transfer in tuple(extent.in_flight):
             if transfer.ticket.begun:
                 with contextlib.suppress(SwapError):
@@ -175,7 +175,8 @@ class SlabFile:
             self._settle(extent)
             overlapping = [failure for failure in extent.failed if failure[0] < end and offset < failure[1]]
             if overlapping and not writes:
-                raise overlapping[0][2].with_traceback(None)  # or each time it is raised would add to it
+                # Without its traceback, to which each raise would add.
+                raise overlapping[0][2].with_traceback(None)
             ticket = self.aio.prepare(
                 "write" if writes else "read",
                 self.file,
@@ -186,33 +187,34 @@ class SlabFile:
                 after=[t.ticket for t in extent.in_flight if t.conflicts(offset, end, writes)],
                 names=extent.names,
             )
-            # See Signals, above. If it is not submitted in the end, _settle restores the failures that it replaces.
+            # Before the submission: see Signals, above. If that fails, _settle restores the failures that it replaces.
             extent.in_flight.append(_Transfer(ticket, offset, end, writes, overlapping))
             if overlapping:
                 extent.failed = list(_without(extent.failed, offset, end))
             return ticket.begin()
 
     def _settle(self, extent: Extent) -> None:
-        """Forget the transfers that have ended; remember the writes that failed."""
+        """Remove the transfers that have ended; keep the failures of writes."""
         in_flight, failed = extent.in_flight, extent.failed
-        if in_flight and not in_flight[-1].ticket.begun:  # the last one was refused, or interrupted before
+        # The last transfer was refused, or interrupted before its submission.
+        if in_flight and not in_flight[-1].ticket.begun:
             failed, in_flight = failed + in_flight[-1].replaces, in_flight[:-1]
-        still: list[_Transfer] = []
+        pending: list[_Transfer] = []
         for transfer in in_flight:
             if not transfer.ticket.done():
-                still.append(transfer)
+                pending.append(transfer)
             elif transfer.writes:
                 try:
                     transfer.ticket.wait()
                 except SwapError as error:
                     failed = [*failed, (transfer.start, transfer.end, error)]
-        # In this order: interrupted between the two, the same failures are found, and noted, once more.
+        # In this order: after an interruption between the two, the same failures are found and stored once more.
         extent.failed = failed
-        extent.in_flight = still
+        extent.in_flight = pending
 
 
 def _without(ranges: list[_Failure], start: int, end: int) -> Iterator[_Failure]:
-    """``ranges`` less [start, end)."""
+    """``ranges`` without [start, end)."""
     for first, last, error in ranges:
         if first < min(last, start):
             yield first, min(last, start), error

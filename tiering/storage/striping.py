@@ -1,8 +1,8 @@
-"""Striping: how much of the swap space goes to which path, and which byte of an extent lies where. Pure.
+"""Striping: how much of the swap space each path gets, and the path and offset of each byte of an extent. Pure.
 
-Paths are numbered; weights are their bandwidths. A plan is made in two steps. ``apportion`` divides what each kind of
-state needs over its paths, in proportion to weight as far as there is room, and in any way that fits otherwise. Each
-extent then takes its shares in proportion to what is *left* of that division, so that the last one fits as the first.
+Paths are numbered; weights are their bandwidths. A plan is made in two steps. ``apportion`` divides the size of each
+kind of state over its paths, in proportion to weight as far as there is room, and in any way that fits otherwise. Each
+extent then gets its shares in proportion to the *remaining* part of that division, so that the last one fits, too.
 
 An extent is cut into rows, each row into one contiguous piece per path, and a path's pieces lie one behind the other
 in its part of the extent. A transfer of k rows is at most k pieces per path, and any range longer than a row uses
@@ -43,7 +43,7 @@ class Piece:
 
 
 class StripeMap:
-    """Where the bytes of an extent with ``shares[i]`` bytes (multiples of 4096) on path i lie."""
+    """The places of the bytes of an extent with ``shares[i]`` bytes (multiples of 4096) on path i."""
 
     def __init__(self, shares: Sequence[int]) -> None:
         self._pages = [share // PAGE for share in shares]
@@ -85,23 +85,23 @@ def row_bytes(weights: Sequence[int]) -> int:
     return min(LARGEST_ROW, round_up(SMALLEST_SHARE * sum(weights) // smallest))
 
 
-def shares_of(nbytes: int, left: Sequence[int], planned: Sequence[int]) -> list[int] | None:
-    """The shares of a new extent, where ``left`` bytes per path remain of those ``planned``; None if it does not fit.
+def shares_of(nbytes: int, remaining: Sequence[int], planned: Sequence[int]) -> list[int] | None:
+    """The shares of a new extent, if ``remaining`` of the ``planned`` bytes per path are free; None if it does not fit.
 
-    ``nbytes`` and ``left`` are multiples of 4096. A small extent lies wholly on the path with most of its plan left.
+    ``nbytes`` and ``remaining`` are multiples of 4096. A small extent lies on the path with most of its plan free.
     """
-    if nbytes > sum(left):
+    if nbytes > sum(remaining):
         return None
     if nbytes < SMALLEST_STRIPED:
-        fitting = [path for path, room in enumerate(left) if room >= nbytes]
+        fitting = [path for path, room in enumerate(remaining) if room >= nbytes]
         if fitting:
-            emptiest = max(fitting, key=lambda path: left[path] / planned[path])
-            return [nbytes if path == emptiest else 0 for path in range(len(left))]
-    return [pages * PAGE for pages in divide(nbytes // PAGE, [room // PAGE for room in left])]
+            emptiest = max(fitting, key=lambda path: remaining[path] / planned[path])
+            return [nbytes if path == emptiest else 0 for path in range(len(remaining))]
+    return [pages * PAGE for pages in divide(nbytes // PAGE, [room // PAGE for room in remaining])]
 
 
 def divide(total: int, weights: Sequence[int]) -> list[int]:
-    """``total`` in parts that differ from their proportion by less than one; no part exceeds its weight if all fit."""
+    """``total`` in parts that differ from their proportion by less than 1; no part exceeds its weight if all fit."""
     whole = sum(weights)
     parts = [total * weight // whole for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda i: -(total * weights[i] % whole))
@@ -115,15 +115,15 @@ def apportion(
 ) -> list[dict[int, int]] | None:
     """Bytes per path for each need, in proportion to ``weights`` where there is room; None if they do not fit.
 
-    ``disks[path]`` is the file system of a path, ``room`` the bytes free in each. It finds a way whenever there is
+    ``disks[path]`` is the file system of a path, ``room`` the bytes free in each. It finds a solution whenever there is
     one, as long as the needs have at most two different sets of paths.
     """
     free = {disk: nbytes // PAGE for disk, nbytes in room.items()}
     placed: list[Counter[int]] = [Counter() for _ in needs]
-    # Who has least choice goes first.
+    # The need with the fewest disks goes first.
     for index in sorted(range(len(needs)), key=lambda i: len({disks[path] for path in needs[i].paths})):
         missing = _fill(placed[index], needs[index], weights, disks, free)
-        if missing and _make_way(placed, index, missing, needs, disks, free):
+        if missing and _make_room(placed, index, missing, needs, disks, free):
             return None
     return [
         {path: pages[path] * PAGE for path in need.paths} for pages, need in zip(placed, needs, strict=True)
@@ -133,17 +133,19 @@ def apportion(
 def _fill(
     placed: Counter[int], need: Need, weights: Sequence[int], disks: Sequence[int], free: dict[int, int]
 ) -> int:
-    """Place a need in proportion to weight; what a disk has no room for goes to the others. Returns pages left over."""
+    """Place a need in proportion to weight; pages beyond a disk's room go to other disks. Returns unplaced pages."""
     pages, paths = need.nbytes // PAGE, list(need.paths)
     while pages and paths:
         ideal = dict(zip(paths, divide(pages, [weights[path] for path in paths]), strict=True))
-        asked: Counter[int] = Counter()
+        requested: Counter[int] = Counter()
         for path, part in ideal.items():
-            asked[disks[path]] += part
-        full = {disk for disk in asked if asked[disk] > free[disk]}
-        for disk in full or asked.keys():
+            requested[disks[path]] += part
+        full = {disk for disk in requested if requested[disk] > free[disk]}
+        for disk in full or requested.keys():
             inside = [path for path in paths if disks[path] == disk]
-            parts = divide(min(asked[disk], free[disk]), [weights[path] for path in inside]) if full else None
+            parts = (
+                divide(min(requested[disk], free[disk]), [weights[path] for path in inside]) if full else None
+            )
             for path, part in zip(inside, parts or [ideal[path] for path in inside], strict=True):
                 placed[path] += part
                 free[disk] -= part
@@ -152,7 +154,7 @@ def _fill(
     return pages
 
 
-def _make_way(
+def _make_room(
     placed: list[Counter[int]],
     index: int,
     missing: int,
@@ -160,16 +162,16 @@ def _make_way(
     disks: Sequence[int],
     free: dict[int, int],
 ) -> int:
-    """Move what others have on the paths of ``needs[index]`` to paths that it cannot use. Returns pages left over."""
+    """Move other needs from the paths of ``needs[index]`` to paths that it cannot use. Returns unplaced pages."""
     for target in needs[index].paths:
-        for other, need in enumerate(needs):
-            if other == index:
+        for owner, need in enumerate(needs):
+            if owner == index:
                 continue
             for source in [path for path in need.paths if disks[path] == disks[target]]:
                 for refuge in need.paths:
-                    moved = min(missing, placed[other][source], free[disks[refuge]])
-                    placed[other][source] -= moved
-                    placed[other][refuge] += moved
+                    moved = min(missing, placed[owner][source], free[disks[refuge]])
+                    placed[owner][source] -= moved
+                    placed[owner][refuge] += moved
                     placed[index][target] += moved
                     free[disks[refuge]] -= moved
                     missing -= moved

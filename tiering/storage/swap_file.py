@@ -1,13 +1,13 @@
-"""Swap files: nameless, private, their space reserved; and what to do where a file system cannot give all of that.
+"""Swap files: unnamed, private, with reserved space; and the fallbacks on file systems without these features.
 
-The file is made with ``O_TMPFILE``: it has no name, so two jobs in one directory cannot meet, and the kernel frees it
-when the last descriptor closes, also after ``kill -9``. That may take the kernel a moment, so who is started again at
-once waits for the space. Its blocks are reserved by ``fallocate(2)`` before the first step, so a full disk is found at
-start and not in the middle of a run. It is opened with ``O_DIRECT``, so that swapping takes no memory beyond the
+The file is made with ``O_TMPFILE``: it has no name, so two jobs in one directory cannot conflict, and the kernel frees
+it when the last descriptor closes, also after ``kill -9``. That may take the kernel a moment, so a process that is
+restarted at once waits for the space. Its blocks are reserved by ``fallocate(2)`` before the first step, so a full disk
+is found at start and not during a run. It is opened with ``O_DIRECT``, so that swapping takes no memory beyond the
 budgets. Forked children close their copy of the descriptor at once, or a data worker would keep the space alive.
 
-Not every file system has all three (NFS, vfat, 9p, FUSE). Each is replaced by the next best, and one warning per path
-names what is lost. Memory posing as a disk (tmpfs) is refused, unless it is allowed for tests and demonstrations.
+Some file systems lack one of the three (NFS, vfat, 9p, FUSE). Each has a fallback, and one warning per path names the
+missing features. A file system in memory (tmpfs) is refused, unless it is allowed for tests and demonstrations.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _OVERLAY = 0x794C7630
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 
 IN_TRAINING = "name another nvme_path, or raise host_budget so that less is swapped"
-"""What else there is to do where space is short."""
+"""The other remedies where space is short."""
 
 PATIENCE_SECONDS = 2.0
-"""Where space is short: so long it may take to grow, and then to grow further, before that is an error."""
+"""Where space is short, the wait for it ends after so long without growth."""
 
 LONGEST_WAIT_SECONDS = 30.0
 
@@ -55,9 +55,9 @@ _OPEN_FILES: weakref.WeakSet[SwapFile] = weakref.WeakSet()
 class SwapFile:
     """``nbytes`` of reserved space in ``directory``. ``fd`` is -1 once closed; ``direct`` says that O_DIRECT is in use.
 
-    ``lost`` says what the file system does not give. ``direct=False`` asks for the page cache.
+    ``lost`` describes the missing features of the file system. ``direct=False`` uses the page cache.
 
-    Raises SwapSpaceError when the file cannot be made or the space is not there; nothing is left behind then.
+    Raises SwapSpaceError when the file cannot be made or the space is too small; no file is left then.
     """
 
     def __init__(self, directory: Path, nbytes: int, *, direct: bool = True) -> None:
@@ -89,7 +89,7 @@ class SwapFile:
         _OPEN_FILES.add(self)
 
     def resize(self, nbytes: int) -> None:
-        """Reserve ``nbytes`` in all; what is beyond is given back. Raises SwapSpaceError when they are not there."""
+        """Grow or shrink to ``nbytes``. Raises SwapSpaceError when there is too little space."""
         if nbytes > self.nbytes:
             self._grow(nbytes)
         elif nbytes < self.nbytes:
@@ -120,7 +120,7 @@ class SwapFile:
 
 
 def check_directory(directory: Path, *, allow_memory_file_system: bool = False) -> Path:
-    """``directory`` itself if swap space can be made in it, else SwapSpaceError with the reason and the remedy."""
+    """``directory``, if it can hold swap space. Raises SwapSpaceError with the reason and the remedy."""
     try:
         mode = directory.stat().st_mode
     except FileNotFoundError:
@@ -133,7 +133,7 @@ def check_directory(directory: Path, *, allow_memory_file_system: bool = False) 
             " or name another"
         ) from error
     if not stat.S_ISDIR(mode):
-        raise SwapSpaceError(f"nvme_path {directory} is not a directory; name one")
+        raise SwapSpaceError(f"nvme_path {directory} is not a directory; name a directory")
     kind = memory_file_system(directory)
     if kind and not allow_memory_file_system:
         raise SwapSpaceError(
@@ -152,7 +152,7 @@ def check_directory(directory: Path, *, allow_memory_file_system: bool = False) 
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that an unprivileged user may still write in ``directory``'s file system."""
+    """Free bytes for an unprivileged user in ``directory``'s file system."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
@@ -163,20 +163,20 @@ def free_by_file_system(directories: Iterable[Path]) -> dict[int, int]:
 
 
 def wait_for_space(directories: Sequence[Path], enough: Callable[[], bool]) -> bool:
-    """Whether there is ``enough`` free space in ``directories``; waits for a moment if not, and while it grows."""
+    """Whether there is ``enough`` free space in ``directories``; if not, waits a moment, and as long as it grows."""
     if enough():
         return True
-    began = grown = time.monotonic()
+    start = grown = time.monotonic()
     free = sum(free_by_file_system(directories).values())
-    where = ", ".join(map(str, directories))
+    names = ", ".join(map(str, directories))
     log.info(
         "%d bytes are free in %s, which is too little: waiting, as a process that has just ended may hold more",
         free,
-        where,
+        names,
     )
     while not enough():
         now = time.monotonic()
-        if now > min(grown + PATIENCE_SECONDS, began + LONGEST_WAIT_SECONDS):
+        if now > min(grown + PATIENCE_SECONDS, start + LONGEST_WAIT_SECONDS):
             return False
         time.sleep(0.02)
         before, free = free, sum(free_by_file_system(directories).values())
@@ -186,15 +186,16 @@ def wait_for_space(directories: Sequence[Path], enough: Callable[[], bool]) -> b
 
 def size_by_file_system(directories: Iterable[Path]) -> dict[int, int]:
     """Bytes of each file system that holds one of ``directories``, used or free, by its device number."""
-    found = {directory.stat().st_dev: os.statvfs(directory) for directory in directories}
-    return {device: stats.f_blocks * stats.f_frsize for device, stats in found.items()}
+    stats_of = {directory.stat().st_dev: os.statvfs(directory) for directory in directories}
+    return {device: stats.f_blocks * stats.f_frsize for device, stats in stats_of.items()}
 
 
 def memory_file_system(directory: Path) -> str:
-    """The kind of file system in memory that holds ``directory``; "" for a disk, or if nobody can tell.
+    """The kind of the file system in memory that holds ``directory``; "" for a disk, or if it is unknown.
 
-    By the magic number, which no mount table has to be read for. An overlay (a container's root) keeps what is written
-    in its upper directory, so that is looked at too; out of this mount namespace's sight it counts as a disk.
+    The magic number decides, so that no mount table has to be read. An overlay (a container's root) stores written
+    files in its upper directory, so the file system of that is checked, too; if this mount namespace does not contain
+    it, the overlay counts as a disk.
     """
     magic = _magic(directory)
     if magic == _OVERLAY:
@@ -204,7 +205,7 @@ def memory_file_system(directory: Path) -> str:
 
 
 def disk_of(directory: Path) -> str:
-    """What two directories on one disk have in common: the disk's place in /sys, or the file system's number."""
+    """The disk of ``directory``: its place in /sys, or the number of the file system."""
     number = directory.stat().st_dev
     block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     if not block.exists():
@@ -212,17 +213,17 @@ def disk_of(directory: Path) -> str:
     return str(block.parent if (block / "partition").exists() else block)
 
 
-def too_full(directory: Path, nbytes: int, available: int, why: str = "") -> SwapSpaceError:
-    """``nbytes`` more do not fit into ``directory``'s file system, where ``available`` are free."""
+def too_full(directory: Path, nbytes: int, available: int, reason: str = "") -> SwapSpaceError:
+    """The error: ``nbytes`` more do not fit into ``directory``'s file system, where ``available`` are free."""
     lacking = f"free {nbytes - available} bytes" if nbytes > available else "free some space"
     return SwapSpaceError(
-        f"the swap file needs {nbytes} bytes but {directory} has {available} free{why}; {lacking},"
+        f"the swap file needs {nbytes} bytes but {directory} has {available} free{reason}; {lacking},"
         f" {IN_TRAINING}"
     )
 
 
 def _refused(directory: Path, nbytes: int, code: int) -> SwapSpaceError:
-    """The kernel did not give the space, although statvfs had said that it was there."""
+    """The error: the kernel did not reserve space that statvfs had reported as free."""
     available = free_bytes(directory)
     if code == errno.ENOSPC:
         return too_full(
@@ -262,15 +263,15 @@ def _open(directory: Path, direct: bool) -> tuple[int, bool, bool]:
         raise SwapSpaceError(f"cannot create a swap file in {directory}: {error.strerror}{remedy}") from error
 
 
-def _open_once_or_twice(directory: Path, way: int, direct: bool) -> tuple[int, bool]:
-    """With O_DIRECT if that is asked for and possible, else without."""
+def _open_once_or_twice(directory: Path, flags: int, direct: bool) -> tuple[int, bool]:
+    """With O_DIRECT if ``direct`` and the file system supports it, else without."""
     if direct:
         try:
-            return _open_once(directory, way | os.O_DIRECT), True
+            return _open_once(directory, flags | os.O_DIRECT), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-    return _open_once(directory, way), False
+    return _open_once(directory, flags), False
 
 
 def _open_once(directory: Path, flags: int) -> int:
@@ -286,7 +287,7 @@ def _open_once(directory: Path, flags: int) -> int:
 
 
 def _fallocate(fd: int, nbytes: int) -> int:
-    """The errno of the system call, 0 if it did it: glibc's posix_fallocate would fall back to writing zeros."""
+    """The errno of the system call, or 0. glibc's posix_fallocate would fall back to writing zeros."""
     return -int(lib.aio_reserve(fd, nbytes))
 
 
@@ -304,7 +305,7 @@ def _takes_direct_transfers(fd: int, directory: Path) -> bool:
 
 
 def _magic(path: Path) -> int:
-    """``f_type`` of statfs(2), the first word of the answer; 0 if there is none."""
+    """``f_type`` of statfs(2), the first word of its result; 0 if the call fails."""
     answer = (ctypes.c_long * 32)()
     if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), answer) != 0:
         return 0
@@ -314,14 +315,14 @@ def _magic(path: Path) -> int:
 def _upper_directory(directory: Path) -> Path | None:
     """The ``upperdir`` of the overlay that holds ``directory``."""
     device = directory.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    number = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return None
     for line in lines:
-        before, _, after = line.partition(" - ")
-        if before.split()[2] == wanted:
+        fields, _, after = line.partition(" - ")
+        if fields.split()[2] == number:
             options = after.split()[-1].split(",")
             uppers = [
                 option.removeprefix("upperdir=") for option in options if option.startswith("upperdir=")

@@ -1,15 +1,14 @@
 """Swap space: all the slabs of a rank, one per path, and the extents that lie on several of them.
 
-Each kind of state has its own paths (a *section*). What a section needs is divided over its paths in proportion to
-their measured bandwidth, as far as they have room (see striping.py); a slab is as large as all its parts together.
-Everything goes through one I/O context, which keeps a queue of its own per path, so a slow path delays only what lies
-on it.
+Each kind of state has its own paths (a *section*). The size of a section is divided over its paths in proportion to
+their measured bandwidth, as far as they have room (see striping.py); a slab is as large as the sum of its parts. All
+transfers use one I/O context, which has a queue for each path, so a slow path delays only transfers of its own bytes.
 
-A transfer over several pieces is submitted in one go under a lock: two writes of one range come in the same order on
-every path. Its memory is free only when all of its pieces are over. If a piece of a write cannot even be submitted,
-the range holds old bytes and new ones, and reading what was left out raises the error. So that this holds wherever an
-exception cuts in, all pieces of a write are marked as left out before the first one is submitted: each submission
-takes its own mark away.
+All pieces of a transfer are submitted under one lock: two writes of one range come in the same order on every path. The
+memory is free only when all pieces are done. If a piece of a write cannot be submitted, the range holds old and new
+bytes, and reading the pieces that were left out raises the error. So that this holds wherever an exception interrupts
+the submission, all pieces of a write are marked as left out before the first one is submitted: each submission clears
+its own mark.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tiering.config.training import format_size
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.storage.aio import AioContext, Ticket
 from tiering.storage.arena import round_up
-from tiering.storage.bandwidth import MOST_BYTES, measure, weights
+from tiering.storage.bandwidth import MAX_BYTES, measure, weights
 from tiering.storage.request import Buffer
 from tiering.storage.slab_file import Extent, SlabFile
 from tiering.storage.striping import Need, Piece, StripeMap, apportion, shares_of
@@ -40,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Section:
-    """What one kind of state needs: ``nbytes``, a multiple of 4096, over ``paths``."""
+    """The swap space of one kind of state: ``nbytes``, a multiple of 4096, over ``paths``."""
 
     nbytes: int
     paths: tuple[Path, ...]
@@ -48,7 +47,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Part:
-    """What an extent has on one path."""
+    """The part of an extent on one path."""
 
     slab: SlabFile
     extent: Extent
@@ -56,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class StripedExtent:
-    """``nbytes`` of swap space, a multiple of 4096. ``names`` say what lives there."""
+    """``nbytes`` of swap space, a multiple of 4096. ``names`` are the tensors in it."""
 
     nbytes: int
     names: tuple[str, ...]
@@ -64,8 +63,8 @@ class StripedExtent:
     parts: tuple[Part, ...]
     stripes: StripeMap
 
-    def where(self, offset: int) -> str:
-        """The place on disk of the byte at ``offset``."""
+    def place_of(self, offset: int) -> str:
+        """The place on disk of the byte at ``offset``, for messages."""
         (piece,) = self.stripes.pieces(offset, 1)
         part = self.parts[piece.path]
         return f"byte {part.extent.offset + piece.offset} of the swap file in {part.slab.directory}"
@@ -73,7 +72,7 @@ class StripedExtent:
 
 @dataclass(frozen=True)
 class _Window:
-    """A part of a buffer, which it keeps alive."""
+    """A part of ``buffer``; it keeps the buffer alive."""
 
     buffer: Buffer
     address: int
@@ -83,8 +82,8 @@ class _Window:
 class SwapSpace:
     """Swap space for ``sections``, reserved. Thread-safe.
 
-    ``weights`` are bytes per second of each path that was measured, which is done where a section has several paths.
-    Raises SwapSpaceError when a directory will not do or the sections do not fit, with the numbers.
+    ``weights`` are bytes per second of each measured path; the paths of a section with several paths are measured.
+    Raises SwapSpaceError when a directory cannot hold swap space or the sections do not fit, with the numbers.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class SwapSpace:
             name: [by_path.get(index, 0) for index in range(len(self.slabs))]
             for name, by_path in zip(needs, planned, strict=True)
         }
-        self._left = {name: list(left) for name, left in self._planned.items()}
+        self._remaining = {name: list(left) for name, left in self._planned.items()}
 
     def allocate(self, nbytes: int, names: tuple[str, ...], section: str) -> StripedExtent:
         """An extent of ``nbytes`` rounded up to 4096 on the paths of ``section``; SwapSpaceError when none is left."""
@@ -118,23 +117,26 @@ class SwapSpace:
             raise ValueError(f"an extent has at least one byte, not {nbytes} ({shorten(names)})")
         size = round_up(nbytes)
         with self._lock:
-            left = self._left[section]
-            # After extents were given back, what is left on a path may be in pieces.
-            room = [min(rest, slab.largest) for rest, slab in zip(left, self.slabs, strict=True)]
+            remaining = self._remaining[section]
+            # After extents were freed, the free space of a path may be fragmented.
+            room = [
+                min(path_remaining, slab.largest)
+                for path_remaining, slab in zip(remaining, self.slabs, strict=True)
+            ]
             shares = shares_of(size, room, self._planned[section])
             if shares is None:
-                where = ", ".join(
+                directories = ", ".join(
                     str(slab.directory)
                     for slab, planned in zip(self.slabs, self._planned[section], strict=True)
                     if planned
                 )
                 raise SwapSpaceError(
-                    f"swap space for {section} in {where}: no extent of {size} bytes left for {shorten(names)}"
-                    f" ({sum(left)} of {sum(self._planned[section])} bytes left); raise nvme_budget"
+                    f"swap space for {section} in {directories}: no extent of {size} bytes left for {shorten(names)}"
+                    f" ({sum(remaining)} of {sum(self._planned[section])} bytes left); raise nvme_budget"
                 )
             parts = []
             for index, (slab, share) in enumerate(zip(self.slabs, shares, strict=True)):
-                left[index] -= share
+                remaining[index] -= share
                 if share:
                     parts.append(Part(slab, slab.allocate(share, names)))
         return StripedExtent(
@@ -142,12 +144,12 @@ class SwapSpace:
         )
 
     def free(self, extent: StripedExtent) -> None:
-        """Give an extent back; its transfers in flight are waited for, and what failed no longer matters."""
+        """Free an extent, after its transfers in flight; their failures are dropped."""
         for part in extent.parts:
             nbytes = part.extent.nbytes
             part.slab.free(part.extent)
             with self._lock:
-                self._left[extent.section][self.slabs.index(part.slab)] += nbytes
+                self._remaining[extent.section][self.slabs.index(part.slab)] += nbytes
 
     def swap_in(
         self,
@@ -160,8 +162,8 @@ class SwapSpace:
     ) -> Transfer:
         """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``.
 
-        A signal handler may raise before the ticket is in the caller's hands: after an exception ``settle`` the extent
-        before the memory is given back.
+        A signal handler may raise before the caller has the ticket: after an exception, ``settle`` the extent before
+        the memory is released.
         """
         if len(extent.parts) == 1:
             only = extent.parts[0]
@@ -187,7 +189,7 @@ class SwapSpace:
         return self._start(extent, buffer, offset, nbytes, priority, writes=True)
 
     def settle(self, extent: StripedExtent) -> None:
-        """Wait for all transfers of ``extent`` that are under way. What fails is told to those who read it."""
+        """Wait for all transfers of ``extent``. A failed write is raised by the next read of its range."""
         for part in extent.parts:
             part.slab.settle(part.extent)
 
@@ -234,12 +236,12 @@ class SwapSpace:
                     window = _Window(buffer, buffer.address + piece.start - offset, piece.nbytes)
                     tickets.append(move(part.extent, window, offset=piece.offset, priority=priority))
             except BaseException:
-                self.settle(extent)  # the memory is the caller's again
+                self.settle(extent)  # after the exception the caller may release the memory
                 raise
         return tickets[0] if len(tickets) == 1 else StripedTicket(tickets)
 
     def _make_slabs(self, needs: Mapping[str, Need]) -> list[dict[int, int]]:
-        """Open the slabs, measure those that share a section, give each its size. Returns bytes per need and path."""
+        """Open the slabs, measure those that share a section, resize each. Returns bytes per need and path."""
         disks = [directory.stat().st_dev for directory in self.directories]
         wait_for_space(
             self.directories,
@@ -258,31 +260,31 @@ class SwapSpace:
                 self._open(index, size)
             return even
         self._warn_of_shared_disks(needs)
-        # Preallocated only as far as is measured; how much each gets in the end depends on the answer.
+        # Reserve only the bytes to measure; the final sizes depend on the result.
         for index, size in enumerate(_totals(even, len(disks))):
-            self._open(index, min(size, MOST_BYTES) if index in striped else size)
+            self._open(index, min(size, MAX_BYTES) if index in striped else size)
         rates = [1] * len(disks)
         measured = [index for index in striped if self.slabs[index].capacity]
         if len(measured) > 1:
-            found = weights(
+            measured_rates = weights(
                 measure(self._aio, [(self.slabs[i].file, self.slabs[i].capacity) for i in measured])
             )
-            for index, rate in zip(measured, found, strict=True):
+            for index, rate in zip(measured, measured_rates, strict=True):
                 rates[index] = self.weights[self.directories[index]] = rate
         planned = self._apportion(needs, rates, disks, room)
         totals = _totals(planned, len(disks))
         for slab, size in sorted(
             zip(self.slabs, totals, strict=True), key=lambda pair: pair[1] - pair[0].capacity
         ):
-            slab.resize(size)  # those that give back come first: they may share a file system with the others
+            slab.resize(size)  # slabs that shrink come first: others may grow on the same file system
         for index, slab in enumerate(self.slabs):
             if index in striped and not slab.capacity:
                 log.warning(
-                    "nvme_path %s is left out: its share of the space, by speed and room, is nothing",
+                    "nvme_path %s is not used: by its speed and free space, none of the swap space is placed on it",
                     slab.directory,
                 )
-            known = self.weights.get(slab.directory)
-            speed = f"{format_size(known)}/s measured" if known else "not measured"
+            weight = self.weights.get(slab.directory)
+            speed = f"{format_size(weight)}/s measured" if weight else "not measured"
             log.info("swap space in %s: %s, %s", slab.directory, format_size(slab.capacity), speed)
         return planned
 
@@ -299,15 +301,15 @@ class SwapSpace:
         if len(disks) == 1:
             total = sum(need.nbytes for need in needs.values())
             raise too_full(self.directories[0], total, room[disks[0]])
-        wanted = ", ".join(
+        requested = ", ".join(
             f"{need.nbytes} bytes for {name} in {' and '.join(str(self.directories[path]) for path in need.paths)}"
             for name, need in needs.items()
         )
         first = dict(zip(reversed(disks), reversed(self.directories), strict=True))
         free = ", ".join(f"{nbytes} in the file system of {first[disk]}" for disk, nbytes in room.items())
         raise SwapSpaceError(
-            f"the swap files need {wanted}, but free are {free}; free some space, name more directories in nvme_path,"
-            " or raise host_budget so that less is swapped"
+            f"the swap files need {requested}, but the free space is {free}; free some space, name more directories"
+            " in nvme_path, or raise host_budget so that less is swapped"
         )
 
     def _warn_of_shared_disks(self, needs: Mapping[str, Need]) -> None:
@@ -319,7 +321,7 @@ class SwapSpace:
                 if len(together) > 1:
                     log.log(
                         logs.once(logging.WARNING),
-                        "nvme_path %s are on one disk: striping over them is no faster than over one of them",
+                        "nvme_path %s are on one disk: striping over them is not faster than using one of them",
                         " and ".join(together),
                     )
 
@@ -329,33 +331,33 @@ def _mark_left_out(extent: StripedExtent, pieces: Sequence[Piece]) -> None:
     first = extent.parts[pieces[0].path]
     error = SwapError(
         f"{shorten(extent.names)}: a write was refused or interrupted between two of its pieces and left these bytes"
-        " out; write them anew",
+        " out; write them again",
         errno=errno.ECANCELED,
         filename=str(first.slab.directory),
         offset=first.extent.offset + pieces[0].offset,
         names=extent.names,
     )
-    # Those of one path lie one behind the other there: a range for each, of which every submission takes the beginning.
+    # The pieces of one path are adjacent: one range for each path, from which every submission clears the beginning.
     ranges: dict[int, tuple[int, int]] = {}
     for piece in pieces:
         start, _ = ranges.get(piece.path, (piece.offset, 0))
         ranges[piece.path] = start, piece.offset + piece.nbytes
     for path, (start, end) in ranges.items():
         part = extent.parts[path]
-        part.slab.spoil(part.extent, start, end - start, error)
+        part.slab.mark_failed(part.extent, start, end - start, error)
 
 
 def _directories(sections: Mapping[str, Section], allow_memory_file_system: bool) -> tuple[Path, ...]:
-    """The directories of all sections, once each, in order, if they will do."""
-    found: dict[Path, None] = {}
+    """The directories of all sections, once each, in order. Raises SwapSpaceError for an unsuitable one."""
+    directories: dict[Path, None] = {}
     for section in sections.values():
         resolved = [path.resolve() for path in section.paths]
         twice = [path for path, times in Counter(resolved).items() if times > 1]
         if twice:
             raise SwapSpaceError(f"nvme_path names {twice[0]} twice; name each directory once")
         for path in resolved:
-            found[check_directory(path, allow_memory_file_system=allow_memory_file_system)] = None
-    return tuple(found)
+            directories[check_directory(path, allow_memory_file_system=allow_memory_file_system)] = None
+    return tuple(directories)
 
 
 def _totals(planned: Sequence[Mapping[int, int]], paths: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Several transfers as one: what is waited for when a range of an extent lies on more than one path."""
+"""Several transfers as one, for a range of an extent that lies on more than one path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Part = TypeVar("Part", bound=Completion)
 
 
 class AllOf(Generic[Part]):
-    """Several completions as one: what a lease retires on when more than one transfer uses it."""
+    """Several completions as one, for a lease that more than one transfer uses."""
 
     __slots__ = ("parts",)
 
@@ -26,9 +26,9 @@ class AllOf(Generic[Part]):
         return all(part.done() for part in self.parts)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for all of them, then raise the first error if there is one: the memory is free only now.
+        """Wait for all parts, then raise the first error: the memory is in use until then.
 
-        NotDoneError after ``timeout`` seconds in all, whatever has failed by then: a part is still under way.
+        Raises NotDoneError after ``timeout`` seconds in all, also if a part has failed: another one is under way.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         total, error = 0, None
@@ -52,8 +52,8 @@ class StripedTicket(AllOf[Ticket]):
         self.nbytes = sum(part.nbytes for part in parts)
 
     def cancel(self) -> bool:
-        """Take back the parts that were not begun, from the last; True if there is one, and ``wait`` then raises
-        ECANCELED. It is done once the parts that had begun are over."""
+        """Cancel the parts that have not started, from the last; whether there is one: ``wait`` raises ECANCELED then.
+        The transfer is done when the other parts are."""
         for part in reversed(self.parts):
             if not part.cancel():
                 return part is not self.parts[-1]

@@ -287,7 +287,9 @@ class TieredState:
             flipped = self._tiers.load(home, offset, width)
             flipped[width // 2] ^= 1 << 4
             self._patch(home, offset, flipped)
-            return f"bit {width * 4 + 4} of a master of {segment.piece.name!r}, {home.extent.where(offset)}"
+            return (
+                f"bit {width * 4 + 4} of a master of {segment.piece.name!r}, {home.extent.place_of(offset)}"
+            )
         raise EngineStateError("flip_bit needs a master on NVMe, and the plan keeps none there")
 
     def _largest_segments(self) -> Iterable[tuple[Tile, Segment]]:

@@ -203,5 +203,5 @@ def test_a_read_only_file_system_is_read(checkpoints: CheckpointDirectory) -> No
     assert done.stdout == (
         "global_step1 global_step1 ['global_step1']\n"
         f"[TIER-CHECKPOINT] checkpoint directory {checkpoints.path} cannot be written: Read-only file system;"
-        " the file system is mounted read-only: save where you may write, or remount it\n"
+        " the file system is mounted read-only: save elsewhere, or remount it\n"
     )

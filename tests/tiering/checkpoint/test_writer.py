@@ -78,9 +78,9 @@ def test_too_much_or_too_little_is_no_file(tmp_path: Path) -> None:
             file.close()
         file.abandon()
         file.abandon()
-        with pytest.raises(CheckpointError, match="somebody else writes there"):
+        with pytest.raises(CheckpointError, match="another process writes there"):
             TensorFileWriter(tmp_path / "file", [], output=output)
-        with pytest.raises(CheckpointError, match="its directory is gone"):
+        with pytest.raises(CheckpointError, match="its directory was removed"):
             TensorFileWriter(tmp_path / "gone" / "file", [], output=output)
 
 

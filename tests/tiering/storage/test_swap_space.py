@@ -133,8 +133,8 @@ def test_on_one_path_a_transfer_is_one_ticket(
     assert read(space, one, arena, PAGE, 3 * PAGE) == content[PAGE : 4 * PAGE]
     assert (on_disk(one), on_disk(other)) == (content, bytes(5 * PAGE))
     assert space.used == space.capacity
-    assert one.where(PAGE + 3) == f"byte {PAGE + 3} of the swap file in {paths[0]}"
-    assert other.where(0) == f"byte {8 * PAGE} of the swap file in {paths[0]}"
+    assert one.place_of(PAGE + 3) == f"byte {PAGE + 3} of the swap file in {paths[0]}"
+    assert other.place_of(0) == f"byte {8 * PAGE} of the swap file in {paths[0]}"
 
 
 def test_an_extent_has_at_least_a_byte(open_space: OpenSpace, paths: list[Path]) -> None:
@@ -158,8 +158,9 @@ def test_a_disk_that_is_too_full_says_what_it_has(
         open_space({"parameters": (12 * PAGE, paths[:2]), "gradients": (9 * PAGE, paths[1:2])})
     assert str(caught.value) == (
         f"[TIER-SPACE] the swap files need {12 * PAGE} bytes for parameters in {paths[0]} and {paths[1]},"
-        f" {9 * PAGE} bytes for gradients in {paths[1]}, but free are {20 * PAGE + 5} in the file system of {paths[0]};"
-        " free some space, name more directories in nvme_path, or raise host_budget so that less is swapped"
+        f" {9 * PAGE} bytes for gradients in {paths[1]}, but the free space is {20 * PAGE + 5} in the file"
+        f" system of {paths[0]}; free some space, name more directories in nvme_path, or raise host_budget so that"
+        " less is swapped"
     )
     assert all(list(path.iterdir()) == [] for path in paths)
 
@@ -223,7 +224,7 @@ def test_the_bandwidth_is_kept_and_told(
     ]
     (shared,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert shared == (
-        f"nvme_path {paths[0]} and {paths[1]} are on one disk: striping over them is no faster than over one of them"
+        f"nvme_path {paths[0]} and {paths[1]} are on one disk: striping over them is not faster than using one of them"
     )
 
 
@@ -336,7 +337,8 @@ def test_a_path_without_room_is_left_out_with_a_warning(
     space = open_space({"state": (8 * MIB, [disk, paths[0]])})
     assert [slab.capacity for slab in space.slabs] == [0, 8 * MIB]
     assert (
-        f"nvme_path {disk} is left out: its share of the space, by speed and room, is nothing" in caplog.text
+        f"nvme_path {disk} is not used: by its speed and free space, none of the swap space is placed on it"
+        in caplog.text
     )
     space.slabs[0].aio.close()
     space.close()  # before the disk goes
@@ -639,7 +641,7 @@ def test_a_slow_path_is_given_less(
 def test_measuring_stays_within_the_span_and_its_bounds(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bandwidth, "MOST_BYTES", MIB)  # any disk gets there before the time is up
+    monkeypatch.setattr(bandwidth, "MAX_BYTES", MIB)  # any disk gets there before the time is up
     with AioContext(engine=engine) as aio:
         spans = [3 * MIB + PAGE, 5 * PAGE]
         files = []

@@ -74,7 +74,7 @@ class AccumulatedGradients:
         if values is None:
             if self._state.holds_gradient(piece):
                 self._check_unused(call)
-                self._optimizer.tell_of_dropping("param.grad = None")
+                self._optimizer.warn_of_dropped_gradients("param.grad = None")
                 self._state.drop_gradient(group, piece)
             return
         self.check_replaceable(call, piece)

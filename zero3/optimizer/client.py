@@ -1,8 +1,8 @@
 """ClientOptimizer: a torch optimizer that no kernel replaces, on state that stays on the device.
 
-It steps fp32: in fp32 the parameters themselves, else their masters, which take the place of the parameters' data for
-as long as it works. So it keeps its own param groups and its own state, by the model's parameters, and whatever was
-made for it (schedulers, hooks) goes on to work. Gradients are the accumulated ones, unscaled and clipped, in fp32.
+It steps fp32 tensors: parameters in fp32, else their masters, which replace the parameters' data during its step. So
+it keeps its own param groups and state, keyed by the model's parameters, and its schedulers and hooks continue to work.
+Its gradients are the accumulated ones, unscaled and clipped, in fp32.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from zero3.passes.gradients import GradientStore
 
 @dataclass
 class _Trained:
-    """A parameter that is stepped: flat views of its gradient and of its master (None: it is its own)."""
+    """A parameter that is stepped: flat views of its gradient and of its master (None: the parameter itself)."""
 
     param: nn.Parameter
     piece: Piece
     grad: Tensor
     master: Tensor | None
-    on_device: bool  # in memory that a GPU addresses, and the CPU does not
+    on_device: bool  # in memory that only a GPU addresses
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -48,7 +48,7 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     """Steps ``client``, and shares its ``param_groups`` and ``state``. ``tiles`` hold masters, each a whole group's."""
 
     trains = True
-    state_names: tuple[str, ...] = ()  # on the tiers; what else there is, the client keeps itself
+    state_names: tuple[str, ...] = ()  # on the tiers: the client keeps its state itself
 
     def __init__(self, client: torch.optim.Optimizer, tiles: list[Tile], gradients: GradientStore) -> None:
         super().__init__(client.param_groups, client.defaults)
@@ -68,7 +68,7 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """Nothing to read ahead: all state is on the device."""
 
     def read_ahead(self) -> None:
-        """Nothing was begun."""
+        """Nothing to read ahead."""
 
     def release_read_ahead(self) -> None:
         """Nothing was read ahead."""
@@ -81,7 +81,7 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     ) -> None:
         """Update every parameter that got a gradient, gradients multiplied by ``grad_scale`` (unscale x clip).
 
-        For the engine alone: call ``engine.step()``.
+        Only the engine calls it. Scripts call ``engine.step()``.
         """
         if closure is not None or grad_scale is None:
             raise EngineStateError(self._refusal_to_step())
@@ -103,21 +103,21 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 (kernels if each.on_device else formats).round_parameters(each.master, out)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated so far; after the engine's end there are none."""
+        """Drop the accumulated gradients. Without effect after the engine is closed."""
         if self._ready.closed:
             return
-        self.tell_of_dropping("zero_grad()")
+        self.warn_of_dropped_gradients("zero_grad()")
         self._gradients.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Step parameters that are in no group (any more), with these options: of those that were trained at first."""
+        """Step parameters that are in no group, with these options; they were trainable at initialize."""
         if hasattr(self, "client"):
             self.client.add_param_group(planned_group(param_group, {each.param for each in self._trained}))
         else:
             super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the client's; state keeps the precision of the masters."""
+        """Load the client's state; it keeps the precision of the masters."""
         with self._on_masters():
             self.client.load_state_dict(state_dict)
         self._share()
@@ -127,8 +127,8 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     @contextmanager
     def _on_masters(self) -> Iterator[None]:
-        """Within, the data of the parameters is their fp32 master."""
-        held = [(each.param, type(each.param), resharded.data_of(each.param)) for each in self._trained]
+        """Within the block the data of the parameters is their fp32 master."""
+        saved = [(each.param, type(each.param), resharded.data_of(each.param)) for each in self._trained]
         try:
             for each in self._trained:
                 resharded.make_plain(each.param)
@@ -136,8 +136,8 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                     each.param.data = each.master.view(each.param.shape)
             yield
         finally:
-            for param, form, data in held:
-                param.__class__ = form
+            for param, cls, data in saved:
+                param.__class__ = cls
                 resharded.set_data(param, data)
 
 
@@ -146,14 +146,14 @@ def _trained(tile: Tile, gradients: GradientStore) -> Iterator[_Trained]:
     assert grads is not None and state is not None and tile.start == 0
     by_piece = dict(zip(tile.group.layout.pieces, tile.group.params, strict=True))
     for piece in (segment.piece for segment in tile.segments):
-        here = slice(piece.start, piece.end)
+        elements = slice(piece.start, piece.end)
         masters = state.view(torch.float32)
-        grad = grads.view(gradients.dtype_of(tile.group))[here]
-        master = masters[here] if masters.numel() else None
+        grad = grads.view(gradients.dtype_of(tile.group))[elements]
+        master = masters[elements] if masters.numel() else None
         yield _Trained(by_piece[piece], piece, grad, master, tile.state.on_device)
 
 
 def _scaled(grad: Tensor, scale: float) -> Tensor:
-    """In fp32, and in place where it is that already: gradients are dropped after the step."""
+    """``grad`` in fp32, scaled; in place if it is fp32, because gradients are dropped after the step."""
     wide = grad if grad.dtype is torch.float32 else grad.float()
     return wide if scale == 1 else wide.mul_(scale)

@@ -1,4 +1,4 @@
-"""What scripts ask the optimizer that ``initialize`` returns, of its last update, and tell it."""
+"""The attributes of DeepSpeed's optimizers that scripts use, on the optimizer that ``initialize`` returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class Updates(Protocol):
-    """The updates of an engine: their number, whether the last one was skipped, and by what the loss is scaled."""
+    """The updates of an engine: their number, whether the last one was skipped, and the scale of the loss."""
 
     @property
     def steps(self) -> int: ...
@@ -22,7 +22,7 @@ class Updates(Protocol):
 
 
 class MicroBatches(Protocol):
-    """How many micro-batches wait for their update."""
+    """The number of micro-batches that wait for their update."""
 
     @property
     def waiting(self) -> int: ...
@@ -36,16 +36,16 @@ class Life(Protocol):
 
 
 class DeepSpeedOptimizerNames:
-    """The part of both optimizers that an engine's updates answer for; ``serve`` makes it theirs."""
+    """The part of both optimizers that reports the updates of the engine; ``serve`` connects it to them."""
 
     _updates: Updates
     _accumulation: MicroBatches
     _ready: Life
-    _told_of_dropping = False
+    _has_warned = False
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then calls step(), whose error says what to call
 
     def serve(self, updates: Updates, accumulation: MicroBatches, ready: Life) -> None:
-        """From now on it is the optimizer of the engine that these are of."""
+        """Report the updates of this engine from now on."""
         self._updates, self._accumulation, self._ready = updates, accumulation, ready
 
     @property
@@ -66,7 +66,7 @@ class DeepSpeedOptimizerNames:
         return self._updates.loss_scale.dynamic
 
     def _refusal_to_step(self) -> str:
-        """Why ``step`` is not for scripts."""
+        """The error of a script that calls ``step``."""
         if hasattr(self, "found_inf"):  # GradScaler sets it around its call
             return (
                 "GradScaler.step(optimizer) was called on an engine's optimizer. The engine scales the loss itself, by"
@@ -75,12 +75,12 @@ class DeepSpeedOptimizerNames:
             )
         return "optimizer.step() would neither clip nor count this step; call engine.step()"
 
-    def tell_of_dropping(self, what: str) -> None:
-        """Say once that gradients go which an accumulating loop may count on; DeepSpeed keeps them at stage 2."""
-        if not self._told_of_dropping and self._accumulation.waiting:
-            self._told_of_dropping = True
+    def warn_of_dropped_gradients(self, call: str) -> None:
+        """Warn once that ``call`` drops gradients of an accumulation; DeepSpeed keeps them at stage 2."""
+        if not self._has_warned and self._accumulation.waiting:
+            self._has_warned = True
             log.warning(
                 "%s drops the gradients of %d micro-batches that wait for their update; to"
-                " accumulate, leave it out: step() drops what it has used",
-                *(what, self._accumulation.waiting),
+                " accumulate, remove the call: step() drops gradients after their use",
+                *(call, self._accumulation.waiting),
             )

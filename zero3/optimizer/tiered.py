@@ -59,25 +59,24 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         replicas: Replicas | None,
     ) -> None:
         super().__init__(options.param_groups, options.defaults)
-        taken_over = options.taken_over
-        if taken_over is not None:
-            self.param_groups = taken_over.param_groups
+        if options.source is not None:
+            self.param_groups = options.source.param_groups
         self.rule = rule
         self.state_names = rule.state_names(self.param_groups)
         self.steps: dict[int, int] = {}
-        self._taken_over = taken_over
+        self._source = options.source
         self._timeline = tiers.timeline
         self._streams = tiers.streams
         self._gradients = gradients
         self._replicas = replicas
         self._layout = layout
-        self._on_device: list[Tile] = []  # all of it in a GPU's memory
-        self._visiting: list[Tile] = []  # updated there, too
-        self._streamed: list[Tile] = []  # a part of it is where the CPU cannot address it
+        self._on_device: list[Tile] = []  # entirely in a GPU's memory
+        self._visiting: list[Tile] = []  # updated by a GPU, through its update window
+        self._streamed: list[Tile] = []  # a part of it is in memory that the CPU cannot address
         self._in_place: list[Tile] = []
         self._tiles_of: defaultdict[ParamGroup, list[Tile]] = defaultdict(list)
         for tile in tiles:
-            self._way_of(tile).append(tile)
+            self._tiles_with(tile).append(tile)
             self._tiles_of[tile.group].append(tile)
         self._index_of = {
             param: piece.index
@@ -108,15 +107,19 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._due_visiting: deque[Tile] = deque()
         self._unfinished: Counter[ParamGroup] = Counter()  # tiles that are due
         # With step_in_backward:
-        self._begun: dict[ParamGroup, None] = {}  # groups whose tiles were due in this backward, in order
-        self._final: dict[ParamGroup, None] = {}  # those whose gradients are still on their way, in order
+        self._backward_order: dict[
+            ParamGroup, None
+        ] = {}  # groups whose tiles were due in this backward, in order
+        self._final_groups: dict[
+            ParamGroup, None
+        ] = {}  # those whose gradients are still on their way, in order
         self._usual_order: list[ParamGroup] = list(reversed(self._tiles_of))
         self._listener: StepListener | None = None
         gradients.register_stepper(self)
 
     @property
     def trains(self) -> bool:
-        """Whether there is anything to update, ever."""
+        """Whether the model has parameters to update."""
         return self.rule is not update_rules.NONE
 
     def listen(self, listener: StepListener) -> None:
@@ -129,59 +132,60 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._pipeline.read_ahead()
 
     def read_ahead(self) -> None:
-        """Go on to read, as far as slots have come free."""
+        """Continue to read, as far as slots have become free."""
         self._pipeline.read_ahead()
 
     def begin_in_backward(self, grad_scale: float) -> None:
-        """A backward begins that steps each group as soon as its gradients are final. Options are as of now.
+        """A backward begins that steps each group as soon as its gradients are final, with the current options.
 
-        A bad option raises, and nothing has changed.
+        A bad option raises before any change.
         """
         self._fix_options()
         for number, options in enumerate(self._options):
             self._rule_at(number, options, 1)
         self._grad_scale = grad_scale
-        self._begun.clear()
-        self._final.clear()
+        self._backward_order.clear()
+        self._final_groups.clear()
         self._pipeline.expect(
             tile for group in self._usual_order for tile in self._tiles_of[group] if tile in self._in_slots
         )
         self._pipeline.read_ahead()
 
     def group_done(self, group: ParamGroup, *, final: bool) -> None:
-        """A backward that steps has left ``group``; ``final`` says that no gradient of it can come any more.
+        """A backward that steps has left ``group``; ``final``: the group gets no more gradients.
 
-        Those that are still leaving a GPU are waited for when backward has ended: the GPU has more to be told.
+        Gradients that are still being copied from a GPU are waited for when backward has ended: until then the CPU
+        has to queue more work for the GPU.
         """
         if final and group in self._tiles_of:
-            self._final[group] = None
-        for each in [each for each in self._final if self._gradients.has_arrived(each)]:
+            self._final_groups[group] = None
+        for each in [each for each in self._final_groups if self._gradients.has_arrived(each)]:
             self._make_due(each)
         self._advance(finish=False)
 
     def finish_in_backward(self) -> None:
-        """The backward has ended: step the groups that it could not step before."""
+        """The backward has ended: step the remaining groups."""
         self._wait_for_copies()
-        for group in (*self._final, *self._usual_order):
-            if group not in self._begun:
+        for group in (*self._final_groups, *self._usual_order):
+            if group not in self._backward_order:
                 self._make_due(group)
                 self._advance(finish=False)
         self._finish()
-        self._usual_order = list(self._begun)
-        self._tell_schedulers()
+        self._usual_order = list(self._backward_order)
+        self._mark_step_called()
 
     def release_read_ahead(self) -> None:
-        """Free the slots of what was read ahead, for others to use; the step reads again."""
+        """Free the slots of the tiles that were read ahead, for other users; the step reads them again."""
         self._pipeline.discard_all()
         self.settle()
 
     def settle(self) -> None:
-        """Wait until host memory holds what a GPU has updated, and may be read and changed by the CPU."""
+        """Wait until host memory holds the updates of the GPU, and the CPU may read and change it."""
         if self._visits is not None:
             self._visits.settle()
 
     def prepare(self) -> None:
-        """Count the step that comes and derive its rules. A bad option raises, and nothing has changed."""
+        """Count the next step and derive its rules. A bad option raises before any change."""
         self._fix_options()
         self._count(piece for group in self._tiles_of for piece in group.layout.pieces)
 
@@ -190,7 +194,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     ) -> None:
         """Update every parameter that got a gradient, gradients multiplied by ``grad_scale`` (unscale x clip).
 
-        For the engine alone, which also clips, counts and drops what it has fetched, after ``prepare``: call
+        Only the engine calls it, after ``prepare``: it also clips, counts, and drops fetched groups. Scripts call
         ``engine.step()``.
         """
         if closure is not None or grad_scale is None:
@@ -200,42 +204,41 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         for group in self._tiles_of:
             self._add_due(group)
         self._finish()
-        self._tell_schedulers()
+        self._mark_step_called()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated so far; after the engine's end there are none."""
+        """Drop the accumulated gradients. Without effect after the engine is closed."""
         if self._ready.closed:
             return
-        self.tell_of_dropping("zero_grad()")
+        self.warn_of_dropped_gradients("zero_grad()")
         self._gradients.reset()
 
     def add_param_group(self, param_group: Options) -> None:
-        """Step parameters that are in no group (any more), with these options: of those that were trained at first."""
+        """Step parameters that are in no group, with these options; they were trainable at initialize."""
         if hasattr(self, "rule"):
             param_group = planned_group(param_group, self._index_of)
             self._rule_at(len(self.param_groups), self.defaults | param_group, 1)  # a bad option raises
-        _torchs("add_param_group")(self, param_group)
+        _unwrapped("add_param_group")(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The options of the param groups, and under "tiers" of which step the state is, which stays on the tiers.
+        """The options of the param groups, and under "tiers" the step of the state, which stays on the tiers.
 
         ``engine.save_checkpoint`` saves the state.
         """
         saved: dict[str, Any] = super().state_dict()
         if self.state_names:
-            saved[ON_TIERS] = {"step": self._updates.steps, "updates": self._most_updates}
+            saved[ON_TIERS] = {"step": self._updates.steps, "updates": self._max_updates}
         return saved
 
     @property
-    def _most_updates(self) -> int:
-        """Of a parameter, in the state that is on the tiers."""
+    def _max_updates(self) -> int:
+        """The largest number of updates of a parameter, in the state on the tiers."""
         return max(self.steps.values(), default=0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the options of the param groups; they stay the same dicts. State is on the tiers, not in here.
+        """Load the options of the param groups into the same dicts. ``state_dict`` contains no state.
 
-        EngineStateError unless the state of that ``state_dict`` is on the tiers: ``engine.load_checkpoint`` comes
-        first.
+        Raises EngineStateError unless the tiers hold the state of the same step: call ``engine.load_checkpoint`` first.
         """
         if state_dict["state"]:
             raise EngineStateError(
@@ -243,32 +246,32 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 " ({'state': {}, 'param_groups': ...}), and state to engine.set_fp32_state, by parameter"
             )
         saved = state_dict.get(ON_TIERS)
-        if saved is not None and saved["updates"] != self._most_updates:
+        if saved is not None and saved["updates"] != self._max_updates:
             raise EngineStateError(
                 f"optimizer.load_state_dict() got the options of step {saved['step']}, where optimizer state had"
-                f" {saved['updates']} updates, but the state in this engine has {self._most_updates}. state_dict() of"
+                f" {saved['updates']} updates, but the state in this engine has {self._max_updates}. state_dict() of"
                 " the optimizer holds no state: save it by engine.save_checkpoint(save_dir), and call"
                 " engine.load_checkpoint(save_dir) before this. To load the options alone, take the key"
                 f" {ON_TIERS!r} out of the dict"
             )
-        kept = self.param_groups
-        for number, (group, loaded) in enumerate(zip(kept, state_dict["param_groups"], strict=False)):
+        groups = self.param_groups
+        for number, (group, loaded) in enumerate(zip(groups, state_dict["param_groups"], strict=False)):
             for option in ("state_format", "stochastic_rounding"):
                 if option in loaded and loaded[option] != group.get(option, loaded[option]):
                     raise EngineStateError(
                         f"optimizer.load_state_dict(): param group {number} was saved with {option}"
-                        f" {loaded[option]!r}, but its state is kept with {group[option]!r}; initialize with the saved"
-                        " one, or leave the option out"
+                        f" {loaded[option]!r}, but this engine has {group[option]!r}; initialize with the saved value,"
+                        " or omit the option"
                     )
         super().load_state_dict(state_dict)
-        for group, loaded in zip(kept, self.param_groups, strict=True):
+        for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update(loaded)
-        self.param_groups = kept
+        self.param_groups = groups
 
     def check_options(self, number: int, options: Options) -> None:
         """Raise TypeError or ValueError if param group ``number`` cannot be stepped with ``options``."""
         if self.trains:
-            self._rule_at(number, _numbers(options), 1)
+            self._rule_at(number, _scalar_options(options), 1)
 
     def _rule_at(self, number: int, options: Options, step: int) -> kernels.Rule:
         try:
@@ -278,26 +281,27 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         if rule.state_count > len(self.state_names):
             raise EngineStateError(
                 f"{self.rule.name}, param group {number} has momentum {options['momentum']} now, but had none at"
-                " initialize, so nothing keeps its momentum_buffer: initialize with a momentum above 0"
+                " initialize, so it has no momentum_buffer: initialize with a momentum above 0"
             )
         return rule
 
     def make_room(self) -> bool:
         """Step a tile that is due and may hold a gradient window; False if no tile is due."""
-        if not self._due_streamed:  # a group whose gradients are still on their way may be the one that asks
+        # The caller may be a group whose gradients are still being copied: it is not due yet.
+        if not self._due_streamed:
             return False
         self._step_streamed(next(iter(self._due_streamed)))
         return True
 
-    def _tell_schedulers(self) -> None:
-        """torch's ask whether their optimizer has stepped before them."""
-        for stepped in (self, self._taken_over):
+    def _mark_step_called(self) -> None:
+        """Mark the step for torch's schedulers, which warn if they step before their optimizer."""
+        for stepped in (self, self._source):
             if stepped is not None:
                 stepped._opt_called = True  # type: ignore[attr-defined] # torch's own mark
 
     def _fix_options(self) -> None:
-        """Take the options of the step that comes, as numbers; later changes are for the next one."""
-        self._options = [_numbers(group) for group in self.param_groups]
+        """Copy the options of the next step, as numbers; later changes apply to the step after it."""
+        self._options = [_scalar_options(group) for group in self.param_groups]
         self._number_of = {}
         for number, options in enumerate(self._options):
             for param in options["params"]:
@@ -322,7 +326,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             self._number_of[index] = number
 
     def _count(self, pieces: Iterable[Piece]) -> None:
-        """Count a step of those ``pieces`` that got a gradient, and note the rules that they are stepped by."""
+        """Count a step of the ``pieces`` that got a gradient, and derive their rules."""
         steps: dict[int, int] = {}
         rule_of: dict[int, kernels.Rule] = {}
         for piece in pieces:
@@ -342,8 +346,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """Whether this step updates the parameter: it got a gradient, and a param group has it."""
         return piece.index in self._rule_of
 
-    def _way_of(self, tile: Tile) -> list[Tile]:
-        """The list of the tiles that are stepped as this one has to be."""
+    def _tiles_with(self, tile: Tile) -> list[Tile]:
+        """The list of the tiles that are stepped in the same way as ``tile``."""
         if tile.visits:
             return self._visiting
         if tile.state.on_device:
@@ -353,8 +357,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _make_due(self, group: ParamGroup) -> None:
         """The gradients of ``group`` are final, in backward."""
-        self._begun[group] = None
-        self._final.pop(group, None)
+        self._backward_order[group] = None
+        self._final_groups.pop(group, None)
         self._gradients.complete(group)
         self._count(group.layout.pieces)
         self._add_due(group)
@@ -375,17 +379,17 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                     self._due_in_place.append(tile)
 
     def _finish(self) -> None:
-        """Step all that is due, or tell the device to."""
+        """Step all tiles that are due, or queue them on the device."""
         self._pipeline.expect_only(self._due_streamed)
         self._advance(finish=True)
-        self._show()
+        self._hold_compute()
         if self._visits is not None:
             self._visits.publish()
 
     def _advance(self, *, finish: bool) -> None:
-        """Step what is due: tiles whose bytes are there, else tiles in memory, else (to ``finish``) wait for bytes.
+        """Step due tiles: those that have arrived, else tiles in memory, else (to ``finish``) wait for bytes.
 
-        Before each of them, the device is told as many as it can begin soon; in the end all.
+        Before each of them, queue as many tiles on the device as it can begin soon; at the end all of them.
         """
         while True:
             self._pipeline.read_ahead()
@@ -403,15 +407,15 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 return
 
     def _begin_visits(self, rounds: int) -> None:
-        """Tell the GPU of as many tiles as it can begin soon."""
+        """Queue as many tiles on the GPU as it can begin soon."""
         while self._due_visiting and self._visits is not None and self._visits.ready(rounds=rounds):
             self._step_visiting()
 
     def _step_in_place(self) -> None:
-        """Step tiles that are in memory: all of them, or as many as bytes on their way leave time for."""
+        """Step tiles in memory: all of them, or a few milliseconds of work while other tiles are in transfer."""
         tiles, numel = [], 0
-        others = self._due_streamed or self._due_visiting
-        while self._due_in_place and (numel < IN_PLACE_NUMEL or not others):
+        transfers_due = self._due_streamed or self._due_visiting
+        while self._due_in_place and (numel < IN_PLACE_NUMEL or not transfers_due):
             tile = self._due_in_place.popleft()
             tiles.append(tile)
             numel += tile.numel
@@ -421,7 +425,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 self._add_to_batch(tile, None)
         self._run_batch(f"{numel} elements in memory")
         for tile in tiles:
-            self._finished(tile)
+            self._finish_tile(tile)
 
     def _step_streamed(self, tile: Tile) -> None:
         """Step a tile in its slot, once its bytes are there, and start to write it back."""
@@ -430,14 +434,15 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._add_to_batch(tile, staged)
         self._run_batch(tile.group.name)
         self._pipeline.release(staged)
-        self._finished(tile)
+        self._finish_tile(tile)
 
-    def _finished(self, tile: Tile) -> None:
+    def _finish_tile(self, tile: Tile) -> None:
         self._unfinished[tile.group] -= 1
         if not self._unfinished[tile.group]:
             self._gradients.drop_window(tile.group)
-            if not self._begun:  # in backward compute has other things to do than to wait for this
-                self._show()
+            # In backward, compute does not wait for this copy: it has other kernels to run.
+            if not self._backward_order:
+                self._hold_compute()
             if self._replicas is not None:
                 self._replicas.stepped(tile.group)
 
@@ -460,32 +465,32 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             if rule is None:
                 continue
             inside = segment.start - tile.start
-            here = param + inside * itemsize
+            param_at = param + inside * itemsize
             self._batch.add(
                 segment.numel,
-                self._number(rule),
-                param=state + inside * FP32 if separate else here,
+                self._rule_number(rule),
+                param=state + inside * FP32 if separate else param_at,
                 remainder=state + inside * layout.master_itemsize if layout.splits else 0,
                 state=tuple(state + layout.moment_at(i, tile.numel, inside) for i in range(layout.moments)),
                 state_format=layout.moment_format,
                 grad=grad + inside * grad_dtype.itemsize,
                 grad_dtype=KERNEL_DTYPES[grad_dtype],
-                out=here if separate else 0,
+                out=param_at if separate else 0,
                 out_dtype=KERNEL_DTYPES[tile.group.dtype],
                 first_index=first_index,
             )
 
-    def _run_batch(self, what: str) -> None:
+    def _run_batch(self, label: str) -> None:
         device_kernels.step_segments(self._on_device_now, self._grad_scale)
         self._on_device_now.clear()
         if not len(self._batch):
             return
-        with self._timeline.span("kernel", what):
+        with self._timeline.span("kernel", label):
             self._batch.run(self._grad_scale)
         self._batch.clear()
         self._numbers.clear()
 
-    def _number(self, rule: kernels.Rule) -> int:
+    def _rule_number(self, rule: kernels.Rule) -> int:
         """The number of ``rule`` in the batch."""
         if rule not in self._numbers:
             self._numbers[rule] = self._batch.add_rule(rule)
@@ -495,14 +500,14 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         if self._streams is not None and self._changes_host_params:
             self._streams.before_host_changes()
 
-    def _show(self) -> None:
-        """What compute is told from now on is with the parameters on the device that were stepped so far."""
+    def _hold_compute(self) -> None:
+        """Order later kernels of compute behind the updates of parameters on the device."""
         self._transfers.hold_compute()
         if self._visits is not None:
-            self._visits.show()
+            self._visits.hold_compute()
 
     def _step_on_device(self, tile: Tile) -> None:
-        """Add a tile that is in a GPU's memory to what it steps next."""
+        """Add a tile in a GPU's memory to its next batch."""
         state, params, grads = (
             tile.state.tensor,
             tile.group.shard_home,
@@ -515,7 +520,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._on_device_now += self._segments(OnDevice(tile, state, param, grad))
 
     def _step_visiting(self) -> None:
-        """Tell the GPU to fetch a tile, to step it and to bring it back."""
+        """Queue on the GPU: fetch a tile, step it and copy it back."""
         assert self._visits is not None
         tile = self._due_visiting.popleft()
         stepped = [
@@ -523,11 +528,11 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             for segment in tile.segments
             if self._is_stepped(segment.piece)
         ]
-        if len(stepped) == len(tile.segments):  # with what lies between them, at once
+        if len(stepped) == len(tile.segments):  # one copy, with the padding between the segments
             stepped = [range(tile.numel)]
         self._before_change(tile)
         self._visits.run(tile, stepped, self._run_on_device)
-        self._finished(tile)
+        self._finish_tile(tile)
 
     def _run_on_device(self, tile: OnDevice) -> None:
         device_kernels.step_segments(self._segments(tile), self._grad_scale)
@@ -537,7 +542,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         return tile.segments(self._layout.for_group(group), self._rule_of, self._gradients.dtype_of(group))
 
 
-def _numbers(options: Options) -> Options:
+def _scalar_options(options: Options) -> Options:
     """``options`` with numbers in place of tensors of one element."""
     return {
         name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -545,6 +550,6 @@ def _numbers(options: Options) -> Options:
     }
 
 
-def _torchs(method: str) -> Any:
-    """A method of torch's optimizers, without what torch wraps around it: that loads its compiler, for a second."""
+def _unwrapped(method: str) -> Any:
+    """A method of torch's optimizers without torch's wrapper, which would import the compiler (one second)."""
     return inspect.unwrap(getattr(torch.optim.Optimizer, method))

@@ -1,8 +1,8 @@
 """Tiles: sub-groups of optimizer state with their homes, and how the state of one lies in memory and on NVMe.
 
-A tile's state is one range of bytes: the master, or what of it the parameter is not, and then each of the moments, as
-exp_avg | exp_avg_sq, array after array. In fp32 the parameter itself is the master; in the split format the parameter
-is its upper half and the state holds the lower one (see kernels.h); SGD without momentum has no moments.
+A tile's state is one range of bytes: the master, or its lower half, followed by each of the moments, as exp_avg |
+exp_avg_sq. In fp32 the parameter itself is the master; in the split format the parameter is the upper half of the
+master and the state holds the lower half (see kernels.h); SGD without momentum has no moments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How the state of a tile lies: bytes per element of master and moments, and how many moments there are."""
+    """The layout of the state of a tile: bytes per element of master and moments, and the number of moments."""
 
     master_itemsize: int  # 0: the parameter is the master; 2: its lower half; 4
     moments: int
@@ -39,7 +39,7 @@ class StateLayout:
         return cls(load.master_itemsize, load.state_tensors, moment_format)
 
     def for_group(self, group: ParamGroup) -> StateLayout:
-        """That of the tiles of ``group``: parameters that are kept in fp32 are the masters."""
+        """The layout for the tiles of ``group``: parameters that are kept in fp32 are the masters."""
         return replace(self, master_itemsize=0) if group.in_fp32 else self
 
     @property
@@ -64,7 +64,7 @@ class StateLayout:
         round_parameters(values, into.view(self.moment_dtype()))
 
     def store_master(self, values: Tensor, into: Tensor) -> None:
-        """Write what the state keeps of the flat fp32 masters ``values`` to the bytes ``into``."""
+        """Write the part of the flat fp32 masters ``values`` that the state holds to the bytes ``into``."""
         if self.splits:
             wide = values.contiguous()
             upper = torch.empty_like(wide, dtype=torch.bfloat16)
@@ -72,12 +72,12 @@ class StateLayout:
         else:
             into.view(torch.float32).copy_(values)
 
-    def load_master(self, kept: Tensor, params: Tensor) -> Tensor:
-        """The fp32 masters, from the bytes that the state ``kept`` and, where they are halves, the parameters."""
+    def load_master(self, state: Tensor, params: Tensor) -> Tensor:
+        """The fp32 masters, from the bytes of ``state`` and, in the split format, the parameters."""
         if not self.splits:
-            return kept.view(torch.float32)
+            return state.view(torch.float32)
         master = torch.empty(params.numel(), device="cpu")
-        kernels.join(master.data_ptr(), params.data_ptr(), kept.data_ptr(), master.numel())
+        kernels.join(master.data_ptr(), params.data_ptr(), state.data_ptr(), master.numel())
         return master
 
 
@@ -91,10 +91,10 @@ class StepListener(Protocol):
 class Tile:
     """A sub-group: elements [start, end) of this rank's shard of ``group``, its segments, and where its state lives.
 
-    ``visits``: a GPU updates it, to which what is in host memory comes.
+    ``visits``: a GPU updates it, after copies of its parts in host memory.
 
-    ``first_indices`` are the places of the segments' first elements among all elements of the model, in its order:
-    stochastic rounding depends on them, and on nothing that a placement could change.
+    ``first_indices`` are the positions of the segments' first elements among all elements of the model, in its order:
+    stochastic rounding depends on them, and not on the placement.
     """
 
     group: ParamGroup
@@ -118,12 +118,12 @@ def make_tiles(sub_groups: Iterable[SubGroup], groups: Sequence[ParamGroup], tie
     for piece in sorted(pieces, key=lambda piece: piece.index):
         begins[piece.index] = elements
         elements += piece.numel
-    made = []
+    tiles = []
     for planned in sub_groups:
         group = groups[planned.group]
         parts = tuple(segments(group.shard.pieces, planned.start, planned.end))
         names = tuple(segment.piece.name for segment in parts)
         home = tiers.home(planned.tier, tiers.plan.tile_state_bytes(planned), "optimizer state", names)
         indices = tuple(begins[s.piece.index] + s.first for s in parts)
-        made.append(Tile(group, planned.start, planned.end, home, parts, indices, planned.visits))
-    return made
+        tiles.append(Tile(group, planned.start, planned.end, home, parts, indices, planned.visits))
+    return tiles

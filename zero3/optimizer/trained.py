@@ -1,4 +1,4 @@
-"""Which parameters an engine can train: those that ``initialize`` found unfrozen, for the tiers are planned once."""
+"""The parameters that an engine can train: those that require gradients at initialize, when the tiers are planned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ REMEDY = (
 
 def check_frozen(frozen: Iterable[tuple[nn.Parameter, str]]) -> None:
     """EngineStateError if one of these, frozen at initialize and given with their names, requires a gradient now."""
-    with torch._C.DisableTorchFunctionSubclass():  # asks thousands of parameters before each forward
+    with (
+        torch._C.DisableTorchFunctionSubclass()
+    ):  # this runs over thousands of parameters before each forward
         name = next((name for param, name in frozen if param.requires_grad), None)
     if name is not None:
         raise EngineStateError(
@@ -30,8 +32,8 @@ def check_frozen(frozen: Iterable[tuple[nn.Parameter, str]]) -> None:
 
 def planned_group(param_group: Mapping[str, Any], planned: Container[Tensor]) -> dict[str, Any]:
     """``param_group`` with its parameters in a list. EngineStateError unless all of them are ``planned``."""
-    given = param_group["params"]
-    params = [given] if isinstance(given, Tensor) else list(given)
+    value = param_group["params"]
+    params = [value] if isinstance(value, Tensor) else list(value)
     params = [param[1] if isinstance(param, tuple) else param for param in params]  # of named_parameters()
     # A parameter without elements has no state, and so no place in the plan.
     unplanned = [tuple(param.shape) for param in params if param not in planned and param.numel()]

@@ -1,7 +1,7 @@
-"""Update rules: from a torch-style param group to the kernels' rule for one step, and the state that a rule keeps.
+"""Update rules: the kernels' rule of a step for a torch-style param group, and the state tensors of a rule.
 
-Param groups carry the options of torch.optim's and optim_cpu's optimizers under their names, so an optimizer that a
-user has made is taken over group by group.
+Param groups carry the options of torch.optim's and optim_cpu's optimizers under their names, so the
+groups of a user's optimizer are used as they are.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Options = dict[str, Any]  # of a param group
 class OptimizerOptions:
     """The options of an update rule, as ``torch.optim.Optimizer`` has them: ``param_groups``, and ``defaults``.
 
-    ``taken_over`` is the user's optimizer that they come from, if there is one. The engine's optimizer then shares its
+    ``source`` is the user's optimizer that they come from, if there is one. The engine's optimizer then shares its
     list of param groups and their dicts, so a scheduler made for either of the two steers both.
     """
 
     param_groups: list[Options]
     defaults: Options
-    taken_over: torch.optim.Optimizer | None = None
+    source: torch.optim.Optimizer | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class UpdateRule:
     name: str
     at: Callable[[Options, int], kernels.Rule]  # for a step, counted from 1; ValueError names a bad option
     keeps: Callable[[Options], tuple[str, ...]]
-    initial: Callable[[Options], float]  # what the state tensors start as
+    initial: Callable[[Options], float]  # the first value of the state tensors
 
     def state_names(self, param_groups: Iterable[Options]) -> tuple[str, ...]:
         """The state tensors of every parameter: as many as the group that keeps most."""
@@ -139,11 +139,11 @@ SGD = UpdateRule(
     "SGD", _sgd, lambda options: ("momentum_buffer",) if _number(options, "momentum") else (), lambda _: 0.0
 )
 NONE = UpdateRule("no optimizer", _sgd, lambda _: (), lambda _: 0.0)
-"""Of a model that is not trained: it has no parameter to be for."""
+"""The rule of a model without trainable parameters."""
 
 
 def from_config(config: OptimizerConfig) -> tuple[UpdateRule, Options]:
-    """The rule that a configuration names, and the options that param groups have unless they say otherwise."""
+    """The rule that a configuration names, and the default options of the param groups."""
     common = {"lr": config.lr, "weight_decay": config.weight_decay, "maximize": False}
     adam = {"betas": config.betas, "eps": config.eps, "decoupled_weight_decay": config.decoupled}
     rules: dict[str, tuple[UpdateRule, Options]] = {
@@ -167,7 +167,7 @@ def from_config(config: OptimizerConfig) -> tuple[UpdateRule, Options]:
     return rule, common | own
 
 
-KNOWN: tuple[tuple[type[torch.optim.Optimizer], UpdateRule], ...] = (
+RULE_OF_CLASS: tuple[tuple[type[torch.optim.Optimizer], UpdateRule], ...] = (
     (torch.optim.Adam, ADAM),
     (torch.optim.Adagrad, ADAGRAD),
     (torch.optim.SGD, SGD),
@@ -176,20 +176,20 @@ KNOWN: tuple[tuple[type[torch.optim.Optimizer], UpdateRule], ...] = (
     (optim_cpu.Adagrad, ADAGRAD),
     (optim_cpu.SGD, SGD),
 )
-"""AdamW is an Adam in both."""
+"""torch's and optim_cpu's AdamW are subclasses of Adam."""
 
 NO_KERNEL = ("amsgrad", "differentiable")
 
 
 def from_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
-    """The rule that does what ``optimizer`` does, None if no kernel does.
+    """The rule with the same update as ``optimizer``, None if there is no kernel.
 
-    ``foreach``, ``fused`` and ``capturable`` say how torch computes the same.
+    ``foreach``, ``fused`` and ``capturable`` select torch's implementation of the same update.
     """
     if any(group.get(option) for group in optimizer.param_groups for option in NO_KERNEL):
         return None
-    for known, rule in KNOWN:
-        if isinstance(optimizer, known) and _steps_as(optimizer, known):
+    for base, rule in RULE_OF_CLASS:
+        if isinstance(optimizer, base) and _steps_as(optimizer, base):
             return rule
     return None
 
@@ -200,7 +200,7 @@ def state_form(name: str) -> Form:
 
 
 def state_form_of(optimizer: torch.optim.Optimizer) -> Form | None:
-    """The form of state that ``optimizer`` asks for; None if it leaves that open, as torch's do.
+    """The form of state that ``optimizer`` requests; None without a request, as in torch's optimizers.
 
     Raises ConfigError for groups of several forms: a tile holds one.
     """
@@ -217,9 +217,9 @@ def state_form_of(optimizer: torch.optim.Optimizer) -> Form | None:
     return next(iter(forms), None)
 
 
-def _steps_as(optimizer: torch.optim.Optimizer, known: type[torch.optim.Optimizer]) -> bool:
-    """Whether a subclass left ``step`` alone; torch wraps it, per class, when the first instance is made."""
-    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(known.step)
+def _steps_as(optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer]) -> bool:
+    """Whether a subclass inherits ``step``; torch wraps it, per class, when the first instance is made."""
+    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(base.step)
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -278,7 +278,7 @@ def _make_optimizer(
     if client is not None:
         # Adagrad makes its sums when it is constructed; the tiers hold them now.
         client.state.clear()
-    options = OptimizerOptions(chosen.param_groups, chosen.defaults, taken_over=client)
+    options = OptimizerOptions(chosen.param_groups, chosen.defaults, source=client)
     return TieredOptimizer(chosen.rule, options, tiles, layout, gradients, tiers, replicas)
 
 

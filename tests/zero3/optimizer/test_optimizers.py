@@ -229,7 +229,7 @@ def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
     reference = run(case, precision, 2)
     sqrt, stepped = torch.Tensor.sqrt, []
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda t: sqrt(t.double()).float())
-    monkeypatch.setattr(TieredOptimizer, "_way_of", lambda self, tile: self._on_device)
+    monkeypatch.setattr(TieredOptimizer, "_tiles_with", lambda self, tile: self._on_device)
     on_device = TieredOptimizer._step_on_device
 
     def counted(self: TieredOptimizer, tile: Tile) -> None:

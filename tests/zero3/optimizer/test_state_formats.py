@@ -123,7 +123,7 @@ def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
     reference = run(CASES[name], accumulation=2, state=state)
     sqrt, stepped = torch.Tensor.sqrt, []
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda t: sqrt(t.double()).float())
-    monkeypatch.setattr(TieredOptimizer, "_way_of", lambda self, tile: self._on_device)
+    monkeypatch.setattr(TieredOptimizer, "_tiles_with", lambda self, tile: self._on_device)
     step = device_kernels.step_segments
 
     def counted(segments: Sequence[device_kernels.Segment], grad_scale: float) -> None:

@@ -85,7 +85,7 @@ class _Lane:
         return int(moved / seconds)
 
     def _run(self, kind: _Kind, span: int, max_bytes: int) -> tuple[int, float]:
-        """Transfer blocks of [0, span), over and over, until the interval ends or ``max_bytes`` were submitted: (bytes, seconds)."""
+        """Transfer blocks of [0, span), again and again, for an interval or ``max_bytes``; returns (bytes, seconds)."""
         began = time.monotonic()
         idle, in_flight = self._buffers[:], deque[tuple[Lease, Ticket]]()
         at = submitted = moved = 0

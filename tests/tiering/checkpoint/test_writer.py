@@ -71,7 +71,7 @@ def test_whatever_is_appended_in_whatever_pieces(
 def test_too_much_or_too_little_is_no_file(tmp_path: Path) -> None:
     with Output() as output:
         file = TensorFileWriter(tmp_path / "file", [TensorSpec("a", "F32", (3,))], output=output)
-        with pytest.raises(ValueError, match="more were given"):
+        with pytest.raises(ValueError, match="more were appended"):
             file.append(bytes(13))
         file.append(bytes(11))
         with pytest.raises(ValueError, match="was to have"):

@@ -23,8 +23,8 @@ def levels(controller: str, root: Path = Path("/")) -> list[Level]:
     shows the host's path, so all levels are returned.
     """
     mounted = root / "sys/fs/cgroup"
-    first = "blkio" if controller == "io" else controller
-    found = []
+    name = "blkio" if controller == "io" else controller
+    directories = []
     for line in (said(root / "proc/self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -32,14 +32,14 @@ def levels(controller: str, root: Path = Path("/")) -> list[Level]:
         if number == "0":
             # If version 1 is also mounted, version 2 is in the directory `unified`.
             bases = [Level(2, mounted), Level(2, mounted / "unified")]
-        elif first in controllers.split(","):
-            bases = [Level(1, mounted / first)]
+        elif name in controllers.split(","):
+            bases = [Level(1, mounted / name)]
         else:
             continue
-        found += [
+        directories += [
             Level(base.version, base.directory / part) for base in bases for part in (inner, *inner.parents)
         ]
-    return found
+    return directories
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -73,7 +73,7 @@ def io_limits(root: Path = Path("/")) -> Iterator[IoLimit]:
         )
         for name in ("io.max",) if level.version == 2 else throttles:
             for line in (said(level.directory / name) or "").splitlines():
-                drive, _, words = line.partition(" ")
-                told = " ".join(word for word in words.split() if not word.endswith("=max"))
-                if told:
-                    yield IoLimit(name, drive, told)
+                drive, _, text = line.partition(" ")
+                limits = " ".join(word for word in text.split() if not word.endswith("=max"))
+                if limits:
+                    yield IoLimit(name, drive, limits)

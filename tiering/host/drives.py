@@ -73,7 +73,7 @@ _TRANSPORTS = (
 # By the prefix of a device mapper uuid.
 _LAYERS = {"LVM": "LVM", "CRYPT": "crypt", "mpath": "multipath", "DMRAID": "dmraid"}
 # Layers. A deeper stack is assumed to be a cycle.
-_DEEPEST = 8
+_MAX_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class FileSystem:
 
     def __str__(self) -> str:
         # Values of options may contain hosts, users and directories, except on a disk.
-        told = [option for option in self.options if self.kind == "disk" or "=" not in option]
-        return f"{self.type} on {self.source} at {self.mount_point} ({','.join(told)})"
+        options = [option for option in self.options if self.kind == "disk" or "=" not in option]
+        return f"{self.type} on {self.source} at {self.mount_point} ({','.join(options)})"
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def posing(backing: Backing) -> list[str]:
 
 def behind(directory: Path, sysfs: Path = SYSFS, mountinfo: Path = MOUNTINFO) -> Backing:
     """The backing of ``directory``, which need not exist."""
-    return _behind(directory, sysfs, _mounts(mountinfo), _DEEPEST)
+    return _behind(directory, sysfs, _mounts(mountinfo), _MAX_LAYERS)
 
 
 def io_counters(drive: Drive, sysfs: Path = SYSFS) -> tuple[int, int] | None:
@@ -207,11 +207,11 @@ def io_counters(drive: Drive, sysfs: Path = SYSFS) -> tuple[int, int] | None:
     """
     fields = (said(sysfs / "class/block" / drive.name / "stat") or "").split()
     try:
-        read, written = int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
+        read_bytes, write_bytes = int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
     except (IndexError, ValueError):
         return None
     # Two zeros mean that the kernel does not count: older kernels count for the paths of an NVMe drive only.
-    return (read, written) if read or written else None
+    return (read_bytes, write_bytes) if read_bytes or write_bytes else None
 
 
 @dataclass(frozen=True)
@@ -232,22 +232,22 @@ def _mounts(mountinfo: Path) -> list[_Mount]:
         mount, file_system = before.split(" "), after.split(" ")
         if len(mount) < 6 or len(file_system) < 3:
             continue
-        options = [*mount[5].split(","), *_plain(file_system[2]).split(",")]
+        options = [*mount[5].split(","), *_unescape(file_system[2]).split(",")]
         mounts.append(
             _Mount(
                 number=mount[2],
-                point=Path(_plain(mount[4])),
+                point=Path(_unescape(mount[4])),
                 type=file_system[0],
-                source=_plain(file_system[1]),
+                source=_unescape(file_system[1]),
                 options=tuple(dict.fromkeys(option for option in options if option)),
             )
         )
     return mounts
 
 
-def _plain(field: str) -> str:
+def _unescape(field: str) -> str:
     """``field`` with octal escapes such as \\040 decoded."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _mount_of(directory: Path, mounts: list[_Mount]) -> _Mount | None:
@@ -283,10 +283,17 @@ def _behind(directory: Path, sysfs: Path, mounts: list[_Mount], depth: int) -> B
     kind = _kind(mount.type)
     upper: Backing | None = None
     if kind == "overlay":
-        named = [option.partition("=")[2] for option in mount.options if option.startswith("upperdir=")]
+        upper_directories = [
+            option.partition("=")[2] for option in mount.options if option.startswith("upperdir=")
+        ]
         # The path may belong to another mount namespace, or be relative to the directory of the mount command.
-        if depth and named and Path(named[0]).is_absolute() and Path(named[0]).is_dir():
-            upper = _behind(Path(named[0]), sysfs, mounts, depth - 1)
+        if (
+            depth
+            and upper_directories
+            and Path(upper_directories[0]).is_absolute()
+            and Path(upper_directories[0]).is_dir()
+        ):
+            upper = _behind(Path(upper_directories[0]), sysfs, mounts, depth - 1)
     file_system = FileSystem(
         mount.type,
         kind,
@@ -300,7 +307,7 @@ def _behind(directory: Path, sysfs: Path, mounts: list[_Mount], depth: int) -> B
     if kind != "disk":
         return Backing(file_system)
     stack = _Stack(sysfs, mounts)
-    drives = (stack.drive(found, depth) for found in stack.devices_of(mount))
+    drives = (stack.drive(device, depth) for device in stack.devices_of(mount))
     return Backing(file_system, tuple(drive for drive in drives if drive is not None))
 
 
@@ -317,15 +324,15 @@ class _Stack:
         if numbered.exists():
             return [numbered]
         # A file system with a virtual device number has a device as its source; bcachefs may have several.
-        named = mount.source.split(":/")
-        sources = [mount.source] if len(named) == 1 else [named[0], *(f"/{name}" for name in named[1:])]
-        found = [place for place in map(self._named, sources) if place is not None]
-        if mount.type == "btrfs" and found:
+        parts = mount.source.split(":/")
+        sources = [mount.source] if len(parts) == 1 else [parts[0], *(f"/{name}" for name in parts[1:])]
+        devices = [place for place in map(self._named, sources) if place is not None]
+        if mount.type == "btrfs" and devices:
             for pool in listed(self.sysfs / "fs/btrfs"):
                 names = [device.name for device in listed(pool / "devices")]
-                if found[0].name in names:
+                if devices[0].name in names:
                     return [self.sysfs / "class/block" / name for name in names]
-        return found
+        return devices
 
     def _named(self, source: str) -> Path | None:
         """The block device ``source``: /dev/sda1, a link to it, or a name of device mapper."""
@@ -412,9 +419,9 @@ def _controllers(place: Path) -> list[Path]:
 def _origin(place: Path) -> Path:
     """The sysfs directory of the device's controller or bus."""
     controllers = _controllers(place)
-    found = controllers[0] if controllers else place / "device"
+    device = controllers[0] if controllers else place / "device"
     try:
-        return found.resolve()
+        return device.resolve()
     except (OSError, RuntimeError):
         return place
 
@@ -435,19 +442,19 @@ def _links(place: Path) -> tuple[Link | None, Link | None]:
     if controllers := _controllers(place):
         # Only for NVMe is the PCI device the drive itself; other drives share an adapter, or a hypervisor's device.
         function = controllers[0] / "device"
-        link, best = (_pcie(function, which) for which in ("current", "max"))
+        link, best = (_pcie(function, speed) for speed in ("current", "max"))
         faster = link is not None and best is not None and best.bytes_per_second > link.bytes_per_second
         return link, best if faster else None
     port = next((above for above in _origin(place).parents if re.fullmatch(r"ata\d+", above.name)), None)
     speeds = sorted(port.glob("link*/ata_link/link*/sata_spd")) if port is not None else []
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) Gbps", (said(speeds[0]) or "") if speeds else "")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) Gbps", (said(speeds[0]) or "") if speeds else "")
     # SATA encodes 8 bits of data as 10 bits.
-    return (Link(f"SATA {found[1]} Gb/s", float(found[1]) * 1e9 / 10), None) if found else (None, None)
+    return (Link(f"SATA {match[1]} Gb/s", float(match[1]) * 1e9 / 10), None) if match else (None, None)
 
 
-def _pcie(function: Path, which: str) -> Link | None:
-    speed = re.match(r"(\d+(?:\.\d+)?) GT/s", said(function / f"{which}_link_speed") or "")
-    lanes = number(function / f"{which}_link_width")
+def _pcie(function: Path, prefix: str) -> Link | None:
+    speed = re.match(r"(\d+(?:\.\d+)?) GT/s", said(function / f"{prefix}_link_speed") or "")
+    lanes = number(function / f"{prefix}_link_width")
     if speed is None or lanes not in _PCIE_LANES or float(speed[1]) not in _PCIE:
         return None
     generation, data = _PCIE[float(speed[1])]
@@ -470,9 +477,9 @@ def _chosen(text: str | None) -> str | None:
     """The word in brackets, or the only word."""
     if text is None:
         return None
-    found = re.search(r"\[([^\]]+)\]", text)
-    if found:
-        return found[1]
+    match = re.search(r"\[([^\]]+)\]", text)
+    if match:
+        return match[1]
     return text if len(text.split()) == 1 else None
 
 

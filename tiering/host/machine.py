@@ -39,5 +39,5 @@ def _first_cpu(cpuinfo: Path, names: tuple[str, ...]) -> str:
     except OSError:
         return ""
     fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
-    named = {name.strip(): value.strip() for name, value in fields.items()}
-    return " ".join(named[name] for name in names if name in named)
+    values = {name.strip(): value.strip() for name, value in fields.items()}
+    return " ".join(values[name] for name in names if name in values)

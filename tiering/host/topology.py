@@ -94,10 +94,10 @@ class Machine:
 
     def cores(self, cpus: Sequence[int]) -> list[tuple[int, ...]]:
         """``cpus`` grouped by core, sorted by node."""
-        found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        cpus_by_core: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for cpu in sorted(cpus):
-            found[self.node(cpu), self.core_of.get(cpu, cpu)].append(cpu)
-        return [tuple(found[core]) for core in sorted(found)]
+            cpus_by_core[self.node(cpu), self.core_of.get(cpu, cpu)].append(cpu)
+        return [tuple(cpus_by_core[core]) for core in sorted(cpus_by_core)]
 
 
 def settle(
@@ -116,10 +116,10 @@ def settle(
     """
     mask = tuple(sorted(os.sched_getaffinity(0)))
     machine = Machine.read(sysfs)
-    mine = Place(mask, gpu_node(gpu_pci, sysfs) if gpu_pci else None)
+    place = Place(mask, gpu_node(gpu_pci, sysfs) if gpu_pci else None)
     if local_world_size == 1:
         return NodeShare(mask)
-    places = [mine] * local_world_size if gather is None else list(gather(mine))
+    places = [place] * local_world_size if gather is None else list(gather(place))
     if len(places) != local_world_size:
         raise ValueError(f"gather returned {len(places)} places for {local_world_size} local ranks")
     share = share_out(places, machine)[local_rank]
@@ -168,10 +168,10 @@ def _numa_node(place: Place, cpus: tuple[int, ...], machine: Machine) -> int | N
 
 def gpu_node(pci: str, sysfs: Path = SYSFS) -> int | None:
     """The NUMA node of a PCI device, by its bus id as CUDA, nvidia-smi or sysfs write it; None if unknown."""
-    found = _PCI.fullmatch(pci.strip().lower())
-    if found is None:
+    match = _PCI.fullmatch(pci.strip().lower())
+    if match is None:
         return None
-    name = f"{int(found['domain'] or '0', 16):04x}:{found['rest']}"
+    name = f"{int(match['domain'] or '0', 16):04x}:{match['rest']}"
     try:
         node = int((sysfs / "bus/pci/devices" / name / "numa_node").read_text())
     except (OSError, ValueError):

@@ -87,12 +87,16 @@ def resolve_budgets(
     }
     if nvme_paths:
         sources[Tier.NVME] = f"{NVME_SHARE:.0%} of the free space in {', '.join(map(str, nvme_paths))}"
-    given = {Tier.DEVICE: config.device_budget, Tier.HOST: config.host_budget, Tier.NVME: config.nvme_budget}
+    configured = {
+        Tier.DEVICE: config.device_budget,
+        Tier.HOST: config.host_budget,
+        Tier.NVME: config.nvme_budget,
+    }
     return Budgets(
         int(device) // ranks_on_node,
         int(host) // ranks_on_node,
         int(nvme) // ranks_on_node,
-        {tier: source for tier, source in sources.items() if given[tier] == "auto"},
+        {tier: source for tier, source in sources.items() if configured[tier] == "auto"},
     )
 
 
@@ -140,9 +144,9 @@ def least_of(ranks: Iterable[Budgets]) -> Budgets:
     in use. The last rank to measure has seen the models of all ranks in memory, so its spare memory is the minimum and
     valid for all.
     """
-    found = list(ranks)
-    device, host, nvme = zip(*((each.device, each.host, each.nvme) for each in found), strict=True)
-    return Budgets(min(device), min(host), min(nvme), found[0].sources)
+    budgets = list(ranks)
+    device, host, nvme = zip(*((each.device, each.host, each.nvme) for each in budgets), strict=True)
+    return Budgets(min(device), min(host), min(nvme), budgets[0].sources)
 
 
 def _cached(stat: Path, key: str) -> int:

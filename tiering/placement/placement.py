@@ -208,12 +208,12 @@ def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]
     """
     for index, group in enumerate(load.groups):
         too_large = _chain_bytes(load, index, param_tiers) > fixed.left(Tier.DEVICE)
-        kept = (
+        fits_in_host = (
             too_large
             and load.computes_in_place(group, Tier.HOST)
             and group.param_bytes <= fixed.left(Tier.HOST)
         )
-        if kept and param_tiers[index] is Tier.NVME:
+        if fits_in_host and param_tiers[index] is Tier.NVME:
             param_tiers[index] = Tier.HOST
             fixed.take(Tier.HOST, group.param_bytes, f"parameters of {group.name}")
 
@@ -330,24 +330,24 @@ def _visits(load: Workload, filled: _Filled, room: int) -> tuple[list[SubGroup],
     """
     if load.device_is_host or load.whole_groups:
         return filled.tiles, Staging()
-    must, could = list[SubGroup](), list[SubGroup]()
+    required, optional = list[SubGroup](), list[SubGroup]()
     for tile in filled.tiles:
         tiers = tile.tier, filled.params[tile.group], filled.grads[tile.group]
         if Tier.NVME not in tiers and tile.tier is not Tier.DEVICE:
-            could.append(tile)
+            optional.append(tile)
         elif _has_to_visit(load, *tiers[:2]):
-            must.append(tile)
-    asked = load.update_on_device * sum(tile.numel for tile in could)
-    chosen, taken = list[SubGroup](), 0
-    for tile in could:
-        if taken >= asked:
+            required.append(tile)
+    requested = load.update_on_device * sum(tile.numel for tile in optional)
+    chosen, chosen_numel = list[SubGroup](), 0
+    for tile in optional:
+        if chosen_numel >= requested:
             break
         chosen.append(tile)
-        taken += tile.numel
-    window = _visitors(load, filled, must + chosen, room)
+        chosen_numel += tile.numel
+    window = _visitors(load, filled, required + chosen, room)
     if window.nbytes > room and chosen:
-        chosen, window = [], _visitors(load, filled, must, room)
-    visiting = {id(tile) for tile in must + chosen}
+        chosen, window = [], _visitors(load, filled, required, room)
+    visiting = {id(tile) for tile in required + chosen}
     return [replace(tile, visits=True) if id(tile) in visiting else tile for tile in filled.tiles], window
 
 
@@ -379,14 +379,14 @@ def _visitors(load: Workload, filled: _Filled, tiles: Sequence[SubGroup], room: 
     on_host = any(tile.tier is Tier.HOST for tile in tiles)
     params_on_host = any(filled.params[tile.group] is Tier.HOST for tile in tiles)
     grads_on_host = any(filled.grads[tile.group] is Tier.HOST for tile in tiles)
-    one = slots_of_sizes(
+    slot = slots_of_sizes(
         1,
         state=[numel * sizes.state_itemsize for numel, sizes in sized] if on_host else [],
         param=[numel * sizes.compute_itemsize for numel, sizes in sized] if params_on_host else [],
         grad=[numel * sizes.grad_itemsize for numel, sizes in sized] if grads_on_host else [],
     )
-    slots = min(USUAL_SLOTS, max(FEWEST_VISITS, room // one.nbytes)) if one.nbytes else FEWEST_VISITS
-    return replace(one, slots=slots) if tiles else Staging()
+    slots = min(USUAL_SLOTS, max(FEWEST_VISITS, room // slot.nbytes)) if slot.nbytes else FEWEST_VISITS
+    return replace(slot, slots=slots) if tiles else Staging()
 
 
 def _too_large_to_stream(load: Workload, grad_tiers: Sequence[Tier]) -> list[int]:
@@ -397,14 +397,14 @@ def _too_large_to_stream(load: Workload, grad_tiers: Sequence[Tier]) -> list[int
     tiers = enumerate(zip(load.groups, grad_tiers, strict=True))
     sizes = [(round_up(load.home_grad_bytes(group)), i) for i, (group, tier) in tiers if tier is Tier.NVME]
     sizes.sort(reverse=True)
-    kept, stay = 0, 0
+    count_kept, stay = 0, 0
     least = 2 * sizes[0][0] if sizes else 0
     for count, (nbytes, _) in enumerate(sizes, start=1):
         stay += nbytes
         window = 2 * sizes[count][0] if count < len(sizes) else 0
         if stay + window < least:
-            kept, least = count, stay + window
-    return [index for _, index in sizes[:kept]]
+            count_kept, least = count, stay + window
+    return [index for _, index in sizes[:count_kept]]
 
 
 def _most_on_nvme(load: Workload, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]) -> int:

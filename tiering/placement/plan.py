@@ -196,16 +196,16 @@ class Plan:
         state = 0 if tile.tier is Tier.DEVICE else sizes.state_itemsize
         grad = 0 if self.grad_tiers[tile.group] is Tier.DEVICE else sizes.grad_itemsize
         param = 0 if self.param_tiers[tile.group] is Tier.DEVICE else sizes.compute_itemsize
-        there = state + grad + (param if sizes.steps_need_params else 0)
-        return tile.numel * there, tile.numel * (state + param)
+        to_device = state + grad + (param if sizes.steps_need_params else 0)
+        return tile.numel * to_device, tile.numel * (state + param)
 
     def updated(self) -> dict[str, int]:
         """Bytes of optimizer state by the place of their update: the CPU, device memory, or a visit to the device."""
         load, kinds = self.workload, {"by the CPU": 0, "in device memory": 0, "visiting the device": 0}
         for tile in self.sub_groups:
             kept = tile.tier is Tier.DEVICE and not load.device_is_host
-            where = "in device memory" if kept else "visiting the device" if tile.visits else "by the CPU"
-            kinds[where] += self.tile_state_bytes(tile)
+            place = "in device memory" if kept else "visiting the device" if tile.visits else "by the CPU"
+            kinds[place] += self.tile_state_bytes(tile)
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     def sent_bytes(self) -> dict[str, int]:
@@ -214,19 +214,19 @@ class Plan:
         A rank sends (world_size - 1) / world_size of gathered or reduced bytes, with any algorithm.
         """
         load, kinds = self.workload, {"parameters": 0, "gradients": 0, "updated parameters": 0}
-        others = load.world_size - 1
+        other_ranks = load.world_size - 1
         reductions = 1 if load.grads_stay_local else load.micro_batches
         for group in load.groups:
             shard, sizes = group.trainable_numel // load.world_size, load.of(group)
-            kinds["gradients"] += others * shard * sizes.sent_itemsize * reductions
+            kinds["gradients"] += other_ranks * shard * sizes.sent_itemsize * reductions
             if load.shards_params(group):
                 unshards = 2 * load.micro_batches * group.uses
-                kinds["parameters"] += others * load.home_bytes(group) * unshards
+                kinds["parameters"] += other_ranks * load.home_bytes(group) * unshards
             elif load.stage == 0:
                 # Every rank updates all parameters, so gradients are also gathered.
-                kinds["gradients"] += others * shard * sizes.grad_itemsize
+                kinds["gradients"] += other_ranks * shard * sizes.grad_itemsize
             else:
-                kinds["updated parameters"] += others * shard * sizes.compute_itemsize
+                kinds["updated parameters"] += other_ranks * shard * sizes.compute_itemsize
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     def status(self, parameters: int) -> PlanStatus:
@@ -263,18 +263,18 @@ class Plan:
         if len(self.moved_by_format) < 2 or not trained:
             return ""
         now = self.workload.state_format
-        told = [
+        texts = [
             f"{name} {moved / trained:.1f}{' (this)' if name == now else ''}"
             for name, moved in self.moved_by_format.items()
         ]
-        return f"NVMe bytes per parameter and step, by tiering.state: {', '.join(told)}"
+        return f"NVMe bytes per parameter and step, by tiering.state: {', '.join(texts)}"
 
     def _updates(self) -> str:
         """A line with the bytes of state that the CPU and the GPU update; empty without a GPU."""
         if self.workload.device_is_host:
             return ""
-        told = [f"{format_size(nbytes)} {where}" for where, nbytes in self.updated().items()]
-        return f"optimizer state is updated: {', '.join(told)}" if told else ""
+        texts = [f"{format_size(nbytes)} {place}" for place, nbytes in self.updated().items()]
+        return f"optimizer state is updated: {', '.join(texts)}" if texts else ""
 
     def table(self) -> Table:
         """The plan as a table."""
@@ -284,19 +284,21 @@ class Plan:
         moved = f"read {format_size(read)}\nwrite {format_size(written)}" if read or written else "-"
         ranks = self.workload.world_size
         each = f", each of {ranks} ranks (stage {self.workload.stage})" if ranks > 1 else ""
-        beside = filter(None, (self._formats(), self._updates(), self.workload.beside_budgets()))
+        notes = filter(None, (self._formats(), self._updates(), self.workload.beside_budgets()))
         # Every plan fits in 80 columns.
-        table = FiguresTable.plain(title=f"Placement plan{each}", caption="\n".join(beside))
+        table = FiguresTable.plain(title=f"Placement plan{each}", caption="\n".join(notes))
         for heading in ("tier", "budget", "planned", "what lives there", "per step"):
             right = heading in ("budget", "planned")
             table.add_column(heading, justify="right" if right else "left", no_wrap=True)
         for tier in Tier:
-            what = "\n".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in self.contents(tier).items())
+            contents = "\n".join(
+                f"{kind} {format_size(nbytes)}" for kind, nbytes in self.contents(tier).items()
+            )
             table.add_row(
                 tier.value,
                 format_size(self.budgets.of(tier)),
                 format_size(self.total(tier)),
-                what or "-",
+                contents or "-",
                 moved if tier is Tier.NVME else "-",
             )
         if ranks > 1:

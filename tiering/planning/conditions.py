@@ -77,14 +77,14 @@ def arithmetic(state_format: str, state_tensors: int, grad_itemsize: int) -> Con
 
 def cache_bytes(sysfs: Path = SYSFS) -> int:
     """The total bytes of the last-level caches of this process' CPUs; 0 if the kernel does not report them."""
-    mine = os.sched_getaffinity(0)
+    own_cpus = os.sched_getaffinity(0)
     # By level, then by the CPUs that share a cache.
-    found: dict[int, dict[str, int]] = {}
-    for cpu in mine:
+    sizes: dict[int, dict[str, int]] = {}
+    for cpu in own_cpus:
         for index in (sysfs / f"devices/system/cpu/cpu{cpu}/cache").glob("index*"):
             try:
                 level, shared = int((index / "level").read_text()), (index / "shared_cpu_list").read_text()
-                found.setdefault(level, {})[shared] = parse_size((index / "size").read_text().strip())
+                sizes.setdefault(level, {})[shared] = parse_size((index / "size").read_text().strip())
             except (OSError, ValueError):
                 continue
-    return sum(found[max(found)].values()) if found else 0
+    return sum(sizes[max(sizes)].values()) if sizes else 0

@@ -46,8 +46,8 @@ class Remedy:
         name = key.rpartition("tiering.")[2].removeprefix("zero_optimization.")
         if not name.endswith("_budget"):
             return f"{name} {value!r}" if isinstance(value, str) else f"{name} {value}"
-        mine = self.budgets.of(Tier(name.removesuffix("_budget")))
-        each = f" ({format_need(mine)} for each rank)" if mine != value else ""
+        own = self.budgets.of(Tier(name.removesuffix("_budget")))
+        each = f" ({format_need(own)} for each rank)" if own != value else ""
         return f"{name} of {format_need(int(value))}{each}"
 
 

@@ -159,8 +159,10 @@ def forecast(
         )
 
     def hidden(tokens: int) -> bool:
-        made = phases(tokens)
-        return sum(phase.stalled for phase in made) <= (1 - HIDDEN) * sum(phase.seconds for phase in made)
+        phases_now = phases(tokens)
+        return sum(phase.stalled for phase in phases_now) <= (1 - HIDDEN) * sum(
+            phase.seconds for phase in phases_now
+        )
 
     forward, backward, step = phases(tokens)
     read, written = plan.nvme_traffic()
@@ -254,10 +256,10 @@ def _update(plan: Plan, steps: _Work) -> None:
     load = plan.workload
     for tile in plan.sub_groups:
         sizes = plan.sizes_of(tile)
-        there, back = plan.visited(tile) if tile.visits else (0, 0)
-        steps.to_device += there
-        steps.from_device += back
-        steps.updating += there + back
+        to_device, from_device = plan.visited(tile) if tile.visits else (0, 0)
+        steps.to_device += to_device
+        steps.from_device += from_device
+        steps.updating += to_device + from_device
         if tile.visits or (tile.tier is Tier.DEVICE and not load.device_is_host):
             steps.device_bytes += updated_on_device(sizes, tile.numel)
             continue

@@ -198,16 +198,16 @@ def disk_rates(
             window = _Window(space, space.allocate(nbytes, ("measured",), "measured"), arena, slot)
             # The first write of a block is slower, so write all blocks once before measuring.
             window.run("write", places=window.places)
-            found = {}
+            rates = {}
             for way in ("write", "read", "mixed"):
                 if most is not None and way != "read":
-                    left = most - window.written
-                    window.room = left if way == "mixed" else left // 2
+                    remaining = most - window.written
+                    window.room = remaining if way == "mixed" else remaining // 2
                 # The initial writes count as bytes of the write interval.
                 before = 0 if way == "write" else window.written
-                rate = found[f"nvme_{way}"] = window.run(way, seconds=seconds)
+                rate = rates[f"nvme_{way}"] = window.run(way, seconds=seconds)
                 tell(Leg(f"nvme_{way}", rate, window.written - before, window.full))
-            return Rates(**found)
+            return Rates(**rates)
         finally:
             aio.close()
             space.close()
@@ -264,11 +264,11 @@ def cpu_rates(
     *, state_format: str, state_tensors: int, grad_itemsize: int, seconds: float, tell: Tell = quietly
 ) -> Rates:
     """Measures updates, gradient accumulation and copies on all kernel threads, and checksums on one thread."""
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
 
     def keep(name: str, unit: int, call: Callable[[], object]) -> None:
-        found[name] = unit * repeated(call, seconds)
-        tell(Leg(name, found[name]))
+        rates[name] = unit * repeated(call, seconds)
+        tell(Leg(name, rates[name]))
 
     ring = _Ring(4 + state_tensors)
     numel, grad_dtype = ring.numel, DType.FP32 if grad_itemsize == FP32 else DType.BF16
@@ -278,14 +278,14 @@ def cpu_rates(
     keep("gradients", numel, lambda: ring.take_in(grad_dtype))
     keep("host_copy", numel * FP32, ring.copy)
     keep("checksum", numel * FP32, ring.checksum)
-    return Rates(**found)
+    return Rates(**rates)
 
 
 def kernel_bytes() -> int:
     """Bytes that the kernels use: at most a quarter of the free memory, but at least KERNEL_BYTES."""
     limit, in_use = host_memory()
-    wanted = min(CACHES * conditions.cache_bytes(), (limit - in_use) // 4)
-    return min(max(KERNEL_BYTES, wanted), MOST_KERNEL_BYTES)
+    enough = min(CACHES * conditions.cache_bytes(), (limit - in_use) // 4)
+    return min(max(KERNEL_BYTES, enough), MOST_KERNEL_BYTES)
 
 
 class _Ring:

@@ -19,19 +19,19 @@ class Others:
 
     def share(self) -> float:
         """The fraction used by other processes, from 0 to 1; 0 if the kernel does not report it."""
-        busy, idle, ours = (late - early for late, early in zip(self._counted(), self._before, strict=True))
-        return min(1.0, max(0.0, (busy - ours) / (busy + idle))) if busy + idle > 0 else 0.0
+        busy, idle, own = (late - early for late, early in zip(self._counted(), self._before, strict=True))
+        return min(1.0, max(0.0, (busy - own) / (busy + idle))) if busy + idle > 0 else 0.0
 
     def _counted(self) -> tuple[float, float, float]:
         """Ticks of these CPUs that were (busy, idle), and the ticks that this process used."""
         busy = idle = 0
-        mine = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+        own_cpus = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
         try:
             lines = self._stat.read_text().splitlines()
         except OSError:
             lines = []
         for name, *counts in filter(None, map(str.split, lines)):
-            if name in mine:
+            if name in own_cpus:
                 user, nice, system, waits, io, irq, soft, steal = map(int, counts[:8])
                 busy += user + nice + system + irq + soft + steal
                 idle += waits + io

@@ -80,13 +80,13 @@ class Rates:
         return {name: rate for name, rate in asdict(self).items() if rate is not None}
 
     @classmethod
-    def from_dict(cls, named: Mapping[str, float]) -> Self:
+    def from_dict(cls, rates: Mapping[str, float]) -> Self:
         """The inverse of ``as_dict``. Raises ConfigError for an unknown name."""
-        unknown = named.keys() - {field.name for field in fields(cls)}
+        unknown = rates.keys() - {field.name for field in fields(cls)}
         if unknown:
-            known = ", ".join(field.name for field in fields(cls))
-            raise ConfigError(f"unknown rate {sorted(unknown)[0]!r}; the rates are {known}")
-        return cls(**named)
+            names = ", ".join(field.name for field in fields(cls))
+            raise ConfigError(f"unknown rate {sorted(unknown)[0]!r}; the rates are {names}")
+        return cls(**rates)
 
     def save(self, path: Path) -> None:
         """Writes the known rates to ``path`` as JSON."""
@@ -96,9 +96,9 @@ class Rates:
     def load(cls, path: Path) -> Self:
         """Reads a file of ``save``. Raises ConfigError if it has another format."""
         try:
-            named = json.loads(path.read_text())
+            rates = json.loads(path.read_text())
         except ValueError as error:
             raise ConfigError(f"{path} is not valid JSON ({error}); measure the rates again") from error
-        if not isinstance(named, dict):
+        if not isinstance(rates, dict):
             raise ConfigError(f"{path} is not a JSON object of rates by name; measure the rates again")
-        return cls.from_dict(named)
+        return cls.from_dict(rates)

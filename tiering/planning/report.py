@@ -93,11 +93,11 @@ class PlanReport:
             "remedies": [{"change": dict(each.change), "text": str(each)} for each in self.remedies],
         }
 
-    def _forecast_dict(self, told: Forecast) -> dict[str, Any]:
-        days = self._drive_days(told)
+    def _forecast_dict(self, prediction: Forecast) -> dict[str, Any]:
+        days = self._drive_days(prediction)
         return {
-            "seconds": told.seconds,
-            "bound": told.bound.value,
+            "seconds": prediction.seconds,
+            "bound": prediction.bound.value,
             "phases": [
                 {
                     "name": phase.name,
@@ -106,18 +106,18 @@ class PlanReport:
                     "stalled": phase.stalled,
                     "busy": {part.value: seconds for part, seconds in phase.busy.items() if seconds},
                 }
-                for phase in told.phases
+                for phase in prediction.phases
             ],
-            "tokens": told.tokens,
-            "tokens_per_second": told.tokens_per_second,
-            "efficiency": told.efficiency,
-            "tokens_that_hide": told.tokens_that_hide,
-            "nvme_written_per_day": told.written_per_day,
+            "tokens": prediction.tokens,
+            "tokens_per_second": prediction.tokens_per_second,
+            "efficiency": prediction.efficiency,
+            "tokens_that_hide": prediction.tokens_that_hide,
+            "nvme_written_per_day": prediction.written_per_day,
             "drive_life": None if days is None else days * SECONDS_PER_DAY,
         }
 
-    def _drive_days(self, told: Forecast) -> float | None:
-        return None if self.setting.endurance is None else told.drive_days(self.setting.endurance)
+    def _drive_days(self, prediction: Forecast) -> float | None:
+        return None if self.setting.endurance is None else prediction.drive_days(self.setting.endurance)
 
     def __str__(self) -> str:
         """The report as plain text with 80 columns."""
@@ -165,25 +165,25 @@ class PlanReport:
         ranks = f", each of {load.world_size} ranks in stage {load.stage}" if load.world_size > 1 else ""
         return f"Trained in {load.compute_dtype} with {load.state_format} state on {device}{ranks}"
 
-    def _outlook(self, told: Forecast) -> Iterator[str]:
+    def _outlook(self, prediction: Forecast) -> Iterator[str]:
         """Lines with the figures that follow from the step's time."""
-        where = " on each node" if self.setting.world_size > self.setting.local_size else ""
+        suffix = " on each node" if self.setting.world_size > self.setting.local_size else ""
         yield (
-            f"{told.tokens_per_second:,.0f} tokens per second{where}; the device computes for"
-            f" {told.efficiency:.0%} of a step."
+            f"{prediction.tokens_per_second:,.0f} tokens per second{suffix}; the device computes for"
+            f" {prediction.efficiency:.0%} of a step."
         )
-        if told.read or told.written:
+        if prediction.read or prediction.written:
             yield (
-                f"{told.tokens_that_hide:,} tokens per micro-batch and rank hide NVMe (stalls below"
+                f"{prediction.tokens_that_hide:,} tokens per micro-batch and rank hide NVMe (stalls below"
                 f" {1 - HIDDEN:.0%} of a step); this is for {self.setting.tokens:,}."
             )
-        if told.written:
-            yield f"Written to NVMe in a day{where}: {format_size(told.written_per_day)}."
-        days = self._drive_days(told)
+        if prediction.written:
+            yield f"Written to NVMe in a day{suffix}: {format_size(prediction.written_per_day)}."
+        days = self._drive_days(prediction)
         if days is not None:
             assert self.setting.endurance is not None
             life = f"{days:,.{0 if days >= 10 else 1}f} days" if days < _TOO_LONG else "more than 100 years"
-            yield f"Drive life, of {self.setting.endurance / 1e12:,.0f} TB written{where}: {life}."
+            yield f"Drive life, of {self.setting.endurance / 1e12:,.0f} TB written{suffix}: {life}."
 
 
 def report(
@@ -212,20 +212,22 @@ def report(
         plan = make_plan(load, budgets)
     except PlacementError as refusal:
         offers = (
-            _said_whole(offer, config, setting)
+            _with_both_budgets(offer, config, setting)
             for offer in remedies(load, budgets, local_ranks=setting.local_size)
             if setting.gpu_memory is None or offer.budgets.device <= max(setting.gpu_memory, budgets.device)
         )
         return PlanReport(model, params, load, budgets, setting, None, str(refusal), tuple(offers))
-    told, unforeseen = None, ""
-    known = rates if isinstance(rates, Rates) else rates(load)
+    prediction, unforeseen = None, ""
+    rates_of_load = rates if isinstance(rates, Rates) else rates(load)
     if config.tiering.update_on_device == "auto":
-        load = replace(load, update_on_device=best_share(load, budgets, known.of_rank(setting.local_size)))
+        load = replace(
+            load, update_on_device=best_share(load, budgets, rates_of_load.of_rank(setting.local_size))
+        )
         plan = make_plan(load, budgets) if load.update_on_device else plan
     try:
-        told = forecast(
+        prediction = forecast(
             plan,
-            known,
+            rates_of_load,
             tokens=setting.tokens,
             local_ranks=setting.local_size,
             checkpointed=setting.checkpointed,
@@ -235,22 +237,30 @@ def report(
     except ConfigError as missing:
         unforeseen = str(missing)
     return PlanReport(
-        model, params, load, budgets, setting, plan, rates=known, forecast=told, unforeseen=unforeseen
+        model,
+        params,
+        load,
+        budgets,
+        setting,
+        plan,
+        rates=rates_of_load,
+        forecast=prediction,
+        unforeseen=unforeseen,
     )
 
 
-def _said_whole(offer: Remedy, config: TieringConfig, setting: Setting) -> Remedy:
+def _with_both_budgets(offer: Remedy, config: TieringConfig, setting: Setting) -> Remedy:
     """``offer`` with both budgets if device and host share memory: an "auto" budget shrinks if the other is raised."""
     if setting.gpu_memory is not None or not any(
         f"tiering.{tier.value}_budget" in offer.change for tier in (Tier.DEVICE, Tier.HOST)
     ):
         return offer
-    named = {
+    budgets = {
         f"tiering.{tier.value}_budget": offer.budgets.of(tier) * setting.local_size
         for tier in (Tier.DEVICE, Tier.HOST)
         if getattr(config.tiering, f"{tier.value}_budget") == "auto"
     }
-    return replace(offer, change={**offer.change, **named})
+    return replace(offer, change={**offer.change, **budgets})
 
 
 def _plan_dict(plan: Plan) -> dict[str, Any]:
@@ -278,7 +288,7 @@ def _needs(load: Workload) -> str:
     )
 
 
-def _phases(told: Forecast) -> Table:
+def _phases(prediction: Forecast) -> Table:
     from tiering.figures_table import FiguresTable
 
     table = FiguresTable.plain(title="Predicted step")
@@ -286,7 +296,7 @@ def _phases(told: Forecast) -> Table:
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("bounded by", no_wrap=True)
     table.add_column("busy for")
-    for phase in told.phases:
+    for phase in prediction.phases:
         parts = sorted(Part, key=lambda part: -phase.busy[part])
         busy = [
             f"{part.value} {_seconds(phase.busy[part])}"
@@ -294,7 +304,7 @@ def _phases(told: Forecast) -> Table:
             if phase.busy[part] > _SHOWN * phase.seconds
         ]
         table.add_row(phase.name, _seconds(phase.seconds), phase.bound.value, ", ".join(busy) or "-")
-    table.add_row("all", _seconds(told.seconds), told.bound.value, "")
+    table.add_row("all", _seconds(prediction.seconds), prediction.bound.value, "")
     return table
 
 

@@ -105,12 +105,12 @@ class SavedRates:
 
     def find_like(self, measurement: Measurement, *, but_for: Container[str]) -> Record | None:
         """The newest fresh record whose conditions are equal except those named in ``but_for``."""
-        found = []
+        records = []
         for path in sorted(self.directory.glob(f"{measurement.name.lower()}-*.json")):
             record = self._read_file(path, measurement.conditions, but_for)
             if record is not None and record.fresh:
-                found.append(record)
-        return max(found, key=lambda record: record.measured, default=None)
+                records.append(record)
+        return max(records, key=lambda record: record.measured, default=None)
 
     def save(self, measurement: Measurement, record: Record) -> Path | None:
         """Writes ``record``; returns its path, or None if it could not be written."""
@@ -134,27 +134,27 @@ class SavedRates:
             return None
         return path
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, problem: str) -> None:
         if not self._told:
-            log.warning("%s; each command measures them again", what)
+            log.warning("%s; each command measures them again", problem)
         self._told = True
 
 
 def _read(content: bytes, conditions: Conditions, but_for: Container[str]) -> Record | None:
     """The record, or None if it has another version or other conditions. Raises ValueError or ConfigError."""
-    told = strict_json.parse(content)
-    theirs = told.get("conditions")
-    if told.get("schema") != SCHEMA or not isinstance(theirs, dict):
+    content_read = strict_json.parse(content)
+    saved_conditions = content_read.get("conditions")
+    if content_read.get("schema") != SCHEMA or not isinstance(saved_conditions, dict):
         return None
-    if _canonical(_without(theirs, but_for)) != _canonical(_without(conditions, but_for)):
+    if _canonical(_without(saved_conditions, but_for)) != _canonical(_without(conditions, but_for)):
         return None
-    rates, measured, others = (told.get(name) for name in ("rates", "measured", "others"))
+    rates, measured, others = (content_read.get(name) for name in ("rates", "measured", "others"))
     if not isinstance(rates, dict) or not isinstance(measured, str) or not isinstance(others, float):
         raise FormatError("'rates', 'measured' or 'others' is missing or has a wrong type")
-    when = datetime.fromisoformat(measured)
-    if when.tzinfo is None:
+    time = datetime.fromisoformat(measured)
+    if time.tzinfo is None:
         raise FormatError(f"timestamp {measured!r} has no time zone")
-    return Record(Rates.from_dict(rates), when, others)
+    return Record(Rates.from_dict(rates), time, others)
 
 
 def _without(conditions: Conditions, names: Container[str]) -> Conditions:

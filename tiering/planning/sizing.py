@@ -86,11 +86,11 @@ class Decoder:
                 group = "persistent" if numel < persistence_threshold else name if own else "root"
                 members.setdefault(group, []).append(numel)
         around = list(members).index("root") if "root" in members else None
-        made = []
+        groups = []
         for name, numels in members.items():
             persistent = name == "persistent"
             padded = round_up(sum(numels), QUANTUM * world_size)
-            made.append(
+            groups.append(
                 GroupSizes(
                     name,
                     padded * itemsize,
@@ -101,7 +101,7 @@ class Decoder:
                     largest_trained=max(numels),
                 )
             )
-        return tuple(made)
+        return tuple(groups)
 
     def _modules(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The embedding, the blocks, the last norm and the head, each with the sizes of its parameters."""

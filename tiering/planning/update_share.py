@@ -37,17 +37,19 @@ def best_share(load: Workload, budgets: Budgets, rates: Rates) -> float:
     elements = sum(tile.numel for tile in visiting)
     if not elements:
         return 0.0
-    there, back = (sum(way) for way in zip(*(plan.visited(tile) for tile in visiting), strict=True))
-    on_device = link_seconds(there, back, rates)
+    to_device, from_device = (
+        sum(way) for way in zip(*(plan.visited(tile) for tile in visiting), strict=True)
+    )
+    on_device = link_seconds(to_device, from_device, rates)
     if rates.device_memory is not None:
         on_device = max(on_device, updated_on_device(load, elements) / rates.device_memory)
-    beside = sum(t.numel for t in plan.sub_groups if t.tier is not Tier.DEVICE and not t.visits)
+    cpu_only = sum(t.numel for t in plan.sub_groups if t.tier is not Tier.DEVICE and not t.visits)
 
     def seconds(share: float) -> float:
-        stepped = (1 - share) * elements + beside
+        stepped = (1 - share) * elements + cpu_only
         busiest: float = max(share * on_device, stepped / kernels)
         if rates.host_memory is not None:
-            moved = share * (there + back) + stepped * load.stepped_bytes
+            moved = share * (to_device + from_device) + stepped * load.stepped_bytes
             busiest = max(busiest, moved / rates.host_memory)
         return busiest
 

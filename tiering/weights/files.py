@@ -164,9 +164,9 @@ def opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def damaged(file: Path, what: str, remedy: str = "download it again") -> WeightsError:
+def damaged(file: Path, problem: str, remedy: str = "download it again") -> WeightsError:
     """The error for an invalid ``file``."""
-    return WeightsError(f"{file}: {what}", remedy)
+    return WeightsError(f"{file}: {problem}", remedy)
 
 
 def unopened(path: Path, error: OSError) -> WeightsError:
@@ -205,16 +205,16 @@ class _Header:
 
 
 def _header_text(path: Path, fd: int, size: int) -> bytes:
-    first = _read(fd, path, 0, min(size, 40))
-    if first.startswith(b"version https://git-lfs"):
+    start = _read(fd, path, 0, min(size, 40))
+    if start.startswith(b"version https://git-lfs"):
         raise damaged(
             path, "it is a Git LFS pointer, not the file itself", "run git lfs pull in its directory"
         )
-    length = int.from_bytes(first[:8], "little")
+    length = int.from_bytes(start[:8], "little")
     if size < 8 or length > size - 8 or length > _MOST_HEADER:
-        what = "it has no room for a header" if size < 8 else f"it claims a header of {length} bytes"
-        raise damaged(path, f"{what}, but has {size} bytes: truncated, or not a safetensors file")
-    if length == 0 or first[8:9] != b"{":
+        problem = "it has no room for a header" if size < 8 else f"it claims a header of {length} bytes"
+        raise damaged(path, f"{problem}, but has {size} bytes: truncated, or not a safetensors file")
+    if length == 0 or start[8:9] != b"{":
         raise damaged(path, "its header does not start with '{': it is not a safetensors file")
     return _read(fd, path, 8, length)
 
@@ -230,23 +230,23 @@ def _read(fd: int, path: Path, offset: int, nbytes: int) -> bytes:
 
 
 def _stored(name: str, entry: Any, file: Path, begin: int) -> StoredTensor:
-    called = short.repr(name)
+    quoted = short.repr(name)
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise FormatError(f"the keys of {called} are not 'dtype', 'shape' and 'data_offsets'")
+        raise FormatError(f"the keys of {quoted} are not 'dtype', 'shape' and 'data_offsets'")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise FormatError(f"{called} has the unknown dtype {short.repr(dtype)}")
+        raise FormatError(f"{quoted} has the unknown dtype {short.repr(dtype)}")
     if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
-        raise FormatError(f"{called} has a shape or data_offsets that are not lists of whole numbers")
+        raise FormatError(f"{quoted} has a shape or data_offsets that are not lists of whole numbers")
     numel = 1
     for size in shape:
         numel *= size
         if numel >= 1 << 63:
-            raise FormatError(f"{called} has a shape of more elements than 63 bits can count")
+            raise FormatError(f"{quoted} has a shape of more elements than 63 bits can count")
     start, end = offsets
     if numel * _BITS[dtype] != (end - start) * 8:
         length = f"{end - start} bytes for {dtype} {short.repr(shape)}"
-        raise FormatError(f"{called} has data_offsets {start} to {end}, {length}")
+        raise FormatError(f"{quoted} has data_offsets {start} to {end}, {length}")
     return StoredTensor(name, dtype, tuple(shape), file, begin + start, end - start)
 
 
@@ -261,12 +261,12 @@ def _check_layout(stored: list[StoredTensor], begin: int, size: int) -> None:
     end, last = begin, "the header"
     for tensor in ordered:
         if tensor.offset != end:
-            how = "leaves a gap after" if tensor.offset > end else "overlaps"
-            raise FormatError(f"{short.repr(tensor.name)} {how} {last}")
+            problem = "leaves a gap after" if tensor.offset > end else "overlaps"
+            raise FormatError(f"{short.repr(tensor.name)} {problem} {last}")
         end, last = end + tensor.nbytes, short.repr(tensor.name)
     if end != size:
-        how = "truncated" if size < end else "bytes were appended"
-        raise FormatError(f"its tensors end at byte {end}, but the file at byte {size} ({how})")
+        problem = "truncated" if size < end else "bytes were appended"
+        raise FormatError(f"its tensors end at byte {end}, but the file at byte {size} ({problem})")
 
 
 def _weights_in(directory: Path) -> Path:
@@ -309,10 +309,10 @@ def _open_shards(index: Path) -> WeightFiles:
         weight_map = _weight_map(parse(text))
     except FormatError as wrong:
         raise damaged(index, f"it is damaged: {wrong}") from None
-    named: dict[str, set[str]] = {}
+    names_by_shard: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
-        named.setdefault(shard, set()).add(name)
-    absent = tuple(shard for shard in sorted(named) if not (index.parent / shard).exists())
+        names_by_shard.setdefault(shard, set()).add(name)
+    absent = tuple(shard for shard in sorted(names_by_shard) if not (index.parent / shard).exists())
     if absent:
         raise damaged(
             index, f"it lists {_shorten(absent)}, which does not exist", "download the missing shards"
@@ -320,10 +320,10 @@ def _open_shards(index: Path) -> WeightFiles:
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
     versions: dict[Path, FileVersion] = {}
-    for shard in sorted(named):
+    for shard in sorted(names_by_shard):
         file = index.parent / shard
         header = _Header.read(file)
-        _check_shard(file, header.tensors.keys(), named[shard], weight_map)
+        _check_shard(file, header.tensors.keys(), names_by_shard[shard], weight_map)
         tensors |= header.tensors
         metadata = header.metadata | metadata
         versions[file] = header.version
@@ -338,8 +338,8 @@ def _weight_map(index: dict[str, Any]) -> dict[str, str]:
     weight_map = strings(index, "weight_map")
     for name, shard in weight_map.items():
         if not shard.endswith(".safetensors") or any(mark in shard for mark in "/\\\0"):
-            where = f"{short.repr(name)} in {short.repr(shard)}"
-            raise FormatError(f"it puts {where}, which is not a .safetensors file in its directory")
+            location = f"{short.repr(name)} in {short.repr(shard)}"
+            raise FormatError(f"it puts {location}, which is not a .safetensors file in its directory")
     return weight_map
 
 
@@ -347,17 +347,17 @@ def _check_shard(
     file: Path, stored: Collection[str], promised: Collection[str], weight_map: Mapping[str, str]
 ) -> None:
     """Raises WeightsError unless the shard has exactly the tensors that the index lists for it."""
-    both = "index and shards belong to different saves: download all of them again"
-    lacking = tuple(sorted(set(promised) - set(stored)))
-    if lacking:
-        raise damaged(file, f"it lacks {_shorten(lacking)}, which the index lists for it", both)
-    elsewhere = tuple(sorted(set(stored) - set(promised)))
-    twice = tuple(name for name in elsewhere if name in weight_map)
-    if twice:
-        other = short.repr(weight_map[twice[0]])
-        raise damaged(file, f"it has {_shorten(twice)}, which the index lists for {other}", both)
-    if elsewhere:
-        raise damaged(file, f"it has {_shorten(elsewhere)}, which the index does not list", both)
+    remedy = "index and shards belong to different saves: download all of them again"
+    missing = tuple(sorted(set(promised) - set(stored)))
+    if missing:
+        raise damaged(file, f"it lacks {_shorten(missing)}, which the index lists for it", remedy)
+    unexpected = tuple(sorted(set(stored) - set(promised)))
+    misplaced = tuple(name for name in unexpected if name in weight_map)
+    if misplaced:
+        shard = short.repr(weight_map[misplaced[0]])
+        raise damaged(file, f"it has {_shorten(misplaced)}, which the index lists for {shard}", remedy)
+    if unexpected:
+        raise damaged(file, f"it has {_shorten(unexpected)}, which the index does not list", remedy)
 
 
 def _shorten(names: tuple[str, ...]) -> str:

@@ -64,23 +64,23 @@ class SumsSource:
         self._end = end
         self._fd = -1
 
-    def read(self, at: int, nbytes: int) -> bytes:
+    def read(self, offset: int, nbytes: int) -> bytes:
         """Reads ``nbytes``, or fewer at the end of the file. Raises OSError; CheckpointError if a page is damaged."""
         if self._fd < 0:
             self._fd = open_alone(self._path, os.O_RDONLY | os.O_NONBLOCK)
             weakref.finalize(self, close_alone, self._fd)
         if self._own is None:
-            return os.pread(self._fd, nbytes, at)
-        page = at // PAGE
+            return os.pread(self._fd, nbytes, offset)
+        page = offset // PAGE
         begin = page * PAGE
-        content = os.pread(self._fd, min(round_up(at + nbytes), self._end) - begin, begin)
-        found = sums_of_bytes(content)
-        differ = np.flatnonzero(found != self._own[page : page + found.size])
+        content = os.pread(self._fd, min(round_up(offset + nbytes), self._end) - begin, begin)
+        sums = sums_of_bytes(content)
+        differ = np.flatnonzero(sums != self._own[page : page + sums.size])
         if differ.size:
             raise CheckpointError(
                 f"{self._path}: CRC32C mismatch in page {page + int(differ[0])}; load an earlier checkpoint"
             )
-        return content[at - begin : at - begin + nbytes]
+        return content[offset - begin : offset - begin + nbytes]
 
 
 class PageSums:

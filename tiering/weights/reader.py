@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _Place = tuple[StoredTensor, int]
 """A tensor and a byte offset in it."""
 
-Wanted = StoredTensor | tuple[StoredTensor, int, int]
+Request = StoredTensor | tuple[StoredTensor, int, int]
 """An expected read: a tensor, or its elements [first, end)."""
 
 
@@ -126,7 +126,7 @@ class WeightReader:
     Raises WeightsError if a file cannot be read, or has changed since its header was read.
     """
 
-    def __init__(self, files: WeightFiles, io: IoConfig, order: Iterable[Wanted] = ()) -> None:
+    def __init__(self, files: WeightFiles, io: IoConfig, order: Iterable[Request] = ()) -> None:
         # A range may start in the middle of a page.
         room = WINDOW_BYTES + PAGE
         if files.sums:
@@ -217,18 +217,18 @@ class WeightReader:
             window.wait()
         except SwapError as error:
             self._drop_until(None)
-            raise _unread(error) from error
+            raise _read_error(error) from error
         self._check_version(tensor.file, self._open[tensor.file][0])
         return window
 
     def _read_ahead(self, place: _Place | None, end: int, sequential: bool) -> None:
         """Starts to fill idle windows, from the end of the last window or from ``place``."""
-        wanted = place[0] if place else None
+        tensor_in_use = place[0] if place else None
         if self._filling:
             place = self._after(self._filling[-1].tensor, self._filling[-1].end)
         while self._idle and place is not None:
             tensor, start = place
-            limit = end if tensor == wanted else 0
+            limit = end if tensor == tensor_in_use else 0
             if sequential:
                 limit = max(limit, self._end_of(tensor))
             if start >= limit:
@@ -280,8 +280,8 @@ class WeightReader:
             )
 
 
-def _in_bytes(wanted: Wanted) -> tuple[StoredTensor, int, int]:
-    tensor, first, end = (wanted, 0, wanted.numel) if isinstance(wanted, StoredTensor) else wanted
+def _in_bytes(request: Request) -> tuple[StoredTensor, int, int]:
+    tensor, first, end = (request, 0, request.numel) if isinstance(request, StoredTensor) else request
     return tensor, first * tensor.itemsize, end * tensor.itemsize
 
 
@@ -313,10 +313,10 @@ def _open_direct(path: Path) -> int:
     return fd
 
 
-def _unread(error: SwapError) -> WeightsError:
+def _read_error(error: SwapError) -> WeightsError:
     code = error.errno or errno.EIO
     remedy = "see dmesg"
     if code == errno.ENODATA:
         remedy = "it was truncated, or the disk is bad: see dmesg, and download it again"
-    what = f"reading {shorten(error.names)} at byte {error.offset} failed: {errno_text(code)}"
-    return damaged(Path(error.filename), what, remedy)
+    problem = f"reading {shorten(error.names)} at byte {error.offset} failed: {errno_text(code)}"
+    return damaged(Path(error.filename), problem, remedy)

@@ -90,12 +90,12 @@ def _laid_out(
     own: str, pages: Mapping[str, int], metadata: Mapping[str, str]
 ) -> tuple[list[TensorSpec], bytes]:
     """The tensors and the header of a file with the checksums of ``pages`` and, under the name ``own``, of itself."""
-    others = [TensorSpec(name, "U32", (count,)) for name, count in pages.items()]
-    nbytes = sum(tensor.nbytes for tensor in others)
+    tensors_of_files = [TensorSpec(name, "U32", (count,)) for name, count in pages.items()]
+    nbytes = sum(tensor.nbytes for tensor in tensors_of_files)
     count = 0
     # The header has checksums too, and its length depends on their number: repeat until both agree.
     while True:
-        tensors = [*others, TensorSpec(own, "U32", (count,))]
+        tensors = [*tensors_of_files, TensorSpec(own, "U32", (count,))]
         header = header_of(tensors, metadata)
         needed = round_up(len(header) + nbytes) // PAGE
         if needed <= count:

@@ -53,11 +53,15 @@ class TensorSpec:
 def header_of(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """The header of a file with ``tensors`` in order, padded to whole pages."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
+    offset = 0
     for tensor in tensors:
-        end = at + tensor.nbytes
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
+        end = offset + tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (round_up(8 + len(text)) - 8 - len(text))
     return len(text).to_bytes(8, "little") + text
@@ -140,17 +144,17 @@ class TensorFileWriter:
         source = np.frombuffer(content, dtype=np.uint8)
         if self._at + self._filled + source.size > self.nbytes:
             raise ValueError(f"{self.path} must have {self.nbytes} bytes, but more were appended")
-        taken = 0
-        while taken < source.size:
+        copied = 0
+        while copied < source.size:
             if self._window is None:
                 with naming(self.path, self.nbytes):
                     self._window = self._output.windows.lease(WINDOW, "window", alone=True)
                 self._filled = 0
-            count = min(source.size - taken, WINDOW - self._filled)
+            count = min(source.size - copied, WINDOW - self._filled)
             into = np.frombuffer(self._window.view, dtype=np.uint8)
-            into[self._filled : self._filled + count] = source[taken : taken + count]
+            into[self._filled : self._filled + count] = source[copied : copied + count]
             self._filled += count
-            taken += count
+            copied += count
             if self._filled == WINDOW:
                 self._send()
 

@@ -84,15 +84,15 @@ class WeightWriter:
 
     def append(self, content: bytes | bytearray | memoryview | np.ndarray) -> None:
         """Appends the next bytes of the tensors, in their order."""
-        rest = np.frombuffer(content, dtype=np.uint8)
-        while rest.size:
+        remaining = np.frombuffer(content, dtype=np.uint8)
+        while remaining.size:
             while not self._left:
                 self._next_shard()
-            taken = rest[: self._left]
+            piece = remaining[: self._left]
             assert self._writer is not None
-            self._writer.append(taken)
-            self._left -= taken.size
-            rest = rest[taken.size :]
+            self._writer.append(piece)
+            self._left -= piece.size
+            remaining = remaining[piece.size :]
 
     def finish(self) -> None:
         """Moves the complete files to the directory, after all bytes were appended."""
@@ -160,10 +160,10 @@ class WeightWriter:
         (self.folder / self.files[-1]).write_text(json.dumps(index, indent=2) + "\n")
 
     def _publish(self) -> None:
-        others = sorted(path.name for path in self.folder.iterdir() if path.name not in self.files)
+        further_files = sorted(path.name for path in self.folder.iterdir() if path.name not in self.files)
         *shards, first = self.files
         # Shards were fsynced when they were closed.
-        for name in (*others, first) if shards else others:
+        for name in (*further_files, first) if shards else further_files:
             fsync(self.folder / name)
         self._moving = True
         # Remove an older index first, which would refer to shards of two sets of weights.
@@ -171,13 +171,13 @@ class WeightWriter:
             for name in {first, self._stem + SUFFIX}:
                 (self._directory / name).unlink(missing_ok=True)
             fsync(self._directory)
-        for name in (*others, *shards):
+        for name in (*further_files, *shards):
             (self.folder / name).replace(self._directory / name)
         fsync(self._directory)
         (self.folder / first).replace(self._directory / first)
-        ours = re.compile(re.escape(self._stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+        own_names = re.compile(re.escape(self._stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
         for path in self._directory.iterdir():
-            if ours.fullmatch(path.name) and path.name not in self.files:
+            if own_names.fullmatch(path.name) and path.name not in self.files:
                 path.unlink()
         self.folder.rmdir()
         self._moving = False
@@ -186,25 +186,25 @@ class WeightWriter:
 
     def _unwritten(self, error: OSError) -> CheckpointError:
         code = error.errno or errno.EIO
-        begun = ""
+        advice = ""
         if self._moving:
-            begun = (
+            advice = (
                 f"; all files are complete: move the remaining files from {self.folder} to {self._directory}"
             )
         return CheckpointError(
             f"{self._directory} cannot be written: {errno_text(code)} ({error.filename or self.folder});"
-            f" {remedy(code)}{begun}"
+            f" {remedy(code)}{advice}"
         )
 
 
 def _shards(tensors: Sequence[TensorSpec], max_shard_bytes: int | None) -> list[list[TensorSpec]]:
     """``tensors`` divided into shards of at most ``max_shard_bytes``, or of one longer tensor."""
     shards: list[list[TensorSpec]] = [[]]
-    held = 0
+    nbytes = 0
     for tensor in tensors:
-        if max_shard_bytes is not None and shards[-1] and held + tensor.nbytes > max_shard_bytes:
+        if max_shard_bytes is not None and shards[-1] and nbytes + tensor.nbytes > max_shard_bytes:
             shards.append([])
-            held = 0
+            nbytes = 0
         shards[-1].append(tensor)
-        held += tensor.nbytes
+        nbytes += tensor.nbytes
     return shards

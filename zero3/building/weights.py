@@ -19,7 +19,7 @@ from tiering.config.training import IoConfig
 from tiering.errors import EngineStateError, WeightsError
 from tiering.text import counted
 from tiering.weights.files import StoredTensor, WeightFiles, same_bytes
-from tiering.weights.reader import Wanted, WeightReader
+from tiering.weights.reader import Request, WeightReader
 from zero3.building.model_names import ModelNames
 from zero3.building.weight_names import Partners, Values, pair
 
@@ -57,7 +57,7 @@ class OpenFiles:
     reader: WeightReader | None = None
 
     @contextmanager
-    def reading(self, files: WeightFiles, io: IoConfig, order: Iterable[Wanted]) -> Iterator[None]:
+    def reading(self, files: WeightFiles, io: IoConfig, order: Iterable[Request]) -> Iterator[None]:
         """Open ``files``. Reads are fastest in ``order``, and from the first elements of each tensor on."""
         with WeightReader(files, io, order) as self.reader:
             try:

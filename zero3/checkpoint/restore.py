@@ -19,7 +19,7 @@ from tiering.checkpoint.reader import Checkpoint, RankFiles, reading_checkpoint
 from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, WeightsError
 from tiering.weights.files import StoredTensor, WeightFiles
-from tiering.weights.reader import Wanted
+from tiering.weights.reader import Request
 from zero3.building.fill import FirstValues
 from zero3.building.weights import STORED_NAMES, FileSource, OpenFiles, match
 from zero3.checkpoint.run_state import RankState
@@ -128,7 +128,7 @@ class Restore:
         opening: ExitStack,
         files: WeightFiles,
         opened: OpenFiles,
-        order: Sequence[Wanted],
+        order: Sequence[Request],
         others: AbstractSet[Path] = frozenset(),
     ) -> None:
         opening.enter_context(opened.reading(files, self._io, order))
@@ -271,9 +271,9 @@ def _first(names: Sequence[str]) -> str:
 
 def _order(
     groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FileSource], *, states: bool = False
-) -> list[Wanted]:
+) -> list[Request]:
     """What this rank reads of which parts, in its order: of parameters what it keeps, of ``states`` what it steps."""
-    order: list[Wanted] = []
+    order: list[Request] = []
     for group in groups:
         layout = group.shard if states or group.sharded else group.layout
         kept: dict[int, Piece] = {piece.index: piece for piece in layout.pieces}

@@ -23,7 +23,7 @@ from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE
 from tiering.weights import reader as weight_reader
 from tiering.weights.files import StoredTensor, WeightFiles, open_weights
-from tiering.weights.reader import Wanted, WeightReader
+from tiering.weights.reader import Request, WeightReader
 
 SHAPES = {
     "a": ("U8", 70_001),
@@ -64,7 +64,7 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WeightR
         *faults: Fault,
         engine: str = "threads",
         block_size: int = PAGE,
-        order: Iterable[Wanted] = (),
+        order: Iterable[Request] = (),
     ) -> WeightReader:
         faulty = functools.partial(AioContext, fault=FaultPlan(faults))
         monkeypatch.setattr(weight_reader, "AioContext", faulty if faults else AioContext)

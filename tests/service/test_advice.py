@@ -87,7 +87,7 @@ PLAN = PlanStatus(
 )
 HOST = TierStatus("host", 4 * GIB, 20 * GIB, 4 * GIB, 4 * GIB, available=10 * GIB)
 DISK = TierStatus("nvme", 99 * GIB, 100 * GIB, 2 * GIB, 2 * GIB, available=50 * GIB)
-SAID = Snapshot(
+BASE = Snapshot(
     "gpt",
     0,
     1,
@@ -102,27 +102,27 @@ SAID = Snapshot(
 DESCRIBED = Description("cpu", plan=PLAN)
 
 
-def rank(said: Snapshot = SAID, described: Description | None = DESCRIBED, **more: Any) -> RankView:
-    return replace(RankView(said.rank, "live", "", 0.1, said, described), **more)
+def rank(figures: Snapshot = BASE, described: Description | None = DESCRIBED, **more: Any) -> RankView:
+    return replace(RankView(figures.rank, "live", "", 0.1, figures, described), **more)
 
 
 def of(*ranks: RankView) -> list[Advice]:
     return advise(RunView("gpt-1", "gpt", ranks))
 
 
-def said(**changes: Any) -> list[RankView]:
-    return [rank(replace(SAID, **changes))]
+def live(**changes: Any) -> list[RankView]:
+    return [rank(replace(BASE, **changes))]
 
 
 def two(**changes: Any) -> list[RankView]:
     """Rank 1 differs."""
-    both = replace(SAID, world_size=2, local_world_size=2)
+    both = replace(BASE, world_size=2, local_world_size=2)
     return [rank(both), rank(replace(both, rank=1, **changes))]
 
 
 def each(**changes: Any) -> list[RankView]:
     """Both ranks alike."""
-    both = replace(SAID, **{"world_size": 2, "local_world_size": 2, **changes})
+    both = replace(BASE, **{"world_size": 2, "local_world_size": 2, **changes})
     return [rank(both), rank(replace(both, rank=1))]
 
 
@@ -145,7 +145,7 @@ def planned_as(host: int, budget: int) -> list[RankView]:
 def slow_of_two(rate: float) -> list[RankView]:
     slow = DirectionStatus(8 * GB, 1000, average_bytes_per_second=rate)
     second = path("/b", slow, measured_bytes_per_second=2 * GB)
-    return said(io=[path("/a", measured_bytes_per_second=2 * GB), replace(second, written=slow)])
+    return live(io=[path("/a", measured_bytes_per_second=2 * GB), replace(second, written=slow)])
 
 
 def on_gpu(
@@ -168,7 +168,7 @@ def on_gpu(
     link = LinkStatus(
         CopyStatus(average_bytes_per_second=h2d), CopyStatus(average_bytes_per_second=d2h), measured
     )
-    both = replace(SAID, io=[], tiers=[device, HOST], link=link, steps=copied, local_world_size=ranks)
+    both = replace(BASE, io=[], tiers=[device, HOST], link=link, steps=copied, local_world_size=ranks)
     both = replace(both, phase_seconds={"step": 1.2}, stalls_by_phase={"step": {"any": 1.2 - 3 * updating}})
     described = replace(DESCRIBED, plan=plan)
     return [rank(replace(both, rank=number, world_size=ranks), described) for number in range(ranks)]
@@ -181,11 +181,11 @@ waiting = {"stall": 0.4, "gather": 0.3, "agreement": 0.1}
 
 # code, whether it is an error, a run that has it, its neighbour without, and what it says
 CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
-    ("nvme-bound", said(steps=steps(*[2.0] * 3, **bound)), said(steps=steps(*[2.0] * 2, **bound)), "writes: 71 %"),
-    ("nvme-bound", said(steps=steps(*[2.0] * 3, **bound)), said(steps=steps(*[2.0] * 3, stall=0.1)), "state 60 %"),
-    ("nvme-bound", said(steps=steps(*[1.0] * 3, 9.0, **bound)), said(), "71 % of its 3.0 s is stall"),
+    ("nvme-bound", live(steps=steps(*[2.0] * 3, **bound)), live(steps=steps(*[2.0] * 2, **bound)), "writes: 71 %"),
+    ("nvme-bound", live(steps=steps(*[2.0] * 3, **bound)), live(steps=steps(*[2.0] * 3, stall=0.1)), "state 60 %"),
+    ("nvme-bound", live(steps=steps(*[1.0] * 3, 9.0, **bound)), live(), "71 % of its 3.0 s is stall"),
     ("link-bound", on_gpu(**copying), on_gpu(stall=0.6, gather=0.6), "bound by copies to the device: 57 % of its"),
-    ("link-bound", on_gpu(**copying), said(steps=steps(*[1.0] * 3, **copying)), "(copies of parameters 55 %)"),
+    ("link-bound", on_gpu(**copying), live(steps=steps(*[1.0] * 3, **copying)), "(copies of parameters 55 %)"),
     ("link-bound", on_gpu(h2d=24e9, **copying), on_gpu(stall=0.1), "2.0 GB from it at 10.0 GB/s, 20 %"),
     ("link-bound", on_gpu(stall=0.3, gradients=0.3), on_gpu(stall=0.15, gradients=0.15), "the step waits for copies"),
     ("update-bound", on_gpu(updating=0.31), on_gpu(updating=0.29), "31 % of the step is the update"),
@@ -194,52 +194,52 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
     ("network-bound", each(steps=steps(*[1.0] * 11, **waiting), world_size=4), each(), "40 % of the step"),
     ("network-bound", each(steps=steps(*[1.0] * 11, stall=1.0, gather=1.0)), two(), "100 % of the step"),
     ("straggler", two(steps=steps(*[1.3] * 11)), two(steps=steps(*[1.1] * 11)), "rank 1 is busy for 1.3 s"),
-    ("slower-now", said(steps=steps(*[1.0] * 8, *[1.7] * 3)), said(steps=steps(*[1.0] * 9, *[2.7] * 2)), "1.7 s"),
-    ("slower-now", said(steps=steps(*[0.3] * 20, *[0.5] * 11)), said(steps=steps(*[0.3] * 20, *[0.5] * 9)), "10 steps"),
+    ("slower-now", live(steps=steps(*[1.0] * 8, *[1.7] * 3)), live(steps=steps(*[1.0] * 9, *[2.7] * 2)), "1.7 s"),
+    ("slower-now", live(steps=steps(*[0.3] * 20, *[0.5] * 11)), live(steps=steps(*[0.3] * 20, *[0.5] * 9)), "10 steps"),
     (
         "program-bound",
-        said(steps=[replace(one, update=0.0) for one in SAID.steps]),
-        said(steps=[replace(one, update=0.2) for one in SAID.steps]),
+        live(steps=[replace(one, update=0.0) for one in BASE.steps]),
+        live(steps=[replace(one, update=0.2) for one in BASE.steps]),
         "40 % of the step is outside",
     ),
-    ("io-errors", said(**read(errors=2, errors_by_errno={"EIO": 2})), said(**read()), "2 reads of /nvme failed"),
-    ("io-errors", said(**read(errors=1)), said(**read()), "another error"),
-    ("io-retries", said(**read(retries=20)), said(**read(retries=19)), "20 retries"),
+    ("io-errors", live(**read(errors=2, errors_by_errno={"EIO": 2})), live(**read()), "2 reads of /nvme failed"),
+    ("io-errors", live(**read(errors=1)), live(**read()), "another error"),
+    ("io-retries", live(**read(retries=20)), live(**read(retries=19)), "20 retries"),
     ("io-slow-path", slow_of_two(1.1e9), slow_of_two(1.3e9), "/b reaches 1.1 GB/s"),
-    ("io-buffered", said(io=[replace(path(), direct=False)]), said(), "/nvme is not opened with O_DIRECT"),
+    ("io-buffered", live(io=[replace(path(), direct=False)]), live(), "/nvme is not opened with O_DIRECT"),
     (
         "io-passed-over",
-        said(io_engine=IoEngineStatus("libaio", passed_over={"io_uring": "EPERM"})),
-        said(io_engine=IoEngineStatus("io_uring")),
+        live(io_engine=IoEngineStatus("libaio", passed_over={"io_uring": "EPERM"})),
+        live(io_engine=IoEngineStatus("io_uring")),
         "io_uring is not in use: EPERM",
     ),
-    ("budget-exceeded", said(tiers=[replace(HOST, peak=4 * GIB + 1)]), said(tiers=[HOST]), "above its budget"),
+    ("budget-exceeded", live(tiers=[replace(HOST, peak=4 * GIB + 1)]), live(tiers=[HOST]), "above its budget"),
     (
         "nvme-nearly-full",
-        said(tiers=[replace(DISK, available=4 * GIB)]),
-        said(tiers=[replace(DISK, available=5 * GIB)]),
+        live(tiers=[replace(DISK, available=4 * GIB)]),
+        live(tiers=[replace(DISK, available=5 * GIB)]),
         "4.0 GiB are free",
     ),
     (
         "host-memory-low",
-        said(tiers=[replace(HOST, available=GIB // 2)]),
-        said(tiers=[replace(HOST, available=GIB)]),
+        live(tiers=[replace(HOST, available=GIB // 2)]),
+        live(tiers=[replace(HOST, available=GIB)]),
         "512 MiB of 20.0 GiB",
     ),
     ("budget-unused", planned_as(GIB, 3 * GIB), planned_as(2 * GIB, 3 * GIB), "does not use 2.0 GiB"),
-    ("loss-not-finite", said(loss=math.nan), said(loss=1e30), "the loss is NaN"),
-    ("loss-not-finite", said(loss=-math.inf), said(loss=None), "the loss is infinite"),
-    ("steps-skipped", said(step=100, skipped_steps=17), said(step=100, skipped_steps=16), "17 of 100"),
-    ("training-broken", said(broken="rank 3 is lost"), said(), "rank 3 is lost"),
-    ("stuck", [rank(replace(SAID, phase="step", phase_since=1000.0), published_at=1060.0)],
-     [rank(replace(SAID, phase="step", phase_since=1000.0), published_at=1059.0)], "step has taken 60.0 s"),
-    ("stuck", [rank(replace(SAID, steps=[], phase="forward", phase_since=1000.0), published_at=1600.0)],
-     [rank(replace(SAID, steps=[], phase="forward", phase_since=1000.0), published_at=1599.0)], "forward has taken 10"),
-    ("stuck", [rank(replace(SAID, phase="idle", phase_since=1000.0), published_at=1600.0)],
-     [rank(replace(SAID, phase="idle", phase_since=1000.0), published_at=1599.0)], "idle has taken 10 min"),
-    ("stuck", [rank(replace(SAID, phase="idle", phase_since=1.0, checkpoint=CheckpointStatus(True)), published_at=9e3)],
+    ("loss-not-finite", live(loss=math.nan), live(loss=1e30), "the loss is NaN"),
+    ("loss-not-finite", live(loss=-math.inf), live(loss=None), "the loss is infinite"),
+    ("steps-skipped", live(step=100, skipped_steps=17), live(step=100, skipped_steps=16), "17 of 100"),
+    ("training-broken", live(broken="rank 3 is lost"), live(), "rank 3 is lost"),
+    ("stuck", [rank(replace(BASE, phase="step", phase_since=1000.0), published_at=1060.0)],
+     [rank(replace(BASE, phase="step", phase_since=1000.0), published_at=1059.0)], "step has taken 60.0 s"),
+    ("stuck", [rank(replace(BASE, steps=[], phase="forward", phase_since=1000.0), published_at=1600.0)],
+     [rank(replace(BASE, steps=[], phase="forward", phase_since=1000.0), published_at=1599.0)], "forward has taken 10"),
+    ("stuck", [rank(replace(BASE, phase="idle", phase_since=1000.0), published_at=1600.0)],
+     [rank(replace(BASE, phase="idle", phase_since=1000.0), published_at=1599.0)], "idle has taken 10 min"),
+    ("stuck", [rank(replace(BASE, phase="idle", phase_since=1.0, checkpoint=CheckpointStatus(True)), published_at=9e3)],
      [rank()], "a checkpoint is being saved"),
-    ("checkpoint-failed", said(checkpoint=CheckpointStatus(error="EIO")), said(checkpoint=CheckpointStatus()), "EIO"),
+    ("checkpoint-failed", live(checkpoint=CheckpointStatus(error="EIO")), live(checkpoint=CheckpointStatus()), "EIO"),
     ("config-without-effect", configured(without_effect=["a.b"]), configured(), "a.b"),
     ("config-deprecated", configured(deprecated=["a", "b", "c", "d"]), configured(), "are deprecated: a, b, c,"),
     ("rank-silent", [rank(state="silent", heartbeat_age=14.0), *two()[1:]], two(), "not published for 14.0 s"),
@@ -272,7 +272,7 @@ def test_it_fires_on_what_has_it_and_not_on_its_neighbour(
 
 def test_the_gravest_comes_first_and_what_ranks_say_alike_is_said_once() -> None:
     engine = IoEngineStatus("threads", passed_over={"io_uring": "EPERM"})
-    both = replace(SAID, world_size=2, local_world_size=2, io_engine=engine, loss=math.nan)
+    both = replace(BASE, world_size=2, local_world_size=2, io_engine=engine, loss=math.nan)
     found = of(
         rank(replace(both, io=[path("/a"), replace(path(), direct=False)])),
         rank(replace(both, rank=1)),
@@ -298,7 +298,7 @@ def test_the_remedy_for_slower_steps_and_stragglers_is_of_their_reason(
     changed: dict[str, Any], why: str
 ) -> None:
     slow = [replace(one, **changed) for one in steps(*[2.0] * 3)]
-    (found,) = [one for one in of(*said(steps=[*SAID.steps[:8], *slow])) if one.code == "slower-now"]
+    (found,) = [one for one in of(*live(steps=[*BASE.steps[:8], *slow])) if one.code == "slower-now"]
     assert why in found.remedy
     if why != "other ranks":
         told = of(*two(steps=[replace(one, **changed) for one in steps(*[2.0] * 11)]))
@@ -317,7 +317,7 @@ def remedy(
     )
     plan = replace(PLAN, moved_by_format=formats or {}, host_without_nvme=needed)
     described = replace(DESCRIBED, configuration=configuration, plan=plan)
-    waits = replace(SAID, tiers=[host, DISK], steps=steps(*[2.0] * 3, **bound))
+    waits = replace(BASE, tiers=[host, DISK], steps=steps(*[2.0] * 3, **bound))
     (found,) = of(rank(waits, described))
     return found.remedy
 
@@ -369,7 +369,7 @@ def test_the_remedy_for_nvme_is_the_memory_that_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("formats", "said"),
+    ("formats", "text"),
     [
         ({"fp32": 4 * GIB, "split": 3 * GIB, "bf16": 3 * GIB, "split+bf16": 2 * GIB},
          'tiering.state "split" saves 1.1 GB a step or tiering.state "split+bf16" saves 2.1 GB a step (mo'),
@@ -379,9 +379,9 @@ def test_the_remedy_for_nvme_is_the_memory_that_is_there() -> None:
     ],
 )  # fmt: skip
 def test_where_memory_lacks_the_remedy_tells_what_another_format_saves(
-    formats: dict[str, int], said: str
+    formats: dict[str, int], text: str
 ) -> None:
-    assert said in remedy(GIB, formats=formats)
+    assert text in remedy(GIB, formats=formats)
 
 
 @settings(max_examples=40, deadline=None)
@@ -416,7 +416,7 @@ def test_what_a_part_saves_is_what_a_plan_then_saves(free: int) -> None:
 
 def step_shown(home: Path) -> int:
     (run,) = Watch(home / "run").view().runs
-    return max(said.step for said in run.snapshots)
+    return max(snapshot.step for snapshot in run.snapshots)
 
 
 def train(home: Path, host_budget: str, width: int, count: int) -> tuple[RankView, Callable[[], None]]:
@@ -461,7 +461,7 @@ def test_an_engine_with_the_named_budget_has_nothing_on_nvme(
     shown, end = train(tmp_path, "3MiB", 128, 1)
     end()
     assert shown.snapshot is not None and on_nvme(shown) > 3 * MIB
-    # How long such a small model waits is the disk's mood: here it is said to be most of the step.
+    # How long such a small model waits is the disk's mood: here most of the step is declared as stall.
     waits = replace(shown, snapshot=replace(shown.snapshot, steps=steps(*[2.0] * 3, **bound)))
     budget = named_budget(waits)
     assert parse_size(budget) < 3 * on_nvme(shown)

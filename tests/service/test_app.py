@@ -31,8 +31,8 @@ from .conftest import Publish
 from .processes import until
 
 (EXAMPLE,) = examples.example().runs[0].ranks
-SAID = EXAMPLE.snapshot
-assert SAID is not None
+SNAPSHOT = EXAMPLE.snapshot
+assert SNAPSHOT is not None
 OF_THE_MOMENT = {"taken_at", "heartbeat_age", "directory", "latest", "ended"}
 
 
@@ -46,7 +46,7 @@ def client(directory: Path) -> Iterator[TestClient]:
 
 @pytest.fixture
 def writer(directory: Path, publishing: Publish) -> StatusWriter:
-    return publishing(directory, SAID, EXAMPLE.description)
+    return publishing(directory, SNAPSHOT, EXAMPLE.description)
 
 
 def get(client: TestClient, path: str) -> Any:
@@ -80,7 +80,7 @@ def test_the_answers_about_a_page_are_the_examples_of_the_schema(client: TestCli
     """The examples are made of the View that this page shows: every field of the page comes through every endpoint."""
     for path, expected in examples.example_responses().items():
         if path not in ("/v1/history", "/healthz"):
-            answer = client.get(path.replace("{run_id}", SAID.run_id))
+            answer = client.get(path.replace("{run_id}", SNAPSHOT.run_id))
             assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
             assert lasting(answer.json()) == lasting(expected.model_dump(mode="json")), path
     health = client.get("/healthz").json()
@@ -95,10 +95,10 @@ def test_the_answers_are_what_the_page_says() -> None:
     answers = examples.example_responses()
     status = answers["/v1/status"].runs[0]
     for answer in (status.ranks[0], *(answers[f"/v1/{noun}"].runs[0].ranks[0] for noun in NOUNS)):
-        said = {**vars(SAID), **vars(EXAMPLE.description)}
-        shared = said.keys() & type(answer).model_fields.keys()
+        fields = {**vars(SNAPSHOT), **vars(EXAMPLE.description)}
+        shared = fields.keys() & type(answer).model_fields.keys()
         assert len(shared) > 1
-        assert {name: getattr(answer, name) for name in shared} == {name: said[name] for name in shared}
+        assert {name: getattr(answer, name) for name in shared} == {name: fields[name] for name in shared}
     of_status = {
         "rank",
         "steps",
@@ -120,7 +120,7 @@ def test_the_answers_are_what_the_page_says() -> None:
     documented = re.findall(
         "`([a-z ]+)`", Path("docs/design/architecture.md").read_text().split("## Stall causes")[1]
     )
-    assert {*SAID.stalls, *SAID.steps[0].stalls} <= {*documented}, "causes that no engine tells"
+    assert {*SNAPSHOT.stalls, *SNAPSHOT.steps[0].stalls} <= {*documented}, "causes that no engine tells"
     gib = 1 << 30
     assert [
         (it.name, it.planned // gib, it.found // gib) for it in answers["/v1/plan"].runs[0].ranks[0].compared
@@ -163,7 +163,7 @@ UNDERSTOOD = {"rank", "state", "ready", "name", "version"}
 def test_what_is_not_here_or_not_understood_is_refused_in_words(client: TestClient) -> None:
     for path, status, told in (
         ("/v1/runs/nothing", 404, "/v1/runs lists the runs that have one"),
-        (f"/v1/runs/{SAID.run_name}", 404, f"use an id: {SAID.run_id}"),
+        (f"/v1/runs/{SNAPSHOT.run_name}", 404, f"use an id: {SNAPSHOT.run_id}"),
         ("/v1/tiers?run=nothing", 404, "no run with this id"),
         ("/v1/steps?rank=7", 404, "rank 7 has no status file"),
         ("/v1/history?run=nothing", 404, "no run with this id"),
@@ -176,7 +176,7 @@ def test_what_is_not_here_or_not_understood_is_refused_in_words(client: TestClie
         ("/v1/status?rank=99", 422, "rank: unknown parameter; /v1/status takes run"),
         ("/v1/steps?run=nothing&rnak=1", 422, "rnak: unknown parameter; /v1/steps takes run, rank"),
         ("/v1/runs?run=nothing", 422, "run: unknown parameter; /v1/runs takes none"),
-        (f"/v1/runs/{SAID.run_id}?rank=", 422, "rank: unknown parameter; /v1/runs/{run_id} takes none"),
+        (f"/v1/runs/{SNAPSHOT.run_id}?rank=", 422, "rank: unknown parameter; /v1/runs/{run_id} takes none"),
         ("/v1/events?RUN=nothing", 422, "RUN: unknown parameter; /v1/events takes run, interval"),
         ("/v1/plan?%ff%0a=1", 422, "unknown parameter; /v1/plan takes run, rank"),
         (f"/v1/tiers?{'x' * 1500}", 422, "xxx: unknown parameter; /v1/tiers takes run, rank"),
@@ -195,7 +195,9 @@ def test_filters_leave_the_run_and_rank_that_are_asked_for(
 ) -> None:
     for run_id in ("a-1", "b-1"):
         for rank in (1, 0):
-            publishing(directory, replace(SAID, run_name="x", run_id=run_id, rank=rank, local_world_size=2))
+            publishing(
+                directory, replace(SNAPSHOT, run_name="x", run_id=run_id, rank=rank, local_world_size=2)
+            )
 
     def shown(query: str) -> list[tuple[str, list[int]]]:
         answer = client.get(f"/v1/tiers{query}").json()
@@ -215,7 +217,7 @@ def test_filters_leave_the_run_and_rank_that_are_asked_for(
 def test_a_diverged_loss_is_told_from_a_missing_one(
     client: TestClient, writer: StatusWriter, loss: float | None, shown: str | None
 ) -> None:
-    writer.publish(replace(SAID, loss=loss))
+    writer.publish(replace(SNAPSHOT, loss=loss))
     assert client.get("/v1/status").json()["runs"][0]["ranks"][0]["loss"] == shown
     assert client.get("/v1/runs").json()["runs"][0]["loss"] == shown
 
@@ -227,7 +229,7 @@ def test_damage_is_shown_and_survived(client: TestClient, writer: StatusWriter) 
         (lambda: overwrite(writer.path, 8, 99), "newer-version"),
         (lambda: overwrite(writer.path, 24, 7), "torn"),
     ):
-        writer.publish(SAID)
+        writer.publish(SNAPSHOT)
         assert the_rank(client)["state"] == "live"
         damage()
         rank = the_rank(client)
@@ -254,7 +256,7 @@ def test_a_page_without_a_writer_goes_stale_and_is_swept(
     # A reading that began before is everybody's until it is over.
     until(lambda: [run["state"] for run in get(client, "/v1/runs")["runs"]] == ["ended"])
     rank = the_rank(client)
-    assert (rank["state"], rank["reason"], rank["step"]) == ("stale", "the writer is gone", SAID.step)
+    assert (rank["state"], rank["reason"], rank["step"]) == ("stale", "the writer is gone", SNAPSHOT.step)
     os.utime(writer.path, (time.time() - 31,) * 2)
     with monkeypatch.context() as read_only:
 
@@ -288,7 +290,7 @@ def test_a_lost_directory_is_a_503_with_the_reason_until_it_is_back(
     assert get(client, "/v1/status")["runs"] == []
     directory.rmdir()
     assert get(client, "/v1/status")["runs"] == []
-    publishing(directory, SAID)
+    publishing(directory, SNAPSHOT)
     assert the_rank(client)["state"] == "live"
 
     def no_entry(_: Path) -> Iterator[Path]:
@@ -366,7 +368,7 @@ def test_a_publication_is_one_however_often_it_is_read(directory: Path, writer: 
     watch = Watch(directory, max_age=0)
     assert [watch.view().changes for _ in range(3)] == [1, 1, 1]
     before = time.time()
-    writer.publish(SAID)
+    writer.publish(SNAPSHOT)
     assert (watch.view().changes, watch.view().readings) == (2, 5)
     assert before <= watch.view().runs[0].ranks[0].published_at <= time.time()
 

@@ -53,7 +53,7 @@ def test_an_impossible_address_is_one_clear_line(
     directory: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERD_TOKEN", TOKEN)
-    for host, port, said in (
+    for host, port, message in (
         ("127.0.0.1", "99999", "port 99999: a port must be a number from 0 to 65535"),
         ("127.0.0.1", "-1", "port -1: a port must be a number from 0 to 65535"),
         ("192.0.2.1", "0", "cannot listen on 192.0.2.1 port 0: Cannot assign"),
@@ -61,19 +61,21 @@ def test_an_impossible_address_is_one_clear_line(
         ("", "0", "cannot listen on  port 0: "),
         ("ex" * 40 + ".example", "0", " port 0: "),
     ):
-        assert said in refused("--host", host, "--port", port, "--dir", str(directory))
+        assert message in refused("--host", host, "--port", port, "--dir", str(directory))
 
 
 def test_a_bad_directory_is_one_clear_line(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    for name, said in (
+    for name, message in (
         ("file", "is not a directory"),
         ("open", "is open to others (mode 0777); name a new directory, which is created with mode 0700"),
     ):
         for how in (["--port", "0"], ["--once"]):
-            assert f"run directory {tmp_path / name} {said}" in refused(*how, "--dir", str(tmp_path / name))
+            assert f"run directory {tmp_path / name} {message}" in refused(
+                *how, "--dir", str(tmp_path / name)
+            )
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "::ffff:0.0.0.0", "192.0.2.1", "0"])
@@ -127,7 +129,7 @@ def test_a_token_comes_from_a_file_or_else_the_environment(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--uds x --port 0", "--uds cannot be combined with --host or --port"),
         ("--uds x --host localhost", "--uds cannot be combined with"),
@@ -145,22 +147,22 @@ def test_a_token_comes_from_a_file_or_else_the_environment(tmp_path: Path) -> No
         ("bottom", "invalid choice: 'bottom'"),
     ],
 )
-def test_contradictions_are_told(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictions_are_told(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         service.cli.main(arguments.split())
     assert ended.value.code == 2
     output, errors = capsys.readouterr()
-    assert (output, said in errors) == ("", True), errors
+    assert (output, message in errors) == ("", True), errors
 
 
 def test_it_prints_what_ships_with_it(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, said in (
+    for name, message in (
         ("dashboard", '"panels"'),
         ("alerts", "groups:"),
         ("metrics", "| `tiering_rank_up`"),
     ):
         assert service.cli.main([name]) == 0
-        assert said in capsys.readouterr().out
+        assert message in capsys.readouterr().out
 
 
 def test_looking_once_loads_no_server(tmp_path: Path) -> None:

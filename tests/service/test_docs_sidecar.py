@@ -76,10 +76,10 @@ def test_every_code_of_advice_is_told() -> None:
         for code in row.split("`")[1::2]
     }
     assert told == {case[0] for case in CASES}
-    said = "".join(
+    sources = "".join(
         source.read_text(encoding="utf-8") for source in (ROOT / "service" / "advice").glob("*.py")
     )
-    in_code = set(re.findall(r'(?:error|warning|info)\(\s*"([a-z-]+)"', said))
+    in_code = set(re.findall(r'(?:error|warning|info)\(\s*"([a-z-]+)"', sources))
     assert in_code <= told
     assert len(in_code) > 15
 

@@ -204,8 +204,8 @@ def test_only_the_token_opens_what_holds_data(directory: Path, monkeypatch: pyte
     app = create_app(Watch(directory), access=Access(token=TOKEN.encode(), requests_per_second=1e6))
     client = TestClient(app, base_url=HERE)
 
-    def ask(path: str, *said: str) -> httpx.Response:
-        return client.get(path, headers=[("authorization", one) for one in said])
+    def ask(path: str, *values: str) -> httpx.Response:
+        return client.get(path, headers=[("authorization", value) for value in values])
 
     for path in routes(client):
         data = path not in NO_DATA and not path.startswith("/page/")
@@ -216,9 +216,11 @@ def test_only_the_token_opens_what_holds_data(directory: Path, monkeypatch: pyte
     wrong += [TOKEN[:at] + "~" + TOKEN[at + 1 :] for at in range(len(TOKEN))]
     wrong += [TOKEN + "~", TOKEN * 2, TOKEN.swapcase(), TOKEN + "\0", "Ä" * len(TOKEN), "x" * 4000]
     judged.clear()
-    for said in wrong:
-        refused = client.get("/v1/status", headers={"authorization": b"Bearer " + said.encode("latin-1")})
-        assert refused.status_code == 401, said
+    for credentials in wrong:
+        refused = client.get(
+            "/v1/status", headers={"authorization": b"Bearer " + credentials.encode("latin-1")}
+        )
+        assert refused.status_code == 401, credentials
         assert refused.headers["www-authenticate"] == 'Bearer realm="tierd"'
         assert TOKEN not in refused.text + str(refused.headers)
     assert len(judged) == len(wrong), "none is told apart but in constant time"

@@ -177,11 +177,11 @@ def test_a_header_that_lies_shows_nothing_else_and_costs_nothing(
     writer.publish(numbered(Snapshot, 5))
     with writer.path.open("r+b") as file:
         raw = bytearray(file.read())
-        said = status_module.Header.of(bytes(raw))._asdict()
+        header = status_module.Header.of(bytes(raw))._asdict()
         for name, lie in lies.items():
             small = name in ("version", "header_size", "capacity", "crc", "description_crc")
-            said[name] = lie % (1 << 32 if small else 1 << 64)
-        raw[: status_module.HEADER.size] = status_module.Header(**said).pack()
+            header[name] = lie % (1 << 32 if small else 1 << 64)
+        raw[: status_module.HEADER.size] = status_module.Header(**header).pack()
         for place, change in flips:
             raw[place] ^= change
         file.seek(0)
@@ -199,7 +199,7 @@ def test_a_header_that_lies_shows_nothing_else_and_costs_nothing(
 
     with mock.patch.object(os, "pread", counting):
         reading = the_page(directory).read()
-    assert is_whole(reading, 5) or (reading.state == "live" and said["length"] == 0)
+    assert is_whole(reading, 5) or (reading.state == "live" and header["length"] == 0)
     assert reading.description in (None, numbered(Description, 7))
     assert max(asked) <= MIB
     if alive:
@@ -372,8 +372,8 @@ def test_whatever_pages_say_is_answered(tmp_path: Path, pages: list[tuple[Lies, 
     directory = tmp_path / f"{time.monotonic_ns()}"
     with ExitStack() as forgeries:
         for number, (snapshot, description) in enumerate(pages):
-            said = told(Snapshot, snapshot), told(Description, description)
-            forgeries.enter_context(forged(directory, f"run{number % 3}", *said))
+            records = told(Snapshot, snapshot), told(Description, description)
+            forgeries.enter_context(forged(directory, f"run{number % 3}", *records))
         answers = ask_everything(directory)
     assert sum(len(run["ranks"]) for run in answers["/v1/status"].json()["runs"]) == 8
 

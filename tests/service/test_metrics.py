@@ -65,9 +65,9 @@ def both(view: View) -> Series:
     def of_training(found: Series) -> Series:  # the sidecar's own CPU time moves on
         return {key: value for key, value in found.items() if not key[0].startswith("process_")}
 
-    said = of_training(series(parse_text(text)))
-    assert said == of_training(series(parse_openmetrics(openmetrics)))
-    return said
+    samples = of_training(series(parse_text(text)))
+    assert samples == of_training(series(parse_openmetrics(openmetrics)))
+    return samples
 
 
 def of(found: Series, name: str, /, **labels: str) -> float:
@@ -103,7 +103,7 @@ def test_a_full_view_fills_every_family_and_passes_the_linter() -> None:
 
 
 def test_the_values_are_those_of_the_page() -> None:
-    said = both(FULL)
+    samples = both(FULL)
     run = {"run": "gpt-1a2b3c4d"}
     rank = {**run, "rank": "0"}
     host, read = {**rank, "tier": "host"}, {**rank, "path": "/nvme/swap", "direction": "read"}
@@ -187,20 +187,20 @@ def test_the_values_are_those_of_the_page() -> None:
         ("tiering_plan_step_bytes", {**rank, "direction": "send", "kind": "gradients"}, 20 * MIB),
     ]
     for name, labels, value in expected:
-        assert of(said, name, **labels) == value, name
+        assert of(samples, name, **labels) == value, name
     latency = {f"tiering_swap_latency_seconds_{part}" for part in ("bucket", "count", "sum")}
     advised = {"tiering_run_warnings"}  # which they are is the advice's to say
-    assert names(said) == {name for name, _, _ in expected} | latency | advised
+    assert names(samples) == {name for name, _, _ in expected} | latency | advised
     told = series(parse_text(render(FULL, None, subscribers=3)[0].decode()))
     assert of(told, "tiering_sidecar_subscribers") == 3
 
 
 def test_latencies_are_cumulative_and_nothing_falls_outside() -> None:
     """300 in [2^18, 2^19) ns and 100 in [2^19, 2^20); then 5 below the first bound, and 7 above the last."""
-    said = both(FULL)
+    samples = both(FULL)
 
     def below(direction: str, seconds: str) -> float:
-        return of(said, "tiering_swap_latency_seconds_bucket", rank="0", direction=direction, le=seconds)
+        return of(samples, "tiering_swap_latency_seconds_bucket", rank="0", direction=direction, le=seconds)
 
     assert [below("read", le) for le in ("0.000262144", "0.000524288", "0.001048576", "+Inf")] == [
         0,
@@ -211,15 +211,15 @@ def test_latencies_are_cumulative_and_nothing_falls_outside() -> None:
     assert [below("write", le) for le in ("1.6384e-05", "8.589934592", "+Inf")] == [5, 5, 12]
     for direction, count, total in (("read", 400, 0.25), ("write", 12, 0)):
         labels = {"rank": "0", "direction": direction}
-        assert of(said, "tiering_swap_latency_seconds_count", **labels) == count
-        assert of(said, "tiering_swap_latency_seconds_sum", **labels) == total
+        assert of(samples, "tiering_swap_latency_seconds_count", **labels) == count
+        assert of(samples, "tiering_swap_latency_seconds_sum", **labels) == total
 
 
 def test_of_a_dead_rank_only_that_it_is_down_is_told() -> None:
     dead = replace(FIRST, rank=1, state="stale", reason="the writer is gone")
-    said = both(View(5.0, (RunView("gpt", "gpt", (FIRST, dead)),)))
-    assert {name for name, labels in said if ("rank", "1") in labels} == {"tiering_rank_up"}
-    assert of(said, "tiering_rank_up", rank="1") == 0
+    samples = both(View(5.0, (RunView("gpt", "gpt", (FIRST, dead)),)))
+    assert {name for name, labels in samples if ("rank", "1") in labels} == {"tiering_rank_up"}
+    assert of(samples, "tiering_rank_up", rank="1") == 0
     ended = both(View(5.0, (RunView("gpt", "gpt", (dead,)),)))
     assert {name for name, labels in ended if ("run", "gpt") in labels} == {"tiering_rank_up"}
 
@@ -227,10 +227,10 @@ def test_of_a_dead_rank_only_that_it_is_down_is_told() -> None:
 def test_a_page_that_cannot_be_read_is_no_rank_that_is_gone() -> None:
     """Somebody is called at night for those. Of a run with no other pages, that much is told."""
     unreadable = RankView(0, "newer-version", "of version 9", None)
-    said = both(View(5.0, (RunView("gpt", "gpt", (unreadable,)),)))
-    assert of(said, "tiering_rank_up") == 1
-    assert of(said, "tiering_run_warnings", code="rank-newer-version") == 1
-    assert (of(said, "tiering_run_ranks_up"), of(said, "tiering_run_ranks_expected")) == (0, 1)
+    samples = both(View(5.0, (RunView("gpt", "gpt", (unreadable,)),)))
+    assert of(samples, "tiering_rank_up") == 1
+    assert of(samples, "tiering_run_warnings", code="rank-newer-version") == 1
+    assert (of(samples, "tiering_run_ranks_up"), of(samples, "tiering_run_ranks_expected")) == (0, 1)
 
 
 def test_of_pages_of_one_rank_the_living_one_counts() -> None:
@@ -238,9 +238,9 @@ def test_of_pages_of_one_rank_the_living_one_counts() -> None:
     stale = replace(FIRST, state="stale", snapshot=replace(SNAPSHOT, step=99, started_at=9e9))
     unreadable = RankView(0, "unreadable", "truncated", None)
     for ranks in ((stale, FIRST, unreadable), (unreadable, FIRST, stale)):
-        said = both(View(5.0, (RunView("gpt", "gpt", ranks),)))
-        assert (of(said, "tiering_rank_up"), of(said, "tiering_steps_total")) == (1, 12)
-        assert of(said, "tiering_run_ranks_up") == 1
+        samples = both(View(5.0, (RunView("gpt", "gpt", ranks),)))
+        assert (of(samples, "tiering_rank_up"), of(samples, "tiering_steps_total")) == (1, 12)
+        assert of(samples, "tiering_run_ranks_up") == 1
 
 
 @pytest.mark.parametrize(
@@ -309,10 +309,10 @@ views = st.builds(
 @settings(max_examples=40, deadline=None)
 @given(views)
 def test_whatever_a_view_holds_both_forms_can_be_read_back(view: View) -> None:
-    said = both(view)
-    counters = [float(value) for (name, _), value in said.items() if name.endswith("_total")]
+    samples = both(view)
+    counters = [float(value) for (name, _), value in samples.items() if name.endswith("_total")]
     assert all(math.isfinite(value) and value >= 0 for value in counters)
-    told = {float(value) for (name, labels), value in said.items() if name == "tiering_steps_total"}
+    told = {float(value) for (name, labels), value in samples.items() if name == "tiering_steps_total"}
     known = {
         float(rank.snapshot.step) for run in view.runs for rank in run.ranks if rank.snapshot is not None
     }

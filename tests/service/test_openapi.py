@@ -160,10 +160,10 @@ def test_no_request_reaches_a_file_or_a_secret(app: FastAPI, home: Path, opened:
     opened.clear()
     targets = []
     for spelling in ELSEWHERE:
-        said = spelling.format("precious.page", home / "precious.page")
-        targets += [f"{before}{said}" for before in ("/", "/page/", "/page/../", "/v1/runs/", "/v1/")]
+        value = spelling.format("precious.page", home / "precious.page")
+        targets += [f"{before}{value}" for before in ("/", "/page/", "/page/../", "/v1/runs/", "/v1/")]
         for path in paths:
-            path = path.replace("{run_id}", said)
-            targets += [path, *(f"{path}?{name}={said}" for name in ("run", "rank", "dir", "path"))]
+            path = path.replace("{run_id}", value)
+            targets += [path, *(f"{path}?{name}={value}" for name in ("run", "rank", "dir", "path"))]
     asyncio.run(ask(targets))
     assert {*opened} <= harmless

@@ -319,7 +319,7 @@ def test_a_token_is_asked_for_and_a_sidecar_that_goes_is_found_again(visit: Open
         assert seen.step() > told
 
 
-SAID = Snapshot(
+SNAPSHOT = Snapshot(
     run_name=MARKUP,
     rank=0,
     world_size=2,
@@ -357,7 +357,7 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     seen.shows("#nothing", "No run yet")
     seen.shows("#where", str(directory))
     seen.check()
-    first = publishing(directory, SAID, DESCRIBED)
+    first = publishing(directory, SNAPSHOT, DESCRIBED)
     seen.shows("#name", MARKUP)
     seen.shows("#facts", "diverged")
     seen.shows("#tiers", "110 % of budget")
@@ -371,8 +371,10 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     seen.shows("#ranks", "to device")
     seen.shows("#facts", "Copying0\u00a0B/s")
     (directory / f"{MARKUP[:4]}.1.junk.page").write_bytes(b"TIERPAGE" + bytes(99))
-    second = publishing(directory, replace(SAID, rank=1, local_rank=1, steps=[]))
-    publishing(directory, replace(SAID, run_name="other", run_id="other-1", world_size=1, local_world_size=1))
+    second = publishing(directory, replace(SNAPSHOT, rank=1, local_rank=1, steps=[]))
+    publishing(
+        directory, replace(SNAPSHOT, run_name="other", run_id="other-1", world_size=1, local_world_size=1)
+    )
     seen.page.locator("#settings > summary").click()
     seen.shows("#found", MARKUP)
     seen.page.locator("#rank").select_option("1")

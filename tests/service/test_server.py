@@ -43,18 +43,18 @@ def port_of(sidecar: Sidecar) -> int:
 
 
 @contextlib.contextmanager
-def connected(sidecar: Sidecar, said: bytes = b"") -> Iterator[socket.socket]:
+def connected(sidecar: Sidecar, request: bytes = b"") -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", port_of(sidecar)), timeout=30) as client:
-        client.sendall(said)
+        client.sendall(request)
         yield client
 
 
-def at_socket(path: Path, said: bytes = HEAD + b"Connection: close\r\n\r\n") -> str:
+def at_socket(path: Path, request: bytes = HEAD + b"Connection: close\r\n\r\n") -> str:
     """What is answered at a Unix socket."""
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(30)
         client.connect(str(path))
-        client.sendall(said)
+        client.sendall(request)
         return b"".join(iter(lambda: client.recv(4096), b"")).decode()
 
 
@@ -143,7 +143,7 @@ def test_connections_run_out_before_descriptors_do(sidecar: Sidecar) -> None:
 
 def test_what_is_no_request_is_refused_without_a_word(sidecar: Sidecar) -> None:
     """Nobody fills the log of an operator, nor the memory; bodies are not waited for."""
-    for said, status in (
+    for request, status in (
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400"),
         (b"GET /livez HTTP/1.1\r\n\r\n", b"400"),
         (HEAD + b"Host: localhost\r\n\r\n", b"400"),
@@ -155,9 +155,9 @@ def test_what_is_no_request_is_refused_without_a_word(sidecar: Sidecar) -> None:
         (b"GET http://evil.example/livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"404"),
         (b"GET /../../../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"404"),
     ):
-        with connected(sidecar, said) as client:
+        with connected(sidecar, request) as client:
             answer = b"".join(iter(lambda: client.recv(4096), b""))
-            assert answer.split(b" ", 2)[1] == status, (said[:60], answer)
+            assert answer.split(b" ", 2)[1] == status, (request[:60], answer)
             assert b"\r\nserver:" not in answer.lower()
     ended_well(sidecar.process, by=signal.SIGINT)
 

@@ -47,7 +47,7 @@ from .conftest import Publish
 GIB = 1 << 30
 GB = 10**9
 LATENCY = LatencyStatus(1e-3, 2e-3, 4.2e-3, 9e-3, 0.1)
-SAID = Snapshot(
+SNAPSHOT = Snapshot(
     run_name="gpt",
     rank=0,
     world_size=1,
@@ -93,7 +93,7 @@ TORCH = DeviceMemoryStatus(allocated=GIB, peak=2 * GIB, reserved=3 * GIB)
 LINK = LinkStatus(
     CopyStatus(bytes_per_second=2e10, average_bytes_per_second=5e10), CopyStatus(bytes_per_second=1e9), 10**11
 )
-RANK = RankView(0, "live", "", 0.1, SAID, Description("cpu", plan=PLAN))
+RANK = RankView(0, "live", "", 0.1, SNAPSHOT, Description("cpu", plan=PLAN))
 
 
 def view(*ranks: RankView) -> View:
@@ -134,7 +134,12 @@ def test_no_line_is_wider_than_the_terminal_and_ascii_is_enough() -> None:
             RANK,
             rank=n,
             snapshot=replace(
-                SAID, rank=n, world_size=3, local_world_size=3, device_memory=TORCH, link=LINK if n else None
+                SNAPSHOT,
+                rank=n,
+                world_size=3,
+                local_world_size=3,
+                device_memory=TORCH,
+                link=LINK if n else None,
             ),
         )
         for n in range(3)
@@ -167,10 +172,15 @@ def test_runs_in_trouble_come_first_and_say_why() -> None:
 
 
 def test_what_a_page_says_cannot_command_the_terminal() -> None:
-    path = replace(SAID.io[0], path="\x1b[2J/swap")
-    said = replace(SAID, run_name="\x1b]0;owned\x07[red]gpt", io=[path], broken="\x1b[2J")
+    path = replace(SNAPSHOT.io[0], path="\x1b[2J/swap")
+    snapshot = replace(SNAPSHOT, run_name="\x1b]0;owned\x07[red]gpt", io=[path], broken="\x1b[2J")
     evil = View(
-        1.0, (RunView("a", said.run_name, (replace(RANK, state="silent", reason="\x1bc", snapshot=said),)),)
+        1.0,
+        (
+            RunView(
+                "a", snapshot.run_name, (replace(RANK, state="silent", reason="\x1bc", snapshot=snapshot),)
+            ),
+        ),
     )
     text = "\n".join(lines(evil, 80))
     assert "?]0;owned?[red]gpt" in text and "?[2J/swap" in text
@@ -180,7 +190,7 @@ def test_what_a_page_says_cannot_command_the_terminal() -> None:
 def test_once_prints_and_its_status_tells_whether_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert terminal.once(view(RANK)) == 0
     assert capsys.readouterr().out.startswith("gpt  training  step 12")
-    degraded = view(replace(RANK, snapshot=replace(SAID, world_size=2, local_world_size=2)))
+    degraded = view(replace(RANK, snapshot=replace(SNAPSHOT, world_size=2, local_world_size=2)))
     assert terminal.once(degraded, json=True) == 1
     assert json.loads(capsys.readouterr().out) == status(degraded).model_dump(mode="json")
     assert terminal.once(View(1.0, ())) == 0
@@ -194,20 +204,21 @@ def test_one_run_of_several(capsys: pytest.CaptureFixture[str]) -> None:
         assert "other" not in capsys.readouterr().out
     assert terminal.once(both, run="oops") == 2
     assert (
-        "'oops' has a status file in" in (said := capsys.readouterr().err) and "gpt-1a2b3c4d, other-1" in said
+        "'oops' has a status file in" in (errors := capsys.readouterr().err)
+        and "gpt-1a2b3c4d, other-1" in errors
     )
 
 
 def test_what_cannot_be_printed_is_not_taken_for_a_run_that_is_degraded(
     directory: Path, publishing: Publish
 ) -> None:
-    publishing(directory, replace(SAID, run_name="größe"))
+    publishing(directory, replace(SNAPSHOT, run_name="größe"))
     command = [sys.executable, "-m", "service.cli", "--once", "--dir", str(directory)]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
-    said = "tierd: standard output cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (2, said)
+    message = "tierd: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, message)
 
 
 def test_without_a_terminal_top_says_what_to_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +263,7 @@ for _ in range(3):
 @pytest.fixture
 def screen(directory: Path, publishing: Publish) -> Iterator[Screen]:
     """``top`` three times in a terminal of 24 lines."""
-    publishing(directory, SAID, RANK.description)
+    publishing(directory, SNAPSHOT, RANK.description)
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     environment = os.environ | {"TERM": "xterm", "NO_COLOR": "1", "PYTHONUTF8": "1"}

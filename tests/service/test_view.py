@@ -1,4 +1,4 @@
-"""What pages said, by run and rank: pure functions of their readings, and of Views one after another."""
+"""Views of status files by run and rank: pure functions of readings and of consecutive Views."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def live(
     pid: int = 1,
 ) -> tuple[StatusFile, StatusReading]:
     """The page of a rank that published ``age`` seconds before ``at``."""
-    said = Snapshot(name, rank, 8, pid, NOW - pid, run_id=run_id, local_world_size=local)
-    return page(run_id or name, rank), StatusReading("live", age, said, "", None, at - age)
+    snapshot = Snapshot(name, rank, 8, pid, NOW - pid, run_id=run_id, local_world_size=local)
+    return page(run_id or name, rank), StatusReading("live", age, snapshot, "", None, at - age)
 
 
 def page(file_name: str, rank: int) -> StatusFile:
@@ -55,9 +55,9 @@ def page(file_name: str, rank: int) -> StatusFile:
 
 def lost(reading: tuple[StatusFile, StatusReading], state: str = "stale") -> tuple[StatusFile, StatusReading]:
     """The same page, of which nothing is left but its last words (if it is stale)."""
-    where, said = reading
-    left = said.snapshot if state == "stale" else None
-    return where, replace(said, state=state, snapshot=left, reason=f"it is {state}")
+    file, status = reading
+    left = status.snapshot if state == "stale" else None
+    return file, replace(status, state=state, snapshot=left, reason=f"it is {state}")
 
 
 def view(*readings: tuple[StatusFile, StatusReading]) -> View:
@@ -95,7 +95,7 @@ def test_a_page_without_an_id_goes_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected", "missing"),
+    ("reported", "expected", "missing"),
     [
         ([(0, 1)], 1, 0),
         ([(0, 4), (3, 4)], 4, 2),
@@ -103,8 +103,8 @@ def test_a_page_without_an_id_goes_by_its_name() -> None:
         ([(0, 1), (1, 1), (2, 1)], 3, 0),
     ],
 )
-def test_how_many_ranks_should_be_here(said: list[tuple[int, int]], expected: int, missing: int) -> None:
-    (run,) = view(*(live(rank, local=local) for rank, local in said)).runs
+def test_how_many_ranks_should_be_here(reported: list[tuple[int, int]], expected: int, missing: int) -> None:
+    (run,) = view(*(live(rank, local=local) for rank, local in reported)).runs
     assert (run.expected, run.missing) == (expected, missing)
 
 
@@ -176,11 +176,11 @@ def test_what_takes_long_is_made_aside_once_for_all_who_wait(directory: Path) ->
 def ended(
     reading: tuple[StatusFile, StatusReading], how: str, *figures: str, rank: int = 0, step: int = 12
 ) -> tuple[StatusFile, StatusReading]:
-    """The same page, whose rank has said how its run ended."""
-    where, said = lost(reading)
-    assert said.snapshot is not None
+    """The same status file, after the rank has published how its run ended."""
+    file, status = lost(reading)
+    assert status.snapshot is not None
     end = EndStatus(how, *figures, rank=rank)  # type: ignore[arg-type]
-    return where, replace(said, snapshot=replace(said.snapshot, ended=end, step=step), reason=end.summary)
+    return file, replace(status, snapshot=replace(status.snapshot, ended=end, step=step), reason=end.summary)
 
 
 LOST = ("TIER-RANK-LOST", "rank 1 failed in forward")
@@ -321,13 +321,13 @@ def counting(
     rank: int, at: float, read: int, stalled: float, used: int = 5
 ) -> tuple[StatusFile, StatusReading]:
     """The page of a rank as read at NOW + 1, with counters that it published at NOW + ``at``. Rank 1 has a GPU."""
-    where, said = live(rank, local=2)
-    assert said.snapshot is not None
+    file, status = live(rank, local=2)
+    assert status.snapshot is not None
     moved = [
         PathStatus("/nvme", "threads", True, DirectionStatus(bytes=read), DirectionStatus(bytes=2 * read))
     ]
     snapshot = replace(
-        said.snapshot,
+        status.snapshot,
         step=int(at),
         io=moved,
         stalls={"a": stalled, "b": stalled},
@@ -335,7 +335,7 @@ def counting(
         collectives=[CollectiveStatus("all-gather", 1, 3 * read)],
         link=LinkStatus(CopyStatus(4 * read), CopyStatus(5 * read)) if rank else None,
     )
-    return where, replace(said, snapshot=snapshot, heartbeat_age=1 - at, published_at=NOW + at)
+    return file, replace(status, snapshot=snapshot, heartbeat_age=1 - at, published_at=NOW + at)
 
 
 def test_history_comes_from_counters_over_the_time_between_publications() -> None:

@@ -1,10 +1,9 @@
-"""CPU optimizer arithmetic: fused passes over flat memory. Knows nothing of tiers.
+"""CPU optimizer arithmetic: fused passes over flat memory, independent of tiers.
 
     from optim_cpu import AdamW        # also Adam, Lion, Adagrad, SGD: true torch.optim.Optimizer classes
     optimizer = AdamW(model.named_parameters(), lr=1e-4, state_format="bf16")
 
-``optim_cpu.kernels`` works on addresses and needs no torch; the classes, which work on tensors, load it when first
-asked for.
+``optim_cpu.kernels`` works on addresses and needs no torch. The classes work on tensors; their first use imports torch.
 """
 
 from __future__ import annotations

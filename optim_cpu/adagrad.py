@@ -1,4 +1,4 @@
-"""Adagrad, as torch.optim has it."""
+"""Adagrad, as in torch.optim."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optim_cpu.tensor_batch import Form, start_state
 class Adagrad(FusedOptimizer):
     """Adagrad with L2 decay, as torch.optim.Adagrad.
 
-    State: step, sum; there from the start, as torch's. ``FusedOptimizer`` describes ``state_format``,
+    State: step, sum; created in the constructor, as by torch. ``FusedOptimizer`` describes ``state_format``,
     ``stochastic_rounding`` and ``seed``.
     """
 
@@ -55,7 +55,7 @@ class Adagrad(FusedOptimizer):
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own, and make their state. Raises ValueError for a bad option."""
+        """Add parameters with separate options, and create their state. Raises ValueError for an invalid option."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for param in group["params"]:

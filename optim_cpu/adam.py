@@ -1,4 +1,4 @@
-"""Adam and AdamW: as torch.optim has them, and as one step of flat tensors that the caller keeps."""
+"""Adam and AdamW: optimizers like those of torch.optim, and a function that steps flat tensors of the caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optim_cpu.tensor_batch import DTYPES, Form
 
 
 class Adam(FusedOptimizer):
-    """Adam with L2 decay, or decoupled if asked, as torch.optim.Adam; ``amsgrad`` is refused.
+    """Adam with L2 decay or, on request, decoupled decay, as torch.optim.Adam; ``amsgrad`` is not supported.
 
     State: step, exp_avg, exp_avg_sq. ``FusedOptimizer`` describes ``state_format``, ``stochastic_rounding``, ``seed``.
     """
@@ -115,7 +115,8 @@ class AdamW(Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
-            group["decoupled_weight_decay"] = True  # an older torch's checkpoint may not say so
+            # Checkpoints of older versions of torch do not have the key.
+            group["decoupled_weight_decay"] = True
         super().__setstate__(state)
 
 
@@ -134,15 +135,15 @@ def step_adamw(
     grad_scale: float = 1.0,
     decoupled: bool = True,
 ) -> None:
-    """One AdamW step (``decoupled=False``: Adam with L2), in place, as ``csrc/kernels.h`` writes it down.
+    """One AdamW step (``decoupled=False``: Adam with L2) in place, with the formulas of ``csrc/kernels.h``.
 
     All tensors are contiguous, on the CPU, and of ``master``'s shape. ``master``, ``exp_avg`` and
     ``exp_avg_sq`` are float32; ``grad`` and ``out`` are float32, bfloat16 or float16. ``out`` receives the
-    new parameter rounded to its dtype; it may be ``grad`` itself, and otherwise shares no memory with the
-    rest. ``grad`` is multiplied by float32(``grad_scale``) first. ``step`` is the number of the step taken,
+    new parameter rounded to its dtype; it may be ``grad`` itself, but must not share memory with another
+    tensor. ``grad`` is multiplied by float32(``grad_scale``) first. ``step`` is the number of this step,
     from 1.
 
-    Raises ValueError naming the tensor or the hyperparameter, and TypeError for a wrong dtype.
+    Raises ValueError, which names the tensor or the hyperparameter, and TypeError for a wrong dtype.
     """
     for name, tensor in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         _check(name, tensor, master.shape, (torch.float32,))

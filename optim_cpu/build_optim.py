@@ -1,4 +1,4 @@
-"""Builds optim_cpu._kernels: cffi reads the C signatures from csrc/kernels.h, so each is written once.
+"""Builds optim_cpu._kernels. cffi reads the C signatures from csrc/kernels.h, so that each is written once.
 
 setup.py names ``ffibuilder``; ``python optim_cpu/build_optim.py`` from the repository root builds in place.
 TIERING_WERROR=1 in the environment turns compiler warnings into errors.
@@ -49,7 +49,7 @@ def read_cdef(header: Path) -> str:
 
 
 def make_builder(base: Path) -> FFI:
-    """A cffi builder whose source paths start with ``base``: setuptools wants them relative to the root."""
+    """A cffi builder with source paths below ``base``. setuptools needs paths relative to the root."""
     csrc = base / CSRC
     builder = FFI()
     builder.cdef(read_cdef(ROOT / CSRC / "kernels.h"))
@@ -73,9 +73,9 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
         built = make_builder(ROOT).compile(tmpdir=directory, target="_kernels.abi3.so")
         target = ROOT / "optim_cpu" / "_kernels.abi3.so"
-        # Replace, never overwrite: a running process may have the old file mapped.
-        fresh = target.with_suffix(".new")
-        fresh.write_bytes(Path(built).read_bytes())
-        fresh.chmod(0o755)
-        fresh.replace(target)
+        # Replace the file instead of overwriting it: running processes have the old inode mapped.
+        temporary = target.with_suffix(".new")
+        temporary.write_bytes(Path(built).read_bytes())
+        temporary.chmod(0o755)
+        temporary.replace(target)
         print(target)

@@ -1,4 +1,4 @@
-"""How parameters are kept in 16 bits: rounded from their float32 masters, or split without loss. On CPU tensors."""
+"""16-bit parameters from float32 masters, for CPU tensors: rounded, or split without loss."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from optim_cpu import kernels
 
 
 def round_parameters(master: Tensor, out: Tensor) -> None:
-    """``out`` = ``master`` as the optimizers round it: to bfloat16 ties away from zero, to others as torch does.
+    """Set ``out`` to ``master`` rounded as the optimizers do: bfloat16 ties away from zero, other dtypes as torch.
 
-    Of one shape, contiguous, on the CPU. With ties to even, a bfloat16 and 16 more bits could not hold every
-    float32 (see ``csrc/kernels.h``); where no two bfloat16 are equally near, torch rounds the same.
+    Both tensors have the same shape, are contiguous and on the CPU. With ties to even, a bfloat16 and 16 more bits
+    could not represent every float32 (see ``csrc/kernels.h``). Except for ties, torch rounds to the same bfloat16.
     """
     if out.dtype is not torch.bfloat16 or master.dtype is torch.bfloat16:
         out.copy_(master)
@@ -25,7 +25,7 @@ def round_parameters(master: Tensor, out: Tensor) -> None:
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """The bfloat16 parameter and the int16 remainder of a float32 ``master``, of its shape.
 
-    ``join`` gives the master back to the bit; only a NaN becomes the quiet one.
+    ``join`` restores the master bit for bit, except that every NaN becomes the quiet NaN.
     """
     wide = master.detach().contiguous()
     param = torch.empty_like(wide, dtype=torch.bfloat16)
@@ -36,7 +36,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 master that ``split`` took apart."""
+    """The float32 master from the results of ``split``. Raises TypeError or ValueError for other tensors."""
     param, remainder = param.detach().contiguous(), remainder.contiguous()
     if param.dtype is not torch.bfloat16 or remainder.dtype is not torch.int16:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""What the optimizers on CPU tensors share: options, state, state_dict, and one fused pass for all parameters."""
+"""Base class of the optimizers on CPU tensors: options, state, state_dict, and one fused pass for all parameters."""
 
 from __future__ import annotations
 
@@ -34,71 +34,76 @@ REFUSED = {
 class FusedOptimizer(torch.optim.Optimizer, ABC):
     """A ``torch.optim.Optimizer`` over CPU tensors that steps all its parameters in one run of the kernels.
 
-    Arguments have torch.optim's names, order and defaults; ``lr`` may be a one-element tensor. ``foreach`` and
-    ``fused`` are accepted so that code and checkpoints carry over, and change nothing. Options beyond torch's, each of
-    which a param group may have its own of:
+    Arguments have the names, order and defaults of torch.optim; ``lr`` may be a one-element tensor. ``foreach`` and
+    ``fused`` are accepted for compatibility with code and checkpoints, and have no effect. These options are not in
+    torch; each param group may set them:
 
-    ``state_format`` is how state is kept between steps.
+    ``state_format`` is the format of the state between steps.
 
         fp32          moments float32; a 16-bit parameter has a float32 ``master``
         bf16          moments bfloat16; a 16-bit parameter has a float32 ``master``
         split         moments float32; a bfloat16 parameter has an int16 ``remainder``: both are its float32 master
         split+bf16    moments bfloat16; a bfloat16 parameter has an int16 ``remainder``
 
-    A float32 parameter is its own master. There is no 16-bit parameter without one: steps are smaller than its last
-    place and would be lost. When a group's format is changed, or state of another one loaded, the next step converts.
+    A float32 parameter is its own master. Each 16-bit parameter has a master, because steps are smaller than its last
+    place and would be lost. After a change of a group's format, or a load of state in another one, the next step
+    converts the state.
 
-    ``stochastic_rounding`` matters for bfloat16 moments only, and is on because an average with a decay close to 1
-    stands still without it: with beta2 = 0.999 exp_avg_sq moves by a thousandth of its distance to the gradient's
-    square, and half a last place of bfloat16 is two thousandths of it. Its random bits come from ``seed`` (0 to
-    2^64 - 1), the step and the element's place among all parameters, so a run can be repeated.
+    ``stochastic_rounding`` affects bfloat16 moments only. It is on by default, because an average with a decay close
+    to 1 does not change without it: with beta2 = 0.999, exp_avg_sq moves by a thousandth of its distance to the squared
+    gradient, and half a last place of bfloat16 is two thousandths of it. Its random bits depend on ``seed`` (0 to
+    2^64 - 1), the step and the element's index among all parameters, so that a run is reproducible.
 
-    Parameters are float32, bfloat16 or float16, gradients any of these, not necessarily the same; complex, sparse and
-    other tensors are refused by name, before any memory is written. Elements may lie in any order that fills one block
-    of memory (contiguous, channels_last, transposed); a gradient in another order is copied for the step.
+    Parameters and gradients are float32, bfloat16 or float16, and may differ in dtype. Complex, sparse and other
+    tensors raise an error with their name, before any memory is written. Elements may have any order that fills one
+    block of memory (contiguous, channels_last, transposed); a gradient in another order is copied for the step.
     Parameters without a gradient are skipped, and step counts are per parameter.
 
-    A 16-bit parameter that was edited between steps (in place, by ``load_state_dict`` of its model, by assigning
-    ``.data``) keeps its new value, and its master follows. Only writes that torch does not count are invisible, those
-    *through* ``.data``, numpy or another library: call ``follow_parameters`` after one. What ``.data`` was before stays
-    in memory until the next step. A 16-bit parameter made float32 starts from its rounded value, and its master is
-    dropped; to go on from the master, assign that: ``param.data = optimizer.state[param]["master"]``.
+    A 16-bit parameter that is edited between steps (in place, by ``load_state_dict`` of its model, by an assignment to
+    ``.data``) keeps its new value, and its master follows. Writes that torch does not count (through ``.data``, numpy
+    or another library) are not detected: call ``follow_parameters`` after one. The previous memory of ``.data`` stays
+    allocated until the next step. A 16-bit parameter that becomes float32 starts from its rounded value, and its master
+    is dropped; to continue from the master, assign it: ``param.data = optimizer.state[param]["master"]``.
 
-    ``load_state_dict`` copies what it is given, keeps every dtype, and takes state of torch.optim's class of the same
-    name; what that lacks stays as it is here. torch's class loads this one's, where parameters are float32.
+    ``load_state_dict`` copies the state, keeps every dtype, and accepts state of torch.optim's class of the same name;
+    options that it lacks keep their values. torch's class loads the state of this one if parameters are float32.
 
-    Not to be stepped by two threads at once.
+    Two threads must not step one optimizer at the same time.
     """
 
     _batch: TensorBatch
-    _everyone: list[Tensor]  # all parameters, as of the last step
-    _layout: list[tuple[Form, int]]  # form and length of each group, when the batch was built
+    # All parameters, as of the last step.
+    _everyone: list[Tensor]
+    # Form and length of each group when the batch was built.
+    _layout: list[tuple[Form, int]]
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
-        kernels.instruction_set()  # an unknown TIERING_ISA is told here, not in the middle of a step
+        # Raises for an unknown TIERING_ISA here, instead of in a step.
+        kernels.instruction_set()
         self._reset()
         super().__init__(params, defaults)
 
     @abstractmethod
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
-        """The kernels' rule for the step numbered ``step``; ValueError names a bad option."""
+        """The kernels' rule for step number ``step``. Raises ValueError, which names an invalid option."""
 
     @abstractmethod
     def _form(self, group: dict[str, Any]) -> Form:
-        """How the group's state is kept; ValueError names a bad option."""
+        """The form of the group's state. Raises ValueError, which names an invalid option."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own, as torch's does. Raises ValueError for a bad option."""
+        """Add parameters with separate options, as in torch. Raises ValueError for an invalid option."""
         if isinstance(param_group, dict):
             self._check_options({**self.defaults, **param_group}, len(self.param_groups))
         _torch_method("add_param_group")(self, param_group)
 
-    # torch declares two overloads; this signature takes and gives what both do.
+    # torch declares two overloads; this signature covers both.
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every parameter that has a gradient; returns what ``closure``, called first with autograd on, gives.
+        """Step every parameter that has a gradient.
 
-        Raises TypeError or ValueError naming the parameter or group; nothing was stepped then.
+        Calls ``closure`` first, with autograd on, and returns its result. Raises TypeError or ValueError, which names
+        the parameter or group, before any parameter is stepped.
         """
         loss = None
         if closure is not None:
@@ -123,7 +128,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return params, grads
 
     def _prepare(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Build the batch, unless it holds still."""
+        """Build the batch, unless the existing one is still valid."""
         layout = [(self._form_now(i), len(group["params"])) for i, group in enumerate(self.param_groups)]
         if layout == self._layout and self._batch.holds(params, grads, list(map(self.state.get, params))):
             return
@@ -134,9 +139,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self._layout = layout
 
     def follow_parameters(self) -> None:
-        """Let masters take over what was written into 16-bit parameters past torch's notice, at the next step.
+        """Make the next step compare all masters with their 16-bit parameters, after writes that torch does not count.
 
-        A write through ``.data`` or numpy leaves no trace that a step could find, and a whole master would undo it.
+        A step cannot detect a write through ``.data`` or numpy, and a whole master would overwrite it.
         """
         self._batch.forget()
 
@@ -155,12 +160,12 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return exported
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state of this class or torch's. Options come from it, as far as it has them.
+        """Load a state of this class or of torch's, including its options.
 
-        Raises ValueError naming what does not fit; the optimizer is then as before.
+        Raises ValueError, which names the entry that does not fit; the optimizer is then unchanged.
         """
-        # torch casts loaded state to its parameter's dtype, which would round masters and moments: what is no tensor
-        # passes unchanged. A hook registered here runs after the user's.
+        # torch casts loaded tensors to the parameter's dtype, which would round masters and moments. It does not cast
+        # other objects, so the hook wraps the tensors. A hook registered here runs after the user's.
         handle = self.register_load_state_dict_pre_hook(_wrap_tensors)
         try:
             _torch_method("load_state_dict")(self, state_dict)
@@ -168,7 +173,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What loading, unpickling and copying end in."""
+        """Set the state. torch calls it after loading, unpickling and copying."""
         for values in state["state"].values():
             _unwrap_tensors(values)
         defaults = state.get("defaults") or self.defaults
@@ -231,7 +236,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self._named(number, self._rule, group, 1)
 
     def _named(self, number: int, derive: Callable[..., Derived], *arguments: Any) -> Derived:
-        """What ``derive`` gives; its errors say which param group they are about."""
+        """The result of ``derive``; its errors get the number of the param group."""
         try:
             return derive(*arguments)
         except (TypeError, ValueError) as error:
@@ -239,10 +244,10 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
 
 def _torch_method(name: str) -> Callable[..., Any]:
-    """The method of ``torch.optim.Optimizer``, without its wrapper if that can be.
+    """The method of ``torch.optim.Optimizer``, without its wrapper if possible.
 
-    The wrapper keeps torch.compile out, and imports the compiler to do so, which takes a second. While nobody else has
-    imported it there is nothing to keep out.
+    The wrapper excludes the method from torch.compile, and imports the compiler for that, which takes a second. It is
+    not needed while the compiler is not imported.
     """
     method: Callable[..., Any] = getattr(torch.optim.Optimizer, name)
     return method if "torch._dynamo" in sys.modules else inspect.unwrap(method)
@@ -258,10 +263,10 @@ def form_of(group: dict[str, Any], arrays: tuple[str, ...], initial: float = 0.0
     name = group["state_format"]
     if name not in STATE_FORMATS:
         raise ValueError(f"state_format must be one of {', '.join(STATE_FORMATS)}, got {name!r}")
-    kept = StateFormat.FP32
+    state_format = StateFormat.FP32
     if name.endswith("bf16"):
-        kept = StateFormat.BF16_STOCHASTIC if group["stochastic_rounding"] else StateFormat.BF16
-    return Form(arrays, kept, name.startswith("split"), initial)
+        state_format = StateFormat.BF16_STOCHASTIC if group["stochastic_rounding"] else StateFormat.BF16
+    return Form(arrays, state_format, name.startswith("split"), initial)
 
 
 def scalar(group: dict[str, Any], name: str) -> float:
@@ -291,7 +296,7 @@ def betas_of(group: dict[str, Any]) -> tuple[float, float]:
 
 
 class _Wrapped:
-    """A tensor that torch's ``load_state_dict`` leaves alone."""
+    """Wraps a tensor, so that torch's ``load_state_dict`` does not cast it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -308,7 +313,7 @@ def _wrap_tensors(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[
 
 
 def _unwrap_tensors(values: Any) -> None:
-    """In place; every tensor becomes a copy of what was loaded."""
+    """Replace every wrapped tensor by a copy of it, in place."""
     if isinstance(values, dict):
         for key, value in values.items():
             if isinstance(value, _Wrapped):

@@ -1,9 +1,8 @@
-"""The typed floor over the C kernels: addresses are ints, counts are elements. Imports without torch.
+"""Typed functions over the C kernels: addresses are ints, counts are elements. Does not import torch.
 
-The formulas, their order of operations and the rules for NaN are written down in ``csrc/kernels.h``. Every
-function releases the GIL, spreads its work over the kernels' own threads, and may be called from any thread.
-The caller keeps the memory alive and unmoved during the call. Addresses must be aligned to their element;
-nothing more is asked.
+``csrc/kernels.h`` defines the formulas, their order of operations and the rules for NaN. Every function releases
+the GIL, divides its work over the kernels' threads, and may be called from any thread. The caller must keep the
+memory alive and in place during the call. Addresses must be aligned to their element.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from optim_cpu._kernels import ffi, lib
 
 
 class DType(enum.IntEnum):
-    """Element types the kernels read and write."""
+    """Element types that the kernels read and write."""
 
     FP32 = 0
     BF16 = 1
@@ -33,13 +32,13 @@ MAX_THREADS: int = lib.OPT_MAX_THREADS
 
 
 class StateFormat(enum.IntEnum):
-    """How an optimizer's state is kept: what it is rounded to after each step."""
+    """The format of an optimizer's state, to which it is rounded after each step."""
 
     FP32 = 0
     BF16 = 1
-    """2 bytes less per element and array. An average that moves by less than half a last place stands still."""
+    """2 bytes less per element and array. A change of less than half a last place is lost."""
     BF16_STOCHASTIC = 2
-    """As BF16, rounded up or down by chance so that the mean is exact; reproducible from seed, step and index."""
+    """As BF16, with stochastic rounding, whose mean is exact; reproducible from seed, step and index."""
 
     @property
     def itemsize(self) -> int:
@@ -48,9 +47,9 @@ class StateFormat(enum.IntEnum):
 
 
 class Rule:
-    """An optimizer with its hyperparameters at one step: what a ``StepBatch`` applies to segments.
+    """An optimizer with its hyperparameters at one step, which a ``StepBatch`` applies to segments. Immutable.
 
-    Made by ``adam``, ``lion``, ``adagrad`` and ``sgd``, whose formulas are in ``csrc/kernels.h``. Immutable.
+    ``adam``, ``lion``, ``adagrad`` and ``sgd`` create rules; their formulas are in ``csrc/kernels.h``.
     """
 
     __slots__ = ("_rule", "state_count")
@@ -65,15 +64,15 @@ class Rule:
         if code < 0:
             raise _error(call, code, arguments)
         self.state_count = int(lib.opt_state_count(self._rule))
-        """State arrays that the optimizer keeps: 2 for Adam, 1 for Lion, Adagrad and SGD, 0 without momentum."""
+        """State arrays of the optimizer: 2 for Adam, 1 for Lion, Adagrad and SGD, 0 for SGD without momentum."""
 
     @property
     def key(self) -> int:
-        """What the random bits of stochastic rounding are made from, with an element's index: 64 bits."""
+        """The 64-bit key of stochastic rounding; the random bits depend on it and on the element's index."""
         return int(self._rule.key)
 
     def scalar(self, name: str) -> float:
-        """A float32 that the hyperparameters come to, by its name in ``opt_rule``."""
+        """A float32 derived from the hyperparameters, by its name in ``opt_rule``."""
         return float(getattr(self._rule, name))
 
 
@@ -83,8 +82,8 @@ def adam(
 ) -> Rule:  # fmt: skip
     """Adam with decoupled weight decay (AdamW) or, ``decoupled=False``, with L2. State: exp_avg, exp_avg_sq.
 
-    ``step`` is the number of the step taken, from 1; ``seed`` (64 bits) chooses the random bits of stochastic
-    rounding. Raises ValueError naming the argument.
+    ``step`` is the number of the step, from 1; ``seed`` (64 bits) selects the random bits of stochastic rounding.
+    Raises ValueError, which names the argument.
     """
     return Rule("adam", _ordered(locals(), "lr beta1 beta2 eps weight_decay decoupled maximize step seed"))
 
@@ -126,11 +125,10 @@ def sgd(
 
 
 class StepBatch:
-    """Segments stepped together in one run over the threads: many small tensors cost one hand-off.
+    """Segments that are stepped together in one run over the threads, so that many small tensors start them once.
 
-    Segments stay from run to run, until ``clear``; what changes between steps is set anew by ``set_rule`` and
-    ``set_grad``. Not to be shared between threads without a lock; different batches may run at the same time.
-    ``capacity``, in segments, is a hint: the batch grows.
+    Segments stay until ``clear``; between steps, ``set_rule`` and ``set_grad`` change them. Threads that share a batch
+    need a lock; different batches may run at the same time. ``capacity``, in segments, is a hint: the batch grows.
     """
 
     def __init__(self, capacity: int = 64) -> None:
@@ -144,7 +142,7 @@ class StepBatch:
         return self._count
 
     def add_rule(self, rule: Rule) -> int:
-        """Make ``rule`` known to the batch; its number is what segments refer to."""
+        """Add ``rule`` to the batch; returns its number, which segments refer to."""
         if self._rule_count == len(self._rules):
             self._rules = _doubled("opt_rule[]", self._rules)
         self._rules[self._rule_count] = rule._rule[0]
@@ -152,7 +150,7 @@ class StepBatch:
         return self._rule_count - 1
 
     def set_rule(self, number: int, rule: Rule) -> None:
-        """Replace rule ``number``, for every segment that refers to it, by the same optimizer at another step."""
+        """Replace rule ``number`` for all segments that refer to it. ``rule`` must be of the same optimizer."""
         if not 0 <= number < self._rule_count:
             raise ValueError(
                 f"StepBatch.set_rule: there is no rule {number}, only {self._rule_count} of them"
@@ -160,7 +158,7 @@ class StepBatch:
         old, new = self._rules[number], rule._rule
         if (old.optimizer, lib.opt_state_count(self._rules + number)) != (new.optimizer, rule.state_count):
             raise ValueError(
-                f"StepBatch.set_rule: rule {number} is of another optimizer; clear the batch and add anew"
+                f"StepBatch.set_rule: rule {number} is of another optimizer; clear the batch and add the segments again"
             )
         self._rules[number] = new[0]
 
@@ -179,15 +177,15 @@ class StepBatch:
         out_dtype: DType = DType.BF16,
         first_index: int = 0,
     ) -> int:
-        """Append ``numel`` elements to be stepped by rule number ``rule``; returns the segment's number.
+        """Append a segment of ``numel`` elements that rule number ``rule`` steps; returns the segment's number.
 
         ``param`` is float32, updated in place; with ``remainder`` (int16) it is the bfloat16 half of a split
         parameter. ``state`` holds the address of each state array, zeros before the first step, in
         ``state_format``. ``out`` (0: none) receives the new parameter, rounded to ``out_dtype``: bf16 ties away
         from zero, fp16 ties to even. Ranges must not overlap, except that ``out`` may be exactly ``grad`` when
-        both types are equally wide. ``first_index`` is the first element's place in the whole model, on which
-        stochastic rounding depends.
-        Raises ValueError naming the argument; the batch is then as before.
+        both types have the same width. ``first_index`` is the first element's index in the whole model, on which
+        stochastic rounding depends. The memory is borrowed until ``clear``.
+        Raises ValueError, which names the argument; the batch is then unchanged.
         """
         if not 0 <= rule < self._rule_count:
             raise ValueError(f"StepBatch.add: there is no rule {rule}, only {self._rule_count} of them")
@@ -213,7 +211,7 @@ class StepBatch:
         return self._count - 1
 
     def set_grad(self, segment: int, grad: int) -> None:
-        """Let ``segment`` read its gradient, of the same dtype, at another address."""
+        """Set the address of the gradient of ``segment``. The dtype stays."""
         code = lib.opt_segment_set_grad(self._segments, self._count, segment, grad)
         if code < 0:
             raise _error("StepBatch.set_grad", code, locals())
@@ -225,15 +223,15 @@ class StepBatch:
             raise _error("StepBatch.run", code, {})
 
     def clear(self) -> None:
-        """Forget all segments and rules."""
+        """Remove all segments and rules."""
         self._count = self._rule_count = 0
 
 
 def split(param: int, remainder: int, master: int, numel: int) -> None:
     """Round float32 ``master`` as optimizers round parameters, to bf16 ``param``, ties away from zero.
 
-    ``remainder`` (0: not wanted) receives the rest as int16; ``join`` gives the master back to the bit, except
-    that a NaN becomes 0x7FC00000. Raises ValueError naming the argument.
+    ``remainder`` (0: none) receives the difference as int16; ``join`` restores the master bit for bit, except
+    that a NaN becomes 0x7FC00000. Raises ValueError, which names the argument.
     """
     code = lib.opt_split(param, remainder, master, numel)
     if code < 0:
@@ -260,7 +258,7 @@ def accumulate(
 
 
 def cast(dst: int, dst_dtype: DType, src: int, src_dtype: DType, numel: int) -> None:
-    """``dst = src``, rounded to nearest even; infinities and NaN stay what they are.
+    """``dst = src``, rounded to nearest even; infinities and NaN are preserved.
 
     Raises ValueError naming the argument.
     """
@@ -282,8 +280,8 @@ def reduce(
     """``target = v`` if ``overwrite``, else ``target += v``, with ``v = (sources[0] + sources[1] + ...) * factor``.
 
     Element by element, in float32 and in that order, rounded once to ``target_dtype``; ``factor`` is rounded to
-    float32. Each of ``sources``, one at least, is the address of ``numel`` elements, none of them the target's.
-    Raises ValueError naming the argument.
+    float32. ``sources`` has at least one address of ``numel`` elements, which do not overlap the target.
+    Raises ValueError, which names the argument.
     """
     code = lib.opt_reduce(
         target, target_dtype, list(sources), len(sources), source_dtype, numel, factor, overwrite
@@ -295,11 +293,11 @@ def reduce(
 def sum_of_squares(address: int, dtype: DType, numel: int, *, initial: float = 0.0) -> float:
     """``initial`` plus the sum of squares of ``numel`` elements, in float64 and one fixed order.
 
-    The order is tied to blocks of ``SQUARE_BLOCK`` elements counted from ``address``, so the value does not
-    depend on threads or instruction set, and a tensor fed in pieces cut at multiples of ``SQUARE_BLOCK``,
-    each with the result so far as ``initial``, gives the identical value. Finite exactly when ``initial`` and
-    all elements are finite.
-    Raises ValueError naming the argument.
+    The order depends on blocks of ``SQUARE_BLOCK`` elements counted from ``address``, not on threads or
+    instruction set. A tensor that is summed in pieces gives the identical value, if the pieces begin at multiples of
+    ``SQUARE_BLOCK`` and each gets the previous result as ``initial``. The result is finite if and only if
+    ``initial`` and all elements are finite.
+    Raises ValueError, which names the argument.
     """
     result = ffi.new("double *")
     code = lib.opt_sum_of_squares(address, dtype, numel, initial, result)
@@ -309,9 +307,9 @@ def sum_of_squares(address: int, dtype: DType, numel: int, *, initial: float = 0
 
 
 def instruction_set() -> str:
-    """The instruction set in use: the widest this CPU has, or what TIERING_ISA names.
+    """The instruction set in use: the widest that this CPU supports, or the one in TIERING_ISA.
 
-    Raises ValueError if TIERING_ISA names one that is unknown or that this CPU lacks.
+    Raises ValueError if TIERING_ISA names one that is unknown or not supported by this CPU.
     """
     name = lib.opt_instruction_set()
     if name == ffi.NULL:
@@ -320,7 +318,7 @@ def instruction_set() -> str:
 
 
 def available_instruction_sets() -> tuple[str, ...]:
-    """What this CPU can run, widest first; ``portable`` is always among them."""
+    """The instruction sets that this CPU supports, widest first; the last is ``portable``."""
     names: list[str] = []
     while (name := lib.opt_available_instruction_set(len(names))) != ffi.NULL:
         names.append(_text(name))
@@ -328,16 +326,16 @@ def available_instruction_sets() -> tuple[str, ...]:
 
 
 def set_instruction_set(name: str) -> None:
-    """Use another instruction set in calls that start later; results are the same. For tests and figures.
+    """Use another instruction set in calls that start later, with equal results. For tests and benchmarks.
 
-    Raises ValueError if this CPU lacks it.
+    Raises ValueError if this CPU does not support it.
     """
     if lib.opt_set_instruction_set(name.encode()) < 0:
         raise _unsupported("set_instruction_set: name", name)
 
 
 def thread_count() -> int:
-    """Threads that share one call's work, the caller included. At first the size of the affinity mask."""
+    """Threads that share the work of a call, including the caller. The default is the size of the affinity mask."""
     return int(lib.opt_thread_count())
 
 
@@ -362,12 +360,12 @@ def _text(c_string: Any) -> str:
     return str(ffi.string(c_string).decode())
 
 
-def _unsupported(asked_by: str, name: str) -> ValueError:
-    return ValueError(f"{asked_by} is {name!r}: this CPU offers {', '.join(available_instruction_sets())}")
+def _unsupported(source: str, name: str) -> ValueError:
+    return ValueError(f"{source} is {name!r}: this CPU offers {', '.join(available_instruction_sets())}")
 
 
 def _unfit(call: str, function: Any, error: Exception, arguments: dict[str, Any]) -> Exception:
-    """What cffi could not convert, by name: cffi itself does not say which argument it was."""
+    """The error of an argument that cffi cannot convert, with its name, which cffi does not report."""
     for (name, value), c_type in zip(arguments.items(), ffi.typeof(function).args, strict=True):
         try:
             ffi.new(ffi.getctype(c_type, "[1]"), [value])

@@ -1,4 +1,4 @@
-"""Lion, as its paper's reference has it (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms")."""
+"""Lion, as in the reference of its paper (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms")."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optim_cpu.tensor_batch import Form
 class Lion(FusedOptimizer):
     """Steps of equal size along the sign of an average, with decoupled weight decay.
 
-    The paper advises an ``lr`` 3 to 10 times smaller than AdamW's and a ``weight_decay`` larger by as much.
+    The paper recommends an ``lr`` 3 to 10 times smaller than AdamW's, and a ``weight_decay`` larger by the same factor.
     State: step, exp_avg. ``FusedOptimizer`` describes ``state_format``, ``stochastic_rounding`` and ``seed``.
     """
 

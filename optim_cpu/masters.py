@@ -1,13 +1,13 @@
-"""Float32 masters of 16-bit parameters: made, kept in step with the parameter, turned from one form into the other.
+"""Float32 masters of 16-bit parameters: their creation, their update after edits, and conversion between two forms.
 
-Steps are smaller than a 16-bit parameter's last place, so a sum of them is kept in float32: whole, as ``master`` in
+Steps are smaller than the last place of a 16-bit parameter, so their sum is stored in float32: whole, as ``master`` in
 the parameter's state, or split, as the parameter itself (bfloat16) and an int16 ``remainder``. A float32 parameter is
 its own master.
 
-A parameter can change between steps: ``model.load_state_dict``, pruning, an edit in place. The parameter is then
-right, and its master follows. Whole: elements that are no rounding of the master take the parameter's value; the
-others keep all their bits. Split: the parameter is half of the master, so it changed with it; the remainder, always
-less than the parameter's last place, stays unless both together would no longer be a number.
+A parameter can change between steps: by ``model.load_state_dict``, pruning, or an edit in place. The master then
+follows the parameter. Whole: elements of the master that do not round to the parameter get the parameter's value; the
+others keep all their bits. Split: the parameter is the upper half of the master, so the master changes with it; the
+remainder, which is less than the parameter's last place, stays unless the joined value would be NaN.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def master_keys(param: Tensor, split: bool) -> tuple[str, ...]:
-    """What ``param``'s state holds for its master."""
+    """The keys of the master of ``param`` in its state."""
     if param.dtype not in HALVES:
         return ()
     return ("remainder",) if split else ("master",)
 
 
 def fit_master(param: Tensor, state: dict[str, Any], *, split: bool) -> None:
-    """Let ``state`` hold the master of ``param`` in the form wanted, and agree with the parameter.
+    """Store the master of ``param`` in ``state``, whole or ``split``, and make it agree with the parameter.
 
-    ``master`` and ``remainder``, where they are there, have the parameter's shape and strides. Converting a whole
-    master into a split one may move a parameter by one last place, where the master is just between two.
+    If ``state`` has ``master`` or ``remainder``, they have the parameter's shape and strides. The conversion of a whole
+    master to a split one may change a parameter by one last place, if the master is halfway between two bfloat16.
     """
     if param.dtype not in HALVES:
         state.pop("master", None)
@@ -75,14 +75,14 @@ def _joined(param: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _follow(param: Tensor, master: Tensor) -> None:
-    """Elements of ``master`` that do not round to ``param`` become ``param``.
+    """Set the elements of ``master`` that do not round to ``param`` to ``param``.
 
-    A bfloat16 may be rounded as the optimizers do, ties away from zero, or as torch does, ties to even.
+    A bfloat16 may have been rounded by the optimizers, ties away from zero, or by torch, ties to even.
     """
-    as_torch = master.to(param.dtype)
-    changed = as_torch.view(torch.int16) != param.view(torch.int16)
+    rounded_to_even = master.to(param.dtype)
+    changed = rounded_to_even.view(torch.int16) != param.view(torch.int16)
     if param.dtype is torch.bfloat16:
-        ours = torch.empty_like(param)
-        kernels.split(ours.data_ptr(), 0, master.data_ptr(), master.numel())
-        changed &= ours.view(torch.int16) != param.view(torch.int16)
+        rounded_away = torch.empty_like(param)
+        kernels.split(rounded_away.data_ptr(), 0, master.data_ptr(), master.numel())
+        changed &= rounded_away.view(torch.int16) != param.view(torch.int16)
     master[changed] = param[changed].float()

@@ -70,6 +70,6 @@ class SGD(FusedOptimizer):
 
     def _check_loaded(self, param: Tensor, values: dict[str, Any], group: dict[str, Any], who: Any) -> None:
         if values.get("momentum_buffer") is not None:
-            # torch does not count; all that matters is whether the buffer's first step is over
+            # torch's SGD has no step count. The rule needs only whether the first step is over.
             values.setdefault("step", torch.ones((), device="cpu"))
         super()._check_loaded(param, values, group, who)

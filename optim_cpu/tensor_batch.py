@@ -1,12 +1,12 @@
-"""A StepBatch over tensors: checked and built once, then kept for as long as what it was built from stays.
+"""A StepBatch over tensors, which is checked and built once, and reused while its tensors do not change.
 
-A step of ten thousand small tensors is mostly bookkeeping. Between two steps very little changes: gradients lie
-elsewhere, step counts grow, a scheduler sets a learning rate. So a batch remembers what it saw of every tensor when
-it was built (its *picture*: addresses, dtypes, shapes, strides, versions), takes the same picture again at each step,
-attribute by attribute in C loops, and if nothing but gradients' addresses differs, runs as it is. Otherwise the rows
-that differ are checked and prepared anew, the others are added as they were.
+A step of ten thousand small tensors is mostly bookkeeping. Little changes between two steps: addresses of gradients,
+step counts, a learning rate. So a batch stores attributes of every tensor when it is built (its *picture*: addresses,
+dtypes, shapes, strides, versions), and compares them at each step, attribute by attribute in C loops. If only addresses
+of gradients differ, the batch runs without a rebuild. Otherwise the rows that differ are checked and prepared again,
+and the others are added unchanged.
 
-Nothing is written before every tensor has been checked. Rules, too, are made before the run.
+All tensors are checked, and all rules created, before the first write.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: 
 
 @dataclass(frozen=True)
 class Form:
-    """How a param group keeps its state: the arrays' keys in the kernels' order, and what they hold at first."""
+    """The form of a param group's state: keys of the arrays in the kernels' order, format, and initial value."""
 
     arrays: tuple[str, ...]
     format: StateFormat
@@ -43,7 +43,7 @@ class Form:
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A parameter with a gradient, and where it stands in the optimizer."""
+    """A parameter with a gradient, and its position in the optimizer."""
 
     param: Tensor
     grad: Tensor
@@ -51,7 +51,7 @@ class Member:
     group: int
     form: Form
     first_index: int
-    """Elements of the parameters before it: what stochastic rounding depends on."""
+    """Number of elements of the parameters before it, on which stochastic rounding depends."""
     who: Callable[[], str]
 
 
@@ -63,8 +63,10 @@ class _Row:
     version: int
     keys: tuple[str, ...]
     arrays: tuple[Tensor, ...]
-    memory: Tensor  # the parameter's: it and the arrays are held, so that an address seen again is the same memory
-    copies_grad: bool  # the gradient's strides are not the parameter's
+    # The parameter's memory. It and the arrays are referenced, so that an equal address means the same memory.
+    memory: Tensor
+    # Whether the gradient has other strides than the parameter.
+    copies_grad: bool
 
 
 class TensorBatch:
@@ -89,12 +91,12 @@ class TensorBatch:
         self._copied: list[int] = []  # those not in their parameter's order, which are copied in each step
 
     def forget(self) -> None:
-        """Check everything at the next step, as at the first."""
+        """Make the next step check all tensors, like the first step."""
         self._rows.clear()
         self._picture = None
 
     def holds(self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any] | None]) -> bool:
-        """Whether ``run`` may follow without ``build``: same parameters and state, nothing else moved."""
+        """Whether ``run`` may be called without ``build``: parameters, state and attributes are unchanged."""
         if self._picture is None or len(params) != len(self._params):
             return False
         if not all(map(is_, params, self._params)) or not all(map(is_, states, self._states)):
@@ -102,7 +104,8 @@ class TensorBatch:
         try:
             return self._take_picture(grads) == self._picture and self._steps._version == self._steps_version
         except (RuntimeError, KeyError, TypeError):
-            return False  # a sparse gradient, a key removed: building says what it is
+            # A sparse gradient or a removed key: build() raises the error.
+            return False
 
     def build(self, members: Sequence[Member], make_rule: Callable[[int, int], Rule]) -> None:
         """Check every tensor that was not seen like this before, then add all of them to a new batch.
@@ -135,7 +138,8 @@ class TensorBatch:
             self._batch.set_rule(number, rule)
         try:
             self._batch.run()
-        finally:  # an interrupt comes when the kernels are done: what they stepped counts as stepped
+        finally:
+            # A signal handler runs only after the kernels have returned: the step is complete even if it raises.
             self._steps.add_(1)
             self._steps_version = self._steps._version
             self._counts = [(group, count + 1) for group, count in self._counts]
@@ -145,7 +149,7 @@ class TensorBatch:
             copies.clear()
 
     def _point_at(self, grads: list[Tensor]) -> list[Tensor]:
-        """Let the segments read ``grads``; returns copies that must live through the run."""
+        """Set the gradients of the segments; returns copies that must live until the end of the run."""
         copies = []
         if self._copied:
             grads = list(grads)
@@ -171,7 +175,7 @@ class TensorBatch:
             return False
 
     def _fill(self, members: Sequence[Member], make_rule: Callable[[int, int], Rule]) -> None:
-        """All rows into the batch; their step counts into one tensor, of which each state has its element."""
+        """Add all rows to the batch, and put their step counts into one tensor; each state gets its element."""
         self._batch.clear()
         self._counts = []
         numbers: dict[tuple[int, int], int] = {}
@@ -212,7 +216,7 @@ class TensorBatch:
         )
 
     def _watch(self, members: Sequence[Member]) -> None:
-        """Remember what the batch was built from."""
+        """Store the attributes of the tensors that the batch was built from."""
         slots = [(key, m.state) for m in members for key in self._rows[m.param].keys]
         # Arrays of one kind were allocated one after the other: this order has far fewer cache misses.
         slots.sort(key=itemgetter(0))
@@ -229,7 +233,7 @@ class TensorBatch:
         return [
             list(map(Tensor.data_ptr, self._params)),
             list(map(_DTYPE, self._params)),
-            # Cheaper than strides, which say more only where it is False.
+            # Cheaper than strides, which are compared only for tensors that are not contiguous.
             list(map(Tensor.is_contiguous, self._params)),
             list(map(Tensor.stride, self._strided_params)),
             list(map(_DTYPE, grads)),
@@ -251,7 +255,7 @@ _DTYPE, _VERSION = attrgetter("dtype"), attrgetter("_version")
 
 
 def _look(member: Member, keys: tuple[str, ...]) -> tuple[Any, ...]:
-    """What must be as it was for a row to be right."""
+    """The attributes of a member that must be unchanged for its row to be valid."""
     param, grad = member.param, member.grad
     tensors = (param, *(member.state[key] for key in keys))
     return (
@@ -261,7 +265,7 @@ def _look(member: Member, keys: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _prepared(member: Member) -> _Row:
-    """The member's state as its form wants it: made, or converted from what is there."""
+    """A row for the member, after its state is created or converted to the member's form."""
     param, state, form = member.param, member.state, member.form
     for key in ("master", "remainder"):
         if state.get(key) is not None:
@@ -276,7 +280,7 @@ def _prepared(member: Member) -> _Row:
 
 
 def start_state(param: Tensor, state: dict[str, Any], form: Form) -> None:
-    """Let ``state`` hold the arrays and the step count of ``form``; arrays that are there are converted."""
+    """Create the arrays and the step count of ``form`` in ``state``; existing arrays are converted."""
     if not form.arrays:
         return
     if any(state.get(key) is None for key in form.arrays):
@@ -338,23 +342,23 @@ def _check_grad(member: Member, grad: Tensor) -> None:
 
 def check_state(param: Tensor, state: dict[str, Any], form: Form, who: Callable[[], str]) -> None:
     """Raise ValueError unless ``state`` is empty or whole."""
-    there = [key for key in form.arrays if state.get(key) is not None]
-    lacking = [key for key in (*form.arrays, "step") if state.get(key) is None]
-    if there and lacking:
+    present = [key for key in form.arrays if state.get(key) is not None]
+    missing = [key for key in (*form.arrays, "step") if state.get(key) is None]
+    if present and missing:
         raise ValueError(
-            f"the state of {who()} has {there[0]!r} but no {lacking[0]!r}; load a whole state, or clear it"
+            f"the state of {who()} has {present[0]!r} but no {missing[0]!r}; load a whole state, or clear it"
         )
-    for key in (*there, "master", "remainder"):
+    for key in (*present, "master", "remainder"):
         value = state.get(key)
         if value is not None and (not isinstance(value, Tensor) or value.shape != param.shape):
-            found = (
+            actual = (
                 f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             )
-            raise ValueError(f"state {key!r} of {who()} is {found}; it must have the parameter's shape")
+            raise ValueError(f"state {key!r} of {who()} is {actual}; it must have the parameter's shape")
 
 
 def _check_apart(members: Sequence[Member]) -> None:
-    """Threads step parameters side by side: no two may share memory."""
+    """Check that no two parameters share memory, because threads step them at the same time."""
     spans = sorted(
         (m.param.data_ptr(), m.param.numel() * m.param.element_size(), i)
         for i, m in enumerate(members)

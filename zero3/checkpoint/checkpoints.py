@@ -1,9 +1,9 @@
-"""Checkpoints of an engine: saved by all ranks or by none, in the foreground or while training goes on, and loaded.
+"""Checkpoints of an engine: saved by all ranks or by none, in the foreground or in the background, and loaded.
 
-Each rank's saver writes its own files (saver.py); ranks send each other only what they have to agree on. A save is in
-sight once rank 0 has renamed its directory (tiering/checkpoint/directory.py), after all ranks' bytes are on the disk.
-With several ranks that is agreed on together: at the end of a save in the foreground; else in the step after the last
-rank has written, which is known because steps exchange a few numbers anyway.
+Each rank's saver writes its own files (saver.py); ranks exchange only the facts that they must agree on. A checkpoint
+becomes visible when rank 0 renames its directory (tiering/checkpoint/directory.py), after the bytes of all ranks are on
+the disk. Several ranks commit together: a foreground save at its end, a background save in the step after the last rank
+has written. The numbers that ranks exchange in each step tell when that is.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import CheckpointStatus, as_text
 from tiering.weights.tensor_file import naming
 from zero3.building.weights import STORED_NAMES
-from zero3.checkpoint.opening import LoadRequest, Opener, Ready
+from zero3.checkpoint.opening import LoadRequest, OpenCheckpoint, Opener
 from zero3.checkpoint.rank_share import Share
 from zero3.checkpoint.restore import optimizer_name
 from zero3.checkpoint.run_state import RankState, Resumable, RunState
-from zero3.checkpoint.save_handle import Asked, Saving, Standstill, UnderWay, uncommitted
+from zero3.checkpoint.save_handle import RunningSave, SaveRequest, Saving, StallTimer, uncommitted
 from zero3.checkpoint.saver import Destination, Saver
 from zero3.loop.accumulation import Accumulation
 from zero3.loop.step import Update
@@ -45,11 +45,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SLICE = 0.1  # seconds after which a wait listens for Ctrl-C
+# Seconds after which a wait checks for Ctrl-C and for lost ranks.
+_SLICE = 0.1
 
 
 class Checkpoints:
-    """Saves and loads the state of a ``run``, which trains ``model`` and is made of ``parts``."""
+    """Saves and loads the state of a ``run``, which trains ``model`` with ``parts``, and uses most of them."""
 
     def __init__(
         self,
@@ -67,15 +68,18 @@ class Checkpoints:
         self._updates = updates
         self._collectives = parts.collectives
         self._run = RunState(run, parts.optimizer, updates, accumulation, parts.names, parts.world.rank)
-        self._run_id = new_run()  # until it goes on from a checkpoint; rank 0's counts
+        # Rank 0's counts. A load replaces it by the id of the run that saved.
+        self._run_id = new_run()
         self._io = config.tiering.io
         self._directory: CheckpointDirectory | None = None
-        self._under_way: UnderWay | None = None
-        self._last: Saving | None = None
-        self._shown: Saving | None = None  # the last one, or a later one that could not even begin
+        self._under_way: RunningSave | None = None
+        self._last_save: Saving | None = None
+        # The last save, or a later one that failed before it began.
+        self._reported_save: Saving | None = None
         self._saved = self._failed = 0
-        self._standstill = Standstill(parts.tiers.stalls)
-        self._half_loaded: set[nn.Parameter] = set()  # what loads were filling when they failed
+        self._stall_timer = StallTimer(parts.tiers.stalls)
+        # Parameters whose values a failed load has overwritten.
+        self._half_loaded: set[nn.Parameter] = set()
         parts.optimizer.listen(self)
 
     def save(
@@ -91,18 +95,20 @@ class Checkpoints:
     ) -> Saving:
         """See Engine.save_checkpoint. The engine is idle, and its masters are up to date."""
         self.finish()
-        earlier = self._last
-        self._standstill = Standstill(self._parts.tiers.stalls)
+        earlier = self._last_save
+        self._stall_timer = StallTimer(self._parts.tiers.stalls)
         tag = tag if tag is not None else f"global_step{self._updates.steps}"
-        asked = Asked(str(save_dir), tag, latest, exclude_frozen, keep, background)
-        with self._standstill.now():
+        request = SaveRequest(str(save_dir), tag, latest, exclude_frozen, keep, background)
+        with self._stall_timer.stalling():
             try:
-                self._parts.optimizer.release_read_ahead()  # what a GPU has updated is in host memory then
-                under_way = self._begin(asked, client_state)
+                # Afterwards, host memory holds all that a GPU has updated.
+                self._parts.optimizer.release_read_ahead()
+                under_way = self._begin(request, client_state)
             except TieringError as error:
-                self._note_refused(asked, error)
+                self._note_refused(request, error)
                 raise
-            with deferred_interrupts():  # what is under way has begun
+            # Ctrl-C must not come between the two: a save that is under way has a running saver.
+            with deferred_interrupts():
                 self._under_way = under_way
                 if self._collectives is not None:
                     uncommitted.add(under_way.saving.path)
@@ -110,60 +116,62 @@ class Checkpoints:
         if not background:
             self.finish()
             under_way.saving.wait()
-        elif earlier is not None:  # not before: what has failed then may go well now
-            earlier.tell()
+        # Not before this save has begun: it may succeed where the earlier one failed.
+        elif earlier is not None:
+            earlier.raise_error()
         return under_way.saving
 
     def finish(self) -> None:
-        """Wait for the save that is under way, and make it a checkpoint. All ranks together."""
+        """Wait for the running save, and commit it. All ranks call this together."""
         if self._under_way is None:
             return
         saver = self._under_way.saver
         try:
             self._wait_for(saver, saver.ended)
-        except BaseException as error:  # Ctrl-C, or another rank is lost
-            self._give_up(error)
+        # Ctrl-C, or another rank is lost.
+        except BaseException as error:
+            self._cancel(error)
             raise
-        self._conclude()
+        self._finish_together()
 
     @property
     def progress(self) -> int:
-        """How far a save in the background is on this rank: 0 there is none, 1 under way, 2 at its end."""
+        """The progress of a background save on this rank: 0 there is none, 1 it is running, 2 its saver has ended."""
         return 0 if self._under_way is None else 1 + self._under_way.saver.over
 
     def status(self) -> CheckpointStatus:
-        """What has become of saves so far. Any thread may ask."""
-        last = self._shown
-        told = CheckpointStatus(under_way=self.progress > 0, saved=self._saved, failed=self._failed)
-        if last is None:
-            return told
+        """The outcome of the saves so far. Any thread may call it."""
+        save = self._reported_save
+        status = CheckpointStatus(under_way=self.progress > 0, saved=self._saved, failed=self._failed)
+        if save is None:
+            return status
         return replace(
-            told,
-            path=as_text(str(last.path)),
-            ended_at=last.ended_at,
-            seconds=last.seconds,
-            stalled=last.stalled,
-            nbytes=last.nbytes,
-            error="" if last.error is None else as_text(str(last.error)),
+            status,
+            path=as_text(str(save.path)),
+            ended_at=save.ended_at,
+            seconds=save.seconds,
+            stalled=save.stalled,
+            nbytes=save.nbytes,
+            error="" if save.error is None else as_text(str(save.error)),
         )
 
     def after_step(self, *, all_written: bool) -> None:
-        """A step has ended, in which ranks have told each other their ``progress``."""
+        """A step has ended, in which ranks have exchanged their ``progress``."""
         if self._under_way is not None and all_written:
-            self._conclude()
+            self._finish_together()
 
     def before_write(self) -> None:
-        """Somebody is about to change what lives on the tiers: wait until it was copied."""
+        """Called before values on the tiers change: wait until the running save has copied all of them."""
         self._wait_for_copy(None)
 
     def close(self) -> None:
-        """End what is under way, and let others save where this engine did. Raises the error that nobody was told."""
+        """Finish the running save, and unlock the directory. Raises the error of a save that was not raised yet."""
         try:
             failure = self._collectives.failure if self._collectives is not None else None
             if failure is None:
                 self._end_earlier()
             elif self._under_way is not None:
-                self._give_up(failure)
+                self._cancel(failure)
         finally:
             if self._directory is not None:
                 self._directory.close()
@@ -179,12 +187,16 @@ class Checkpoints:
         with ExitStack() as files:
             ready = opener.open(files)
             if ready is None:
-                log.log(logs.once(logging.WARNING), "%s holds no checkpoint: training begins anew", load_dir)
+                log.log(
+                    logs.once(logging.WARNING),
+                    "%s holds no checkpoint: training starts from the beginning",
+                    load_dir,
+                )
                 return None, {}
             return ready.path, self._take_over(ready, request)
 
-    def _take_over(self, ready: Ready, request: LoadRequest) -> dict[str, Any]:
-        """Fill the tiers from a checkpoint whose files are open, and go on from it; returns the client_state."""
+    def _take_over(self, ready: OpenCheckpoint, request: LoadRequest) -> dict[str, Any]:
+        """Fill the tiers from an open checkpoint, and restore the run; returns the client_state."""
         restore, states = ready.restore, request.states
         began = time.monotonic()
         self._updates.current_step.to_loading()
@@ -193,13 +205,13 @@ class Checkpoints:
         restore.count_steps()
         client_state: dict[str, Any] = {}
 
-        def go_on() -> None:
+        def restore_run() -> None:
             if restore.of_run:
                 client_state.update(
                     self._run.restore(ready.shared, ready.own, optimizer=states, scheduler=request.scheduler)
                 )
 
-        self._together("go on from the checkpoint", go_on)
+        self._together("go on from the checkpoint", restore_run)
         if restore.of_run and states:
             self._run_id = restore.run_id
         self._updates.current_step.to_loaded()
@@ -212,7 +224,7 @@ class Checkpoints:
     def _rank(self) -> int:
         return self._parts.world.rank
 
-    def _begin(self, asked: Asked, client_state: Mapping[str, Any]) -> UnderWay:
+    def _begin(self, request: SaveRequest, client_state: Mapping[str, Any]) -> RunningSave:
         parts = self._parts
         share = Share(
             parts.groups,
@@ -221,18 +233,20 @@ class Checkpoints:
             state_names=parts.optimizer.state_names,
             world=parts.world,
             stage=parts.plan.workload.stage,
-            frozen=not asked.exclude_frozen,
+            frozen=not request.exclude_frozen,
         )
         collected: list[RankState] = []
-        made: list[Path] = []
+        partials: list[Path] = []
         savers: list[Saver] = []
 
-        def prepare() -> tuple[Asked, Path | None, str]:
-            check_keep(asked.keep)
+        def prepare() -> tuple[SaveRequest, Path | None, str]:
+            check_keep(request.keep)
             collected.append(self._run.collect(client_state))
             if self._rank == 0:
-                made.append(self._opened(Path(asked.save_dir)).begin(asked.tag, run=self._run_id))
-            return asked, made[0] if made else None, new_save()
+                partials.append(
+                    self._open_directory(Path(request.save_dir)).begin(request.tag, run=self._run_id)
+                )
+            return request, partials[0] if partials else None, new_save()
 
         def join(partial: Path, save: str) -> None:
             _check_shared(partial)
@@ -240,8 +254,8 @@ class Checkpoints:
                 Saver(
                     share,
                     collected[0],
-                    self._parts.tiers,
-                    Destination(partial, self._rank, self._parts.world.size, save),
+                    parts.tiers,
+                    Destination(partial, self._rank, parts.world.size, save),
                     self._io,
                     on_written=self._commit_alone,
                     on_end=self._settle_alone,
@@ -249,50 +263,52 @@ class Checkpoints:
             )
 
         try:
-            begun = self._together("begin a checkpoint", prepare)
-            Asked.check_same([theirs for theirs, _, _ in begun])
-            _, partial, save = begun[0]
+            prepared = self._together("begin a checkpoint", prepare)
+            SaveRequest.check_same([rank_request for rank_request, _, _ in prepared])
+            _, partial, save = prepared[0]
             assert partial is not None
             self._together("write to the directory that rank 0 has made", lambda: join(partial, save))
         except BaseException:
-            self._discard(made)
+            self._discard(partials)
             raise
-        saving = Saving(self.finish, partial.parent / asked.tag, asked.tag)
-        return UnderWay(asked, saving, savers[0], self._manifest(share, save), partial, self._standstill)
+        saving = Saving(self.finish, partial.parent / request.tag, request.tag)
+        return RunningSave(
+            request, saving, savers[0], self._manifest(share, save), partial, self._stall_timer
+        )
 
-    def _note_refused(self, asked: Asked, error: TieringError) -> None:
-        """A save has failed before it began: whoever called it knows, and the sidecar is to tell others."""
-        refused = Saving(self.finish, Path(asked.save_dir) / asked.tag, asked.tag)
-        refused.error, refused.ended_at, refused.done = error, time.time(), True
-        refused.seconds, refused.stalled = self._standstill.lasted, self._standstill.stalled
-        self._shown = refused
+    def _note_refused(self, request: SaveRequest, error: TieringError) -> None:
+        """Report a save that failed before it began. The caller gets the error; ``status`` shows it to the sidecar."""
+        saving = Saving(self.finish, Path(request.save_dir) / request.tag, request.tag)
+        saving.error, saving.ended_at, saving.done = error, time.time(), True
+        saving.seconds, saving.stalled = self._stall_timer.seconds, self._stall_timer.stalled
+        self._reported_save = saving
         self._failed += 1
 
-    def _opened(self, save_dir: Path) -> CheckpointDirectory:
-        """The directory ``save_dir``, which is this engine's until it saves elsewhere."""
-        wanted = CheckpointDirectory(save_dir)
-        if self._directory is None or self._directory.path != wanted.path:
+    def _open_directory(self, save_dir: Path) -> CheckpointDirectory:
+        """The directory ``save_dir``, which this engine locks until it saves elsewhere."""
+        directory = CheckpointDirectory(save_dir)
+        if self._directory is None or self._directory.path != directory.path:
             if self._directory is not None:
                 self._directory.close()
-            self._directory = wanted
+            self._directory = directory
         return self._directory
 
     def _commit_alone(self) -> None:
-        """All is written, and there is nobody to agree with."""
+        """The saver has written all files. A single rank commits at once, in the saver's thread."""
         if self._collectives is None:
             assert self._under_way is not None
             self._commit(self._under_way.saver.record)
 
-    def _prune(self, under_way: UnderWay) -> None:
-        """The others know already, and need not wait for it."""
-        keep = under_way.asked.keep
+    def _prune(self, under_way: RunningSave) -> None:
+        """Rank 0 removes older checkpoints after the commit, so that other ranks do not wait for it."""
+        keep = under_way.request.keep
         if self._rank == 0 and keep is not None:
             assert self._directory is not None
-            with under_way.standstill.now():
+            with under_way.stall_timer.stalling():
                 self._directory.prune(under_way.saving.tag, under_way.manifest.run, keep)
 
     def _settle_alone(self) -> None:
-        """The saver is at its end, and there is nobody to agree with: this is known now, and not at the next step."""
+        """The saver has ended. A single rank reports the outcome at once, not at the next step."""
         if self._collectives is not None:
             return
         under_way = self._under_way
@@ -305,7 +321,7 @@ class Checkpoints:
             self._settle(under_way, None)
 
     def _commit(self, record: RankRecord) -> None:
-        """All ranks have written their files, of which ``record`` tells: rank 0 makes them a checkpoint."""
+        """Make the files of all ranks, which ``record`` describes, a checkpoint. Rank 0 calls it."""
         under_way = self._under_way
         assert under_way is not None and self._directory is not None
         with naming(under_way.partial / MANIFEST):
@@ -315,21 +331,22 @@ class Checkpoints:
             under_way.partial,
             under_way.saving.tag,
             run=under_way.manifest.run,
-            latest=under_way.asked.latest,
-            keep=under_way.asked.keep if self._collectives is None else None,
+            latest=under_way.request.latest,
+            keep=under_way.request.keep if self._collectives is None else None,
         )
 
-    def _conclude(self) -> None:
-        """The saver of this rank has ended, and those of the others have, or soon will."""
+    def _finish_together(self) -> None:
+        """Commit the save. The saver of this rank has ended; those of other ranks have, or will soon."""
         under_way = self._under_way
         assert under_way is not None
         saver = under_way.saver
         saver.join()
         if self._collectives is None:
-            self._end(under_way)  # its saver has settled it
+            # The saver's thread has settled it.
+            self._end(under_way)
             return
         try:
-            with self._standstill.now():
+            with self._stall_timer.stalling():
                 record = RankRecord.of_all(self._together("save its part of the checkpoint", saver.result))
                 self._together(
                     "commit the checkpoint", lambda: self._commit(record) if self._rank == 0 else None
@@ -337,25 +354,26 @@ class Checkpoints:
         except CheckpointError as error:
             self._settle(under_way, error)
             self._end(under_way)
-        except BaseException as error:  # a rank is lost, Ctrl-C
-            self._end_by(under_way, error)
+        # A rank is lost, or Ctrl-C.
+        except BaseException as error:
+            self._fail(under_way, error)
             raise
         else:
             self._settle(under_way, None)
             self._end(under_way)
             self._prune(under_way)
 
-    def _settle(self, under_way: UnderWay, error: TieringError | None) -> None:
-        """What has become of the save is known, and told."""
-        saving, saver, standstill = under_way.saving, under_way.saver, under_way.standstill
+    def _settle(self, under_way: RunningSave, error: TieringError | None) -> None:
+        """Record and log the outcome of the save."""
+        saving, saver, timer = under_way.saving, under_way.saver, under_way.stall_timer
         if saving.done:
             return
         if error is not None:
             self._discard([under_way.partial])
-            if under_way.asked.background:
+            if under_way.request.background:
                 log.error("the checkpoint %s was not saved: %s", saving.path, error)
         saving.error, saving.nbytes = error, saver.record.nbytes
-        saving.seconds, saving.stalled = standstill.lasted, standstill.stalled
+        saving.seconds, saving.stalled = timer.seconds, timer.stalled
         saving.ended_at = time.time()
         if error is None:
             log.log(
@@ -363,34 +381,35 @@ class Checkpoints:
                 "checkpoint %s saved: %s in %.1f s, of which training waited %.2f s",
                 *(saving.path, format_size(saver.record.nbytes), saving.seconds, saving.stalled),
             )
-        saving.done = True  # after all that is to be seen then
+        # Last: other threads read the other attributes once it is done.
+        saving.done = True
 
-    def _end(self, under_way: UnderWay) -> None:
-        """What has become of the save is known, and training waits for nothing more of it."""
+    def _end(self, under_way: RunningSave) -> None:
+        """The save has ended, and its outcome is recorded: training no longer waits for it."""
         self._under_way = None
         uncommitted.discard(under_way.saving.path)
-        self._last = self._shown = under_way.saving
-        self._saved += self._last.error is None
-        self._failed += self._last.error is not None
+        self._last_save = self._reported_save = under_way.saving
+        self._saved += self._last_save.error is None
+        self._failed += self._last_save.error is not None
 
     def _end_earlier(self) -> None:
-        """Another save, or a load, or the end: the one before is over first, and its error is told."""
+        """Finish the earlier save before a load or the end of the engine, and raise its error."""
         self.finish()
-        if self._last is not None:
-            self._last.tell()
+        if self._last_save is not None:
+            self._last_save.raise_error()
 
-    def _give_up(self, error: BaseException | str) -> None:
+    def _cancel(self, error: BaseException | str) -> None:
         under_way = self._under_way
         assert under_way is not None
         under_way.saver.cancel()
-        self._end_by(under_way, error)
+        self._fail(under_way, error)
 
-    def _end_by(self, under_way: UnderWay, error: BaseException | str) -> None:
-        """The save is over, because of what is raised in any case."""
+    def _fail(self, under_way: RunningSave, error: BaseException | str) -> None:
+        """The save has failed by ``error``, which the caller raises."""
         saving = under_way.saving
         self._settle(under_way, CheckpointError(f"{saving.path}: the save was ended by {error!r}"))
         self._end(under_way)
-        saving.told = True
+        saving.error_was_raised = True
 
     def _discard(self, partials: list[Path]) -> None:
         if self._rank == 0 and self._directory is not None:
@@ -403,18 +422,18 @@ class Checkpoints:
             self._wait_for_copy(tile)
 
     def _wait_for_copy(self, tile: Tile | None) -> None:
-        """Wait until ``tile``, or all state, may change."""
+        """Wait until ``tile``, or with None all state, may change."""
         if self._under_way is not None:
             saver = self._under_way.saver
             self._wait_for(saver, lambda within: saver.let_change(tile, within))
 
-    def _wait_for(self, saver: Saver, over: Callable[[float], bool]) -> None:
-        """Wait until it is ``over``, which waits for some seconds and says so.
+    def _wait_for(self, saver: Saver, condition: Callable[[float], bool]) -> None:
+        """Wait until ``condition`` is true; it gets the seconds for which it may wait.
 
-        Meanwhile this rank hears of others that are lost, and they see that it moves, as long as its saver does.
+        In between, this rank checks for lost ranks. Other ranks see its progress as long as the saver copies.
         """
-        with self._standstill.now():
-            while not over(_SLICE):
+        with self._stall_timer.stalling():
+            while not condition(_SLICE):
                 if self._collectives is not None:
                     self._collectives.check()
                     self._collectives.peers.note(f"a save, of which {saver.progress} chunks are copied")
@@ -422,7 +441,7 @@ class Checkpoints:
             self._collectives.peers.note("")
 
     def _manifest(self, share: Share, save: str) -> Manifest:
-        """What the checkpoint says of itself, but for its files."""
+        """The manifest of the checkpoint, without the files."""
         optimizer = self._parts.optimizer
         saved: dict[str, StoredParameter] = {}
         excluded: dict[str, StoredParameter] = {}
@@ -435,8 +454,8 @@ class Checkpoints:
                     optimizer.steps.get(piece.index, 0) if piece.trainable else 0,
                 )
         modules = self._parts.names
-        first = {param: name for name, param in modules.parameters()}
-        names = {name: first[param] for name, param in modules.parameters(remove_duplicate=False)}
+        first_names = {param: name for name, param in modules.parameters()}
+        names = {name: first_names[param] for name, param in modules.parameters(remove_duplicate=False)}
         return Manifest(
             run=self._run_id,
             step=self._updates.steps,
@@ -449,16 +468,20 @@ class Checkpoints:
             files={},
             training={"micro_steps": self._accumulation.micro_steps, **self._updates.state_dict()},
             excluded=excluded,
-            tied={name: known for name, known in names.items() if name != known and known in saved},
+            tied={
+                name: first_name
+                for name, first_name in names.items()
+                if name != first_name and first_name in saved
+            },
             save=save,
         )
 
-    def _together(self, what: str, work: Callable[[], T]) -> list[T]:
-        return together(self._collectives, what, work)
+    def _together(self, purpose: str, work: Callable[[], T]) -> list[T]:
+        return together(self._collectives, purpose, work)
 
 
 def _check_shared(partial: Path) -> None:
     if not partial.is_dir():
         raise CheckpointError(
-            f"{partial}, which rank 0 has made, is not there on this node: save to a file system that all nodes share"
+            f"{partial}, which rank 0 has made, does not exist on this node: save to a file system that all nodes share"
         )

@@ -1,14 +1,14 @@
 """Values of a training script as JSON and tensors, and back: client_state, schedulers, random states, data positions.
 
-JSON has no tuples, no NaN and no keys but strings. What it lacks is an object of one key that begins with "$":
+JSON has no tuples, no NaN and only string keys. Values that it lacks are objects with one key that begins with "$":
 
     (1, "a")             {"$tuple": [1, "a"]}
-    {3: "a", "$x": 1}    {"$dict": [[3, "a"], ["$x", 1]]}      where a key is no string, or begins with "$" itself
+    {3: "a", "$x": 1}    {"$dict": [[3, "a"], ["$x", 1]]}      if a key is not a string, or begins with "$"
     float("inf")         {"$float": "inf"}
-    torch.zeros(2)       {"$tensor": "client_state['x']"}      the name under which the tensor is kept beside the JSON
+    torch.zeros(2)       {"$tensor": "client_state['x']"}      the name of the tensor, which is stored apart
 
-so that nothing is guessed, whatever a user's own dict holds. Only values come back, never code: what is of a class that
-has no word here is refused when it is saved, with what to save in its place.
+so the encoding of any dict of a user is unambiguous. Decoding makes values only, and runs no code: a save refuses other
+classes, and the error says what to save instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torch import Tensor
 from tiering.errors import CheckpointError, ConfigError
 from tiering.strict_json import short
 
-DEPTH = 100  # a level takes up to three of JSON, and Python's reader of that gives up before a thousand
+# A level takes up to three levels of JSON; Python's JSON parser fails before a thousand.
+DEPTH = 100
 # The dtypes that safetensors can name.
 DTYPES = frozenset(
     {
@@ -58,7 +59,7 @@ _T = TypeVar("_T")
 
 
 class _Place(NamedTuple):
-    """Where in a value we are: its text is made only for an error, or for a tensor's name."""
+    """A place inside a value. Its text is made only for an error, or for the name of a tensor."""
 
     outer: _Place | None
     key: Any
@@ -71,25 +72,26 @@ class _Place(NamedTuple):
         return str(self.key) if self.outer is None else f"{self.outer}[{short.repr(self.key)}]"
 
 
-def encode(value: Any, tensors: dict[str, Tensor], where: str = "value") -> Any:
-    """``value`` as what JSON can hold; each tensor and array in it is copied into ``tensors``, under a new name.
+def encode(value: Any, tensors: dict[str, Tensor], place: str = "value") -> Any:
+    """Encode ``value`` for JSON; each tensor and array in it is copied into ``tensors``, under a new name.
 
-    ``where`` is what errors and names call the value ("client_state"). All comes back as it was, but: an OrderedDict
-    or defaultdict as a dict, a Parameter as a tensor, tensors on the CPU, and what is in it twice as two.
-    Raises ConfigError for what has no plain form, naming its place.
+    ``where`` is the name of the value in errors and tensor names ("client_state"). ``decode`` returns an equal value,
+    except: an OrderedDict or defaultdict becomes a dict, a Parameter a tensor, tensors are on the CPU, and an object
+    that is referenced twice becomes two. Raises ConfigError, with the place, for a value without a plain form.
     """
-    return _encode(value, tensors, _Place(None, where, 0))
+    return _encode(value, tensors, _Place(None, place, 0))
 
 
-def decode(value: Any, tensors: dict[str, Tensor], where: str = "value") -> Any:
-    """What ``encode`` was given, from what JSON gave; CheckpointError, naming the place, if it cannot be that."""
-    return _decode(value, tensors, _Place(None, where, 0))
+def decode(value: Any, tensors: dict[str, Tensor], place: str = "value") -> Any:
+    """The value that ``encode`` encoded; CheckpointError, with the place, if ``value`` is not such an encoding."""
+    return _decode(value, tensors, _Place(None, place, 0))
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
     if at.depth > DEPTH:
         raise ConfigError(
-            f"{_start(at)} is deeper than {DEPTH} levels: it contains itself, or is to be saved as a flatter value"
+            f"{_shortened(at)} is nested deeper than {DEPTH} levels: it contains itself, or must be"
+            " flattened before the save"
         )
     kind = type(value)
     if value is None or kind is bool or kind is str:
@@ -110,7 +112,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
         return {"$counter": _encode_pairs(value, tensors, at)}
     if kind is set or kind is frozenset:
         items = [_encode(item, tensors, at.within(item)) for item in value]
-        return {f"${kind.__name__}": sorted(items, key=json.dumps)}  # in an order that no hash seed decides
+        return {f"${kind.__name__}": sorted(items, key=json.dumps)}  # independent of the hash seed
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, PurePath):
@@ -126,13 +128,13 @@ def _encode(value: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
     if isinstance(value, np.generic) and value.dtype.name in _SCALARS:
         return {"$scalar": [value.dtype.name, _encode(value.item(), tensors, at)]}
     raise ConfigError(
-        f"{_start(at)} is of class {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold;"
+        f"{_shortened(at)} is of class {kind.__module__}.{kind.__qualname__}, which a checkpoint does not support;"
         f" save {_instead(value, at)}"
     )
 
 
 def _is_plain_key(key: str) -> bool:
-    """Not one of ours, nor half of a surrogate pair (in a file name of other bytes), which a reader of JSON refuses."""
+    """Whether JSON can hold the key: it has no tag, and no lone surrogate (of a file name that is not UTF-8)."""
     return not key.startswith("$") and key.encode(errors="replace").decode() == key
 
 
@@ -149,18 +151,19 @@ def _encode_pairs(value: dict[Any, Any], tensors: dict[str, Tensor], at: _Place)
 
 def _keep(tensor: Tensor, tensors: dict[str, Tensor], at: _Place) -> str:
     name = place = str(at)
-    while name in tensors:  # of keys that print alike
+    # Different keys may have the same text.
+    while name in tensors:
         name = f"{place}#{len(tensors)}"
     tensors[name] = tensor
     return name
 
 
 def _copy_of_tensor(value: Tensor, at: _Place) -> Tensor:
-    """A copy, for a checkpoint may be written while training goes on; contiguous, whatever the strides were."""
+    """A contiguous copy, because training may continue while the checkpoint is written."""
     if value.is_nested or value.is_meta or value.layout != torch.strided or value.dtype not in DTYPES:
         raise ConfigError(
-            f"{_start(at)} is a tensor of {value.dtype} and {value.layout} on {value.device}; a checkpoint holds"
-            f" dense ones of {', '.join(sorted(map(str, DTYPES)))}"
+            f"{_shortened(at)} is a tensor of {value.dtype} and {value.layout} on {value.device}; a checkpoint supports"
+            f" dense tensors of {', '.join(sorted(map(str, DTYPES)))}"
         )
     copy = torch.empty(value.shape, dtype=value.dtype, device="cpu")
     with torch.no_grad():
@@ -171,15 +174,15 @@ def _copy_of_tensor(value: Tensor, at: _Place) -> Tensor:
 def _copy_of_array(value: np.ndarray[Any, Any], at: _Place) -> Tensor:
     if f"torch.{value.dtype.name}" not in map(str, DTYPES) or not value.dtype.isnative:
         raise ConfigError(
-            f"{_start(at)} is an array of {value.dtype!r}; a checkpoint holds numbers in this machine's byte order:"
-            f" save {_start(at)}.astype(...), or {_start(at)}.tolist()"
+            f"{_shortened(at)} is an array of {value.dtype!r}; a checkpoint supports numbers in this machine's byte"
+            f" order: save {_shortened(at)}.astype(...), or {_shortened(at)}.tolist()"
         )
     return torch.from_numpy(np.array(value, order="C"))
 
 
 def _instead(value: Any, at: _Place) -> str:
-    """What a user would write to save ``value``."""
-    place = _start(at)
+    """The expression that saves ``value``, for the error."""
+    place = _shortened(at)
     if isinstance(value, type):
         return "its name"
     if isinstance(value, enum.Enum):
@@ -196,12 +199,14 @@ def _instead(value: Any, at: _Place) -> str:
             return f"{plain.__name__}({place})"
     if isinstance(value, bytearray | memoryview):
         return f"bytes({place})"
-    return "the plain values that it can be made of again"
+    return "the plain values from which it can be built"
 
 
 def _decode(value: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
     if at.depth > DEPTH:
-        raise CheckpointError(f"{_start(at)} is deeper than {DEPTH} levels; the file is damaged, or not ours")
+        raise CheckpointError(
+            f"{_shortened(at)} is nested deeper than {DEPTH} levels; the file is damaged, or of another program"
+        )
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -211,80 +216,80 @@ def _decode(value: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
         return {key: _decode(item, tensors, at.within(key)) for key, item in value.items()}
     try:
         if len(value) > 1:
-            raise ValueError("it has another key beside it")
+            raise ValueError("there is another key next to it")
         return _decode_tagged(tag, value[tag], tensors, at)
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
-            f"{_start(at)} has {short.repr(tag)}, but {error}; the file is damaged, or from a newer version"
+            f"{_shortened(at)} has {short.repr(tag)}, but {error}; the file is damaged, or from a newer version"
         ) from error
 
 
-def _decode_tagged(tag: str, held: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
-    """TypeError, ValueError or OverflowError if ``held`` is not what belongs to ``tag``."""
+def _decode_tagged(tag: str, content: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
+    """The value of ``tag``. TypeError, ValueError or OverflowError if ``content`` does not fit the tag."""
     match tag:
         case "$tensor":
-            return _one_of(tensors, held)
+            return _check_choice(tensors, content)
         case "$array":
-            return _one_of(tensors, held).numpy()
+            return _check_choice(tensors, content).numpy()
         case "$scalar":
-            name, item = held
-            return _one_of(_SCALARS, name)(_as(int | float, _decode(item, tensors, at)))
+            name, item = content
+            return _check_choice(_SCALARS, name)(_as(int | float, _decode(item, tensors, at)))
         case "$int":
-            return int(_as(str, held), 16)
+            return int(_as(str, content), 16)
         case "$float":
-            return _one_of(_NOT_FINITE, held)
+            return _check_choice(_NOT_FINITE, content)
         case "$bytes":
-            return base64.b64decode(_as(str, held), validate=True)
+            return base64.b64decode(_as(str, content), validate=True)
         case "$path":
-            return Path(_as(str, held))
+            return Path(_as(str, content))
         case "$dtype":
-            return _one_of(_TORCH_DTYPES, held)
+            return _check_choice(_TORCH_DTYPES, content)
         case "$size":
-            return torch.Size([_as_length(length) for length in _as(list, held)])
+            return torch.Size([_as_length(length) for length in _as(list, content)])
         case "$tuple":
-            return tuple(_decode_items(_as(list, held), tensors, at))
+            return tuple(_decode_items(_as(list, content), tensors, at))
         case "$set" | "$frozenset":
-            items = _decode_items(_as(list, held), tensors, at)
+            items = _decode_items(_as(list, content), tensors, at)
             return (set if tag == "$set" else frozenset)(_unique(items))
         case "$dict" | "$counter":
-            pairs = _decode_pairs(_as(list, held), tensors, at)
+            pairs = _decode_pairs(_as(list, content), tensors, at)
             return (dict if tag == "$dict" else Counter)(pairs)
-    raise ValueError("this version does not know what that is")
+    raise ValueError("this version does not know this tag")
 
 
-def _decode_items(held: list[Any], tensors: dict[str, Tensor], at: _Place) -> list[Any]:
-    return [_decode(item, tensors, at.within(index)) for index, item in enumerate(held)]
+def _decode_items(content: list[Any], tensors: dict[str, Tensor], at: _Place) -> list[Any]:
+    return [_decode(item, tensors, at.within(index)) for index, item in enumerate(content)]
 
 
-def _decode_pairs(held: list[Any], tensors: dict[str, Tensor], at: _Place) -> dict[Any, Any]:
-    keys = _unique([_decode(key, tensors, at.within(key)) for key, _ in held])
-    return {key: _decode(item, tensors, at.within(key)) for key, (_, item) in zip(keys, held, strict=True)}
+def _decode_pairs(content: list[Any], tensors: dict[str, Tensor], at: _Place) -> dict[Any, Any]:
+    keys = _unique([_decode(key, tensors, at.within(key)) for key, _ in content])
+    return {key: _decode(item, tensors, at.within(key)) for key, (_, item) in zip(keys, content, strict=True)}
 
 
 def _unique(items: list[Any]) -> list[Any]:
     if len(set(items)) != len(items):
-        raise ValueError("something comes twice in it")
+        raise ValueError("it contains an item twice")
     return items
 
 
-def _one_of(known: dict[str, _T], name: Any) -> _T:
-    if _as(str, name) not in known:
-        raise ValueError(f"there is no {short.repr(name)}")
-    return known[name]
+def _check_choice(choices: dict[str, _T], name: Any) -> _T:
+    if _as(str, name) not in choices:
+        raise ValueError(f"{short.repr(name)} is unknown")
+    return choices[name]
 
 
-def _as(kind: Any, held: Any) -> Any:
-    if not isinstance(held, kind):
-        raise TypeError(f"{short.repr(held)} is not of its kind")
-    return held
+def _as(kind: Any, content: Any) -> Any:
+    if not isinstance(content, kind):
+        raise TypeError(f"{short.repr(content)} has the wrong type")
+    return content
 
 
-def _as_length(held: Any) -> int:
-    if abs(_as(int, held)) >= 2**63:  # torch takes it, and fails when it is asked for it
-        raise OverflowError(f"{short.repr(held)} is no length")
-    return int(held)
+def _as_length(length: Any) -> int:
+    if abs(_as(int, length)) >= 2**63:  # torch takes it, and fails when it is asked for it
+        raise OverflowError(f"{short.repr(length)} is not a length")
+    return int(length)
 
 
-def _start(at: _Place) -> str:
+def _shortened(at: _Place) -> str:
     text = str(at)
     return text if len(text) <= 200 else f"{text[:200]}..."

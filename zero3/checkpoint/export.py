@@ -1,7 +1,7 @@
-"""Exports: files of a model's weights for others, streamed out of the tiers.
+"""Exports: files of a model's weights for other programs, streamed from the tiers.
 
-Nobody holds more than a range of a parameter beside the tiers. Of several ranks the first one writes, and gets the
-others' shares range by range; if it cannot write, all of them are told, and training can go on.
+A rank holds no more than a range of a parameter outside the tiers. Rank 0 writes, and receives the shards of other
+ranks range by range. If it cannot write, all ranks raise the error, and training can continue.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _PICKLES = (".bin", ".pt", ".pth")
 
 
 class Export:
-    """Writes what ``state`` keeps of ``model``. Every rank makes the same calls.
+    """Writes the weights of ``model``, which ``state`` reads. Every rank makes the same calls.
 
-    Raises CheckpointError, on every rank, where files cannot be written; then there is nothing of them.
+    Raises CheckpointError, on every rank, if files cannot be written; then no file is left behind.
     """
 
     def __init__(self, model: nn.Module, config: TieringConfig, state: TieredState) -> None:
         self._model = model
         self._config = config
         self._state = state
-        self._places = state.places()
+        self._pieces = state.places()
         self._collectives = state.collectives
         self._writes = self._collectives is None or self._collectives.world.rank == 0
 
@@ -67,16 +67,11 @@ class Export:
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Write the model's ``state_dict`` as one safetensors file; returns its path.
-
-        A pickle's name, which DeepSpeed's scripts have, gives a safetensors file of that name: pytorch_model.bin is
-        model.safetensors. Parameters have 16 bits: those that they compute in or, of a model in fp32, as bf16. Buffers
-        and packed bytes of quantised weights are as they are, and so is what ``tiering.keep_fp32`` keeps.
-        """
+        """See Engine.save_16bit_model."""
         stem = _stem(save_filename)
         tensors = own_names(self._model)
         if exclude_frozen_parameters:
-            frozen = {param for param, (_, piece) in self._places.items() if not piece.trainable}
+            frozen = {param for param, (_, piece) in self._pieces.items() if not piece.trainable}
             tensors = [saved for saved in tensors if saved.tensor not in frozen]
         precision = self._config.precision
         dtype = COMPUTE_DTYPES[(self._config.autocast or "bf16") if precision == "fp32" else precision]
@@ -85,18 +80,14 @@ class Export:
         if path.name != save_filename:
             log.log(
                 logs.once(logging.WARNING),
-                "%s was written in place of %s: pickles run code when they are read; read it with"
+                "%s was written instead of %s, because reading a pickle runs code; read it with"
                 " safetensors.torch.load_file",
                 *(path, save_filename),
             )
         return path
 
     def save_pretrained(self, save_dir: str | Path, max_shard_size: int | str = "5GB") -> Path:
-        """Write what ``from_pretrained`` loads, in the compute dtype; returns the directory.
-
-        Of a model with an adapter of peft's only that is written, as peft and transformers do. Raises ConfigError for
-        models that are neither transformers' nor peft's.
-        """
+        """See Engine.save_pretrained."""
         try:
             max_shard_bytes = parse_size(max_shard_size)
         except ValueError as error:
@@ -114,7 +105,7 @@ class Export:
             )
         else:
             raise ConfigError(
-                f"save_pretrained needs a model of transformers or peft, whose config says how to build it, not"
+                f"save_pretrained needs a model of transformers or peft, whose config describes it, not"
                 f" {type(model).__name__}; save its weights with save_16bit_model(DIR)"
             )
         return directory
@@ -129,25 +120,27 @@ class Export:
         max_shard_bytes: int | None = None,
         files: Callable[[Path], None] | None = None,
     ) -> None:
-        # The widest elements first, so that each tensor begins at a multiple of its own.
-        wanted = sorted(tensors, key=lambda saved: -self._stored_as(saved, dtype).itemsize)
+        # The widest elements first, so that each tensor is aligned to its element size.
+        ordered = sorted(tensors, key=lambda saved: -self._stored_as(saved, dtype).itemsize)
         specs = [
-            TensorSpec(saved.name, _word(saved, self._stored_as(saved, dtype)), saved.shape)
-            for saved in wanted
+            TensorSpec(saved.name, _stored_name(saved, self._stored_as(saved, dtype)), saved.shape)
+            for saved in ordered
         ]
         leading = Leading(self._collectives, f"save {directory}")
         io = self._config.tiering.io
-        new = partial(WeightWriter, directory, specs, stem=stem, max_shard_bytes=max_shard_bytes, io=io)
-        writer = leading.attempt(new)
+        open_writer = partial(
+            WeightWriter, directory, specs, stem=stem, max_shard_bytes=max_shard_bytes, io=io
+        )
+        writer = leading.attempt(open_writer)
         try:
             if files is not None:
-                leading.attempt(lambda: files(_there(writer).folder))
-            for saved in wanted:
+                leading.attempt(lambda: files(_open_writer(writer).folder))
+            for saved in ordered:
                 leading.settle()
                 with closing(self._ranges(saved, self._stored_as(saved, dtype))) as values:
                     for each in values:
                         leading.attempt(partial(_append, writer, each))
-            leading.attempt(lambda: _there(writer).finish())
+            leading.attempt(lambda: _open_writer(writer).finish())
             leading.settle()
         finally:
             if writer is not None:
@@ -158,18 +151,19 @@ class Export:
         )
 
     def _stored_as(self, saved: Saved, dtype: torch.dtype) -> torch.dtype:
-        if saved.tensor not in self._places or is_packed(saved.tensor):
+        if saved.tensor not in self._pieces or is_packed(saved.tensor):
             return saved.tensor.dtype
-        return torch.float32 if self._places[saved.tensor][0].in_fp32 else dtype
+        return torch.float32 if self._pieces[saved.tensor][0].in_fp32 else dtype
 
     def _ranges(self, saved: Saved, dtype: torch.dtype) -> Generator[Tensor]:
-        """The elements of what is stored, flat, in host memory, a range after the other."""
-        if saved.tensor not in self._places:  # a buffer
+        """The elements of a stored tensor, flat, in host memory, one range at a time."""
+        # A buffer.
+        if saved.tensor not in self._pieces:
             flat = saved.tensor.detach().flatten()[saved.first : saved.first + saved.numel]
             for first, end in tiles(saved.numel, RANGE):
                 yield flat[first:end].cpu()
             return
-        group, piece = self._places[saved.tensor]
+        group, piece = self._pieces[saved.tensor]
         if not (group.sharded or self._writes):
             return
         with closing(self._state.weight_ranges(group, piece, saved.first, saved.numel, RANGE)) as ranges:
@@ -187,32 +181,32 @@ def _stem(save_filename: str) -> str:
     path = Path(save_filename)
     if path.name != save_filename or path.suffix not in (SUFFIX, *_PICKLES):
         raise ConfigError(
-            f"save_filename {save_filename!r} is not the name of a {SUFFIX} file, and no other kind is written: name it"
+            f"save_filename {save_filename!r} is not the name of a {SUFFIX} file, the only supported format: use"
             " model.safetensors"
         )
     return "model" if path.stem == "pytorch_model" else path.stem
 
 
-def _there(writer: WeightWriter | None) -> WeightWriter:
+def _open_writer(writer: WeightWriter | None) -> WeightWriter:
     assert writer is not None
     return writer
 
 
 def _append(writer: WeightWriter | None, values: Tensor) -> None:
-    _there(writer).append(values.contiguous().view(torch.uint8).numpy())
+    _open_writer(writer).append(values.contiguous().view(torch.uint8).numpy())
 
 
-def _word(saved: Saved, dtype: torch.dtype) -> str:
+def _stored_name(saved: Saved, dtype: torch.dtype) -> str:
     if dtype not in STORED_NAMES:
         raise ConfigError(
-            f"{saved.name!r} is {dtype}, which safetensors files cannot hold; register it with persistent=False, or"
-            " keep it in another dtype"
+            f"{saved.name!r} has dtype {dtype}, which safetensors does not support; register it with persistent=False,"
+            " or store it in another dtype"
         )
     return STORED_NAMES[dtype]
 
 
 def _write_transformers_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
-    """What ``from_pretrained`` builds the model from, as transformers writes it."""
+    """Write the configuration from which ``from_pretrained`` builds the model, as transformers does."""
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
@@ -226,7 +220,7 @@ def _write_transformers_config(model: Any, dtype: torch.dtype, folder: Path) -> 
 
 
 def _write_adapter_config(model: Any, adapter: str, folder: Path) -> None:
-    """What peft builds the adapter from, as it writes it."""
+    """Write the configuration from which peft builds the adapter, as peft does."""
     config = copy.deepcopy(model.peft_config[adapter])
     if config.base_model_name_or_path is None:
         base = model.get_base_model() if is_from_peft(model) else model
@@ -239,7 +233,7 @@ def _only_adapter(model: Any) -> str:
     adapters = list(model.peft_config)
     if len(adapters) > 1:
         raise ConfigError(
-            f"save_pretrained writes one adapter, and the model has {', '.join(map(repr, adapters))}; delete others"
-            " before initialize, or save all of it with save_16bit_model(DIR)"
+            f"save_pretrained writes one adapter, but the model has {', '.join(map(repr, adapters))}; delete the others"
+            " before initialize, or save the whole model with save_16bit_model(DIR)"
         )
     return str(adapters[0])

@@ -1,8 +1,8 @@
-"""A checkpoint is found, checked and opened by all ranks, before a load changes anything.
+"""Opening a checkpoint: all ranks find, check and open it before a load changes anything.
 
-Somebody may be saving there, as a trainer is while an evaluation loads its latest checkpoint: a save replaces a tag, or
-prunes it. While the files are being opened that is noticed, and the checkpoint that is there now is taken. Once they
-are open, a file that is removed is still read to its end.
+Another process may save there meanwhile, as a trainer does while an evaluation loads its latest checkpoint: a save
+replaces a tag, or prunes it. If that happens while the files are being opened, the ranks look again and open the
+checkpoint that exists then. Open files stay readable after they are removed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOKS = 10  # at a directory in which somebody saves faster than this can load
+# Attempts to open a checkpoint in a directory in which another process saves faster than this one can open.
+LOOKS = 10
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What a load was called with."""
+    """Arguments of a load."""
 
     directory: Path
     tag: str | None
@@ -45,27 +46,28 @@ class LoadRequest:
     states: bool
     scheduler: bool
 
-    def look(self) -> Seen:
-        """Find the checkpoint. CheckpointError if one that is named is not there."""
+    def find(self) -> CheckpointVersion:
+        """Find the checkpoint. CheckpointError if ``tag`` names one that does not exist."""
         path = CheckpointDirectory(self.directory).find(self.tag)
         if path is None:
-            return Seen(None)
+            return CheckpointVersion(None)
         try:
             status = (path / MANIFEST).stat()
-        except FileNotFoundError:  # just removed: another look finds another one
-            return Seen(path)
-        return Seen(path, (status.st_ino, status.st_mtime_ns))
+        # It was just removed: the next attempt finds another one.
+        except FileNotFoundError:
+            return CheckpointVersion(path)
+        return CheckpointVersion(path, (status.st_ino, status.st_mtime_ns))
 
 
-class Seen(NamedTuple):
-    """Where a checkpoint is, and which version of its record; None if there is none."""
+class CheckpointVersion(NamedTuple):
+    """The path of a checkpoint, and the version of its manifest (inode and time); ``path`` None if there is none."""
 
     path: Path | None
     version: tuple[int, ...] = ()
 
 
-class Ready(NamedTuple):
-    """A checkpoint that can be loaded: its files are open. ``own`` is None if it was saved by fewer ranks."""
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint with open files. ``shared`` is rank 0's state; ``own`` is None if fewer ranks have saved."""
 
     path: Path
     restore: Restore
@@ -74,9 +76,10 @@ class Ready(NamedTuple):
 
 
 class Opener:
-    """Opens the checkpoint of a ``request``, for the engine of ``model`` and ``parts`` that is in the state ``run``.
+    """Opens the checkpoint of a ``request`` for the engine of ``model`` and ``parts``, which Restore uses mostly.
 
-    ``uncertain`` parameters have lost their values in a load that failed: the checkpoint has to have them.
+    ``run`` checks the saved state of the run. ``uncertain`` parameters have lost their values in a failed load: the
+    checkpoint must contain them.
     """
 
     def __init__(
@@ -95,34 +98,35 @@ class Opener:
         self._request = request
         self._uncertain = uncertain
 
-    def open(self, files: ExitStack) -> Ready | None:
-        """The checkpoint, whose ``files`` are open; None if there is none. All ranks together."""
-        for more in reversed(range(LOOKS)):
-            seen = self._together("find the checkpoint", self._request.look)
+    def open(self, files: ExitStack) -> OpenCheckpoint | None:
+        """Open the checkpoint, with its ``files``; None if there is none. All ranks call this together."""
+        for attempts_left in reversed(range(LOOKS)):
+            versions = self._together("find the checkpoint", self._request.find)
             try:
                 with ExitStack() as opening:
-                    ready = self._open_at(seen, opening)
+                    ready = self._open_at(versions, opening)
                     files.enter_context(opening.pop_all())
                     return ready
             except DistributedError:
                 raise
-            except Exception:  # some error is raised on all ranks, so all look again, or none
-                if not more or self._together("find the checkpoint", self._request.look) == seen:
+            # ``together`` raises on all ranks, so all of them try again, or none.
+            except Exception:
+                if not attempts_left or self._together("find the checkpoint", self._request.find) == versions:
                     raise
-            log.log(logs.once(logging.INFO), "a save has replaced %s: looking again", seen[0].path)
-        raise AssertionError("the last look returns or raises")
+            log.log(logs.once(logging.INFO), "a save has replaced %s: trying again", versions[0].path)
+        raise AssertionError("the last attempt returns or raises")
 
-    def _open_at(self, seen: list[Seen], files: ExitStack) -> Ready | None:
-        """As ``open``, of the checkpoint that ranks have ``seen``."""
-        path, request = seen[0].path, self._request
-        if any(each.path != path for each in seen):
-            found = ", ".join(f"rank {rank} {each.path}" for rank, each in enumerate(seen))
+    def _open_at(self, versions: list[CheckpointVersion], files: ExitStack) -> OpenCheckpoint | None:
+        """Open the checkpoint of which the ranks have found these ``versions``."""
+        path, request = versions[0].path, self._request
+        if any(each.path != path for each in versions):
+            paths = ", ".join(f"rank {rank} {each.path}" for rank, each in enumerate(versions))
             raise CheckpointError(
-                f"ranks find different checkpoints: {found}; load from a directory that all of them share"
+                f"ranks find different checkpoints: {paths}; load from a directory that all ranks share"
             )
         if path is None:
             return None
-        made: list[Ready] = []
+        opened: list[OpenCheckpoint] = []
 
         def prepare() -> str:
             io, rank = self._io, self._parts.world.rank
@@ -130,14 +134,14 @@ class Opener:
             restore = Restore(
                 checkpoint, self._model, self._parts, io, states=request.states, strict=request.strict
             )
-            restore.check_kept(self._uncertain)
+            restore.check_values_known(self._uncertain)
             shared = rank_state(checkpoint.rank(0), io) if restore.of_run else RankState({}, {})
             has_own = rank < checkpoint.manifest.world_size
             own = shared if rank == 0 else rank_state(checkpoint.rank(rank), io) if has_own else None
             if restore.of_run:
                 self._run.check(shared, optimizer=request.states, scheduler=request.scheduler)
             files.enter_context(restore.reading())
-            made.append(Ready(path, restore, shared, own))
+            opened.append(OpenCheckpoint(path, restore, shared, own))
             if checkpoint.caveat:
                 log.log(logs.once(logging.WARNING), "%s", checkpoint.caveat)
             return f"{checkpoint.manifest.step} {checkpoint.manifest.created} {checkpoint.manifest.save}"
@@ -145,9 +149,9 @@ class Opener:
         saves = self._together("open the checkpoint", prepare)
         if any(save != saves[0] for save in saves):
             raise CheckpointError(
-                f"ranks find different saves in {path}: wait until nobody saves there, and load it again"
+                f"ranks find different saves in {path}: wait until no process saves there, and load it again"
             )
-        return made[0]
+        return opened[0]
 
-    def _together(self, what: str, work: Callable[[], T]) -> list[T]:
-        return together(self._parts.collectives, what, work)
+    def _together(self, purpose: str, work: Callable[[], T]) -> list[T]:
+        return together(self._parts.collectives, purpose, work)

@@ -1,8 +1,7 @@
-"""A rank's share of the state: what it saves, in which order, and as which tensors of which files.
+"""A rank's share of a checkpoint: the elements that it saves, their order, and the tensors of its files.
 
-Each rank saves its shard of each group, and of what is replicated an equal part; nothing is sent between ranks. Of the
-trained part of a group there is a file for each kind of state; frozen parameters are in that of the weights, or in
-none.
+Each rank saves its shard of each group, and an equal part of replicated values; ranks send each other nothing. Each
+kind of state has one file per rank. Frozen parameters are in the file of the weights, or in none.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from zero3.params.param_group import ParamGroup
 from zero3.ranks.joining import World
 
 CHUNK = WINDOW // 4
-"""Elements that are copied at once: whatever their state is made of, all of it fits a window."""
+"""Elements that are copied at once: in every format of state, they fit a window."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Bytes of a home."""
+    """A range of bytes of a home."""
 
     home: Home
     offset: int
@@ -36,14 +35,14 @@ class Range:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements of one kind of state, in ``source``; where masters are split, ``upper`` has their upper halves.
+    """Elements of one kind of state, in ``source``; ``upper`` has the upper 16 bits of split masters.
 
-    ``parts`` are those that belong to parameters: each the first element in the chunk, and how many. With the chunk all
-    of ``tile`` is copied, if it is not None.
+    ``parts`` are the elements of parameters, without padding: (first element in the chunk, number of elements).
+    ``dtype`` is that of the file. ``tile`` is set in the last chunk of a tile: once this is copied, all of it is.
     """
 
     kind: str
-    dtype: torch.dtype  # of the elements in the file
+    dtype: torch.dtype
     source: Range
     upper: Range | None
     parts: tuple[tuple[int, int], ...]
@@ -77,17 +76,17 @@ class Share:
         for tile in tiles:
             self._tiles[tile.group].append(tile)
         self.kinds = (WEIGHTS, *state_names)
-        self.not_here = frozenset(tile for tile in tiles if not self._range(tile))
+        self.saved_elsewhere = frozenset(tile for tile in tiles if not self._range(tile))
 
     def tensors(self, kind: str) -> tuple[list[TensorSpec], dict[str, str]]:
-        """The tensors of the file of ``kind``, and its metadata: the first element of those that are parts."""
+        """The tensors of the file of ``kind``, and its metadata: the first element of each tensor that is a part."""
         specs: list[TensorSpec] = []
         firsts: dict[str, str] = {}
         for group in self._groups:
-            held = [(segment, self._dtype(kind)) for segment in self._trained(group)]
+            stored = [(segment, self._dtype(kind)) for segment in self._trained(group)]
             if kind == WEIGHTS and self.has_frozen:
-                held += [(segment, group.dtype) for segment in self._frozen(group)]
-            for segment, dtype in held:
+                stored += [(segment, group.dtype) for segment in self._frozen(group)]
+            for segment, dtype in stored:
                 shape = segment.piece.shape
                 if segment.numel < product(shape):
                     firsts[segment.piece.name] = str(segment.first)
@@ -100,24 +99,24 @@ class Share:
         return specs, firsts
 
     def chunks(self) -> Iterator[Chunk]:
-        """All of it, tile after tile, in the order of each file."""
+        """All chunks, tile by tile, in the order of each file."""
         for group in self._groups:
             for tile in self._tiles[group]:
-                mine = self._range(tile)
-                made = [
-                    self._of_tile(number, tile, mine.start + first, mine.start + last)
+                saved = self._range(tile)
+                chunks = [
+                    self._of_tile(number, tile, saved.start + first, saved.start + last)
                     for number in range(len(self.kinds))
-                    for first, last in tiles(len(mine), CHUNK)
+                    for first, last in tiles(len(saved), CHUNK)
                 ]
-                if made:
-                    yield from made[:-1]
-                    yield replace(made[-1], tile=tile)
+                if chunks:
+                    yield from chunks[:-1]
+                    yield replace(chunks[-1], tile=tile)
             if self.has_frozen:
                 yield from self._of_frozen(group)
 
     def _range(self, tile: Tile) -> range:
-        """What of ``tile`` this rank saves, in the coordinates of the group's tiles."""
-        own = self._own(tile.group)
+        """The elements of ``tile`` that this rank saves, in the coordinates of the group's tiles."""
+        own = self._saved_range(tile.group)
         return range(max(tile.start, own.start), min(tile.end, own.stop))
 
     def _of_tile(self, number: int, tile: Tile, start: int, end: int) -> Chunk:
@@ -134,48 +133,52 @@ class Share:
             upper = params if layout.splits else None
         else:
             source = params
-        held = segments(self._pieces(group), start, end)
-        parts = tuple((segment.start - start, segment.numel) for segment in held if segment.piece.trainable)
+        parameter_segments = segments(self._pieces(group), start, end)
+        parts = tuple(
+            (segment.start - start, segment.numel)
+            for segment in parameter_segments
+            if segment.piece.trainable
+        )
         return Chunk(kind, self._dtype(kind), source, upper, parts)
 
     def _of_frozen(self, group: ParamGroup) -> Iterator[Chunk]:
-        pieces, own = self._rest(group)
+        pieces, own = self._frozen_pieces(group)
         itemsize = group.dtype.itemsize
         for first, last in tiles(len(own), CHUNK):
             start, end = own.start + first, own.start + last
-            parts = tuple((held.start - start, held.numel) for held in segments(pieces, start, end))
+            parts = tuple((segment.start - start, segment.numel) for segment in segments(pieces, start, end))
             source = Range(group.home, start * itemsize, (end - start) * itemsize)
             yield Chunk(WEIGHTS, group.dtype, source, None, parts)
 
     def _dtype(self, kind: str) -> torch.dtype:
-        """Of the state of trained parameters in its file."""
+        """The dtype of trained parameters' state in the file of ``kind``."""
         return torch.float32 if kind == WEIGHTS else self._layout.moment_dtype()
 
     def _pieces(self, group: ParamGroup) -> tuple[Piece, ...]:
         """Trained parameters, or parts of them, in the coordinates of the group's tiles."""
         return group.shard.pieces if self._shards_state else group.layout.pieces
 
-    def _own(self, group: ParamGroup) -> range:
-        """What of the tiles' elements this rank saves."""
+    def _saved_range(self, group: ParamGroup) -> range:
+        """The elements of the group's tiles that this rank saves."""
         if self._shards_state:
             return range(group.shard.trainable_numel)
         return shard_ranges(group.layout, self._world.size, self._world.rank)[0]
 
-    def _rest(self, group: ParamGroup) -> tuple[tuple[Piece, ...], range]:
-        """Frozen parameters, and what of them this rank saves, in the coordinates of the group's home."""
+    def _frozen_pieces(self, group: ParamGroup) -> tuple[tuple[Piece, ...], range]:
+        """The pieces of frozen parameters, and the elements that this rank saves, in the coordinates of the home."""
         if group.sharded:
             return group.shard.pieces, range(group.shard.trainable_numel, group.shard.numel)
         return group.layout.pieces, shard_ranges(group.layout, self._world.size, self._world.rank)[1]
 
     def _trained(self, group: ParamGroup) -> Iterator[Segment]:
-        own = self._own(group)
-        held = segments(self._pieces(group), own.start, own.stop)
-        return (segment for segment in held if segment.piece.trainable)
+        own = self._saved_range(group)
+        parameter_segments = segments(self._pieces(group), own.start, own.stop)
+        return (segment for segment in parameter_segments if segment.piece.trainable)
 
     def _frozen(self, group: ParamGroup) -> Iterator[Segment]:
-        pieces, own = self._rest(group)
+        pieces, own = self._frozen_pieces(group)
         return segments(pieces, own.start, own.stop)
 
     def _empty(self, group: ParamGroup) -> Iterator[Piece]:
-        """Parameters without elements, which no range has."""
+        """Parameters without elements, which are in no range: rank 0 saves them."""
         return (piece for piece in group.layout.pieces if self._world.rank == 0 and not product(piece.shape))

@@ -1,7 +1,7 @@
-"""What a checkpoint holds, back on the tiers: each rank reads what it keeps, whoever wrote it.
+"""Restoring a checkpoint to the tiers: each rank reads the elements that it keeps, from the files of any rank.
 
-Names and element ranges decide, so the run may have had other ranks, another stage, placement, grouping or format of
-state. Every page is compared with its sum as it is read.
+Tensors are found by name and element range, so the run that saved may have had another number of ranks, stage,
+placement, grouping or format of state. Every page is compared with its checksum as it is read.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 
 
 class Restore:
-    """Fills the tiers of ``parts`` from ``checkpoint``; ``states`` says whether optimizer state is taken from there.
+    """Fills the tiers of ``parts`` from ``checkpoint``; with ``states``, also the optimizer state.
 
-    To make one checks that the checkpoint is this model's, and changes nothing: CheckpointError if it is not. Frozen
-    parameters that the save has excluded keep their values, and so do, unless it is to be ``strict``, all that only the
-    model has; what only the checkpoint has is left.
+    The constructor checks that the checkpoint is of this model, and changes nothing; it raises CheckpointError
+    otherwise. Frozen parameters that the save has excluded keep their values. Unless ``strict``, so do all parameters
+    that only the model has, and tensors that only the checkpoint has are ignored.
     """
 
     def __init__(
@@ -62,25 +62,27 @@ class Restore:
         except WeightsError as error:
             remedy = "build the model that was saved"
             if strict:
-                remedy += "; load_module_strict=False leaves what only one side has"
+                remedy += "; load_module_strict=False ignores tensors that only one side has"
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} is of another model: {error.problem}; {remedy}"
             ) from error
         self.filled = frozenset(self._matched.sources)
-        self._kept = {name: param for name, param in parts.names.parameters() if param not in self.filled}
-        for name, param in self._kept.items():
+        self._unchanged = {
+            name: param for name, param in parts.names.parameters() if param not in self.filled
+        }
+        for name, param in self._unchanged.items():
             if name in excluded and excluded[name].shape != tuple(param.shape):
                 raise CheckpointError(
-                    f"checkpoint {checkpoint.path} is of another model: its {name!r}, which it excludes, is"
+                    f"checkpoint {checkpoint.path} is of another model: {name!r}, which it excludes, has shape"
                     f" {list(excluded[name].shape)} and not {list(param.shape)}; build the model that was saved"
                 )
         self._names = {param: source.parts[0].name for param, source in self._matched.sources.items()}
         self._states = self._kinds() if states else {}
-        self._tell_kept()
+        self._warn_of_unchanged()
 
     @property
     def of_run(self) -> bool:
-        """Whether the checkpoint is of a run, and not made of files of weights."""
+        """Whether a run has saved the checkpoint; otherwise it was converted from files of weights."""
         return self._checkpoint.manifest.optimizer is not None
 
     @property
@@ -88,18 +90,18 @@ class Restore:
         """The run that saved it."""
         return self._checkpoint.manifest.run
 
-    def check_kept(self, uncertain: AbstractSet[nn.Parameter]) -> None:
-        """CheckpointError if a parameter would keep its value that is ``uncertain``."""
-        lost = [name for name, param in self._kept.items() if param in uncertain]
-        if lost:
+    def check_values_known(self, uncertain: AbstractSet[nn.Parameter]) -> None:
+        """CheckpointError if the load leaves an ``uncertain`` parameter unchanged."""
+        unknown = [name for name, param in self._unchanged.items() if param in uncertain]
+        if unknown:
             raise CheckpointError(
-                f"checkpoint {self._checkpoint.path} does not have {_first(lost)}, and this engine does no longer,"
-                " after a load that failed: load a checkpoint that has all parameters, or build the engine anew"
+                f"checkpoint {self._checkpoint.path} lacks {_first(unknown)}, which a failed load has already"
+                " overwritten: load a checkpoint that has all parameters, or build the engine again"
             )
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Open all files that this rank reads. From then on they may be removed, as a save removes older ones."""
+        """Open all files that this rank reads. Open files may be removed, as a save removes older checkpoints."""
         groups, matched = self._parts.groups, self._matched
         buffers = {tensor.file for _, _, tensor in matched.buffers}
         with reading_checkpoint(self._checkpoint.path), ExitStack() as files:
@@ -110,8 +112,8 @@ class Restore:
             yield
 
     def run(self) -> None:
-        """Fill the tiers, while ``reading``. CheckpointError in mid-way if a file is not what was written."""
-        given = {
+        """Fill the tiers, inside ``reading``. Raises CheckpointError, with some values loaded, if a file is damaged."""
+        sources = {
             param: FirstValues(
                 source, tuple(self._moment(kind, param) for kind in self._parts.optimizer.state_names)
             )
@@ -121,7 +123,7 @@ class Restore:
             self._matched.fill_buffers()
             if self._parts.tiers.streams is not None:
                 self._parts.tiers.streams.before_host_changes()
-            self._parts.fill.refill(self._parts.groups, given)
+            self._parts.fill.refill(self._parts.groups, sources)
 
     def _open(
         self,
@@ -129,15 +131,15 @@ class Restore:
         files: WeightFiles,
         opened: OpenFiles,
         order: Sequence[Request],
-        others: AbstractSet[Path] = frozenset(),
+        files_without_order: AbstractSet[Path] = frozenset(),
     ) -> None:
         opening.enter_context(opened.reading(files, self._io, order))
         assert opened.reader is not None
-        tensors = (wanted if isinstance(wanted, StoredTensor) else wanted[0] for wanted in order)
-        opened.reader.open_files({tensor.file for tensor in tensors} | others)
+        tensors = (entry if isinstance(entry, StoredTensor) else entry[0] for entry in order)
+        opened.reader.open_files({tensor.file for tensor in tensors} | files_without_order)
 
     def count_steps(self) -> None:
-        """Let the optimizer know how many updates have used each parameter's state."""
+        """Set the number of updates of each parameter in the optimizer."""
         optimizer, parameters = self._parts.optimizer, self._checkpoint.manifest.parameters
         optimizer.steps.clear()
         if not self._states:
@@ -149,38 +151,38 @@ class Restore:
                     optimizer.steps[piece.index] = stored.steps
 
     def _kinds(self) -> dict[str, tuple[WeightFiles, OpenFiles, dict[nn.Parameter, FileSource]]]:
-        """The files, and their parameters' sources, of each kind of state that the optimizer has."""
+        """By kind of optimizer state: its files, and the source of each parameter in them."""
         manifest, optimizer = self._checkpoint.manifest, self._parts.optimizer
         if not self.of_run:
             log.log(
                 logs.once(logging.WARNING),
-                "%s has weights alone: the optimizer starts anew",
+                "%s has only weights: the optimizer starts with new state",
                 self._checkpoint.path,
             )
             return {}
-        wanted = optimizer_name(optimizer)
+        optimizer_here = optimizer_name(optimizer)
         if set(manifest.kinds) != set(optimizer.state_names) or (
-            not optimizer.state_names and manifest.optimizer != wanted
+            not optimizer.state_names and manifest.optimizer != optimizer_here
         ):
             raise CheckpointError(
                 f"checkpoint {self._checkpoint.path} has the state of {manifest.optimizer}"
-                f" ({', '.join(manifest.kinds) or 'none'}), and this engine trains with {wanted}"
+                f" ({', '.join(manifest.kinds) or 'none'}), but this engine trains with {optimizer_here}"
                 f" ({', '.join(optimizer.state_names) or 'none'}): choose the optimizer that was saved, or"
-                " load_optimizer_states=False to start it anew"
+                " load_optimizer_states=False to start with new state"
             )
         if isinstance(optimizer, ClientOptimizer) and (self._matched.missing or self._matched.unexpected):
             raise CheckpointError(
-                f"checkpoint {self._checkpoint.path} has other parameters than this model, and a {wanted} keeps its"
-                " state by their numbers: build the model that was saved, or start the optimizer anew"
+                f"checkpoint {self._checkpoint.path} has other parameters than this model, but a {optimizer_here} keeps"
+                " its state by their numbers: build the model that was saved, or start with new optimizer state"
                 " (load_optimizer_states=False)"
             )
-        if manifest.optimizer != wanted:
+        if manifest.optimizer != optimizer_here:
             log.log(
                 logs.once(logging.WARNING),
-                "the state of %s goes on as that of %s, which keeps the same",
-                *(manifest.optimizer, wanted),
+                "the state of %s is loaded as that of %s, which has the same tensors",
+                *(manifest.optimizer, optimizer_here),
             )
-        found = {}
+        states = {}
         for kind in optimizer.state_names:
             files, opened = self._checkpoint.states[kind], OpenFiles()
             sources = {
@@ -188,40 +190,40 @@ class Restore:
                 for param, name in self._names.items()
                 if name in files.tensors
             }
-            found[kind] = files, opened, sources
-        self._tell_conversions()
-        return found
+            states[kind] = files, opened, sources
+        self._log_conversions()
+        return states
 
-    def _tell_conversions(self) -> None:
-        """What is not as it was saved."""
+    def _log_conversions(self) -> None:
+        """Log how the state differs from the saved state."""
         manifest, parts = self._checkpoint.manifest, self._parts
         if manifest.world_size != parts.world.size:
-            self._tell(f"saved by {manifest.world_size} ranks, loaded by {parts.world.size}")
-        wanted = STORED_NAMES[parts.layout.moment_dtype()]
+            self._log(f"saved by {manifest.world_size} ranks, loaded by {parts.world.size}")
+        moment_dtype = STORED_NAMES[parts.layout.moment_dtype()]
         stored = {
             tensor.dtype
             for kind in manifest.kinds
             for tensor in self._checkpoint.states[kind].tensors.values()
         }
-        for dtype in stored - {wanted}:
+        for dtype in stored - {moment_dtype}:
             loss = ", which rounds them" if dtype == "F32" else ""
-            self._tell(f"moments saved as {dtype} are kept as {wanted} here{loss}")
+            self._log(f"moments saved as {dtype} are converted to {moment_dtype}{loss}")
         stateless = [name for name, param in self._trained() if not self._had_state(param)]
         if stateless and manifest.kinds:
-            self._tell(
-                f"{len(stateless)} parameters were not trained then and are now ({stateless[0]!r}): their state starts"
-                " anew"
+            self._log(
+                f"{len(stateless)} parameters were frozen in the saved run and are trained now ({stateless[0]!r}): they"
+                " start with new state"
             )
 
-    def _tell_kept(self) -> None:
-        """What a save has excluded, or the model says may be absent, is trusted to be the same here."""
-        kept = [name for name in self._kept if name not in self._matched.missing]
-        if kept:
+    def _warn_of_unchanged(self) -> None:
+        """Warn of parameters that the save has excluded, or that the model allows to be absent."""
+        names = [name for name in self._unchanged if name not in self._matched.missing]
+        if names:
             log.log(
                 logs.once(logging.WARNING),
-                "checkpoint %s was saved without %s: they stay as this model has them, and should be those of the run"
-                " that saved",
-                *(self._checkpoint.path, _first(kept)),
+                "checkpoint %s was saved without %s: they keep the values of this model, which should be those of the"
+                " run that saved",
+                *(self._checkpoint.path, _first(names)),
             )
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -233,8 +235,8 @@ class Restore:
     def _had_state(self, param: nn.Parameter) -> bool:
         return param in self._names and self._checkpoint.manifest.parameters[self._names[param]].trained
 
-    def _tell(self, what: str) -> None:
-        log.log(logs.once(logging.INFO), "checkpoint %s: %s", self._checkpoint.path, what)
+    def _log(self, message: str) -> None:
+        log.log(logs.once(logging.INFO), "checkpoint %s: %s", self._checkpoint.path, message)
 
     def _moment(self, kind: str, param: nn.Parameter) -> FileSource | None:
         if kind not in self._states:
@@ -243,7 +245,7 @@ class Restore:
 
 
 def rank_state(files: RankFiles, io: IoConfig) -> RankState:
-    """What a rank had beside the tiers, in memory. CheckpointError if a tensor is not what was written."""
+    """Read the state of a rank that is not on tiers. CheckpointError if a tensor is damaged."""
     opened, tensors = OpenFiles(), dict[str, Tensor]()
     with (
         reading_checkpoint(files.tensors.path.parent),
@@ -256,7 +258,7 @@ def rank_state(files: RankFiles, io: IoConfig) -> RankState:
 
 
 def optimizer_name(optimizer: TieredOptimizer | ClientOptimizer) -> str:
-    """What messages and checkpoints call it."""
+    """The name of ``optimizer`` in messages and checkpoints."""
     if isinstance(optimizer, ClientOptimizer):
         return type(optimizer.client).__name__
     if optimizer.rule is ADAM and optimizer.param_groups[0]["decoupled_weight_decay"]:
@@ -272,18 +274,18 @@ def _first(names: Sequence[str]) -> str:
 def _order(
     groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FileSource], *, states: bool = False
 ) -> list[Request]:
-    """What this rank reads of which parts, in its order: of parameters what it keeps, of ``states`` what it steps."""
+    """The ranges that this rank reads, in order: of parameters what it keeps, of ``states`` what it steps."""
     order: list[Request] = []
     for group in groups:
         layout = group.shard if states or group.sharded else group.layout
-        kept: dict[int, Piece] = {piece.index: piece for piece in layout.pieces}
+        pieces: dict[int, Piece] = {piece.index: piece for piece in layout.pieces}
         for piece, param in zip(group.layout.pieces, group.params, strict=True):
-            mine = kept.get(piece.index)
-            if mine is None or param not in sources:
+            local = pieces.get(piece.index)
+            if local is None or param not in sources:
                 continue
             begin = 0
             for part in sources[param].parts:
-                first, end = max(mine.first - begin, 0), min(mine.first + mine.numel - begin, part.numel)
+                first, end = max(local.first - begin, 0), min(local.first + local.numel - begin, part.numel)
                 if first < end:
                     order.append((part, first, end))
                 begin += part.numel

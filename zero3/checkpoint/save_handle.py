@@ -1,4 +1,4 @@
-"""A save under way: what it was asked for, how far it is, and what has become of it."""
+"""The handle of a save, its request, and the time for which it stops training."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Saving:
-    """A save: ``path`` is where the checkpoint is once it is ``done``, unless there was an ``error``.
+    """A save. Once it is ``done``, the checkpoint is at ``path``, unless there was an ``error``.
 
-    Then ``nbytes`` are those of this rank's files, ``seconds`` passed from the call until the checkpoint was there, at
-    ``ended_at`` in Unix time, and in ``stalled`` of them training stood still.
+    Then ``nbytes`` is the size of this rank's files, ``seconds`` the time from the call to the end of the save, at
+    ``ended_at`` in Unix time, and ``stalled`` the part of ``seconds`` in which training waited.
     """
 
     def __init__(self, finish: Callable[[], None], path: Path, tag: str) -> None:
@@ -34,20 +34,21 @@ class Saving:
         self.seconds = 0.0
         self.stalled = 0.0
         self.ended_at = 0.0
-        self._finish = finish  # waits until the save is done
-        self.told = False  # whether somebody had the error raised
+        # Waits until the save is done.
+        self._finish = finish
+        self.error_was_raised = False
 
     def wait(self) -> None:
-        """Wait until the checkpoint is there; all ranks call it together. CheckpointError if it could not be saved."""
+        """Wait until the save is done; all ranks call this together. Raises CheckpointError if the save has failed."""
         if not self.done:
             self._finish()
-        self.told = self.told or self.error is not None
+        self.error_was_raised = self.error_was_raised or self.error is not None
         if self.error is not None:
             raise self.error
 
-    def tell(self) -> None:
-        """Raise the error if nobody has been told of it."""
-        if not self.told:
+    def raise_error(self) -> None:
+        """Raise the error of the save if it has not been raised."""
+        if not self.error_was_raised:
             self.wait()
 
     def __repr__(self) -> str:
@@ -55,8 +56,8 @@ class Saving:
         return f"<Saving {self.path}, {state}>"
 
 
-class Asked(NamedTuple):
-    """What a save was called with, and all ranks have to want."""
+class SaveRequest(NamedTuple):
+    """Arguments of a save; they must be equal on all ranks."""
 
     save_dir: str
     tag: str
@@ -66,75 +67,75 @@ class Asked(NamedTuple):
     background: bool
 
     def __str__(self) -> str:
-        how = (
+        options = (
             f"save_latest={self.latest}, exclude_frozen_parameters={self.exclude_frozen}, keep={self.keep},"
             f" background={self.background}"
         )
-        return f"'{self.tag}' to {self.save_dir} ({how})"
+        return f"'{self.tag}' to {self.save_dir} ({options})"
 
     @staticmethod
-    def check_same(of_all: Sequence[Asked]) -> None:
-        """CheckpointError, on all ranks alike, unless they want the same."""
-        for rank, theirs in enumerate(of_all):
-            if theirs != of_all[0]:
+    def check_same(requests: Sequence[SaveRequest]) -> None:
+        """CheckpointError, on all ranks alike, unless all requests are equal."""
+        for rank, request in enumerate(requests):
+            if request != requests[0]:
                 raise CheckpointError(
-                    f"rank {rank} is to save {theirs}, and rank 0 {of_all[0]}: all ranks save one checkpoint together,"
-                    " each its part; call save_checkpoint with the same arguments, but for client_state"
+                    f"rank {rank} is to save {request}, and rank 0 {requests[0]}: all ranks save one checkpoint"
+                    " together; call save_checkpoint with the same arguments, except for client_state"
                 )
 
 
-class UnderWay(NamedTuple):
-    """A save under way: ``partial`` becomes the checkpoint. ``manifest`` is as of its beginning, and lacks files."""
+class RunningSave(NamedTuple):
+    """A running save. ``partial`` becomes the checkpoint; ``manifest`` has no files until the save ends."""
 
-    asked: Asked
+    request: SaveRequest
     saving: Saving
     saver: Saver
     manifest: Manifest
     partial: Path
-    standstill: Standstill
+    stall_timer: StallTimer
 
 
-class Standstill:
-    """How long a save has taken since ``began``, and for how long of it training stood still. Any thread may ask."""
+class StallTimer:
+    """Measures the time of a save, and the part of it in which training waits. Any thread may read it."""
 
     def __init__(self, stalls: StallClock) -> None:
         self._stalls = stalls
         self._began = time.monotonic()
-        self._still = 0.0
+        self._stalled_before = 0.0
         self._since: float | None = None
 
     @property
-    def lasted(self) -> float:
-        """Seconds until now."""
+    def seconds(self) -> float:
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     @property
     def stalled(self) -> float:
-        """Seconds of them in which training stood still."""
+        """Seconds in which training waited for the save."""
         since = self._since
-        return self._still + (0.0 if since is None else time.monotonic() - since)
+        return self._stalled_before + (0.0 if since is None else time.monotonic() - since)
 
     @contextmanager
-    def now(self) -> Iterator[None]:
-        """Training stands still within the block."""
+    def stalling(self) -> Iterator[None]:
+        """Training waits within the block."""
         self._since = time.monotonic()
         try:
             with self._stalls.waiting_for("checkpoint"):
                 yield
         finally:
             since, self._since = self._since, None
-            self._still += time.monotonic() - since
+            self._stalled_before += time.monotonic() - since
 
 
 uncommitted: set[Path] = set()
-"""Checkpoints that ranks have begun in the background, and not yet agreed on."""
+"""Checkpoints that ranks have begun in the background, and not yet committed together."""
 
 
 @atexit.register
-def _tell_uncommitted() -> None:
+def _warn_of_uncommitted() -> None:
     for path in sorted(uncommitted):
         log.warning(
-            "checkpoint %s is not there, though its files may be written: the script has ended before all ranks agreed"
-            " on it; end with engine.close(), or the save's wait()",
+            "checkpoint %s is not committed, though its files may be written: the script ended before all ranks agreed"
+            " on it; call engine.close(), or wait() of the save, before the script ends",
             path,
         )

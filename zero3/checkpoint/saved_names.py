@@ -1,9 +1,9 @@
-"""Which tensors files of a model's weights hold, by which names, and where in the model their values lie.
+"""The tensors of exported files: their names, and the ranges of the model's parameters that they store.
 
-The other way round than weight_names.py. transformers stores some models by other names than it keeps them, experts one
-by one for instance; files of transformers' own names load anywhere. Of peft's adapters nothing else is stored, without
-the adapter's name. Whatever is stored is a range of a parameter: what transformers would have to compute first, as it
-does to transpose, is left as the model has it where transformers loads that, too, and refused otherwise.
+This is the inverse of weight_names.py. transformers stores some models under other names than those in memory, for
+example experts one by one; files with transformers' own names load anywhere. A peft adapter is stored alone, without
+its name. Every stored tensor is a range of a parameter. A tensor that transformers computes before a save, for example
+by a transposition, is stored as it is in the model if transformers loads that, too; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor to be stored: ``shape`` elements of a parameter or buffer of the model, from its ``first`` on."""
+    """A tensor to store: the elements of a parameter or buffer of the model from ``first`` on, in ``shape``."""
 
     name: str
     tensor: Tensor
@@ -41,42 +41,46 @@ class Saved:
 
 
 def own_names(model: nn.Module) -> list[Saved]:
-    """What ``model.state_dict()`` has, by its names; what is tied only once, by the name that a loader expects."""
+    """The tensors of ``model.state_dict()``; a tied tensor once, under the name that a loader expects."""
     names: dict[Tensor, list[str]] = defaultdict(list)
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             names[value].append(name)
         else:
-            log.warning("%r is no tensor and is not saved (%s)", name, type(value).__name__)
+            log.warning("%r is not a tensor and is not saved (%s)", name, type(value).__name__)
     tied = _tied_by_declaration(model)
-    found = []
-    for tensor, known in names.items():
+    saved_tensors = []
+    for tensor, tensor_names in names.items():
         if isinstance(model, _transformers_models()):
-            kept = [name for name in known if not any(re.search(pattern, name) for pattern in tied)]
+            untied_names = [
+                name for name in tensor_names if not any(re.search(pattern, name) for pattern in tied)
+            ]
         else:
-            kept = []
-        found += [Saved(name, tensor, tuple(tensor.shape)) for name in kept or known[:1]]
-    return found
+            untied_names = []
+        saved_tensors += [
+            Saved(name, tensor, tuple(tensor.shape)) for name in untied_names or tensor_names[:1]
+        ]
+    return saved_tensors
 
 
 def is_from_transformers(model: nn.Module) -> bool:
-    """Whether ``model`` has a config that ``from_pretrained`` would find it by."""
+    """Whether ``model`` is a transformers model, with a config for ``from_pretrained``."""
     return isinstance(model, _transformers_models())
 
 
 def is_from_peft(model: nn.Module) -> bool:
-    """Whether ``model`` is a model with adapters, as peft wraps it."""
+    """Whether ``model`` is a model that peft has wrapped."""
     library = sys.modules.get("peft")
     return library is not None and isinstance(model, library.PeftModel)
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether peft's adapters are in ``model``, wrapped by peft or added to a model of transformers."""
+    """Whether ``model`` has peft adapters: a wrapped model, or a transformers model with added adapters."""
     return is_from_peft(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def transformers_names(model: Any) -> list[Saved]:
-    """What ``model.save_pretrained`` would store of a transformers model, by its names.
+    """The tensors that ``model.save_pretrained`` stores of a transformers model, under their names.
 
     Raises ConfigError for tensors that transformers computes for its files.
     """
@@ -84,40 +88,41 @@ def transformers_names(model: Any) -> list[Saved]:
     own = [saved for saved in own_names(model) if saved.name not in ignored]
     try:
         from transformers.core_model_loading import WeightConverter, dot_natural_key
-    except ImportError:  # a version that keeps to names
+    # A version without conversions stores the names of the model.
+    except ImportError:
         return own
     steps = [step.reverse_transform() for step in reversed(_conversions(model))]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     renamings = [step for step in steps if not isinstance(step, WeightConverter)]
-    stored, left = [], []
+    stored, unconverted = [], []
     # Some renamings depend on this order.
     for saved in sorted(own, key=lambda saved: dot_natural_key(saved.name)):
         parts = _parts(saved, converters)
-        left += [] if parts else [saved]
+        unconverted += [] if parts else [saved]
         for part in parts:
             name, _ = _renamed(part.name, renamings)
             stored.append(Saved(name, part.tensor, part.shape, part.first))
-    if left:
-        _check_loads(model, left)
-    return stored + left
+    if unconverted:
+        _check_loads(model, unconverted)
+    return stored + unconverted
 
 
 def adapter_names(model: Any, adapter: str) -> list[Saved]:
-    """What peft, or transformers with an adapter of peft's, would store of ``adapter``, by its names."""
+    """The tensors that peft, or transformers with a peft adapter, stores of ``adapter``, under their names."""
     from peft import get_peft_model_state_dict
 
     values = {name: v for name, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
     places = {name: torch.empty(value.shape, device="meta") for name, value in values.items()}
-    found = {id(place): values[name] for name, place in places.items()}
+    value_of = {id(place): values[name] for name, place in places.items()}
     prefix = "" if is_from_peft(model) else "base_model.model."
     stored = []
     for name, place in get_peft_model_state_dict(model, places, adapter).items():
-        if id(place) not in found:
+        if id(place) not in value_of:
             raise ConfigError(
-                f"peft computes {name!r} of adapter {adapter!r} from other tensors when it saves, which a stream"
-                " cannot; save with save_16bit_model(DIR), whose names are the model's own"
+                f"peft computes {name!r} of adapter {adapter!r} from other tensors when it saves, which a streamed"
+                " save does not support; save with save_16bit_model(DIR), whose names are the model's own"
             )
-        stored.append(Saved(prefix + name, found[id(place)], tuple(place.shape)))
+        stored.append(Saved(prefix + name, value_of[id(place)], tuple(place.shape)))
     return stored
 
 
@@ -127,7 +132,7 @@ def _transformers_models() -> tuple[type[nn.Module], ...]:
 
 
 def _tied_by_declaration(model: nn.Module) -> list[str]:
-    """Patterns of the names that transformers ties to others when it loads."""
+    """Patterns of the names that transformers ties to other names when it loads."""
     return [
         f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules()
@@ -136,31 +141,31 @@ def _tied_by_declaration(model: nn.Module) -> list[str]:
 
 
 def _conversions(model: Any) -> list[Any]:
-    """What transformers has done to stored tensors when it loaded the model, or would do."""
-    known: list[Any] | None = getattr(model, "_weight_conversions", None)
-    if known is not None:
-        return known
+    """The conversions of stored tensors with which transformers loads the model."""
+    conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        return conversions
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     steps = get_model_conversion_mapping(model, add_legacy=False)
-    # Nothing says whether the files have the prefix.
+    # It is unknown whether the files have the prefix.
     return [step for step in steps if not isinstance(step, PrefixChange)]
 
 
 def _renamed(name: str, steps: Iterable[Any]) -> tuple[str, str | None]:
     """``name`` after all of ``steps``, and the pattern that matched last."""
-    matched = None
+    last_pattern = None
     for step in steps:
         name, pattern = step.rename_source_key(name)
-        matched = pattern or matched
-    return name, matched
+        last_pattern = pattern or last_pattern
+    return name, last_pattern
 
 
 def _parts(saved: Saved, converters: Iterable[Any]) -> list[Saved]:
-    """``saved`` in the parts that transformers stores it in, which are ranges of it; none where it is computed.
+    """The parts of ``saved`` that transformers stores, which are ranges of it; none if transformers computes them.
 
-    transformers says itself which part becomes which: it is given the numbers of the parts to take apart.
+    transformers itself splits a tensor with the numbers of the parts, which gives the name of each part.
     """
     for converter in converters:
         name, pattern = converter.rename_source_key(saved.name)
@@ -174,39 +179,41 @@ def _parts(saved: Saved, converters: Iterable[Any]) -> list[Saved]:
             rows[0] //= columns
         blocks = (experts, 1) if columns == 1 else (experts, columns, 1)
         numbers = torch.arange(experts * columns, device="cpu").view(blocks)
-        taking = copy.deepcopy(converter)  # it collects what it is given
-        taking.add_tensor(name, saved.name, pattern, numbers)
+        # A copy, because a converter collects the tensors that it gets.
+        splitter = copy.deepcopy(converter)
+        splitter.add_tensor(name, saved.name, pattern, numbers)
         return [
             Saved(part, saved.tensor, tuple(rows), int(number) * product(rows))
-            for part, number in taking.convert(name).items()
+            for part, number in splitter.convert(name).items()
         ]
     return [saved]
 
 
 def _only_unstacks(operations: list[Any], columns: int) -> bool:
-    """Whether rows of dimension 0 become experts, after dimension 1 was cut into ``columns`` (gate and up, say)."""
+    """Whether ``operations`` only cut dimension 1 into ``columns`` (gate and up) and dimension 0 into experts."""
     steps = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations]
     unstack, cut = ("SplitModulelist", 0), ("Chunk", 1)
     return steps == ([unstack] if columns == 1 else [cut, unstack])
 
 
-def _check_loads(model: Any, left: list[Saved]) -> None:
-    """ConfigError if transformers would take what is stored of ``left``, as the model has it, for something else."""
+def _check_loads(model: Any, unconverted: list[Saved]) -> None:
+    """ConfigError if transformers would misread a tensor of ``unconverted``, stored as it is in the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
     steps = get_model_conversion_mapping(model)
-    steps.sort(key=lambda step: isinstance(step, WeightConverter))  # as it is done when loading
-    known = set(model.state_dict(keep_vars=True))
-    for saved in left:
+    # The order in which transformers loads.
+    steps.sort(key=lambda step: isinstance(step, WeightConverter))
+    model_names = set(model.state_dict(keep_vars=True))
+    for saved in unconverted:
         name, pattern = _renamed(saved.name, steps)
-        if name in known and (pattern is not None or name != saved.name):
+        if name in model_names and (pattern is not None or name != saved.name):
             raise ConfigError(
-                f"transformers computes what it stores of {saved.name!r} from several values, which a stream cannot;"
-                " save with save_16bit_model(DIR), whose names and tensors are the model's own"
+                f"transformers computes what it stores of {saved.name!r} from several values, which a streamed save"
+                " does not support; save with save_16bit_model(DIR), whose names and tensors are the model's own"
             )
     log.warning(
-        "%r is saved as the model has it (%d tensors are): transformers computes its files' form of it, and loads both",
-        left[0].name,
-        len(left),
+        "%r is saved as it is in the model (%d such tensors): transformers would convert it, and loads both forms",
+        unconverted[0].name,
+        len(unconverted),
     )

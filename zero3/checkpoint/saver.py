@@ -1,8 +1,8 @@
-"""The saver: a thread that streams a rank's share of all state, from wherever it lives, into files.
+"""The saver: a thread that streams a rank's share of all state from the tiers into files.
 
-It has windows of its own, so a save takes no room from the tiers, and training may go on meanwhile: what was copied may
-change, and who is about to update a tile waits until it was. The order is that in which steps come to
-tiles, so an update during a save follows close behind.
+It has windows of its own, so a save uses no memory of the tiers. Training continues during the save: copied state may
+change, and an update of a tile waits until the saver has copied it. The saver copies tiles in the order in which steps
+update them, so that an update during a save waits little.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from zero3.device.streams import Event, Streams
 from zero3.device.tiers import Tiers, as_tensor
 from zero3.optimizer.tiles import Tile
 
-AHEAD = 8  # chunks that are being read
-WRITING = 4  # windows on their way to disk, beside one for each file
+# Chunks that are being read.
+AHEAD = 8
+# Windows on their way to disk, in addition to one for each file.
+WRITING = 4
 
 
 @dataclass
 class _Reading:
-    """A chunk, and the window in which its bytes arrive, if they are on NVMe: the source's first.
+    """A chunk that is being read. Bytes on NVMe arrive in ``window``: those of ``source``, then those of ``upper``.
 
-    ``copied`` is what comes from a GPU, where it arrives, and the copy's end.
+    ``copied`` has an entry for each source in GPU memory: the range, its bytes in host memory, and the end of the copy.
     """
 
     chunk: Chunk
@@ -50,7 +52,7 @@ class _Reading:
     copied: list[tuple[Range, Tensor, Event]] = field(default_factory=list)
 
     def settle(self) -> None:
-        """Wait until the memory is nobody's, whatever became of the transfers."""
+        """Wait until no transfer uses the memory. Errors of transfers are ignored."""
         for ticket in self.tickets:
             with contextlib.suppress(SwapError):
                 ticket.wait()
@@ -85,8 +87,10 @@ class Saver(threading.Thread):
     ) -> None:
         super().__init__(name="checkpoint")
         self.error: BaseException | None = None
-        self.record = RankRecord()  # of all files, once they are written
-        self.progress = 0  # chunks that were copied, and files that were closed since
+        # Describes all files, once they are written.
+        self.record = RankRecord()
+        # Chunks copied, plus files closed afterwards.
+        self.progress = 0
         self._share = share
         self._state = state
         self._tiers = tiers
@@ -95,7 +99,7 @@ class Saver(threading.Thread):
         self._on_written = on_written
         self._on_end = on_end
         self._change = threading.Condition()
-        self._copied: set[Tile] = set(share.not_here)
+        self._copied: set[Tile] = set(share.saved_elsewhere)
         self._copied_all = False
         self._ended = threading.Event()
         self._cancelled = False
@@ -103,28 +107,32 @@ class Saver(threading.Thread):
         self._reads = Arena.map(AHEAD * WINDOW, "checkpoint")
 
     def start(self) -> None:
-        """As any thread's; where none is to be had, the save has ended before it has begun."""
+        """Start the thread. If the system refuses one, the save ends with that error."""
         try:
             super().start()
         except RuntimeError as error:
             self._end(error)
 
     def join(self, timeout: float | None = None) -> None:
-        """As any thread's, but: Ctrl-C in a thread's own join lets CPython 3.11 count it as ended while it runs on."""
+        """Wait for the end of the thread.
+
+        After Ctrl-C in ``Thread.join``, CPython 3.11 counts the thread as ended while it still runs: so wait for the
+        event first.
+        """
         if self._ended.wait(timeout) and self.ident is not None:
             super().join()
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, with or without an error."""
         return self._ended.is_set()
 
     def ended(self, within: float) -> bool:
-        """Wait that many seconds for its end; says whether it has come."""
+        """Wait up to ``within`` seconds for the end; returns whether the save has ended."""
         return self._ended.wait(within)
 
     def result(self) -> RankRecord:
-        """What it has written. Raises what has ended it before its time."""
+        """The record of the written files. Raises the error that ended the save."""
         if isinstance(self.error, CheckpointError | OSError):
             raise self.error
         if self.error is not None:
@@ -138,14 +146,14 @@ class Saver(threading.Thread):
         return self._copied_all or tile in self._copied
 
     def let_change(self, tile: Tile | None, within: float) -> bool:
-        """Wait that many seconds until ``tile``, or all state, may change; says whether it may."""
+        """Wait up to ``within`` seconds until ``tile``, or with None all state, may change; returns whether it may."""
         with self._change:
             return self._change.wait_for(
                 lambda: self._copied_all if tile is None else self.has_copied(tile), within
             )
 
     def cancel(self) -> None:
-        """End it soon, and wait for that."""
+        """Cancel the save, and wait for its end."""
         self._cancelled = True
         self.join()
 
@@ -189,7 +197,7 @@ class Saver(threading.Thread):
         self.progress += 1
 
     def _copy(self, writer: RankWriter) -> None:
-        """All chunks, each to its file, while the next ones are being read."""
+        """Write all chunks to their files, and read the next ``AHEAD`` chunks meanwhile."""
         reading: deque[_Reading] = deque()
         try:
             for chunk in self._share.chunks():
@@ -204,13 +212,11 @@ class Saver(threading.Thread):
 
     def _read(self, chunk: Chunk) -> _Reading:
         if self._cancelled:
-            raise CheckpointError(
-                f"{self._destination.directory}: the save was given up before its end; save again"
-            )
+            raise CheckpointError(f"{self._destination.directory}: the save was cancelled; save again")
         sources = [
             source for source in (chunk.source, chunk.upper) if source and source.home.extent is not None
         ]
-        # Of one size each: whatever order they come free in, the next one fits.
+        # All windows have one size: the next one fits, in whatever order windows are released.
         window = self._reads.lease(WINDOW, "state", alone=True) if sources else None
         reading, at = _Reading(chunk, window, []), 0
         if self._copies is not None:
@@ -231,7 +237,7 @@ class Saver(threading.Thread):
         return reading
 
     def _finish(self, reading: _Reading, writer: RankWriter) -> None:
-        """The chunk's elements, without what only pads them, go to its file."""
+        """Wait for the chunk, and write its elements, without padding, to its file."""
         chunk = reading.chunk
         try:
             for ticket in reading.tickets:
@@ -261,7 +267,7 @@ class Saver(threading.Thread):
 
 
 def _content(source: Range, reading: _Reading, at: int) -> Tensor:
-    """The bytes of ``source``, on the CPU: in memory, from a GPU, or at ``at`` of the window."""
+    """The bytes of ``source`` in host memory: its home, a copy from the GPU, or the window from ``at`` on."""
     for on_gpu, content, arrived in reading.copied:
         if on_gpu is source:
             arrived.wait()
@@ -273,7 +279,7 @@ def _content(source: Range, reading: _Reading, at: int) -> Tensor:
 
 
 def _joined(upper: Tensor, lower: Tensor) -> Tensor:
-    """fp32 masters, as bytes, of their halves."""
+    """The bytes of fp32 masters, from the bytes of their upper and lower 16 bits."""
     masters = torch.empty(upper.numel() // 2, device="cpu")
     kernels.join(masters.data_ptr(), upper.data_ptr(), lower.data_ptr(), masters.numel())
     return masters.view(torch.uint8)
@@ -284,15 +290,15 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 
 class _Copies:
-    """Copies of a GPU's memory, in the order in which they begin, beside the compute that goes on meanwhile.
+    """Copies GPU memory to pinned host memory on a stream of its own, in order, while compute continues.
 
-    Before they begin, the device does all that it has been told until now.
+    The first copy waits for all work that is on the compute stream when this is constructed.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._stream = streams.save
         self._stream.wait_for(streams.compute.record())
-        # Two for each chunk that is read, where masters are split; and those of one that is being taken.
+        # Two for each chunk that is read, because masters may be split; and two for the chunk that is being written.
         self._pinned = [
             torch.empty(WINDOW, dtype=torch.uint8, device="cpu", pin_memory=True)
             for _ in range(2 * AHEAD + 2)
@@ -300,7 +306,7 @@ class _Copies:
         self._next = 0
 
     def begin(self, source: Range) -> tuple[Tensor, Event]:
-        """The bytes of ``source``, there once the event has come, until as many others have begun as there is room."""
+        """The bytes of ``source``, valid from the event until as many further copies begin as there are buffers."""
         assert source.home.tensor is not None
         into = self._pinned[self._next % len(self._pinned)][: source.nbytes]
         self._next += 1

@@ -1,4 +1,4 @@
-"""``get_accelerator()``: the device that this process computes on, GPU or CPU, by the questions DeepSpeed answers."""
+"""``get_accelerator()``: the device of this process, GPU or CPU, with DeepSpeed's interface."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zero3.device.choice import chosen_device
 
 
 class Accelerator:
-    """The device. What is not here is torch's own function of that name for it: ``synchronize``, ``Stream``, ...
+    """The device. Other attributes are those of torch's module for it: ``synchronize``, ``Stream``, ...
 
-    On the CPU, whose memory torch does not count, memory is 0 bytes.
+    torch does not count memory on the CPU: there, allocated memory is 0 bytes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,11 +33,11 @@ class Accelerator:
         raise AttributeError(f"the accelerator, {self._name!r}, has no attribute {name!r}")
 
     def device_name(self, device_index: int | None = None) -> str:
-        """What torch calls the kind of device, or the one with this index."""
+        """torch's name of the kind of device, or of the device with this index."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def current_device_name(self) -> str:
-        """The device of this process, as ``tensor.to`` takes it."""
+        """The device of this process, for ``tensor.to``."""
         return "cpu" if self._name == "cpu" else f"{self._name}:{self._torch.current_device()}"
 
     def communication_backend_name(self) -> str:
@@ -53,7 +53,7 @@ class Accelerator:
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What models can compute in."""
+        """The dtypes in which models can compute."""
         bf16 = [torch.bfloat16] if self.is_bf16_supported() else []
         return [torch.float32, torch.float16, *bf16]
 
@@ -62,23 +62,23 @@ class Accelerator:
         return torch.random
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes that the device has."""
+        """The memory of the device, in bytes."""
         if self._name == "cpu":
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(self._torch.mem_get_info(device_index)[1])
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device that nobody uses."""
+        """The free memory of the device, in bytes."""
         if self._name == "cpu":
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(self._torch.mem_get_info(device_index)[0])
 
     def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
-        """``tensor`` in memory that a GPU reads by itself; there is none to read it on the CPU."""
+        """``tensor`` in pinned memory; on the CPU, ``tensor`` itself."""
         return tensor if self._name == "cpu" else tensor.pin_memory()
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is in such memory."""
+        """Whether ``tensor`` is in pinned memory."""
         return tensor.is_pinned()
 
     def on_accelerator(self, tensor: Tensor) -> bool:
@@ -91,7 +91,7 @@ class Accelerator:
             self._torch.nvtx.range_push(msg)
 
     def range_pop(self, domain: object = None) -> None:
-        """End the range that began last."""
+        """End the range that has begun last."""
         if self._name == "cuda":
             self._torch.nvtx.range_pop()
 
@@ -133,10 +133,10 @@ _OF_THE_CPU: dict[str, Any] = {
     "get_rng_state": _rng_state,
     "set_rng_state": _set_rng_state,
 }
-"""What torch has for a GPU and not for the CPU."""
+"""Functions that torch has for a GPU, but not for the CPU."""
 
 
 @cache
 def get_accelerator() -> Accelerator:
-    """The device that this process computes on: the GPU if there is one, else the CPU; TIERING_DEVICE=cpu insists."""
+    """The device of this process: the GPU if there is one, otherwise the CPU. TIERING_DEVICE=cpu selects the CPU."""
     return Accelerator(chosen_device())

@@ -1,7 +1,7 @@
-"""Activations that are not kept, but computed again in backward: torch's, by DeepSpeed's names.
+"""Activation checkpointing, which recomputes activations in backward: torch's, under DeepSpeed's names.
 
-The non-reentrant kind: it gives the same gradients, also where no input of the function requires one (DeepSpeed's then
-gives none, in silence), takes keyword arguments, and draws the same random numbers again.
+It is the non-reentrant kind: it gives the same gradients, also if no input of the function requires one (DeepSpeed
+silently gives none then), accepts keyword arguments, and draws the same random numbers again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from tiering import logs
 
 log = logging.getLogger(__name__)
 
-_options: dict[str, Any] | None = None  # of the last ``configure``
+# Options of the last ``configure``.
+_options: dict[str, Any] | None = None
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, whose intermediate results backward computes again."""
+    """``function(*args, **kwargs)``; backward recomputes its intermediate results."""
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
@@ -37,9 +38,9 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Remember that it was called; none of the options has an effect here, which is said once."""
+    """Record the call. No option has an effect; the first call logs that."""
     global _options
-    first = _options is None
+    is_first_call = _options is None
     _options = {
         "partition_activations": partition_activations,
         "contiguous_checkpointing": contiguous_checkpointing,
@@ -48,12 +49,12 @@ def configure(
         "synchronize": synchronize,
         "profile": profile,
     }
-    asked = ", ".join(name for name, value in _options.items() if value)
-    if first and asked:
+    enabled_options = ", ".join(name for name, value in _options.items() if value)
+    if is_first_call and enabled_options:
         log.log(
             logs.once(logging.INFO),
-            "checkpointing.configure: %s: no effect here; what a checkpointed function was given is kept where it is",
-            asked,
+            "checkpointing.configure: %s: no effect; the inputs of a checkpointed function are kept in place",
+            enabled_options,
         )
 
 
@@ -63,4 +64,4 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing to do: no activation outlives its backward."""
+    """Does nothing: no activation is kept after its backward."""

@@ -1,8 +1,8 @@
-"""Collectives of a script's own, ``tiering.comm``: torch.distributed's, which end where a rank is lost.
+"""Collectives for scripts, ``tiering.comm``: those of torch.distributed, which end when a rank is lost.
 
-torch's wait for a rank that died or froze until their group's time is up, minutes, and then name nobody. Those here
-wait where the engine's own do: see peers.py. Without an engine, for work on a GPU, and with ``async_op`` they are
-torch's. There is no order of collectives that the engine knows: a script may make them for any group of ranks.
+torch's collectives wait for a rank that has died or hangs until the timeout of their group, for minutes, and then name
+no rank. These wait as the engine's own collectives do: see peers.py. Without an engine, for work on a GPU, and with
+``async_op`` they are torch's. The engine does not check their order: a script may call them for any group of ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Collective = Callable[..., Any]
 
 
 def _watched(function: Collective) -> Collective:
-    """``function`` of torch.distributed, waited for by the peers of an engine if there is one."""
+    """``function`` of torch.distributed; the peers of an engine, if there is one, wait for it."""
     signature = inspect.signature(function)
-    what = f"{function.__name__} of the program"
+    label = f"{function.__name__} of the program"
     can_be_awaited = "async_op" in signature.parameters
 
     @functools.wraps(function)
@@ -33,25 +33,26 @@ def _watched(function: Collective) -> Collective:
         peers = newest()
         if peers is None:
             return function(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        if given.get("async_op") or not _between_cpus(given, look_at_tensors=can_be_awaited):
+        arguments = signature.bind(*args, **kwargs).arguments
+        if arguments.get("async_op") or not _between_cpus(arguments, look_at_tensors=can_be_awaited):
             return function(*args, **kwargs)
         if not can_be_awaited:
-            return peers.follow_call(functools.partial(function, *args, **kwargs), what)
-        work = function(**given | {"async_op": True})
-        if work is not None:  # else this rank is not of the group
-            peers.follow(functools.partial(ended, work), what)
+            return peers.follow_call(functools.partial(function, *args, **kwargs), label)
+        work = function(**arguments | {"async_op": True})
+        # None: this rank is not in the group.
+        if work is not None:
+            peers.follow(functools.partial(ended, work), label)
         return None
 
     return collective
 
 
-def _between_cpus(given: dict[str, Any], *, look_at_tensors: bool) -> bool:
-    """Whether the CPU waits, and gloo for it: a GPU's work is watched by torch."""
-    tensors = [leaf for leaf in tree_leaves(list(given.values())) if isinstance(leaf, Tensor)]
+def _between_cpus(arguments: dict[str, Any], *, look_at_tensors: bool) -> bool:
+    """Whether the collective is one of gloo, for which the CPU waits. torch watches work on a GPU."""
+    tensors = [leaf for leaf in tree_leaves(list(arguments.values())) if isinstance(leaf, Tensor)]
     if tensors and look_at_tensors:
         return all(tensor.device.type == "cpu" for tensor in tensors)
-    return dist.is_initialized() and str(dist.get_backend(given.get("group"))) == "gloo"
+    return dist.is_initialized() and str(dist.get_backend(arguments.get("group"))) == "gloo"
 
 
 all_reduce = _watched(dist.all_reduce)
@@ -77,7 +78,7 @@ _barrier = _watched(dist.barrier)
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-    """Wait for the other ranks; there is nothing to wait for in one process without a group."""
+    """Wait for the other ranks; a single process without a group does not wait."""
     if not dist.is_initialized() and standing()[1] == 1:
         return None
     return _barrier(group, async_op=async_op, device_ids=device_ids)

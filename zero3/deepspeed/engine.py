@@ -1,4 +1,4 @@
-"""The engine under DeepSpeed's names: what scripts ask for ranks, batches, sections of the configuration, rates."""
+"""The engine under DeepSpeed's names: ranks, batches, sections of the configuration, learning rates."""
 
 from __future__ import annotations
 
@@ -27,37 +27,39 @@ _GIVE_THE_MODULE = {
     *("to", "cpu", "cuda", "float", "double", "half", "bfloat16"),
     *("apply", "requires_grad_", "share_memory", "to_empty", "type", "xpu"),
 }
-"""Methods of every module that return it."""
+"""Methods of ``nn.Module`` that return the module."""
 
 
 class DeepSpeedEngine(Engine):
     """The engine that ``initialize`` returns. It also answers under DeepSpeed's names and its module's names."""
 
-    _told_of_zero_grad = False
+    _warned_of_zero_grad = False
 
-    if not TYPE_CHECKING:  # our own code gets no attribute of a user's model by a slip
+    # Not for mypy: the engine's own code must not use attributes of a user's model.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """The module's attribute of that name (``parameters``, ``generate``, ...), as torch's wrappers do it."""
+            """The module's attribute ``name`` (``parameters``, ``generate``, ...), as with torch's wrappers."""
             module = self.__dict__.get("module")
-            if hasattr(type(self), name):  # a property, which has raised this error itself
+            # A property of the engine, which has itself raised AttributeError.
+            if hasattr(type(self), name):
                 return object.__getattribute__(self, name)
             if module is not None and not name.startswith("__") and hasattr(module, name):
-                found = getattr(module, name)
+                attribute = getattr(module, name)
                 if name == "generate" and self._world.size > 1 and self.config.zero.stage == 3:
-                    return _on_all_ranks(found, module)
-                return self._with_itself(found) if name in _GIVE_THE_MODULE else found
-            public = [known for known in dir(self) if not known.startswith("_")]
-            near = [] if name.startswith("_") else get_close_matches(name, public, 1, 0.7)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
+                    return _on_all_ranks(attribute, module)
+                return self._with_itself(attribute) if name in _GIVE_THE_MODULE else attribute
+            public = [name_in_dir for name_in_dir in dir(self) if not name_in_dir.startswith("_")]
+            close_names = [] if name.startswith("_") else get_close_matches(name, public, 1, 0.7)
+            suggestion = f"; did you mean {close_names[0]!r}?" if close_names else ""
             raise AttributeError(
-                f"neither the engine nor its {type(module).__name__} has an attribute {name!r}{meant}",
+                f"neither the engine nor its {type(module).__name__} has an attribute {name!r}{suggestion}",
                 name=name,
                 obj=None,
             )
 
     def _with_itself(self, change: Callable[..., Any]) -> Callable[..., DeepSpeedEngine]:
-        """``change`` of the module, but for scripts that go on with what it returns: ``engine = engine.to(device)``."""
+        """``change`` of the module, which returns the engine: scripts write ``engine = engine.to(device)``."""
 
         @wraps(change)
         def changed(*args: Any, **kwargs: Any) -> DeepSpeedEngine:
@@ -75,35 +77,35 @@ class DeepSpeedEngine(Engine):
 
     @property
     def global_rank(self) -> int:
-        """This rank among all."""
+        """The rank of this process."""
         return self._world.rank
 
     @property
     def local_rank(self) -> int:
-        """This rank among those of its node."""
+        """The rank of this process on its node."""
         return self._world.local_rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._world.size
 
     @property
     def dp_world_size(self) -> int:
-        """How many ranks share out the data: all."""
+        """The number of ranks that share the data: all ranks."""
         return self._world.size
 
     @property
     def mp_world_size(self) -> int:
-        """How many ranks share out one sample: 1."""
+        """The number of ranks that share one sample: 1."""
         return 1
 
     def get_data_parallel_rank(self) -> int:
-        """This rank among those that share out the data."""
+        """The rank of this process among those that share the data."""
         return self._world.rank
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among those that share out one sample: 0."""
+        """The rank of this process among those that share one sample: 0."""
         return 0
 
     get_tensor_parallel_rank = get_model_parallel_rank
@@ -111,11 +113,11 @@ class DeepSpeedEngine(Engine):
     # Batches
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per forward and rank."""
+        """Samples of a micro-batch on one rank."""
         return self.config.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Backwards per update."""
+        """Micro-batches of an update."""
         return self.config.gradient_accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -127,10 +129,10 @@ class DeepSpeedEngine(Engine):
         )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From now on ``is_boundary`` says whether a backward completes the gradients, and ``step`` updates.
+        """From now on, ``is_boundary`` determines whether a backward completes the gradients, and ``step`` updates.
 
-        For a loop that counts its micro-batches itself, and may call ``step`` once, after the last one. Losses are
-        divided by gradient_accumulation_steps all the same.
+        For a loop that counts its micro-batches itself, and may call ``step`` only after the last one. Losses are still
+        divided by gradient_accumulation_steps.
         """
         self._ready.check_open("set_gradient_accumulation_boundary")
         self._accumulation.boundary = is_boundary
@@ -142,24 +144,24 @@ class DeepSpeedEngine(Engine):
         return self.config.zero.stage > 0
 
     def zero_optimization_stage(self) -> int:
-        """0 to 3."""
+        """The ZeRO stage, 0 to 3."""
         return self.config.zero.stage
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether each rank keeps a part of the gradients only."""
+        """Whether each rank keeps only its shard of the gradients."""
         return self.config.zero.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether each rank keeps a part of the parameters only."""
+        """Whether each rank keeps only its shard of the parameters."""
         return self.config.zero.stage >= 3
 
     def zero_offload_optimizer(self) -> OffloadOptimizerConfig | None:
-        """The section, if optimizer state may leave the device."""
+        """The section offload_optimizer; None if optimizer state stays on the device."""
         section = self.config.zero.offload_optimizer
         return None if section.device == "none" else section
 
     def zero_offload_param(self) -> OffloadConfig | None:
-        """The section, if parameters may leave the device."""
+        """The section offload_param; None if parameters stay on the device."""
         section = self.config.zero.offload_param
         return None if section.device == "none" else section
 
@@ -180,39 +182,39 @@ class DeepSpeedEngine(Engine):
         return self.config.autocast is not None
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        """What torch.autocast computes in."""
+        """The dtype of torch.autocast; None without it."""
         return None if self.config.autocast is None else COMPUTE_DTYPES[self.config.autocast]
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows the overflows, if there is one."""
+        """Whether the loss scale is dynamic."""
         return not self.config.loss_scale.scale
 
     def gradient_clipping(self) -> float:
-        """The largest norm of all gradients; 0 is none."""
+        """The maximum norm of the gradients; 0 is no clipping."""
         return self.config.gradient_clipping
 
     def steps_per_print(self) -> int | None:
-        """After how many updates a line is logged; None is never."""
+        """The number of updates between progress lines; None for no lines."""
         return self.config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether the time of a step is logged in its parts."""
+        """Whether the time of each phase of a step is logged."""
         return self.config.wall_clock_breakdown
 
     def dataloader_drop_last(self) -> bool:
-        """Whether a last, short micro-batch of training_data is left out."""
+        """Whether the last micro-batch of training_data is skipped if it is short."""
         return self.config.dataloader_drop_last
 
     # The optimizer
 
     def optimizer_name(self) -> str:
-        """The class of the optimizer that was given, else what the configuration names."""
-        if self._given_optimizer or self.config.optimizer is None:
-            return self._given_optimizer
+        """The class name of the optimizer that was passed to initialize, or the type in the configuration."""
+        if self._optimizer_class or self.config.optimizer is None:
+            return self._optimizer_class
         return self.config.optimizer.type
 
     def scheduler_name(self) -> str | None:
-        """What the configuration names; None without a section."""
+        """The type of the scheduler in the configuration; None without a section."""
         return None if self.config.scheduler is None else self.config.scheduler.type
 
     def get_lr(self) -> list[float]:
@@ -220,38 +222,39 @@ class DeepSpeedEngine(Engine):
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """The betas of each param group, or its momentum."""
+        """The betas of each param group, or the momentum."""
         betas = any("betas" in group for group in self.optimizer.param_groups)
         return self._of_groups("betas" if betas else "momentum")
 
     def get_type(self) -> list[Any]:
-        """The option "type" of each param group; 0.0 where there is none."""
+        """The option "type" of each param group; 0.0 without it."""
         return self._of_groups("type")
 
     def set_lr(self, lr: float) -> None:
-        """Give all param groups this learning rate; a schedule sets its own after the next update."""
+        """Set the learning rate of all param groups; a scheduler sets its own after the next update."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last ``step``, which then needs others; a GAN's other loss has left some, too.
+        """Drop the gradients since the last ``step``, such as those that a GAN's other loss has left.
 
-        In the midst of an accumulation they stay, which is said once; ``optimizer.zero_grad()`` drops them.
+        Within an accumulation, gradients stay, and a warning is logged once; ``optimizer.zero_grad()`` drops them.
 
-        DeepSpeed does so at stage 0. At its stages 1 and 2 each backward replaces what the last one left, and ``step``
-        takes that in spite of this call; at stage 3 all backwards since the last ``step`` add up in spite of it. Those
-        of an accumulation go at its stages 0 and 1, and stay at 2 and 3.
+        DeepSpeed differs by stage. At stage 0 it drops gradients. At stages 1 and 2 each backward replaces the
+        gradients of the last one, and ``step`` uses them in spite of this call; at stage 3 the gradients of all
+        backwards since the last ``step`` add up in spite of it. Within an accumulation, it drops gradients at stages 0
+        and 1, and keeps them at 2 and 3.
 
-        After ``close`` or ``release`` there is nothing to do, and nothing happens.
+        After ``close`` or ``release`` this does nothing.
         """
         if self._ready.closed:
             return
         self._ready.check_open("zero_grad")
         if self._accumulation.waiting:
-            if not self._told_of_zero_grad:
-                self._told_of_zero_grad = True
+            if not self._warned_of_zero_grad:
+                self._warned_of_zero_grad = True
                 log.warning(
-                    "engine.zero_grad() leaves the gradients of micro-batches that wait for their update, as DeepSpeed"
+                    "engine.zero_grad() keeps the gradients of micro-batches that wait for their update, as DeepSpeed"
                     " does at stages 2 and 3; to drop them, call optimizer.zero_grad()"
                 )
         elif self._updates.current_step.state is not StepState.UPDATED_IN_BACKWARD:
@@ -270,7 +273,7 @@ class DeepSpeedEngine(Engine):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:
-        """``module.state_dict()``; of several ranks, all call it."""
+        """``module.state_dict()``. All ranks call it together."""
         state: dict[str, Tensor] = self.module.state_dict(
             destination=destination,  # type: ignore[arg-type] # torch's TypeVar has None, too
             prefix=prefix,
@@ -296,9 +299,9 @@ class DeepSpeedEngine(Engine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A loader of this rank's share of ``dataset``, in micro-batches unless ``batch_size`` says otherwise.
+        """A loader of this rank's part of ``dataset``, in batches of ``batch_size`` (default: one micro-batch).
 
-        Shuffled for the route "train"; in its own order for "eval" and "predict", and in that of ``data_sampler``.
+        The route "train" shuffles; "eval" and "predict" keep the order. ``data_sampler`` determines the order itself.
         """
         if route not in ("train", "eval", "predict"):
             raise ConfigError(f"deepspeed_io got route {route!r}; use 'train', 'eval' or 'predict'")
@@ -316,26 +319,27 @@ class DeepSpeedEngine(Engine):
         return make_ordered_loader(dataset, size, collate, sampler=data_sampler, **options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: parameters come and go, which a compiled whole does not see."""
+        """Raises EngineStateError: a compiled model does not see that parameters move between tiers."""
         raise EngineStateError(
-            "engine.compile() would compile the whole model, which does not see parameters come and go; before"
-            " initialize, compile its blocks in place (block.compile())"
+            "engine.compile() would compile the whole model, which does not see that parameters move between tiers;"
+            " compile its blocks in place (block.compile()) before initialize"
         )
 
     def empty_partition_cache(self) -> None:
-        """Nothing: between passes no parameter is kept whole that would not be kept anyway."""
+        """Does nothing: between passes, no parameter is cached on the device."""
 
     def destroy(self) -> None:
-        """``close``."""
+        """The same as ``close``."""
         self.close()
 
 
 def _on_all_ranks(generate: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """``generate`` of transformers, until the last rank has its tokens: each one is a forward, which all ranks make.
+    """``generate`` of transformers with ``synced_gpus``: it runs forwards until the last rank has its tokens.
 
-    It does so by itself for those who shard parameters as far as it knows them. What a caller says counts.
+    Each token is a forward, which all ranks must run. transformers sets the option itself only for the sharding
+    libraries that it knows. A caller's own ``synced_gpus`` counts.
     """
-    # An adapter's generate() hands its options on to the model's.
+    # An adapter's generate() passes its options to the model's.
     methods = (getattr(inner, "generate", None) for inner in module.modules())
     if not any(callable(each) and "synced_gpus" in signature(each).parameters for each in methods):
         return generate

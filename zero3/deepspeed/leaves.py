@@ -1,4 +1,4 @@
-"""Marking modules whose parameters come together, whichever of them a forward uses: mixtures of experts."""
+"""Marking modules whose parameters are unsharded together, whichever a forward uses: mixtures of experts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from zero3.params.grouping import MARK
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Before ``initialize``: make each module of these classes one group; as ``leaf_module`` in the configuration.
+    """Before ``initialize``: make each module of these classes one group, as ``leaf_module`` in the configuration.
 
-    A class, or its name with or without the module's. Returns the modules; ConfigError if there are none.
+    A class is given itself, or by its name with or without that of its Python module. Returns the modules. Raises
+    ConfigError if there is none.
     """
     return _set(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -28,7 +29,7 @@ def unset_z3_leaf_modules(
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark ``model`` itself, or take the mark away."""
+    """Mark ``model`` itself, or remove the mark."""
     setattr(model, MARK, flag)
 
 
@@ -45,17 +46,17 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def _set(
     model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    found = [module for module in model.modules() if any(_is_of(module, each) for each in classes)]
-    if not found and raise_if_not_found:
+    modules = [module for module in model.modules() if any(_is_of(module, each) for each in classes)]
+    if not modules and raise_if_not_found:
         names = ", ".join(each if isinstance(each, str) else each.__name__ for each in classes)
-        raise ConfigError(f"the model has no module of class {names}; print(model) shows what it has")
-    for module in found:
+        raise ConfigError(f"the model has no module of class {names}; print(model) shows its modules")
+    for module in modules:
         set_z3_leaf_module(module, flag)
-    return found
+    return modules
 
 
-def _is_of(module: nn.Module, wanted: type | str) -> bool:
-    if isinstance(wanted, type):
-        return isinstance(module, wanted)
+def _is_of(module: nn.Module, module_class: type | str) -> bool:
+    if isinstance(module_class, type):
+        return isinstance(module, module_class)
     kind = type(module)
-    return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    return module_class in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")

@@ -1,7 +1,7 @@
-"""Optimizers with DeepSpeed's constructors and defaults. ``initialize`` takes them over, and they work by themselves.
+"""Optimizers with DeepSpeed's constructors and defaults. They work with ``initialize``, and without an engine.
 
-``DeepSpeedCPU...`` step with the kernels of optim_cpu, ``FusedAdam`` with torch's own Adam. What their constructors
-offer and no kernel does is refused.
+``DeepSpeedCPU...`` use the kernels of optim_cpu, ``FusedAdam`` torch's Adam. Options that no kernel supports raise
+ConfigError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Betas = tuple[float, float]
 
 
 class _ZeroGrad(torch.optim.Optimizer):
-    """What ``zero_grad`` leaves where nobody says: None, or with ``set_grad_none`` False zeros."""
+    """``zero_grad`` with a default: gradients become None, or with ``set_grad_none`` False zeros."""
 
     set_grad_none: bool
 
@@ -27,7 +27,7 @@ class _ZeroGrad(torch.optim.Optimizer):
 
 
 class DeepSpeedCPUAdam(optim_cpu.Adam):
-    """AdamW, or with ``adamw_mode`` False Adam with L2 decay; without decay unless asked, as DeepSpeed's."""
+    """AdamW, or with ``adamw_mode`` False Adam with L2 decay; by default without decay, as in DeepSpeed."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class DeepSpeedCPUAdam(optim_cpu.Adam):
 
 
 class FusedAdam(_ZeroGrad, torch.optim.Adam):
-    """AdamW, or with ``adam_w_mode`` False Adam with L2 decay; without decay unless asked, as DeepSpeed's."""
+    """AdamW, or with ``adam_w_mode`` False Adam with L2 decay; by default without decay, as in DeepSpeed."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
 
 
 class DeepSpeedCPULion(optim_cpu.Lion):
-    """Lion; without decay unless asked, as DeepSpeed's."""
+    """Lion; by default without decay, as in DeepSpeed."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class DeepSpeedCPULion(optim_cpu.Lion):
 
 
 class FusedLion(_ZeroGrad, optim_cpu.Lion):
-    """Lion; without decay unless asked, as DeepSpeed's. By itself it steps parameters on the CPU alone."""
+    """Lion; by default without decay, as in DeepSpeed. Without an engine it steps parameters on the CPU only."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class FusedLion(_ZeroGrad, optim_cpu.Lion):
 
 
 class DeepSpeedCPUAdagrad(optim_cpu.Adagrad):
-    """Adagrad; without decay unless asked, as DeepSpeed's."""
+    """Adagrad; by default without decay, as in DeepSpeed."""
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ def _check(
 ) -> None:
     name = type(optimizer).__name__
     if amsgrad:
-        raise ConfigError(f"{name}(amsgrad=True): no kernel does that; use torch.optim.AdamW(amsgrad=True)")
+        raise ConfigError(f"{name}(amsgrad=True) is not supported; use torch.optim.AdamW(amsgrad=True)")
     if not bias_correction:
-        raise ConfigError(f"{name}(bias_correction=False): no kernel leaves it out; leave the argument out")
+        raise ConfigError(f"{name}(bias_correction=False) is not supported; remove the argument")
     if not fp32_states:
         raise ConfigError(
-            f'{name}(fp32_optimizer_states=False): set "tiering": {{"state": "bf16"}} in the configuration to keep'
-            " moments in 16 bits, and name the optimizer there"
+            f'{name}(fp32_optimizer_states=False) is not supported: set "tiering": {{"state": "bf16"}} in the'
+            " configuration to keep moments in 16 bits, and name the optimizer there"
         )

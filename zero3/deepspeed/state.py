@@ -1,7 +1,7 @@
-"""What an engine keeps of a parameter, read and set by the parameter itself. By name: zero3/engine/by_name.py.
+"""The state that an engine keeps of a parameter, read and set by the parameter. By name: zero3/engine/by_name.py.
 
-Copies, of the parameter's shape, in fp32 and on its device; collective, as all that reads by name. A frozen parameter
-has neither gradient nor optimizer state: None.
+Values are copies, of the parameter's shape, in fp32 and on its device. All ranks make each call together. The gradient
+and the optimizer state of a frozen parameter are None.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from zero3.engine.by_name import named_state_of
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The fp32 master; a frozen parameter as it is."""
+    """The fp32 master; of a frozen parameter its value."""
     state, name = named_state_of(param)
     return state.get_fp32_parameter(name).to(param.device)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Make ``value`` the master, and the parameter what it rounds to."""
+    """Set the master to ``value``, and the parameter to the rounded value."""
     state, name = named_state_of(param)
     state.set_fp32_parameter(name, value)
 

@@ -1,4 +1,4 @@
-"""Parameters that are elsewhere, by DeepSpeed's names. ``Init`` is in zero3/building/zero_init.py."""
+"""Access to tiered parameters under DeepSpeed's names. ``Init`` is in zero3/building/zero_init.py."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def GatheredParameters(  # noqa: N802 # DeepSpeed's is a class
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Within the block ``params`` hold their values; with ``modifier_rank``, what that rank makes of them stays.
+    """Within the block, ``params`` hold their values; with ``modifier_rank``, changes of that rank are stored.
 
-    ``tiering.gathered`` under DeepSpeed's name, with its rules: without ``modifier_rank`` a change is an error, and all
-    ranks enter the block and leave it. ``fwd_module`` makes no difference: what a module reads of another's is found
-    without being told.
+    ``tiering.gathered`` under DeepSpeed's name, with the same rules: without ``modifier_rank`` a change is an error,
+    and all ranks enter and leave the block together. ``fwd_module`` is ignored: the engine detects which parameters of
+    another module a module reads.
     """
     if not enabled:
         yield
@@ -34,17 +34,17 @@ def GatheredParameters(  # noqa: N802 # DeepSpeed's is a class
     world_size = standing()[1]
     if modifier_rank is not None and not 0 <= modifier_rank < world_size:
         raise ConfigError(
-            f"GatheredParameters got modifier_rank {modifier_rank}, but the ranks are 0 to {world_size - 1};"
-            " modifier_rank=None reads"
+            f"GatheredParameters got modifier_rank {modifier_rank}, but the ranks are 0 to {world_size - 1}; pass"
+            " modifier_rank=None to read only"
         )
     with gathered(params, modify=modifier_rank is not None, rank=modifier_rank or 0):
         yield
 
 
 def register_external_parameter(module: object, parameter: object) -> None:
-    """Nothing to do: a parameter that ``module`` reads of another module comes when it is read."""
+    """Does nothing but check the types: a parameter of another module is fetched when ``module`` reads it."""
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise ConfigError(
-            "external parameters are an nn.Parameter that an nn.Module reads, not"
-            f" {type(parameter).__name__} and {type(module).__name__}"
+            "register_external_parameter needs an nn.Module and an nn.Parameter, not"
+            f" {type(module).__name__} and {type(parameter).__name__}"
         )

@@ -1,4 +1,4 @@
-"""The weights in a checkpoint, in fp32: as a ``state_dict``, or as files; ``tiering convert`` writes the same ones."""
+"""The weights of a checkpoint in fp32, as a ``state_dict`` or as files; ``tiering convert`` writes the same files."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Parameters in fp32 and buffers as they are, by name, of the checkpoint ``tag`` or the latest; in host memory.
+    """Parameters in fp32, and buffers in their dtype, of the checkpoint ``tag`` or the latest, in host memory.
 
-    All of it at once, also in ``lazy_mode``; what is tied by all its names, and once in memory. CheckpointError if
-    there is none, or a byte of it is not what was written.
+    All tensors are loaded at once, also in ``lazy_mode``. A tied tensor has all its names, and one memory. Raises
+    CheckpointError if there is no checkpoint, or it is damaged.
     """
-    return _state_dict(_found(checkpoint_dir, tag), exclude_frozen=exclude_frozen_parameters)
+    return _state_dict(_open_checkpoint(checkpoint_dir, tag), exclude_frozen=exclude_frozen_parameters)
 
 
 def _state_dict(checkpoint: Checkpoint, *, exclude_frozen: bool = False) -> dict[str, Tensor]:
@@ -66,13 +66,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | int | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights as safetensors into ``output_dir``; nothing here writes pickles, whatever is asked for."""
+    """Write the weights as safetensors into ``output_dir``, also with ``safe_serialization`` False."""
     try:
         max_shard_bytes = parse_size(max_shard_size)
     except ValueError as error:
         raise ConfigError(f"max_shard_size: {error}") from None
     to_weights(
-        _found(checkpoint_dir, tag),
+        _open_checkpoint(checkpoint_dir, tag),
         Path(output_dir),
         max_shard_bytes=max_shard_bytes,
         exclude_frozen=exclude_frozen_parameters,
@@ -82,25 +82,24 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: Directory, tag: str | int | None = None
 ) -> nn.Module:
-    """Give ``model``, an ordinary one, the weights of a checkpoint, and return it on the CPU. Not for an engine's.
+    """Load the weights of a checkpoint into ``model``, and return it on the CPU. Not for the model of an engine.
 
-    A warning names what only one of the two has, but for what the save has excluded. CheckpointError if they have no
-    name in common.
+    A warning names tensors that only one of the two has, except those that the save has excluded. Raises
+    CheckpointError if they have no name in common.
     """
-    checkpoint, model = _found(checkpoint_dir, tag), model.cpu()
+    checkpoint, model = _open_checkpoint(checkpoint_dir, tag), model.cpu()
     state = _state_dict(checkpoint)
-    found = model.load_state_dict(state, strict=False)
-    missing = tuple(name for name in found.missing_keys if name not in checkpoint.manifest.excluded)
-    unexpected = tuple(found.unexpected_keys)
+    keys = model.load_state_dict(state, strict=False)
+    missing = tuple(name for name in keys.missing_keys if name not in checkpoint.manifest.excluded)
+    unexpected = tuple(keys.unexpected_keys)
     if state and len(unexpected) == len(state):
         raise CheckpointError(
             f"{checkpoint.path} has no tensor of this {type(model).__name__}: it has {shorten(unexpected)}, and the"
-            f" model {shorten(tuple(model.state_dict())) or 'none'}; give the model that was saved, without what wraps"
-            " it"
+            f" model {shorten(tuple(model.state_dict())) or 'none'}; pass the model that was saved, without wrappers"
         )
     if missing or unexpected:
         log.warning(
-            "%s and this %s differ: the model keeps its own %s, and has no %s",
+            "%s and this %s differ: the model keeps its own %s, and lacks %s",
             *(
                 checkpoint.path,
                 type(model).__name__,
@@ -111,17 +110,17 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-def _found(directory: Directory, tag: str | int | None) -> Checkpoint:
-    there = CheckpointDirectory(directory)
+def _open_checkpoint(directory: Directory, tag: str | int | None) -> Checkpoint:
+    checkpoints = CheckpointDirectory(directory)
     try:
-        path = there.find(None if tag is None else str(tag))
+        path = checkpoints.find(None if tag is None else str(tag))
         if path is None:
             raise CheckpointError(
-                f"{directory} holds no checkpoint; name the directory that was given to save_checkpoint"
+                f"{directory} holds no checkpoint; pass the directory that save_checkpoint got"
             )
         checkpoint = open_checkpoint(path)
     finally:
-        there.close()
+        checkpoints.close()
     if checkpoint.caveat:
         log.warning("%s", checkpoint.caveat)
     return checkpoint

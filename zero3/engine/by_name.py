@@ -59,7 +59,7 @@ class NamedState:
         self._ready.check_open("set_fp32_parameter")
         group, piece = self._access.named(name)
         self._access.before_write(group, piece)
-        self._state.set_master(group, piece, self._state.of_rank(0, piece, flat_fp32(values, piece)))
+        self._state.set_master(group, piece, self._state.values_of_rank(0, piece, flat_fp32(values, piece)))
 
     def get_fp32_gradient(self, name: str) -> Tensor | None:
         """A copy of the accumulated gradient, unscaled; None if there is none."""
@@ -70,7 +70,7 @@ class NamedState:
         """Replace the accumulated gradient by ``values``, unscaled."""
         group, piece = self._access.named(name)
         self._gradients.check_replaceable("set_fp32_gradient", piece)
-        self._gradients.replace(group, piece, self._state.of_rank(0, piece, flat_fp32(values, piece)))
+        self._gradients.replace(group, piece, self._state.values_of_rank(0, piece, flat_fp32(values, piece)))
 
     def get_fp32_state(self, name: str, key: str) -> Tensor:
         """A copy of the state tensor ``key``."""
@@ -84,7 +84,7 @@ class NamedState:
         self._ready.check_open("set_fp32_state")
         _, piece = self._access.named(name)
         check_trained(piece)
-        self._state.set_moment(piece, key, self._state.of_rank(0, piece, flat_fp32(values, piece)))
+        self._state.set_moment(piece, key, self._state.values_of_rank(0, piece, flat_fp32(values, piece)))
 
     def is_trained(self, name: str) -> bool:
         """Whether the parameter is trained, not frozen."""

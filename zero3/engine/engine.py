@@ -52,10 +52,10 @@ from zero3.state.tensors import TieredState
 
 
 class Engine:
-    """A model whose parameters, gradients and optimizer state live on tiers. Made by ``initialize``.
+    """A model whose parameters, gradients and optimizer state live on tiers. ``initialize`` makes it.
 
-    Usable as a context manager; ``close`` gives memory and swap space back. With several ranks, all of them make the
-    same calls in the same order, those that read or set parameters, gradients and state by name included.
+    It is a context manager; ``close`` releases memory and swap space. All ranks make the same calls in the same order,
+    also the calls that read or set parameters, gradients and state by name.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Engine:
         self.training_dataloader: TrainingLoader | None = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._loss: Tensor | None = None
-        self._given_optimizer = "" if optimizer is None else _name_of(optimizer)
+        self._optimizer_class = "" if optimizer is None else _name_of(optimizer)
 
         parts = assemble(model, config, model_parameters, optimizer, weights)
         self._collectives, self._sink = parts.collectives, parts.sink
@@ -168,7 +168,7 @@ class Engine:
 
     @eager
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model. After an exception the engine is as before the call."""
+        """Call the model. After an exception, the state of the engine is that from before the call."""
         self._ready.check_open("forward")
         self._ready.give_up_unfinished()
         self._access.check_residents()
@@ -176,7 +176,7 @@ class Engine:
             self._access.check_frozen()
         if self.config.cast_inputs:
             args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.config.precision])
-        before, self._ready.in_forward = self._ready.in_forward, True
+        in_outer_forward, self._ready.in_forward = self._ready.in_forward, True
         with self._phase("forward"), autocast(self.config, self.device):
             try:
                 return self.module(*args, **kwargs)
@@ -185,23 +185,25 @@ class Engine:
                 explain_inputs(error, (args, kwargs), self.config)
                 raise
             finally:
-                self._ready.in_forward = before
+                self._ready.in_forward = in_outer_forward
 
     def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
-        """``loss`` as its backward needs it: times the loss scale, divided by gradient_accumulation_steps.
+        """``loss`` multiplied by the loss scale and divided by gradient_accumulation_steps, ready for its backward.
 
-        ``engine.scale(loss).backward()`` is what ``engine.backward(loss)`` does.
+        ``engine.scale(loss).backward()`` does the same as ``engine.backward(loss)``. Raises EngineStateError if
+        ``loss`` is not a scalar tensor that requires a gradient.
         """
         if not isinstance(loss, Tensor):
-            raise EngineStateError(f"backward takes the loss, a tensor, not {type(loss).__name__}")
+            raise EngineStateError(f"backward needs the loss as a tensor, not {type(loss).__name__}")
         if loss.numel() != 1:
             raise EngineStateError(
-                f"backward needs a scalar loss, not shape {tuple(loss.shape)}; reduce it, as by .mean()"
+                f"backward needs a scalar loss, not shape {tuple(loss.shape)}; reduce it, for example with .mean()"
             )
         if not loss.requires_grad:
             raise EngineStateError(
-                "backward would bring no gradient, for no parameter has a part in this loss: was the forward under"
-                " no_grad(), the output detached, or the loss made anew (torch.tensor(loss))?"
+                "backward would compute no gradient, because the loss does not depend on a parameter: check that the"
+                " forward does not run under no_grad(), that the output is not detached, and that the loss is not"
+                " copied with torch.tensor(loss)"
             )
         self._loss = loss.detach()
         self._accumulation.scaled += 1
@@ -214,53 +216,54 @@ class Engine:
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulate the gradients of a scalar ``loss``, divided by gradient_accumulation_steps; returns that quotient.
 
-        With ``scale_wrt_gas`` False the script has divided the loss itself.
-        After an exception the engine is as after its last step: gradients accumulated since then are gone.
+        With ``scale_wrt_gas`` False the script has divided the loss itself. After an exception, the state of the engine
+        is that after its last step: the gradients accumulated since then are dropped.
         """
         self._ready.check_open("backward")
         self._ready.check_trains("backward")
         self._access.check_frozen()
         self._schedule.check_thread()
-        waiting = self._accumulation.scaled
+        scaled_before = self._accumulation.scaled
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
         with self._phase("backward"):
             try:
-                # First: behind the backward nothing may fail, or gradients were kept that the caller counts as gone.
-                told = loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
+                # Before the backward: a failure after it would keep gradients that the caller counts as dropped.
+                divided_loss = loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
                 scaled.backward(retain_graph=retain_graph)
             except BaseException:
                 self._loss = None
                 self._ready.give_up_backward()
                 raise
             finally:
-                self._accumulation.scaled = waiting
-        self._updates.current_step.to_pending()  # also if the loss has reached no parameter
-        return told
+                self._accumulation.scaled = scaled_before
+        # Also if no gradient has arrived.
+        self._updates.current_step.to_pending()
+        return divided_loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate only: backwards inside the block add to the gradients, and the next one outside completes them.
 
-        For a loop that does its own accumulation, with gradient_accumulation_steps 1 and losses that it has divided.
-        ``step`` is refused inside. With ``tiering.grad_accum_dtype`` "fp32" the sums do not round to 16 bits.
+        For a loop that accumulates by itself, with gradient_accumulation_steps 1 and losses that it has divided.
+        ``step`` raises EngineStateError inside the block. With ``tiering.grad_accum_dtype`` "fp32" the sums are not
+        rounded to 16 bits.
         """
-        before, self._accumulation.syncing = self._accumulation.syncing, False
+        syncing_before, self._accumulation.syncing = self._accumulation.syncing, False
         try:
             yield
         finally:
-            self._accumulation.syncing = before
+            self._accumulation.syncing = syncing_before
 
     @eager
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; after gradient_accumulation_steps of them, update the parameters.
 
-        ``lr_kwargs`` is what the ``step`` of lr_scheduler is given then.
+        After an update, the ``step`` of lr_scheduler is called with ``lr_kwargs``.
 
-        A step whose gradients are not finite is skipped and leaves all state as it was; with dynamic loss scaling the
-        scale is lowered, else a warning says which parameter it was, and ``tiering.max_skipped_steps`` of them in a row
-        are an EngineStateError. Ctrl-C waits for the end of the step (a second one
-        does not). A step that is ended by an exception leaves some parameters updated and others not: then the engine
-        can only be closed.
+        A step whose gradients are not finite is skipped and changes no state. With dynamic loss scaling the scale is
+        lowered. Otherwise a warning names the parameter, and ``tiering.max_skipped_steps`` skipped steps in a row raise
+        EngineStateError. Ctrl-C waits for the end of the step; a second Ctrl-C does not. An exception in a step leaves
+        some parameters updated and others not: the engine can then only be closed.
         """
         self._ready.check_open("step")
         self._ready.check_trains("step")
@@ -282,7 +285,7 @@ class Engine:
                 self._updates.current_step.end_micro_batch()
             self._prefetcher.look_ahead()
         if boundary:
-            self._preemption.answer(self.close)
+            self._preemption.save_and_exit(self.close)
 
     def save_and_exit_on(
         self,
@@ -292,22 +295,22 @@ class Engine:
         client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         keep: int | None = None,
     ) -> None:
-        """Take ``signals`` (default SIGTERM and SIGUSR1) as the request to stop after the step that is under way.
+        """Handle ``signals`` (default SIGTERM and SIGUSR1) as a request to stop after the current step.
 
         ``step`` then saves a checkpoint to ``save_dir`` or calls ``save``, closes the engine and raises
-        SystemExit(75), whose code says "try again later" (EX_TEMPFAIL). ``client_state``, or what it gives when it is
-        called then, and ``keep`` are the checkpoint's; what the loop does behind ``step()`` is not done yet. A save
-        that fails raises its error out of ``step``, and the engine stays open. Without ``save_dir`` and ``save`` only
-        ``stop_requested`` tells, for a loop that ends by itself. From the main thread only; until ``close``. A second
-        signal changes nothing.
+        SystemExit(75), whose code means "try again later" (EX_TEMPFAIL). ``client_state`` (a mapping, or a function
+        that returns one and is called then) and ``keep`` are arguments of the save; the code of the loop after
+        ``step()`` has not run yet. If the save fails, ``step`` raises its error, and the engine stays open. Without
+        ``save_dir`` and ``save`` only ``stop_requested`` reports the signal, for a loop that ends by itself. Call this
+        in the main thread; it lasts until ``close``. A second signal changes nothing.
         """
         self._ready.check_open("save_and_exit_on")
         if save_dir is not None and save is not None:
-            raise ConfigError("save_and_exit_on got both save and save_dir; give it the one that is meant")
+            raise ConfigError("save_and_exit_on got both save and save_dir; pass one of them")
         if save_dir is None and (client_state is not None or keep is not None):
             raise ConfigError(
-                "save_and_exit_on got client_state or keep, which are of a checkpoint, and no save_dir; give it one, or"
-                " let save() do it all"
+                "save_and_exit_on got client_state or keep without save_dir; pass save_dir, or save client_state in"
+                " save()"
             )
         check_keep(keep)
         if save_dir is not None:
@@ -317,7 +320,7 @@ class Engine:
                 state = client_state() if callable(client_state) else client_state
                 return self.save_checkpoint(directory, client_state=state, keep=keep)
 
-        self._preemption.expect(signals or ("SIGTERM", "SIGUSR1"), save)
+        self._preemption.handle(signals or ("SIGTERM", "SIGUSR1"), save)
 
     def save_checkpoint(
         self,
@@ -330,22 +333,22 @@ class Engine:
         keep: int | None = None,
         background: bool = False,
     ) -> Saving:
-        """Save all that the run needs to go on, as the checkpoint ``tag`` (default "global_step<N>") in ``save_dir``.
+        """Save all that the run needs to resume, as checkpoint ``tag`` (default "global_step<N>") in ``save_dir``.
 
-        That is parameters, optimizer state, learning rate schedule, loss scale, the place in ``training_data``, random
-        states and ``client_state``: plain values, tensors and arrays, each rank its own. It is there whole or not at
-        all, whatever ends the process or the machine. ``save_latest`` makes it what ``load_checkpoint`` takes; ``keep``
-        leaves that many of this run's checkpoints with a default tag, the newest. ``exclude_frozen_parameters`` saves
-        trained parameters alone: whoever loads it has to have the others.
+        A checkpoint contains parameters, optimizer state, learning rate schedule, loss scale, the position in
+        ``training_data``, random states and ``client_state``: plain values, tensors and arrays, which differ by rank.
+        It is complete or absent, also after a crash of the process or the machine. ``save_latest`` makes it the default
+        of ``load_checkpoint``. ``keep`` removes all but the newest ``keep`` checkpoints of this run with a default tag.
+        ``exclude_frozen_parameters`` saves trained parameters only: the engine that loads it must have the others.
 
-        In the ``background`` training goes on meanwhile: a step waits for what it is about to change to be copied, and
-        so do edits in ``gathered``; others in place are seen too late, and may get into the checkpoint. The checkpoint
-        is there when the returned Saving is ``done``. An error is logged, and raised by its ``wait``, by the next save
-        in the background, which is under way then, by a load or by ``close``, whichever comes first.
+        With ``background``, training continues during the save: a step, and an edit in ``gathered``, waits until the
+        values that it changes are copied. Other edits in place are noticed too late, and may get into the checkpoint.
+        The checkpoint is complete when the returned Saving is ``done``. An error is logged, and raised once: by
+        ``wait``, by the next background save (which has started by then), by a load or by ``close``.
 
-        Between steps, by all ranks together. CheckpointError, on all ranks, if one cannot save: training can go on.
-        EngineStateError with gradients that no step has used; ConfigError, before anything is written, for ``keep``
-        below 1 and for what has no plain form.
+        All ranks call this together, between steps. Raises CheckpointError, on all ranks, if a rank cannot save:
+        training can continue. Raises EngineStateError with gradients that no step has used; ConfigError, before
+        anything is written, for ``keep`` below 1 and for values without a plain form.
         """
         return self._files.save_checkpoint(
             save_dir,
@@ -367,25 +370,26 @@ class Engine:
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from the checkpoint ``tag`` in ``load_dir``, or from the latest; returns its path and client_state.
+        """Resume from the checkpoint ``tag`` in ``load_dir``, or from the latest; returns its path and client_state.
 
-        The run that saved it may have had other ranks, another stage, placement or format of optimizer state. Without
-        ``load_optimizer_states`` parameters, buffers and the schedule alone are taken: the state of the optimizer
-        starts anew, and counters (``global_steps``), data and random states stay. With ``load_module_only``, or without
-        an optimizer, nothing but parameters and buffers. Gradients are dropped. Where ``load_dir`` has no checkpoint
-        and no ``tag`` is given: a warning, and (None, {}).
+        The run that saved it may have had another number of ranks, stage, placement or format of optimizer state.
+        Without ``load_optimizer_states``, only parameters, buffers and the schedule are loaded: the optimizer starts
+        with new state, and counters (``global_steps``), data and random states stay. With ``load_module_only``, or
+        without an optimizer, only parameters and buffers are loaded. Gradients are dropped. If ``load_dir`` holds no
+        checkpoint and ``tag`` is None, a warning is logged, and the result is (None, {}).
 
-        Frozen parameters that the save has excluded keep the values that they have here. Without ``load_module_strict``
-        so do all that the checkpoint does not have, whose state starts anew, and what only it has is left: a warning
-        names them. ``custom_load_fn`` is DeepSpeed's, and stays None.
+        Frozen parameters that the save has excluded keep their values. Without ``load_module_strict``, so do all
+        parameters that the checkpoint lacks, with new optimizer state, and tensors that only the checkpoint has are
+        ignored; a warning names both. ``custom_load_fn`` is DeepSpeed's, and must be None.
 
-        Between steps, by all ranks together. CheckpointError if it is damaged, or another model's: mostly before
-        anything has changed; what is found while tensors are read leaves an engine that can load another one, or close.
+        All ranks call this together, between steps. Raises CheckpointError if the checkpoint is damaged or of another
+        model, mostly before anything has changed. After an error while tensors are read, the engine can only load
+        another checkpoint, or close.
         """
         if custom_load_fn is not None:
             raise ConfigError(
-                "load_checkpoint has no state_dict to give a custom_load_fn: leave it out, and make `tiering convert`"
-                " write the checkpoint's weights, rename them as the function would, and begin with"
+                "load_checkpoint does not support custom_load_fn: leave it out, write the checkpoint's weights with"
+                " `tiering convert`, rename the tensors as the function would, and pass them to"
                 " tiering.initialize(weights=...)"
             )
         return self._files.load_checkpoint(
@@ -403,11 +407,22 @@ class Engine:
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Write the model's ``state_dict`` in 16 bits as one safetensors file; returns its path. See export.py."""
+        """Write the model's ``state_dict`` in 16 bits as one safetensors file; returns its path.
+
+        A ``save_filename`` of a pickle file, as DeepSpeed's scripts have it, is changed to a safetensors name:
+        pytorch_model.bin becomes model.safetensors. Parameters are written in their compute dtype; those of an fp32
+        model in the autocast dtype, or bf16. Buffers, packed quantised weights and parameters of ``tiering.keep_fp32``
+        keep their dtype. All ranks call this together. Raises CheckpointError, on all ranks, if the file cannot be
+        written.
+        """
         return self._files.save_16bit_model(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
 
     def save_pretrained(self, save_dir: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
-        """Write a directory that transformers' (or peft's) ``from_pretrained`` loads; returns it. See export.py."""
+        """Write a directory that ``from_pretrained`` of transformers or peft loads, in the compute dtype; returns it.
+
+        A model with a peft adapter is saved as the adapter alone. All ranks call this together. Raises ConfigError for
+        models of other libraries, and CheckpointError, on all ranks, if a file cannot be written.
+        """
         return self._files.save_pretrained(save_dir, max_shard_size)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -421,27 +436,27 @@ class Engine:
         return self._state.masters(self.module)
 
     def get_fp32_parameter(self, name: str) -> Tensor:
-        """A copy of a parameter's fp32 master in host memory, of the parameter's shape; a frozen one as it is, in fp32.
+        """A copy, in host memory, of a parameter's fp32 master, or of a frozen parameter in fp32, in its shape.
 
-        ``name`` as in ``module.named_parameters()``. ConfigError for a name that is not there.
+        ``name`` is that of ``module.named_parameters()``. Raises ConfigError for an unknown name.
         """
         return self._named_state.get_fp32_parameter(name)
 
     def set_fp32_parameter(self, name: str, values: Tensor) -> None:
-        """Make ``values`` (of the parameter's shape) the master, and the parameter what it rounds to.
+        """Set the master to ``values`` (of the parameter's shape), and the parameter to the rounded values.
 
-        EngineStateError while a forward or backward is running.
+        Rank 0's ``values`` count. Raises EngineStateError while a forward or backward is running.
         """
         self._named_state.set_fp32_parameter(name, values)
 
     def get_fp32_gradient(self, name: str) -> Tensor | None:
-        """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None where there was none."""
+        """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None if there is none."""
         return self._named_state.get_fp32_gradient(name)
 
     def set_fp32_gradient(self, name: str, values: Tensor) -> None:
-        """Replace the accumulated gradient by ``values`` (unscaled), between passes.
+        """Replace the accumulated gradient by ``values`` (unscaled, of the parameter's shape), between passes.
 
-        The next ``step`` uses it, and needs no backward then; a backward before that adds to it.
+        Rank 0's ``values`` count. The next ``step`` uses them and needs no backward; a backward before it adds to them.
         """
         self._named_state.set_fp32_gradient(name, values)
 
@@ -450,26 +465,26 @@ class Engine:
         return self._named_state.get_fp32_state(name, key)
 
     def set_fp32_state(self, name: str, key: str, values: Tensor) -> None:
-        """Replace a state tensor of a parameter."""
+        """Replace a state tensor of a parameter by rank 0's ``values``."""
         self._named_state.set_fp32_state(name, key, values)
 
     def is_trained(self, name: str) -> bool:
-        """Whether a parameter has a master, gradients and optimizer state, or was frozen at ``initialize``."""
+        """Whether the parameter is trained; a parameter that was frozen at ``initialize`` is not."""
         return self._named_state.is_trained(name)
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The optimizer's state tensors, beside the master."""
+        """The names of the optimizer's state tensors, without the master."""
         return self._state.state_names
 
     def flip_bit(self) -> str:
-        """Flip one bit of one master on NVMe and say where: a planted fault, to show that comparisons find it."""
+        """Flip one bit of one master on NVMe and return its place: a test fault that comparisons must find."""
         self._ready.check_open("flip_bit")
         return self._state.flip_bit()
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches so far, those that wait for their update included."""
+        """Micro-batches so far, including those that wait for their update."""
         return self._accumulation.micro_steps
 
     @micro_steps.setter
@@ -478,7 +493,7 @@ class Engine:
 
     @property
     def global_steps(self) -> int:
-        """Updates so far, skipped ones included."""
+        """Updates so far, including skipped ones."""
         return self._updates.steps
 
     @property
@@ -491,10 +506,10 @@ class Engine:
         return self.config.micro_batch_size * self.config.gradient_accumulation_steps * self._world.size
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change how many micro-batches an update has, between updates; a micro-batch stays as large as it is.
+        """Change the number of micro-batches of an update, between updates; the size of a micro-batch stays.
 
-        ConfigError if it is no multiple of a micro-batch on each rank, or would need gradients accumulated in another
-        dtype than was planned.
+        ConfigError if ``train_batch_size`` is not a multiple of one micro-batch on each rank, or needs another dtype of
+        accumulated gradients than was planned.
         """
         self._ready.check_open("set_train_batch_size")
         self._ready.check_no_gradients("set_train_batch_size")
@@ -511,34 +526,34 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped because a gradient was not finite; a checkpoint has their number, too.
+        """Steps that were skipped because a gradient was not finite. Checkpoints contain their number.
 
-        Telemetry calls it ``global_skipped_steps``: its ``skipped_steps`` are since the start of the process.
+        Telemetry calls it ``global_skipped_steps``; its ``skipped_steps`` counts from the start of the process.
         """
         return self._updates.skipped
 
     @property
     def stop_requested(self) -> str:
-        """The name of the signal that has asked to stop; empty if none has.
+        """The name of the signal that requested a stop; empty if there is none.
 
-        One rank that was asked stops all of them, after the same step; until then they do not say so.
+        A signal on one rank stops all ranks after the same step; until that step this stays empty.
         """
         return self._preemption.requested
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step`` has updated the parameters."""
+        """Whether the last ``step`` updated the parameters."""
         return self._updates.applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last one before an update."""
+        """Whether the current micro-batch is the last one before an update."""
         return self._accumulation.at_boundary
 
     def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of all gradients, unscaled, before clipping; None before the first.
+        """The 2-norm of all gradients, unscaled, before clipping; None before the first update.
 
-        Between the last backward and ``step`` that of the gradients that wait there, which all ranks ask for together;
-        otherwise that of the last update. A skipped update does not count, as in DeepSpeed: the norm stays that of the
-        one before. Logs, monitors and telemetry have the norm that was not finite.
+        Between the last backward and ``step`` it is the norm of the accumulated gradients, and all ranks call this
+        together; otherwise it is the norm of the last update. As in DeepSpeed, a skipped update does not change it;
+        logs, monitors and telemetry show the norm that was not finite.
         """
         self._ready.check_open("get_global_grad_norm")
         pending = self._updates.current_step.pending and not self._schedule.state.in_backward
@@ -557,48 +572,48 @@ class Engine:
         return self.train(False)
 
     def snapshot(self) -> Snapshot:
-        """What telemetry publishes, as of now."""
+        """The figures that telemetry publishes, as of now."""
         return self._record.snapshot()
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the next whole step to ``path`` as a Chrome trace (JSON), which chrome://tracing and Perfetto show.
 
-        It lasts from the end of the step that is under way, or comes, to the end of the one after, where the engine
-        waits for its transfers. A step that an exception ends, or ``close``, writes what there is.
+        The trace begins at the end of the current step and ends with the step after it; the engine then waits for its
+        transfers. An exception in that step, or ``close``, writes the trace recorded until then.
 
-        Raises TelemetryError if ``path`` cannot be written, EngineStateError if a trace is under way already.
+        Raises TelemetryError if ``path`` cannot be written, EngineStateError if a trace is already in progress.
         """
         self._ready.check_open("trace")
         self._observation.begin_trace(path)
 
     def close(self) -> None:
-        """Wait for transfers, give memory and swap space back. Idempotent.
+        """Wait for transfers, and release memory and swap space. Idempotent.
 
-        Parameters are unusable afterwards; ``release`` ends the engine and keeps them.
+        The parameters are unusable afterwards; ``release`` ends the engine and keeps them.
         """
         if not self._ready.closed:
             self._close("close()")
 
     def release(self, device: torch.device | str | None = None, *, masters: bool = False) -> None:
-        """End the engine as ``close`` does, and give the model its parameters back as ordinary ones with their values.
+        """End the engine as ``close`` does, and turn the model's parameters into ordinary ones with their values.
 
         The same parameter objects then hold the values of ``state_dict()`` in memory of their own, on the engine's
-        device or on ``device`` ("cpu"), and ``initialize`` takes the model again. With ``masters`` trained parameters
-        hold their fp32 masters instead, from which a next engine starts with the same masters. Optimizer state is
-        dropped, and so are gradients that no step has used. All ranks call it. Does nothing after the first time.
+        device or on ``device`` ("cpu"), and ``initialize`` accepts the model again. With ``masters``, trained
+        parameters hold their fp32 masters instead, so that the next engine starts with the same masters. Optimizer
+        state and gradients that no step has used are dropped. All ranks call this together. A second call does nothing.
 
-        Raises PlacementError, with sizes and with the engine as before, where the parameters do not fit beside what
-        the engine holds; EngineStateError after ``close``, while a pass is running and after a step that failed.
+        Raises PlacementError, with sizes and without a change, if the parameters do not fit in addition to the memory
+        of the engine; EngineStateError after ``close``, while a pass is running and after a step that failed.
         """
         if self._ready.ended_by == "release()":
             return
         self._ready.check_between_steps("release")
-        where = released.chosen_device(device, self.device)
+        target = released.target_device(device, self.device)
         self._access.store_edits_of_residents()
         values = Released(
             self._groups,
             self._state,
-            where,
+            target,
             masters=masters,
             frozen=self._parts.frozen,
             collectives=self._collectives,
@@ -606,11 +621,12 @@ class Engine:
         )
         try:
             self._close("release()")
-        finally:  # also if a save in the background has failed, which close says
-            values.give_back(self.module)
+        # Also if the close raises the error of a background save.
+        finally:
+            values.restore_parameters(self.module)
 
     def _close(self, call: str) -> None:
-        self._ready.tell_of_waiting(call)
+        self._ready.warn_of_unused_gradients(call)
         self._ready.ended_by = call
         self._observation.settle(error_under_way(), stopped_by=self._preemption.requested)
         if self._collectives is not None:
@@ -643,19 +659,20 @@ class Engine:
             self._observation.settle(error, stopped_by=self._preemption.requested)
         ends_well = isinstance(error, SystemExit) and not error.code
         if error is not None:
-            self._ready.drop_gradients()  # close() has nothing to say of them beside the error
+            # So that close() does not warn of them in addition to the error.
+            self._ready.drop_gradients()
         if error is not None and not ends_well and self._collectives is not None and not self._ready.closed:
             self._collectives.peers.fail(error)
         try:
             self.close()
-        # The error of a background save is in the log: the error that ends the block counts more.
+        # The error of a background save is in the log: the error that ends the block takes precedence.
         except CheckpointError:
             if error is None:
                 raise
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
-        """Time the block; an exception in it ends the step that is being traced, and other ranks are told of it."""
+        """Time the block. An exception in it ends the trace, and is reported to the other ranks."""
         with self._record.phase(phase), self._tiers.timeline.span("compute", phase):
             try:
                 yield
@@ -669,9 +686,13 @@ class Engine:
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self._prefetcher.forget()
         try:
-            loss, self._loss = self._loss, None  # a next step by loss.backward() alone has none
+            # The next step may come from loss.backward() alone, and then has no loss.
+            loss, self._loss = self._loss, None
             self._updates.run(
-                loss, self.train_batch_size(), stop=self._preemption.asked, saving=self._checkpoints.progress
+                loss,
+                self.train_batch_size(),
+                stop=self._preemption.received_signal,
+                saving=self._checkpoints.progress,
             )
         finally:
             self._access.note_versions()
@@ -679,11 +700,11 @@ class Engine:
             self.lr_scheduler.step(**lr_kwargs)
 
     def _on_backward(self) -> None:
-        """A backward has begun, which may bring gradients to parameters or not (torch.autograd.grad)."""
+        """A backward has begun. It may compute gradients of parameters or not (torch.autograd.grad)."""
         self._updates.expect(last=self._accumulation.syncing and self._accumulation.at_boundary)
 
     def _on_first_gradient(self) -> bool:
-        """The running backward does bring gradients to parameters; whether it updates them, too."""
+        """The first gradient of a parameter has arrived; returns whether this backward updates the parameters, too."""
         steps, scale = self.config.gradient_accumulation_steps, self.loss_scale.value
         if (steps > 1 or scale != 1.0) and not self._accumulation.scaled:
             raise EngineStateError(
@@ -701,7 +722,7 @@ class Engine:
         return self._gradients.last_micro_batch
 
     def _on_group_done(self, group: ParamGroup, final: bool) -> None:
-        """Backward has left ``group``; its gradients are used now if they are ``final``."""
+        """The backward of ``group`` has ended; ``final`` gradients are used now."""
         if final:
             self._prefetcher.drop(group)
         self._updates.group_done(group, final=final)
@@ -709,11 +730,12 @@ class Engine:
     def _on_end_of_backward(self) -> None:
         self._accumulation.scaled = max(0, self._accumulation.scaled - 1)
         if self._updates.current_step.state is StepState.UPDATING_IN_BACKWARD:
-            self._prefetcher.forget()  # also groups that are stepped only now
+            # Prefetched values are old for groups that are stepped only now.
+            self._prefetcher.forget()
         self._updates.end_of_backward()
 
 
 def _name_of(optimizer: ClientOptimizerChoice) -> str:
-    """The class of an optimizer, or of what a function of that name makes."""
-    made = isinstance(optimizer, torch.optim.Optimizer)
-    return type(optimizer).__name__ if made else getattr(optimizer, "__name__", "function")
+    """The class name of an optimizer, or the name of the function that makes it."""
+    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+    return type(optimizer).__name__ if is_optimizer else getattr(optimizer, "__name__", "function")

@@ -101,11 +101,11 @@ class Observation:
             trace.write(f"step {self._updates.steps + 1}, ended by {cause}")
 
 
-def _name_run(given: str | None, collectives: Collectives | None) -> tuple[str, str]:
+def _name_run(configured_name: str | None, collectives: Collectives | None) -> tuple[str, str]:
     """(name, id) of this run. The id is rank 0's, and so is the name where the configuration has none."""
-    name = given or f"run-{os.getpid()}"
+    name = configured_name or f"run-{os.getpid()}"
     run_id = f"{plain_name(name)[:48]}-{secrets.token_hex(4)}"
     if collectives is not None:
         row = torch.frombuffer(bytearray(run_id.encode().ljust(64)), dtype=torch.uint8)
         run_id = bytes(collectives.table(row, "name the run")[0].tolist()).decode().rstrip()
-    return given or run_id.rpartition("-")[0], run_id
+    return configured_name or run_id.rpartition("-")[0], run_id

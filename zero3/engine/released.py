@@ -1,4 +1,4 @@
-"""Parameters of a model that an engine lets go of: ordinary ones, with memory of their own."""
+"""Parameters of a released engine: ordinary parameters, with memory of their own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Released:
 
     In the compute dtype, or with ``masters`` the fp32 masters of trained parameters. ``frozen`` are the parameters that
     the engine has frozen because nothing trains them; they require gradients again. ``local_size`` ranks share the host
-    memory of a node. Raises PlacementError, on every
-    rank and before anything is read, if a rank has no room for all of them beside what its engine holds.
+    memory of a node. Raises PlacementError, on every rank and before anything is read, if they do not fit on a rank in
+    addition to the memory of its engine.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Released:
             for param, piece in zip(group.params, group.layout.pieces, strict=True)
         ]
 
-    def give_back(self, model: nn.Module) -> None:
-        """Make the parameters ordinary ones that show these values; their engine is closed."""
+    def restore_parameters(self, model: nn.Module) -> None:
+        """Make the parameters ordinary ones with these values. The engine is closed."""
         for param, values in self._values:
             resharded.release(param)
             param.data = values
@@ -58,8 +58,8 @@ class Released:
             buffer.data = buffer.data.to(self._device)
 
     def _read(self, state: TieredState, group: ParamGroup, piece: Piece) -> Tensor:
-        wide = self._masters and piece.trainable
-        return (state.master if wide else state.weight)(group, piece).to(self._device)
+        reads_master = self._masters and piece.trainable
+        return (state.master if reads_master else state.weight)(group, piece).to(self._device)
 
     def _check_room(self, groups: list[ParamGroup], collectives: Collectives | None, local_size: int) -> None:
         needed = sum(self._nbytes(group, piece) for group in groups for piece in group.layout.pieces)
@@ -69,31 +69,32 @@ class Released:
             free = int(collectives.table(row, "find room for released parameters").min())
         if needed > free:
             elsewhere = (
-                "" if self._device.type == "cpu" else "give release(device='cpu') to have them there; or "
+                "" if self._device.type == "cpu" else "call release(device='cpu') to put them there; or "
             )
             raise PlacementError(
-                f"release needs {format_size(needed)} on {self._device} for the model's parameters, where"
-                f" {format_size(free)} are free beside what the engine holds; the engine is as before. To go on,"
-                f" {elsewhere}save them with save_16bit_model(DIR) or save_checkpoint(DIR), close() the engine and"
-                " build the model anew, with initialize(weights=DIR) or load_checkpoint(DIR)"
+                f"release needs {format_size(needed)} on {self._device} for the model's parameters, but"
+                f" {format_size(free)} are free in addition to the memory of the engine; nothing has changed. To"
+                f" continue, {elsewhere}save them with save_16bit_model(DIR) or save_checkpoint(DIR), close() the"
+                " engine and build the model again, with initialize(weights=DIR) or load_checkpoint(DIR)"
             )
 
     def _nbytes(self, group: ParamGroup, piece: Piece) -> int:
         return piece.numel * (FP32 if self._masters and piece.trainable else group.dtype.itemsize)
 
 
-def chosen_device(given: torch.device | str | None, engines: torch.device) -> torch.device:
-    """Where released parameters go: the engine's device, or host memory."""
-    device = engines if given is None else torch.device(given)
-    if device.type not in ("cpu", engines.type):
-        places = " or to ".join(dict.fromkeys((str(engines), "cpu")))
-        raise ConfigError(f"release gives parameters to {places}, not to {device}")
+def target_device(requested: torch.device | str | None, engine_device: torch.device) -> torch.device:
+    """The device of released parameters: the engine's device, or host memory. ConfigError for another one."""
+    device = engine_device if requested is None else torch.device(requested)
+    if device.type not in ("cpu", engine_device.type):
+        places = " or on ".join(dict.fromkeys((str(engine_device), "cpu")))
+        raise ConfigError(f"release puts parameters on {places}, not on {device}")
     return device
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that this process can still take there."""
+    """Bytes that this process can still allocate on ``device``."""
     if device.type == "cpu":
         return available_memory()
-    torch.cuda.empty_cache()  # what torch's pool holds for nobody is free
+    # Unused memory in torch's pool counts as free.
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]

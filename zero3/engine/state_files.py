@@ -53,10 +53,10 @@ class StateFiles:
         background: bool,
     ) -> Saving:
         """See Engine.save_checkpoint."""
-        directory = _named(save_dir, "save_checkpoint")
+        directory = _directory(save_dir, "save_checkpoint")
         self._ready.check_between_steps("save_checkpoint")
         self._ready.check_no_gradients("save_checkpoint")
-        self._access.tell_of_new_names()
+        self._access.warn_of_new_names()
         self._access.store_edits_of_residents()
         return self._checkpoints.save(
             directory,
@@ -79,9 +79,9 @@ class StateFiles:
         module_only: bool,
     ) -> tuple[str | None, dict[str, Any]]:
         """See Engine.load_checkpoint."""
-        directory = _named(load_dir, "load_checkpoint")
+        directory = _directory(load_dir, "load_checkpoint")
         self._ready.check_between_steps("load_checkpoint", loads=True)
-        self._access.tell_of_new_names()
+        self._access.warn_of_new_names()
         module_only = module_only or not self._optimizer.trains
         # Edits count if no checkpoint is loaded.
         self._access.store_edits_of_residents()
@@ -114,10 +114,10 @@ class StateFiles:
         return self._export.save_pretrained(Path(save_dir), max_shard_size)
 
 
-def _named(directory: str | os.PathLike[str], call: str) -> Path:
+def _directory(directory: str | os.PathLike[str], call: str) -> Path:
     # Scripts pass None or an empty string for an option that was not given.
     if directory is None or not os.fspath(directory):
         raise ConfigError(
-            f"{call} was given {directory!r} for a directory: name the one that holds checkpoints"
+            f"{call} got {directory!r} as its directory: pass the directory that holds checkpoints"
         )
     return Path(directory)

@@ -1,4 +1,4 @@
-"""Which micro-batch an update is made of."""
+"""The micro-batches of an update."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from tiering.errors import ConfigError
 
 
 class Accumulation:
-    """Counts micro-batches: ``steps`` of them make an update, unless the script sets ``boundary``.
+    """Counts micro-batches. An update has ``steps`` of them, unless the script sets ``boundary``.
 
-    ``waiting`` of all ``micro_steps`` wait for their update. ``scaled`` counts losses that were scaled and not sent
-    backward yet. ``syncing`` is False inside no_sync.
+    ``micro_steps`` counts all micro-batches, ``waiting`` those whose gradients no update has used. ``scaled`` counts
+    scaled losses without a backward so far. ``syncing`` is False inside no_sync.
     """
 
     def __init__(self, steps: int) -> None:
@@ -23,21 +23,21 @@ class Accumulation:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last one before an update."""
+        """Whether the current micro-batch is the last one before an update."""
         return self.waiting + 1 >= self.steps if self.boundary is None else self.boundary
 
     def count(self, *, updated: bool) -> None:
-        """A micro-batch has ended, and with it an update or not."""
+        """A micro-batch has ended; ``updated`` tells whether an update has used its gradients."""
         self.micro_steps += 1
         self.waiting = 0 if updated else self.waiting + 1
 
     def drop(self) -> None:
-        """The gradients since the last update are gone: their micro-batches do not count."""
+        """The gradients since the last update are dropped: do not count their micro-batches."""
         self.micro_steps -= self.waiting
         self.waiting = 0
 
     def resume(self, micro_steps: int) -> None:
-        """Go on after so many micro-batches, those behind the last update waiting."""
+        """Continue after ``micro_steps`` micro-batches; those after the last update are waiting."""
         self.micro_steps = micro_steps
         self.waiting = micro_steps % self.steps
 

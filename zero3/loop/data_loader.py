@@ -1,18 +1,19 @@
-"""The loader that ``initialize(training_data=...)`` gives: shuffled micro-batches, of a rank's own share.
+"""The loader of ``initialize(training_data=...)``: shuffled micro-batches of one rank's part of the data.
 
-``for batch in loader`` is one pass over the data, in an order that is new each time; ``next(loader)`` goes on from pass
-to pass, as RepeatingLoader does with any loader.
+``for batch in loader`` is one pass over the data, in a new order each time; ``next(loader)`` continues from pass to
+pass, as RepeatingLoader does with any loader.
 
-Note [Where a run goes on in its data]
-    The order of a pass follows from one number: a draw from torch's generator, as everywhere in torch, or for several
-    ranks the number of the pass. So a pass, its seed and how many micro-batches were handed out say all. Behind those
-    the loader goes on without reading what it leaves out, and without drawing what an undisturbed run had not drawn
-    there. A position counts samples of the whole data set, in the order that ranks share: with another number of ranks,
-    or another batch size, the pass goes on.
+Note [Position in the training data]
+    One seed determines the order of a pass: a draw from torch's generator, as everywhere in torch, or with several
+    ranks the number of the pass. So the position is the pass, its seed and the number of micro-batches returned. After
+    a load, the loader skips those without reading them, and draws no random number that an uninterrupted run does not
+    draw. A position counts samples of the whole data set, in the order that ranks share, so a pass can continue with
+    another number of ranks or another batch size.
 
-    A pass that was left by ``break`` goes on, too, if the state is taken before the next one begins: most scripts that
-    do so stop there. When all was handed out, and the script has not asked for more, what goes on is the end of the
-    pass, so that a script which counts its passes counts right; but if nobody can ask any more, it is over.
+    A pass that the script left by ``break`` continues, too, if the state is taken before the next pass begins: most
+    scripts that do so stop there. If all micro-batches were returned, and the script has not requested another one, a
+    resumed run begins at the end of the pass, so that a script that counts passes counts right. If the iterator no
+    longer exists, the pass is over.
 """
 
 from __future__ import annotations
@@ -42,53 +43,57 @@ log = logging.getLogger(__name__)
 
 
 class _Passes:
-    """What both samplers do beside shuffling: they count passes, and may begin one in the middle."""
+    """The common part of both samplers: they count passes, and can begin a pass in the middle.
 
-    epoch: int = 0  # the number of the next pass, by torch's name
-    last_seed: int = 0  # where the order of the last one came from
-    resumed: tuple[int, int] | None = (
-        None  # of the next one: its seed, and how many samples of a rank to leave out
-    )
+    ``epoch`` is the number of the next pass, by torch's name, and ``last_seed`` the seed of the last one. ``resumed``
+    is set for a pass that continues: its seed, and the number of samples of a rank to skip.
+    """
+
+    epoch: int = 0
+    last_seed: int = 0
+    resumed: tuple[int, int] | None = None
 
     def _begin(self, draw_seed: Callable[[], int]) -> int:
-        self.last_seed, left_out = self.resumed or (draw_seed(), 0)
+        self.last_seed, skipped_samples = self.resumed or (draw_seed(), 0)
         if self.resumed is None:
             self.epoch += 1
         self.resumed = None
-        return left_out
+        return skipped_samples
 
 
 class WholeSampler(_Passes, RandomSampler):
-    """All samples, as ``DataLoader(shuffle=True)`` has them: by the same draw, at the same moment."""
+    """All samples, in the order of ``DataLoader(shuffle=True)``: from the same draw, at the same moment."""
 
     def __iter__(self) -> Iterator[int]:
-        left_out = self._begin(_drawn)
-        yield from _shuffled(len(self.data_source), self.last_seed)[left_out:]
+        skipped_samples = self._begin(_draw_seed)
+        yield from _shuffled(len(self.data_source), self.last_seed)[skipped_samples:]
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which pass comes next, as scripts for several ranks do; its order is drawn in any case."""
+        """Set the number of the next pass, as scripts for several ranks do; its order is drawn in any case."""
         self.epoch = epoch
 
 
 class RankSampler(_Passes, DistributedSampler[int]):
-    """One rank's share of a data set, in an order that is new in every pass, as a loader of one process has it.
+    """One rank's part of a data set, in a new order in every pass.
 
-    The order follows from the number of the pass, so that ranks agree on it without a word. ``set_epoch`` says which
-    pass comes next, as in torch; no run has to. Shares are of one size: the first samples of the pass come twice where
-    the ranks do not divide it.
+    The number of the pass determines the order, so that ranks agree on it without communication. ``set_epoch`` sets
+    the number of the next pass, as in torch, and is optional. All parts have one size: if the number of samples is not
+    a multiple of the number of ranks, the first samples of the pass are used twice.
     """
 
     def __init__(self, data: Dataset[Any], rank: int, world_size: int) -> None:
         super().__init__(data, num_replicas=world_size, rank=rank)
 
     def __iter__(self) -> Iterator[int]:
-        left_out = self._begin(lambda: self.seed + self.epoch)
+        skipped_samples = self._begin(lambda: self.seed + self.epoch)
         order = _shuffled(len(self.dataset), self.last_seed)  # type: ignore[arg-type]  # torch wants a length, too
-        for index in range(self.rank + left_out * self.num_replicas, self.total_size, self.num_replicas):
+        for index in range(
+            self.rank + skipped_samples * self.num_replicas, self.total_size, self.num_replicas
+        ):
             yield order[index % len(order)]
 
 
-def _drawn() -> int:
+def _draw_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
@@ -101,34 +106,41 @@ def _shuffled(size: int, seed: int) -> list[int]:
 
 @dataclass
 class _Position:
-    """How far a pass is."""
+    """The position in a pass. Checkpoints contain the fields under these names.
+
+    ``begun`` tells that iter() was called, which draws a number. ``seed`` is that of the order; None until the first
+    micro-batch is requested. ``micro_batches`` is the number of micro-batches returned.
+    """
 
     pass_number: int = 0
-    begun: bool = False  # iter() was called, which draws a number
-    seed: int | None = None  # of its order; None until a micro-batch was asked for
-    micro_batches: int = 0  # that were handed out
+    begun: bool = False
+    seed: int | None = None
+    micro_batches: int = 0
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """What micro-batches are of; ``samples`` are the data set's."""
+    """The sizes that determine micro-batches. ``samples`` is the size of the data set.
+
+    With ``drop_last`` a pass ends before a short micro-batch.
+    """
 
     samples: int
     batch_size: int
     world_size: int
-    drop_last: bool = False  # whether a pass ends before a micro-batch that is short
+    drop_last: bool = False
 
     def micro_batches(self) -> int:
-        """In a whole pass, for each rank."""
+        """Micro-batches of a whole pass, for each rank."""
         share = -(-self.samples // self.world_size)
         return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
 
 
 class TrainingLoader(DataLoader[Any]):
-    """A torch DataLoader that can say where it is, and go on there: see Note [Where a run goes on in its data].
+    """A torch DataLoader with a position that can be saved and restored: see Note [Position in the training data].
 
-    ``save_checkpoint`` and ``load_checkpoint`` call its ``state_dict`` and ``load_state_dict``, which are about the
-    iterator that was made last; an older one goes on as it would in torch.
+    ``save_checkpoint`` and ``load_checkpoint`` call ``state_dict`` and ``load_state_dict``, which concern the iterator
+    that was made last; an older one continues as in torch.
     """
 
     def __init__(
@@ -153,26 +165,29 @@ class TrainingLoader(DataLoader[Any]):
         )
         self.passes = sampler
         self._position = _Position()
-        self._awaited = False  # whether the next iter() goes on at this position
-        self._made: Callable[[], _Pass | None] = lambda: None  # weak: whether anybody holds the last iterator
-        self._held: _Pass | None = None  # by next(loader)
+        # Whether the next iter() continues at this position.
+        self._resumes = False
+        # A weak reference to the last iterator: None once no script holds it.
+        self._last_pass: Callable[[], _Pass | None] = lambda: None
+        # The iterator of next(loader).
+        self._held_pass: _Pass | None = None
 
     def __iter__(self) -> _Pass:  # type: ignore[override]  # torch's has only private things beside next() and len()
-        if self._awaited and self._position.pass_number != self.passes.epoch:
+        if self._resumes and self._position.pass_number != self.passes.epoch:
             log.warning(
-                "set_epoch(%d) begins that pass, in place of the rest of pass %d, in which the checkpoint was saved",
+                "set_epoch(%d) starts that pass and skips the rest of pass %d, in which the checkpoint was saved",
                 self.passes.epoch,
                 self._position.pass_number,
             )
-            self._awaited = False
-        if not self._awaited:
+            self._resumes = False
+        if not self._resumes:
             self._position = _Position()
-        self._arrive()
-        made = _Pass(self, self._position)
+        self._end_resume()
+        iterator = _Pass(self, self._position)
         if not self._position.begun:
-            made.batches = self.begin(self._position)
-        self._made, self._held = weakref.ref(made), None
-        return made
+            iterator.batches = self.begin(self._position)
+        self._last_pass, self._held_pass = weakref.ref(iterator), None
+        return iterator
 
     @property
     def data_sampler(self) -> WholeSampler | RankSampler:
@@ -180,23 +195,25 @@ class TrainingLoader(DataLoader[Any]):
         return self.passes
 
     def __next__(self) -> Any:
-        """The next micro-batch of the pass under way; at its end, or where there is none, the first of another."""
-        under_way = self._made()
-        for _ in range(2):  # what was loaded may be the end of a pass, too
-            self._held = under_way = iter(self) if under_way is None else under_way
+        """The next micro-batch of the current pass; at its end, or without a pass, the first one of the next pass."""
+        under_way = self._last_pass()
+        # Twice, because the loaded position may be the end of a pass.
+        for _ in range(2):
+            self._held_pass = under_way = iter(self) if under_way is None else under_way
             with suppress(StopIteration):
                 return next(under_way)
             under_way = None
         raise ConfigError(
-            f"a pass over the training data has no micro-batch of {self.batch_size} samples for each rank: give more"
+            f"a pass over the training data has no micro-batch of {self.batch_size} samples for each rank: provide more"
             " data, or set dataloader_drop_last to false"
         )
 
     def begin(self, position: _Position) -> Iterator[Any]:
-        """torch's iterator, which is behind ``position`` when it is asked."""
-        self._arrive()
+        """torch's iterator over the micro-batches after ``position``."""
+        self._end_resume()
         batches = self._batches_behind(position)
-        if self.num_workers:  # they have been told their first samples
+        # Workers have already read the sampler for their first samples.
+        if self.num_workers:
             position.seed, position.pass_number = self.passes.last_seed, self.passes.epoch - 1
         return batches
 
@@ -207,60 +224,63 @@ class TrainingLoader(DataLoader[Any]):
         if position.seed is not None:
             assert self.batch_size is not None
             self.passes.resumed = position.seed, position.micro_batches * self.batch_size
-        drawn = torch.get_rng_state()  # before the number that torch draws here, which this pass has had
+        # torch draws a number here that this pass has drawn before: restore the state afterwards.
+        random_state = torch.get_rng_state()
         try:
             return super().__iter__()
         finally:
-            torch.set_rng_state(drawn)
+            torch.set_rng_state(random_state)
 
-    def _arrive(self) -> None:
-        """Somebody goes on at the position that was loaded: the pass that comes next is another one."""
-        if self._awaited and self._position.seed is not None:
+    def _end_resume(self) -> None:
+        """The loaded position is in use now: count its pass, so that the next pass is another one."""
+        if self._resumes and self._position.seed is not None:
             self.passes.epoch += 1
-        self._awaited = False
+        self._resumes = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, in values that JSON has: the same for every rank of a run."""
+        """The position, as plain values, which are equal on every rank of a run."""
         position = self._position
-        asked = self._awaited or self._made() is not None
-        between = position.seed is None or position.micro_batches >= len(self)
-        if not position.begun or (between and not asked):
+        is_in_use = self._resumes or self._last_pass() is not None
+        is_between_passes = position.seed is None or position.micro_batches >= len(self)
+        if not position.begun or (is_between_passes and not is_in_use):
             position = _Position()
         if position.seed is None:
             position = replace(position, pass_number=self.passes.epoch)
         return asdict(position) | asdict(self._layout())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next ``iter()`` goes on where ``state`` was taken, and so does the iterator that was made last.
+        """Restore the position ``state``, for the next ``iter()`` and for the iterator that was made last.
 
-        Draws nothing. Raises CheckpointError for a data set of another length, or what is no state of a loader; of a
-        run with another batch size or number of ranks, the pass goes on at the last whole round of micro-batches.
+        This draws no random numbers. After a run with another batch size or number of ranks, the pass continues after
+        the last complete round of micro-batches over all ranks. Raises CheckpointError for a data set of another
+        length, or an invalid ``state``.
         """
         self.check_state_dict(state)
-        (position, layout), here = _read(state), self._layout()
-        if position.seed is not None and layout != here:
-            position = _converted(position, layout, here)
+        (position, layout), current_layout = _read(state), self._layout()
+        if position.seed is not None and layout != current_layout:
+            position = _converted(position, layout, current_layout)
         self._position = position
-        self._awaited = True
+        self._resumes = True
         self.passes.epoch = position.pass_number
-        made = self._made()
-        if made is not None:
-            made.position, made.batches = position, None
+        iterator = self._last_pass()
+        if iterator is not None:
+            iterator.position, iterator.batches = position, None
         log.log(
             logs.once(logging.INFO),
-            "the training data goes on behind micro-batch %d of %d of pass %d",
+            "the training data continues after micro-batch %d of %d of pass %d",
             position.micro_batches,
             len(self),
             position.pass_number,
         )
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """CheckpointError if ``load_state_dict`` would not take ``state``; changes nothing."""
-        (_, layout), here = _read(state), self._layout()
-        if layout.samples != here.samples:
+        """CheckpointError if ``load_state_dict`` would refuse ``state``; changes nothing."""
+        (_, layout), current_layout = _read(state), self._layout()
+        if layout.samples != current_layout.samples:
             raise CheckpointError(
-                f"the checkpoint is of a run on {layout.samples} samples, and training_data has {here.samples}: give"
-                " initialize the same data, or none and go through the new data with a loader of your own"
+                f"the checkpoint is of a run on {layout.samples} samples, but training_data has"
+                f" {current_layout.samples}: pass the same data to initialize, or pass none and read the new data with"
+                " a loader of your own"
             )
 
     def _layout(self) -> _Layout:
@@ -271,18 +291,20 @@ class TrainingLoader(DataLoader[Any]):
 
 
 class _Pass(Iterator[Any]):
-    """One pass over the data, as ``iter(loader)`` gives it."""
+    """One pass over the data: the iterator of ``iter(loader)``."""
 
     def __init__(self, loader: TrainingLoader, position: _Position) -> None:
         self._loader = loader
         self.position = position
-        self.batches: Iterator[Any] | None = None  # torch's, once it is needed
+        # torch's iterator, once it is needed.
+        self.batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
         position, passes = self.position, self._loader.passes
         if self.batches is None:
             self.batches = self._loader.begin(position)
-        position.micro_batches += 1  # one that cannot be read counts, too: torch's iterator goes on behind it
+        # Before the read: a micro-batch that cannot be read counts, because torch's iterator continues after it.
+        position.micro_batches += 1
         try:
             return next(self.batches)
         except StopIteration:
@@ -299,7 +321,8 @@ class _Pass(Iterator[Any]):
 def _read(state: Mapping[str, Any]) -> tuple[_Position, _Layout]:
     try:
         position = _Position(*(state[field.name] for field in fields(_Position)))
-        drop_last = state.get("drop_last", False)  # which earlier versions did not have
+        # Earlier versions did not save drop_last.
+        drop_last = state.get("drop_last", False)
         layout = _Layout(state["samples"], state["batch_size"], state["world_size"], drop_last)
     except (KeyError, TypeError):
         possible = False
@@ -307,8 +330,7 @@ def _read(state: Mapping[str, Any]) -> tuple[_Position, _Layout]:
         possible = _is_possible(position, layout)
     if not possible:
         raise CheckpointError(
-            f"the place in the training data is {str(state)[:300]}, which is none; the file is damaged, or from a newer"
-            " version"
+            f"invalid data position {str(state)[:300]}: the checkpoint is damaged, or from a newer version"
         )
     return position, layout
 
@@ -326,57 +348,58 @@ def _is_possible(position: _Position, layout: _Layout) -> bool:
     return position.begun and type(position.seed) is int and 0 <= position.seed < 2**64
 
 
-def _converted(position: _Position, layout: _Layout, here: _Layout) -> _Position:
-    """The same place in a pass of other micro-batches, or rather before it, where every rank begins one."""
+def _converted(position: _Position, layout: _Layout, current_layout: _Layout) -> _Position:
+    """``position`` in micro-batches of another size, rounded down to a complete round over all ranks."""
     if position.micro_batches >= layout.micro_batches():
-        return replace(position, micro_batches=here.micro_batches())
-    done = position.micro_batches * layout.batch_size * layout.world_size
-    each = here.batch_size * here.world_size
+        return replace(position, micro_batches=current_layout.micro_batches())
+    samples_done = position.micro_batches * layout.batch_size * layout.world_size
+    round_samples = current_layout.batch_size * current_layout.world_size
     log.log(
         logs.once(logging.WARNING),
-        "the checkpoint was saved behind sample %d of %d of a pass, in micro-batches of %d on each of %d ranks; here %d"
-        " on each of %d go on behind sample %d",
-        done,
-        here.samples,
+        "the checkpoint was saved after sample %d of %d of a pass, in micro-batches of %d on each of %d ranks; this"
+        " run, with %d on each of %d ranks, continues after sample %d",
+        samples_done,
+        current_layout.samples,
         layout.batch_size,
         layout.world_size,
-        here.batch_size,
-        here.world_size,
-        done // each * each,
+        current_layout.batch_size,
+        current_layout.world_size,
+        samples_done // round_samples * round_samples,
     )
-    return replace(position, micro_batches=done // each)
+    return replace(position, micro_batches=samples_done // round_samples)
 
 
 class RepeatingLoader(Iterator[Any]):
-    """Goes through ``loader``, any that can be gone through again, without an end.
+    """Repeats the passes of ``loader``, which must allow more than one, without an end.
 
-    Samplers that count passes by ``set_epoch`` are told when another begins, so that its order is another, too. Over
-    the loader that ``initialize`` gave, it goes on from a checkpoint as that does.
+    A sampler with ``set_epoch`` gets the number of each new pass, which then has a new order. With the loader of
+    ``initialize``, it resumes from a checkpoint as that does.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self.data_iter = iter(loader)
-        self._ended = 0  # passes
+        self._passes_ended = 0
 
     def __next__(self) -> Any:
         with suppress(StopIteration):
             return next(self.data_iter)
-        self._begin_another()
+        self._begin_next_pass()
         with suppress(StopIteration):
             return next(self.data_iter)
         raise ConfigError(
-            f"RepeatingLoader got nothing in a whole pass of {type(self.loader).__name__}: give it a loader that can be"
-            " gone through again, as a generator cannot, with at least one batch"
+            f"RepeatingLoader got no batch in a pass of {type(self.loader).__name__}: pass a loader with at least one"
+            " batch that allows more than one pass, which a generator does not"
         )
 
-    def _begin_another(self) -> None:
-        self._ended += 1
-        if not isinstance(self.loader, TrainingLoader):  # which counts by itself
+    def _begin_next_pass(self) -> None:
+        self._passes_ended += 1
+        # A TrainingLoader counts by itself.
+        if not isinstance(self.loader, TrainingLoader):
             counting: tuple[Any, ...] = (getattr(self.loader, "sampler", None), self.loader)
             for each in counting:
                 if hasattr(each, "set_epoch"):
-                    each.set_epoch(getattr(each, "epoch", self._ended - 1) + 1)
+                    each.set_epoch(getattr(each, "epoch", self._passes_ended - 1) + 1)
         self.data_iter = iter(self.loader)
 
 
@@ -392,10 +415,10 @@ def make_loader(
     workers: int = 0,
     pin_memory: bool = False,
 ) -> TrainingLoader:
-    """Shuffled batches of ``batch_size`` samples, over all of ``data`` or, of several ranks, over this one's share.
+    """Shuffled batches of ``batch_size`` samples of ``data``, or with several ranks of this rank's part of it.
 
-    ``drop_last`` leaves out the last batch of a pass if it is short. ``workers`` are processes that read ahead; random
-    numbers that ``data`` draws in them are others after a checkpoint. ConfigError for data that cannot be shuffled.
+    ``drop_last`` skips the last batch of a pass if it is short. ``workers`` is the number of processes that read ahead;
+    random numbers that ``data`` draws in them differ after a load. ConfigError for data that cannot be shuffled.
     """
     sampler = (
         WholeSampler(data)  # type: ignore[arg-type]  # which asks for its length
@@ -425,9 +448,9 @@ def make_ordered_loader(
     workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """torch's loader of this rank's share of ``data`` in its own order, as an evaluation reads it, or in ``sampler``'s.
+    """torch's loader of this rank's part of ``data``, in the order of ``data`` or of ``sampler``, for evaluations.
 
-    Checkpoints do not know its place. Shares and errors are those of ``make_loader``.
+    Checkpoints do not contain its position. Parts and errors are those of ``make_loader``.
     """
     if sampler is None and _checked_size(data) and world_size == 1:
         sampler = SequentialSampler(data)  # type: ignore[arg-type]  # as above
@@ -448,10 +471,10 @@ def _checked_size(data: Any) -> int:
     has_both = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if isinstance(data, IterableDataset) or not has_both:
         raise ConfigError(
-            f"the training data is a {type(data).__name__}, whose samples cannot be asked for by number, and so neither"
-            " shuffled nor dealt out to ranks: give a dataset with __getitem__ and __len__, or none, and go through"
-            " what this rank reads with a DataLoader of your own"
+            f"the training data is a {type(data).__name__}, which has no index, and so can be neither shuffled nor"
+            " distributed to ranks: pass a dataset with __getitem__ and __len__, or pass none and use a DataLoader of"
+            " your own"
         )
     if not len(data):
-        raise ConfigError("the training data is empty: give a dataset with at least one sample")
+        raise ConfigError("the training data is empty: pass a dataset with at least one sample")
     return len(data)

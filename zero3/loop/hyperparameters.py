@@ -1,4 +1,4 @@
-"""Hyperparameters of an optimizer, in words: so that ranks can compare theirs before a step."""
+"""Hyperparameters of an optimizer as text, which ranks compare before a step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tiering.errors import ConfigError
 
-DIGEST_BYTES = 6  # a float64 holds every integer of 48 bits
+# A float64 represents every integer of 48 bits.
+DIGEST_BYTES = 6
 
 
 def described(param_groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
-    """A line for each of the options ``names`` in each group. What a script keeps there beside them is its own."""
+    """A line for each of the options ``names`` in each group. Other keys, which a script may add, are ignored."""
     names = sorted(names)
     return [
         f"{name} {_value(group[name])} in param group {number}"
@@ -26,26 +27,26 @@ def described(param_groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -
 
 
 def digest(lines: Iterable[str]) -> float:
-    """A number that differs where ``lines`` do."""
+    """A number that represents ``lines``: 48 bits of their SHA-256."""
     return float(int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:DIGEST_BYTES]))
 
 
-def check_same(of_ranks: Sequence[Sequence[str]], step: int) -> None:
-    """ConfigError that names the first of the lines ``of_ranks``, as ``described``, that is not rank 0's."""
-    for rank, lines in enumerate(of_ranks):
-        if lines == of_ranks[0]:
+def check_same(options_of_ranks: Sequence[Sequence[str]], step: int) -> None:
+    """ConfigError with the first line of ``options_of_ranks``, as of ``described``, that differs from rank 0's."""
+    for rank, lines in enumerate(options_of_ranks):
+        if lines == options_of_ranks[0]:
             continue
-        pairs = zip((*of_ranks[0], "none"), (*lines, "none"), strict=False)
-        first, other = next((a, b) for a, b in pairs if a != b)
+        pairs = zip((*options_of_ranks[0], "none"), (*lines, "none"), strict=False)
+        first, rank_options = next((a, b) for a, b in pairs if a != b)
         raise ConfigError(
-            f"hyperparameters differ between ranks in step {step}: the optimizer has {first} on rank 0, and {other} on"
-            f" rank {rank}. Set the same values on all ranks: give a scheduler that follows a metric"
-            " (ReduceLROnPlateau) the mean over the ranks, as by torch.distributed.all_reduce"
+            f"hyperparameters differ between ranks in step {step}: the optimizer has {first} on rank 0, and"
+            f" {rank_options} on rank {rank}. Set the same values on all ranks: pass to a scheduler that follows a"
+            " metric (ReduceLROnPlateau) the mean over the ranks, for example by torch.distributed.all_reduce"
         )
 
 
 def _value(value: Any) -> str:
-    """Equal for equal numbers, whatever holds them."""
+    """The text of a value: equal for equal numbers of any type."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, Real):

@@ -1,4 +1,4 @@
-"""Readiness: where an engine is between the calls of a training loop, and so what may be called next."""
+"""Readiness: the state of an engine between the calls of a training loop, and the calls that it allows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class Readiness:
-    """What an engine has begun and not ended. A check raises EngineStateError, which names the call and the remedy."""
+    """Checks whether a call is legal now. A failed check raises EngineStateError with the call and the remedy.
+
+    ``ended_by`` is the call that has ended the engine, or "". ``in_forward`` is True while engine.forward runs.
+    """
 
     def __init__(
         self,
@@ -36,8 +39,8 @@ class Readiness:
         accumulation: Accumulation,
         schedule: PassSchedule,
     ) -> None:
-        self.ended_by = ""  # the call that has ended the engine
-        self.in_forward = False  # engine.forward runs
+        self.ended_by = ""
+        self.in_forward = False
         self._groups = groups
         self._tiers = tiers
         self._collectives = collectives
@@ -48,75 +51,76 @@ class Readiness:
 
     @property
     def closed(self) -> bool:
-        """Whether the engine was ended."""
+        """Whether the engine is closed or released."""
         return bool(self.ended_by)
 
-    def check_open(self, what: str, *, loads: bool = False) -> None:
-        """There is state, and it is of one step; or ``what`` loads it."""
+    def check_open(self, call: str, *, loads: bool = False) -> None:
+        """The engine is open, and its state is of one step, unless ``call`` loads another one."""
         if self.ended_by == "close()":
             raise EngineStateError(
-                f"{what} was called after close(), which drops the parameters' values: build the model anew to"
-                " initialize it again, or end an engine by release() in place of close() to keep them"
+                f"{call} was called after close(), which drops the parameters' values: build the model again"
+                " to initialize it, or end an engine with release() instead of close() to keep them"
             )
         if self.ended_by:
-            raise EngineStateError(f"{what} was called after {self.ended_by}; initialize the model again")
+            raise EngineStateError(f"{call} was called after {self.ended_by}; initialize the model again")
         if self._collectives is not None:
             self._collectives.check()
         state, reason = self._step.state, self._step.reason
         if state is StepState.OUT_OF_STEP:
             raise EngineStateError(
-                f"{what} was called after {reason}, and ranks cannot be brought in step again; close"
+                f"{call} was called after {reason}, and the ranks can no longer continue together; close"
                 " the engine, and initialize the model again from a checkpoint"
             )
         if state is StepState.UPDATING_IN_BACKWARD and not hooks.in_autograd():
-            reason = f"the backward of step {self._updates.steps + 1} has not ended"  # the user's own loss.backward()
+            # An exception has ended the user's own loss.backward().
+            reason = f"the backward of step {self._updates.steps + 1} has not ended"
         if reason and not (loads and state is StepState.LOADING):
             raise EngineStateError(
-                f"{what} was called on parameters that are partly updated ({reason}); close the engine, and"
+                f"{call} was called on parameters that are partly updated ({reason}); close the engine, and"
                 " initialize the model again from a checkpoint"
             )
 
-    def check_between_steps(self, what: str, *, loads: bool = False) -> None:
-        """Nothing is running that a save, or a load, would cut in two."""
-        self.check_open(what, loads=loads)
+    def check_between_steps(self, call: str, *, loads: bool = False) -> None:
+        """The engine is open, and no pass and no gathered() block is running."""
+        self.check_open(call, loads=loads)
         if self.in_forward or hooks.in_autograd():
             raise EngineStateError(
-                f"{what} was called while a forward or backward is running; call it between steps"
+                f"{call} was called while a forward or backward is running; call it between steps"
             )
         self.give_up_unfinished()
         if any(group.shows_copies for group in self._groups):
-            raise EngineStateError(f"{what} was called inside tiering.gathered(); end that block first")
+            raise EngineStateError(f"{call} was called inside tiering.gathered(); end that block first")
 
-    def check_no_gradients(self, what: str) -> None:
+    def check_no_gradients(self, call: str) -> None:
         """No gradients wait for their step."""
         if self._step.pending or self._accumulation.waiting:
             raise EngineStateError(
-                f"{what} was called with gradients that no step has used, and a checkpoint holds none; call it after"
-                " the step() that uses them"
+                f"{call} was called with gradients that no step has used, and a checkpoint contains no gradients; call"
+                " it after the step() that uses them"
             )
 
-    def check_trains(self, what: str) -> None:
+    def check_trains(self, call: str) -> None:
         """There is an optimizer."""
         if not self._optimizer.trains:
             raise EngineStateError(
-                f"{what} was called on an engine without an optimizer, which does not train: to train, name one in the"
+                f"{call} was called on an engine without an optimizer, which does not train: to train, name one in the"
                 ' configuration\'s optimizer section ({"type": "AdamW", "params": {"lr": 1e-4}}), or pass a torch'
                 " optimizer to initialize(optimizer=...)"
             )
 
     def check_step(self) -> None:
-        """There is something to step."""
+        """A backward has ended since the last step."""
         if not self._step.pending:
             raise EngineStateError(
                 "step was called without a backward since the last one; call engine.backward(loss) first"
             )
         if not self._accumulation.syncing:
             raise EngineStateError(
-                "step was called inside no_sync(); do the last backward and step() outside of it"
+                "step was called inside no_sync(); call the last backward and step() outside of it"
             )
 
     def give_up_unfinished(self) -> None:
-        """A pass that an exception ended outside of the engine's calls (the user's loss.backward()) is given up."""
+        """Reset a pass that an exception has ended outside the engine's calls (the user's loss.backward())."""
         self._schedule.check_thread()
         if hooks.in_autograd():
             return
@@ -126,34 +130,34 @@ class Readiness:
             self._schedule.abandon()
 
     def give_up_backward(self) -> None:
-        """A backward was ended by an exception: the gradients since the last step are gone."""
+        """Reset after an exception in backward: the gradients since the last step are dropped."""
         self._schedule.abandon()
         if self._step.state is not StepState.UPDATED_IN_BACKWARD:
             self._updates.give_up()
             self._accumulation.drop()
 
     def drop_gradients(self) -> None:
-        """Those since the last step are gone, and their micro-batches do not count."""
+        """Drop the gradients since the last step, and do not count their micro-batches."""
         if self._step.pending:
             self._step.to_idle()
         self._accumulation.drop()
 
-    def tell_of_waiting(self, call: str) -> None:
-        """``call`` ends the engine: say which micro-batches no step has used."""
+    def warn_of_unused_gradients(self, call: str) -> None:
+        """Warn, before ``call`` ends the engine, of micro-batches that no step has used."""
         if self._accumulation.waiting:
             log.warning(
-                "%s drops the gradients of the last %d micro-batches: %d make a step, and no step has used these. Let"
-                " an epoch have a multiple of that, or call engine.set_gradient_accumulation_boundary(True) before the"
-                " step() of its last one",
+                "%s drops the gradients of the last %d micro-batches, which no step has used: a step needs %d. Use a"
+                " multiple of that per epoch, or call engine.set_gradient_accumulation_boundary(True) before the"
+                " step() of the last micro-batch",
                 *(call, self._accumulation.waiting, self._accumulation.steps),
             )
 
     def explain(self, error: BaseException, phase: Phase) -> None:
-        """``phase`` was ended by ``error``: say in it what is left of the engine after one that means memory."""
+        """Add notes to ``error``, which has ended ``phase``: after an out-of-memory error, the state of the engine."""
         closed_storage.explain(error)
-        out_of_memory.explain(error, self._tiers, self._left_by(phase))
+        out_of_memory.explain(error, self._tiers, self._state_after(phase))
 
-    def _left_by(self, phase: Phase) -> str:
+    def _state_after(self, phase: Phase) -> str:
         if self._step.reason:
             return f"The engine can only be closed ({self._step.reason}); initialize the model again from a checkpoint"
         if phase == "forward":

@@ -1,4 +1,4 @@
-"""Preemption: a run that is told to end does so after its step, saved, with a code that says "try again later"."""
+"""Preemption: after a stop signal, a run saves, and exits after its step with the code for "try again later"."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Signals that ask to stop, and what is done about them. Ranks tell each other in a step, by ``updates``."""
+    """Handles stop signals. Ranks exchange them in each step, in ``updates``."""
 
     def __init__(self, updates: Update, *, alone: bool) -> None:
         self._updates = updates
         self._alone = alone
-        self._stop: StopRequest | None = None
+        self._request: StopRequest | None = None
         self._save: Callable[[], object] | None = None
 
-    def expect(self, signals: Iterable[str], save: Callable[[], object] | None) -> None:
-        """Take ``signals`` as the request from now on, in place of those before. See Engine.save_and_exit_on."""
+    def handle(self, signals: Iterable[str], save: Callable[[], object] | None) -> None:
+        """Handle ``signals`` from now on, instead of earlier ones. See Engine.save_and_exit_on."""
         self.close()
-        self._stop = StopRequest(signals)
+        self._request = StopRequest(signals)
         self._save = save
 
     def close(self) -> None:
-        """Let the signals do what they did before."""
-        if self._stop is not None:
-            self._stop.restore()
+        """Restore the earlier signal handlers."""
+        if self._request is not None:
+            self._request.restore()
 
     @property
-    def asked(self) -> int:
-        """The number of the signal that has asked this rank to stop; 0 if none has."""
-        received = self._stop.received if self._stop is not None else ""
+    def received_signal(self) -> int:
+        """The number of the stop signal that this rank has received, or 0."""
+        received = self._request.received if self._request is not None else ""
         return signal.Signals[received].value if received else 0
 
     @property
     def requested(self) -> str:
-        """The name of the signal that has asked to stop, known to all ranks alike; empty if none has."""
-        number = self.asked if self._alone else self._updates.stop
+        """The name of the stop signal, which all ranks know since the same step, or ""."""
+        number = self.received_signal if self._alone else self._updates.stop
         return signal.Signals(number).name if number else ""
 
-    def answer(self, close: Callable[[], None]) -> None:
-        """A step has ended: if somebody has asked, save, ``close`` and exit."""
+    def save_and_exit(self, close: Callable[[], None]) -> None:
+        """After a step: if a stop was requested, save, call ``close`` and raise SystemExit."""
         if self._save is None or not self.requested:
             return
         log.log(

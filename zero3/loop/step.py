@@ -1,7 +1,8 @@
-"""From gradients to parameters: the norm, clipping, and the step, after backward or while it runs.
+"""The update of the parameters: the norm, clipping, and the step, after the backward or during it.
 
-A step whose gradients are not finite is skipped and leaves all state as it was. With step_in_backward that is too late
-to know: each group is stepped as soon as its gradients are final, so nothing can clip, and a bad gradient ends the run.
+A step whose gradients are not finite is skipped and changes no state. With step_in_backward each group is stepped as
+soon as its gradients are final, before the norm is known: gradients cannot be clipped, and one that is not finite ends
+the run.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ log = logging.getLogger(__name__)
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
-class _Told(NamedTuple):
-    """What each rank tells of its part: a row of float64.
+class _RankFigures(NamedTuple):
+    """The figures of one rank that a step exchanges: a row of float64.
 
-    ``bad``: the index of that parameter, or -1; ``options``: a digest of the hyperparameters that the step uses.
+    ``bad`` is the index of a parameter whose gradient is not finite, or -1. ``options`` is a digest of the
+    hyperparameters that the step uses.
     """
 
     squares: float
@@ -53,10 +55,10 @@ class _Told(NamedTuple):
 
 @dataclass(frozen=True)
 class _Sums:
-    """What one step's gradients come to on all ranks: their norm, and ``bad``, the first that is not finite, if any.
+    """The figures of all ranks: the norm of the gradients, and ``bad``, the first parameter that is not finite, or "".
 
-    Beside them what else all ranks have to know: the mean loss, the signal by which one was asked to ``stop``, and how
-    far the slowest is with a save.
+    ``loss`` is the mean loss, ``stop`` the number of a stop signal that a rank has received, ``saving`` the progress of
+    the slowest rank with a save.
     """
 
     norm: float
@@ -74,8 +76,11 @@ def _root(squares: float) -> float:
 class Update:
     """Updates the parameters of ``groups``.
 
-    ``norm`` is that of the last gradients, unscaled, also if their update was skipped; ``applied_norm`` is that of the
-    last update that was not.
+    ``norm`` is the norm of the last gradients, unscaled, also if their update was skipped; ``applied_norm`` is that of
+    the last update that was not skipped. ``steps``, ``samples`` and ``skipped`` count over the whole run; ``samples``
+    are those of all ranks. Of the last update: ``overflow`` tells that it was skipped, ``loss`` is the mean over the
+    ranks, ``stop`` the number of a stop signal, and ``saving`` the progress of the slowest rank with a save.
+    ``applied`` tells whether the last ``engine.step()`` has updated the parameters.
     """
 
     # One parameter for each part of a step: eight.
@@ -97,14 +102,14 @@ class Update:
         self.norm: float | None = None
         self.applied_norm: float | None = None
         self.steps = 0
-        self.samples = 0  # in them, over all ranks
+        self.samples = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
-        self.overflow = False  # of the last update: it was skipped
-        self.applied = False  # whether the last ``engine.step()`` has updated the parameters
-        self.loss: float | None = None  # of the last update, the mean over the ranks
-        self.stop = 0  # the signal by which a rank was asked to stop before the last update
-        self.saving = 0  # how far the slowest rank was with a save then
+        self.overflow = False
+        self.applied = False
+        self.loss: float | None = None
+        self.stop = 0
+        self.saving = 0
         self._max_skipped = config.tiering.max_skipped_steps
         self._scales = "fp16" in (config.precision, config.autocast)
         self._clip = config.gradient_clipping
@@ -119,7 +124,7 @@ class Update:
 
     @property
     def scale(self) -> float | None:
-        """The factor of the loss, None where nothing is scaled."""
+        """The loss scale; None if the loss is not scaled."""
         return self.loss_scale.value if self._scales else None
 
     @property
@@ -129,12 +134,12 @@ class Update:
 
     @property
     def broken(self) -> str:
-        """Why training cannot go on, as far as this rank knows; empty while it can. Any thread may ask."""
+        """The reason why training cannot continue, as far as this rank knows, or "". Any thread may read it."""
         lost = None if self._collectives is None else self._collectives.failure
         return self.current_step.broken or str(lost or "")
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next update depends on, beside the optimizer."""
+        """The state that the next update depends on, without the optimizer."""
         return {
             "steps": self.steps,
             "samples": self.samples,
@@ -143,68 +148,68 @@ class Update:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from ``state_dict``."""
+        """Restore the state of ``state_dict``."""
         self.steps, self.samples = state_dict["steps"], state_dict["samples"]
         self.skipped, self.skipped_in_a_row = state_dict["skipped"], 0
         self.loss_scale.load_state_dict(state_dict["loss_scale"])
 
     def waiting_norm(self) -> float:
-        """The norm of the gradients that wait for an update, unscaled."""
+        """The norm of the accumulated gradients, unscaled. All ranks call this together."""
         return self._sum_up("tell the norm", None, stop=0, saving=0).norm / self.loss_scale.value
 
     def expect(self, *, last: bool) -> None:
-        """A backward begins; the ``last`` one before an update may read ahead for it."""
+        """A backward begins; the ``last`` one before an update starts to read optimizer state."""
         self._gradients.last_micro_batch = last
         if last and not self.steps_in_backward:
             self._optimizer.expect_step()
 
     def begin_in_backward(self) -> None:
-        """The backward that steps has brought its first gradient."""
-        self._early().begin_in_backward(1.0 / self.loss_scale.value)
+        """The first gradient of a backward that updates the parameters has arrived."""
+        self._tiered_optimizer().begin_in_backward(1.0 / self.loss_scale.value)
         self.current_step.to_updating_in_backward()
 
     def group_done(self, group: ParamGroup, *, final: bool) -> None:
-        """Backward has left ``group``; if its gradients are ``final`` they are used now."""
+        """The backward of ``group`` has ended; ``final`` gradients are used now."""
         if self.current_step.state is not StepState.UPDATING_IN_BACKWARD:
             self._optimizer.read_ahead()
             return
         with self._tearing():
-            self._early().group_done(group, final=final)
+            self._tiered_optimizer().group_done(group, final=final)
         if final:
             _count_as_edits([group])
 
     def end_of_backward(self) -> None:
-        """All gradients are there."""
+        """The backward has ended: all its gradients have arrived."""
         if self.current_step.state is StepState.UPDATING_IN_BACKWARD:
             with self._tearing():
-                self._early().finish_in_backward()
+                self._tiered_optimizer().finish_in_backward()
             self.current_step.to_updated_in_backward()
             _count_as_edits(self._groups)
         else:
             self.current_step.to_pending()
 
     def give_up(self) -> None:
-        """The gradients since the last update are gone, by an exception in backward."""
+        """An exception in backward drops the gradients since the last update."""
         self._sink.reset()
-        ended = f"the backward of step {self.steps + 1} was ended by an exception"
+        reason = f"the backward of step {self.steps + 1} was ended by an exception"
         if self._collectives is not None:
-            self.current_step.to_out_of_step(f"{ended} on this rank")
+            self.current_step.to_out_of_step(f"{reason} on this rank")
         elif self.current_step.state is StepState.UPDATING_IN_BACKWARD:
-            self.current_step.to_torn(ended)
+            self.current_step.to_torn(reason)
         else:
             self.current_step.to_idle()
 
     def forget(self) -> None:
-        """Parameters are about to be others: what was for the old ones is gone, graphs of them included."""
+        """The parameters are about to be replaced: drop gradients, and invalidate graphs of the old values."""
         self._sink.reset()
         self.current_step.to_idle()
         _count_as_edits(self._groups)
 
     def run(self, loss: Tensor | None, samples: int, *, stop: int, saving: int) -> None:
-        """Use the gradients that are there, and forget them; ``applied`` is False if the update was skipped.
+        """Update the parameters with the gradients, and drop them; ``applied`` is False if the update was skipped.
 
-        ``loss`` is this rank's; ``samples`` those of all ranks; ``stop`` the number of the signal by which it was asked
-        to, 0 if it was not; ``saving`` how far it is with a checkpoint (Checkpoints.progress).
+        ``loss`` is this rank's, ``samples`` are those of all ranks, ``stop`` is the number of the stop signal that this
+        rank has received, or 0, and ``saving`` its progress with a checkpoint (Checkpoints.progress).
         """
         try:
             scale = self.loss_scale.value
@@ -227,7 +232,7 @@ class Update:
             self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
             self.loss_scale.update(not finite)
             if not finite:
-                self._say_skipped(scale, sums.bad)
+                self._log_skipped(scale, sums.bad)
             self.steps += 1
             self.samples += samples
             self._check_skipped(sums.bad)
@@ -236,38 +241,40 @@ class Update:
             self._sink.reset()
             self.current_step.end_micro_batch()
 
-    def _sum_up(self, what: str, loss: float | None, *, stop: int, saving: int) -> _Sums:
-        """What the gradients come to, over all ranks: in one exchange of a few numbers, which all add up alike."""
+    def _sum_up(self, purpose: str, loss: float | None, *, stop: int, saving: int) -> _Sums:
+        """The figures of all ranks, from one exchange. All ranks add the same numbers in the same order."""
         squares = self._gradients.sum_of_squares()
         bad = None if math.isfinite(squares) else self._gradients.first_not_finite()
         if self._collectives is None:
             return _Sums(_root(squares), bad.name if bad is not None else "", loss, stop, saving)
-        index, mean = -1 if bad is None else bad.index, math.nan if loss is None else loss
+        index, loss_figure = -1 if bad is None else bad.index, math.nan if loss is None else loss
         options = hyperparameters.described(self._optimizer.param_groups, self._optimizer.defaults)
-        mine = _Told(squares, index, mean, stop, self.steps, saving, hyperparameters.digest(options))
-        rows = self._collectives.table(torch.tensor(mine, dtype=torch.float64, device="cpu"), what)
-        told = [_Told(*row) for row in rows.tolist()]
+        local = _RankFigures(
+            squares, index, loss_figure, stop, self.steps, saving, hyperparameters.digest(options)
+        )
+        rows = self._collectives.table(torch.tensor(local, dtype=torch.float64, device="cpu"), purpose)
+        figures = [_RankFigures(*row) for row in rows.tolist()]
         total = 0.0
-        for rank, theirs in enumerate(told):
-            total += theirs.squares
-            if theirs.steps != self.steps:
+        for rank, rank_figures in enumerate(figures):
+            total += rank_figures.squares
+            if rank_figures.steps != self.steps:
                 raise RankOrderError(
                     f"rank {self._collectives.world.rank} is in step {self.steps + 1}, rank {rank} in step"
-                    f" {theirs.steps + 1:.0f}: call step() equally often on all ranks"
+                    f" {rank_figures.steps + 1:.0f}: call step() equally often on all ranks"
                 )
-        if any(each.options != mine.options for each in told):
+        if any(each.options != local.options for each in figures):
             of_all = self._collectives.say(options, "tell the hyperparameters")
             hyperparameters.check_same(of_all, self.steps + 1)
         self._collectives.in_step()
-        first = min((each.bad for each in told if each.bad >= 0), default=-1)
-        average = None if loss is None else sum(each.loss for each in told) / len(told)
-        asked = next((int(each.stop) for each in told if each.stop), 0)
+        first = min((each.bad for each in figures if each.bad >= 0), default=-1)
+        average = None if loss is None else sum(each.loss for each in figures) / len(figures)
+        stop_signal = next((int(each.stop) for each in figures if each.stop), 0)
         return _Sums(
             _root(total),
             self._names.get(int(first), ""),
             average,
-            asked,
-            int(min(each.saving for each in told)),
+            stop_signal,
+            int(min(each.saving for each in figures)),
         )
 
     def _apply(self, norm: float, scale: float) -> None:
@@ -286,14 +293,14 @@ class Update:
             _count_as_edits(self._groups)
 
     def _check_used(self, finite: bool, bad: str) -> None:
-        """The gradients that backward has used already were ``finite``, or this run is over."""
+        """EngineStateError, which ends the run, if gradients that backward has used were not ``finite``."""
         if finite:
             return
         self.current_step.to_torn(f"the gradient of {bad!r} was not finite in step {self.steps + 1}")
         raise EngineStateError(
-            f"the gradient of {bad!r} is not finite, and tiering.step_in_backward has used it already: parameters and"
-            " optimizer state are spoilt. Close the engine and start again from a checkpoint; such a step is skipped"
-            " with step_in_backward false"
+            f"the gradient of {bad!r} is not finite, and tiering.step_in_backward has already used it: parameters and"
+            " optimizer state are invalid. Close the engine and resume from a checkpoint; set step_in_backward to"
+            " false to skip such a step"
         )
 
     def _check_skipped(self, bad: str) -> None:
@@ -302,27 +309,27 @@ class Update:
             return
         raise EngineStateError(
             f"{self.skipped_in_a_row} steps in a row were skipped, up to step {self.steps}: the gradient of {bad!r} is"
-            " not finite, and no further step will change that by itself. Parameters and optimizer state are as they"
-            f" were after step {self.steps - self.skipped_in_a_row}: look for the first batch whose loss is not finite,"
-            " or go on from a checkpoint with a lower learning rate. tiering.max_skipped_steps"
-            f" ({self._max_skipped}) is the number that ends training; 0 never does"
+            " not finite. Parameters and optimizer state are those of step"
+            f" {self.steps - self.skipped_in_a_row}: look for the first batch whose loss is not finite, or resume from"
+            " a checkpoint with a lower learning rate. tiering.max_skipped_steps"
+            f" ({self._max_skipped}) is the limit of skipped steps in a row; 0 is no limit"
         )
 
-    def _early(self) -> TieredOptimizer:
-        """The optimizer that steps in backward; a client's is refused at ``initialize``."""
+    def _tiered_optimizer(self) -> TieredOptimizer:
+        """The optimizer, which steps in backward; ``initialize`` refuses a client's optimizer for that."""
         assert isinstance(self._optimizer, TieredOptimizer)
         return self._optimizer
 
     @contextmanager
     def _tearing(self) -> Iterator[None]:
-        """What ends an update half way leaves parameters and state of two steps, which nobody may train on."""
+        """After an exception in the block, parameters and state are of two steps: training on them is refused."""
         try:
             yield
         except BaseException as error:
             self.current_step.to_torn(f"step {self.steps + 1} was ended by {type(error).__name__}: {error}")
             raise
 
-    def _say_skipped(self, scale: float, bad: str) -> None:
+    def _log_skipped(self, scale: float, bad: str) -> None:
         if self.loss_scale.dynamic:
             log.log(
                 logs.once(logging.INFO),
@@ -338,7 +345,7 @@ class Update:
 
 
 def _count_as_edits(groups: Iterable[ParamGroup]) -> None:
-    """As an in-place update does: a graph of before it must not go backward with parameters of after it."""
+    """Increment versions as in-place updates do, so that autograd refuses a graph of the old values."""
     for group in groups:
         pairs = zip(group.layout.pieces, group.params, strict=True)
         torch.autograd.graph.increment_version([param for piece, param in pairs if piece.trainable])

@@ -1,4 +1,4 @@
-"""The states of a step, from the first gradient to the update, and what may follow each of them."""
+"""The states of a step, from the first gradient to the update, and their transitions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ NOT_LOADED = "load_checkpoint did not end"
 
 
 class StepState(Enum):
-    """Where the update of the parameters is, between the calls of a training loop.
+    """The state of the update between the calls of a training loop.
 
-    In the first three states parameters and optimizer state are of one step.
+    In the first three states, parameters and optimizer state are of the same step.
     """
 
     IDLE = auto()
@@ -20,15 +20,15 @@ class StepState(Enum):
     PENDING = auto()
     """A backward has ended: ``step()`` may be called."""
     UPDATED_IN_BACKWARD = auto()
-    """The last backward has updated all parameters (tiering.step_in_backward): ``step()`` has to be called."""
+    """The last backward has updated all parameters (tiering.step_in_backward): ``step()`` must be called next."""
     UPDATING_IN_BACKWARD = auto()
     """A backward runs, and has updated some of the parameters."""
     UPDATING = auto()
     """``step()`` is updating the parameters."""
     LOADING = auto()
-    """A checkpoint has been loaded in part. Loading another one makes the engine whole."""
+    """A checkpoint is loaded in part. A complete load of a checkpoint leads back to IDLE."""
     TORN = auto()
-    """An update has ended half way: the engine can only be closed."""
+    """An exception has interrupted an update: the engine can only be closed."""
     OUT_OF_STEP = auto()
     """This rank has lost a backward that other ranks count: the engine can only be closed."""
 
@@ -37,10 +37,10 @@ _BROKEN = (StepState.LOADING, StepState.TORN, StepState.OUT_OF_STEP)
 
 
 class CurrentStep:
-    """The ``state``, the ``reason`` for one that does not train, and the transitions.
+    """The ``state``, the ``reason`` if it does not allow training, and the transitions.
 
-    Each transition names the states that it may leave. Training cannot leave LOADING, TORN and OUT_OF_STEP: a pass that
-    the program runs all the same, by the module itself, changes nothing.
+    Each transition checks the state that it leaves. Training cannot leave LOADING, TORN and OUT_OF_STEP: a pass that
+    a script runs there, by the module itself, changes nothing.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class CurrentStep:
 
     @property
     def pending(self) -> bool:
-        """Whether ``step()`` has something to use."""
+        """Whether ``step()`` may be called."""
         return self.state in (StepState.PENDING, StepState.UPDATED_IN_BACKWARD)
 
     @property
     def broken(self) -> str:
-        """Why nothing but ``close`` is left; empty if that is not so."""
+        """The reason why the engine can only be closed, or ""."""
         return self.reason if self.state in (StepState.TORN, StepState.OUT_OF_STEP) else ""
 
     def to_pending(self) -> None:
@@ -63,7 +63,7 @@ class CurrentStep:
             self._to(StepState.PENDING, StepState.IDLE, StepState.PENDING)
 
     def to_updating_in_backward(self) -> None:
-        """The backward that updates parameters has brought its first gradient."""
+        """The first gradient of a backward that updates parameters has arrived."""
         self._to(StepState.UPDATING_IN_BACKWARD, StepState.IDLE, StepState.PENDING)
 
     def to_updated_in_backward(self) -> None:
@@ -75,23 +75,23 @@ class CurrentStep:
         self._to(StepState.UPDATING, StepState.PENDING)
 
     def end_micro_batch(self) -> None:
-        """``step()`` has ended a micro-batch. What a backward has updated already still has to be counted."""
+        """``step()`` has ended a micro-batch. UPDATED_IN_BACKWARD stays: the update is not counted yet."""
         if self.state is StepState.PENDING:
             self.to_idle()
 
     def to_idle(self) -> None:
-        """The gradients were used, or are dropped."""
+        """The gradients are used or dropped."""
         self._to(
             StepState.IDLE,
             *(StepState.IDLE, StepState.PENDING, StepState.UPDATED_IN_BACKWARD, StepState.UPDATING),
         )
 
     def to_torn(self, reason: str) -> None:
-        """An update has ended half way."""
+        """An exception has interrupted an update."""
         self._to(StepState.TORN, *StepState, reason=reason)
 
     def to_out_of_step(self, reason: str) -> None:
-        """A backward was ended by an exception on this rank, and other ranks do not know of it."""
+        """An exception has ended a backward on this rank, which other ranks do not know."""
         self._to(StepState.OUT_OF_STEP, *StepState, reason=reason)
 
     def to_loading(self) -> None:
@@ -100,7 +100,7 @@ class CurrentStep:
         self.state, self.reason = StepState.LOADING, NOT_LOADED
 
     def to_loaded(self) -> None:
-        """All of the checkpoint is there."""
+        """The checkpoint is loaded completely."""
         assert self.state is StepState.LOADING, self.state
         self.state, self.reason = StepState.IDLE, ""
 

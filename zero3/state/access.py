@@ -1,9 +1,9 @@
-"""Access to parameters from outside of the engine's own passes: gathered, borrowed, copied, edited.
+"""Access to parameters outside the engine's forward and backward: gathered, borrowed, copied, edited.
 
     with tiering.gathered(model.head.weight, modify=True) as weight, torch.no_grad():
         weight.mul_(0.5)
 
-Whatever changes a parameter, here or by the user's own code, its fp32 master follows.
+After every change of a parameter, here or in user code, its fp32 master is updated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _live: weakref.WeakSet[Access] = weakref.WeakSet()
 
 
 def _give_up_in_child() -> None:
-    """The arenas are not inherited: whoever uses the model in a forked process is told so, and does not crash."""
+    """A forked process does not inherit the arenas: there, use of a parameter raises an error and does not crash."""
     for access in list(_live):
         access.give_up()
 
@@ -53,47 +53,47 @@ def gathered(
 ) -> Iterator[Any]:
     """Within the block, ``params`` (one, several, or a module's) hold their values, in the compute dtype.
 
-    They show copies, on the device and outside of every budget: as many bytes as ``params`` have, and as many again of
-    those whose ``.data`` is read without ``modify``, to see whether that was all. Modules may be called
-    meanwhile and use what is shown. With ``modify``, what was changed in place becomes the parameter, and its fp32
-    master takes the values of the changed elements (the others keep their bits below the compute dtype), also when the
-    block ends by an exception; optimizer state stays. Yields ``params`` (as a list, unless it is one). Ordinary
-    parameters pass through, and so do None (a bias that is not there) and other tensors. With several ranks all of them
-    enter the block and leave it, and what ``rank`` has made of the parameters counts.
+    The parameters hold copies, on the device, which no budget counts: the bytes of ``params``, and the same again for
+    parameters whose ``.data`` is read without ``modify``, to detect changes. Modules that are called in the block use
+    the copies. With ``modify``, values that were changed in place are stored, also after an exception in the block. The
+    fp32 master takes the values of the changed elements; other elements keep their bits below the compute dtype, and
+    optimizer state stays. Yields ``params``, as a list unless it is a single parameter. Ordinary parameters, None (an
+    absent bias) and other tensors are yielded unchanged. All ranks enter and leave the block together, and the values
+    of ``rank`` count.
 
-    Before ``initialize``, the values of parameters that zero.Init has built without memory are made again; with
-    ``modify`` they stay in memory from then on, and rank 0's will count.
+    Before ``initialize``, this recreates the values of parameters that zero.Init has built without memory; with
+    ``modify`` they stay in memory, and rank 0's values count.
 
-    EngineStateError: without ``modify``, if the block has changed something (the change is dropped); with it, while a
-    forward or backward is running; in the block, ``engine.step()``.
+    Raises EngineStateError: without ``modify``, if the block has changed a value (the change is dropped); with
+    ``modify``, while a forward or backward is running; and for ``engine.step()`` in the block.
     """
     listed, yielded = _listed(params)
-    lent: list[tuple[resharded.Owner, nn.Parameter]] = []
+    loans: list[tuple[resharded.Owner, nn.Parameter]] = []
     try:
         for param in dict.fromkeys(listed):
             owner = resharded.owner_of(param)
             if owner is None and resharded.is_adopted(param):
                 raise EngineStateError(
-                    "a parameter cannot be gathered: its engine is closed. End an engine by release() in place of"
-                    " close() to keep the values in the model"
+                    "a parameter cannot be gathered: its engine is closed. To keep the values in the model, end the"
+                    " engine with release() instead of close()"
                 )
             if owner is not None:
                 owner.show_values(param, modify=modify)
-                lent.append((owner, param))
+                loans.append((owner, param))
         with ExitStack() as saving:
-            for owner in {owner: None for owner, _ in lent}:
+            for owner in {owner: None for owner, _ in loans}:
                 saving.enter_context(owner.saving_copies())
             yield yielded
     finally:
-        refused = _hide_values(lent, modify=modify, rank=rank)
+        refused = _hide_values(loans, modify=modify, rank=rank)
     if refused:
         raise EngineStateError(f"inside gathered(), {refused[0]}; the change is dropped")
 
 
-def _hide_values(lent: list[tuple[resharded.Owner, nn.Parameter]], *, modify: bool, rank: int) -> list[str]:
-    """End the loans, all of them whatever happens to one; returns what is wrong with changes that were made."""
+def _hide_values(loans: list[tuple[resharded.Owner, nn.Parameter]], *, modify: bool, rank: int) -> list[str]:
+    """End all loans, also after an error in one of them; returns a message for each change that is refused."""
     refused, errors = list[str](), list[BaseException]()
-    for owner, param in lent:
+    for owner, param in loans:
         try:
             problem = owner.hide_values(param, modify=modify, rank=rank)
         except BaseException as error:
@@ -114,7 +114,7 @@ def _listed(params: Any) -> tuple[list[nn.Parameter], Any]:
         yielded = params = list(params)
     for param in params:
         if param is not None and not isinstance(param, Tensor):
-            raise ConfigError(f"gathered takes parameters, or a module, not {type(param).__name__}")
+            raise ConfigError(f"gathered needs parameters or a module, not {type(param).__name__}")
     return [param for param in params if isinstance(param, nn.Parameter)], yielded
 
 
@@ -147,12 +147,13 @@ class Access:
             if not piece.trainable
         ]
         self._model = model
-        self._told_of_names = False
+        self._warned_of_names = False
         self._by_name = {piece.name: (group, piece) for group in groups for piece in group.layout.pieces}
-        self._saving = 0  # state_dict calls, nested, that are running
-        self._saved: dict[nn.Parameter, Tensor] = {}  # by them
-        self._told_of_gradients = False
-        # Whose .grad was read as None since the last update, while the engine had the gradient.
+        # Nested state_dict calls that are running, and the copies that they have made.
+        self._saving = 0
+        self._saved: dict[nn.Parameter, Tensor] = {}
+        self._warned_of_gradients = False
+        # Parameters whose .grad was read as None since the last update, while the engine had the gradient.
         self._read_as_none: set[nn.Parameter] = set()
         self._on_gradient = on_gradient
         resharded.adopt(self._places, self)
@@ -162,20 +163,20 @@ class Access:
         _live.add(self)
 
     def name_of(self, param: nn.Parameter) -> str:
-        """What ``module.named_parameters()`` calls ``param`` now; ConfigError if the model has let go of it."""
+        """The current name of ``param`` in ``module.named_parameters()``; ConfigError if the model no longer has it."""
         group, position = self._places[param]
         planned = group.layout.pieces[position].name
         if self._current(planned) is param:
             return planned
-        for name, other in self._model.named_parameters():
-            if other is param:
+        for name, candidate in self._model.named_parameters():
+            if candidate is param:
                 return name
-        raise ConfigError(f"the model has let go of a parameter that initialize knew as {planned!r}")
+        raise ConfigError(f"the model no longer has the parameter that was named {planned!r} at initialize")
 
     def named(self, name: str) -> tuple[ParamGroup, Piece]:
-        """The group and the piece of what the model calls ``name`` now; ConfigError if there is none.
+        """The group and the piece of the parameter with the current name ``name``; ConfigError if there is none.
 
-        What the model has let go of still has the name that it had at initialize, unless that is another's now.
+        A parameter that the model no longer has keeps its name of initialize, unless another parameter has it now.
         """
         param = self._current(name)
         if param is not None and param in self._places:
@@ -185,52 +186,53 @@ class Access:
             raise ConfigError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
         return self._by_name[name]
 
-    def tell_of_new_names(self) -> None:
-        """Say once that the model's modules were reordered, of which checkpoints know nothing."""
+    def warn_of_new_names(self) -> None:
+        """Warn once if modules were moved, because checkpoints keep the names of initialize."""
         renamed = next(
             (name for name, (group, piece) in self._by_name.items() if self.named(name)[1] is not piece), None
         )
-        if renamed is not None and not self._told_of_names:
-            self._told_of_names = True
+        if renamed is not None and not self._warned_of_names:
+            self._warned_of_names = True
             log.warning(
                 "modules were moved after initialize: %r is another parameter now. Checkpoints keep the names of"
-                " initialize, so the run that loads one has to initialize the model in its order of then, and to move"
-                " modules after that; state_dict() and exports have the names of now",
+                " initialize, so the run that loads one must initialize the model in the order that it had then, and"
+                " move modules afterwards; state_dict() and exports have the current names",
                 renamed,
             )
 
     def _current(self, name: str) -> nn.Parameter | None:
-        """The parameter that the model calls ``name`` now, if there is one."""
+        """The parameter with the current name ``name``, if there is one."""
         try:
             return self._model.get_parameter(name)
         except AttributeError:
             return None
 
     def check_parameters(self, model: nn.Module) -> None:
-        """EngineStateError if ``model`` has a parameter that it had not when it was initialized."""
+        """EngineStateError if ``model`` has a parameter that it did not have at initialize."""
         modules = [model]
-        while modules:  # at each step: named_parameters() would take ten times as long
+        # This runs at each step: named_parameters() would take ten times as long.
+        while modules:
             module = modules.pop()
             modules.extend(child for child in module._modules.values() if child is not None)
             if any(p is not None and p not in self._places for p in module._parameters.values()):
                 new = [name for name, param in model.named_parameters() if param not in self._places]
                 raise EngineStateError(
                     f"{new[0]!r} became a parameter of the model after initialize and would never be trained; build the"
-                    " whole model first, then initialize. To go on with this run: save_checkpoint(), release(), change"
+                    " whole model first, then initialize. To continue this run: save_checkpoint(), release(), change"
                     " the model, initialize, and load_checkpoint(load_module_strict=False)"
                 )
 
     def check_before_update(self, model: nn.Module) -> None:
-        """EngineStateError unless ``model`` still is the one that was initialized, with nothing gathered."""
+        """EngineStateError if ``model`` has changed since initialize, or a ``gathered`` block is open."""
         if self.lending:
             raise EngineStateError(
-                "step was called inside tiering.gathered(), whose copies would undo it; end that block first"
+                "step was called inside tiering.gathered(), whose copies would undo the update; end that block first"
             )
         self.check_parameters(model)
         self.check_frozen()
 
     def check_frozen(self) -> None:
-        """EngineStateError if a parameter requires a gradient that was frozen at initialize."""
+        """EngineStateError if a parameter that was frozen at initialize requires a gradient."""
         check_frozen(self._frozen)
 
     @property
@@ -259,12 +261,12 @@ class Access:
         group.alias(position)
 
     def on_gradient_read(self, param: nn.Parameter) -> None:
-        """Say once that it is not there, if the engine has it: clipping by hand would do nothing, in silence."""
+        """Warn once that ``.grad`` is None while the engine has the gradient: clipping by hand would do nothing."""
         group, position = self._places[param]
         piece = group.layout.pieces[position]
         if self._schedule.state.in_backward or not self._state.holds_gradient(piece):
             return
-        call, caller = _reader()
+        call, caller = _reading_call()
         if call == "zero_grad":
             self.gradient_assigned(param, None)
             return
@@ -273,36 +275,40 @@ class Access:
         if call == "step":
             raise EngineStateError(
                 f"{type(caller).__name__}.step() was called on {piece.name!r}, whose gradient the engine has: it"
-                " would update nothing. Give that optimizer to tiering.initialize(optimizer=...), and call"
+                " would update nothing. Pass that optimizer to tiering.initialize(optimizer=...), and call"
                 " engine.step()"
             )
         self._read_as_none.add(param)
-        if not self._told_of_gradients:
-            self._told_of_gradients = True
+        if not self._warned_of_gradients:
+            self._warned_of_gradients = True
             log.warning(
-                "%r.grad was asked for: the engine takes gradients as they arrive, so it is None. Clip by"
-                ' "gradient_clipping" in the configuration, drop them by optimizer.zero_grad(); get_global_grad_norm()'
-                " and get_fp32_gradient(name) of the engine tell them, set_fp32_gradient(name, values) replaces one",
+                "%r.grad was read: it is None, because the engine takes gradients as they arrive. To clip, set"
+                ' "gradient_clipping" in the configuration; to drop gradients, call optimizer.zero_grad(); to read'
+                " them, call get_global_grad_norm() or get_fp32_gradient(name) of the engine; to replace one, call"
+                " set_fp32_gradient(name, values)",
                 piece.name,
             )
 
     def gradient_assigned(self, param: nn.Parameter, values: Tensor | None) -> bool:
-        """Between passes the engine keeps it. In backward it may change a gradient that is on its way to the engine."""
+        """Give an assigned gradient to the engine, between passes; returns whether it has.
+
+        In backward, a script may replace a gradient before it arrives at the engine: then this does nothing.
+        """
         group, position = self._places[param]
         piece = group.layout.pieces[position]
         if hooks.in_autograd():
             if values is not None and not resharded.holds_gradient(param):
                 raise EngineStateError(
                     f"{piece.name!r}.grad was assigned in backward while the parameter had none: the next gradient"
-                    f" would be added to it. Change a gradient on its way by param.register_hook(lambda grad: ...), or"
-                    " assign it when backward has ended"
+                    f" would be added to it. To change a gradient in backward, use param.register_hook(lambda grad:"
+                    " ...); otherwise assign it when backward has ended"
                 )
             return False
         if values is not None and param in self._read_as_none and self._state.has_gradient(piece):
             raise EngineStateError(
                 f"{piece.name!r}.grad was read as None while the engine had the gradient, and is assigned now: a value"
-                " that was computed from None would take the gradient's place. Read it by"
-                f" engine.get_fp32_gradient({piece.name!r}), and replace it by engine.set_fp32_gradient"
+                " that was computed from None would replace the gradient. Read it with"
+                f" engine.get_fp32_gradient({piece.name!r}), and replace it with engine.set_fp32_gradient"
             )
         self._read_as_none.discard(param)
         self._on_gradient(group, piece, values)
@@ -315,8 +321,8 @@ class Access:
 
     def remedy(self) -> str:
         return (
-            "no forward or backward is running that would bring it here. Use it inside `with tiering.gathered(param):`"
-            " (modify=True to change it); engine.state_dict() and engine.get_fp32_parameter(name) give copies"
+            "no forward or backward is running that would fetch it. Use it inside `with tiering.gathered(param):`"
+            " (modify=True to change it); engine.state_dict() and engine.get_fp32_parameter(name) return copies"
         )
 
     def show_values(self, param: nn.Parameter, *, modify: bool) -> None:
@@ -333,28 +339,28 @@ class Access:
         self._schedule.gathers(group)
 
     def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
-        """End ``show_values`` and keep the changes of ``rank``. Returns why they cannot be kept, or an empty text."""
+        """End ``show_values``, and store the changes of ``rank``. Returns why they are refused, or ""."""
         group, position = self._places[param]
         piece, shown = group.layout.pieces[position], resharded.data_of(param)
         edited = group.copy_was_edited(position)
         try:
             if not modify:
                 return f"{piece.name!r} was changed without modify=True" if edited else ""
-            fits = tuple(shown.shape) == piece.shape and shown.is_floating_point()
-            # .data = what was loaded may have other bits than the parameter, and that on one rank alone
+            has_valid_value = tuple(shown.shape) == piece.shape and shown.is_floating_point()
+            # A tensor assigned to .data may have another dtype than the parameter, on one rank alone.
             dtype = group.dtype if shown.dtype == group.dtype else torch.float32
-            dtype_there = self._state.dtype_on(rank, piece, dtype if fits else None)
-            if dtype_there is None:
+            dtype_on_rank = self._state.dtype_on(rank, piece, dtype if has_valid_value else None)
+            if dtype_on_rank is None:
                 return f"{piece.name!r} of shape {piece.shape} became " + (
                     f"something else on rank {rank}"
-                    if fits
+                    if has_valid_value
                     else f"{shown.dtype} of shape {tuple(shown.shape)}"
                 )
             self._prefetcher.drop(group)
-            mine = shown.reshape(-1) if fits else torch.empty(piece.numel, device="cpu")
-            values = self._state.of_rank(rank, piece, mine.to(dtype_there))
-            if dtype_there == group.dtype:
-                self._state.follow(group, piece, values, in_place=False)
+            local_values = shown.reshape(-1) if has_valid_value else torch.empty(piece.numel, device="cpu")
+            values = self._state.values_of_rank(rank, piece, local_values.to(dtype_on_rank))
+            if dtype_on_rank == group.dtype:
+                self._state.store_edit(group, piece, values, in_place=False)
             else:
                 self._state.set_master(group, piece, values.to("cpu", torch.float32))
             torch.autograd.graph.increment_version([param])
@@ -363,34 +369,35 @@ class Access:
             group.hide_copy(position)
 
     def saving_copies(self) -> AbstractContextManager[Any]:
-        """What autograd saves of lent parameters keeps their copies: those that move show nothing by then.
+        """Within the block, autograd saves copies of lent parameters, for a backward after their groups are resharded.
 
-        Where none does there are no hooks, which torch.func would refuse.
+        Without a group that moves, no hooks are installed, which torch.func would refuse.
         """
         return self._schedule.saving() if any(group.moves for group in self._groups) else nullcontext()
 
     def store_edits_of_residents(self, only: ParamGroup | None = None) -> None:
-        """Let the masters follow parameters that are always on the device and were edited in place."""
+        """Store in-place edits of resident parameters in their masters."""
         for group in self._groups if only is None else [only]:
             if group.residency is Residency.RESIDENT and (edited := group.edited()):
                 self.store_edits(group, edited)
 
     def check_residents(self) -> None:
-        """EngineStateError if a parameter that is always on the device was given other memory."""
+        """EngineStateError if a resident parameter points to other memory."""
         for group in self._groups:
             if group.residency is Residency.RESIDENT:
                 group.check_memory()
 
     def note_versions(self) -> None:
-        """The engine itself has changed parameters, which torch counts as in-place edits."""
-        self._saving = 0  # a state_dict that an exception has ended
+        """The engine has changed parameters, which torch counts as in-place edits."""
+        # An exception may have ended a state_dict call.
+        self._saving = 0
         self._saved.clear()
         self._read_as_none.clear()
         for group in self._groups:
             group.note_versions()
 
     def before_write(self, group: ParamGroup, piece: Piece) -> None:
-        """A parameter is about to be changed at home."""
+        """Prepare for a change of a parameter's value on its tier."""
         check_idle(self._schedule, f"a change of {piece.name!r}")
         if self.lending:
             raise EngineStateError(f"{piece.name!r} cannot be set inside gathered(); edit it in place there")
@@ -414,7 +421,7 @@ class Access:
         self.give_up()
 
     def give_up(self) -> None:
-        """Whoever uses the parameters from now on gets an error."""
+        """From now on, any use of the parameters raises an error."""
         _live.discard(self)
         for group in self._groups:
             group.give_up_parameters()
@@ -423,7 +430,7 @@ class Access:
         """Write parameters that were edited in place to their home and to their masters."""
         for position in positions:
             piece = group.layout.pieces[position]
-            self._state.follow(group, piece, group.view(position).detach().reshape(-1), in_place=True)
+            self._state.store_edit(group, piece, group.view(position).detach().reshape(-1), in_place=True)
         group.note_versions()
 
 
@@ -436,10 +443,10 @@ def check_idle(schedule: PassSchedule, call: str) -> None:
         )
 
 
-def _reader() -> tuple[str, nn.Module | torch.optim.Optimizer | None]:
-    """Which method of torch's is reading a gradient now, "step" or "zero_grad", and whose; ours read none.
+def _reading_call() -> tuple[str, nn.Module | torch.optim.Optimizer | None]:
+    """The torch method that reads a gradient now, "step" or "zero_grad", and its object; ("", None) for other readers.
 
-    Both leave a gradient alone that they find to be None.
+    Both skip a gradient that is None. The engine's own optimizers read no ``.grad``.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -470,7 +477,7 @@ class _EndSaving(OurHook):
 
 
 def _watch_state_dict(model: nn.Module, access: Access) -> list[RemovableHandle]:
-    """Tell ``access`` while a ``state_dict`` of any part of ``model`` is made: torch takes it by detaching."""
+    """Tell ``access`` when a part of ``model`` makes a ``state_dict``, for which torch detaches parameters."""
     handles = []
     for module in model.modules():
         handles.append(module.register_state_dict_pre_hook(_BeginSaving(access)))

@@ -1,4 +1,4 @@
-"""The bytes of a home one range after the other: the next ones are read while one is used."""
+"""The bytes of a home, range by range: the next ranges are read while one is used."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from tiering.storage.tickets import Transfer
 from zero3.device.tiers import Home, Tiers, as_tensor
 from zero3.params.flat_storage import retire_read
 
-AHEAD = 2  # ranges on their way while one is used
+# Ranges that are being read while one is used.
+AHEAD = 2
 
 
 def ranges(tiers: Tiers, home: Home, offset: int, nbytes: int, each: int) -> Generator[Tensor]:
     """Bytes [offset, offset + nbytes) of ``home`` in host memory (uint8), at most ``each`` of them at a time.
 
-    A range is valid until the next one is asked for. From NVMe they pass through staging, end at multiples of 4096 and
-    may be shorter; close the iterator if it is not used to its end.
+    A range is valid until the next one is requested. Ranges from NVMe pass through staging, end at multiples of 4096
+    and may be shorter; close the iterator if it is not used to its end.
     """
     end = offset + nbytes
     if home.tensor is not None:

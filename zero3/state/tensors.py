@@ -1,6 +1,6 @@
 """Tiered state as ordinary tensors: read from its homes and written to them piece by piece, between steps.
 
-Of what is sharded over ranks, each reads its part, and all of them get the whole: so all have to ask.
+Each rank reads its part of sharded state, and all ranks receive the whole: so all ranks make the same calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class TieredState:
-    """Reads and writes what ``parts`` keeps on the tiers. Not while a step is running.
+    """Reads and writes the state that ``parts`` keeps on the tiers; not while a step is running.
 
     ``before_write`` is called before any value on the tiers changes.
     """
@@ -42,21 +42,22 @@ class TieredState:
         self._collectives = parts.collectives
         self._streams = parts.tiers.streams
         self._sharded_state = parts.plan.workload.world_size > 1 and parts.plan.workload.stage >= 1
-        self._told_of_halves = False
+        self._warned_of_halves = False
         self._before_write = before_write
-        self._tiles_of: dict[int, list[tuple[Tile, Segment]]] = {}  # piece index -> where its state is
+        # By piece index: the places of its state.
+        self._tiles_of: dict[int, list[tuple[Tile, Segment]]] = {}
         for tile in parts.tiles:
             for segment in tile.segments:
                 self._tiles_of.setdefault(segment.piece.index, []).append((tile, segment))
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The optimizer's state tensors, in the order in which they lie."""
+        """The names of the optimizer's state tensors, in storage order."""
         return self._optimizer.state_names
 
     @property
     def collectives(self) -> Collectives | None:
-        """What the ranks say to each other through; None without others."""
+        """The collectives of the ranks; None with a single rank."""
         return self._collectives
 
     def places(self) -> dict[Tensor, tuple[ParamGroup, Piece]]:
@@ -85,8 +86,12 @@ class TieredState:
     def masters(self, model: nn.Module) -> dict[str, Tensor]:
         """The fp32 masters of the trainable parameters of ``model``, by their names there."""
         places = self.places()
-        known = {name: places[param] for name, param in model.named_parameters() if param in places}
-        return {name: self.master(group, piece) for name, (group, piece) in known.items() if piece.trainable}
+        places_by_name = {name: places[param] for name, param in model.named_parameters() if param in places}
+        return {
+            name: self.master(group, piece)
+            for name, (group, piece) in places_by_name.items()
+            if piece.trainable
+        }
 
     def weight(self, group: ParamGroup, piece: Piece) -> Tensor:
         """A copy, in host memory, of a parameter in the compute dtype."""
@@ -100,13 +105,13 @@ class TieredState:
             raw = self._tiers.load(group.home, (piece.start + first) * itemsize, numel * itemsize)
             return raw.view(group.dtype)
         values = torch.empty(numel, dtype=group.dtype, device="cpu")
-        for part in self._kept_of(group, piece):
+        for part in self._stored_parts(group, piece):
             begin, end = max(first, part.first), min(first + numel, part.first + part.numel)
             if begin < end:
                 at = part.start + begin - part.first
                 raw = self._tiers.load(group.home, at * itemsize, (end - begin) * itemsize)
                 values[begin - first : end - first] = raw.view(group.dtype)
-        self._assemble(group, piece, values, first)
+        self._gather(group, piece, values, first)
         return values
 
     def weight_ranges(
@@ -114,7 +119,7 @@ class TieredState:
     ) -> Generator[Tensor]:
         """``numel`` elements of a parameter from its ``first`` on, ``each`` of them at a time at most, in host memory.
 
-        Each range is valid until the next one is asked for. All ranks take all of them; close what is not used up.
+        Each range is valid until the next one is requested. All ranks take all ranges; close an unfinished iterator.
         """
         if group.sharded:
             for start, end in tiles(numel, each):
@@ -127,79 +132,79 @@ class TieredState:
             yield raw.view(group.dtype)
 
     def master(self, group: ParamGroup, piece: Piece) -> Tensor:
-        """A copy, in host memory, of a parameter's fp32 master; a frozen one has none but its value."""
+        """A copy, in host memory, of a parameter's fp32 master; of a frozen parameter its value in fp32."""
         layout = self._layout.for_group(group)
         if not layout.master_itemsize or not piece.trainable:
             return self.weight(group, piece).float()
         self._optimizer.release_read_ahead()
         whole = torch.empty(piece.numel, device="cpu")
         params = self.weight(group, piece).flatten() if layout.splits else whole
-        for tile, segment, here in self._parts(piece):
-            kept = self._tiers.load(tile.state, *self._kept(tile, segment))
-            whole[here] = layout.load_master(kept, params[here])
+        for tile, segment, elements in self._parts(piece):
+            raw = self._tiers.load(tile.state, *self._master_range(tile, segment))
+            whole[elements] = layout.load_master(raw, params[elements])
         if self._sharded_state:
-            self._assemble(group, piece, whole)
+            self._gather(group, piece, whole)
         return whole.view(piece.shape)
 
     def set_master(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
-        """Make ``values`` (fp32, flat) the master, and the parameter what it rounds to."""
+        """Set the master to ``values`` (fp32, flat), and the parameter to the rounded values."""
         self._optimizer.release_read_ahead()
         if self._layout.for_group(group).master_itemsize and piece.trainable:
-            for tile, segment, here in self._parts(piece):
-                self._store_master(tile, segment, values[here])
+            for tile, segment, elements in self._parts(piece):
+                self._store_master(tile, segment, values[elements])
         rounded = torch.empty(piece.numel, dtype=group.dtype, device="cpu")
         round_parameters(values, rounded)
         self._store_weight(group, piece, rounded)
 
     def moment(self, group: ParamGroup, piece: Piece, name: str) -> Tensor:
         """A copy, in host memory and fp32, of the state tensor ``name`` of a trainable parameter."""
-        number = self._number(name)
+        number = self._moment_number(name)
         self._optimizer.release_read_ahead()
         whole = torch.empty(piece.numel, device="cpu")
         layout = self._layout.for_group(group)
-        for tile, segment, here in self._parts(piece):
+        for tile, segment, elements in self._parts(piece):
             offset = layout.moment_at(number, tile.numel, segment.start - tile.start)
             raw = self._tiers.load(tile.state, offset, segment.numel * layout.moment_format.itemsize)
-            whole[here] = raw.view(layout.moment_dtype()).float()
+            whole[elements] = raw.view(layout.moment_dtype()).float()
         if self._sharded_state:
-            self._assemble(group, piece, whole)
+            self._gather(group, piece, whole)
         return whole.view(piece.shape)
 
     def set_moment(self, piece: Piece, name: str, values: Tensor) -> None:
-        """Replace the state tensor ``name`` by ``values`` (fp32, flat), rounded to the nearest if it has 16 bits."""
-        number = self._number(name)
+        """Replace the state tensor ``name`` by ``values`` (fp32, flat), rounded to nearest if it has 16 bits."""
+        number = self._moment_number(name)
         self._optimizer.release_read_ahead()
-        for tile, segment, here in self._parts(piece):
+        for tile, segment, elements in self._parts(piece):
             layout = self._layout.for_group(tile.group)
             raw = torch.empty(segment.numel * layout.moment_format.itemsize, dtype=torch.uint8, device="cpu")
-            layout.store_moment(values[here], raw)
+            layout.store_moment(values[elements], raw)
             self._patch(tile.state, layout.moment_at(number, tile.numel, segment.start - tile.start), raw)
 
-    def dtype_on(self, rank: int, piece: Piece, mine: torch.dtype | None) -> torch.dtype | None:
-        """In what dtype ``rank`` has values for ``piece``; None if it has none that fit. ``mine`` is this rank's."""
+    def dtype_on(self, rank: int, piece: Piece, local_dtype: torch.dtype | None) -> torch.dtype | None:
+        """The dtype of the values for ``piece`` on ``rank``; None if they do not fit. ``local_dtype`` is that here."""
         if self._collectives is None:
-            return mine
+            return local_dtype
         dtypes = (None, *COMPUTE_DTYPES.values())
-        row = torch.tensor([dtypes.index(mine)], device="cpu")
-        told = self._collectives.table(row, f"tell the dtype of {piece.name!r}")
-        return dtypes[int(told[rank][0])]
+        row = torch.tensor([dtypes.index(local_dtype)], device="cpu")
+        rows = self._collectives.table(row, f"tell the dtype of {piece.name!r}")
+        return dtypes[int(rows[rank][0])]
 
-    def of_rank(self, rank: int, piece: Piece, values: Tensor) -> Tensor:
-        """The flat ``values`` of ``piece`` that ``rank`` has; without other ranks ``values`` themselves."""
+    def values_of_rank(self, rank: int, piece: Piece, values: Tensor) -> Tensor:
+        """The flat ``values`` of ``piece`` on ``rank``; with a single rank, ``values`` themselves."""
         if self._collectives is None:
             return values
-        what = f"take over {piece.name!r}"
-        self._collectives.agree(what)
-        theirs = values.detach().to("cpu", copy=True).contiguous()
-        self._collectives.broadcast(theirs, rank, what)
-        return theirs
+        purpose = f"take over {piece.name!r}"
+        self._collectives.agree(purpose)
+        received = values.detach().to("cpu", copy=True).contiguous()
+        self._collectives.broadcast(received, rank, purpose)
+        return received
 
     def has_gradient(self, piece: Piece) -> bool:
-        """Whether the parameter got a gradient since the last step."""
+        """Whether the parameter has received a gradient since the last step."""
         return self._gradients.received(piece)
 
     def holds_gradient(self, piece: Piece) -> bool:
-        """Whether it got one, here or, where that is known already, on another rank."""
+        """Whether it has received one on this rank or, as far as this rank knows, on another one."""
         return self._sink.holds(piece)
 
     @property
@@ -208,22 +213,22 @@ class TieredState:
         return self._sink.unreduced
 
     def drop_gradient(self, group: ParamGroup, piece: Piece) -> None:
-        """Forget the gradient that the parameter got since the last step."""
+        """Drop the gradient that the parameter has received since the last step."""
         self._sink.drop(group, piece)
 
     def gradient(self, group: ParamGroup, piece: Piece) -> Tensor | None:
-        """A copy, in host memory, of the accumulated gradient in its dtype; None if there was none."""
+        """A copy, in host memory, of the accumulated gradient in its dtype; None if there is none."""
         if not self._gradients.received(piece):
             return None
         self._gradients.wait_for_transfers()
         self._optimizer.release_read_ahead()
         home, dtype = self._gradients.homes[group.index], self._gradients.dtype_of(group)
         whole = torch.empty(piece.numel, dtype=dtype, device="cpu")
-        for part in self._stepped_of(group, piece):
+        for part in self._stepped_parts(group, piece):
             raw = self._tiers.load(home, part.start * dtype.itemsize, part.numel * dtype.itemsize)
             whole[part.first : part.first + part.numel] = raw.view(dtype)
         if self._sharded_state:
-            self._assemble(group, piece, whole)
+            self._gather(group, piece, whole)
         return whole.view(piece.shape)
 
     def set_gradient(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
@@ -231,28 +236,28 @@ class TieredState:
         self._gradients.wait_for_transfers()
         self._optimizer.release_read_ahead()
         dtype = self._gradients.dtype_of(group)
-        for part in self._stepped_of(group, piece):
-            here = values[part.first : part.first + part.numel].to(dtype)
-            self._patch(self._gradients.homes[group.index], part.start * dtype.itemsize, here)
+        for part in self._stepped_parts(group, piece):
+            part_values = values[part.first : part.first + part.numel].to(dtype)
+            self._patch(self._gradients.homes[group.index], part.start * dtype.itemsize, part_values)
         self._sink.replaced(group, piece)
 
-    def follow(self, group: ParamGroup, piece: Piece, values: Tensor, *, in_place: bool) -> None:
-        """Someone has made ``values`` (flat, compute dtype) the parameter: store them, and let the master follow.
+    def store_edit(self, group: ParamGroup, piece: Piece, values: Tensor, *, in_place: bool) -> None:
+        """Store an edit of a parameter: ``values`` (flat, compute dtype) become the parameter, and change its master.
 
-        Elements that still are what their master rounds to leave the master as it is, with all its bits. Where the
-        parameter is a half of the master and was edited ``in_place``, nothing tells which elements those are: then the
-        other half of all of them is zero, wherever the parameter lives.
+        An element that still equals the rounded master leaves the master unchanged, with all its bits. If the parameter
+        is a half of a split master and was edited ``in_place``, the unchanged elements are unknown: then the other half
+        of all its elements becomes zero, on every tier.
         """
         self._optimizer.release_read_ahead()
         values = values.cpu()
         layout = self._layout.for_group(group)
         halves = layout.splits and piece.trainable
-        if halves and in_place and not self._told_of_halves:
-            self._told_of_halves = True
+        if halves and in_place and not self._warned_of_halves:
+            self._warned_of_halves = True
             log.warning(
-                "%r was edited in place with a split state: its masters are the 16-bit values now, without the bits"
-                " that they had beyond. Edit inside tiering.gathered(param, modify=True), or set tiering.state to a"
-                " format without 'split'",
+                "%r was edited in place with a split state: its masters are the 16-bit values now, and have lost their"
+                " lower bits. Edit inside tiering.gathered(param, modify=True), or set tiering.state to a format"
+                " without 'split'",
                 piece.name,
             )
         before = self.weight(group, piece).flatten() if halves and not in_place else values
@@ -260,22 +265,22 @@ class TieredState:
         self._store_weight(group, piece, values)
         if not layout.master_itemsize or not piece.trainable:
             return
-        for tile, segment, here in self._parts(piece):
-            now = values[here]
+        for tile, segment, elements in self._parts(piece):
+            new_values = values[elements]
             if halves:
-                changed = before[here].view(torch.int16) != now.view(torch.int16)
-                self._store_master(tile, segment, torch.where(changed, now.float(), masters[here]))
+                changed = before[elements].view(torch.int16) != new_values.view(torch.int16)
+                self._store_master(tile, segment, torch.where(changed, new_values.float(), masters[elements]))
                 continue
-            master = self._tiers.load(tile.state, *self._kept(tile, segment)).view(torch.float32)
-            rounded = torch.empty_like(now)
+            master = self._tiers.load(tile.state, *self._master_range(tile, segment)).view(torch.float32)
+            rounded = torch.empty_like(new_values)
             round_parameters(master, rounded)
-            changed = rounded.view(torch.int16) != now.view(torch.int16)
+            changed = rounded.view(torch.int16) != new_values.view(torch.int16)
             if changed.any():
-                master[changed] = now[changed].float()
+                master[changed] = new_values[changed].float()
                 self._store_master(tile, segment, master)
 
     def flip_bit(self) -> str:
-        """Flip an upper bit of what NVMe holds of the middle element of the first master; returns where that is."""
+        """Flip an upper bit of the middle element of the first master on NVMe; returns its place."""
         self._optimizer.release_read_ahead()
         for tile, segment in self._largest_segments():
             itemsize = self._layout.for_group(tile.group).master_itemsize
@@ -290,10 +295,10 @@ class TieredState:
             return (
                 f"bit {width * 4 + 4} of a master of {segment.piece.name!r}, {home.extent.place_of(offset)}"
             )
-        raise EngineStateError("flip_bit needs a master on NVMe, and the plan keeps none there")
+        raise EngineStateError("flip_bit needs a master on NVMe, but the plan keeps none there")
 
     def _largest_segments(self) -> Iterable[tuple[Tile, Segment]]:
-        """Each tile with the longest of its segments."""
+        """Each tile with its longest segment."""
         longest: dict[Tile, Segment] = {}
         for places in self._tiles_of.values():
             for tile, segment in places:
@@ -301,57 +306,58 @@ class TieredState:
                     longest[tile] = segment
         return longest.items()
 
-    def _number(self, name: str) -> int:
+    def _moment_number(self, name: str) -> int:
         if name not in self.state_names:
-            known = ", ".join(self.state_names) or "none"
-            raise EngineStateError(f"the optimizer has no state {name!r}; it has: {known}")
+            names = ", ".join(self.state_names) or "none"
+            raise EngineStateError(f"the optimizer has no state {name!r}; it has: {names}")
         return self.state_names.index(name)
 
     def _parts(self, piece: Piece) -> Iterator[tuple[Tile, Segment, slice]]:
-        """Where this rank's state of ``piece`` lies: tile, segment, and the elements of the parameter there."""
+        """The places of this rank's state of ``piece``: tile, segment, and the elements of the parameter."""
         for tile, segment in self._tiles_of.get(piece.index, []):
             yield tile, segment, slice(segment.first, segment.first + segment.numel)
 
-    def _kept_of(self, group: ParamGroup, piece: Piece) -> Iterator[Piece]:
-        """What this rank keeps of a parameter, by its place in ``group.home``."""
+    def _stored_parts(self, group: ParamGroup, piece: Piece) -> Iterator[Piece]:
+        """The parts of a parameter that this rank stores, with their offsets in ``group.home``."""
         return _parts_of(piece, group.shard if group.sharded else group.layout)
 
-    def _stepped_of(self, group: ParamGroup, piece: Piece) -> Iterator[Piece]:
-        """What this rank steps of a parameter, by its place in the shard."""
+    def _stepped_parts(self, group: ParamGroup, piece: Piece) -> Iterator[Piece]:
+        """The parts of a parameter that this rank steps, with their offsets in the shard."""
         return _parts_of(piece, group.shard)
 
     def _store_weight(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
-        """Make the flat ``values`` the parameter, in its dtype, as far as this rank keeps it."""
-        for part in self._kept_of(group, piece):
-            here = values[part.first : part.first + part.numel]
-            self._patch(group.home, part.start * group.dtype.itemsize, here)
+        """Store the flat ``values``, in the parameter's dtype, in the parts that this rank keeps."""
+        for part in self._stored_parts(group, piece):
+            part_values = values[part.first : part.first + part.numel]
+            self._patch(group.home, part.start * group.dtype.itemsize, part_values)
 
-    def _assemble(self, group: ParamGroup, piece: Piece, values: Tensor, start: int = 0) -> None:
-        """Complete the flat ``values``, elements of ``piece`` from ``start`` on: each rank holds those of its shard."""
+    def _gather(self, group: ParamGroup, piece: Piece, values: Tensor, start: int = 0) -> None:
+        """Complete the flat ``values``, elements of ``piece`` from ``start`` on: each rank sends those of its shard."""
         assert self._collectives is not None
-        what, size = f"read {piece.name!r}", self._collectives.world.size
-        self._collectives.agree(what)
+        purpose, size = f"read {piece.name!r}", self._collectives.world.size
+        self._collectives.agree(purpose)
         begin = piece.start + start
         for rank in range(size):
-            for share in shard_ranges(group.layout, size, rank):
-                first, end = max(share.start, begin), min(share.stop, begin + values.numel())
+            for shard_range in shard_ranges(group.layout, size, rank):
+                first, end = max(shard_range.start, begin), min(shard_range.stop, begin + values.numel())
                 if first < end:
-                    self._collectives.broadcast(values[first - begin : end - begin], rank, what)
+                    self._collectives.broadcast(values[first - begin : end - begin], rank, purpose)
 
-    def _kept(self, tile: Tile, segment: Segment) -> tuple[int, int]:
-        """Offset and length, in bytes, of what the state of ``tile`` holds of a segment's masters."""
+    def _master_range(self, tile: Tile, segment: Segment) -> tuple[int, int]:
+        """Offset and length, in bytes, of a segment's masters in the state of ``tile``."""
         itemsize = self._layout.for_group(tile.group).master_itemsize
         return (segment.start - tile.start) * itemsize, segment.numel * itemsize
 
     def _store_master(self, tile: Tile, segment: Segment, values: Tensor) -> None:
-        offset, nbytes = self._kept(tile, segment)
+        offset, nbytes = self._master_range(tile, segment)
         raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._layout.for_group(tile.group).store_master(values, raw)
         self._patch(tile.state, offset, raw)
 
     def _patch(self, home: Home, offset: int, values: Tensor) -> None:
-        """Write the bytes of the flat ``values`` at ``offset`` of ``home``; on NVMe whole pages around them, too."""
+        """Write the bytes of the flat ``values`` at ``offset`` of ``home``; on NVMe, in whole pages."""
         self._before_write()
+        # Copies to the device may still read these bytes.
         if self._streams is not None:
             self._streams.before_host_changes()
         raw = values.contiguous().view(torch.uint8)
@@ -362,10 +368,10 @@ class TieredState:
         for at in range(offset // PAGE * PAGE, end, self._tiers.chunk_bytes):
             size = min(self._tiers.chunk_bytes, end - at)
             first, last = max(at, offset), min(at + size, offset + raw.numel())
-            held = self._tiers.load(home, at, size) if last - first < size else None
+            page_bytes = self._tiers.load(home, at, size) if last - first < size else None
             with self._tiers.writing(home, at, size) as target:
-                if held is not None:
-                    target.copy_(held)
+                if page_bytes is not None:
+                    target.copy_(page_bytes)
                 target[first - at : last - at] = raw[first - offset : last - offset]
 
 

@@ -89,7 +89,7 @@ def test_a_save_that_ranks_never_agreed_on_is_named_when_the_script_ends() -> No
         " s.uncommitted.add(pathlib.Path('runs/7/global_step500'))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "checkpoint runs/7/global_step500 is not there" in ended.stderr
+    assert "checkpoint runs/7/global_step500 is not committed" in ended.stderr
 
 
 @contextmanager

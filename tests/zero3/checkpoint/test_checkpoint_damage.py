@@ -163,7 +163,7 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(
 
     model = Model()
     engine = start(model, model_parameters=groups(model), **SETTINGS)
-    unchanged(engine, "1 param groups?, and the optimizer 2")
+    unchanged(engine, "1 param groups?, but the optimizer has 2")
     engine = begin(start, rule="Lion", optimizer={"lr": 1e-4})
     engine.load_checkpoint(spoilt, "bad", load_optimizer_states=False)
     train(engine, range(1))
@@ -266,7 +266,7 @@ def rewritten(directory: Path, name: str, path: tuple[Any, ...], value: Any) -> 
         (("client_state",), [3], "client_state of the checkpoint is a list"),
         (("random",), 3, "the random states are a int"),
         (("buffers",), ["none"], "it has no buffer 'none'"),
-        (("client_state",), {"$tensor": "none"}, "client_state has '.tensor', but there is no 'none'"),
+        (("client_state",), {"$tensor": "none"}, "client_state has '.tensor', but 'none' is unknown"),
     ],
     ids=str,
 )

@@ -203,7 +203,7 @@ class Words(list[str]):
         (lambda: 0, "function, which .+; save the plain values"),
         (
             torch.zeros(2, dtype=torch.complex128),
-            "a tensor of torch.complex128 .+ holds dense ones of torch.bfloat16,",
+            "a tensor of torch.complex128 .+ supports dense tensors of torch.bfloat16,",
         ),
         (torch.zeros(2, device="meta"), "a tensor of torch.float32 .+ on meta"),
         (torch.eye(2).to_sparse(), "torch.sparse_coo"),
@@ -223,7 +223,7 @@ def test_what_is_refused_is_named_with_what_to_save(value: Any, told: str) -> No
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_refused() -> None:
     value = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])
-    with pytest.raises(ConfigError, match=r"value is a tensor of .+ a checkpoint holds dense ones"):
+    with pytest.raises(ConfigError, match=r"value is a tensor of .+ a checkpoint supports dense tensors"):
         encoding.encode(value, {})
 
 
@@ -253,7 +253,7 @@ def nested(levels: int) -> Any:
 
 def test_depth_has_a_limit_on_both_sides() -> None:
     assert exact(there_and_back(nested(encoding.DEPTH))) == exact(nested(encoding.DEPTH))
-    with pytest.raises(ConfigError, match=r"client_state\[.+ is deeper than 100 levels"):
+    with pytest.raises(ConfigError, match=r"client_state\[.+ is nested deeper than 100 levels"):
         encoding.encode(nested(encoding.DEPTH + 1), {}, "client_state")
     cycle: list[Any] = []
     cycle.append({"self": cycle})
@@ -262,11 +262,11 @@ def test_depth_has_a_limit_on_both_sides() -> None:
     deep: Any = 1
     for _ in range(encoding.DEPTH + 1):
         deep = {"$tuple": [deep]}
-    with pytest.raises(CheckpointError, match=r"client_state\[0\]\[0\].+ is deeper than 100 levels"):
+    with pytest.raises(CheckpointError, match=r"client_state\[0\]\[0\].+ is nested deeper than 100 levels"):
         encoding.decode(deep, {}, "client_state")
     for _ in range(900):
         deep = [deep]
-    with pytest.raises(CheckpointError, match=r"client_state has '\$int', but \[.+\] is not of its kind"):
+    with pytest.raises(CheckpointError, match=r"client_state has '\$int', but \[.+\] has the wrong type"):
         encoding.decode({"$int": deep}, {}, "client_state")
 
 

@@ -108,14 +108,14 @@ def test_a_name_of_a_pickle_gives_safetensors(
     assert path == tmp_path / "out" / (written or name)
     assert load_file(path).keys() == load_file(engine.save_16bit_model(tmp_path)).keys()
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [line.startswith(f"{path} was written in place of {name}") for line in told] == [True] * bool(
+    assert [line.startswith(f"{path} was written instead of {name}") for line in told] == [True] * bool(
         written
     )
 
 
 @pytest.mark.parametrize("name", ["model", ".safetensors", ".bin", "a/model.safetensors", "model.onnx", ""])
 def test_other_names_are_refused(engine: Any, tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"not the name of a \.safetensors file.*name it model\.saf"):
+    with pytest.raises(ConfigError, match=r"not the name of a \.safetensors file.*use model\.saf"):
         engine.save_16bit_model(tmp_path / "out", name)
     assert not (tmp_path / "out").exists()
 
@@ -295,7 +295,7 @@ def test_what_transformers_computes_stays_as_it_is_where_that_loads(caplog: pyte
     model._weight_conversions = [WeightConverter(["self_attn.qkv.weight"], parts, [Chunk(0)])]
     saved = {each.name for each in transformers_names(model)}
     assert saved == {each.name for each in own_names(model)}
-    assert "is saved as the model has it (3 tensors are)" in caplog.text
+    assert "is saved as it is in the model (3 such tensors)" in caplog.text
 
 
 def test_what_would_not_load_as_it_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,4 +327,4 @@ def test_what_is_no_tensor_is_left_out_with_a_word(caplog: pytest.LogCaptureFixt
 
     model = Extra(2, 2)
     assert [each.name for each in own_names(model)] == ["weight", "bias"]
-    assert "'_extra_state' is no tensor and is not saved (dict)" in caplog.text
+    assert "'_extra_state' is not a tensor and is not saved (dict)" in caplog.text

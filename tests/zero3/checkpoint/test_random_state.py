@@ -96,7 +96,7 @@ def test_numpy_is_asked_only_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_no_state_is_an_error(name: str, broken: Any) -> None:
     before = random_state.capture()
     with pytest.raises(
-        CheckpointError, match=f"random state of '{name}' is refused: .+; the file is damaged"
+        CheckpointError, match=f"random state of '{name}' is invalid: .+; the file is damaged"
     ):
         random_state.restore({name: broken})
     expected = drawn()
@@ -116,7 +116,7 @@ def test_other_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         assert given == {0: 7, 1: 8} and not caplog.records
         random_state.restore({"cuda": states})
     assert given == {0: 7, 1: 8}
-    assert "has random states of 3 GPUs, and this process sees 2" in caplog.text
+    assert "has random states of 3 GPUs, but this process sees 2" in caplog.text
 
 
 def test_the_gpu_that_is_computed_on_goes_on_whatever_its_number_is_now(
@@ -138,7 +138,7 @@ def test_the_gpu_that_is_computed_on_goes_on_whatever_its_number_is_now(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     random_state.restore(saved)
     assert given == {0: 8}
-    with pytest.raises(CheckpointError, match="random state of 'cuda' is refused"):
+    with pytest.raises(CheckpointError, match="random state of 'cuda' is invalid"):
         random_state.restore({"cuda": states, "cuda_device": 4})
 
 

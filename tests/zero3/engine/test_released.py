@@ -131,7 +131,7 @@ def test_parameters_that_do_not_fit(start: Start, monkeypatch: pytest.MonkeyPatc
 
 def test_release_asks_for_an_engine_at_rest(start: Start) -> None:
     engine = start(built())
-    with pytest.raises(ConfigError, match="to cpu, not to meta"):
+    with pytest.raises(ConfigError, match="on cpu, not on meta"):
         engine.release("meta")
     engine.module.blocks[0].register_forward_hook(lambda *_: engine.release())
     with pytest.raises(EngineStateError, match="release was called while a forward"):
@@ -171,7 +171,7 @@ def test_calls_after_the_end(start: Start) -> None:
         loss.backward()
     for call in (closed_engine.release, lambda: closed_engine(*next(batches(1)))):
         with pytest.raises(
-            EngineStateError, match=r"after close\(\), which drops .* release\(\) in place of close"
+            EngineStateError, match=r"after close\(\), which drops .* release\(\) instead of close"
         ):
             call()
     with pytest.raises(EngineStateError, match=r"'embedding.weight' belonged .* closed.*engine\.release\(\)"):

@@ -183,7 +183,7 @@ def test_zero_grad_while_micro_batches_wait(whose: str, caplog: pytest.LogCaptur
     for name, param in before.named_parameters():
         torch.testing.assert_close(state[name], param.detach())
     assert caplog.text.count("zero_grad() drops the gradients of 1 micro-batches") == (whose == "optimizer")
-    assert caplog.text.count("engine.zero_grad() leaves the gradients") == (whose == "engine")
+    assert caplog.text.count("engine.zero_grad() keeps the gradients") == (whose == "engine")
 
 
 def test_what_a_wrapper_asks_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
@@ -245,9 +245,9 @@ def test_one_rank_of_a_launcher_has_a_group(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda out: (out.mean(),), r"takes the loss, a tensor, not tuple"),
-        (lambda out: out.mean().item(), r"takes the loss, a tensor, not float"),
-        (lambda out: out.detach().mean(), r"no parameter has a part in this loss"),
+        (lambda out: (out.mean(),), r"needs the loss as a tensor, not tuple"),
+        (lambda out: out.mean().item(), r"needs the loss as a tensor, not float"),
+        (lambda out: out.detach().mean(), r"the loss does not depend on a parameter"),
         (lambda out: out, r"scalar loss, not shape \(4, 1\)"),
     ],
 )

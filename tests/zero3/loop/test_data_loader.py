@@ -284,7 +284,7 @@ def test_the_loader_goes_on_from_pass_to_pass(world_size: int) -> None:
         assert len({*map(tuple, passes)}) == 3
     short = make_loader(Numbers(8), 9, None, rank=0, world_size=world_size, drop_last=True)
     with pytest.raises(
-        ConfigError, match="no micro-batch of 9 samples for each rank: give more data, or set"
+        ConfigError, match="no micro-batch of 9 samples for each rank: provide more data, or set"
     ):
         next(short)
     at = iter(loader)
@@ -303,9 +303,7 @@ def test_what_repeats_tells_samplers_of_the_next_pass() -> None:
     assert [numbers(next(repeating)) for _ in whole] == whole
     once = RepeatingLoader(iter([1, 2]))
     assert [next(once), next(once)] == [1, 2]
-    with pytest.raises(
-        ConfigError, match="nothing in a whole pass of list_iterator: give it a loader that can"
-    ):
+    with pytest.raises(ConfigError, match="no batch in a pass of list_iterator: pass a loader with"):
         next(once)
 
 
@@ -341,9 +339,9 @@ class Endless(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (Endless(), "is a Endless, whose samples cannot be asked for by number"),
-        (DataLoader(Numbers(2)), "is a DataLoader, whose samples"),
-        ([], "is empty: give a dataset with at least one sample"),
+        (Endless(), "is a Endless, which has no index"),
+        (DataLoader(Numbers(2)), "is a DataLoader, which has no index"),
+        ([], "is empty: pass a dataset with at least one sample"),
     ],
 )
 def test_data_that_cannot_be_shuffled_is_an_error(data: Any, words: str) -> None:
@@ -414,7 +412,7 @@ def test_set_epoch_for_another_pass_begins_that(caplog: pytest.LogCaptureFixture
         whole[epoch] = read(loader)
     order(3)
     next(iter(loader))
-    told = "set_epoch(4) begins that pass, in place of the rest of pass 3, in which the checkpoint was saved"
+    told = "set_epoch(4) starts that pass and skips the rest of pass 3, in which the checkpoint was saved"
     for epoch, left_out, warnings in ((3, 2, []), (4, 0, [told])):
         resumed = resumed_from(loader, rank=world_size - 1, world_size=world_size)
         resumed.data_sampler.set_epoch(epoch)
@@ -503,11 +501,11 @@ def test_another_layout_is_told(caplog: pytest.LogCaptureFixture) -> None:
         resumed_from(loader, batch_size=4)
         assert not caplog.records
         resumed_from(loader, batch_size=3, world_size=2)
-    assert "behind sample 20 of 100 of a pass, in micro-batches of 4 on each of 1 ranks" in caplog.text
-    assert "here 3 on each of 2 go on behind sample 18" in caplog.text
+    assert "after sample 20 of 100 of a pass, in micro-batches of 4 on each of 1 ranks" in caplog.text
+    assert "with 3 on each of 2 ranks, continues after sample 18" in caplog.text
     with caplog.at_level(logging.INFO):
         resumed_from(loader, batch_size=4)
-    assert "the training data goes on behind micro-batch 5 of 25 of pass 0" in caplog.text
+    assert "the training data continues after micro-batch 5 of 25 of pass 0" in caplog.text
 
 
 def test_other_data_is_an_error_with_both_lengths() -> None:
@@ -515,7 +513,7 @@ def test_other_data_is_an_error_with_both_lengths() -> None:
     other = make_loader(Numbers(101), 2, None, rank=0, world_size=1)
     before = other.state_dict()
     for refuse in (other.check_state_dict, other.load_state_dict):
-        with pytest.raises(CheckpointError, match="of a run on 100 samples, and training_data has 101: give"):
+        with pytest.raises(CheckpointError, match="of a run on 100 samples, but training_data has 101: pass"):
             refuse(loader.state_dict())
     other.check_state_dict(before | {"begun": True, "seed": 1, "micro_batches": 1})
     assert other.state_dict() == before
@@ -546,6 +544,6 @@ def test_what_is_no_place_is_an_error(change: dict[str, Any]) -> None:
     next(iterator)
     state = loader.state_dict()
     for broken in (state | change, {key: value for key, value in state.items() if key not in change}):
-        with pytest.raises(CheckpointError, match=r"the place in the training data is \{.+which is none"):
+        with pytest.raises(CheckpointError, match=r"invalid data position \{.+the checkpoint is damaged"):
             loader.load_state_dict(broken)
     assert loader.state_dict() == state

@@ -155,7 +155,7 @@ def test_skipped_steps_in_a_row_are_an_error_that_leaves_the_engine_usable(
     train(spoil=True)
     train(spoil=True)
     for count in (3, 4):
-        message = f"{count} steps in a row.*up to step {3 + count}.*after step 3.*max_skipped_steps"
+        message = f"{count} steps in a row.*up to step {3 + count}.*those of step 3.*max_skipped_steps"
         with pytest.raises(EngineStateError, match=message):
             train(spoil=True)
     assert differing(everything(engine), before) == []

@@ -110,7 +110,7 @@ HINDRANCES: dict[str, tuple[int, Callable[[], Any], dict[str, Any], str]] = {
         1,
         lambda: patched(zero3.checkpoint.checkpoints.Path, "is_dir", lambda self: False),
         {},
-        "is not there on this node: save to a file system that all nodes share",
+        "does not exist on this node: save to a file system that all nodes share",
     ),
     "no memory": (1, lambda: patched(zero3.checkpoint.saver.Arena, "map", no_room), {}, "no windows"),
     "swap space": (
@@ -437,7 +437,7 @@ def test_a_rank_that_is_asked_to_stop_saves_with_all(
 
 def uneven(rank: int, nvme: Path, directory: Path, slow: int) -> list[Any]:
     """A rank whose saver is slow: when each of the others says that it is done."""
-    save, conclude = Saver._save, Checkpoints._conclude
+    save, conclude = Saver._save, Checkpoints._finish_together
     seen: list[Any] = []
     ends: list[bool] = []
 
@@ -451,7 +451,7 @@ def uneven(rank: int, nvme: Path, directory: Path, slow: int) -> list[Any]:
 
     with (
         start(nvme) as engine,
-        patched(Checkpoints, "_conclude", concluded),
+        patched(Checkpoints, "_finish_together", concluded),
         patched(Saver, "_save", slowly) if rank == slow else given(),
     ):
         train(engine, rank, range(1))

@@ -353,7 +353,7 @@ def test_clipping_by_hand_is_told_that_it_does_nothing(
             nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
         engine.step()
     (record,) = warnings()
-    assert "gradient_clipping" in record.getMessage() and ".grad was asked for" in record.getMessage()
+    assert "gradient_clipping" in record.getMessage() and ".grad was read" in record.getMessage()
 
 
 def test_an_engine_says_that_it_cannot_be_copied(start: Start) -> None:
@@ -384,14 +384,14 @@ def test_a_write_that_fails_takes_all_loans_back(
     start: Start, micro_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = trained(start(accumulation=1, **STREAMED), micro_batches)
-    follow, failing = TieredState.follow, engine.module.blocks[0].up.weight
+    follow, failing = TieredState.store_edit, engine.module.blocks[0].up.weight
 
     def fail_once(state: TieredState, group: Any, piece: Any, values: Tensor, **how: bool) -> None:
         if piece.name == UP:
             raise OSError(5, "no disk")
         follow(state, group, piece, values, **how)
 
-    monkeypatch.setattr(TieredState, "follow", fail_once)
+    monkeypatch.setattr(TieredState, "store_edit", fail_once)
 
     def zero() -> None:
         with tiering.gathered(engine.module, modify=True), torch.no_grad():

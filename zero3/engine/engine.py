@@ -88,7 +88,7 @@ class Engine:
             raise
 
     def _wire(self, model: nn.Module, parts: Assembly) -> None:
-        config, self._parts = self.config, parts
+        config, self._frozen = self.config, parts.frozen
         self.device, self.plan, self.optimizer = parts.device, parts.plan, parts.optimizer
         self._world = parts.world
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
@@ -615,7 +615,7 @@ class Engine:
             self._state,
             target,
             masters=masters,
-            frozen=self._parts.frozen,
+            frozen=self._frozen,
             collectives=self._collectives,
             local_size=self._world.local_size,
         )

@@ -97,7 +97,7 @@ def test_one_process_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("LOCAL_RANK")  # and is put back so at the end
     comm = deepspeed.comm
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.barrier()) == (0, 1, 0, None)
-    with pytest.raises(ConfigError, match=r"dist_init_required=False.*has none"):
+    with pytest.raises(ConfigError, match=r"dist_init_required=False.*does not exist"):
         deepspeed.init_distributed(dist_init_required=False)
     deepspeed.init_distributed(
         dist_backend="nccl", dist_init_required=True

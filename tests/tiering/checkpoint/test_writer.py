@@ -74,7 +74,7 @@ def test_too_much_or_too_little_is_no_file(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="more were appended"):
             file.append(bytes(13))
         file.append(bytes(11))
-        with pytest.raises(ValueError, match="was to have"):
+        with pytest.raises(ValueError, match="must have"):
             file.close()
         file.abandon()
         file.abandon()

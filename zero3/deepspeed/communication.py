@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zero3.ranks.joining import standing
-from zero3.ranks.peers import ended, newest
+from zero3.ranks.peers import has_ended, newest
 
 Collective = Callable[..., Any]
 
@@ -41,7 +41,7 @@ def _watched(function: Collective) -> Collective:
         work = function(**arguments | {"async_op": True})
         # None: this rank is not in the group.
         if work is not None:
-            peers.follow(functools.partial(ended, work), label)
+            peers.follow(functools.partial(has_ended, work), label)
         return None
 
     return collective

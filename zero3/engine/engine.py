@@ -680,7 +680,7 @@ class Engine:
                 self._ready.explain(error, phase)
                 self._observation.note_failure(error)
                 if self._collectives is not None:
-                    self._collectives.ended(phase, error)
+                    self._collectives.report_failure(phase, error)
                 raise
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:

@@ -263,9 +263,9 @@ class Update:
                     f" {rank_figures.steps + 1:.0f}: call step() equally often on all ranks"
                 )
         if any(each.options != local.options for each in figures):
-            of_all = self._collectives.say(options, "tell the hyperparameters")
+            of_all = self._collectives.gather_objects(options, "tell the hyperparameters")
             hyperparameters.check_same(of_all, self.steps + 1)
-        self._collectives.in_step()
+        self._collectives.finish_step()
         first = min((each.bad for each in figures if each.bad >= 0), default=-1)
         average = None if loss is None else sum(each.loss for each in figures) / len(figures)
         stop_signal = next((int(each.stop) for each in figures if each.stop), 0)

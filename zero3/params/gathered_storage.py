@@ -86,7 +86,7 @@ class ShardGathers:
         None if the end of the writes is unknown, because another rank is lost.
         """
         self.has_begun = False
-        ends = [pending.ended for pending in self._under_way if pending.ended is not None]
+        ends = [pending.end_event for pending in self._under_way if pending.end_event is not None]
         if ends:
             self._under_way.clear()
             return ends

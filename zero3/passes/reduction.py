@@ -195,7 +195,7 @@ class GradientReducer:
         self._finish_opening()
         self._ready.setdefault(group)
         # Take the results of reductions that have ended: it costs no wait, and frees their buffers.
-        while self._reductions and self._collectives.has_ended(self._reductions[0].pending):
+        while self._reductions and self._collectives.is_done(self._reductions[0].pending):
             self._finish_oldest()
         if self._local:
             while self._turn < len(self._order) and self._order[self._turn] in self._ready:

@@ -1,4 +1,4 @@
-"""Agreement: ranks go on together, or none of them does. Who cannot tells the others, so nobody waits for it."""
+"""Agreement: all ranks go on, or none does. A rank that fails tells the others, so none of them waits for it."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from zero3.ranks.collectives import Collectives
 T = TypeVar("T")
 
 
-def together(collectives: Collectives | None, what: str, work: Callable[[], T]) -> list[T]:
-    """What ``work`` gives on each rank. An error on one is an error on all of them: its own there, CheckpointError.
+def together(collectives: Collectives | None, label: str, work: Callable[[], T]) -> list[T]:
+    """Do ``work`` on all ranks, and return its result on each of them, in their order.
 
-    Errors of files and disks are CheckpointError on the rank that has them, too.
+    An error on one rank is an error on all: its own there, CheckpointError on the others. Errors of files and disks are
+    CheckpointError on the rank that has them, too.
     """
     value: T | None = None
     error: Exception | None = None
     try:
         value = work()
-    except Exception as caught:  # also of the user's: nobody may wait for this rank
+    except Exception as caught:  # any error: the other ranks wait in the collective below
         error = _of_checkpoint(caught)
     if collectives is None:
         if error is not None:
             raise error
-        return [value]  # type: ignore[list-item] # no error: it is there
-    said = collectives.say((value, None if error is None else _in_words(error)), what)
+        return [value]  # type: ignore[list-item] # without an error it has a value
+    results = collectives.gather_objects((value, None if error is None else _message_of(error)), label)
     if error is not None:
         raise error
-    for rank, (_, message) in enumerate(said):
+    for rank, (_, message) in enumerate(results):
         if message is not None:
-            raise CheckpointError(f"rank {rank} could not {what}: {message}")
-    return [theirs for theirs, _ in said]  # type: ignore[misc] # no rank had an error: it is there
+            raise CheckpointError(f"rank {rank} could not {label}: {message}")
+    return [result for result, _ in results]  # type: ignore[misc] # without an error each has a value
 
 
 class Leading:
-    """What the first of the ranks does for all. Its failure is theirs at the next ``settle``."""
+    """Actions of rank 0 for all ranks. A failure is raised on all of them by the next ``settle``."""
 
-    def __init__(self, collectives: Collectives | None, what: str) -> None:
+    def __init__(self, collectives: Collectives | None, label: str) -> None:
         self._collectives = collectives
-        self._what = what
+        self._label = label
         self._error: Exception | None = None
 
     def attempt(self, action: Callable[[], T]) -> T | None:
-        """Do it, on the first rank, unless something has failed there."""
+        """Run ``action`` on rank 0, unless an earlier one has failed. None on other ranks and after an error."""
         if self._error is None and (self._collectives is None or self._collectives.world.rank == 0):
             try:
                 return action()
@@ -54,29 +55,29 @@ class Leading:
         return None
 
     def settle(self) -> None:
-        """Raise what has failed, on every rank."""
-        told = None
+        """Raise label has failed, on every rank."""
+        message = None
         if self._collectives is not None:
-            mine = None if self._error is None else _in_words(self._error)
-            told = self._collectives.say(mine, self._what)[0]
+            own_message = None if self._error is None else _message_of(self._error)
+            message = self._collectives.gather_objects(own_message, self._label)[0]
         if self._error is not None:
             raise self._error
-        if told is not None:
-            raise CheckpointError(f"rank 0, which writes for all, could not {self._what}: {told}")
+        if message is not None:
+            raise CheckpointError(f"rank 0, which writes for all, could not {self._label}: {message}")
 
 
 def _of_checkpoint(error: Exception) -> Exception:
     if isinstance(error, WeightsError | SwapError):
-        told = CheckpointError(error.message)
+        converted = CheckpointError(error.message)
     elif isinstance(error, OSError):
-        told = CheckpointError(
+        converted = CheckpointError(
             f"{error.filename or 'a file'}: {error.strerror or error}; {remedy(error.errno or 0)}"
         )
     else:
         return error
-    told.__cause__ = error
-    return told
+    converted.__cause__ = error
+    return converted
 
 
-def _in_words(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     return str(error) if isinstance(error, TieringError) else f"{type(error).__name__}: {error}"

@@ -1,37 +1,39 @@
-"""What ranks send each other: torch.distributed, in one place; every byte is counted, and every wait watched.
+"""Collectives of the engine: torch.distributed, in one place. Every byte is counted, and every wait is watched.
 
-    gathers     parameters: unsharded groups, updated replicas, values that somebody asked for
+    gathers     parameters: unsharded groups, updated replicas, values that the user asks for
     reductions  gradients
-    control     a few numbers on which all ranks have to agree, between CPUs
+    control     a few numbers on which all ranks must agree, between CPUs
 
-Each is a process group of its own: operations of one group must come in the same order on every rank, those of two may
-not. Reductions have an order that all ranks know beforehand. That of gathers follows the modules that are called: those
-that a rank did not foresee are agreed on before they begin (see peers.py), or it could receive another group's bytes.
+Each kind is a process group of its own. Operations of one group must come in the same order on every rank, those of two
+groups need not. All ranks know the order of reductions beforehand. The order of gathers follows the modules that are
+called: ranks agree on a gather that one of them did not foresee before it begins (see peers.py), or a rank could
+receive another group's bytes.
 
 Note [Collectives on a device]
-    NCCL's operations are work of the device, in the order of its streams. Gathers and reductions have a stream each, of
-    ours: NCCL runs what it is told without ``async_op`` on the stream that is current, and beside our events there is
-    no other order to keep in mind. A gather waits for the copy of this rank's shard and not for the compute that goes
-    on meanwhile, a reduction for the gradients that compute has collected; compute waits for what it needs of either.
-    The CPU waits for nothing: what it has to know of other ranks it asks by way of ``control``, between CPUs.
+    NCCL's operations are work of the device, in the order of its streams. Gathers and reductions have a stream each,
+    of the engine: without ``async_op``, NCCL runs an operation on the current stream, and the engine's events are the
+    only order. A gather waits for the copy of this rank's shard, and not for the compute that goes on meanwhile. A
+    reduction waits for the gradients that compute has collected. Compute waits for the results of either that it needs.
+    The CPU waits for nothing: what it must know of other ranks comes by ``control``, between CPUs.
 
-    NCCL keeps no reference to what it was told of. Who begins a collective keeps its memory until its event.
+    NCCL keeps no reference to its tensors. The caller that begins a collective keeps their memory until its event.
 
-    Two communicators, so that the gather of the next block does not queue behind a large reduction. Their kernels
-    occupy the device until other ranks' have come, so each must find room beside the other's: ranks begin all of them
-    in the same order, and NCCL is asked to start them in that (NCCL_LAUNCH_ORDER_IMPLICIT, NCCL 2.26).
+    There are two communicators, so that the gather of the next block does not queue behind a large reduction. Their
+    kernels occupy the device until the other ranks' kernels run, so each must find room beside the other one. So ranks
+    begin all of them in the same order, and NCCL starts them in that order (NCCL_LAUNCH_ORDER_IMPLICIT, NCCL 2.26).
 
-Note [When a device waits for a rank that is gone]
-    A kernel of NCCL that waits for a lost rank never ends, nor does a CPU that waits for anything behind it. So a
-    thread watches over the other ranks (see peers.py) and aborts the communicators: their kernels end, with whatever
-    bytes they had, the CPU goes on, and the next call of ours raises the error that names the rank. torch's own watch
-    over NCCL remains. What it alone notices, as a broken network between ranks that are all alive, it ends the process
-    for; where both notice, ours is meant to come first: torch's takes a minute.
+Note [When a device waits for a lost rank]
+    A kernel of NCCL that waits for a lost rank never ends, nor does a CPU that waits for the work behind it. So a
+    thread watches the other ranks (see peers.py) and aborts the communicators. Their kernels end, with any bytes in the
+    results, the CPU goes on, and the next call of the engine raises the error that names the rank. torch's own watchdog
+    over NCCL remains. For a fault that only it notices, such as a broken network between ranks that are all alive, it
+    ends the process. If both notice a fault, the engine's thread comes first: torch's takes a minute.
 
 Note [A reduction is an exchange and a sum]
-    Each rank sends every other one the part of its gradient that this one owns, and sums up what it receives, in the
-    order of ranks, in fp32, rounding once: (W-1)/W of the gradient leaves each rank, as in any reduce-scatter, and the
-    result does not depend on topology or library. gloo's own reduce-scatter sends twice as much.
+    Each rank sends every other rank the part of its gradient that the other one owns. It sums up the parts that it
+    receives, in the order of ranks, in fp32, and rounds once. (W-1)/W of the gradient leaves each rank, as in any
+    reduce-scatter, and the result does not depend on topology or library. gloo's own reduce-scatter sends twice as
+    much.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ from tiering.config.training import DistributedConfig
 from tiering.errors import ConfigError, DistributedError, RankOrderError
 from zero3.device.streams import Event, Stream, Streams
 from zero3.device.timeline import StallClock
+from zero3.ranks.heartbeat import Limits
 from zero3.ranks.joining import GRACE, World
 from zero3.ranks.peers import Peers
 from zero3.ranks.process_groups import (
@@ -67,19 +70,19 @@ from zero3.ranks.process_groups import (
     ProcessGroups,
     all_gather,
     as_bytes,
+    assert_begun,
     scatter_shards,
-    waited_for,
 )
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LARGE = 256 << 10  # bytes of a shard that is worth an operation for each rank
-TITLE = 64  # bytes of a row that say what it is
-EXPLAINING = 10  # steps after which an exception that the program has caught explains no error any more
-FAREWELL = 10.0  # seconds in which other ranks may end what they still do with this one's memory
-_engines = itertools.count()  # of this process; as many as of any other rank
+LARGE = 256 << 10  # bytes of a shard from which on one operation for each rank is faster
+TITLE = 64  # bytes of a row that hold its label
+EXPLAINING = 10  # steps during which an exception that the program caught is shown in later errors
+CLOSE_TIMEOUT = 10.0  # seconds in which other ranks may finish transfers that use this rank's memory
+_engines = itertools.count()  # engines of this process; all ranks create equally many
 
 TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}  # of parameters and gradients
 
@@ -90,14 +93,14 @@ class Table:
 
     row: Tensor
     rows: Tensor
-    nbytes: int  # of a row, behind its title
+    nbytes: int  # of a row, without its label
     dtype: torch.dtype
-    what: str
+    label: str
     work: dist.Work
 
 
 def check_apart(gpus: list[tuple[str, str]]) -> None:
-    """ConfigError if two ranks have one GPU. ``gpus``: of each, its host and what tells it from others there."""
+    """ConfigError if two ranks have the same GPU. ``gpus``: host and UUID of each rank's GPU."""
     for rank, gpu in enumerate(gpus):
         if (first := gpus.index(gpu)) < rank:
             raise ConfigError(
@@ -108,10 +111,10 @@ def check_apart(gpus: list[tuple[str, str]]) -> None:
 
 
 class Collectives:
-    """The process groups of one engine on ``device``. Every method is to be called by all ranks, in one order.
+    """The collectives of one engine on ``device``. All ranks must call every method, in the same order.
 
     ``streams`` are the device's, None if it is the CPU. ``sent`` counts the bytes that this rank has sent, by kind,
-    ``calls`` the operations.
+    ``calls`` the operations. All methods raise the error of a failure that has ended the run, on any rank.
     """
 
     def __init__(
@@ -125,40 +128,39 @@ class Collectives:
         self.world = world
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        self.spared = 0  # bytes that gathers of groups would have sent that were still there
+        self.spared = 0  # bytes that were not sent, because a group was still gathered
         self._stalls = stalls
         self._streams = streams
         self._failure: DistributedError | None = None
-        self._raised: BaseException | None = None  # by the last forward
-        self._caught = ""  # by the program, of a forward: a remark for errors to come
+        self._forward_error: BaseException | None = None  # raised by the last forward
+        self._remark = ""  # about an exception of a forward that the program caught, for later errors
         self._steps_since = 0
-        self.row_nbytes = 64  # what a row of a table has room for
-        # Threads of the peers' refer to them: so they know nothing of this object, which would never be given up.
-        self._groups = ProcessGroups()
+        self.row_nbytes = 64  # bytes of a row of a table, without its label; equal on all ranks
+        self._groups = ProcessGroups(streams)
         name = f"engine {next(_engines)}"
         self.peers = Peers(
             PrefixStore(f"tiering {name}", dist.distributed_c10d._get_default_store()),
             world.rank,
             world.size,
-            timeout=config.timeout,
-            silence=config.silence,
-            on_lost=None if self._streams is None else self._groups.abort,
-            unended=partial(_unended, self._groups, self._streams),
+            Limits(config.timeout, config.silence),
             engine=name,
+            device=None if self._streams is None else self._groups,
         )
-        # An engine that nobody closes must not go on giving signs of life. At exit peers take their leave themselves.
-        self._leave = weakref.finalize(self, _leave, self.peers, self._groups)
-        self._leave.atexit = False
+        # An engine that is freed without close() must not go on giving signs of life. At exit, peers end by themselves.
+        self._disconnect = weakref.finalize(self, _disconnect, self.peers, self._groups)
+        self._disconnect.atexit = False
         try:
-            self._connect(device, timedelta(seconds=config.timeout + GRACE))  # our own message comes first
+            # torch's time-out is longer than the engine's, so that the engine's error comes first.
+            self._connect(device, timedelta(seconds=config.timeout + GRACE))
         except BaseException as error:
             self.peers.fail(error)
-            self._leave()
+            self._disconnect()
             raise
 
     def _connect(self, device: torch.device, timeout: timedelta) -> None:
-        """Make the process groups, where ranks that are lost meanwhile are known to be, and see that all is well."""
-        if device.type == "cuda":  # before NCCL looks; see Note [Collectives on a device]
+        """Make and check the process groups, with the peers watching for lost ranks."""
+        # Before NCCL reads it.
+        if device.type == "cuda":  # see Note [Collectives on a device]
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         transport = TRANSPORTS[device.type]
         self._groups.take("gather", self._new_group(timeout, transport))
@@ -167,35 +169,36 @@ class Collectives:
         self.peers.agree("initialize")
         if device.type == "cuda":
             gpu = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-            check_apart(self.say(gpu, "tell which GPU is whose"))
+            check_apart(self.gather_objects(gpu, "compare the GPUs of ranks"))
         if self._streams is not None:
             self._connect_devices(device)
 
     def _new_group(self, timeout: timedelta, backend: str) -> dist.ProcessGroup:
         make: Callable[[], dist.ProcessGroup] = partial(dist.new_group, timeout=timeout, backend=backend)
-        if backend != "gloo":  # NCCL connects later
-            return make()
-        with self._failing():  # gloo waits for every rank, as long as the group may
+        if backend != "gloo":
+            return make()  # NCCL connects later
+        # gloo waits here for every rank, up to the time-out of the group.
+        with self._failing():
             return self.peers.follow_call(make, "new_group")
 
-    def announce(self, what: str, *, foreseen: bool) -> None:
-        """The next gather is ``what``. Unless all ranks have ``foreseen`` that, they agree on it."""
+    def announce(self, label: str, *, foreseen: bool) -> None:
+        """The next gather is ``label``. If not all ranks have ``foreseen`` it, waits until they agree on it."""
         if foreseen:
             self.check()
-            self.peers.issued(what, group="gather")
+            self.peers.issue(label, group="gather")
         else:
-            self.agree(what)
+            self.agree(label)
 
     def gather(
-        self, whole: Tensor, shard: Tensor, what: str, after: Iterable[Event] | None = None
+        self, whole: Tensor, shard: Tensor, label: str, after: Iterable[Event] | None = None
     ) -> Pending:
-        """Begin to fill the flat ``whole`` with the ``shard`` of each rank, in their order; it may be its place there.
+        """Begin to fill the flat ``whole`` with the ``shard`` of each rank, in the order of ranks.
 
-        It was announced as ``what``. A device begins it when the events ``after`` have come, or, without them, when all
-        is over that the current stream was told so far; ``ended`` is behind it.
+        ``shard`` may be this rank's part of ``whole``. The gather was announced as ``label``. A device begins it after
+        the events ``after``; without them, after all work on the current stream. ``end_event`` is behind it.
         """
         self._count("all-gather", shard.nbytes * (self.world.size - 1))
-        pending = Pending([], what, "gather")
+        pending = Pending([], label, "gather")
         if self._streams is not None:
             collective = partial(all_gather, whole, shard, self._groups.of("gather"), async_op=False)
             return self._queue(pending, collective, self._streams.gather, after, whole.nbytes)
@@ -203,204 +206,209 @@ class Collectives:
         pending.works = (
             scatter_shards(as_bytes(whole), as_bytes(shard), self._groups.of("gather"))
             if direct
-            else [waited_for(all_gather(whole, shard, self._groups.of("gather")))]
+            else [assert_begun(all_gather(whole, shard, self._groups.of("gather")))]
         )
-        return self._begun(pending, whole.nbytes)
+        return self._trace(pending, whole.nbytes)
 
     def spare(self, shard_nbytes: int) -> None:
-        """A group was used again before its bytes were given up: nothing is sent."""
+        """A group was used again before its bytes were freed: nothing is sent."""
         self.spared += shard_nbytes * (self.world.size - 1)
 
-    def exchange(self, received: Tensor, sent: Tensor, what: str) -> Pending:
-        """Begin to send each rank its part of the flat ``sent``; ``received`` gets this rank's part from each.
+    def exchange(self, received: Tensor, sent: Tensor, label: str) -> Pending:
+        """Begin to send each rank its part of the flat ``sent``. ``received`` gets this rank's part from each rank.
 
-        A device begins it when all is over that the current stream was told so far.
+        A device begins it after all work on the current stream. The transport uses both tensors until it has ended.
         """
         self.check()
-        self._raised = None
+        self._forward_error = None
         self._count("reduce", sent.nbytes // self.world.size * (self.world.size - 1))
-        self.peers.issued(what, group="reduction")
-        pending = Pending([], what, "reduction")
+        self.peers.issue(label, group="reduction")
+        pending = Pending([], label, "reduction")
         exchange = partial(dist.all_to_all_single, received, sent, group=self._groups.of("reduction"))
         if self._streams is not None:
             pending.buffers = received, sent
             return self._queue(pending, exchange, self._streams.reduce, None, sent.nbytes)
-        pending.works = [waited_for(exchange(async_op=True))]
-        return self._begun(pending, sent.nbytes)
+        pending.works = [assert_begun(exchange(async_op=True))]
+        return self._trace(pending, sent.nbytes)
 
     def finish(self, pending: Pending, cause: str) -> None:
-        """Wait for a collective; a device's current stream does. Errors name the rank that is the reason."""
-        if pending.ended is not None:
+        """Wait for a collective. On a device, the current stream waits and the CPU does not. Errors name their rank."""
+        if pending.end_event is not None:
             self.check()
-            if not pending.ended.done():
-                self._stalls.hold(pending.ended, cause)
-            pending.buffers = ()  # whoever is told to use their memory anew, by the same stream, comes later
+            if not pending.end_event.done():
+                self._stalls.hold(pending.end_event, cause)
+            # The current stream has been told to wait, so its later uses of this memory come after the collective.
+            pending.buffers = ()
             return
         with self._stalls.waiting_for(cause):
             while pending.works:
-                self._wait(pending.works[0], pending.what, pending.group)
-                del pending.works[0]  # not before: what has failed may still write to its buffers
+                self._wait(pending.works[0], pending.label, pending.group)
+                # Not before the wait: a collective that failed may still write to its buffers.
+                del pending.works[0]
 
-    def table(self, mine: Tensor, what: str) -> Tensor:
-        """A row from each rank: ``mine`` is a flat CPU tensor, of one length and dtype everywhere.
+    def table(self, row: Tensor, label: str) -> Tensor:
+        """Gather a row from each rank: ``row`` is a flat CPU tensor, of one length and dtype on all ranks.
 
-        Rows say what they are, and all are of one size, for gloo ends a process that receives more than it expects.
-        RankOrderError, on every rank, if ranks have come to different tables.
+        Rows carry their label, and all have one size: gloo ends a process that receives more bytes than it expects.
+        Raises RankOrderError, on every rank, if ranks have come to different tables.
         """
-        return self.finish_table(self.begin_table(mine, what))
+        return self.finish_table(self.begin_table(row, label))
 
-    def begin_table(self, mine: Tensor, what: str) -> Table:
-        """Send this rank's row, and wait for nobody. ``finish_table`` gives the rows of all ranks."""
-        payload = as_bytes(mine)
+    def begin_table(self, values: Tensor, label: str) -> Table:
+        """Send this rank's row, without waiting. ``finish_table`` returns the rows of all ranks."""
+        payload = as_bytes(values)
         row = torch.zeros(TITLE + self.row_nbytes, dtype=torch.uint8, device="cpu")
-        title = what.encode()[:TITLE]
+        title = label.encode()[:TITLE]
         row[: len(title)] = torch.frombuffer(bytearray(title), dtype=torch.uint8)
         row[TITLE : TITLE + payload.numel()] = payload
         rows = torch.empty(self.world.size, row.numel(), dtype=torch.uint8, device="cpu")
-        return Table(row, rows, payload.numel(), mine.dtype, what, self._begin_rows(rows, row, what))
+        return Table(row, rows, payload.numel(), values.dtype, label, self._begin_rows(rows, row, label))
 
     def finish_table(self, table: Table) -> Tensor:
         """Wait for a table that was begun. See ``table``."""
-        self._finish_rows(table.work, table.what)
+        self._finish_rows(table.work, table.label)
         titles = [bytes(each[:TITLE].tolist()).rstrip(b"\0").decode() for each in table.rows]
         if len(set(titles)) > 1:
-            told = ", ".join(f"rank {rank} in {each!r}" for rank, each in enumerate(titles))
+            labels = ", ".join(f"rank {rank} in {title!r}" for rank, title in enumerate(titles))
             self._failure = RankOrderError(
-                f"ranks are at different points of the program: {told}. Call forward, backward and step equally often"
+                f"ranks are at different points of the program: {labels}. Call forward, backward and step equally often"
                 f" on all ranks.{self.peers.remarks()}"
             )
             raise self._failure
         return table.rows[:, TITLE : TITLE + table.nbytes].contiguous().view(table.dtype)
 
-    def broadcast(self, values: Tensor, source: int, what: str) -> None:
-        """Make the flat ``values``, in host memory, those of rank ``source``, on all ranks."""
+    def broadcast(self, values: Tensor, source: int, label: str) -> None:
+        """Copy the flat ``values`` of rank ``source``, in host memory, to those of all ranks."""
         if not values.numel():
             return
         receivers = self.world.size - 1
         self._count("broadcast", values.nbytes if self.world.rank == source and receivers else 0)
-        self.peers.issued(what, group="control")
+        self.peers.issue(label, group="control")
         work = dist.broadcast(as_bytes(values), source, group=self._groups.of("control"), async_op=True)
-        self._wait(work, what, "control")
+        self._wait(work, label, "control")
 
-    def of_node(self, mine: T) -> list[T]:
-        """What each rank of this node says, in their order there: objects that can be pickled."""
-        of_all = self.say((socket.gethostname(), self.world.local_rank, mine), "find the ranks of this node")
-        here = of_all[self.world.rank][0]
-        found = sorted((place, said) for host, place, said in of_all if host == here)
-        return [said for _, said in found[: self.world.local_size]]
+    def gather_on_node(self, value: T) -> list[T]:
+        """The ``value`` of each rank of this node, in the order of local ranks. It must be picklable."""
+        hosts = self.gather_objects(
+            (socket.gethostname(), self.world.local_rank, value), "find the ranks of this node"
+        )
+        own_host = hosts[self.world.rank][0]
+        local = sorted((local_rank, entry) for host, local_rank, entry in hosts if host == own_host)
+        return [entry for _, entry in local[: self.world.local_size]]
 
-    def say(self, mine: T, what: str) -> list[T]:
-        """What each rank says when it comes to ``what``, in their order: objects that can be pickled."""
-        words = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-        lengths = [int(row[0]) for row in self.table(torch.tensor([words.numel()], device="cpu"), what)]
+    def gather_objects(self, value: T, label: str) -> list[T]:
+        """The ``value`` of each rank at ``label``, in the order of ranks. It must be picklable."""
+        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [int(row[0]) for row in self.table(torch.tensor([pickled.numel()], device="cpu"), label)]
         row = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        row[: words.numel()] = words
+        row[: pickled.numel()] = pickled
         rows = torch.empty(self.world.size, row.numel(), dtype=torch.uint8, device="cpu")
-        self._gather_rows(rows, row, what)
-        told = [theirs[:length].numpy().tobytes() for theirs, length in zip(rows, lengths, strict=True)]
-        return [pickle.loads(theirs) for theirs in told]  # noqa: S301 # from ranks of this run
+        self._gather_rows(rows, row, label)
+        contents = [part[:length].numpy().tobytes() for part, length in zip(rows, lengths, strict=True)]
+        return [pickle.loads(content) for content in contents]  # noqa: S301 # from ranks of this run
 
-    def agree(self, what: str) -> None:
-        """All ranks are about to do ``what``, which nobody has foreseen; an error on every rank if one is not."""
+    def agree(self, label: str) -> None:
+        """Wait until all ranks are about to do ``label``. RankOrderError, on every rank, if one is not."""
         self.check()
         with self._stalls.waiting_for("agreement"), self._failing():
-            self.peers.agree(what, group="gather")
+            self.peers.agree(label, group="gather")
 
     def check(self) -> None:
-        """DistributedError if one has ended this engine, here or on another rank."""
+        """DistributedError if a failure of this rank or of another one has ended this engine."""
         if self._failure is not None:
             raise self._failure
         with self._failing():
             self.peers.check()
 
-    def ended(self, phase: str, error: BaseException) -> None:
-        """``phase`` was ended by ``error`` on this rank: tell the others.
+    def report_failure(self, phase: str, error: BaseException) -> None:
+        """``error`` ended ``phase`` on this rank: tell the other ranks.
 
-        After a forward the program may go on; a backward or a step that not all ranks have ended ends the engine.
+        After a forward the program may go on. A backward or a step that not all ranks have finished ends the engine.
         """
         if phase == "forward":
-            self._raised = error
-            self._caught, self._steps_since = f"a forward that raised {type(error).__name__}: {error}", 0
-            self.peers.remark(self._caught)
+            self._forward_error = error
+            self._remark, self._steps_since = f"a forward that raised {type(error).__name__}: {error}", 0
+            self.peers.remark(self._remark)
         else:
             self.peers.fail(error)
 
-    def in_step(self) -> None:
-        """All ranks have ended the same step: the longer ago an exception is, the less it explains."""
-        if self._caught:
+    def finish_step(self) -> None:
+        """All ranks have finished a step: after ``EXPLAINING`` steps, an exception that was caught is forgotten."""
+        if self._remark:
             self._steps_since += 1
-            self._caught = self._caught if self._steps_since < EXPLAINING else ""
-            self.peers.remark(self._caught and f"{self._caught} ({self._steps_since} steps before)")
+            self._remark = self._remark if self._steps_since < EXPLAINING else ""
+            self.peers.remark(self._remark and f"{self._remark} ({self._steps_since} steps before)")
 
     def check_same(self, kind: str, described: Iterable[str]) -> None:
-        """ConfigError, on every rank, if what ``described`` (a line each) says of ``kind`` differs between ranks."""
-        mine = list(described)
-        digest = hashlib.sha256("\n".join(mine).encode()).digest()
+        """ConfigError, on every rank, if the lines ``described``, which describe ``kind``, differ between ranks."""
+        lines = list(described)
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()
         rows = self.table(torch.frombuffer(bytearray(digest), dtype=torch.uint8), f"compare the {kind}")
         if all(torch.equal(row, rows[0]) for row in rows):
             return
-        of_all = self.say(mine, f"tell the {kind}")
-        for rank, theirs in enumerate(of_all):
-            if theirs == of_all[0]:
+        lines_of_ranks = self.gather_objects(lines, f"tell the {kind}")
+        for rank, lines_of_rank in enumerate(lines_of_ranks):
+            if lines_of_rank == lines_of_ranks[0]:
                 continue
-            pairs = zip((*of_all[0], "nothing more"), (*theirs, "nothing more"), strict=False)
-            first, other = next((a, b) for a, b in pairs if a != b)
+            pairs = zip((*lines_of_ranks[0], "nothing more"), (*lines_of_rank, "nothing more"), strict=False)
+            expected, actual = next((a, b) for a, b in pairs if a != b)
             raise ConfigError(
-                f"the {kind} of rank {rank} is not that of rank 0: {other} there, {first} on rank 0. All ranks build"
-                " the same model and read the same configuration and files; only data differs"
+                f"the {kind} of rank {rank} is not that of rank 0: {actual} there, {expected} on rank 0. All ranks must"
+                " build the same model and read the same configuration and files; only data may differ"
             )
 
     def settle(self) -> None:
-        """Before anybody waits for a device for the last time, or gives back memory that it sends or receives in.
+        """Wait for the streams of gathers and reductions, before memory that they use is freed.
 
-        What cannot end is ended: on this rank nobody else does, where it is the one that has failed.
+        After a failure the connections are broken first: the collectives of this rank may wait for a lost rank, and no
+        other thread aborts them if the failure is this rank's own.
         """
-        if self._streams is None or not self._leave.alive:
+        if self._streams is None or not self._disconnect.alive:
             return
         if self.peers.broken or self._failure is not None:
             self._groups.sever()
         try:
             self._streams.gather.synchronize()
             self._streams.reduce.synchronize()
-        except RuntimeError as error:  # CUDA's, which every call raises from then on: there is more to close
+        except RuntimeError as error:  # of CUDA, which raises it from every later call: close() must go on
             log.error("the device of rank %d has failed: %s", self.world.rank, error)
 
     def close(self) -> None:
         """Leave the other ranks. Idempotent.
 
-        Where a device is connected with theirs, wait a while for them to come: they may still read its memory.
+        On a device, waits up to ``CLOSE_TIMEOUT`` for the other ranks to close: they may still read its memory.
         """
-        if self._raised is not None:
-            self.peers.fail(self._raised)
+        if self._forward_error is not None:
+            self.peers.fail(self._forward_error)
         self.settle()
-        if self._leave.alive:
+        if self._disconnect.alive:
             if self._failure is not None:
                 self._groups.sever()
-            elif self._streams is not None and not self.peers.meet("close", FAREWELL):
-                log.info("not all ranks have closed their engines within %.0f s of this one", FAREWELL)
-        self._leave()
+            elif self._streams is not None and not self.peers.meet("close", CLOSE_TIMEOUT):
+                log.info("not all ranks have closed their engines within %.0f s of this one", CLOSE_TIMEOUT)
+        self._disconnect()
 
-    def _gather_rows(self, rows: Tensor, row: Tensor, what: str) -> None:
+    def _gather_rows(self, rows: Tensor, row: Tensor, label: str) -> None:
         """Fill ``rows`` with the ``row`` of each rank, all of one size."""
-        self._finish_rows(self._begin_rows(rows, row, what), what)
+        self._finish_rows(self._begin_rows(rows, row, label), label)
 
-    def _begin_rows(self, rows: Tensor, row: Tensor, what: str) -> dist.Work:
+    def _begin_rows(self, rows: Tensor, row: Tensor, label: str) -> dist.Work:
         self._count("control", row.numel() * (self.world.size - 1))
-        self.peers.issued(what, group="control")
-        return waited_for(all_gather(rows.view(-1), row, self._groups.of("control")))
+        self.peers.issue(label, group="control")
+        return assert_begun(all_gather(rows.view(-1), row, self._groups.of("control")))
 
-    def _finish_rows(self, work: dist.Work, what: str) -> None:
+    def _finish_rows(self, work: dist.Work, label: str) -> None:
         with self._stalls.waiting_for("agreement"):
-            self._wait(work, what, "control")
+            self._wait(work, label, "control")
 
     @property
     def failure(self) -> BaseException | str | None:
-        """What has ended this engine, if that was raised here."""
+        """The error that ended this engine, if it was raised on this rank."""
         return self._failure or self.peers.failed_by
 
-    def _wait(self, work: dist.Work, what: str, group: str) -> None:
+    def _wait(self, work: dist.Work, label: str, group: str) -> None:
         with self._failing():
-            self.peers.wait(work, what, group=group)
+            self.peers.wait(work, label, group=group)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -418,8 +426,9 @@ class Collectives:
         after: Iterable[Event] | None,
         nbytes: int,
     ) -> Pending:
-        """Tell the device of it. See Note [Collectives on a device]."""
+        """Queue ``collective`` on ``stream`` of the device. See Note [Collectives on a device]."""
         assert self._streams is not None
+        # Without ``after``: the tensors were written by compute, on the current stream.
         for event in [self._streams.compute.record()] if after is None else after:
             stream.wait_for(event)
         begun = stream.record(timed=True)
@@ -428,57 +437,57 @@ class Collectives:
                 collective()
         except dist.DistError as error:  # a communicator that was aborted in between, or could not be made
             with self._failing():
-                raise self.peers.cause_of(str(error), pending.what, group=pending.group) from error
-        pending.ended = stream.record(timed=True)
+                raise self.peers.cause_of(str(error), pending.label, group=pending.group) from error
+        pending.end_event = stream.record(timed=True)
         self._groups.queued(pending)
-        self._stalls.timeline.queued("network", pending.what, begun, pending.ended, bytes=nbytes)
+        self._stalls.timeline.queued("network", pending.label, begun, pending.end_event, bytes=nbytes)
         return pending
 
-    def _begun(self, pending: Pending, nbytes: int) -> Pending:
-        """Show it in a trace: what carries it out says when it is done, nobody may be waiting by then."""
+    def _trace(self, pending: Pending, nbytes: int) -> Pending:
+        """Record ``pending`` in a trace. A thread of the transport ends the span: no other may wait at that time."""
         timeline = self._stalls.timeline
         if timeline.recording:
-            timeline.begin("network", pending.what, bytes=nbytes)
-            left = list(pending.works)
+            timeline.begin("network", pending.label, bytes=nbytes)
+            remaining = list(pending.works)
 
-            def one_has_ended(_: object) -> None:
-                left.pop()
-                if not left:
-                    timeline.end("network", pending.what)
+            def count_down(_: object) -> None:
+                remaining.pop()
+                if not remaining:
+                    timeline.end("network", pending.label)
 
             for work in pending.works:
-                work.get_future().add_done_callback(one_has_ended)
+                work.get_future().add_done_callback(count_down)
         return pending
 
-    def has_ended(self, pending: Pending) -> bool:
+    def is_done(self, pending: Pending) -> bool:
         """Whether ``finish`` would not have to wait."""
-        # Never on a device: what somebody begins for that reason would not be begun in one order by all ranks.
-        return pending.ended is None and all(work.is_completed() for work in pending.works)
+        # Never on a device: a collective that a rank begins for this reason would come in another order on other ranks.
+        return pending.end_event is None and all(work.is_completed() for work in pending.works)
 
     def _connect_devices(self, device: torch.device) -> None:
-        """Let every GPU send to every other one, both ways in which we do.
+        """Let every GPU send to every other one, by a gather and by an exchange, and check the results.
 
-        That is when NCCL makes its connections and takes its memory: where all ranks are, and before anybody counts
-        what is left of the device. Some machines let GPUs reach each other's memory and deliver something else.
+        NCCL makes its connections and allocates its memory now, while all ranks are here, and before the free memory of
+        the device is measured. Some machines allow peer access between GPUs but deliver wrong bytes.
         """
         size, rank = self.world.size, self.world.rank
-        told = torch.full((1,), rank, dtype=torch.int32, device=device)
+        own_rank = torch.full((1,), rank, dtype=torch.int32, device=device)
         sent = torch.arange(size, dtype=torch.int32, device=device) + rank * size
         whole, received = torch.empty_like(sent), torch.empty_like(sent)
         self.announce("connect the devices", foreseen=True)
         pending = (
-            self.gather(whole, told, "connect the devices"),
+            self.gather(whole, own_rank, "connect the devices"),
             self.exchange(received, sent, "connect the devices"),
         )
-        for each in pending:
-            assert each.ended is not None
-            each.ended.wait()
-            self.finish(each, "agreement")
+        for collective in pending:
+            assert collective.end_event is not None
+            collective.end_event.wait()
+            self.finish(collective, "agreement")
         if whole.tolist() != list(range(size)) or received.tolist() != [n * size + rank for n in range(size)]:
             raise DistributedError(
-                f"the GPU of rank {rank} has received other bytes than those of other ranks have sent it:"
-                f" {whole.tolist()} and {received.tolist()}. The way between them is broken (PCI access control, or an"
-                " IOMMU): see whether NCCL_P2P_DISABLE=1 helps"
+                f"the GPU of rank {rank} received wrong bytes from the GPUs of other ranks: {whole.tolist()} and"
+                f" {received.tolist()}. Peer access between GPUs is broken (PCI access control, or an IOMMU): try"
+                " NCCL_P2P_DISABLE=1"
             )
 
     def _count(self, kind: str, nbytes: int) -> None:
@@ -486,13 +495,6 @@ class Collectives:
         self.sent[kind] += nbytes
 
 
-def _unended(groups: ProcessGroups, streams: Streams | None) -> str | None:
-    """``groups.unended``, in a thread that asks the device of ``streams``."""
-    if streams is not None:
-        streams.enter_thread()
-    return groups.unended()
-
-
-def _leave(peers: Peers, groups: ProcessGroups) -> None:
+def _disconnect(peers: Peers, groups: ProcessGroups) -> None:
     peers.close()
     groups.leave()

@@ -1,7 +1,8 @@
-"""Ranks that wait for each other: a knot that nobody can undo. Pure.
+"""Deadlocks: ranks that wait for each other in different collectives. Pure functions over beats.
 
-Collectives of several groups have no order among each other, so a rank that waits in one and a rank that waits in
-another look like two that are early, until one sees that each waits for the other. The same of several engines.
+Collectives of several groups have no order among each other. So a rank that waits in one group, and a rank that waits
+in another one, look as if both were early, until the collectives that each of them has reached are compared. The same
+holds for collectives of several engines.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from zero3.ranks.store import Beat
 
 
 def find(rank: int, beats: Mapping[int, Beat]) -> dict[int, Beat]:
-    """The ring that ``rank`` waits for: each for a collective that the next has not come to; empty if there is none.
+    """The ring of ranks that ``rank`` waits for; empty if there is none.
 
-    ``beats`` are those of all ranks that run, ``rank`` included, as far as they are known.
+    In a ring, each rank waits for a collective that the next rank has not reached. ``beats``: the last known beats of
+    all ranks that run, ``rank`` included.
     """
     path: list[int] = []
     at: int | None = rank
@@ -24,15 +26,18 @@ def find(rank: int, beats: Mapping[int, Beat]) -> dict[int, Beat]:
         if waits is None:
             return {}
         group, number, _ = waits
-        blocking = (other for other, beat in beats.items() if beat.waiting and beat.reached(group) < number)
+        blocking = (
+            candidate for candidate, beat in beats.items() if beat.waiting and beat.reached(group) < number
+        )
         at = next(blocking, None)
     return {} if at is None else {member: beats[member] for member in path[path.index(at) :]}
 
 
-def is_tied(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> bool:
-    """Whether a ring that was found twice is one: its beats may be of different moments.
+def is_deadlock(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> bool:
+    """Whether ``before`` and ``now``, the rings of two successive looks, are one deadlock.
 
-    A rank that has beaten in between, and is where it was, was there all the time: so all of them were at once.
+    The beats of one look may be of different moments. If each rank has beaten in between and is at the same place, it
+    was there all the time, so all of them were there at once.
     """
     return (
         bool(now)
@@ -45,4 +50,4 @@ def is_tied(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> bool:
 
 
 def _place(beat: Beat) -> object:
-    return beat.waiting, beat.said, beat.said_elsewhere
+    return beat.waiting, beat.last, beat.last_elsewhere

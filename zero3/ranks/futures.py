@@ -1,4 +1,4 @@
-"""Calls that may never return, on threads that are left behind then: nothing that Python can do ends them."""
+"""Calls that may never return. They run on threads of their own, which are abandoned if a call is stuck."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def begun(call: Callable[[], T], name: str) -> Future[T]:
-    """Run ``call`` on a daemon thread of that ``name``."""
+def run_in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Run ``call`` on a daemon thread named ``name``: it keeps no process alive."""
     future: Future[T] = Future()
 
     def run() -> None:

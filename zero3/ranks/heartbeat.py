@@ -1,14 +1,14 @@
-"""The thread by which a rank knows of the others: it tells where this one is, and watches where they are.
+"""The heartbeat: a thread that publishes the position of this rank, and watches the positions of the other ranks.
 
-It is the only user of the store, so that a store which hangs never hangs training. About once a second it
+It is the only user of the rank store, so a store that hangs never hangs training. About once a second it
 
 - writes this rank's beat;
-- takes over a failure that another rank has found;
-- answers questions of order: another rank is about to enter collective N and asks whether this one does the same;
-- reads the beat of its successor, or everybody's while this rank waits for something, and judges them.
+- reads whether another rank has published a failure;
+- confirms proposals: another rank is about to enter collective N, and asks whether this rank's is the same;
+- reads the beat of its successor, or all beats while this rank waits for something, and judges the ranks.
 
-Every rank watching one other keeps the cost linear in their number, and a failure is written once for all to read. The
-first one stays: whoever falls because of another's death names that death.
+Each rank watches one other, which keeps the cost linear in their number. A failure is written once, and all ranks read
+it. The first failure stays: a rank that falls because of another rank's death names that death.
 """
 
 from __future__ import annotations
@@ -18,200 +18,221 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from zero3.ranks import deadlock
+from zero3.ranks.observed_rank import ObservedRank
 from zero3.ranks.position import Position
-from zero3.ranks.questions import Answers, Question
-from zero3.ranks.seen import Seen
-from zero3.ranks.store import MEMORY, Beat, Board, Failure, Process, spell
+from zero3.ranks.proposals import Answers, Proposal
+from zero3.ranks.store import MEMORY, Beat, Failure, Process, RankStore, spell
 
 log = logging.getLogger(__name__)
 
 ORDER = (
-    "modules must be called in the same order on all ranks, and so must what reads parameters (state_dict, gathered,"
+    "modules must be wakes in the same order on all ranks, and so must what reads parameters (state_dict, gathered,"
     " get_fp32_parameter) or saves them (save_checkpoint), never on one rank alone. For experts that are routed per"
     " rank, put their container into one group (zero_optimization.leaf_module)."
 )
-URGENT = 0.05  # seconds between two looks while a collective has failed and nobody knows why
-SIGNS = 5  # beats missed by a rank are enough to name it when a collective has failed
-AT_ONCE = 64  # ranks whose beats are read in one look; more of them are looked at less often
-POLL = (2e-4, 2e-2)  # seconds between two counts of answers, from the first on, doubling
+URGENT = 0.05  # seconds between two looks after a collective has failed for an unknown reason
+SIGNS = 5  # missed beats after which a rank is named as the cause of a failed collective
+AT_ONCE = 64  # ranks whose beats are read at the full rate; with more ranks the rate is lower
+POLL = (
+    2e-4,
+    2e-2,
+)  # seconds between two reads of the number of confirmations: first, and longest after doubling
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Times in seconds after which ranks judge each other."""
+
+    timeout: float  # without a move of any rank, until a wait fails
+    silence: float = 30.0  # without a sign of life, until a rank is lost
+    beat: float = 1.0  # between two beats; lowered so that SIGNS of them fit into ``silence``
+    patience: float = 10.0  # of a wait, until a warning is logged
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "beat", min(self.beat, self.silence / SIGNS))
 
 
 class Heartbeat:
-    """Beats until the rank ends. Its thread is a daemon: it keeps no process alive; a forked child has none.
+    """Beats until the rank ends. Its thread is a daemon, so it keeps no process alive. A forked child has none.
 
-    ``strict``: judge the others also while this rank waits for nothing that it knows of. ``elsewhere``: where this rank
-    is with other engines, by their names.
+    ``strict``: judge the other ranks also while this rank waits for no collective that it knows of. ``elsewhere``
+    returns the positions of this rank with other engines, by their names.
     """
 
     def __init__(
         self,
-        board: Board,
+        store: RankStore,
         rank: int,
         world_size: int,
+        limits: Limits,
         *,
-        timeout: float,
-        silence: float,
-        beat: float,
         strict: bool,
         elsewhere: Callable[[], Mapping[str, Position]] = dict,
     ) -> None:
-        self.board = board
+        self.store = store
         self.position = Position()
         self._elsewhere = elsewhere
         self.process = Process.this()
-        self.seen: dict[int, Seen] = {}
-        self.turns = 0  # how often the thread has come round: it does not while the store hangs
-        self.moves = 0  # how often another rank was seen in a new position
-        self.store_lost: str | None = None
-        self.changed = threading.Condition()  # lock of what follows
+        # The thread writes these four; other threads only read them.
+        self.observed: dict[int, ObservedRank] = {}
+        self.turns = 0  # loops of the thread: the number stands still while the store hangs
+        self.moves = 0  # how often another rank was observed in a new position
+        self.store_lost: str | None = None  # why the store cannot be used any more
+        # Its lock guards the fields up to the next comment. Waiters are notified when one of them changes.
+        self.changed = threading.Condition()
         self.failure: Failure | None = None
-        self._found: Failure | None = None  # by the thread that trains; to be posted
-        self._question: Question | None = None
+        self._unposted: Failure | None = None  # from the thread that trains, to be written to the store
+        self._proposal: Proposal | None = None
         self._state: Literal["running", "failed", "closed"] = "running"
         self._kicked = False
         self._waiting = False
         self._urgent = False
-        # What follows is the thread's own.
+        # The fields below belong to the thread, which uses them without a lock.
         self._rank = rank
-        self._others = [other for other in range(world_size) if other != rank]
+        self._other_ranks = [other for other in range(world_size) if other != rank]
         self._successor = (rank + 1) % world_size
         self._world_size = world_size
-        self._timeout = timeout
-        self._silence = silence
-        self._beat = beat
+        self._limits = limits
         self._strict = strict
         self._count = 0
-        self._clock = 0.0  # seconds that this process was awake: being suspended is not the others' silence
-        self._due = self._due_for_all = 0.0
+        self._clock = (
+            0.0  # seconds that this process ran: the time of its own suspension is no silence of others
+        )
+        self._next_beat = self._next_full_read = 0.0
         self._poll = POLL[0]
-        self._many = max(1.0, world_size / AT_ONCE)  # how much slower many ranks have to be to the store
-        self._longest_poll = POLL[1] * self._many
+        self._slowdown = max(1.0, world_size / AT_ONCE)  # how much rarer many ranks read the store
+        self._longest_poll = POLL[1] * self._slowdown
         self._answers: defaultdict[str, Answers] = defaultdict(Answers)
-        self._computing: tuple[int, ...] = ()  # ranks of this host that give no beat, and spend CPU time
-        self._logged: set[int] = set()  # ranks of whose silence the log tells
-        self._knot: dict[int, Beat] = {}  # ranks that seemed to wait for each other, at the last look
+        self._computing: tuple[int, ...] = ()  # ranks of this host that give no beat and spend CPU time
+        self._logged: set[int] = set()  # ranks whose silence was logged
+        self._deadlock: dict[int, Beat] = {}  # ranks that seemed to wait for each other at the last look
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
         self._thread.start()
 
-    # ---- called by other threads ----
+    # ---- wakes by other threads ----
 
     def watch(self, *, urgent: bool = False) -> None:
-        """This rank waits: look at all ranks, now and at every beat; if ``urgent``, many times a second."""
+        """This rank waits: read all beats now and at every beat; if ``urgent``, many times a second."""
         with self.changed:
             if not self._waiting or (urgent and not self._urgent):
                 self._waiting, self._urgent, self._kicked = True, urgent, True
                 self.changed.notify_all()
 
-    def rest(self) -> None:
-        """What this rank waited for has come."""
+    def end_watch(self) -> None:
+        """The wait of this rank is over."""
         with self.changed:
             self._waiting = self._urgent = False
 
-    def ask(self, group: str, what: str) -> Question:
-        """Ask all ranks whether their next collective of ``group`` is ``what``, too."""
+    def propose(self, group: str, label: str) -> Proposal:
+        """Ask all ranks to confirm that their next collective of ``group`` is ``label``."""
         with self.changed:
-            self._question = Question(group, self.position.issue(group, what), what)
+            self._proposal = Proposal(group, self.position.issue(group, label), label)
             self._poll = POLL[0]
             self.changed.notify_all()
-            return self._question
+            return self._proposal
 
-    def answered(self, question: Question, within: float) -> bool:
-        """Wait for all ranks to have said the same, or for a failure, or for the time to pass."""
+    def confirmed(self, question: Proposal, within: float) -> bool:
+        """Wait until all ranks have confirmed, a failure comes, or the time passes. Returns whether all confirmed."""
         with self.changed:
             self.changed.wait_for(
-                lambda: self._question is not question or self.failure or self.store_lost, within
+                lambda: self._proposal is not question or self.failure or self.store_lost, within
             )
-            return self._question is not question
+            return self._proposal is not question
 
-    def settle(self, failure: Failure, within: float = 2.0) -> Failure:
-        """Make ``failure`` known, unless another came first; returns the one that counts."""
+    def publish(self, failure: Failure, within: float = 2.0) -> Failure:
+        """Publish ``failure`` to all ranks, unless another one came first. Returns the first one."""
         with self.changed:
             if self.failure is None:
-                self._found = failure
+                self._unposted = failure
                 self.changed.notify_all()
                 self.changed.wait_for(lambda: self.failure or self.store_lost, within)
-                self.failure = self.failure or failure  # else the store does not answer
+                # Still None if the store does not answer in time: then this rank fails without the others.
+                self.failure = self.failure or failure
             return self.failure
 
-    def failed(self, within: float) -> Failure | None:
-        """Wait that long for a failure."""
+    def wait_for_failure(self, within: float) -> Failure | None:
+        """Wait ``within`` seconds for a failure. Returns early when this rank ends."""
         with self.changed:
             self.changed.wait_for(lambda: self.failure or self._state != "running", within)
             return self.failure
 
     def end(self, state: Literal["failed", "closed"], within: float = 2.0) -> None:
-        """Say that this rank takes no part any more, and stop."""
+        """Publish that this rank has ended, and stop the thread."""
         with self.changed:
             self._state = state
             self.changed.notify_all()
-        self._thread.join(within)  # a store that hangs keeps the thread; it is a daemon
+        # With a limit: a store that hangs keeps the thread for ever. It is a daemon, so the process can end.
+        self._thread.join(within)
 
     def beat(self) -> Beat:
-        """Where this rank is now."""
-        here, elsewhere = self.position, self._elsewhere()
+        """The current beat of this rank."""
+        position, elsewhere = self.position, self._elsewhere()
         return Beat(
             self._count,
             self.process,
-            here.doing,
-            here.waits,
-            here.last(),
+            position.activity,
+            position.waits,
+            position.last(),
             self._state,
-            here.remark,
+            position.remark,
             self._computing,
-            next((position.waits_of(name) for name, position in elsewhere.items() if position.waits), None),
-            {
-                group: last
-                for name, position in elsewhere.items()
-                for group, last in position.last(name).items()
-            },
+            next((other.waits_of(name) for name, other in elsewhere.items() if other.waits), None),
+            {group: last for name, other in elsewhere.items() for group, last in other.last(name).items()},
         )
 
-    def who(self, rank: int) -> str:
-        """``rank 1 (host a, pid 7)``."""
-        seen = self.seen.get(rank)
-        process = self.process if rank == self._rank else seen.beat.process if seen else None
+    def describe(self, rank: int) -> str:
+        """The rank in an error: ``rank 1 (host a, pid 7)``."""
+        known = self.observed.get(rank)
+        process = self.process if rank == self._rank else known.beat.process if known else None
         return f"rank {rank}" + (f" (host {process.host}, pid {process.pid})" if process else "")
 
     def remarks(self) -> str:
-        """What ranks remark, in sentences; empty if there is nothing."""
-        said = {rank: seen.beat.remark for rank, seen in dict(self.seen).items()}
-        said[self._rank] = self.position.remark
+        """The remarks of all ranks, as sentences; empty if there are none."""
+        texts = {rank: known.beat.remark for rank, known in dict(self.observed).items()}
+        texts[self._rank] = self.position.remark
         return "".join(
-            f" {self.who(rank)} went on after {said[rank]}." for rank in sorted(said) if said[rank]
+            f" {self.describe(rank)} went on after {texts[rank]}." for rank in sorted(texts) if texts[rank]
         )
 
     def positions(self, ranks: list[int] | None = None) -> str:
-        """Where ranks are, those in the same place together."""
+        """The positions of ``ranks`` (by default all), as text. Ranks in the same place are named together."""
         places: defaultdict[str, list[int]] = defaultdict(list)
-        for rank in sorted([*self._others, self._rank]) if ranks is None else ranks:
-            seen = self.seen.get(rank)
+        for rank in sorted([*self._other_ranks, self._rank]) if ranks is None else ranks:
+            known = self.observed.get(rank)
             if rank == self._rank:
                 places[self.beat().position()].append(rank)
-            elif seen is None:
+            elif known is None:
                 places["without a sign of life since the start"].append(rank)
             else:
-                places[seen.beat.position()].append(rank)
+                places[known.beat.position()].append(rank)
         return "; ".join(f"{spell(ranks)} {place}" for place, ranks in places.items())
 
     def server_state(self) -> str:
-        """What can be seen from here of the process that serves the store, in words."""
-        seen = self.seen.get(0)
-        if not self.board.served_by_rank_0 or seen is None or not seen.here:
+        """The state of the process that serves the store, as text; empty if it cannot be observed from here."""
+        known = self.observed.get(0)
+        if not self.store.served_by_rank_0 or known is None or not known.is_local:
             return ""
-        return f" ({self.who(0)} is in state {seen.beat.process.state() or 'gone'})"
+        return f" ({self.describe(0)} is in state {known.beat.process.state() or 'gone'})"
 
-    def left(self) -> tuple[int, str] | None:
-        """The first rank that was seen to have closed its engine or ended its program, and which it was."""
-        seen = sorted(dict(self.seen).items())
-        return next(((rank, each.beat.doing) for rank, each in seen if each.beat.state == "closed"), None)
+    def first_closed(self) -> tuple[int, str] | None:
+        """The first rank that has closed its engine or ended its program, and which of them it did."""
+        known = sorted(dict(self.observed).items())
+        return next(
+            ((rank, known.beat.activity) for rank, known in known if known.beat.state == "closed"), None
+        )
 
-    def behind(self, group: str, number: int) -> list[int]:
-        """Ranks that were not seen at that collective yet."""
-        seen = dict(self.seen)
-        return [rank for rank in self._others if rank not in seen or seen[rank].beat.reached(group) < number]
+    def ranks_behind(self, group: str, number: int) -> list[int]:
+        """Ranks that have not reached collective ``number`` of ``group``, as far as their beats tell."""
+        known = dict(self.observed)
+        return [
+            rank
+            for rank in self._other_ranks
+            if rank not in known or known[rank].beat.reached(group) < number
+        ]
 
     # ---- the thread ----
 
@@ -219,280 +240,296 @@ class Heartbeat:
         last = time.monotonic()
         while True:
             now = time.monotonic()
-            self._clock += min(now - last, 3 * self._beat)
+            self._clock += min(now - last, 3 * self._limits.beat)
             last = now
             if self.store_lost is None:
                 try:
                     self._turn(now)
-                except RuntimeError as error:  # whatever a store has to say
-                    self._lose(str(error).partition("\n")[0])
+                except RuntimeError as error:  # torch's stores have no narrower class of errors
+                    self._lose_store(str(error).partition("\n")[0])
             else:
                 self._judge_processes()
             self.turns += 1
             with self.changed:
                 if self._state != "running":
                     break
-                called = self._called if self.store_lost is None else self._ended
-                self.changed.wait_for(called, self._pause())
+                wakes = self._has_work if self.store_lost is None else self._is_ending
+                self.changed.wait_for(wakes, self._pause())
         if self.store_lost is None:
             try:
                 self._write()
             except RuntimeError as error:
-                self._lose(str(error).partition("\n")[0])
-        self.board.leave()
+                self._lose_store(str(error).partition("\n")[0])
+        self.store.disconnect()
 
-    def _lose(self, why: str) -> None:
+    def _lose_store(self, reason: str) -> None:
         with self.changed:
-            self.store_lost = why
-            self.failure = self.failure or self._found
+            self.store_lost = reason
+            self.failure = self.failure or self._unposted
             self.changed.notify_all()
 
-    def _ended(self) -> bool:
+    def _is_ending(self) -> bool:
         return self._state != "running"
 
-    def _called(self) -> bool:
-        new = self._question is not None and not self._question.asked
-        return self._kicked or self._found is not None or new or self._ended()
+    def _has_work(self) -> bool:
+        new = self._proposal is not None and not self._proposal.is_posted
+        return self._kicked or self._unposted is not None or new or self._is_ending()
 
     def _pause(self) -> float:
         if self.store_lost is not None:
-            return URGENT if self._urgent else self._beat
-        until_due = max(0.0, self._due - time.monotonic())
-        if self._question is None or self.failure:
-            return until_due
+            return URGENT if self._urgent else self._limits.beat
+        until_beat = max(0.0, self._next_beat - time.monotonic())
+        if self._proposal is None or self.failure:
+            return until_beat
         self._poll = min(2 * self._poll, self._longest_poll)
-        return min(self._poll, until_due)
+        return min(self._poll, until_beat)
 
     def _turn(self, now: float) -> None:
         with self.changed:
-            question, kicked, self._kicked = self._question, self._kicked, False
-            found, self._found = self._found, None
-        if found is not None:
-            self._settle(found)
+            question, kicked, self._kicked = self._proposal, self._kicked, False
+            unposted, self._unposted = self._unposted, None
+        # First: a failure ends the run, and no proposal is answered after it.
+        if unposted is not None:
+            self._publish(unposted)
         if question is not None and self.failure is None:
-            self._discuss(question)
-        if not kicked and now < self._due:
+            self._advance_proposal(question)
+        if not kicked and now < self._next_beat:
             return
-        self._due = now + (URGENT if self._urgent else self._beat)
+        self._next_beat = now + (URGENT if self._urgent else self._limits.beat)
         self._write()
         if self.failure is not None:
             return
+        # Before the judgement below: the first failure counts, and it may explain what this rank is about to find.
         self._take_over()
         for group in self.position.last():
             self._answer(group)
-        self._read(self._whom(now, kicked))
-        self._look_at_work()
+        self._read_beats(self._ranks_to_read(now, kicked))
+        self._observe_processes()
         self._judge_processes()
         self._judge()
 
     def _write(self) -> None:
         self._count += 1
-        self.board.write(self._rank, self.beat())
+        self.store.write_beat(self._rank, self.beat())
 
-    def _settle(self, failure: Failure) -> None:
-        self._adopt(self.board.post(failure))
+    def _publish(self, failure: Failure) -> None:
+        self._adopt(self.store.post_failure(failure))
 
     def _take_over(self) -> None:
-        failure = self.board.failure()
+        failure = self.store.failure()
         if failure is not None:
             self._adopt(failure)
 
     def _adopt(self, failure: Failure) -> None:
-        """The run is over. Whoever waits here raises it; a program that hangs elsewhere has at least the log."""
+        """``failure`` ends the run. A wait of this rank raises it. If it waits for nothing here, it is logged."""
         with self.changed:
             first = self.failure is None
             self.failure = self.failure or failure
             self.changed.notify_all()
-        elsewhere = not (self._waiting or self._strict) and self.position.waits is None
-        if first and elsewhere and failure.rank != self._rank and self._state == "running":
+        unraised = not (self._waiting or self._strict) and self.position.waits is None
+        if first and unraised and failure.rank != self._rank and self._state == "running":
             log.critical("%s", failure.error())
 
-    def _discuss(self, question: Question) -> None:
-        """Ask, if that is still to be done; count who has said the same."""
+    def _advance_proposal(self, question: Proposal) -> None:
+        """Write the proposal, unless that is done, and read how many ranks have confirmed it."""
         group, number = question.group, question.number
-        if not question.asked:
-            question.asked = True
-            if number not in self._answers[group].given:  # else another rank asked, and was answered below
-                self._compare(group, number, *self.board.ask(group, number, self._rank, question.what))
+        if not question.is_posted:
+            question.is_posted = True
+            # Otherwise another rank has proposed this collective, and _answer has confirmed it.
+            if number not in self._answers[group].numbers:
+                self._compare(group, number, *self.store.propose(group, number, self._rank, question.label))
         elif self._poll >= self._longest_poll:
             self._take_over()
-        if self.failure is None and self.board.same(group, number) == self._world_size:
+        if self.failure is None and self.store.confirmations(group, number) == self._world_size:
             with self.changed:
-                self._question = None
+                self._proposal = None
                 self.changed.notify_all()
 
     def _answer(self, group: str) -> None:
-        """Other ranks may have asked about collectives that this one has issued without asking, in any order."""
+        """Confirm proposals of other ranks for collectives that this rank has issued without one, in any order."""
         answers = self._answers[group]
-        count = self.board.questions(group)
-        answers.read = max(answers.read, count - MEMORY)
-        while answers.read < count:
-            number = self.board.number(group, answers.read + 1)
+        count = self.store.proposal_count(group)
+        answers.read_count = max(answers.read_count, count - MEMORY)
+        while answers.read_count < count:
+            number = self.store.proposed_number(group, answers.read_count + 1)
             if number is None:
-                break  # being written
-            answers.read += 1
-            answers.open.add(number)
-        for number in sorted(answers.open):
-            if number in answers.given:
-                answers.open.remove(number)
-            elif self.position.said(group, number) is not None:
-                self._compare(group, number, *self.board.question(group, number))
+                break  # another rank is writing it
+            answers.read_count += 1
+            answers.open_numbers.add(number)
+        for number in sorted(answers.open_numbers):
+            if number in answers.numbers:
+                answers.open_numbers.remove(number)
+            elif self.position.label_of(group, number) is not None:
+                self._compare(group, number, *self.store.proposal(group, number))
 
-    def _compare(self, group: str, number: int, rank: int, what: str) -> None:
-        mine = self.position.said(group, number)
-        assert mine is not None
-        if mine != what:
-            self._settle(self._disorder(group, number, rank, what, mine))
+    def _compare(self, group: str, number: int, rank: int, label: str) -> None:
+        """Confirm collective ``number``, which ``rank`` proposes as ``label``, or publish that the order differs."""
+        own_label = self.position.label_of(group, number)
+        assert own_label is not None
+        if own_label != label:
+            self._publish(self._order_failure(group, number, rank, label, own_label))
             return
         answers = self._answers[group]
-        answers.give(number)
-        if self.board.say_the_same(group, number) == self._world_size:
-            for earlier in [kept for kept in answers.kept if kept < number]:
-                self.board.forget(group, earlier)
-                answers.kept.remove(earlier)
+        answers.add(number)
+        # The last rank that confirms deletes earlier proposals: the rank that waited for them has gone on.
+        if self.store.confirm(group, number) == self._world_size:
+            for earlier in [confirmed for confirmed in answers.deletable if confirmed < number]:
+                self.store.delete_proposal(group, earlier)
+                answers.deletable.remove(earlier)
 
-    def _disorder(self, group: str, number: int, rank: int, what: str, mine: str) -> Failure:
-        self._read([rank])  # the last beat may be of before what it remarks
-        (one, this), (other, that) = sorted([(rank, what), (self._rank, mine)])
+    def _order_failure(self, group: str, number: int, rank: int, label: str, own_label: str) -> Failure:
+        self._read_beats([rank])  # the last beat may be older than its remark
+        (first, label_of_first), (second, label_of_second) = sorted([(rank, label), (self._rank, own_label)])
         return Failure(
-            "order", other,
-            f"{self.who(other)} is about to {that} where {self.who(one)} is about to {this} ({group} {number}): "
-            f"{ORDER}{self.remarks()}",
+            "order", second,
+            f"{self.describe(second)} is about to {label_of_second} where {self.describe(first)} is about to "
+            f"{label_of_first} ({group} {number}): {ORDER}{self.remarks()}",
         )  # fmt: skip
 
-    def _whom(self, now: float, kicked: bool) -> list[int]:
-        everybody = self._waiting or self._suspicious() or len(self.seen) < len(self._others)
-        if not everybody or (now < self._due_for_all and not (kicked and self._many == 1.0)):
+    def _ranks_to_read(self, now: float, kicked: bool) -> list[int]:
+        everybody = self._waiting or self._suspicious() or len(self.observed) < len(self._other_ranks)
+        if not everybody or (now < self._next_full_read and not (kicked and self._slowdown == 1.0)):
             return [self._successor]
-        self._due_for_all = now + (URGENT if self._urgent else self._beat) * self._many
-        return self._others
+        self._next_full_read = now + (URGENT if self._urgent else self._limits.beat) * self._slowdown
+        return self._other_ranks
 
     def _suspicious(self) -> bool:
-        seen = self.seen.get(self._successor)
-        return seen is not None and seen.silence > self._silence / 4
+        known = self.observed.get(self._successor)
+        return known is not None and known.silence > self._limits.silence / 4
 
-    def _read(self, ranks: list[int]) -> None:
-        known = [rank for rank in ranks if rank in self.seen]
-        for rank, beat in self.board.read(known, [rank for rank in ranks if rank not in self.seen]).items():
-            seen = self.seen.get(rank)
-            if seen is None:
-                seen = self.seen[rank] = Seen(beat, self._clock, self._clock)
+    def _read_beats(self, ranks: list[int]) -> None:
+        observed = [rank for rank in ranks if rank in self.observed]
+        for rank, beat in self.store.read_beats(
+            observed, [rank for rank in ranks if rank not in self.observed]
+        ).items():
+            known = self.observed.get(rank)
+            if known is None:
+                known = self.observed[rank] = ObservedRank(beat, self._clock, self._clock)
                 self.moves += 1
-            elif beat.count != seen.beat.count:
-                if (beat.said, beat.doing, beat.state) != (seen.beat.said, seen.beat.doing, seen.beat.state):
+            elif beat.count != known.beat.count:
+                if (beat.last, beat.activity, beat.state) != (
+                    known.beat.last,
+                    known.beat.activity,
+                    known.beat.state,
+                ):
                     self.moves += 1
-                seen.take(beat, self._clock)
-                self._hear_of_work(beat)
-            seen.looked = self._clock
-            seen.here = seen.here or beat.process.can_be_seen()
+                known.update(beat, self._clock)
+                self._note_computing(beat)
+            known.read_at = self._clock
+            known.is_local = known.is_local or beat.process.is_visible()
 
-    def _hear_of_work(self, beat: Beat) -> None:
-        """See Note [A rank that computes and says nothing]."""
+    def _note_computing(self, beat: Beat) -> None:
+        """See Note [A rank that computes without a beat]."""
         for rank in beat.computing:
-            if rank in self.seen:
-                self.seen[rank].worked = self._clock
+            if rank in self.observed:
+                self.observed[rank].computed_at = self._clock
 
-    def _look_at_work(self) -> None:
-        """The same of ranks on this host; the CPU time of this very process says nothing of another rank."""
+    def _observe_processes(self) -> None:
+        """The same for ranks on this host. Ranks that share this process are left out: their CPU time is its own."""
         self._computing = tuple(
             rank
-            for rank, seen in self.seen.items()
-            if seen.here
-            and seen.silence > 2 * self._beat
-            and seen.beat.process.host == self.process.host
-            and seen.beat.process.pid != self.process.pid
-            and seen.look_at_work(self._clock)
+            for rank, known in self.observed.items()
+            if known.is_local
+            and known.silence > 2 * self._limits.beat
+            and known.beat.process.host == self.process.host
+            and known.beat.process.pid != self.process.pid
+            and known.is_computing(self._clock)
         )
 
     def _judge_processes(self) -> None:
-        """A process that was seen alive here, and ended without a word, is lost at once."""
-        gone = [rank for rank, seen in self.seen.items() if seen.here and seen.beat.process.is_dead()]
+        """A local process that has ended without publishing it is lost at once."""
+        gone = [
+            rank for rank, known in self.observed.items() if known.is_local and known.beat.process.is_dead()
+        ]
         if gone and self.store_lost is None:
-            self._read(gone)  # it may have taken its leave since the last look
+            self._read_beats(gone)  # it may have published its end since the last look
             self._take_over()
-        gone = [rank for rank in gone if self.seen[rank].beat.state == "running"]
+        gone = [rank for rank in gone if self.observed[rank].beat.state == "running"]
         if not gone or self.failure is not None:
             return
         failure = Failure(
             "lost", gone[0],
-            f"{self._who(gone)} died without a word, last seen {self.seen[gone[0]].beat.position()}: see its log, "
-            "and dmesg for a kill for lack of memory; start again from the last checkpoint.",
+            f"{self._describe_all(gone)} died without a word, last seen {self.observed[gone[0]].beat.position()}: see "
+            "its log, and dmesg for an out-of-memory kill; start again from the last checkpoint.",
         )  # fmt: skip
         if self.store_lost is None:
-            self._settle(failure)
+            self._publish(failure)
         else:
             self._adopt(failure)
 
     def _judge(self) -> None:
-        for rank, seen in self.seen.items():
-            for group, (number, what) in seen.beat.said.items():
-                mine = self.position.said(group, number)
-                if mine is not None and mine != what:
-                    return self._settle(self._disorder(group, number, rank, what, mine))
-        for group, number, what in self._depends_on():
-            for rank, seen in self.seen.items():
-                if seen.beat.state == "closed" and seen.beat.reached(group) < number:
-                    return self._settle(self._left(rank, group, number, what))
-        running = {rank: seen.beat for rank, seen in self.seen.items() if seen.beat.state == "running"}
-        before, self._knot = self._knot, deadlock.find(self._rank, running | {self._rank: self.beat()})
-        if deadlock.is_tied(before, self._knot):
-            tied = sorted(self._knot)
-            words = f"{spell(tied)} wait for each other: {self.positions(tied)}: {ORDER}{self.remarks()}"
-            return self._settle(Failure("order", tied[0], words))
+        for rank, known in self.observed.items():
+            for group, (number, label) in known.beat.last.items():
+                own_label = self.position.label_of(group, number)
+                if own_label is not None and own_label != label:
+                    return self._publish(self._order_failure(group, number, rank, label, own_label))
+        for group, number, label in self._depends_on():
+            for rank, known in self.observed.items():
+                if known.beat.state == "closed" and known.beat.reached(group) < number:
+                    return self._publish(self._closed_failure(rank, group, number, label))
+        running = {rank: known.beat for rank, known in self.observed.items() if known.beat.state == "running"}
+        before, self._deadlock = (
+            self._deadlock,
+            deadlock.find(self._rank, running | {self._rank: self.beat()}),
+        )
+        if deadlock.is_deadlock(before, self._deadlock):
+            ranks = sorted(self._deadlock)
+            message = f"deadlock: {spell(ranks)} wait for each other: {self.positions(ranks)}: {ORDER}{self.remarks()}"
+            return self._publish(Failure("order", ranks[0], message))
         silent = self._silent_ranks()
         if silent and (self._waiting or self._strict):
-            self._settle(self._silence_of(silent))
+            self._publish(self._silence_failure(silent))
         else:
             self._log_silence(silent)
         return None
 
     def _log_silence(self, silent: list[int]) -> None:
-        """Nobody waits for them here, so they may come back; a program may be waiting in a collective of its own."""
+        """Log silent ranks. This rank waits for none of them, but its program may, in a collective of its own."""
         if set(silent) - self._logged:
-            log.critical("%s", self._silence_of(silent).error())
-        if back := self._logged - set(silent):
-            log.warning("%s gives signs of life again", spell(back))
+            log.critical("%s", self._silence_failure(silent).error())
+        if returned := self._logged - set(silent):
+            log.warning("%s gives signs of life again", spell(returned))
         self._logged = set(silent)
 
     def _depends_on(self) -> list[tuple[str, int, str]]:
-        """Collectives that cannot end unless every rank joins in."""
+        """Collectives of this rank that cannot end unless every rank enters them."""
         if self._strict:
-            return [(group, number, what) for group, (number, what) in self.position.last().items()]
+            return [(group, number, label) for group, (number, label) in self.position.last().items()]
         waits = self.position.waits
         return [waits] if waits is not None else []
 
-    def _left(self, rank: int, group: str, number: int, what: str) -> Failure:
-        beat = self.seen[rank].beat
+    def _closed_failure(self, rank: int, group: str, number: int, label: str) -> Failure:
+        beat = self.observed[rank].beat
         return Failure(
             "lost", rank,
-            f"{self.who(rank)} {beat.doing} after {group} {beat.reached(group)}, and "
-            f"{self.who(self._rank)} is to {what} as {group} {number}: all ranks must run forward, backward and step "
-            f"equally often; give every rank the same number of batches.{self.remarks()}",
+            f"{self.describe(rank)} {beat.activity} after {group} {beat.reached(group)}, and "
+            f"{self.describe(self._rank)} is about to {label} ({group} {number}): all ranks must run forward, backward "
+            f"and step equally often; give every rank the same number of batches.{self.remarks()}",
         )  # fmt: skip
 
     def _silent_ranks(self) -> list[int]:
-        """Those whose time is up, and with them all that fell silent about then: a host takes all its ranks along."""
-        limit = min(self._silence, SIGNS * self._beat) if self._urgent else self._silence
-        running = [(rank, seen) for rank, seen in self.seen.items() if seen.beat.state == "running"]
-        still = {rank: seen.stillness(self._timeout) for rank, seen in running}
-        if all(seconds <= limit for seconds in still.values()):
+        """Ranks that are silent for too long, with all that fell silent about then: a lost host loses all its ranks."""
+        limit = min(self._limits.silence, SIGNS * self._limits.beat) if self._urgent else self._limits.silence
+        running = [(rank, known) for rank, known in self.observed.items() if known.beat.state == "running"]
+        stillness = {rank: known.stillness(self._limits.timeout) for rank, known in running}
+        if all(seconds <= limit for seconds in stillness.values()):
             return []
-        return [rank for rank, seconds in still.items() if seconds > limit / 2]
+        return [rank for rank, seconds in stillness.items() if seconds > limit / 2]
 
-    def _silence_of(self, ranks: list[int]) -> Failure:
-        first = max(ranks, key=lambda rank: self.seen[rank].stillness(self._timeout))
-        seen = self.seen[first]
-        state = seen.beat.process.state() if seen.here else None
-        still = f" (its process still exists, in state {state})" if state else ""
+    def _silence_failure(self, ranks: list[int]) -> Failure:
+        first = max(ranks, key=lambda rank: self.observed[rank].stillness(self._limits.timeout))
+        known = self.observed[first]
+        state = known.beat.process.state() if known.is_local else None
+        process = f" (its process still exists, in state {state})" if state else ""
         return Failure(
             "lost", first,
-            f"{self._who(ranks)} gave no sign of life for {seen.silence:.0f} s{still}, last seen "
-            f"{seen.beat.position()}: see that its host and the network are up; start again from the last checkpoint. "
-            "A rank that is only slow to answer is given more time by tiering.distributed.silence.",
+            f"{self._describe_all(ranks)} gave no sign of life for {known.silence:.0f} s{process}, last seen "
+            f"{known.beat.position()}: check that its host and the network are up; start again from the last "
+            "checkpoint. If the rank is only slow to answer, raise tiering.distributed.silence.",
         )  # fmt: skip
 
-    def _who(self, ranks: list[int]) -> str:
+    def _describe_all(self, ranks: list[int]) -> str:
         if len(ranks) == 1:
-            return self.who(ranks[0])
-        hosts = sorted({self.seen[rank].beat.process.host for rank in ranks})
+            return self.describe(ranks[0])
+        hosts = sorted({self.observed[rank].beat.process.host for rank in ranks})
         return f"{spell(ranks)} ({'host' if len(hosts) == 1 else 'hosts'} {', '.join(hosts)})"

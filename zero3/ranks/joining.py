@@ -101,7 +101,9 @@ def _store(where: str, rank: int, world_size: int, timeout: timedelta) -> tuple[
 
     A server that accepts connections and says nothing, as another program may, keeps torch beyond its time-out.
     """
-    meeting = futures.begun(lambda: next(rendezvous(where, rank, world_size, timeout=timeout)), "rendezvous")
+    meeting = futures.run_in_thread(
+        lambda: next(rendezvous(where, rank, world_size, timeout=timeout)), "rendezvous"
+    )
     try:
         store, rank, size = meeting.result(timeout.total_seconds() + PATIENCE)
     except TimeoutError as error:

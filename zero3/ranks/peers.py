@@ -1,14 +1,16 @@
-"""What a rank knows of the others: a collective that cannot end becomes a message on every rank, not a hang.
+"""What a rank knows of the other ranks: a collective that cannot end becomes an error on every rank, not a hang.
 
-The thread that trains says here what it does and what it waits for; it never touches the store. `heartbeat.py` does,
-and judges. A wait ends early for these reasons, each on all ranks and with the rank that it began with by name:
+The thread that trains reports here what it does and what it waits for. It never accesses the rank store, because an
+operation on a store can hang. The thread in `heartbeat.py` does that, and judges the other ranks. A wait ends early for
+these reasons, each on all ranks, with an error that names the rank that caused it:
 
     another rank failed, closed its engine, died, or gave no sign of life for ``silence`` seconds
     another rank is in, or about to enter, a different collective
-    the store is out of reach, and the collective does not end either
-    nobody has moved for ``timeout`` seconds
+    the rank store cannot be reached, and the collective does not end either
+    no rank has moved for ``timeout`` seconds
 
-A wait that only the device knows of does not end here: a thread watches for it, see ``on_lost``.
+If only the device waits for a collective, the CPU is not in a wait that could end. A thread watches for that case: see
+`DeviceCollectives`.
 """
 
 from __future__ import annotations
@@ -25,48 +27,48 @@ import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
-from typing import Literal, Self, TypeVar
+from typing import Literal, Protocol, Self, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
 
 from tiering.errors import DistributedError
 from zero3.ranks import futures
-from zero3.ranks.heartbeat import SIGNS, Heartbeat
+from zero3.ranks.heartbeat import SIGNS, Heartbeat, Limits
 from zero3.ranks.position import Position
-from zero3.ranks.store import Board, Failure, spell
+from zero3.ranks.store import Failure, RankStore, spell
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 COLLECTIVE = "collective"
-FIRST_SLICE = 0.2  # seconds of waiting before anybody is asked
+FIRST_SLICE = 0.2  # seconds of waiting before the other ranks are watched
 SLICE = 1.0
-TIMED_OUT = "Operation timed out"  # gloo's words at the end of a slice; the collective goes on
-SEVERED = 0x7EE5  # a tag that no message has
-SEVERED_WITHIN = 60.0  # seconds
-QUOTED = 1000  # characters of another rank's error
+TIMED_OUT = "Operation timed out"  # in gloo's error at the end of a slice; the collective goes on
+SEVERING_TAG = 0x7EE5  # a tag that no message has
+SEVERING_TIMEOUT = 60.0  # seconds
+QUOTED = 1000  # characters of an error that other ranks show
 
 
-_ages = itertools.count()
-_open: weakref.WeakValueDictionary[int, Peers] = weakref.WeakValueDictionary()  # by age
+_sequence = itertools.count()
+_open: weakref.WeakValueDictionary[int, Peers] = weakref.WeakValueDictionary()  # by number, newest last
 
 
 def newest() -> Peers | None:
     """The peers of this process's newest engine that is open."""
-    mine = [age for age, peers in list(_open.items()) if peers.of_this_process]
-    return _open.get(max(mine)) if mine else None
+    numbers = [number for number, peers in list(_open.items()) if peers.of_this_process]
+    return _open.get(max(numbers)) if numbers else None
 
 
 def _of_other_engines(rank: int, engine: str) -> dict[str, Position]:
-    """Where this process is as ``rank`` with its other engines that are open."""
+    """By name of the engine: the position of ``rank`` with the other open engines of this process."""
     open_ = [peers for peers in list(_open.values()) if peers.of_this_process and peers.rank == rank]
     return {peers.engine: peers.position for peers in open_ if peers.engine != engine}
 
 
-def ended(work: Work, within: float) -> bool:
-    """Whether ``work`` has ended, after so many seconds at most; RuntimeError if it has failed."""
+def has_ended(work: Work, within: float) -> bool:
+    """Wait up to ``within`` seconds; whether ``work`` has ended by then. RuntimeError if it has failed."""
     try:
         work.wait(timedelta(seconds=within))
     except RuntimeError as error:
@@ -76,17 +78,24 @@ def ended(work: Work, within: float) -> bool:
     return True
 
 
+class DeviceCollectives(Protocol):
+    """Collectives that a device waits for (NCCL). A thread of `Peers` calls these methods."""
+
+    def unended(self) -> str | None:
+        """The label of a collective that was queued and has not ended; None if there is none."""
+
+    def abort(self, reason: str) -> None:
+        """A failure has ended the run: end what the device waits for. Called at most once."""
+
+
 class Peers:
     """One for each engine and rank. Calls come from one thread at a time: the one that trains.
 
-    ``store`` is for this engine alone (a prefix of its own); every operation is on a connection of its own where torch
-    can give one. ``timeout`` and ``silence`` are seconds. The process group's own time-out should be longer than
-    ``timeout``, or its message comes first.
+    ``store`` is for this engine alone (it has a prefix of its own). It has a connection of its own where torch can make
+    one. The time-out of the process groups should be longer than ``limits.timeout``, or torch's error comes first.
 
-    ``on_lost`` is called once, on a thread of its own, with the message of what ended the run, unless this rank did. It
-    is for collectives that a device waits for (NCCL); with it, silence counts also while this rank does not wait.
-    ``engine`` is a name that this process's engines have each for itself, the same on all ranks.
-    ``unended`` says what the device was told and has not ended, if anything: that counts as a wait of this rank.
+    ``engine`` is a name that is unique in this process and the same on all ranks. With ``device``, ranks are watched
+    also while this rank does not wait, and a collective that the device has not ended counts as a wait of this rank.
     """
 
     def __init__(
@@ -94,210 +103,207 @@ class Peers:
         store: Store,
         rank: int,
         world_size: int,
+        limits: Limits,
         *,
-        timeout: float,
-        silence: float = 30.0,
-        on_lost: Callable[[str], None] | None = None,
-        unended: Callable[[], str | None] = lambda: None,
-        beat: float = 1.0,
-        patience: float = 10.0,
         engine: str = "",
+        device: DeviceCollectives | None = None,
     ) -> None:
         self.rank = rank
         self.engine = engine
-        self.timeout = timeout
-        self.silence = silence
-        self._beat = min(beat, silence / SIGNS)
-        self._patience = patience
+        self.limits = limits
         self._pid = os.getpid()
         self._closed = False
         self.failed_by: BaseException | str | None = None  # on this rank
-        self._final: tuple[Failure, str] | None = None  # what this rank was told, and what it then waited for
+        # The failure that this rank has raised, and a sentence about its wait at that time. Every later call raises the
+        # same error again.
+        self._final: tuple[Failure, str] | None = None
         self._heartbeat = Heartbeat(
-            Board(store),
+            RankStore(store),
             rank,
             world_size,
-            timeout=timeout,
-            silence=silence,
-            beat=self._beat,
-            strict=on_lost is not None,
+            limits,
+            strict=device is not None,
             elsewhere=partial(_of_other_engines, rank, engine),
         )
         self._position = self._heartbeat.position
-        self._age = next(_ages)
-        _open[self._age] = self
+        self._number = next(_sequence)
+        _open[self._number] = self
         atexit.register(self._at_exit)
-        if on_lost is not None:
-            threading.Thread(
-                target=self._watch, args=(on_lost, unended), name="watch over ranks", daemon=True
-            ).start()
+        if device is not None:
+            # A daemon: it may be inside a call to the device that never returns, and must keep no process alive.
+            threading.Thread(target=self._watch, args=(device,), name="watch over ranks", daemon=True).start()
 
     @property
     def position(self) -> Position:
-        """Where this rank is with this engine."""
+        """The position of this rank with this engine."""
         return self._position
 
-    def note(self, doing: str) -> None:
-        """What this rank does now, for the others' messages: "backward of 'layers.3'"."""
-        self._position.doing = doing
+    def note(self, activity: str) -> None:
+        """Set the current activity of this rank, which errors of other ranks show: "backward of 'layers.3'"."""
+        self._position.activity = activity
         self._position.changes += 1
 
-    def remark(self, what: str) -> None:
-        """Something has happened here that may explain a failure to come; empty: it no more does."""
-        self._position.remark = what[:QUOTED]
+    def remark(self, text: str) -> None:
+        """Publish an event of this rank that may explain a later failure. An empty text removes it."""
+        self._position.remark = text[:QUOTED]
 
     def remarks(self) -> str:
-        """What ranks have remarked, in sentences, once their last beats are here: for an error that is about to be."""
+        """The remarks of all ranks as sentences, for an error that is about to be raised. Waits for two beats."""
         self._heartbeat.watch()
-        self._heartbeat.failed(2 * self._beat)
-        self._heartbeat.rest()
+        self._heartbeat.wait_for_failure(2 * self.limits.beat)
+        self._heartbeat.end_watch()
         return self._heartbeat.remarks()
 
-    def issued(self, what: str, *, group: str = COLLECTIVE) -> None:
-        """The next collective of ``group`` is on its way without having been agreed on.
+    def issue(self, label: str, *, group: str = COLLECTIVE) -> None:
+        """This rank has entered the next collective of ``group`` without an agreement.
 
-        ``what`` is what it is to do ("gather 'layers.3'"), the same words on all ranks. Collectives whose order among
-        each other may differ from rank to rank belong to different groups, and are numbered apart."""
-        self._position.issue(group, what)
+        ``label`` says what it does ("gather 'layers.3'"), in the same words on all ranks: ranks compare it. Collectives
+        whose order may differ from rank to rank belong to different groups, which are numbered separately.
+        """
+        self._position.issue(group, label)
 
-    def agree(self, what: str, *, group: str = COLLECTIVE) -> None:
-        """Return when the next collective of ``group`` is ``what`` on every rank, asked here or issued there.
+    def agree(self, label: str, *, group: str = COLLECTIVE) -> None:
+        """Wait deadline all ranks confirm that their next collective of ``group`` is ``label``.
+
+        Another rank confirms when it calls ``agree`` or ``issue`` with the same label.
 
         Raises:
-            RankOrderError: it is another one on some rank; on all ranks.
+            RankOrderError: on all ranks, if the label differs on one of them.
             DistributedError: as `wait`.
         """
         self.check()
-        question = self._heartbeat.ask(group, what)
-        with _Delay(self, group, question.number, what) as delay:
-            while not self._heartbeat.answered(question, FIRST_SLICE):
+        question = self._heartbeat.propose(group, label)
+        with _Delay(self, group, question.number, label) as delay:
+            while not self._heartbeat.confirmed(question, FIRST_SLICE):
                 if self._heartbeat.store_lost is not None:
                     raise self._cause_of("no answer from the store", delay)
-                delay.look()
+                delay.check()
 
-    def meet(self, what: str, within: float) -> bool:
-        """Whether all ranks come to ``what`` by this call while this one waits for them, ``within`` seconds at most."""
-        return self._heartbeat.answered(self._heartbeat.ask(what, what), within)
+    def meet(self, label: str, within: float) -> bool:
+        """Wait up to ``within`` seconds for all ranks to call ``meet(label)``. Returns whether they did."""
+        return self._heartbeat.confirmed(self._heartbeat.propose(label, label), within)
 
-    def wait(self, work: Work, what: str, *, group: str = COLLECTIVE) -> None:
-        """Wait for one collective that was issued or agreed on as ``what``.
+    def wait(self, work: Work, label: str, *, group: str = COLLECTIVE) -> None:
+        """Wait for one collective that was issued or agreed on as ``label``.
 
         Raises:
             RankLostError, RankOrderError, DistributedError: see the top of this file. They are final: every later call
-                raises the same again.
+                raises the same error again.
         """
         self.check()
-        with _Delay(self, group, self._position.number(group, what), what) as delay:
+        with _Delay(self, group, self._position.number(group, label), label) as delay:
             slice_s = FIRST_SLICE
             while True:
                 try:
-                    if ended(work, slice_s):
+                    if has_ended(work, slice_s):
                         return
                 except RuntimeError as error:
                     raise self._cause_of(str(error), delay) from error
                 slice_s = SLICE
-                delay.look()
+                delay.check()
 
-    def follow(self, has_ended: Callable[[float], bool], what: str) -> None:
-        """Wait for ``what``, a collective of the program's own, until it ``has_ended`` (within so many seconds).
+    def follow(self, has_ended: Callable[[float], bool], label: str) -> None:
+        """Wait for ``label``, a collective of the user's program, deadline ``has_ended(seconds)`` returns True.
 
-        It has no number, since it may be any group's, and may take as long as torch lets it. RankLostError (or what
-        else has ended the run) as soon as a rank is lost: if it fails, then, too, when that is known soon after.
+        It has no number, because it may belong to any group, and it may take as long as torch allows. Raises
+        RankLostError (or the error of the failure that ended the run) as soon as a rank is lost. If the collective
+        fails, waits a moment for the failure of a rank that explains it, and raises that instead.
         """
         self.check()
-        doing, self._position.doing = self._position.doing, what
-        slice_s, waited = FIRST_SLICE, f"waiting in {what}"
+        activity, self._position.activity = self._position.activity, label
+        slice_s, waited = FIRST_SLICE, f"waiting in {label}"
         try:
             while not has_ended(slice_s):
                 self._heartbeat.watch()
                 if self._heartbeat.failure is not None:
-                    raise self._told(self._heartbeat.failure, waited)
+                    raise self._final_error(self._heartbeat.failure, waited)
                 slice_s = SLICE
         except RuntimeError as error:
-            failure = self._loss_behind(what)
+            failure = self._loss_that_broke(label)
             if failure is None:
                 raise
-            raise self._told(failure, waited) from error
+            raise self._final_error(failure, waited) from error
         finally:
-            self._position.doing = doing
-            self._heartbeat.rest()
+            self._position.activity = activity
+            self._heartbeat.end_watch()
 
-    def follow_call(self, call: Callable[[], T], what: str) -> T:
-        """What ``call`` gives, which is to be waited for like ``follow``'s, but not in parts. If stuck, it is left."""
-        future = futures.begun(call, what)
+    def follow_call(self, call: Callable[[], T], label: str) -> T:
+        """Run ``call`` on another thread, wait as ``follow`` does, and return its result. A stuck call is abandoned."""
+        future = futures.run_in_thread(call, label)
 
         def has_ended(seconds: float) -> bool:
             with contextlib.suppress(TimeoutError):
                 future.exception(seconds)
             if not future.done():
                 return False
-            future.result()  # raises what the call has raised
+            future.result()  # raises the call's exception
             return True
 
-        self.follow(has_ended, what)
+        self.follow(has_ended, label)
         return future.result()
 
-    def cause_of(self, error: str, what: str, *, group: str) -> DistributedError:
-        """Why the last collective of ``group``, ``what``, could not even begin."""
-        with _Delay(self, group, self._position.number(group, what), what) as delay:
+    def cause_of(self, error: str, label: str, *, group: str) -> DistributedError:
+        """The error for the collective ``label``, the last one of ``group``, which could not begin."""
+        with _Delay(self, group, self._position.number(group, label), label) as delay:
             return self._cause_of(error, delay)
 
     @property
     def of_this_process(self) -> bool:
-        """Whether this is the rank itself, and not a process that it has forked."""
+        """Whether the calling process is the rank itself, not a child that it has forked."""
         return os.getpid() == self._pid
 
     @property
     def broken(self) -> bool:
-        """Whether the run is over, by a failure of this rank or of another one that this one knows of."""
+        """Whether a failure of this rank, or a known failure of another one, has ended the run."""
         return self._heartbeat.failure is not None or self.failed_by is not None
 
     @property
     def failure_began_with(self) -> int | None:
-        """The rank that the failure which ended the run began with; None while there is none."""
+        """The rank that caused the failure which ended the run; None while there is no failure."""
         failure = self._heartbeat.failure
         return None if failure is None else failure.rank
 
     def fail(self, error: BaseException | str) -> None:
-        """This rank gives up: the others are told why, unless there is a failure already."""
+        """This rank ends with ``error``: publish it to the other ranks, unless the run has failed before."""
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
         self.failed_by = error
-        who, where = self._heartbeat.who(self.rank), self._heartbeat.beat().position()
-        words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self._heartbeat.settle(
+        rank, position = self._heartbeat.describe(self.rank), self._heartbeat.beat().position()
+        message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self._heartbeat.publish(
             Failure(
                 "lost", self.rank,
-                f"{who} failed {where}: {words[:QUOTED]} (the log of rank {self.rank} has its traceback).",
+                f"{rank} failed {position}: {message[:QUOTED]} (the log of rank {self.rank} has its traceback).",
             )
         )  # fmt: skip
         self._end("failed")
 
     def close(self) -> None:
-        """This rank is done. Others learn it if they still wait for it."""
+        """This rank closes its engine. A rank that still waits for it gets an error."""
         self._leave("has closed its engine")
 
-    def _leave(self, how: str) -> None:
-        if os.getpid() == self._pid and not self._closed:  # a forked child leaves, not the rank
-            self.note(how)
+    def _leave(self, activity: str) -> None:
+        # In a forked child nothing is published: the rank itself goes on.
+        if os.getpid() == self._pid and not self._closed:
+            self.note(activity)
             self._end("failed" if self._heartbeat.failure else "closed")
 
     def _end(self, state: Literal["failed", "closed"]) -> None:
         self._closed = True
-        _open.pop(self._age, None)
+        _open.pop(self._number, None)
         atexit.unregister(self._at_exit)
         self._heartbeat.end(state)
 
     def _at_exit(self) -> None:
-        uncaught = getattr(sys, "last_value", None)  # set when the interpreter ends because of it
+        uncaught = getattr(sys, "last_value", None)  # set when an exception ends the interpreter
         if uncaught is not None:
             self.fail(uncaught)
         else:
             self._leave("has ended its program")
 
     def check(self) -> None:
-        """DistributedError if a failure has ended the run, here or elsewhere, as far as this rank has heard."""
+        """DistributedError if a failure that this rank knows of has ended the run."""
         if self._final is None and self._heartbeat.failure is not None:
             self._final = self._heartbeat.failure, ""
         if self._final is not None:
@@ -305,98 +311,107 @@ class Peers:
             raise failure.error(addition)
         assert not self._closed, "a closed engine enters no collective"
 
-    def _told(self, failure: Failure, waiting: str) -> DistributedError:
-        """The error for a failure that ended this rank's ``waiting``; it stays the same from here on."""
+    def _final_error(self, failure: Failure, waiting: str) -> DistributedError:
+        """The error for ``failure``, which ended this rank's wait ``waiting``. Later calls raise the same error."""
         addition = "" if failure.rank == self.rank else f" Rank {self.rank} was {waiting}."
         self._final = failure, addition
         return failure.error(addition)
 
     def _cause_of(self, error: str, delay: _Delay) -> DistributedError:
-        """Why a collective failed at once."""
+        """The error for a collective that failed with ``error``: if a rank is the cause, the error names it."""
         heartbeat, turns = self._heartbeat, self._heartbeat.turns
-        failure = self._found_soon()
+        failure = self._wait_for_reason()
         if failure is not None:
-            return self._told(failure, delay.waiting)
+            return self._final_error(failure, delay.waiting)
         if heartbeat.store_lost is not None or heartbeat.turns - turns < 2:
-            lost = heartbeat.settle(self._store_out_of_reach(error), within=0.0)
-            return self._told(lost, delay.waiting)
+            lost = heartbeat.publish(self._store_out_of_reach(error), within=0.0)
+            return self._final_error(lost, delay.waiting)
         failure = Failure(
             "stuck", self.rank,
-            f"{heartbeat.who(self.rank)} could not {delay.what} ({delay.group} {delay.number}): {error}. Every rank "
-            f"gives signs of life: {heartbeat.positions()}. See that the network between their hosts works.",
+            f"{heartbeat.describe(self.rank)} could not {delay.label} ({delay.group} {delay.number}): {error}. Every "
+            f"rank gives signs of life: {heartbeat.positions()}. Check the network between their hosts.",
         )  # fmt: skip
-        return self._told(heartbeat.settle(failure), delay.waiting)
+        return self._final_error(heartbeat.publish(failure), delay.waiting)
 
-    def _found_soon(self) -> Failure | None:
-        """A failure that is known, or will be: the rank that broke a collective need not be known to be gone yet."""
+    def _wait_for_reason(self) -> Failure | None:
+        """The known failure, after a wait for one: a collective may fail before its lost rank is detected."""
         heartbeat = self._heartbeat
         heartbeat.watch(urgent=True)
-        patience = min(self.silence, SIGNS * self._beat) + 2 * self._beat
+        patience = min(self.limits.silence, SIGNS * self.limits.beat) + 2 * self.limits.beat
         began = time.monotonic()
-        while heartbeat.failed(0.1) is None and time.monotonic() - began < patience:
+        while heartbeat.wait_for_failure(0.1) is None and time.monotonic() - began < patience:
             if heartbeat.store_lost is not None:
-                patience = min(patience, 2 * self._beat)  # processes on this machine can still be looked at
+                patience = min(
+                    patience, 2 * self.limits.beat
+                )  # without the store, only processes of this host can be judged
         return heartbeat.failure
 
-    def _loss_behind(self, what: str) -> Failure | None:
-        """Why ``what`` of the program has failed, if a rank that is gone is the reason."""
-        failure = self._found_soon()
-        if failure is None and (left := self._heartbeat.left()) is not None:
-            failure = self._heartbeat.settle(
-                Failure("lost", left[0], f"{self._heartbeat.who(left[0])} {left[1]}, and {what} needs it.")
+    def _loss_that_broke(self, label: str) -> Failure | None:
+        """The failure of a rank that explains why ``label``, a collective of the program, has failed."""
+        failure = self._wait_for_reason()
+        if failure is None and (closed := self._heartbeat.first_closed()) is not None:
+            failure = self._heartbeat.publish(
+                Failure(
+                    "lost",
+                    closed[0],
+                    f"{self._heartbeat.describe(closed[0])} {closed[1]}, and {label} needs it.",
+                )
             )
         return failure
 
     def _store_out_of_reach(self, consequence: str) -> Failure:
         heartbeat = self._heartbeat
-        why = heartbeat.store_lost or "it does not answer"
+        reason = heartbeat.store_lost or "it does not answer"
         server = heartbeat.server_state()
         return Failure(
             "stuck", self.rank,
-            f"{heartbeat.who(self.rank)} cannot reach {heartbeat.board.served}: {why}{server}; and {consequence}. Last "
-            f"known: {heartbeat.positions()}. See that the first host is up and reachable; start again from the last "
-            "checkpoint.",
+            f"{heartbeat.describe(self.rank)} cannot reach {heartbeat.store.served}: {reason}{server}; and "
+            f"{consequence}. Last known: {heartbeat.positions()}. Check that the first host is up and reachable; start "
+            "again from the last checkpoint.",
         )  # fmt: skip
 
-    def _nobody_moves(self, waiting: str = "") -> Failure:
+    def _stalled_failure(self, waiting: str = "") -> Failure:
         return Failure(
             "stuck", self.rank,
-            f"no rank has moved for {self.timeout:.0f} s: {self._heartbeat.positions()}{waiting}. Stacks of the ranks "
-            "that do not wait tell more (py-spy dump --pid PID); work that takes this long needs a longer "
-            f"tiering.distributed.timeout.{self._heartbeat.remarks()}",
+            f"no rank has moved for {self.limits.timeout:.0f} s: {self._heartbeat.positions()}{waiting}. To see "
+            "why, print the stacks of the ranks that do not wait (py-spy dump --pid PID); if their work takes this "
+            f"long, raise tiering.distributed.timeout.{self._heartbeat.remarks()}",
         )  # fmt: skip
 
-    def _watch(self, on_lost: Callable[[str], None], unended: Callable[[], str | None]) -> None:
-        """For collectives that a device waits for: what `_Delay` is for a wait that this class can see."""
+    def _watch(self, device: DeviceCollectives) -> None:
+        """Do for waits of the device what `_Delay` does for waits of the thread that trains."""
         heartbeat = self._heartbeat
-        deaf, idle, looks = Stillness(2 * self._beat), Stillness(2 * self._beat), False
+        store, ranks = Stillness(2 * self.limits.beat), Stillness(2 * self.limits.beat)
+        watches_all = False
         while not self._closed:
-            failure = heartbeat.failed(self._beat)
+            failure = heartbeat.wait_for_failure(self.limits.beat)
             if failure is None and not self._closed:
                 moves = heartbeat.turns if heartbeat.store_lost is None else None
-                if deaf.seconds((moves, self._position.changes)) > self.silence:
-                    failure = heartbeat.settle(
+                if store.seconds((moves, self._position.changes)) > self.limits.silence:
+                    failure = heartbeat.publish(
                         self._store_out_of_reach("this rank has not moved either"), within=0.0
                     )
-                what = unended()
-                still = idle.seconds((what, heartbeat.moves, self._position.changes))
-                if looks is not (what is not None and still > self.timeout / 2):
-                    looks = not looks
-                    heartbeat.watch() if looks else heartbeat.rest()  # without it only the successor is seen
-                if what is not None and still > self.timeout and failure is None:
-                    waiting = f"; the device of rank {self.rank} is waiting to {what}"
-                    failure = heartbeat.settle(self._nobody_moves(waiting))
+                label = device.unended()
+                still = ranks.seconds((label, heartbeat.moves, self._position.changes))
+                # To judge that no rank moves, all beats must be read: without watch() only the successor's is.
+                if watches_all is not (label is not None and still > self.limits.timeout / 2):
+                    watches_all = not watches_all
+                    heartbeat.watch() if watches_all else heartbeat.end_watch()
+                if label is not None and still > self.limits.timeout and failure is None:
+                    waiting = f"; the device of rank {self.rank} is waiting to {label}"
+                    failure = heartbeat.publish(self._stalled_failure(waiting))
             if failure is not None:
                 if not self._closed:
-                    on_lost(str(failure.error()))
+                    device.abort(str(failure.error()))
                 return
 
 
 def sever(groups: Iterable[ProcessGroup]) -> None:
-    """Break the connections of ``groups``, so that a collective which cannot end keeps nobody waiting.
+    """Break the connections of ``groups``, so that a collective that cannot end keeps no thread waiting.
 
-    All at once: what NCCL does to abort a communicator may wait for the whole device, on which the kernel of another
-    one hangs. It may also never return: then neither does anybody who waits for the device, but this one goes on.
+    On one thread for each group, all at once: NCCL's abort of a communicator may wait for the whole device, on which
+    the kernel of another communicator hangs. An abort may also never return. Then a thread that waits for the device
+    hangs for ever, but the calling thread goes on after ``SEVERING_TIMEOUT``.
     """
     threads = [
         threading.Thread(target=_sever, args=(group,), name="sever a group of ranks", daemon=True)
@@ -404,16 +419,18 @@ def sever(groups: Iterable[ProcessGroup]) -> None:
     ]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + SEVERED_WITHIN
+    deadline = time.monotonic() + SEVERING_TIMEOUT
     for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
+        thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
-            log.error("connections with other ranks could not be broken within %.0f s", SEVERED_WITHIN)
+            log.error("connections with other ranks could not be closed within %.0f s", SEVERING_TIMEOUT)
 
 
 def _sever(group: ProcessGroup) -> None:
-    """Gloo's destructor waits for pending operations up to the group's time-out, minutes or more if the other side is
-    frozen, and its ``abort`` does nothing. A receive whose time is up closes its connection, and all that hangs on it.
+    """Break the connections of one group.
+
+    Gloo's ``abort`` does nothing, and its destructor waits for pending operations up to the group's time-out: minutes
+    or more if another rank is frozen. But a receive that times out closes its connection, with all operations on it.
     """
     if group.name() != "gloo":
         try:
@@ -424,70 +441,71 @@ def _sever(group: ProcessGroup) -> None:
     for rank in range(group.size()):
         if rank != group.rank():
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1, device="cpu")], rank, SEVERED).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], rank, SEVERING_TAG).wait(timedelta(milliseconds=1))
 
 
 class Stillness:
-    """How long something has not changed while this process was awake: a suspended job must not time out."""
+    """For how many seconds a value has not changed. Time in which this process was suspended does not count."""
 
     def __init__(self, longest: float) -> None:
-        self._longest = longest  # between two looks of a process that is awake
+        self._longest = longest  # seconds between two calls of a process that is not suspended
         self._last: object = None
-        self._looked = time.monotonic()
+        self._called_at = time.monotonic()
         self._seconds = 0.0
 
-    def seconds(self, now: object) -> float:
-        looked = time.monotonic()
-        passed, self._looked = min(looked - self._looked, self._longest), looked
-        self._seconds = self._seconds + passed if now == self._last else 0.0
-        self._last = now
+    def seconds(self, value: object) -> float:
+        """``value`` is the current one. Returns the seconds since it changed."""
+        now = time.monotonic()
+        passed, self._called_at = min(now - self._called_at, self._longest), now
+        self._seconds = self._seconds + passed if value == self._last else 0.0
+        self._last = value
         return self._seconds
 
 
 class _Delay:
-    """One wait of the thread that trains: how long it has lasted, and what moved meanwhile."""
+    """One wait of the thread that trains: its duration, and whether other ranks have moved meanwhile."""
 
-    def __init__(self, peers: Peers, group: str, number: int, what: str) -> None:
+    def __init__(self, peers: Peers, group: str, number: int, label: str) -> None:
         self.group = group
         self.number = number
-        self.what = what
-        self.waiting = f"waiting to {what} ({group} {number})"
+        self.label = label
+        self.waiting = f"waiting to {label} ({group} {number})"
         self._peers = peers
         self._heartbeat = peers._heartbeat
         self._began = time.monotonic()
-        self._looked = False
-        self._missing: str | None = None  # what the warning said
-        self._deaf = Stillness(2 * SLICE)
-        self._idle = Stillness(2 * SLICE)
+        self._watching = False
+        self._missing: str | None = None  # ranks or collective that the warning has named
+        self._store = Stillness(2 * SLICE)
+        self._moves = Stillness(2 * SLICE)
 
     def __enter__(self) -> Self:
-        self._heartbeat.position.waits = self.group, self.number, self.what
+        self._heartbeat.position.waits = self.group, self.number, self.label
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._heartbeat.position.waits = None
         self._heartbeat.position.changes += 1
-        if self._looked:
-            self._heartbeat.rest()
+        if self._watching:
+            self._heartbeat.end_watch()
         if self._missing is not None and kind is None:
             log.info("%s came after %.1f s", self._missing, time.monotonic() - self._began)
 
-    def look(self) -> None:
-        """After a slice of waiting: raise if it cannot end, warn if it is long."""
+    def check(self) -> None:
+        """After a slice of the wait: raise if it cannot end, warn if it is long."""
         peers, heartbeat = self._peers, self._heartbeat
         heartbeat.watch()
-        self._looked = True
+        self._watching = True
         if heartbeat.failure is not None:
-            raise peers._told(heartbeat.failure, self.waiting)
-        deaf = self._deaf.seconds(heartbeat.turns if heartbeat.store_lost is None else None)
-        if deaf > peers.silence:
-            lost = heartbeat.settle(peers._store_out_of_reach(f"is {self.waiting}"), within=0.0)
-            raise peers._told(lost, self.waiting)
-        if self._idle.seconds(heartbeat.moves) > peers.timeout:
-            raise peers._told(heartbeat.settle(peers._nobody_moves()), self.waiting)
+            raise peers._final_error(heartbeat.failure, self.waiting)
+        unanswered = self._store.seconds(heartbeat.turns if heartbeat.store_lost is None else None)
+        if unanswered > peers.limits.silence:
+            lost = heartbeat.publish(peers._store_out_of_reach(f"is {self.waiting}"), within=0.0)
+            raise peers._final_error(lost, self.waiting)
+        if self._moves.seconds(heartbeat.moves) > peers.limits.timeout:
+            raise peers._final_error(heartbeat.publish(peers._stalled_failure()), self.waiting)
         waited = time.monotonic() - self._began
-        if waited > peers._patience and self._missing is None:
-            behind = heartbeat.behind(self.group, self.number)
-            self._missing = spell(behind) if behind else f"{self.what} ({self.group} {self.number})"
-            where = heartbeat.positions(behind) if behind else "every rank has come, the transfer goes on"
-            log.warning("rank %d has been %s for %.0f s; %s", peers.rank, self.waiting, waited, where)
+        if waited > peers.limits.patience and self._missing is None:
+            behind = heartbeat.ranks_behind(self.group, self.number)
+            self._missing = spell(behind) if behind else f"{self.label} ({self.group} {self.number})"
+            state = heartbeat.positions(behind) if behind else "every rank has come, the transfer goes on"
+            log.warning("rank %d has been %s for %.0f s; %s", peers.rank, self.waiting, waited, state)

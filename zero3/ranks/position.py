@@ -1,4 +1,4 @@
-"""Where a rank is: what it does, what it waits for, and the collectives that it has come to."""
+"""The position of a rank: its activity, the collective that it waits for, and the last collectives that it reached."""
 
 from __future__ import annotations
 
@@ -9,50 +9,55 @@ from zero3.ranks.store import MEMORY
 
 
 class Position:
-    """Where this rank is. Written by the thread that trains; read by the heartbeat."""
+    """The position of this rank. The thread that trains writes it, and the heartbeat's thread reads it.
+
+    The first four fields are replaced as a whole, so they need no lock.
+    """
 
     def __init__(self) -> None:
-        self.doing = ""
+        self.activity = ""
         self.remark = ""  # see Beat
         self.waits: tuple[str, int, str] | None = None  # group, number, what
         self.changes = 0
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._last: dict[str, int] = {}
-        self._said: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        self._labels: defaultdict[str, dict[int, str]] = defaultdict(dict)
 
-    def issue(self, group: str, what: str) -> int:
-        """Count and remember the next collective of ``group``."""
+    def issue(self, group: str, label: str) -> int:
+        """Count the next collective of ``group``, and store its label. Returns its number."""
         with self._lock:
             self.changes += 1
             number = self._last[group] = self._last.get(group, 0) + 1
-            said = self._said[group]
-            said[number] = what
-            said.pop(number - MEMORY, None)
+            labels = self._labels[group]
+            labels[number] = label
+            labels.pop(number - MEMORY, None)
         return number
 
-    def said(self, group: str, number: int) -> str | None:
-        """What this rank's collective ``number`` of ``group`` is, once it is known."""
+    def label_of(self, group: str, number: int) -> str | None:
+        """The label of collective ``number`` of ``group``; None if this rank has not reached it."""
         with self._lock:
-            return self._said[group].get(number)
+            return self._labels[group].get(number)
 
-    def number(self, group: str, what: str) -> int:
-        """The last collective of that name, or the last one of ``group``."""
+    def number(self, group: str, label: str) -> int:
+        """The number of the last collective ``label`` of ``group``, or else of the last one of ``group``."""
         with self._lock:
             last = self._last.get(group, 0)
-            said = self._said[group]
-            return next((number for number in reversed(said) if said[number] == what), last)
+            labels = self._labels[group]
+            return next((number for number in reversed(labels) if labels[number] == label), last)
 
     def last(self, engine: str = "") -> dict[str, tuple[int, str]]:
-        """By group: the last collective. Groups are named after their ``engine``, if that is given."""
+        """By group: number and label of the last collective. ``engine`` prefixes the names of groups."""
         with self._lock:
             last = self._last.items()
-            return {_full(engine, group): (number, self._said[group][number]) for group, number in last}
+            return {
+                _qualified(engine, group): (number, self._labels[group][number]) for group, number in last
+            }
 
     def waits_of(self, engine: str) -> tuple[str, int, str] | None:
-        """``waits``, its group named after its ``engine``."""
+        """``waits``, with ``engine`` before the name of the group."""
         waits = self.waits
-        return None if waits is None else (_full(engine, waits[0]), *waits[1:])
+        return None if waits is None else (_qualified(engine, waits[0]), *waits[1:])
 
 
-def _full(engine: str, group: str) -> str:
+def _qualified(engine: str, group: str) -> str:
     return f"{engine} {group}".lstrip()

@@ -1,4 +1,4 @@
-"""The process groups of one engine: what torch.distributed does for it, and how that ends."""
+"""The process groups of one engine: torch.distributed's objects, and how they end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero3.device.streams import Event
+from zero3.device.streams import Event, Streams
 from zero3.ranks.peers import sever
 
 log = logging.getLogger(__name__)
@@ -23,92 +23,100 @@ Kind = Literal["gather", "reduction", "control"]
 
 @dataclass
 class Pending:
-    """A collective that was begun, and what it was for. ``collectives.finish`` waits for it.
+    """A collective that was begun as ``label``. ``Collectives.finish`` waits for it.
 
-    On a device with streams there are no ``works``: ``ended`` is behind it, and ``buffers`` stay until somebody has
-    waited for that, or it has come.
+    On a device with streams there are no ``works``: ``end_event`` is behind the collective on its stream. NCCL keeps no
+    reference to ``buffers``, so they stay here until a stream has waited for that event, or it has come.
     """
 
     works: list[dist.Work]
-    what: str
+    label: str
     group: str
-    ended: Event | None = None
+    end_event: Event | None = None
     buffers: tuple[Tensor, ...] = ()
 
 
 class ProcessGroups:
-    """The process groups of one engine, by kind, and what a device has been told to do with those that move tensors."""
+    """The process groups of one engine, by kind, and the collectives that a device has queued. See DeviceCollectives.
 
-    def __init__(self) -> None:
-        self._made: dict[Kind, dist.ProcessGroup] = {}
+    It knows nothing of ``Collectives``: the threads of ``Peers`` refer to it, and would keep that object alive.
+    """
+
+    def __init__(self, streams: Streams | None = None) -> None:
+        self._groups_by_kind: dict[Kind, dist.ProcessGroup] = {}
+        # The thread that trains appends and removes; the thread that watches the device reads a copy.
         self._queued: dict[str, deque[Pending]] = {"gather": deque(), "reduction": deque()}
-        self._severing = threading.Lock()  # of what follows
+        self._streams = streams
+        self._severing = threading.Lock()  # guards _severed, and the end of the groups
         self._severed = False
 
     def take(self, kind: Kind, group: dist.ProcessGroup) -> None:
-        """This is the group for ``kind``. Nobody else keeps it: its threads and sockets end with ``leave``."""
-        self._made[kind] = group
+        """Hold ``group`` for ``kind``. This is the only reference: its threads and sockets end with ``leave``."""
+        self._groups_by_kind[kind] = group
 
     def of(self, kind: Kind) -> dist.ProcessGroup:
         """The group for ``kind``."""
-        return self._made[kind]
+        return self._groups_by_kind[kind]
 
     @property
     def _transport(self) -> list[dist.ProcessGroup]:
-        return [group for kind, group in self._made.items() if kind != "control"]
+        return [group for kind, group in self._groups_by_kind.items() if kind != "control"]
 
     def queued(self, pending: Pending) -> None:
-        """The device was told of it."""
+        """The device has queued ``pending``. Forgets earlier collectives of its group that have ended."""
         queued = self._queued[pending.group]
         queued.append(pending)
         while queued[0] is not pending and _is_over(queued[0]):
             queued.popleft()
 
     def unended(self) -> str | None:
-        """What the device was told and has not ended, the first of it. Any thread may ask."""
+        """The label of the first queued collective that has not ended; None if all have. Any thread may call it."""
+        if self._streams is not None:
+            self._streams.enter_thread()
         pending = (each for queued in self._queued.values() for each in list(queued))
         try:
-            return next((each.what for each in pending if not _is_over(each)), None)
-        except RuntimeError:  # CUDA's: whoever uses the device is told
+            return next((each.label for each in pending if not _is_over(each)), None)
+        except RuntimeError:  # of CUDA: the thread that uses the device gets it, too
             return None
 
     def abort(self, reason: str) -> None:
-        """The device waits for a rank that will not come, and the CPU for the device: end what they wait for."""
+        """End the collectives that the device waits for, because a rank is lost: the CPU may wait for the device."""
         log.critical("%s", reason)
         self.sever()
 
     def sever(self) -> None:
-        """Break the connections with other ranks, once; return when that is done, by whichever thread."""
+        """Break the connections with other ranks, once. If another thread does it, waits until that has ended."""
         with self._severing:
             if not self._severed:
                 self._severed = True
-                sever(self._made.values())
+                sever(self._groups_by_kind.values())
 
     def leave(self) -> None:
-        """Let torch forget them."""
+        """Destroy the process groups."""
         with self._severing:
-            transport, known = self._transport, list(self._made.values())
-            self._made.clear()
+            transport, remaining = self._transport, list(self._groups_by_kind.values())
+            self._groups_by_kind.clear()
             if transport and all(group.name() == "nccl" for group in transport):
                 if not self._severed:
-                    # Not torch's way, which waits without a limit for all ranks of this node to do the same.
+                    # Not destroy_process_group: it waits without a limit until all ranks of this node call it.
                     sever(transport)
-                else:  # torch's own watch over them may be about to end this process, and would be waited for
-                    known = [group for group in known if group not in transport]
-        while known:
-            with contextlib.suppress(ValueError):  # the program has destroyed all of torch's groups
-                dist.destroy_process_group(known.pop())
+                else:
+                    # Not at all: that would wait for torch's watchdog, which may be about to end this process.
+                    remaining = [group for group in remaining if group not in transport]
+        while remaining:
+            with contextlib.suppress(ValueError):  # the program has destroyed all groups of torch
+                dist.destroy_process_group(remaining.pop())
 
 
 def _is_over(pending: Pending) -> bool:
-    assert pending.ended is not None
-    return pending.ended.done()
+    assert pending.end_event is not None
+    return pending.end_event.done()
 
 
 def scatter_shards(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """As an all-gather, from each rank to every other one at once.
+    """An all-gather as one scatter for each rank: all ranks send to all others at once.
 
-    gloo's own goes through a hidden buffer as large as the whole, and around a ring.
+    gloo's own all-gather sends around a ring, through a hidden buffer as large as ``whole``.
     """
     works = []
     for rank, part in enumerate(whole.chunk(dist.get_world_size(group))):
@@ -120,18 +128,18 @@ def scatter_shards(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> li
 def all_gather(
     whole: Tensor, shard: Tensor, group: dist.ProcessGroup, *, async_op: bool = True
 ) -> dist.Work | None:
-    """By the name that this torch has for it; None unless ``async_op``."""
+    """torch's all-gather into one tensor, under the name that this version has. Returns None unless ``async_op``."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = gather(as_bytes(whole), as_bytes(shard), group=group, async_op=async_op)
     return work
 
 
-def waited_for(work: dist.Work | None) -> dist.Work:
-    """What was begun with ``async_op``: it is there."""
+def assert_begun(work: dist.Work | None) -> dist.Work:
+    """The handle of a collective that was begun with ``async_op``, for which torch never returns None."""
     assert work is not None
     return work
 
 
 def as_bytes(values: Tensor) -> Tensor:
-    """As bytes: copied as they are, whatever dtypes the transport knows."""
+    """``values`` as bytes, so that the transport need not know their dtype."""
     return values.view(torch.uint8)

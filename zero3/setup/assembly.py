@@ -170,7 +170,7 @@ def _settle_on_node(rank: _Rank) -> int | None:
         world.local_rank,
         world.local_size,
         _pci_bus_id(rank.device) if world.local_size > 1 else None,
-        gather=None if collectives is None else collectives.of_node,
+        gather=None if collectives is None else collectives.gather_on_node,
     )
     return part.numa_node
 

@@ -22,14 +22,14 @@ def test_what_all_ranks_say_alike_is_agreed(together: Callable[..., Together], w
     for turn in range(20):
         calls = [them.call(peers.agree, f"gather {turn}") for peers in them.ranks]
         assert [call.result(SOON) for call in calls] == [None] * world_size
-    keys = them.ranks[0]._heartbeat.board._store
+    keys = them.ranks[0]._heartbeat.store._store
     assert not keys.check(["question/collective/19"]), "what was agreed stays in the store"
 
 
 def test_agree_returns_to_nobody_before_the_last_rank_has_asked(together: Callable[..., Together]) -> None:
     them = together(3)
     early = [them.call(them.ranks[rank].agree, "gather 'a'") for rank in (0, 2)]
-    eventually(lambda: them.ranks[1]._heartbeat.board.same("collective", 1) == 2)
+    eventually(lambda: them.ranks[1]._heartbeat.store.confirmations("collective", 1) == 2)
     assert not any(call.done() for call in early)
     them.ranks[1].agree("gather 'a'")
     assert [call.result(SOON) for call in early] == [None, None]
@@ -53,18 +53,18 @@ def test_a_mismatch_is_raised_on_all_ranks_and_names_both_modules(together: Call
 def test_a_rank_that_only_issued_answers_a_question(together: Callable[..., Together], late: bool) -> None:
     them = together(3)
     for peers in them.ranks:
-        peers.issued("gather 'a'")
+        peers.issue("gather 'a'")
     first, second, third = them.ranks
-    second.issued("gather 'b'")
+    second.issue("gather 'b'")
     if not late:
-        third.issued("gather 'b'")
+        third.issue("gather 'b'")
     question = them.call(first.agree, "gather 'b'")
     if late:
-        eventually(lambda: second._heartbeat.board.same("collective", 2) == 2)
+        eventually(lambda: second._heartbeat.store.confirmations("collective", 2) == 2)
         assert not question.done()
-        third.issued("gather 'b'")
+        third.issue("gather 'b'")
     assert question.result(SOON) is None
-    first.issued("gather 'c'")  # and the numbers go on from there
+    first.issue("gather 'c'")  # and the numbers go on from there
     calls = [them.call(peers.agree, "gather 'c'") for peers in (second, third)]
     assert [call.result(SOON) for call in calls] == [None, None]
 
@@ -95,10 +95,10 @@ def test_different_collectives_are_noticed_without_a_question(together: Callable
 def test_groups_of_collectives_are_numbered_apart(together: Callable[..., Together]) -> None:
     them = together(2)
     first, second = them.ranks
-    first.issued("gather 'a'", group="gather")
-    first.issued("reduce 'a'", group="reduction")
-    second.issued("reduce 'a'", group="reduction")
-    second.issued("gather 'a'", group="gather")
+    first.issue("gather 'a'", group="gather")
+    first.issue("reduce 'a'", group="reduction")
+    second.issue("reduce 'a'", group="reduction")
+    second.issue("gather 'a'", group="gather")
     calls = [them.call(peers.agree, "gather 'b'", group="gather") for peers in them.ranks]
     assert [call.result(SOON) for call in calls] == [None, None]
     other = [them.call(peers.agree, f"reduce {peers.rank}", group="reduction") for peers in them.ranks]
@@ -140,7 +140,7 @@ def test_any_mixture_of_asking_and_issuing_is_agreed(together: Callable[..., Tog
             if choice.random() < 0.3:
                 peers.agree(f"gather {turn}")
             else:
-                peers.issued(f"gather {turn}")
+                peers.issue(f"gather {turn}")
             meetings[turn].come()
             pending.append(turn)
             while pending and (turn == turns - 1 or len(pending) > choice.randrange(4)):

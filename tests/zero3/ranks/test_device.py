@@ -21,7 +21,7 @@ from tiering.config.training import DistributedConfig
 from tiering.errors import ConfigError, DistributedError
 from zero3.device.streams import Event, Stream, Streams
 from zero3.device.timeline import StallClock, Timeline
-from zero3.ranks.collectives import FAREWELL, Collectives, check_apart
+from zero3.ranks.collectives import CLOSE_TIMEOUT, Collectives, check_apart
 from zero3.ranks.joining import join
 
 from .pool import Pool
@@ -122,7 +122,7 @@ def gather_and_exchange(rank: int) -> tuple[list[str], list[str], list[float], l
         gather = collectives.gather(whole, torch.full((2,), rank + 1.0), "gather 'a'", after=[copied])
         received, sent = torch.empty(4), torch.arange(4.0) + 10 * rank
         exchange = collectives.exchange(received, sent, "reduce 'b'")
-        assert not collectives.has_ended(gather), "ranks could differ in when"
+        assert not collectives.is_done(gather), "ranks could differ in when"
         collectives.finish(exchange, "reduce")
         collectives.finish(gather, "gather")
     during = list(device.told)
@@ -173,13 +173,13 @@ def test_an_aborted_communicator_is_explained_by_the_rank_that_was_lost(ranks: R
     assert "rank 1 (host" in message
     assert "ValueError: no such token" in message
     assert same
-    assert seconds < FAREWELL / 2, "it has waited for ranks that do not come"
+    assert seconds < CLOSE_TIMEOUT / 2, "it has waited for ranks that do not come"
 
 
 def fail_here(rank: int) -> list[str]:
     collectives, device = on_a_device()
     if rank == 0:
-        collectives.ended("backward", ValueError("no such token"))
+        collectives.report_failure("backward", ValueError("no such token"))
     else:
         eventually(lambda: collectives.peers.broken)
     device.told.clear()

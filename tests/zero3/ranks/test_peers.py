@@ -22,7 +22,7 @@ from tiering.errors import DistributedError, RankLostError
 from zero3.ranks.peers import Peers, Stillness, sever
 from zero3.ranks.store import Process, spell
 
-from .together import SOON, Done, Together, Transfer, eventually, refusal
+from .together import SOON, Device, Done, Together, Transfer, eventually, refusal
 
 # ---- ranks that are lost ----
 
@@ -65,9 +65,9 @@ def test_a_closed_engine_ends_only_waits_that_it_is_missing_from(together: Calla
     them = together(2)
     transfer = Transfer()
     first = them.wait(0, "gather 'a'", transfer)
-    them.ranks[1].issued("gather 'a'")
+    them.ranks[1].issue("gather 'a'")
     them.ranks[1].close()
-    eventually(lambda: them.ranks[0]._heartbeat.seen[1].beat.state == "closed")
+    eventually(lambda: them.ranks[0]._heartbeat.observed[1].beat.state == "closed")
     turns = them.ranks[0]._heartbeat.turns
     eventually(lambda: them.ranks[0]._heartbeat.turns > turns + 2)
     transfer.end()
@@ -75,7 +75,8 @@ def test_a_closed_engine_ends_only_waits_that_it_is_missing_from(together: Calla
     error = refusal(them.wait(0, "gather 'b'"))
     assert type(error) is RankLostError
     assert re.search(
-        r"rank 1 \(host .*\) has closed its engine after collective 1, and rank 0 .* collective 2", str(error)
+        r"rank 1 \(host .*\) has closed its engine after collective 1, and rank 0 .* \(collective 2\)",
+        str(error),
     )
     assert "same number of batches" in str(error)
 
@@ -150,7 +151,7 @@ def test_a_slow_rank_is_waited_for_with_one_warning(
     transfer = Transfer()
     for rank in (1, 2):
         them.note(rank, "loading of data")
-    them.ranks[2].issued("gather 'a'")
+    them.ranks[2].issue("gather 'a'")
     call = them.wait(0, "gather 'a'", transfer)
     eventually(lambda: caplog.records)
     time.sleep(0.3)  # time for a second warning, which must not come
@@ -207,7 +208,7 @@ def test_nor_does_it_count_as_silence_of_the_others(
     them.silence(1)
     call = them.wait(0, "gather 'a'")
     heartbeat = them.ranks[0]._heartbeat
-    eventually(lambda: heartbeat.seen[1].silence > 0)
+    eventually(lambda: heartbeat.observed[1].silence > 0)
     real = time.monotonic
     monkeypatch.setattr(zero3.ranks.heartbeat, "time", SimpleNamespace(monotonic=lambda: real() + 3600))
     turns = heartbeat.turns
@@ -221,11 +222,12 @@ def test_nor_does_it_count_as_silence_of_the_others(
 
 
 @pytest.mark.parametrize("how", ["fails", "falls silent", "closes"])
-def test_on_lost_is_told_once_without_any_wait(together: Callable[..., Together], how: str) -> None:
-    told: list[str] = []
-    them = together(3, silence=1.0, on_lost=told.append)
-    them.ranks[0].issued("gather 'a'")
-    them.ranks[2].issued("gather 'a'")
+def test_a_device_is_aborted_once_without_any_wait(together: Callable[..., Together], how: str) -> None:
+    device = Device()
+    told = device.reasons
+    them = together(3, silence=1.0, device=device)
+    them.ranks[0].issue("gather 'a'")
+    them.ranks[2].issue("gather 'a'")
     if how == "fails":
         them.ranks[1].fail("out of memory")
     elif how == "closes":
@@ -241,10 +243,11 @@ def test_on_lost_is_told_once_without_any_wait(together: Callable[..., Together]
     assert all("rank 1 (host" in message for message in told)
 
 
-def test_on_lost_is_not_told_of_ranks_that_nobody_looks_at(together: Callable[..., Together]) -> None:
+def test_a_device_is_not_aborted_for_ranks_that_are_not_watched(together: Callable[..., Together]) -> None:
     """A rank watches its successor; what it knows of the others is old, and that is not their silence."""
-    told: list[str] = []
-    them = together(4, silence=0.5, on_lost=told.append)
+    device = Device()
+    told = device.reasons
+    them = together(4, silence=0.5, device=device)
     clocks = [peers._heartbeat._clock for peers in them.ranks]
     for peers, clock in zip(them.ranks, clocks, strict=True):
         eventually(lambda peers=peers, clock=clock: peers._heartbeat._clock > clock + 1.0)
@@ -255,20 +258,20 @@ def test_a_device_that_waits_while_nobody_moves_is_a_wait_as_any_other(
     together: Callable[..., Together],
 ) -> None:
     """All ranks are alive and in step, and the network between them is not: no CPU waits for it."""
-    told: list[str] = []
-    queued: list[str] = []
-    them = together(2, timeout=0.3, on_lost=told.append, unended=lambda: queued[0] if queued else None)
+    device = Device()
+    told, queued = device.reasons, device.queued
+    them = together(2, timeout=0.3, device=device)
     clock = them.ranks[0]._heartbeat._clock
     eventually(lambda: them.ranks[0]._heartbeat._clock > clock + 0.7)
     assert told == [], "a rank that waits for nothing has no reason to move"
     for peers in them.ranks:
-        peers.issued("gather 'a'")
+        peers.issue("gather 'a'")
     queued.append("gather 'a'")
     eventually(lambda: len(told) == 2)
     for message in told:
         assert re.search(
             r"no rank has moved for 0 s: ranks 0-1 in .*, after collective 1; the device of rank \d is waiting to"
-            r" gather 'a'\. Stacks", message
+            r" gather 'a'\. To see why", message
         )  # fmt: skip
     with pytest.raises(DistributedError, match="the device of rank"):
         them.ranks[1].check()
@@ -308,11 +311,11 @@ def test_communicators_are_aborted_at_once(
     both = [Communicator(device) for _ in range(2)]
     sever(both)
     assert all(one.aborted for one in both)
-    monkeypatch.setattr(zero3.ranks.peers, "SEVERED_WITHIN", 0.1)
+    monkeypatch.setattr(zero3.ranks.peers, "SEVERING_TIMEOUT", 0.1)
     alone = Communicator(device)
     sever([alone])
     assert not alone.aborted
-    assert "connections with other ranks could not be broken" in caplog.text
+    assert "connections with other ranks could not be closed" in caplog.text
     device.abort()  # and the thread that waits for it
 
 
@@ -323,7 +326,7 @@ def lose_the_store_of(peers: Peers) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("Connection reset by peer")
 
-    peers._heartbeat.board.write = refuse
+    peers._heartbeat.store.write_beat = refuse
     eventually(lambda: peers._heartbeat.store_lost)
 
 
@@ -353,7 +356,7 @@ def test_a_broken_collective_while_the_store_hangs(together: Callable[..., Toget
         stuck.set()
         hanging.wait(SOON)
 
-    them.ranks[0]._heartbeat.board.write = hang
+    them.ranks[0]._heartbeat.store.write_beat = hang
     assert stuck.wait(SOON)
     transfer = Transfer()
     transfer.end("Connection closed by peer [127.0.0.1]:1234")
@@ -378,8 +381,8 @@ def test_a_process_of_the_same_number_is_another_one() -> None:
     process = Process(this.host, child.pid, started)
     eventually(lambda: process.state() == "Z")
     assert process.is_dead()
-    assert not process.can_be_seen(), "it may be on another machine"
-    assert replace(process, pids=this.pids).can_be_seen(), "it has ended here"
+    assert not process.is_visible(), "it may be on another machine"
+    assert replace(process, pids=this.pids).is_visible(), "it has ended here"
     child.wait()
 
 

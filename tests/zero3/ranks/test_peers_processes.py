@@ -22,6 +22,7 @@ import torch.distributed as dist
 import zero3.ranks.peers
 import zero3.ranks.store
 from tiering.errors import DistributedError, RankLostError, RankOrderError, TieringError
+from zero3.ranks.heartbeat import Limits
 from zero3.ranks.peers import Peers
 
 from .pool import Outcome, Pool
@@ -35,16 +36,18 @@ def peers_of(rank: int, world_size: int, name: str, **settings: Any) -> Peers:
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    peers = Peers(store, rank, world_size, **{"timeout": SOON, "silence": SOON, "beat": 0.1} | settings)
+    peers = Peers(
+        store, rank, world_size, Limits(**{"timeout": SOON, "silence": SOON, "beat": 0.1} | settings)
+    )
     peers.agree("start")
-    eventually(lambda: len(peers._heartbeat.seen) == world_size - 1)
+    eventually(lambda: len(peers._heartbeat.observed) == world_size - 1)
     return peers
 
 
 def reduce(peers: Peers, what: str) -> float:
     value = torch.tensor([float(peers.rank)])
     work = dist.all_reduce(value, async_op=True)
-    peers.issued(what)
+    peers.issue(what)
     peers.wait(work, what)
     return float(value)
 
@@ -188,7 +191,7 @@ def test_a_deviation_from_the_recorded_order_is_a_message_on_both_sides(doomed: 
 
 def close_and_leave(rank: int) -> str:
     peers = peers_of(rank, 2, "leave")
-    peers.issued("gather 'a'")
+    peers.issue("gather 'a'")
     if rank == 1:
         time.sleep(0.3)
         peers.close()
@@ -196,7 +199,7 @@ def close_and_leave(rank: int) -> str:
     transfer = Transfer()
     threading.Timer(0.7, transfer.end).start()
     peers.wait(transfer, "gather 'a'")  # rank 1 has done its part: its end is none of this wait's business
-    eventually(lambda: peers._heartbeat.seen[1].beat.process.is_dead())
+    eventually(lambda: peers._heartbeat.observed[1].beat.process.is_dead())
     try:
         reduce(peers, "gather 'b'")
     except RankLostError as error:
@@ -219,12 +222,12 @@ def lose_the_store(rank: int, how: str) -> int:
         meeting.wait(["ready0", "ready1"], timedelta(seconds=SOON))
         os.kill(os.getpid(), getattr(signal, how))
     store = dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)
-    peers = Peers(store, rank, 2, timeout=SOON, silence=0.8, beat=0.1)
+    peers = Peers(store, rank, 2, Limits(timeout=SOON, silence=0.8, beat=0.1))
     peers.agree("start")
     peers.note("forward")
     meeting.set(f"ready{rank}", "")
     if rank == 0:
-        peers.issued("gather 'a'")
+        peers.issue("gather 'a'")
         peers.wait(Transfer(), "gather 'a'")
     peers.agree("gather 'a'")
     return rank
@@ -275,6 +278,7 @@ def test_a_job_that_is_suspended_and_resumed_goes_on(doomed: Ranks, tmp_path: Pa
 ENDS = """
 import os, signal, sys, threading
 import torch.distributed as dist
+from zero3.ranks.heartbeat import Limits
 from zero3.ranks.peers import Peers
 
 read, write = os.pipe()
@@ -284,7 +288,7 @@ if rank == 0:
     os.write(write, b"%d" % store.port)
 else:
     store = dist.TCPStore("127.0.0.1", int(os.read(read, 9)), is_master=False)
-peers = Peers(store, rank, 2, timeout=20, silence=20, beat=0.1)
+peers = Peers(store, rank, 2, Limits(timeout=20, silence=20, beat=0.1))
 peers.agree("start")
 peers.note("own code")
 if rank == 1:

@@ -145,12 +145,12 @@ def test_silence_is_logged_once_and_so_is_its_end(
 ) -> None:
     caplog.set_level(logging.WARNING, logger="zero3.ranks.heartbeat")
     them = together(2, silence=0.5)
-    write = them.ranks[1]._heartbeat.board.write
+    write = them.ranks[1]._heartbeat.store.write_beat
     them.silence(1)
     eventually(lambda: caplog.records)
     turns = them.ranks[0]._heartbeat.turns
     eventually(lambda: them.ranks[0]._heartbeat.turns > turns + 5)
-    them.ranks[1]._heartbeat.board.write = write
+    them.ranks[1]._heartbeat.store.write_beat = write
     eventually(lambda: len(caplog.records) > 1)
     silence, end = caplog.records
     assert silence.levelname == "CRITICAL" and "rank 1 (host" in silence.getMessage()

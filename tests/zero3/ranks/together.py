@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tiering.errors import DistributedError
+from zero3.ranks.heartbeat import Limits
 from zero3.ranks.peers import Peers
 
 SOON = 20.0  # seconds that a wait for something certain may take
@@ -36,32 +37,49 @@ class Transfer:
         return True
 
 
+class Device:
+    """A device whose collectives are in ``queued``, and the reasons for which they were aborted."""
+
+    def __init__(self) -> None:
+        self.queued: list[str] = []
+        self.reasons: list[str] = []
+
+    def unended(self) -> str | None:
+        return self.queued[0] if self.queued else None
+
+    def abort(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
 class Together:
     """Ranks as threads of one process; each call runs on a thread of its own."""
 
     def __init__(self, world_size: int, **settings: Any) -> None:
         store = dist.HashStore()
         self._threads = ThreadPoolExecutor(2 * world_size)
-        settings = {"timeout": SOON, "silence": SOON, "beat": 0.05, "patience": SOON} | settings
-        self.ranks = [Peers(store, rank, world_size, **settings) for rank in range(world_size)]
+        device = settings.pop("device", None)
+        limits = Limits(**{"timeout": SOON, "silence": SOON, "beat": 0.05, "patience": SOON} | settings)
+        self.ranks = [Peers(store, rank, world_size, limits, device=device) for rank in range(world_size)]
         for peers in self.ranks:
-            eventually(lambda peers=peers: len(peers._heartbeat.seen) == world_size - 1)
+            eventually(lambda peers=peers: len(peers._heartbeat.observed) == world_size - 1)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         return self._threads.submit(function, *args, **kwargs)
 
     def wait(self, rank: int, what: str, transfer: Transfer | None = None) -> Future[Any]:
-        self.ranks[rank].issued(what)
+        self.ranks[rank].issue(what)
         return self.call(self.ranks[rank].wait, transfer or Transfer(), what)
 
-    def note(self, rank: int, doing: str) -> None:
+    def note(self, rank: int, activity: str) -> None:
         """Note, and wait until it is in the store."""
-        self.ranks[rank].note(doing)
-        eventually(lambda: self.ranks[rank]._heartbeat.board.read([rank], [])[rank].doing == doing)
+        self.ranks[rank].note(activity)
+        eventually(
+            lambda: self.ranks[rank]._heartbeat.store.read_beats([rank], [])[rank].activity == activity
+        )
 
     def silence(self, rank: int) -> None:
         """Its process is frozen, as far as the others can tell."""
-        self.ranks[rank]._heartbeat.board.write = lambda *_: None
+        self.ranks[rank]._heartbeat.store.write_beat = lambda *_: None
 
     def close(self) -> None:
         for peers in self.ranks:

@@ -57,28 +57,28 @@ def test_one_look_is_not_enough() -> None:
     """The beats may be of different moments, and one of the ranks on its way since."""
     once = {0: beat(("gather", 5), 3, gather=5), 1: beat(("control", 3), 8, gather=4)}
     again = {0: beat(("gather", 5), 4, gather=5), 1: beat(("control", 3), 9, gather=4)}
-    assert deadlock.is_tied(once, again)
-    assert not deadlock.is_tied({}, once)
-    assert not deadlock.is_tied(once, {})
-    assert not deadlock.is_tied({}, {})
-    assert not deadlock.is_tied(once, again | {1: once[1]})  # no new beat of rank 1
-    assert not deadlock.is_tied(once, again | {1: beat(("control", 4), 9, gather=4)})  # it has moved on
-    assert not deadlock.is_tied(once, again | {1: beat(("control", 3), 9, gather=5)})
-    assert not deadlock.is_tied(once, {0: again[0]})
+    assert deadlock.is_deadlock(once, again)
+    assert not deadlock.is_deadlock({}, once)
+    assert not deadlock.is_deadlock(once, {})
+    assert not deadlock.is_deadlock({}, {})
+    assert not deadlock.is_deadlock(once, again | {1: once[1]})  # no new beat of rank 1
+    assert not deadlock.is_deadlock(once, again | {1: beat(("control", 4), 9, gather=4)})  # it has moved on
+    assert not deadlock.is_deadlock(once, again | {1: beat(("control", 3), 9, gather=5)})
+    assert not deadlock.is_deadlock(once, {0: again[0]})
 
 
 def test_ranks_wait_for_each_other_with_two_engines() -> None:
     one, other = beat(("gather", 5), gather=5, control=2), beat(None, gather=4)
-    one = replace(one, said_elsewhere={"engine 1 control": (6, "x")})
+    one = replace(one, last_elsewhere={"engine 1 control": (6, "x")})
     other = replace(
-        other, waits_elsewhere=("engine 1 control", 7, "x"), said_elsewhere={"engine 1 control": (7, "x")}
+        other, waits_elsewhere=("engine 1 control", 7, "x"), last_elsewhere={"engine 1 control": (7, "x")}
     )
     found = deadlock.find(0, {0: one, 1: other})
     assert list(found) == [0, 1]
-    assert deadlock.is_tied(
+    assert deadlock.is_deadlock(
         found, {rank: replace(each, count=each.count + 1) for rank, each in found.items()}
     )
-    assert not deadlock.find(0, {0: one, 1: replace(other, said={"gather": (5, "x")})}), "it has come by now"
+    assert not deadlock.find(0, {0: one, 1: replace(other, last={"gather": (5, "x")})}), "it has come by now"
 
 
 def crossed(rank: int, nvme: Path) -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tiering._aio import ffi, lib
-
-if TYPE_CHECKING:
-    from tiering.storage.aio import Ticket
 
 KINDS = {
     "read": lib.AIO_READ,
@@ -109,7 +106,7 @@ class Request:
     submitted = 0  # the time, while transfers are recorded
     failed_ticket: FailedTicket | None = None
     silence: Silence | None = None
-    holder: Callable[[], Ticket | None]
+    holder: Callable[[], object | None]  # the ticket that a caller may still hold
     is_reported = False  # a caller has the failure
     canceled = False
 

@@ -41,7 +41,7 @@ def stepped_before_the_end(
         train(engine, rank, 1)
         patch.setattr(Saver, "_copy", copied)
         saving = engine.save_checkpoint(directory, background=True)
-        others = bool(engine._checkpoints._under_way.saver._share.not_here)
+        others = bool(engine._checkpoints._under_way.saver._share.saved_elsewhere)
         train(engine, rank, 1)
         stepped.set()
         saving.wait()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tiering import logs
+from tiering import _logs
 from tiering.errors import SwapError
 from tiering.storage import swap_file
 from tiering.storage.aio import ENGINES, AioContext
@@ -48,7 +48,7 @@ def nobody_waits_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
 def logging_as_before() -> Iterator[None]:
     """Restore levels, handlers and record factory of the project's loggers after the test."""
     factory = logging.getLogRecordFactory()
-    loggers = [logging.getLogger(name) for name in (*logs.LOGGERS, logs.PROGRESS)]
+    loggers = [logging.getLogger(name) for name in (*_logs.LOGGERS, _logs.PROGRESS)]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
     yield
     logging.setLogRecordFactory(factory)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from service import formatting
-from tiering import text
+from tiering import _text
 
 
-@pytest.mark.parametrize("counted", [text.counted, formatting.counted], ids=["tiering", "service"])
+@pytest.mark.parametrize("counted", [_text.counted, formatting.counted], ids=["tiering", "service"])
 def test_one_is_singular(counted: Callable[..., str]) -> None:
     assert [counted(number, "file") for number in (0, 1, 2, 11)] == [
         "0 files",

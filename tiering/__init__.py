@@ -3,15 +3,15 @@
     import tiering as deepspeed
     engine, optimizer, dataloader, lr_scheduler = deepspeed.initialize(model=model, config="ds_config.json")
 
-Names are resolved on first use (see lazy.py), so that ``import tiering`` loads neither torch nor the engine.
+Names are resolved on first use (see _lazy.py), so that ``import tiering`` loads neither torch nor the engine.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiering import lazy
-from tiering.version import __version__ as __version__
+from tiering import _lazy
+from tiering._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tiering import accelerator, checkpointing, comm, ops, runtime, utils, zero
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zero3.setup.plan_for import measure_rates, plan_for
     from zero3.state.access import gathered
 
-__getattr__, __dir__ = lazy.names(
+__getattr__, __dir__ = _lazy.names(
     __name__,
     {
         "tiering.errors": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiering import lazy
+from tiering import _lazy
 
 if TYPE_CHECKING:
     from zero3.deepspeed.checkpointing import (
@@ -16,4 +16,4 @@ if TYPE_CHECKING:
     )
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
-__getattr__, __dir__ = lazy.names(__name__, {"zero3.deepspeed.checkpointing": __all__})
+__getattr__, __dir__ = _lazy.names(__name__, {"zero3.deepspeed.checkpointing": __all__})

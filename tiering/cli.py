@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiering.command_line import Parser, Version, run_printing
+from tiering._command_line import Parser, Version, run_printing
 from tiering.commands import check as check_command
 from tiering.commands import doctor as doctor_command
 from tiering.commands import plan as plan_command

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiering import lazy
+from tiering import _lazy
 
 if TYPE_CHECKING:
     from zero3.deepspeed.communication import (
@@ -66,7 +66,7 @@ __all__ = [
     "send",
 ]
 _SETUP = ("get_local_rank", "get_rank", "get_world_size", "init_distributed")
-__getattr__, __dir__ = lazy.names(
+__getattr__, __dir__ = _lazy.names(
     __name__,
     {
         "zero3.deepspeed.distributed": _SETUP,

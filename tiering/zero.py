@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiering import lazy
+from tiering import _lazy
 
 if TYPE_CHECKING:
     from tiering.runtime.zero import partition_parameters
     from zero3.deepspeed.zero import GatheredParameters, Init, register_external_parameter
 
 __all__ = ["GatheredParameters", "Init", "partition_parameters", "register_external_parameter"]
-__getattr__, __dir__ = lazy.names(
+__getattr__, __dir__ = _lazy.names(
     __name__,
     {
         "tiering.runtime.zero": ("partition_parameters",),

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from tiering import logs
+from tiering import _logs
 from tiering.config import ds_config
 from tiering.config.ds_config.auto import LoadContext, hidden_size_of, lookup
 from tiering.config.ds_config.report import Report
@@ -182,8 +182,8 @@ def _join(port: int, required: bool | None) -> tuple[int, int]:
     else:
         init_distributed(distributed_port=port, dist_init_required=required)
     rank, world_size = standing()
-    logs.set_rank(rank, world_size)
-    logs.follow(os.environ)
+    _logs.set_rank(rank, world_size)
+    _logs.follow(os.environ)
     return rank, world_size
 
 
@@ -227,7 +227,7 @@ def _warn_replaced(section: str, by: Any, report: Report) -> None:
     kind = next((entry.value for entry in report.entries if entry.key == f"{section}.type"), None)
     if by and kind:
         log.log(
-            logs.once(logging.WARNING),
+            _logs.once(logging.WARNING),
             "the %s given to initialize() is used, the configuration's %s section (%s) is not",
             *(by, section, kind),
         )
@@ -240,4 +240,4 @@ def _log_once(line: str) -> None:
     """Log the summary of a configuration the first time that this process uses it."""
     if line not in _logged:
         _logged.add(line)
-        logs.progress().log(logs.once(logging.INFO), "%s", line)
+        _logs.progress().log(_logs.once(logging.INFO), "%s", line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from tiering.figures_table import FiguresTable
+from tiering._figures_table import FiguresTable
 
 
 def table() -> FiguresTable:

@@ -9,20 +9,20 @@ import pytest
 from torch import nn
 
 import tiering
-from tiering import logs
+from tiering import _logs
 from tiering.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_set(logging_as_before: None) -> None:
     """The project's loggers are as in a program that has just started."""
-    for name in (*logs.LOGGERS, logs.PROGRESS):
+    for name in (*_logs.LOGGERS, _logs.PROGRESS):
         logging.getLogger(name).setLevel(logging.NOTSET)
         logging.getLogger(name).handlers = []
 
 
 def test_our_records_name_their_rank_and_others_do_not(caplog: pytest.LogCaptureFixture) -> None:
-    logs.set_rank(3, 4)
+    _logs.set_rank(3, 4)
     logging.getLogger("zero3.engine.engine").warning("skipped %d of %s", 2, "100 %")
     logging.getLogger("tiering").warning("100 % alone")
     logging.getLogger("tieringx").warning("other")
@@ -31,8 +31,8 @@ def test_our_records_name_their_rank_and_others_do_not(caplog: pytest.LogCapture
 
 
 def test_one_rank_alone_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
-    logs.set_rank(1, 2)
-    logs.set_rank(0, 1)  # a second engine in the same process, this time alone
+    _logs.set_rank(1, 2)
+    _logs.set_rank(0, 1)  # a second engine in the same process, this time alone
     logging.getLogger("optim_cpu").warning("said")
     assert caplog.messages == ["said"]
     assert caplog.records[0].rank == 0
@@ -40,7 +40,7 @@ def test_one_rank_alone_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_marks_do_not_pile_up(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
-        logs.set_rank(1, 2)
+        _logs.set_rank(1, 2)
     logging.getLogger("tiering").warning("said")
     assert caplog.messages == ["[rank 1] said"]
 
@@ -50,7 +50,7 @@ def test_the_programs_record_factory_is_kept(caplog: pytest.LogCaptureFixture) -
         pass
 
     logging.setLogRecordFactory(ProgramRecord)
-    logs.set_rank(1, 2)
+    _logs.set_rank(1, 2)
     logging.getLogger("tiering").warning("said")
     assert isinstance(caplog.records[0], ProgramRecord)
 
@@ -58,9 +58,9 @@ def test_the_programs_record_factory_is_kept(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize(("rank", "level"), [(0, logging.INFO), (1, logging.DEBUG)])
 def test_what_all_would_say_rank_0_says(caplog: pytest.LogCaptureFixture, rank: int, level: int) -> None:
     caplog.set_level(logging.DEBUG, "tiering")
-    assert logs.once(logging.INFO) == logging.INFO  # set_rank() has not been called
-    logs.set_rank(rank, 2)
-    logging.getLogger("tiering.placement.plan").log(logs.once(logging.INFO), "the plan")
+    assert _logs.once(logging.INFO) == logging.INFO  # set_rank() has not been called
+    _logs.set_rank(rank, 2)
+    logging.getLogger("tiering.placement.plan").log(_logs.once(logging.INFO), "the plan")
     (record,) = caplog.records
     assert (record.levelno, record.funcName) == (level, "test_what_all_would_say_rank_0_says")
 
@@ -70,7 +70,7 @@ def test_the_variable_sets_the_level_of_ours(
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
     for _ in range(2):
-        logs.follow({"TIERING_LOG": "Info"})
+        _logs.follow({"TIERING_LOG": "Info"})
     logging.getLogger("tiering.storage.swap_space").info("swap space")
     logging.getLogger("tiering.storage.swap_space").debug("too much")
     logging.getLogger("another").info("silent")
@@ -83,9 +83,9 @@ def test_what_was_asked_for_is_said_once_unless_the_variable_forbids_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, level: str, count: int
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    logs.progress()  # as an earlier engine may have called it
-    logs.follow({"TIERING_LOG": level})
-    logs.progress().info("step 10")
+    _logs.progress()  # as an earlier engine may have called it
+    _logs.follow({"TIERING_LOG": level})
+    _logs.progress().info("step 10")
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" INFO ")[2] for line in lines] == ["tiering.progress: step 10"] * count
 
@@ -96,7 +96,7 @@ def test_a_level_of_the_programs_holds_for_what_was_asked_for(
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     logging.getLogger(name).setLevel(logging.ERROR)
-    logs.progress().info("step 10")
+    _logs.progress().info("step 10")
     assert capsys.readouterr().err == ""
 
 
@@ -107,15 +107,15 @@ def test_what_was_asked_for_goes_to_the_programs_handlers_and_nowhere_else(
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [logging.StreamHandler(text)])
     monkeypatch.setattr(root, "level", logging.WARNING)  # as basicConfig() leaves it
-    logs.progress().info("step 10")
-    logs.progress().debug("what rank 1 says")
+    _logs.progress().info("step 10")
+    _logs.progress().debug("what rank 1 says")
     assert (text.getvalue(), capsys.readouterr().err) == ("step 10\n", "")
 
 
 def test_handlers_of_the_program_come_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logs.follow({"TIERING_LOG": "debug"})
+    _logs.follow({"TIERING_LOG": "debug"})
     text = io.StringIO()
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(text)])
     logging.getLogger("zero3.observe.trace").debug("said")
@@ -124,18 +124,18 @@ def test_handlers_of_the_program_come_first(
 
 def test_without_the_variable_nothing_changes() -> None:
     before = [
-        (logging.getLogger(name).level, list(logging.getLogger(name).handlers)) for name in logs.LOGGERS
+        (logging.getLogger(name).level, list(logging.getLogger(name).handlers)) for name in _logs.LOGGERS
     ]
-    logs.follow({})
-    logs.follow({"TIERING_LOG": ""})
+    _logs.follow({})
+    _logs.follow({"TIERING_LOG": ""})
     assert before == [
-        (logging.getLogger(name).level, list(logging.getLogger(name).handlers)) for name in logs.LOGGERS
+        (logging.getLogger(name).level, list(logging.getLogger(name).handlers)) for name in _logs.LOGGERS
     ]
 
 
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="TIERING_LOG is 'loud'; use one of debug, info, warning, error"):
-        logs.follow({"TIERING_LOG": "loud"})
+        _logs.follow({"TIERING_LOG": "loud"})
 
 
 def test_initialize_follows_the_variable_before_it_reads_the_configuration(

@@ -39,8 +39,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiering._strict_json import FormatError, parse, short
 from tiering.errors import CheckpointError, WeightsError
-from tiering.strict_json import FormatError, parse, short
 from tiering.weights.files import opened
 
 FORMAT = "tiering-checkpoint"

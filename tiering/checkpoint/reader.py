@@ -13,10 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tiering._strict_json import short
 from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name
 from tiering.checkpoint.root import Root
 from tiering.errors import CheckpointError, WeightsError
-from tiering.strict_json import short
 from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, open_weights
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from tiering._strict_json import short
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, damaged, file_name, read_sealed
 from tiering.errors import CheckpointError, WeightsError
 from tiering.storage.arena import PAGE, round_up
-from tiering.strict_json import short
 from tiering.weights.files import Sums, WeightFiles, open_weights, opened
 from tiering.weights.pages import KnownSums, PageSums, SumsSource
 

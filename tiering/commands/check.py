@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _context(options: argparse.Namespace) -> Any:
     """The values that resolve "auto": those of the model's configuration and of ``--args``."""
+    from tiering._strict_json import FormatError, parse
     from tiering.config.ds_config.auto import LoadContext, hidden_size_of
-    from tiering.strict_json import FormatError, parse
 
     hidden_size, dtype = None, None
     if options.model is not None:

@@ -13,14 +13,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from tiering._strict_json import FormatError, parse
+from tiering._text import counted
 from tiering.checkpoint.conversion import FIRST_TAG, Converted, OnRead, to_checkpoint, to_weights
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.manifest import MANIFEST
 from tiering.checkpoint.reader import Checkpoint, open_checkpoint
 from tiering.config.training import format_size, parse_size
 from tiering.errors import CheckpointError, ConfigError, WeightsError
-from tiering.strict_json import FormatError, parse
-from tiering.text import counted
 from tiering.weights.files import WeightFiles, open_weights
 
 DONE, FAILED, USAGE_ERROR = 0, 1, 2

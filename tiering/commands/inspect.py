@@ -15,6 +15,9 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from tiering._figures_table import FiguresTable
+from tiering._strict_json import short
+from tiering._text import counted
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.inspection import Inspection, Listing, OnRead, inspect, list_checkpoints
 from tiering.checkpoint.integrity import Damage
@@ -22,10 +25,7 @@ from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest
 from tiering.commands.load_plan import configuration, plan_to_load
 from tiering.config.training import format_size
 from tiering.errors import CheckpointError, ConfigError, TieringError
-from tiering.figures_table import FiguresTable
 from tiering.planning.report import PlanReport
-from tiering.strict_json import short
-from tiering.text import counted
 
 SCHEMA_VERSION = 1
 WHOLE, DAMAGED, NO_CHECKPOINT = 0, 1, 2

@@ -178,7 +178,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
     profile = _profile(options.profile)
     ranks = options.ranks or (profile.devices * options.nodes if profile else 1)
     if ranks % options.nodes:
-        from tiering.text import counted
+        from tiering._text import counted
 
         raise ConfigError(f"{counted(ranks, 'rank')} cannot be divided over {counted(options.nodes, 'node')}")
     gpu = options.gpu if options.gpu is not None else profile.device.memory_bytes if profile else None

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from tiering.text import counted
+from tiering._text import counted
 
 from .fields import ALIGNMENT, Bytes, Count, Elements, Number, Section, format_size, parse_size, whole_number
 from .monitor import MonitorConfig

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.text import Text
 
+from tiering._figures_table import FiguresTable
 from tiering.config.training import format_size
 from tiering.demo.settings import Way
-from tiering.figures_table import FiguresTable
 
 Results = Mapping[Way, Mapping[str, Any]]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from optim_cpu import kernels
+from tiering._text import counted
 from tiering.doctor.finding import Check, Finding, note, problem
 from tiering.host.cgroups import cpu_quota
 from tiering.host.kernel_files import said
 from tiering.host.topology import format_cpus, parse_cpus
-from tiering.text import counted
 
 
 def own_cpus(root: Path) -> list[int]:

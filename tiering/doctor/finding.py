@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from tiering.text import counted
+from tiering._text import counted
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tiering._text import counted
 from tiering.config.fields import format_size
 from tiering.doctor.finding import Finding, Verdict, note
 from tiering.host.kernel_files import listed, said
 from tiering.telemetry import TelemetryError, find_status_files
-from tiering.text import counted
 
 _NOT_ON_DISK = ("/memfd:", "/dev/", "/SYSV", "/[", "/anon_hugepage", "/proc/")
 # Processes that a finding lists.

@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiering._text import counted
 from tiering.config.fields import legible
 from tiering.doctor.finding import Entry, Finding, Verdict
-from tiering.text import counted
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from tiering._text import counted
 from tiering.doctor.finding import Check, Finding, note, problem
 from tiering.host.kernel_files import listed, said
-from tiering.text import counted
 
 MIN_KERNEL = (5, 11)
 """The first version with all io_uring features that the I/O engine uses."""

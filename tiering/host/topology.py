@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optim_cpu import kernels
-from tiering.text import counted
+from tiering._text import counted
 
 log = logging.getLogger(__name__)
 

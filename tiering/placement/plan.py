@@ -278,7 +278,7 @@ class Plan:
 
     def table(self) -> Table:
         """The plan as a table."""
-        from tiering.figures_table import FiguresTable
+        from tiering._figures_table import FiguresTable
 
         read, written = self.nvme_traffic()
         moved = f"read {format_size(read)}\nwrite {format_size(written)}" if read or written else "-"

@@ -14,12 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from optim_cpu import kernels
+from tiering._version import __version__
 from tiering.config.fields import parse_size
 from tiering.config.training import IoConfig
 from tiering.host import cgroups, drives
 from tiering.host.machine import cpu_identity, memory_bytes
 from tiering.host.topology import SYSFS, format_cpus
-from tiering.version import __version__
 
 Conditions = dict[str, object]
 

@@ -289,7 +289,7 @@ def _needs(load: Workload) -> str:
 
 
 def _phases(prediction: Forecast) -> Table:
-    from tiering.figures_table import FiguresTable
+    from tiering._figures_table import FiguresTable
 
     table = FiguresTable.plain(title="Predicted step")
     table.add_column("phase", no_wrap=True)

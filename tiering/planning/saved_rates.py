@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tiering import strict_json
+from tiering import _strict_json
+from tiering._strict_json import FormatError
 from tiering.errors import ConfigError
 from tiering.planning.conditions import Conditions
 from tiering.planning.measure import Measurement, Tell, quietly
 from tiering.planning.others import WORTH_A_WORD, Others
 from tiering.planning.rates import Rates
-from tiering.strict_json import FormatError
 
 SCHEMA = 1
 FRESH = timedelta(days=7)
@@ -142,7 +142,7 @@ class SavedRates:
 
 def _read(content: bytes, conditions: Conditions, but_for: Container[str]) -> Record | None:
     """The record, or None if it has another version or other conditions. Raises ValueError or ConfigError."""
-    content_read = strict_json.parse(content)
+    content_read = _strict_json.parse(content)
     saved_conditions = content_read.get("conditions")
     if content_read.get("schema") != SCHEMA or not isinstance(saved_conditions, dict):
         return None

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tiering._text import counted
 from tiering.config import ds_config
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
@@ -16,7 +17,6 @@ from tiering.placement.budgets import AUTO_SHARE, NVME_SHARE
 from tiering.placement.workload import Workload
 from tiering.planning.profiles import Profile
 from tiering.planning.rates import Rates
-from tiering.text import counted
 
 # Default tokens per micro-batch and rank.
 TOKENS = 4096

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from tiering._text import counted
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement.workload import (
@@ -28,7 +29,6 @@ from tiering.placement.workload import (
 from tiering.planning.report import PlanReport, report
 from tiering.planning.setting import RatesOf, Setting
 from tiering.storage.arena import round_up
-from tiering.text import counted
 
 # Elements of an attention head.
 HEAD = 128

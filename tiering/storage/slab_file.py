@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tiering._text import shorten
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.storage.aio import AioContext, Ticket
 from tiering.storage.arena import round_up
 from tiering.storage.ranges import FreeRanges
 from tiering.storage.request import Buffer
 from tiering.storage.swap_file import SwapFile, check_directory
-from tiering.text import shorten
 
 _Failure = tuple[int, int, SwapError]
 """The first byte of a range of an extent, its end, and the error of the write that did not replace it."""

@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiering import logs
+from tiering import _logs
+from tiering._text import shorten
 from tiering.config.training import format_size
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.storage.aio import AioContext, Ticket
@@ -32,7 +33,6 @@ from tiering.storage.slab_file import Extent, SlabFile
 from tiering.storage.striping import Need, Piece, StripeMap, apportion, shares_of
 from tiering.storage.swap_file import check_directory, disk_of, free_by_file_system, too_full, wait_for_space
 from tiering.storage.tickets import StripedTicket, Transfer
-from tiering.text import shorten
 
 log = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ class SwapSpace:
             for together in on_disk.values():
                 if len(together) > 1:
                     log.log(
-                        logs.once(logging.WARNING),
+                        _logs.once(logging.WARNING),
                         "nvme_path %s are on one disk: striping over them is not faster than using one of them",
                         " and ".join(together),
                     )

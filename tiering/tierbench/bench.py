@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tiering._text import counted
 from tiering.config.training import ALIGNMENT, MAX_QUEUE_DEPTH, format_size
 from tiering.errors import ConfigError, SwapError
 from tiering.host import drives
 from tiering.host.drives import Backing
 from tiering.placement.budgets import host_memory
-from tiering.text import counted
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load import target
 from tiering.tierbench.load.block_mover import slots

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiering.command_line import Version, run_printing, suggestion
+from tiering._command_line import Version, run_printing, suggestion
 from tiering.tierbench import words
 from tiering.tierbench.exits import BELOW, FAILED, INTERRUPTED, OK
 

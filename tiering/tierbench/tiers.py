@@ -422,9 +422,9 @@ def _ordered(outcome: _TiersOutcome) -> list[tuple[Leg, int | None]]:
 def _show(
     options: argparse.Namespace, directories: Sequence[Path], outcome: _TiersOutcome, console: Console
 ) -> None:
+    from tiering._text import counted
     from tiering.config.fields import format_size
     from tiering.host import drives
-    from tiering.text import counted
     from tiering.tierbench.display import figures
     from tiering.tierbench.result import Machine
 
@@ -462,7 +462,7 @@ def _show(
 
 
 def _table(outcome: _TiersOutcome) -> Table:
-    from tiering.figures_table import FiguresTable
+    from tiering._figures_table import FiguresTable
     from tiering.tierbench.display import figures
 
     table = FiguresTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)

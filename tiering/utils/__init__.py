@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiering import lazy
+from tiering import _lazy
 
 if TYPE_CHECKING:
     from tiering.utils import logging, zero_to_fp32
@@ -44,7 +44,7 @@ __all__ = [
     "z3_leaf_module",
     "zero_to_fp32",
 ]
-__getattr__, __dir__ = lazy.names(
+__getattr__, __dir__ = _lazy.names(
     __name__,
     {
         "zero3.deepspeed.leaves": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiering import lazy
+from tiering import _lazy
 
 if TYPE_CHECKING:
     from zero3.deepspeed.zero_to_fp32 import (
@@ -18,4 +18,4 @@ __all__ = [
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
 ]
-__getattr__, __dir__ = lazy.names(__name__, {"zero3.deepspeed.zero_to_fp32": __all__})
+__getattr__, __dir__ = _lazy.names(__name__, {"zero3.deepspeed.zero_to_fp32": __all__})

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from tiering._strict_json import FormatError, natural, parse, short, strings
+from tiering._text import shorten
 from tiering.errors import WeightsError
-from tiering.strict_json import FormatError, natural, parse, short, strings
-from tiering.text import shorten
 
 # Bytes. The limit of the format for a header; also used for an index.
 _MOST_HEADER = 100_000_000

@@ -20,9 +20,9 @@ from typing import Self
 
 import numpy as np
 
+from tiering._interrupts import deferred_interrupts
 from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, SwapError
-from tiering.interrupts import deferred_interrupts
 from tiering.storage.file_system import fsync, remedy
 from tiering.storage.io_stats import errno_text
 from tiering.weights.tensor_file import Output, TensorFileWriter, TensorSpec

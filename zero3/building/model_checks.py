@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from tiering import logs
+from tiering import _logs
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3.building.zero_init import recipe_of
@@ -49,7 +49,7 @@ def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
     compute = COMPUTE_DTYPES[config.precision]
     for pattern in unmatched(model, config):
         log.log(
-            logs.once(logging.WARNING), "tiering.keep_fp32: no parameter of the model matches %r", pattern
+            _logs.once(logging.WARNING), "tiering.keep_fp32: no parameter of the model matches %r", pattern
         )
     in_fp32 = kept_in_fp32(model, config)
     changed: dict[torch.dtype, list[str]] = {}
@@ -67,7 +67,7 @@ def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
             changed.setdefault(param.dtype, []).append(name)
     for dtype, names in changed.items():
         level = logging.INFO if compute is torch.float32 and dtype.itemsize == 2 else logging.WARNING
-        log.log(logs.once(level), "%s", _cast_message(dtype, compute, names))
+        log.log(_logs.once(level), "%s", _cast_message(dtype, compute, names))
 
 
 def check_dense_gradients(model: nn.Module, trained: Container[Tensor]) -> None:

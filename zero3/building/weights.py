@@ -15,9 +15,9 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from tiering._text import counted
 from tiering.config.training import IoConfig
 from tiering.errors import EngineStateError, WeightsError
-from tiering.text import counted
 from tiering.weights.files import StoredTensor, WeightFiles, same_bytes
 from tiering.weights.reader import Request, WeightReader
 from zero3.building.model_names import ModelNames

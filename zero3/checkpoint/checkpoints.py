@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from tiering import logs
+from tiering import _logs
+from tiering._interrupts import deferred_interrupts
 from tiering.checkpoint.directory import CheckpointDirectory, check_keep
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, StoredParameter, new_run, new_save
 from tiering.checkpoint.rank_writer import RankRecord
 from tiering.config.training import TieringConfig, format_size
 from tiering.errors import CheckpointError, TieringError
-from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import CheckpointStatus, as_text
 from tiering.weights.tensor_file import naming
 from zero3.building.weights import STORED_NAMES
@@ -188,7 +188,7 @@ class Checkpoints:
             ready = opener.open(files)
             if ready is None:
                 log.log(
-                    logs.once(logging.WARNING),
+                    _logs.once(logging.WARNING),
                     "%s holds no checkpoint: training starts from the beginning",
                     load_dir,
                 )
@@ -217,7 +217,7 @@ class Checkpoints:
         self._updates.current_step.to_loaded()
         self._half_loaded.clear()
         seconds = time.monotonic() - began
-        log.log(logs.once(logging.INFO), "checkpoint %s loaded in %.1f s", ready.path, seconds)
+        log.log(_logs.once(logging.INFO), "checkpoint %s loaded in %.1f s", ready.path, seconds)
         return client_state
 
     @property
@@ -377,7 +377,7 @@ class Checkpoints:
         saving.ended_at = time.time()
         if error is None:
             log.log(
-                logs.once(logging.INFO),
+                _logs.once(logging.INFO),
                 "checkpoint %s saved: %s in %.1f s, of which training waited %.2f s",
                 *(saving.path, format_size(saver.record.nbytes), saving.seconds, saving.stalled),
             )

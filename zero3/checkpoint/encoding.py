@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tiering._strict_json import short
 from tiering.errors import CheckpointError, ConfigError
-from tiering.strict_json import short
 
 # A level takes up to three levels of JSON; Python's JSON parser fails before a thousand.
 DEPTH = 100

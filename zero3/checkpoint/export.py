@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_cpu.formats import round_parameters
-from tiering import logs
+from tiering import _logs
 from tiering.config.training import TieringConfig, format_size, parse_size
 from tiering.errors import ConfigError
 from tiering.weights.tensor_file import TensorSpec
@@ -79,7 +79,7 @@ class Export:
         path = Path(save_dir) / f"{stem}{SUFFIX}"
         if path.name != save_filename:
             log.log(
-                logs.once(logging.WARNING),
+                _logs.once(logging.WARNING),
                 "%s was written instead of %s, because reading a pickle runs code; read it with"
                 " safetensors.torch.load_file",
                 *(path, save_filename),
@@ -147,7 +147,7 @@ class Export:
                 writer.abandon()
         total = sum(spec.nbytes for spec in specs)
         log.log(
-            logs.once(logging.INFO), "saved %d tensors, %s, in %s", len(specs), format_size(total), directory
+            _logs.once(logging.INFO), "saved %d tensors, %s, in %s", len(specs), format_size(total), directory
         )
 
     def _stored_as(self, saved: Saved, dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import nn
 
-from tiering import logs
+from tiering import _logs
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.manifest import MANIFEST
 from tiering.checkpoint.reader import open_checkpoint
@@ -113,7 +113,7 @@ class Opener:
             except Exception:
                 if not attempts_left or self._together("find the checkpoint", self._request.find) == versions:
                     raise
-            log.log(logs.once(logging.INFO), "a save has replaced %s: trying again", versions[0].path)
+            log.log(_logs.once(logging.INFO), "a save has replaced %s: trying again", versions[0].path)
         raise AssertionError("the last attempt returns or raises")
 
     def _open_at(self, versions: list[CheckpointVersion], files: ExitStack) -> OpenCheckpoint | None:
@@ -143,7 +143,7 @@ class Opener:
             files.enter_context(restore.reading())
             opened.append(OpenCheckpoint(path, restore, shared, own))
             if checkpoint.caveat:
-                log.log(logs.once(logging.WARNING), "%s", checkpoint.caveat)
+                log.log(_logs.once(logging.WARNING), "%s", checkpoint.caveat)
             return f"{checkpoint.manifest.step} {checkpoint.manifest.created} {checkpoint.manifest.save}"
 
         saves = self._together("open the checkpoint", prepare)

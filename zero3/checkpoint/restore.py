@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from tiering import logs
+from tiering import _logs
 from tiering.checkpoint.reader import Checkpoint, RankFiles, reading_checkpoint
 from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, WeightsError
@@ -155,7 +155,7 @@ class Restore:
         manifest, optimizer = self._checkpoint.manifest, self._parts.optimizer
         if not self.of_run:
             log.log(
-                logs.once(logging.WARNING),
+                _logs.once(logging.WARNING),
                 "%s has only weights: the optimizer starts with new state",
                 self._checkpoint.path,
             )
@@ -178,7 +178,7 @@ class Restore:
             )
         if manifest.optimizer != optimizer_here:
             log.log(
-                logs.once(logging.WARNING),
+                _logs.once(logging.WARNING),
                 "the state of %s is loaded as that of %s, which has the same tensors",
                 *(manifest.optimizer, optimizer_here),
             )
@@ -220,7 +220,7 @@ class Restore:
         names = [name for name in self._unchanged if name not in self._matched.missing]
         if names:
             log.log(
-                logs.once(logging.WARNING),
+                _logs.once(logging.WARNING),
                 "checkpoint %s was saved without %s: they keep the values of this model, which should be those of the"
                 " run that saved",
                 *(self._checkpoint.path, _first(names)),
@@ -236,7 +236,7 @@ class Restore:
         return param in self._names and self._checkpoint.manifest.parameters[self._names[param]].trained
 
     def _log(self, message: str) -> None:
-        log.log(logs.once(logging.INFO), "checkpoint %s: %s", self._checkpoint.path, message)
+        log.log(_logs.once(logging.INFO), "checkpoint %s: %s", self._checkpoint.path, message)
 
     def _moment(self, kind: str, param: nn.Parameter) -> FileSource | None:
         if kind not in self._states:

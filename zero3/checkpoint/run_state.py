@@ -15,10 +15,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from tiering import logs
+from tiering import _logs
+from tiering._strict_json import short
 from tiering.checkpoint.manifest import MOST
 from tiering.errors import CheckpointError, ConfigError
-from tiering.strict_json import short
 from zero3.building.model_names import ModelNames
 from zero3.building.weights import STORED_NAMES
 from zero3.checkpoint import encoding, random_state
@@ -217,7 +217,7 @@ class RunState:
             for name in sorted(_KEPT_OPTIONS & saved.keys() & options.keys()):
                 if saved[name] != options[name]:
                     log.log(
-                        logs.once(logging.WARNING),
+                        _logs.once(logging.WARNING),
                         "param group %d was saved with %s %r, and keeps %r of this optimizer",
                         *(number, name, saved[name], options[name]),
                     )
@@ -258,7 +258,7 @@ class RunState:
         elif scheduler is not None or saved is not None:
             missing_side = "engine has none" if scheduler is None else "checkpoint has none"
             log.log(
-                logs.once(logging.WARNING),
+                _logs.once(logging.WARNING),
                 "the learning rate scheduler is not restored, because the %s",
                 missing_side,
             )
@@ -386,7 +386,7 @@ def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
     functions = [name for name, value in state.items() if callable(value)]
     if functions:
         log.log(
-            logs.once(logging.WARNING),
+            _logs.once(logging.WARNING),
             "%s of the learning rate scheduler are functions, which a checkpoint does not contain: a scheduler that"
             " loads the checkpoint keeps its own",
             ", ".join(map(repr, functions)),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from tiering import logs
+from tiering import _logs
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def configure(
     enabled_options = ", ".join(name for name, value in _options.items() if value)
     if is_first_call and enabled_options:
         log.log(
-            logs.once(logging.INFO),
+            _logs.once(logging.INFO),
             "checkpointing.configure: %s: no effect; the inputs of a checkpointed function are kept in place",
             enabled_options,
         )

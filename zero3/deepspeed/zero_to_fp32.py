@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tiering._text import shorten
 from tiering.checkpoint.conversion import to_weights
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.reader import Checkpoint, open_checkpoint
 from tiering.config.fields import parse_size
 from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, ConfigError
-from tiering.text import shorten
 from tiering.weights.reader import WeightReader
 from zero3.building.weights import STORED_NAMES
 

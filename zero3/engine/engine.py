@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from tiering._interrupts import deferred_interrupts
 from tiering.checkpoint.directory import check_keep
 from tiering.config.training import TieringConfig
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
-from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import ConfigurationStatus, Phase, Snapshot
 from zero3.checkpoint.checkpoints import Checkpoints
 from zero3.checkpoint.export import Export

@@ -36,7 +36,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from tiering import logs
+from tiering import _logs
 from tiering.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class TrainingLoader(DataLoader[Any]):
         if iterator is not None:
             iterator.position, iterator.batches = position, None
         log.log(
-            logs.once(logging.INFO),
+            _logs.once(logging.INFO),
             "the training data continues after micro-batch %d of %d of pass %d",
             position.micro_batches,
             len(self),
@@ -355,7 +355,7 @@ def _converted(position: _Position, layout: _Layout, current_layout: _Layout) ->
     samples_done = position.micro_batches * layout.batch_size * layout.world_size
     round_samples = current_layout.batch_size * current_layout.world_size
     log.log(
-        logs.once(logging.WARNING),
+        _logs.once(logging.WARNING),
         "the checkpoint was saved after sample %d of %d of a pass, in micro-batches of %d on each of %d ranks; this"
         " run, with %d on each of %d ranks, continues after sample %d",
         samples_done,

@@ -6,8 +6,8 @@ import logging
 import signal
 from collections.abc import Callable, Iterable
 
-from tiering import logs
-from tiering.interrupts import EXIT_SAVED, StopRequest
+from tiering import _logs
+from tiering._interrupts import EXIT_SAVED, StopRequest
 from zero3.loop.step import Update
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Preemption:
         if self._save is None or not self.requested:
             return
         log.log(
-            logs.once(logging.WARNING),
+            _logs.once(logging.WARNING),
             "%s: saving after step %d, then exit %d",
             *(self.requested, self._updates.steps, EXIT_SAVED),
         )

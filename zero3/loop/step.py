@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tiering import logs
+from tiering import _logs
 from tiering.config.training import TieringConfig
 from tiering.errors import EngineStateError, RankOrderError
 from zero3.device.timeline import Timeline
@@ -332,13 +332,13 @@ class Update:
     def _log_skipped(self, scale: float, bad: str) -> None:
         if self.loss_scale.dynamic:
             log.log(
-                logs.once(logging.INFO),
+                _logs.once(logging.INFO),
                 "step %d skipped: the gradient of %r is not finite at loss scale %g; it is %g now",
                 *(self.steps + 1, bad, scale, self.loss_scale.value),
             )
         else:
             log.log(
-                logs.once(logging.WARNING),
+                _logs.once(logging.WARNING),
                 "step %d skipped: the gradient of %r is not finite; parameters and optimizer state are unchanged",
                 *(self.steps + 1, bad),
             )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tiering import logs
+from tiering import _logs
 from tiering.placement.plan import Budgets
 from tiering.placement.workload import Tier, Workload
 from tiering.planning import conditions
@@ -102,7 +102,7 @@ def settle_update_share(
         share = float(collectives.table(row, "compare rates").min())
     if not share and Tier.HOST in load.optimizer_tiers:
         log.log(
-            logs.once(logging.INFO),
+            _logs.once(logging.INFO),
             "the CPU updates parameters in host memory; run tiering plan --measure to find out if the GPU is faster",
         )
     return replace(load, update_on_device=share)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from tiering._interrupts import EXIT_SAVED
 from tiering.errors import DistributedError, TieringError
-from tiering.interrupts import EXIT_SAVED
 from tiering.telemetry import EndStatus, Snapshot, as_text
 
 LONGEST_TEXT = 1000  # characters

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from tiering._version import __version__
 from tiering.config.training import TieringConfig
 from tiering.placement.workload import Tier, settle_dtypes
 from tiering.telemetry import ConfigurationStatus, Description, SettingStatus
-from tiering.version import __version__
 from zero3.device.tiers import Tiers
 from zero3.params.param_group import ParamGroup
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from tiering import logs
+from tiering import _logs
 from tiering.config.training import TieringConfig
 from tiering.placement.workload import Tier
 from zero3.device.tiers import Tiers
@@ -97,7 +97,7 @@ class Progress:
     def _log(self) -> None:
         now = Totals.of(self._record, self._tiers)
         interval, self._totals_logged = now.since(self._totals_logged), now
-        log, level = logs.progress(), logs.once(logs.LEVELS["info"])
+        log, level = _logs.progress(), _logs.once(_logs.LEVELS["info"])
         if self._config.steps_per_print:
             skipped = f", {self._updates.skipped} skipped" if self._updates.skipped else ""
             log.log(level, "step %d%s: %s", self._updates.steps, skipped, ", ".join(self._figures(interval)))

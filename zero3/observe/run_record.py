@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from tiering import logs
+from tiering import _logs
 from tiering.config.training import TelemetryConfig, format_size
 from tiering.placement.budgets import host_memory
 from tiering.placement.workload import Tier
@@ -241,7 +241,7 @@ class RunRecord:
         self._seconds_before = phases
         if self.step == 1:
             log.log(
-                logs.once(logging.INFO),
+                _logs.once(logging.INFO),
                 "in addition to the tiers, activations of the first step took up to %s",
                 format_size(self._activations.peak),
             )

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tiering._text import shorten
 from tiering.errors import TelemetryError
 from tiering.storage.io_stats import TransferRecord, errno_text
-from tiering.text import shorten
 from zero3.device.streams import Event, Stream
 from zero3.device.tiers import Tiers
 from zero3.device.timeline import DeviceSpan, Span, Track

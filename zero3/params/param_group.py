@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tiering._text import shorten
 from tiering.errors import EngineStateError
-from tiering.text import shorten
 from zero3.device.closed_storage import Placeholder
 from zero3.device.tiers import Home, Tiers
 from zero3.params import resharded

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiering._interrupts import deferred_interrupts, uninterrupted
 from tiering.errors import ArenaError, EngineStateError, ResidencyError
-from tiering.interrupts import deferred_interrupts, uninterrupted
 from zero3.device.closed_storage import can_close
 from zero3.device.timeline import Timeline
 from zero3.params import resharded

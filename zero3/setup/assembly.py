@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tiering import logs
+from tiering import _logs
 from tiering.config.training import TieringConfig
 from tiering.host import topology
 from tiering.placement.budgets import least_of, plan_within, resolve_budgets
@@ -189,10 +189,10 @@ def _plan(model: nn.Module, config: TieringConfig, chosen: OptimizerChoice, rank
     plan = plan_within(load, budgets, config.tiering, nvme.all, lambda: _budgets(config, nvme, rank))
     if rank.collectives is not None:
         rank.collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
-    log.log(logs.once(logging.INFO), "%s", plan)
+    log.log(_logs.once(logging.INFO), "%s", plan)
     if sized.kept_in_fp32:
         log.log(
-            logs.once(logging.INFO), "%d parameters stay fp32 (tiering.keep_fp32)", len(sized.kept_in_fp32)
+            _logs.once(logging.INFO), "%d parameters stay fp32 (tiering.keep_fp32)", len(sized.kept_in_fp32)
         )
     return _Planned(sized, nvme, plan)
 
@@ -270,7 +270,7 @@ def _make_optimizer(
     if chosen.rule is None:
         assert client is not None
         log.log(
-            logs.once(logging.INFO),
+            _logs.once(logging.INFO),
             "%s steps on the device by itself; the plan does not count the state that it keeps there",
             type(client).__name__,
         )
@@ -286,7 +286,7 @@ def _freeze(params: list[nn.Parameter]) -> None:
     for param in params:
         param.requires_grad_(False)
     if params:
-        logs.progress().log(logs.once(logging.INFO), "no optimizer: the parameters of the model are frozen")
+        _logs.progress().log(_logs.once(logging.INFO), "no optimizer: the parameters of the model are frozen")
 
 
 def _pci_bus_id(device: torch.device) -> str | None:

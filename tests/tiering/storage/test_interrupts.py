@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.signals import HANDLERS, RAISED
-from tiering import interrupts
+from tiering import _interrupts
+from tiering._interrupts import DEFERRED_SIGNALS, StopRequest, deferred_interrupts
 from tiering.errors import SwapError
-from tiering.interrupts import DEFERRED_SIGNALS, StopRequest, deferred_interrupts
 from tiering.storage import aio as aio_module
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
@@ -181,7 +181,7 @@ def test_every_signal_that_is_held_is_answered(handlers: None) -> None:
 
 def test_a_signal_is_not_held_for_ever(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A watchdog's would not come again: the block may hang."""
-    monkeypatch.setattr(interrupts, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(_interrupts, "GRACE_SECONDS", 0.05)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         hold_for(20, signal.SIGALRM)

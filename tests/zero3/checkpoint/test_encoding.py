@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import tiering
-from tiering import strict_json
+from tiering import _strict_json
 from tiering.errors import CheckpointError, ConfigError, ResidencyError
 from zero3.checkpoint import encoding
 
@@ -37,7 +37,7 @@ def there_and_back(value: Any) -> Any:
     for tensor in tensors.values():
         assert tensor.device.type == "cpu" and tensor.is_contiguous() and type(tensor) is Tensor
         assert tensor.dtype in encoding.DTYPES
-    return encoding.decode(strict_json.parse(text.encode())["client_state"], tensors, "client_state")
+    return encoding.decode(_strict_json.parse(text.encode())["client_state"], tensors, "client_state")
 
 
 def exact(value: Any) -> Any:

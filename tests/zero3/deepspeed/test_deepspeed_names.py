@@ -84,8 +84,8 @@ def _named(name: str) -> Any:
 def test_the_modules_load_no_torch_and_name_nothing_that_is_not_there() -> None:
     """Each module's ``__all__`` is what it resolves, and what type checkers read in its TYPE_CHECKING block."""
     package = Path(deepspeed.__file__).parent
-    modules = [path for path in package.rglob("*.py") if "lazy.names(" in path.read_text(encoding="utf-8")]
-    modules = [path for path in modules if path.name != "lazy.py"]
+    modules = [path for path in package.rglob("*.py") if "_lazy.names(" in path.read_text(encoding="utf-8")]
+    modules = [path for path in modules if path.name != "_lazy.py"]
     names = [
         ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
         for path in modules

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tiering._interrupts import deferred_interrupts
 from tiering.errors import EngineStateError, SwapError
-from tiering.interrupts import deferred_interrupts
 from tiering.storage import arena
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.swap_space import StripedExtent, SwapSpace

@@ -16,7 +16,7 @@ import torch
 import tiering
 import zero3.observe.run_record
 from tests.zero3.conftest import SmallModel, batches, config
-from tiering import logs
+from tiering import _logs
 from tiering.storage.io_stats import FileStats
 from zero3.engine.engine import Engine
 from zero3.observe import progress
@@ -31,7 +31,7 @@ def start(nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """``start(asked, **config)``: what is asked to see, beside what the engines of other tests have."""
     engines: list[Engine] = []
     monkeypatch.chdir(tmp_path)
-    logger = logging.getLogger(logs.PROGRESS)
+    logger = logging.getLogger(_logs.PROGRESS)
     before = logger.level, list(logger.handlers)
 
     def make(asked: dict[str, Any], **options: Any) -> Engine:
@@ -59,7 +59,7 @@ def steps(engine: Engine, count: int, *, bad: int | None = None) -> Iterator[int
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The lines about steps; another says at the start what this run is."""
-    lines = [record.getMessage() for record in caplog.records if record.name == logs.PROGRESS]
+    lines = [record.getMessage() for record in caplog.records if record.name == _logs.PROGRESS]
     return [line for line in lines if line.startswith("step ")]
 
 

@@ -22,10 +22,10 @@ import tiering.checkpoint.directory
 import zero3.checkpoint.checkpoints
 import zero3.checkpoint.opening
 import zero3.checkpoint.saver
+from tiering._interrupts import EXIT_SAVED
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, SwapError
-from tiering.interrupts import EXIT_SAVED
 from zero3.checkpoint import random_state
 from zero3.checkpoint.checkpoints import Checkpoints
 from zero3.checkpoint.rank_share import Share

@@ -11,7 +11,7 @@ import pytest
 
 import tiering
 from tests.zero3.conftest import config
-from tiering import logs
+from tiering import _logs
 
 from .models import Blocks, vectors
 from .pool import Pool
@@ -26,7 +26,7 @@ def seen(rank: int, nvme: Path, output: Path) -> dict[str, Any]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
-    logger = logging.getLogger(logs.PROGRESS)
+    logger = logging.getLogger(_logs.PROGRESS)
     logger.addHandler(handler)
     asked = {
         "steps_per_print": 1,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tiering._strict_json import FormatError, parse, short
 from tiering.config.ds_config.auto import LoadContext
 from tiering.config.ds_config.in_effect import defaults, summary_of, with_default
 from tiering.config.ds_config.parsing import Reading
@@ -21,7 +22,6 @@ from tiering.config.json_comments import key_lines, plain
 from tiering.config.json_values import DepthError, values
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
-from tiering.strict_json import FormatError, parse, short
 
 
 def load(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiering import lazy
+from tiering import _lazy
 
 if TYPE_CHECKING:
     from zero3.deepspeed.optimizers import DeepSpeedCPUAdam
 
 __all__ = ["DeepSpeedCPUAdam"]
-__getattr__, __dir__ = lazy.names(__name__, {"zero3.deepspeed.optimizers": __all__})
+__getattr__, __dir__ = _lazy.names(__name__, {"zero3.deepspeed.optimizers": __all__})

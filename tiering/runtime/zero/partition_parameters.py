@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiering import lazy
+from tiering import _lazy
 
 if TYPE_CHECKING:
     from zero3.deepspeed.zero import GatheredParameters, Init
     from zero3.params.resharded import ZeroParamStatus
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus"]
-__getattr__, __dir__ = lazy.names(
+__getattr__, __dir__ = _lazy.names(
     __name__,
     {"zero3.deepspeed.zero": ("GatheredParameters", "Init"), "zero3.params.resharded": ("ZeroParamStatus",)},
 )

@@ -281,7 +281,7 @@ def _compared_load(rw: ReadWrite, command: str, pairs: list[Pair]) -> ComparedLo
 
 def show(comparison: FioComparison, console: Console) -> None:
     """Print it."""
-    from tiering.figures_table import FiguresTable
+    from tiering._figures_table import FiguresTable
 
     def put(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -212,7 +212,7 @@ def _latency_ratios(latency: Latencies | None, base: Latencies | None) -> Latenc
 
 def show(comparison: ResultsComparison, console: Console) -> None:
     """Print ``comparison``."""
-    from tiering.figures_table import FiguresTable
+    from tiering._figures_table import FiguresTable
 
     def put(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)

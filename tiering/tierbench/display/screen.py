@@ -13,9 +13,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tiering._text import counted
 from tiering.config.fields import format_size
 from tiering.host.drives import Drive, FileSystem
-from tiering.text import counted
 from tiering.tierbench.display import figures
 from tiering.tierbench.display.sparkline import levels, spark
 from tiering.tierbench.result import Latencies, PathRow, Result, Row, StepVerdict, Target

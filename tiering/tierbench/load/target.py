@@ -15,12 +15,12 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tiering._text import counted
 from tiering.config.fields import format_size
 from tiering.errors import SwapSpaceError, UnsafeTargetError
 from tiering.host import drives
 from tiering.host.drives import Backing
 from tiering.storage.swap_file import free_bytes, memory_file_system
-from tiering.text import counted
 from tiering.tierbench.result import Target
 
 LINK_SHARE = 0.95  # of a drive's best link; a warning reports a slower link

@@ -19,10 +19,10 @@ from itertools import pairwise
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from tiering._text import counted
 from tiering.errors import ConfigError
 from tiering.storage.aio import AioContext
 from tiering.storage.latencies import LatencyHistogram
-from tiering.text import counted
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load.block_mover import Count, Lane
 from tiering.tierbench.load.work_files import WorkFiles

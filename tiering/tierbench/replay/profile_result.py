@@ -210,7 +210,7 @@ def show(profile: Profile, console: Console) -> None:
 
 
 def _table(profile: Profile) -> Table:
-    from tiering.figures_table import FiguresTable
+    from tiering._figures_table import FiguresTable
 
     table = FiguresTable.plain()
     kernels = ["stalled"] if profile.kernels else []

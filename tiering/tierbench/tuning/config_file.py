@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiering._strict_json import FormatError, parse
 from tiering.config.json_comments import plain
 from tiering.errors import ConfigError
-from tiering.strict_json import FormatError, parse
 
 _DECODER = json.JSONDecoder()
 _BLANKS = " \t\r\n"

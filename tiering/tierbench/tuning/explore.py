@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from tiering.text import counted
+from tiering._text import counted
 from tiering.tierbench.bench import Phases
 from tiering.tierbench.load.windows import Watch
 from tiering.tierbench.result import Row, Sample, moved

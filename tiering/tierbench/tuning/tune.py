@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiering._text import counted
 from tiering.config.fields import format_size
 from tiering.config.training import ALIGNMENT, MAX_QUEUE_DEPTH, IoConfig
 from tiering.errors import ConfigError, SwapError
-from tiering.text import counted
 from tiering.tierbench import words
 from tiering.tierbench.bench import Phases
 from tiering.tierbench.exits import INTERRUPTED

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from tiering._text import counted
 from tiering.config.fields import format_size
-from tiering.text import counted
 from tiering.tierbench.display import figures
 from tiering.tierbench.result import CommandResult, ResultPart
 from tiering.tierbench.tuning.search import EQUAL_SHARE, MIN_READINGS, Cell, Reading, Standing, Sweep
@@ -167,7 +167,7 @@ def table_rows(tuned: TuningResult) -> list[TriedSetting]:
 
 
 def _table(tuned: TuningResult, width: int) -> Table:
-    from tiering.figures_table import FiguresTable
+    from tiering._figures_table import FiguresTable
 
     table = FiguresTable.plain(collapse_padding=False, padding=(0, 1) if width >= WIDE_COLUMNS else 0)
     table.add_column("engine", no_wrap=True)

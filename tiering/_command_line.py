@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from tiering.version import __version__
+from tiering._version import __version__
 
 PIPE_CLOSED = 128 + signal.SIGPIPE
 """The exit code that a shell reports for a command whose reader (for example `head`) closed the pipe."""

@@ -1,6 +1,6 @@
 """Names that a module re-exports from other modules on first use, so that ``import tiering`` does not load torch.
 
-    __getattr__, __dir__ = lazy.names(__name__, {"zero3.initialize": ("initialize", "EngineParts")})
+    __getattr__, __dir__ = _lazy.names(__name__, {"zero3.initialize": ("initialize", "EngineParts")})
 
 Type checkers read the same names in an ``if TYPE_CHECKING`` block above; a test compares the two.
 """

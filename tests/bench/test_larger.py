@@ -351,7 +351,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (["--params", "5B6"], "not '5B6'"),
+            (["--params", "5B6"], "invalid number of parameters '5B6'"),
             (["--params", "1M"], "the smallest shape"),
             (["--memory", "6 quarts"], "quarts"),
             (["--steps", "1"], "at least 2"),

@@ -97,5 +97,5 @@ def test_a_plan_within_free_space_counts_it(
         plan = plan_within(example(), resolve(), config, [disk], resolve)
         assert plan.total(Tier.NVME) > MIB // 4
     else:
-        with pytest.raises(PlacementError, match="free space there"):
+        with pytest.raises(PlacementError, match="free disk space"):
             plan_within(example(), resolve(), config, [disk], resolve)

@@ -176,7 +176,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == exits.USAGE
     assert "1000000 bytes" in told
     for *wrong, words in (
-        ["--params", "7X", "--params: a number of parameters"],
+        ["--params", "7X", "--params: invalid number of parameters '7X'"],
         ["--params", "1", "no decoder of 1 parameters"],
         ["--plot", str(tmp_path / "a.txt"), "a.txt"],
     ):

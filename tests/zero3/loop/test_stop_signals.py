@@ -118,7 +118,7 @@ def test_what_is_of_a_checkpoint_needs_one(start: Callable[..., Any], tmp_path: 
         ({"keep": 1}, "client_state or keep"),
         ({"client_state": {}, "save": print}, "client_state or keep"),
         ({"save_dir": tmp_path, "save": print}, "both save and save_dir"),
-        ({"save_dir": tmp_path, "keep": 0}, "keep is 0"),
+        ({"save_dir": tmp_path, "keep": 0}, "invalid keep=0"),
     ):
         with pytest.raises(ConfigError, match=why):
             engine.save_and_exit_on(**options)

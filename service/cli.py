@@ -23,13 +23,13 @@ PRINTED = {
     "metrics": "a table of all metrics in Markdown",
 }
 SHORTHANDS = """\
-The default command is serve: `tierd --port N` means `tierd serve --port N`. `tierd COMMAND --help` lists its options.
+Without a command, tierd serves: `tierd --port N` is `tierd serve --port N`. `tierd COMMAND --help` lists the options.
 """
 ADDRESSES = """\
 An address other than loopback can be reached from other machines and requires a token, which clients send as
 "Authorization: Bearer TOKEN". There is no TLS: over a network, use an ssh tunnel or a reverse proxy.
 
-exit status: 0 after SIGINT or SIGTERM, 2 if it cannot start (it prints one line with the reason)
+exit status: 0 after SIGINT or SIGTERM, 2 if tierd cannot start; it then prints one line with the reason.
 """
 
 
@@ -119,7 +119,7 @@ def _contradiction(options: argparse.Namespace) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="tierd",
-        description="Show tiers, bandwidth and stalls of training runs: a web page, JSON and metrics over HTTP.",
+        description="Shows the training runs of this node: tiers, bandwidth, stalls and warnings.",
         epilog=SHORTHANDS,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dir",
         type=Path,
         metavar="RUN_DIR",
-        help="run directory (default: TIERING_RUN_DIR, or a directory of the user)",
+        help="run directory, which holds the status files (default: TIERING_RUN_DIR, or a directory of the user)",
     )
     runs = _Parser(add_help=False, parents=[directory])
     runs.add_argument(
@@ -139,16 +139,25 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         parents=[directory],
-        help="serve over HTTP",
+        help="serve a web page, JSON and metrics over HTTP",
+        description="Serves a web page, JSON and metrics of the training runs of this node over HTTP.",
         epilog=ADDRESSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_serve_options(serve)
     once = commands.add_parser(
-        "once", prog="tierd --once", parents=[runs], help="print the state of the runs once (as tierd --once)"
+        "once",
+        prog="tierd --once",
+        parents=[runs],
+        help="print the state of the runs once; `tierd --once` is the same",
+        description="Prints the state of the training runs of this node once.",
+        epilog="exit status: 0 all runs train, or there is no run; 1 a run is degraded or has ended; 2 the run"
+        " directory cannot be read, or no run matches --run.",
     )
     once.add_argument("--json", action="store_true", help="print the JSON of /v1/status")
-    top = commands.add_parser("top", parents=[runs], help="watch the runs in the terminal")
+    top = commands.add_parser(
+        "top", parents=[runs], help="show the runs in the terminal, and update the display"
+    )
     top.add_argument(
         "--interval", type=seconds, default=1.0, help="seconds between updates (default: %(default)s)"
     )
@@ -159,8 +168,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     address = parser.add_argument_group("address")
-    address.add_argument("--host", help=f"address (default: {DEFAULT_HOST})")
-    address.add_argument("--port", type=int, help=f"port, 0 for any free one (default: {DEFAULT_PORT})")
+    address.add_argument("--host", help=f"address to listen on (default: {DEFAULT_HOST})")
+    address.add_argument(
+        "--port", type=int, help=f"port to listen on, 0 for any free one (default: {DEFAULT_PORT})"
+    )
     address.add_argument(
         "--uds", type=Path, metavar="PATH", help="listen on a Unix socket that only this user can open"
     )
@@ -177,14 +188,14 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="accept this host name, in addition to localhost and IP addresses; repeatable",
+        help="accept requests to this host name, in addition to localhost and IP addresses; repeatable",
     )
     process = parser.add_argument_group("process")
     process.add_argument(
         "--expect-ranks",
         type=int,
         metavar="N",
-        help="number of ranks that must publish for /readyz (default: as the runs report)",
+        help="number of ranks on this node that /readyz requires (default: the number that the runs report)",
     )
     process.add_argument(
         "--nice",
@@ -192,7 +203,7 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         choices=range(20),
         default=10,
         metavar="N",
-        help="niceness, 0 to 19; training has priority (default: %(default)s)",
+        help="niceness, 0 to 19, so that training has priority (default: %(default)s)",
     )
 
 

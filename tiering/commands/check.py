@@ -15,32 +15,32 @@ LOADS, REFUSED, UNREADABLE = 0, 1, 2
 
 def add_arguments(check: argparse.ArgumentParser) -> None:
     check.description = (
-        "Reports for each key whether it is honoured, mapped, without effect, deprecated or refused."
+        "Reports how tiering handles each key: honoured, mapped, no effect, deprecated or refused."
     )
     check.epilog = (
-        "exit code: 0 the file loads, 1 keys are refused (with --strict also: do nothing, or are deprecated), 2 it"
-        " cannot be read."
+        "exit code: 0 the file loads, 1 keys are refused (with --strict, also if keys have no effect or are"
+        " deprecated), 2 the file cannot be read."
     )
     check.add_argument(
-        "file", type=_file, help="a ds_config.json, - for stdin; comments and trailing commas are allowed"
+        "file", type=_file, help="a ds_config.json, or - for stdin; comments and trailing commas are allowed"
     )
     check.add_argument(
         "--ranks",
         type=_ranks,
         default=1,
         metavar="N",
-        help="number of ranks of the training (default: %(default)s)",
+        help="number of ranks that train (default: %(default)s)",
     )
     check.add_argument(
-        "--strict", action="store_true", help="fail also for deprecated keys and keys without effect"
+        "--strict", action="store_true", help="also exit with 1 for deprecated keys and keys without effect"
     )
-    check.add_argument("--all", action="store_true", help="show also the keys that the file does not set")
+    check.add_argument("--all", action="store_true", help="also show the keys that the file does not set")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.add_argument(
         "--model",
         type=Path,
         metavar="PATH",
-        help='a transformers config.json, to resolve "auto" from its sizes',
+        help='a transformers config.json, whose sizes resolve "auto"',
     )
     check.add_argument(
         "--args",
@@ -48,7 +48,7 @@ def add_arguments(check: argparse.ArgumentParser) -> None:
         default=[],
         type=_argument,
         metavar="NAME=VALUE",
-        help='arguments of the trainer that resolve "auto": learning_rate=2e-5 per_device_train_batch_size=4',
+        help='arguments of the trainer, which resolve "auto", for example learning_rate=2e-5',
     )
     check.set_defaults(run=run)
 

@@ -20,7 +20,7 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
         "Checks this machine for problems that prevent or slow down training, and suggests fixes. The only write is an"
         " unnamed file of 1 MiB in each DIR."
     )
-    doctor.epilog = "exit code: 0 no problem (there may be notes), 1 a problem, 2 usage error."
+    doctor.epilog = "exit code: 0 no problem (notes are possible), 1 at least one problem, 2 usage error."
     doctor.add_argument(
         "directories", type=Path, nargs="*", metavar="DIR", help="directories for swap space (nvme_path)"
     )

@@ -27,25 +27,25 @@ MIN_MEMORY = 1 << 20
 FITS, DOES_NOT_FIT, USAGE_ERROR = 0, 1, 2
 
 EPILOG = """\
-sizes: 4K, 1M, 1GiB (1024-based) or 1GB (10^9), as in the configuration; budgets are of a node, for all its ranks.
-exit code: 0 it fits, 1 it does not (what would make it fit is printed), 2 usage error.
+sizes: 4K, 1M, 1GiB (1024-based) or 1GB (10^9), as in the configuration. A budget is for a node, with all its ranks.
+exit code: 0 the model fits, 1 the model does not fit (changes that make it fit are printed), 2 usage error.
 """
 
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kMGTP]?)(?:B|FLOPS?|FLOP)?(?:/s)?", re.ASCII)
 RATE_NAMES = {
-    "nvme-read": "reads from all drives of a node: 7GB/s",
+    "nvme-read": "reads from all drives of a node, for example 7GB/s",
     "nvme-write": "writes to all drives of a node",
-    "nvme-mixed": "reads and writes of all drives at the same time",
+    "nvme-mixed": "reads and writes of all drives at the same time, total",
     "host-copy": "copies within host memory",
-    "host-memory": "traffic of host memory, by CPUs and links together",
+    "host-memory": "traffic of host memory from CPUs and links, total",
     "device-link": "copies between host memory and a GPU, one direction",
-    "device-link-both": "copies in both directions at the same time, their sum",
+    "device-link-both": "copies in both directions at the same time, total",
     "device-memory": "memory bandwidth of a GPU",
-    "optimizer": "elements that the CPUs of a node update per second: 1.5G",
-    "gradients": "elements of gradients that the CPUs accumulate per second",
-    "flops": "operations of each device per second, in the compute dtype: 165T",
-    "network": "bytes that each rank sends",
+    "optimizer": "elements that the CPUs of a node update per second, for example 1.5G",
+    "gradients": "gradient elements that the CPUs of a node accumulate per second",
+    "flops": "operations of each device per second in the compute dtype, for example 165T",
+    "network": "bytes that each rank sends to other ranks",
     "checksum": "bytes that the I/O thread of each rank checksums, for tiering.verify",
 }
 
@@ -53,19 +53,28 @@ RATE_NAMES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``tiering plan``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = "Plans where a model's state lives, and estimates the time of a training step."
     parser.epilog = EPILOG
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument(
-        "--params", type=_count, metavar="N", help="a decoder with about N parameters: 350M, 7B"
+        "--params",
+        type=_count,
+        metavar="N",
+        help="plan a decoder with about N parameters, for example 350M or 7B",
     )
     model.add_argument(
-        "--model", type=Path, metavar="PATH", help="a transformers config.json, or its directory"
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="plan the model of a transformers config.json, or of its directory",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, with sizes in bytes and times in seconds"
+    )
 
     _add_training(parser.add_argument_group("training"))
-    _add_machine(parser.add_argument_group("where"))
-    _add_rates(parser.add_argument_group("rates in bytes per second, unless named otherwise"))
+    _add_machine(parser.add_argument_group("machine"))
+    _add_rates(parser.add_argument_group("rates, in bytes per second unless the text says otherwise"))
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
@@ -73,12 +82,16 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="a ds_config.json (default: bf16, AdamW, stage 3, all to nvme)",
+        help="a ds_config.json (default: bf16, AdamW, stage 3, everything may be on NVMe)",
     )
-    group.add_argument("--state", metavar="FORMAT", help="fp32, split, bf16 or split+bf16")
-    group.add_argument("--micro-batches", type=_positive, metavar="N", help="micro-batches in a step")
     group.add_argument(
-        "--tokens", type=_positive, metavar="N", help="tokens of each rank's micro-batch (default: 4096)"
+        "--state", metavar="FORMAT", help="format of the optimizer state: fp32, split, bf16 or split+bf16"
+    )
+    group.add_argument(
+        "--micro-batches", type=_positive, metavar="N", help="number of micro-batches in a step"
+    )
+    group.add_argument(
+        "--tokens", type=_positive, metavar="N", help="tokens in a micro-batch of each rank (default: 4096)"
     )
     group.add_argument(
         "--sequence",
@@ -89,7 +102,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--checkpointing",
         action="store_true",
-        help="activation checkpointing: backward recomputes each forward",
+        help="with activation checkpointing, where backward recomputes the forward",
     )
 
 
@@ -97,7 +110,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--profile",
         metavar="NAME",
-        help="a machine of docs/tools/sizing.md, with the rates of its data sheets",
+        help="a machine of docs/tools/sizing.md, with rates from data sheets",
     )
     group.add_argument("--gpu", type=memory_size, metavar="SIZE", help="memory of each GPU (default: no GPU)")
     group.add_argument(
@@ -111,14 +124,14 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
         type=_positive,
         default=1,
         metavar="N",
-        help="number of nodes (default: 1); no profile has the network between them",
+        help="number of nodes (default: 1); profiles do not have the network between nodes",
     )
     for tier in ("device", "host", "nvme"):
         group.add_argument(
             f"--{tier}-budget",
             type=memory_size,
             metavar="SIZE",
-            help="bytes of the tier (default: from the profile, the configuration or this machine)",
+            help=f"budget of the {tier} tier (default: from the profile, the configuration or this machine)",
         )
 
 
@@ -139,7 +152,7 @@ def _add_rates(group: argparse._ArgumentGroup) -> None:
         "--tbw",
         type=_endurance,
         metavar="SIZE",
-        help="write endurance of a node's drives: 1200TB, or 1200",
+        help="write endurance of all drives of a node, for example 1200TB",
     )
 
 

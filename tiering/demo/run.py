@@ -85,7 +85,7 @@ def judge_fault(console: Console, *, detected: bool) -> int:
         console.print("the planted fault was found: one flipped bit made the comparison fail")
         return FAILED
     console.print(
-        "THE PLANTED FAULT WAS NOT FOUND: one flipped bit went through the comparison", style="bold red"
+        "THE PLANTED FAULT WAS NOT FOUND: the comparison did not fail for one flipped bit", style="bold red"
     )
     return FAULT_MISSED
 

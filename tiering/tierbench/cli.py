@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from tiering.tierbench.words import ReadWrite
 
 COMMANDS = {
-    "tune": "find the I/O engine, block size and depth that suit the drive",
-    "profile": "replay the I/O of a model's training step through the engine's I/O path",
-    "tiers": "measure drives, memory, CPU optimizer and GPU for `tiering plan --measure`",
-    "compare": "compare results, or alternate with fio",
+    "tune": "finds the I/O engine, block size and depth for a drive",
+    "profile": "replays the I/O of a training step through the engine's I/O path",
+    "tiers": "measures drives, memory, CPU optimizer and GPU for `tiering plan --measure`",
+    "compare": "compares results, or alternates tierbench with fio",
 }
 MODULES = {
     "tune": "tuning.tune",
@@ -36,12 +36,19 @@ MODULES = {
     "compare": "comparison.compare",
 }
 
+_ABOUT_COMMANDS = "\n".join(f"  {name:<8} {about}" for name, about in COMMANDS.items())
 EPILOG = f"""\
-commands: {", ".join(COMMANDS)} (`tierbench COMMAND --help`; write a directory with such a name as ./tune)
-sizes: 4K, 1M, 1G and 1MiB are 1024-based, 1MB is 10^6; times: 10, 500ms, 2m.
+commands (`tierbench COMMAND --help` lists the options; write a directory that has the name of a command as ./tune):
+{_ABOUT_COMMANDS}
+
+sizes: 4K, 1M, 1G and 1MiB are 1024-based, 1MB is 10^6. times: 10, 500ms, 2m.
 exit code: 0 measured, 1 a transfer failed or --verify found wrong bytes, 2 usage error, 3 refused as unsafe,
 4 slower than --fail-under, 130 interrupted (completed tests are printed; a second Ctrl-C ends at once).
 """
+_EXIT_CODES = (
+    "exit code: 0 measured, 1 a transfer failed, 2 usage error, 3 refused as unsafe, 130 interrupted (completed tests"
+    " are printed)."
+)
 _SILENCE = logging.NullHandler()
 """Silences the engine's logs: a result's notes have what matters. One handler, so that repeated calls add no more."""
 
@@ -68,7 +75,9 @@ def _run(argv: list[str]) -> int:
 def _command(name: str, arguments: list[str]) -> int:
     module = importlib.import_module(f"tiering.tierbench.{MODULES[name]}")
     parser = argparse.ArgumentParser(
-        prog=f"tierbench {name}", description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
+        prog=f"tierbench {name}",
+        description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
+        epilog=_EXIT_CODES,
     )
     module.add_arguments(parser)
     options = parser.parse_args(arguments)
@@ -91,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tierbench",
         usage="tierbench DIR ... [options]\n       tierbench {" + ",".join(COMMANDS) + "} ...",
-        description="Measure how fast a drive is for training, in about ten seconds, on temporary files.",
+        description="Measures how fast a drive is for training. Takes about ten seconds and uses temporary files.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,10 +110,10 @@ def _parser() -> argparse.ArgumentParser:
         type=words.directory,
         nargs="+",
         metavar="DIR",
-        help="directory on the drive; several are used at once",
+        help="directory on the drive; several directories are measured at the same time",
     )
     _add_load(parser.add_argument_group("load, with fio's option names"))
-    _add_checks(parser.add_argument_group("more"))
+    _add_checks(parser.add_argument_group("checks and estimate"))
     _add_output(parser.add_argument_group("output"))
     return parser
 
@@ -117,15 +126,25 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="block size (default: 1M)"
     )
-    group.add_argument("--iodepth", type=int, default=16, metavar="N", help="blocks in flight (default: 16)")
     group.add_argument(
-        "--numjobs", type=int, default=1, metavar="N", help="I/O contexts, one per rank (default: 1)"
+        "--iodepth",
+        type=int,
+        default=16,
+        metavar="N",
+        help="blocks in flight per directory and job (default: 16)",
+    )
+    group.add_argument(
+        "--numjobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of I/O contexts, as one per rank (default: 1)",
     )
     group.add_argument(
         "--size",
         type=words.size,
         metavar="SIZE",
-        help="size of each file (default: as much as two seconds write)",
+        help="size of each file (default: the bytes that the drive writes in two seconds)",
     )
     group.add_argument(
         "--runtime", type=words.duration, metavar="TIME", help="duration of each test (default: 2.5s)"
@@ -135,10 +154,14 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="warm-up time before each test (default: none; 0.5s with several DIR)",
     )  # fmt: skip
     group.add_argument(
-        "--direct", type=int, choices=(0, 1), default=1, help="0 uses the page cache (default: 1)"
+        "--direct",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="1: O_DIRECT; 0: through the page cache (default: 1)",
     )
     group.add_argument(
-        "--ioengine", type=words.engine, default="auto", metavar="NAME", help=f"{', '.join(words.ENGINES)}"
+        "--ioengine", type=words.engine, default="auto", metavar="NAME", help=words.ENGINE_HELP
     )
     group.add_argument(
         "--fixedbufs",
@@ -152,18 +175,27 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=50,
         metavar="PERCENT",
-        help="share of reads in a mixed test (default: 50)",
+        help="percentage of reads in a mixed test (default: 50)",
     )
 
 
 def _add_checks(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--verify", action="store_true", help="checksum all blocks and verify them")
     group.add_argument(
-        "--sustained", action="store_true", help="write until the drive's write cache is full; takes minutes"
+        "--verify", action="store_true", help="checksum each written page, and compare it when it is read"
     )
-    group.add_argument("--max-write", type=words.size, metavar="SIZE", help="limit of bytes written")
     group.add_argument(
-        "--fail-under", type=words.rate, metavar="RATE", help="exit with 4 if a test is slower: 3GiB/s"
+        "--sustained",
+        action="store_true",
+        help="write until the write cache of the drive is full; takes minutes",
+    )
+    group.add_argument(
+        "--max-write", type=words.size, metavar="SIZE", help="maximum number of bytes to write"
+    )
+    group.add_argument(
+        "--fail-under",
+        type=words.rate,
+        metavar="RATE",
+        help="exit with 4 if a test is slower than RATE, for example 3GiB/s",
     )
     group.add_argument(
         "--params", default="7B", metavar="N", help="model size for the training estimate (default: 7B)"
@@ -172,7 +204,7 @@ def _add_checks(group: argparse._ArgumentGroup) -> None:
         "--state",
         choices=("fp32", "split", "bf16", "split+bf16"),
         default="fp32",
-        help="optimizer state for the training estimate",
+        help="state format for the training estimate (default: fp32)",
     )
 
 
@@ -180,14 +212,16 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     formats = group.add_mutually_exclusive_group()
     formats.add_argument(
         "--format", "--output-format", choices=("table", "json", "csv", "prom"), default="table",
-        help="(default: table); prom is Prometheus's text format",
+        help="output format (default: table); prom is the text format of Prometheus",
     )  # fmt: skip
     for name in ("json", "csv"):
         formats.add_argument(
-            f"--{name}", dest="format", action="store_const", const=name, help=f"--format {name}"
+            f"--{name}", dest="format", action="store_const", const=name, help=f"same as --format {name}"
         )
-    group.add_argument("--plot", type=Path, metavar="FILE", help="bandwidth over time as a PNG")
-    group.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    group.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot bandwidth over time to a .png or .svg file"
+    )
+    group.add_argument("--quiet", action="store_true", help="print no progress on stderr")
 
 
 def _request(options: argparse.Namespace, arguments: list[str]) -> BenchRequest:

@@ -71,35 +71,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=words.directory,
         nargs="*",
         metavar="DIR",
-        help="directories on drives that are used together (none: no NVMe)",
+        help="directories on the drives to measure together; without DIR, no drive is measured",
     )
     step = parser.add_argument_group("training step")
     step.add_argument(
-        "--state", choices=("fp32", "split", "bf16", "split+bf16"), default="fp32", help="(default: fp32)"
+        "--state",
+        choices=("fp32", "split", "bf16", "split+bf16"),
+        default="fp32",
+        help="state format (default: fp32)",
     )
     step.add_argument(
         "--moments",
         type=int,
         choices=(0, 1, 2),
         default=2,
-        help="moments per element: Adam 2, Lion 1, SGD 0 (default: 2)",
+        help="moments of the optimizer per element: Adam 2, Lion 1, SGD 0 (default: 2)",
     )
     step.add_argument(
         "--grads",
         choices=tuple(GRADS),
-        help="data type of gradients (default: as --dtype; fp32 with several micro-batches)",
+        help="dtype of accumulated gradients (default: as --dtype); with several micro-batches, give fp32",
     )
+    step.add_argument("--dtype", choices=tuple(GRADS), default="bf16", help="compute dtype (default: bf16)")
     step.add_argument(
-        "--dtype", choices=tuple(GRADS), default="bf16", help="data type of the computation (default: bf16)"
-    )
-    step.add_argument(
-        "--tokens", type=_count, default=4096, metavar="N", help="tokens of a micro-batch (default: 4096)"
+        "--tokens", type=_count, default=4096, metavar="N", help="tokens in a micro-batch (default: 4096)"
     )
     step.add_argument(
         "--device",
         choices=("auto", "cuda", "cpu", "none"),
         default="auto",
-        help="device that computes; auto: a GPU if its driver is installed; cpu and cuda load torch",
+        help="device that computes; auto is a GPU if its driver is installed; cpu and cuda load torch",
     )
     load = parser.add_argument_group("NVMe load, with fio's option names")
     load.add_argument(
@@ -108,9 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--iodepth", type=_count, default=16, metavar="N", help="blocks in flight per directory (default: 16)"
     )
-    load.add_argument(
-        "--ioengine", type=words.engine, default="auto", metavar="NAME", help=", ".join(words.ENGINES)
-    )
+    load.add_argument("--ioengine", type=words.engine, default="auto", metavar="NAME", help=words.ENGINE_HELP)
     load.add_argument(
         "--fixedbufs",
         type=int,
@@ -122,26 +121,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size",
         type=words.size,
         metavar="SIZE",
-        help="bytes in all directories (default: 1G; results of less are not saved)",
+        help="bytes in all directories (default: 1G); rates from a smaller size are not saved",
     )
     load.add_argument(
         "--runtime",
         type=words.duration,
         metavar="TIME",
-        help="duration of each test (default: 1s; results of less are not saved)",
+        help="duration of each test (default: 1s); rates from a shorter test are not saved",
     )
     load.add_argument(
         "--max-write",
         type=words.size,
         metavar="SIZE",
-        help="limit of bytes written (results of a lower limit are not saved)",
+        help="maximum number of bytes to write; rates that this limit cuts short are not saved",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument(
         "--no-save", action="store_true", help="do not save the rates for `tiering plan --measure`"
     )
-    output.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    output.add_argument("--quiet", action="store_true", help="print no progress on stderr")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ NAMES: dict[ReadWrite, str] = {
 
 ALIASES: dict[str, ReadWrite] = {"readwrite": "rw", "mixed": "rw"}
 ENGINES = ("auto", "io_uring", "libaio", "threads")
+ENGINE_HELP = f"I/O engine: {', '.join(ENGINES)} (default: auto)"
 ENGINE_ALIASES = {"psync": "threads", "sync": "threads", "pvsync": "threads"}
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", re.ASCII)

@@ -12,12 +12,11 @@ from tiering.tierbench.exits import BELOW, FAILED, INTERRUPTED
 _SEQUENTIAL: tuple[words.ReadWrite, ...] = ("read", "write", "rw")
 
 _EPILOG = """\
-A confidence interval covers only its own test or pairs. Result files are of different times: on a shared or warm drive
-two of them can differ without a change. A pair with fio takes seconds.
+Result files were measured at different times. On a shared or warm drive, two results can differ although nothing was
+changed, and the confidence intervals do not include this. Pairs with fio are measured seconds apart.
 
-exit code: 0 compared, 1 a transfer or fio failed, 2 usage error, results that cannot be compared, no fio;
-3 refused as unsafe, 4 below --fail-under, 130 interrupted (after 1 and 130 the completed pairs
-are printed).
+exit code: 0 compared, 1 a transfer or fio failed, 2 usage error, results that cannot be compared, or fio is not
+installed, 3 refused as unsafe, 4 below --fail-under, 130 interrupted. After 1 and 130, the completed pairs are printed.
 """
 
 
@@ -33,28 +32,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="*",
         metavar="JSON",
-        help="files of `tierbench DIR --json`; the first is the baseline",
+        help="outputs of `tierbench DIR --json`; the first is the baseline",
     )
     parser.add_argument(
         "--fail-under",
         type=_ratio,
         metavar="RATIO",
-        help="exit with 4 if a rate is below this ratio to the baseline or fio, beyond noise: 0.9",
+        help="exit with 4 if a rate is less than RATIO times that of the baseline or fio, by more than noise",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, ratios")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    _add_fio(parser.add_argument_group("comparison with fio, with its option names"))
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, with sizes in bytes and times in seconds"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
+    _add_fio(parser.add_argument_group("comparison with fio, with fio's option names"))
 
 
 def _add_fio(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--fio", type=words.directory, metavar="DIR", help="alternate with fio in DIR, on the same file"
+        "--fio", type=words.directory, metavar="DIR", help="alternate with fio in DIR, on the same files"
     )
     group.add_argument(
-        "--pairs", type=_count, default=10, metavar="N", help="pairs of runs of each test (default: 10)"
+        "--pairs",
+        type=_count,
+        default=10,
+        metavar="N",
+        help="number of pairs of runs for each test (default: 10)",
     )
     group.add_argument(
-        "--runtime", type=words.duration, default=1.0, metavar="TIME", help="duration of a run (default: 1s)"
+        "--runtime",
+        type=words.duration,
+        default=1.0,
+        metavar="TIME",
+        help="duration of each run (default: 1s)",
     )
     group.add_argument(
         "--rw", type=words.kinds, default=_SEQUENTIAL, metavar="KINDS",
@@ -63,20 +72,27 @@ def _add_fio(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="block size (default: 1M)"
     )
-    group.add_argument("--iodepth", type=int, default=16, metavar="N", help="blocks in flight (default: 16)")
+    group.add_argument(
+        "--iodepth", type=int, default=16, metavar="N", help="blocks in flight per job (default: 16)"
+    )
     group.add_argument(
         "--numjobs",
         type=int,
         default=1,
         metavar="N",
-        help="I/O contexts, each with its own file (default: 1)",
+        help="number of I/O contexts, each with its own file (default: 1)",
     )
     group.add_argument(
-        "--ioengine", type=words.engine, default="auto", metavar="NAME", help=f"{', '.join(words.ENGINES)}"
+        "--ioengine", type=words.engine, default="auto", metavar="NAME", help=words.ENGINE_HELP
     )
-    group.add_argument("--size", type=words.size, metavar="SIZE", help="size of a file (default: at most 4G)")
     group.add_argument(
-        "--max-write", type=words.size, metavar="SIZE", help="limit of bytes written, fio included"
+        "--size", type=words.size, metavar="SIZE", help="size of each file (default: at most 4G)"
+    )
+    group.add_argument(
+        "--max-write",
+        type=words.size,
+        metavar="SIZE",
+        help="maximum number of bytes to write, including those of fio",
     )
 
 

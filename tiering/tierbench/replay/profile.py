@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from tiering.tierbench.replay.rounds import Request
 
 EPILOG = """\
-patterns: mixed, a whole step; optimizer, only the update; params, only the fetches of forward and backward.
-Without --config all state is on NVMe, as with `tierbench DIR`. With --host-budget the engine's placement applies.
-The swap space is smaller than the model's: extents of the same size share it, in the model's order.
-exit code: 0 replayed, 1 a transfer failed, 2 usage error, 3 refused as unsafe, 130 interrupted (completed
-steps are printed).
+Without --config and --host-budget, all parameters and state are on NVMe. With one of them, tiering plans what is
+kept in memory, as in training. The replay takes less swap space than training: extents of the same size take turns.
+exit code: 0 replayed, 1 a transfer failed, 2 usage error, 3 refused as unsafe, 130 interrupted (completed steps
+are printed).
 """
 
 
@@ -30,35 +29,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=words.directory,
         nargs="+",
         metavar="DIR",
-        help="directory on a drive; data is striped over several",
+        help="directory on a drive; data is striped over several directories",
     )
     model = parser.add_argument_group("training step")
     model.add_argument(
-        "--pattern", choices=("mixed", "optimizer", "params"), default="mixed", help="(default: mixed)"
+        "--pattern",
+        choices=("mixed", "optimizer", "params"),
+        default="mixed",
+        help="mixed: a whole step; optimizer: the update; params: the fetches of forward and backward (default: mixed)",
     )
     model.add_argument("--params", default="7B", metavar="N", help="model size (default: 7B)")
-    model.add_argument("--state", choices=("fp32", "split", "bf16", "split+bf16"), help="(default: fp32)")
-    model.add_argument("--config", type=Path, metavar="FILE", help="a ds_config.json; DIR replaces its paths")
+    model.add_argument(
+        "--state", choices=("fp32", "split", "bf16", "split+bf16"), help="state format (default: fp32)"
+    )
+    model.add_argument(
+        "--config", type=Path, metavar="FILE", help="a ds_config.json; DIR replaces its nvme_path"
+    )
     model.add_argument(
         "--host-budget", type=words.size, metavar="SIZE", help="host memory that the engine may own"
     )
-    model.add_argument("--gpu", type=words.size, metavar="SIZE", help="memory of the GPU (default: no GPU)")
-    model.add_argument("--with-kernels", action="store_true", help="run the optimizer kernels in the update")
+    model.add_argument(
+        "--gpu", type=words.size, metavar="SIZE", help="plan for a GPU with this memory (default: no GPU)"
+    )
+    model.add_argument("--with-kernels", action="store_true", help="run the optimizer kernels on each tile")
     load = parser.add_argument_group("replay")
-    load.add_argument("--runtime", type=words.duration, default=10.0, metavar="TIME", help="(default: 10s)")
-    load.add_argument("--steps", type=int, metavar="N", help="number of whole steps, without a time limit")
+    load.add_argument(
+        "--runtime",
+        type=words.duration,
+        default=10.0,
+        metavar="TIME",
+        help="duration of the replay (default: 10s)",
+    )
+    load.add_argument("--steps", type=int, metavar="N", help="replay N whole steps, without a time limit")
     load.add_argument(
         "--size",
         type=words.size,
         metavar="SIZE",
         help="size of the swap space in each DIR (default: 4G, or a tenth of the free space)",
     )
-    load.add_argument("--max-write", type=words.size, metavar="SIZE", help="limit of bytes written")
+    load.add_argument("--max-write", type=words.size, metavar="SIZE", help="maximum number of bytes to write")
     load.add_argument("--bs", type=words.size, metavar="SIZE", help="block size (default: 1M)")
     load.add_argument("--iodepth", type=int, metavar="N", help="blocks in flight per directory (default: 16)")
-    load.add_argument("--ioengine", type=words.engine, metavar="NAME", help=", ".join(words.ENGINES))
-    parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    load.add_argument("--ioengine", type=words.engine, metavar="NAME", help=words.ENGINE_HELP)
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, with sizes in bytes and times in seconds"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
 
 
 def run(options: argparse.Namespace) -> int:

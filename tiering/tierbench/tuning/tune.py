@@ -54,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=words.directory,
         nargs="+",
         metavar="DIR",
-        help="directory on the drive; several are used at once",
+        help="directory on the drive; several directories are measured at the same time",
     )
     parser.add_argument(
         "--rw", choices=("rw", "read", "write"), default="rw",
-        help="load to optimize for (default: rw, since an optimizer step reads and writes at once)",
+        help="load to optimize for (default: rw, because an optimizer step reads and writes at once)",
     )  # fmt: skip
     parser.add_argument(
         "--ioengine", type=_engines, default=words.ENGINES[1:], metavar="NAMES",
@@ -77,15 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--runtime", type=words.duration, default=RUNTIME, metavar="TIME",
-        help="longest duration of the search (default: 60); noisy disks need more",
+        help="maximum duration of the search (default: 60); noisy drives need more",
     )  # fmt: skip
-    parser.add_argument("--max-write", type=words.size, metavar="SIZE", help="limit of bytes written")
+    parser.add_argument(
+        "--max-write", type=words.size, metavar="SIZE", help="maximum number of bytes to write"
+    )
     parser.add_argument(
         "--write-config", type=Path, metavar="FILE",
-        help="set tiering.io in this configuration file; the rest stays unchanged, comments included",
+        help="set tiering.io in this configuration file; everything else, with comments, stays unchanged",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON with each measurement")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument("--json", action="store_true", help="print JSON with every measurement")
+    parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
 
 
 def run(options: argparse.Namespace) -> int:

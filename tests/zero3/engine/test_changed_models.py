@@ -163,7 +163,9 @@ def test_names_are_those_of_state_dict_after_modules_have_moved(
     with tiering.gathered(first[1].weight) as weight:
         assert torch.equal(weight, before["blocks.2.1.weight"].bfloat16())
     assert torch.equal(engine.get_fp32_parameter("blocks.2.1.weight"), before["blocks.2.1.weight"])
-    with pytest.raises(ConfigError, match="no longer has the parameter that was named 'blocks.2.1.weight'"):
+    with pytest.raises(
+        ConfigError, match=r"no longer has the parameter that was named 'blocks\.2\.1\.weight'"
+    ):
         safe_get_full_fp32_param(third[1].weight)
     engine.save_checkpoint(tmp_path / "saved")
     engine.save_checkpoint(tmp_path / "saved", tag="again")

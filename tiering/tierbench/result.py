@@ -45,7 +45,7 @@ class Traffic(ResultPart):
 
     bytes: int = 0
     ops: int = 0
-    latency: Latencies | None = Field(default=None, description="None if nothing was transferred.")
+    latency: Latencies | None = Field(default=None, description="None if no bytes were transferred.")
 
 
 class PathRow(ResultPart):
@@ -82,7 +82,8 @@ class Row(ResultPart):
 
     rw: ReadWrite
     seconds: float = Field(
-        gt=0, description="From the first submission, or the end of the ramp, to the last completion."
+        gt=0,
+        description="Time from the first submission, or from the end of the ramp time, to the last completion.",
     )
     read: Traffic
     write: Traffic
@@ -92,7 +93,7 @@ class Row(ResultPart):
     )
     samples: tuple[Sample, ...] = ()
     paths: tuple[PathRow, ...]
-    complete: bool = Field(default=True, description="False if it was interrupted.")
+    complete: bool = Field(default=True, description="False if the interval was interrupted.")
 
     @property
     def bytes(self) -> int:
@@ -100,7 +101,7 @@ class Row(ResultPart):
 
     @property
     def rate(self) -> float:
-        """Bytes per second of both directions together."""
+        """Bytes per second, the sum of both directions."""
         return self.bytes / self.seconds
 
     @property
@@ -122,8 +123,10 @@ class Settings(ResultPart):
 
     bs: int
     iodepth: int = Field(description="Blocks in flight per directory and job.")
-    numjobs: int = Field(default=1, description="I/O contexts, each with its own file in each directory.")
-    size: int = Field(description="Bytes used of each file.")
+    numjobs: int = Field(
+        default=1, description="Number of I/O contexts, each with its own file in each directory."
+    )
+    size: int = Field(description="Bytes of each file that were used.")
     runtime: float
     ramp_time: float = 0.0
     direct: bool = True
@@ -140,7 +143,9 @@ class Engine(ResultPart):
 
     ioengine: str
     flags: tuple[str, ...]
-    passed_over: dict[str, str] = Field(default_factory=dict, description="Unused features, with reasons.")
+    passed_over: dict[str, str] = Field(
+        default_factory=dict, description="Features that are not used, with the reasons."
+    )
 
 
 class Target(ResultPart):
@@ -150,7 +155,8 @@ class Target(ResultPart):
     backing: Backing
     free_bytes: int
     others_read: int | None = Field(
-        default=None, description="Bytes that other processes read from its disks during the run."
+        default=None,
+        description="Bytes that other processes read from the drives of the directory during the run.",
     )
     others_written: int | None = None
 
@@ -193,7 +199,9 @@ class StepVerdict(ResultPart):
     write_bytes: int
     seconds: float
     bound: Literal["reads", "writes", "both"]
-    written_per_day: float = Field(description="Upper bound of the bytes written: steps without a pause.")
+    written_per_day: float = Field(
+        description="Bytes written per day by steps without a pause: an upper bound."
+    )
 
 
 class CommandResult(ResultPart):
@@ -206,9 +214,9 @@ class CommandResult(ResultPart):
     command: str
     machine: Machine
     targets: tuple[Target, ...]
-    written_bytes: int = Field(description="All bytes written to the drives, preparation included.")
+    written_bytes: int = Field(description="Bytes written to the drives, including preparation.")
     read_bytes: int
-    notes: tuple[str, ...] = Field(default=(), description="Limits of the figures.")
+    notes: tuple[str, ...] = Field(default=(), description="Remarks on what limits the figures.")
     interrupted: bool = False
 
 
@@ -232,13 +240,14 @@ class Result(CommandResult):
     engine: Engine
     rows: tuple[Row, ...]
     verified_bytes: int | None = Field(
-        default=None, description="Bytes verified; None without --verify, or after a failed transfer."
+        default=None,
+        description="Bytes whose checksums were compared; None without --verify, or after a failed transfer.",
     )
     sustained: Sustained | None = None
     verdict: StepVerdict | None = None
     config: dict[str, Any] = Field(default_factory=dict, description="A block to paste into a configuration.")
     failure: str | None = Field(
-        default=None, description="Why the run ended early: a failed transfer, or wrong bytes (--verify)."
+        default=None, description="The reason for an early end: a failed transfer, or wrong bytes (--verify)."
     )
 
     def row(self, *rws: ReadWrite) -> Row | None:

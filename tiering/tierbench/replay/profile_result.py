@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-HIDDEN = (
-    0.1  # the update is bound by the kernels if it waits for transfers for a smaller fraction of its time
-)
+# The update is bound by the kernels if it waits for transfers for a smaller fraction of its time.
+HIDDEN = 0.1
 # With a larger fraction of its reads done before it, a phase would seem faster than the drive.
 AHEAD = 0.1
 
@@ -44,19 +43,24 @@ class PhaseResult(ResultPart):
     name: Phase
     read_bytes: int
     write_bytes: int
-    replayed: float = Field(description="Bytes that were moved, by those of one step's.")
+    replayed: float = Field(description="Bytes moved by the replay, divided by the bytes of one step.")
     seconds: float
     ahead: float = Field(
         default=0.0,
-        description="Share of its reads that were done in the phase before, and in the seconds of that.",
+        description="Share of its reads that the previous phase did; the seconds of that phase include them.",
     )
-    stalled: float | None = Field(default=None, description="Share of waiting for transfers beside kernels.")
+    stalled: float | None = Field(
+        default=None,
+        description="Share of the time in which kernels waited for transfers; None without kernels.",
+    )
     plain_seconds: float | None = Field(
-        default=None, description="Of the same bytes at the mean rates of plain windows."
+        default=None,
+        description="Seconds that plain windows would take for the same bytes, at their mean rates.",
     )
     ratios: tuple[float, ...] = Field(
         default=(),
-        description="Of each round: the replay's rate by that of the plain windows around it. None if much was ahead.",
+        description="For each round, the rate of the replay divided by the rate of the plain windows before and"
+        " after it; empty if much was read ahead.",
     )
     bound: Literal["reads", "writes", "both", "kernels"] | None = None
 
@@ -82,14 +86,14 @@ class Profile(CommandResult):
     model: str
     params: int
     state: str
-    gpu_memory: int | None = Field(description="None: the CPU is the device.")
+    gpu_memory: int | None = Field(description="Bytes of GPU memory; None if the CPU is the device.")
     micro_batches: int
     kernels: bool = Field(description="Whether the optimizer's kernels ran.")
     slots: int
     slot_bytes: int
-    space_bytes: int = Field(description="Of swap space, in which extents took turns.")
+    space_bytes: int = Field(description="Bytes of the swap space, in which extents took turns.")
     phases: tuple[PhaseResult, ...]
-    plain: dict[str, float] = Field(description="Bytes per second of plain windows, by name of Rates.")
+    plain: dict[str, float] = Field(description="Bytes per second of plain windows, by the name of the rate.")
 
     @property
     def seconds(self) -> float:

@@ -41,11 +41,11 @@ class TriedSetting(ResultPart):
     bs: int
     iodepth: int
     registered: bool
-    in_flight: int = Field(description="Bytes, per directory.")
+    in_flight: int = Field(description="Bytes in flight per directory.")
     ratio: Ratio
     rate: float = Field(description="Bytes per second: the median of the valid readings.")
     cpu_per_gb: float = Field(description="CPU seconds per 10^9 bytes.")
-    p99: float = Field(description="Seconds: the median of the readings'.")
+    p99: float = Field(description="99th percentile of the latency in seconds, the median of the readings.")
     readings: tuple[Reading, ...]
 
     @property
@@ -58,14 +58,14 @@ class TuningResult(CommandResult):
 
     kind: Literal["tune"] = "tune"
     rw: ReadWrite
-    size: int = Field(description="Bytes used of each file.")
-    window: float = Field(description="Seconds of one measurement.")
+    size: int = Field(description="Bytes of each file that were used.")
+    window: float = Field(description="Duration of one measurement in seconds.")
     tried: tuple[TriedSetting, ...]
-    defaults_at: int = Field(description="Index in ``tried``.")
+    defaults_at: int = Field(description="Index of the defaults in ``tried``.")
     recommended_at: int
-    best_at: int = Field(description="The fastest setting with enough readings.")
+    best_at: int = Field(description="Index in ``tried`` of the fastest setting that has enough readings.")
     why: str = Field(description="The reason for the recommendation.")
-    alike: int = Field(description="Number of settings at most 5 % slower than the best.")
+    alike: int = Field(description="Number of settings that are at most 5 % slower than the best.")
     flat_bs: tuple[int, int] = Field(
         description="Range of block sizes that are as fast as the best, at the recommended depth."
     )

@@ -24,9 +24,8 @@ class RunLog:
     def __init__(self) -> None:
         self._previous: dict[str, RunView] = {}
         self._logged_states: dict[str, RunState] = {}  # by run, the last state in the log
-        self._closed: set[str] = (
-            set()
-        )  # runs whose only status files are closed ones, and that are in the log
+        # Runs that have only closed status files, and whose end is in the log.
+        self._closed: set[str] = set()
         self._ended: deque[EndedRun] = deque(maxlen=MAX_ENDED)
 
     @property
@@ -62,9 +61,8 @@ class RunLog:
             if self._logged_states.pop(run_id) != "ended":
                 yield _end(run)
         closed = {run.id: run for run in view.closed if run.id not in self._previous}
-        for run_id in (
-            closed.keys() - self._closed - previous.keys()
-        ):  # too short to be in a View before it ended
+        # Runs that were too short to be in a View before they ended.
+        for run_id in closed.keys() - self._closed - previous.keys():
             self._ended.append(ended_run(closed[run_id]))
             yield _end(closed[run_id])
         self._closed = set(closed)

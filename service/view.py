@@ -10,9 +10,8 @@ from typing import Literal
 
 from tiering.telemetry import Description, EndStatus, Snapshot, StatusFile, StatusReading
 
-FRESH_SECONDS = (
-    10.0  # ranks publish four times a second: a rank that has not for this long is stopped or starved
-)
+# Ranks publish four times a second. A rank that has not published for this long is stopped or starved.
+FRESH_SECONDS = 10.0
 
 State = Literal["live", "silent", "stale", "newer-version", "torn", "unreadable"]
 RunState = Literal["training", "degraded", "ended"]

@@ -33,9 +33,8 @@ def write(model: nn.Module, directory: Path, shard_bytes: int = 1 << 30) -> int:
             nbytes += file.tell()
             file.flush()
             os.fsync(file.fileno())
-            os.posix_fadvise(
-                file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-            )  # no page cache for who reads it next
+            # The next reader must not find the file in the page cache.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         names |= dict.fromkeys(shard, path.name)
     total = sum(parameter.numel() * BF16 for shard in shards for parameter in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": names}

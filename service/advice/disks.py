@@ -45,9 +45,8 @@ def errors(run: RunView) -> Iterator[Advice]:
                     yield error("io-errors", text, remedy, rank.rank)
 
 
-RETRY_FRACTION = (
-    0.01  # of the operations: signals and full queues cause a few short transfers in a healthy run
-)
+# Fraction of the operations. In a healthy run, signals and full queues cause a few short transfers.
+RETRY_FRACTION = 0.01
 MIN_RETRIES = 10
 
 

@@ -23,9 +23,8 @@ def exceeded_budgets(run: RunView) -> Iterator[Advice]:
             )
 
 
-NEARLY_FULL = (
-    0.05  # of the machine's capacity: file systems become slower, and the kernel starts to reclaim memory
-)
+# Free fraction of the machine's capacity. Below it, file systems become slower, and the kernel reclaims memory.
+NEARLY_FULL = 0.05
 LOW_MEMORY = 1 << 30  # bytes: on a large machine, 5 % is enough
 
 

@@ -20,9 +20,8 @@ MIN_CAUSE_FRACTION = 0.05  # of the stalls: smaller causes are left out of the t
 ON_RANKS = ("gather", "reduce", "agreement")
 ON_NVME = ("parameters", "gradients", "optimizer state", "staging")
 
-SIMILAR_FRACTION = (
-    0.8  # two directions both cause a stall if the shorter time is at least this part of the longer
-)
+# Two directions both cause a stall if the shorter time is at least this fraction of the longer one.
+SIMILAR_FRACTION = 0.8
 
 Direction = Literal["reads", "writes", "reads and writes"]
 

@@ -14,9 +14,8 @@ from tiering.telemetry import Snapshot, StepRecord
 
 STUCK_STEPS = 10.0  # the duration of a phase, in usual steps, after which it is reported
 STUCK_SECONDS = 60.0  # and its minimum
-HUNG_SECONDS = (
-    600.0  # outside of steps, or before the first: longer than a start, a compilation or an evaluation
-)
+# Outside of steps, or before the first step. A start, a compilation or an evaluation takes less time.
+HUNG_SECONDS = 600.0
 
 
 def stuck(run: RunView) -> Iterator[Advice]:

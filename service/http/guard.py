@@ -170,9 +170,8 @@ class _Response:
             await self._send({**message, "headers": headers + HEADERS})
         elif self._body:
             await self._send(message)
-        elif (
-            not self._finished
-        ):  # complete at once: whoever streams without an end learns that nobody listens
+        elif not self._finished:
+            # A response to HEAD has no body. It ends at once, so that the source of an endless stream stops.
             self._finished = True
             await self._send({"type": "http.response.body", "body": b""})
 

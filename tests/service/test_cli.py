@@ -25,9 +25,8 @@ TOKEN = "Zm9yZ2V0LW1lLW5vdC4"
 def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """``refused(*arguments)`` is the one line of a ``tierd`` that does not start, in this process."""
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("it started"))
-    monkeypatch.setattr(
-        service.serve_command, "lower_priority", lambda _: None
-    )  # there is no way back from niceness
+    # A process cannot lower its niceness again.
+    monkeypatch.setattr(service.serve_command, "lower_priority", lambda _: None)
     monkeypatch.delenv("TIERD_TOKEN", raising=False)
 
     def main(*arguments: str) -> str:

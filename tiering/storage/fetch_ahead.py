@@ -117,9 +117,8 @@ class FetchAhead(Generic[GroupT]):
             elif self._ahead.get(group) != position:
                 if group not in self._ahead and self._fetcher.reads_through_window(group):
                     return  # it needs the window once more: later groups must not fill the window before it
-                contiguous = (
-                    False  # the next use of a group in use is looked at again when this use has ended
-                )
+                # The group is in use. Its next use is checked again when this use has ended.
+                contiguous = False
                 passed += 1
             position += 1
             if contiguous:

@@ -60,9 +60,8 @@ def rate_ratio(first: Sequence[float], second: Sequence[float], *, point: float)
         return None
     half = 0.0
     if variance:
-        freedom = variance**2 / (
-            first_variance**2 / first_freedom + second_variance**2 / second_freedom
-        )  # Welch, Satterthwaite
+        # The degrees of freedom of Welch and Satterthwaite.
+        freedom = variance**2 / (first_variance**2 / first_freedom + second_variance**2 / second_freedom)
         half = _student(freedom) * math.sqrt(variance)
     return Estimate(point, point * math.exp(-half), point * math.exp(half))
 

@@ -33,9 +33,8 @@ _SHARE_OF_DRIVE = 0.25
 MIN_DROP = 2.2  # a shared disk that varies by a factor of two must not look like a cache
 _FIRST_SECONDS = 1.0  # least duration before a fall
 _AFTER_SECONDS = 5.0  # least duration after a fall
-_STEADY_SECONDS = (
-    30.0  # after a fall; the writes end early if it is steady for this long and as long as before it
-)
+# After a fall, the writes end early if the rate is steady for this long, and for as long as before the fall.
+_STEADY_SECONDS = 30.0
 _STEADY_RATIO = 1.5  # largest ratio of the halves of a steady part
 _CHECK_SECONDS = 2.0
 _STRETCHES = 20  # parts of each side that are compared; shorter stalls and bursts are part of a rate

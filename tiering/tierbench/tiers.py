@@ -339,9 +339,8 @@ def _device_measurement(options: argparse.Namespace, notes: list[str]) -> Measur
         notes.append("no GPU driver was found (--device cpu measures the compute rate of the CPU)")
         return None
     try:
-        device_rates = importlib.import_module(
-            "zero3.observe.device_rates"
-        )  # an import upwards, so it happens on first use
+        # tiering must not import zero3 when it is loaded; this import happens on first use.
+        device_rates = importlib.import_module("zero3.observe.device_rates")
     except ImportError as error:
         notes.append(f"device not measured: torch cannot be loaded ({error})")
         return None

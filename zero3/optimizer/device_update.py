@@ -100,9 +100,8 @@ class DeviceUpdate:
         self._copies = tiers.copies
         self._window = window = tiers.plan.update_window
         self._needs_params = tiers.plan.workload.steps_need_params
-        self._memory = tiers.home(
-            Tier.DEVICE, window.nbytes, "update window", ()
-        )  # owned by ``tiers``, which frees it
+        # ``tiers`` owns this memory and frees it.
+        self._memory = tiers.home(Tier.DEVICE, window.nbytes, "update window", ())
         allocated = self._streams.compute.record()  # torch may fill what it allocates
         self._slots = deque(_Slot(at, allocated) for at in range(0, window.nbytes, window.slot_bytes))
         self._under_way = deque[Event]()  # the last events of tiles that were queued

@@ -19,9 +19,8 @@ REMEDY = (
 
 def check_frozen(frozen: Iterable[tuple[nn.Parameter, str]]) -> None:
     """EngineStateError if one of these, frozen at initialize and given with their names, requires a gradient now."""
-    with (
-        torch._C.DisableTorchFunctionSubclass()
-    ):  # this runs over thousands of parameters before each forward
+    # This loop visits thousands of parameters before each forward: without __torch_function__ it is faster.
+    with torch._C.DisableTorchFunctionSubclass():
         name = next((name for param, name in frozen if param.requires_grad), None)
     if name is not None:
         raise EngineStateError(

@@ -130,9 +130,8 @@ class GradientReducer:
         self._least_room = max((g.layout.trainable_numel * dtype.itemsize for g in passing), default=0)
         self._turn = 0  # position in the order: the groups before it were reduced in this backward
         self._ready: dict[ParamGroup, None] = {}  # groups whose gradients are final, in that order
-        self._reductions: deque[_Reduction] = (
-            deque()
-        )  # oldest first: they end in the order in which they begin
+        # Oldest first: reductions end in the order in which they began.
+        self._reductions: deque[_Reduction] = deque()
         self._gathering: deque[Pending] = deque()  # stage 0: means on their way back to all ranks
         self._backwards = 0
         self._first_begun = False  # the first backward

@@ -37,10 +37,8 @@ ORDER = (
 URGENT = 0.05  # seconds between two looks after a collective has failed for an unknown reason
 SIGNS = 5  # missed beats after which a rank is named as the cause of a failed collective
 AT_ONCE = 64  # ranks whose beats are read at the full rate; with more ranks the rate is lower
-POLL = (
-    2e-4,
-    2e-2,
-)  # seconds between two reads of the number of confirmations: first, and longest after doubling
+# Seconds between two reads of the number of confirmations: at first, and at most after doubling.
+POLL = (2e-4, 2e-2)
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,8 @@ class Heartbeat:
         self._limits = limits
         self._strict = strict
         self._count = 0
-        self._clock = (
-            0.0  # seconds that this process ran: the time of its own suspension is no silence of others
-        )
+        # Seconds that this process ran. The time of its own suspension does not count as silence of others.
+        self._clock = 0.0
         self._next_beat = self._next_full_read = 0.0
         self._poll = POLL[0]
         self._slowdown = max(1.0, world_size / AT_ONCE)  # how much rarer many ranks read the store

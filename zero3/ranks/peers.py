@@ -341,9 +341,8 @@ class Peers:
         began = time.monotonic()
         while heartbeat.wait_for_failure(0.1) is None and time.monotonic() - began < patience:
             if heartbeat.store_lost is not None:
-                patience = min(
-                    patience, 2 * self.limits.beat
-                )  # without the store, only processes of this host can be judged
+                # Without the rank store, only processes of this host can be judged.
+                patience = min(patience, 2 * self.limits.beat)
         return heartbeat.failure
 
     def _loss_that_broke(self, label: str) -> Failure | None:

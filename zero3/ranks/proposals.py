@@ -23,9 +23,8 @@ class Answers:
 
     def __init__(self) -> None:
         self.read_count = 0  # proposals that this rank has read, in the order of their indices
-        self.open_numbers: set[int] = (
-            set()
-        )  # collectives that others propose and that this rank has not reached
+        # Collectives that other ranks propose and that this rank has not reached.
+        self.open_numbers: set[int] = set()
         self.numbers: dict[int, None] = {}  # collectives that this rank has confirmed, the last ones
         self.deletable: deque[int] = deque(maxlen=16)  # confirmed ones that may still be in the rank store
 

@@ -124,11 +124,8 @@ def test_the_old_section_counts_where_the_new_one_is_not_there(
 @pytest.mark.parametrize(
     ("kind", "params", "decay"),
     [
-        (
-            "AdamW",
-            {"torch_adam": True, "adam_w_mode": False},
-            0.01,
-        ),  # AdamW, whatever the mode: torch's default
+        # AdamW has torch's default, whatever the mode is.
+        ("AdamW", {"torch_adam": True, "adam_w_mode": False}, 0.01),
         ("Adam", {"torch_adam": 1}, 0.01),
         ("Adam", {"torch_adam": 0}, 0.0),
         ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),

@@ -162,8 +162,7 @@ def test_a_file_under_construction_is_not_swept(tmp_path: Path, monkeypatch: pyt
     assert sweep(tmp_path) == [leftover]
     assert fresh.exists() and foreign.exists()
     assert find_status_files(tmp_path) == []
-    with (
-        monkeypatch.context() as patch
-    ):  # a sweeper that stops while it holds the lock would block the writer
+    # A sweeper that stops while it holds the lock would block the writer.
+    with monkeypatch.context() as patch:
         patch.setattr(status_module.fcntl, "flock", lambda *_: pytest.fail("acquired the lock"))
         assert sweep(tmp_path) == []

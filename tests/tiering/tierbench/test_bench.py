@@ -307,9 +307,8 @@ def test_what_we_move_is_ours_where_directories_are_unlike(
     for name in counted:
         (tmp_path / name).mkdir()
     result = bench.run(asked(*(tmp_path / name for name in counted), rws=("read",)))
-    assert (
-        result.settings.ramp_time == bench.RAMP_SECONDS
-    )  # or the fast one would wait for the end of the late one
+    # Without the ramp time, the fast directory would wait for the end of the late one.
+    assert result.settings.ramp_time == bench.RAMP_SECONDS
     assert counted["fast"][0] > counted["late"][0] > 0
     assert [(each.others_read, each.others_written) for each in result.targets] == [(0, 0), (0, 0)]
 

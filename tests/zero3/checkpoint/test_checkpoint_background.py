@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -91,11 +91,8 @@ def test_what_is_saved_is_the_state_of_the_call_whatever_is_slow(
         finish(*args)
 
     def faulty(**given: Any) -> AioContext:
-        faults = [
-            Fault(kind, first=dice.randrange(1, 60), delay=0.01)
-            for kind in ("read", "write")
-            for _ in range(4)
-        ]  # type: ignore[arg-type]
+        kinds: tuple[Literal["read", "write"], ...] = ("read", "write")
+        faults = [Fault(kind, first=dice.randrange(1, 60), delay=0.01) for kind in kinds for _ in range(4)]
         return plain(fault=FaultPlan(tuple(faults)), **given)
 
     monkeypatch.setattr(Saver, "_finish", slow)

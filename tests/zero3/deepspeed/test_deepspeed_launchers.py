@@ -38,14 +38,10 @@ LAUNCHERS = [
         | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n[1-2]"},
         "5 8 1 - n1 29501",
     ),
-    (
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "n1"},
-        "- - - - - -",
-    ),  # the batch script
-    (
-        {"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "9"},
-        "1 2 - - - -",
-    ),  # torchrun
+    # The batch script of SLURM.
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "n1"}, "- - - - - -"),
+    # torchrun.
+    ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "9"}, "1 2 - - - -"),
 ]
 
 
@@ -99,9 +95,8 @@ def test_one_process_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.barrier()) == (0, 1, 0, None)
     with pytest.raises(ConfigError, match=r"dist_init_required=False.*does not exist"):
         deepspeed.init_distributed(dist_init_required=False)
-    deepspeed.init_distributed(
-        dist_backend="nccl", dist_init_required=True
-    )  # which a machine without a GPU has not
+    # A machine without a GPU does not have this backend.
+    deepspeed.init_distributed(dist_backend="nccl", dist_init_required=True)
     deepspeed.init_distributed()
     deepspeed.init_distributed(dist_init_required=False)
     assert os.environ["LOCAL_RANK"] == "0", "scripts read it"

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PAIRS, RUNTIME = 10, 1.0
-MIN_PAIRS = (
-    6  # with fewer, even the range of all ratios is less than a 95 % confidence interval of the median
-)
+# With fewer pairs, even the range of all ratios is narrower than a 95 % confidence interval of the median.
+MIN_PAIRS = 6
 # A run starts only if --max-write has room for this multiple of the largest run so far.
 _MARGIN = 1.5
 
@@ -63,7 +62,7 @@ class ComparedLoad(ResultPart):
     pairs: tuple[Pair, ...]
     rate: Estimate
     cpu: Estimate | None = Field(
-        description="Ratio of CPU seconds per byte; None if they are too small to measure."
+        description="Ratio of CPU seconds per byte; None if the CPU time was too short to measure."
     )
 
     def median(self, of: Callable[[Pair], float]) -> float:
@@ -81,7 +80,7 @@ class FioComparison(CommandResult):
     engine: Engine
     windows: tuple[ComparedLoad, ...]
     failure: str | None = Field(
-        default=None, description="Why it ended early: the failure of fio or a transfer."
+        default=None, description="The reason for an early end: fio or a transfer failed."
     )
 
 

@@ -104,10 +104,9 @@ def compare(paths: Sequence[Path]) -> ResultsComparison:
     ]
     notes += [f"{label} was interrupted" for label, (_, result) in results.items() if result.interrupted]
     intervals = []
+    # A row without bytes has no ratio.
     rows_by_name = {
-        label: {
-            name: row for name, row in figures.named_rows(result) if row.bytes
-        }  # a row without bytes has no ratio
+        label: {name: row for name, row in figures.named_rows(result) if row.bytes}
         for label, (_, result) in results.items()
     }
     for name, row in rows_by_name[base_label].items():

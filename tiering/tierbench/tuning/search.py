@@ -282,10 +282,9 @@ class Sweep:
                 for each in self.valid_readings(cell) or self._readings_without_stall(cell)
             ]
             if len(logs) > 1:
-                widened = math.sqrt(
-                    len(logs) / (len(logs) - 1)
-                )  # the median is estimated from the same readings
-                scatter += [(each - statistics.median(logs)) * widened for each in logs]
+                # The median is estimated from the same readings, which makes their deviations too small.
+                correction = math.sqrt(len(logs) / (len(logs) - 1))
+                scatter += [(each - statistics.median(logs)) * correction for each in logs]
         deviation = 1.4826 * statistics.median(map(abs, scatter)) if scatter else _INITIAL_NOISE
         return max(_MIN_NOISE, deviation)
 

@@ -6,19 +6,18 @@ import logging
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tiering.config.training import OffloadConfig, OffloadOptimizerConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3.engine.engine import Engine
+from zero3.engine.generation import on_all_ranks
 from zero3.loop.data_loader import make_loader, make_ordered_loader
-from zero3.loop.step_state import StepState
 from zero3.params.precision import COMPUTE_DTYPES
 
 log = logging.getLogger(__name__)
@@ -46,8 +45,8 @@ class DeepSpeedEngine(Engine):
                 return object.__getattribute__(self, name)
             if module is not None and not name.startswith("__") and hasattr(module, name):
                 attribute = getattr(module, name)
-                if name == "generate" and self._world.size > 1 and self.config.zero.stage == 3:
-                    return _on_all_ranks(attribute, module)
+                if name == "generate" and self._shards_parameters:
+                    return on_all_ranks(attribute, module)
                 return self._with_itself(attribute) if name in _GIVE_THE_MODULE else attribute
             public = [name_in_dir for name_in_dir in dir(self) if not name_in_dir.startswith("_")]
             close_names = [] if name.startswith("_") else get_close_matches(name, public, 1, 0.7)
@@ -247,19 +246,14 @@ class DeepSpeedEngine(Engine):
 
         After ``close`` or ``release`` this does nothing.
         """
-        if self._ready.closed:
-            return
-        self._ready.check_open("zero_grad")
-        if self._accumulation.waiting:
-            if not self._warned_of_zero_grad:
-                self._warned_of_zero_grad = True
-                log.warning(
-                    "engine.zero_grad() keeps the gradients of micro-batches that wait for their update, as DeepSpeed"
-                    " does at stages 2 and 3; to drop them, call optimizer.zero_grad()"
-                )
-        elif self._updates.current_step.state is not StepState.UPDATED_IN_BACKWARD:
-            self.optimizer.zero_grad()
-            self._ready.drop_gradients()
+        if self._ready.closed or not self._accumulation.waiting:
+            super().zero_grad(set_to_none)
+        elif not self._warned_of_zero_grad:
+            self._warned_of_zero_grad = True
+            log.warning(
+                "engine.zero_grad() keeps the gradients of micro-batches that wait for their update, as DeepSpeed"
+                " does at stages 2 and 3; to drop them, call optimizer.zero_grad()"
+            )
 
     def _of_groups(self, option: str) -> list[Any]:
         return [group.get(option, 0.0) for group in self.optimizer.param_groups]
@@ -331,23 +325,3 @@ class DeepSpeedEngine(Engine):
     def destroy(self) -> None:
         """The same as ``close``."""
         self.close()
-
-
-def _on_all_ranks(generate: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """``generate`` of transformers with ``synced_gpus``: it runs forwards until the last rank has its tokens.
-
-    Each token is a forward, which all ranks must run. transformers sets the option itself only for the sharding
-    libraries that it knows. A caller's own ``synced_gpus`` counts.
-    """
-    # An adapter's generate() passes its options to the model's.
-    methods = (getattr(inner, "generate", None) for inner in module.modules())
-    if not any(callable(each) and "synced_gpus" in signature(each).parameters for each in methods):
-        return generate
-
-    @wraps(generate)
-    def together(*args: Any, **kwargs: Any) -> Any:
-        if "synced_gpus" not in signature(generate).bind_partial(*args, **kwargs).arguments:
-            kwargs.setdefault("synced_gpus", True)
-        return generate(*args, **kwargs)
-
-    return together

@@ -28,7 +28,9 @@ from zero3.checkpoint.save_handle import Saving
 from zero3.engine import released
 from zero3.engine.accumulated_gradients import AccumulatedGradients
 from zero3.engine.by_name import NamedState
+from zero3.engine.module_front import ModuleFront
 from zero3.engine.observation import Observation
+from zero3.engine.optimizer_front import OptimizerFront
 from zero3.engine.released import Released
 from zero3.engine.state_files import StateFiles
 from zero3.loop.accumulation import Accumulation, accumulation_steps
@@ -74,6 +76,8 @@ class Engine:
         self.training_dataloader: TrainingLoader | None = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._loss: Tensor | None = None
+        self._optimizer_front: OptimizerFront | None = None
+        self._module_front: ModuleFront | None = None
         self._optimizer_class = "" if optimizer is None else _name_of(optimizer)
 
         parts = assemble(model, config, model_parameters, optimizer, weights)
@@ -210,7 +214,7 @@ class Engine:
         self._schedule.activations.backward_of(loss)
         if self.config.precision == "fp16" or self.config.autocast == "fp16":
             loss = loss.float() * self.loss_scale.value
-        return loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
+        return loss / self._accumulation.steps if scale_wrt_gas else loss
 
     @eager
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -228,7 +232,7 @@ class Engine:
         with self._phase("backward"):
             try:
                 # Before the backward: a failure after it would keep gradients that the caller counts as dropped.
-                divided_loss = loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
+                divided_loss = loss / self._accumulation.steps if scale_wrt_gas else loss
                 scaled.backward(retain_graph=retain_graph)
             except BaseException:
                 self._loss = None
@@ -253,6 +257,50 @@ class Engine:
             yield
         finally:
             self._accumulation.syncing = syncing_before
+
+    def as_optimizer(self) -> OptimizerFront:
+        """The engine as a ``torch.optim.Optimizer`` with the engine's param groups, whose ``step`` calls ``step``.
+
+        From then on the loop owns the accumulation of gradients: it runs any number of backwards for an update, divides
+        their losses itself, and calls ``step`` once. The engine divides no loss and counts no micro-batches;
+        gradient_accumulation_steps of the configuration only determines the dtype in which gradients are summed, and
+        the number of samples of an update. Use ``no_sync`` for all backwards of an update but the last. Plain
+        ``loss.backward()`` works except in fp16, whose losses need their scale: call ``backward(loss)``, or
+        ``scale(loss).backward()``.
+
+        Every call returns the same object. Raises EngineStateError without an optimizer, and with gradients that no
+        step has used.
+        """
+        if self._optimizer_front is None:
+            self._ready.check_open("as_optimizer")
+            self._ready.check_trains("as_optimizer")
+            self._ready.check_no_gradients("as_optimizer")
+            self._accumulation.steps = 1
+            self._optimizer_front = OptimizerFront(self, self._updates)
+        return self._optimizer_front
+
+    def as_module(self) -> ModuleFront:
+        """The engine as an ``nn.Module``, with the names, parameters and attributes of the model.
+
+        Its forward is ``forward``. Every call returns the same object.
+        """
+        if self._module_front is None:
+            self._module_front = ModuleFront(self, sharded=self._shards_parameters)
+        return self._module_front
+
+    @property
+    def _shards_parameters(self) -> bool:
+        """Whether all ranks must run each forward together, because each has a shard of the parameters."""
+        return self._world.size > 1 and self.config.zero.stage == 3
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last ``step``. After ``close`` or ``release`` this does nothing."""
+        if self._ready.closed:
+            return
+        self._ready.check_open("zero_grad")
+        if self._updates.current_step.state is not StepState.UPDATED_IN_BACKWARD:
+            self.optimizer.zero_grad()
+            self._ready.drop_gradients()
 
     @eager
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -517,7 +565,8 @@ class Engine:
         self.config = self.config.model_copy(
             update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
         )
-        self._accumulation.steps = steps
+        if self._optimizer_front is None:
+            self._accumulation.steps = steps
 
     @property
     def loss_scale(self) -> LossScale:
@@ -705,11 +754,15 @@ class Engine:
 
     def _on_first_gradient(self) -> bool:
         """The first gradient of a parameter has arrived; returns whether this backward updates the parameters, too."""
-        steps, scale = self.config.gradient_accumulation_steps, self.loss_scale.value
+        steps, scale = self._accumulation.steps, self.loss_scale.value
         if (steps > 1 or scale != 1.0) and not self._accumulation.scaled:
             raise EngineStateError(
-                f"loss.backward() neither divides by gradient_accumulation_steps ({steps}) nor multiplies by the loss"
-                f" scale ({scale:g}); call engine.backward(loss), or engine.scale(loss).backward()"
+                "loss.backward() does not "
+                + " and does not ".join(
+                    [f"divide by gradient_accumulation_steps ({steps})"] * (steps > 1)
+                    + [f"multiply by the loss scale ({scale:g})"] * (scale != 1.0)
+                )
+                + "; call engine.backward(loss), or engine.scale(loss).backward()"
             )
         if not self._updates.steps_in_backward:
             return False

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tiering import _logs
 from tiering.config.training import TieringConfig
-from tiering.errors import EngineStateError, RankOrderError
+from tiering.errors import ConfigError, EngineStateError, RankOrderError
 from zero3.device.timeline import Timeline
 from zero3.loop import hyperparameters
 from zero3.loop.step_state import CurrentStep, StepState
@@ -113,6 +113,8 @@ class Update:
         self._max_skipped = config.tiering.max_skipped_steps
         self._scales = "fp16" in (config.precision, config.autocast)
         self._clip = config.gradient_clipping
+        # As _clip, of the next update alone; 0 is no clipping.
+        self._clip_next = 0.0
         self._groups = groups
         self._gradients = gradients
         self._sink = sink
@@ -156,6 +158,23 @@ class Update:
     def waiting_norm(self) -> float:
         """The norm of the accumulated gradients, unscaled. All ranks call this together."""
         return self._sum_up("tell the norm", None, stop=0, saving=0).norm / self.loss_scale.value
+
+    def clip_next(self, max_norm: float) -> float:
+        """Clip the next update to ``max_norm``, too; returns ``waiting_norm``. All ranks call this together."""
+        if not max_norm > 0:
+            raise ConfigError(f"clip_grad_norm_ got max_norm {max_norm!r}; it must be greater than 0")
+        if self.steps_in_backward:
+            raise ConfigError(
+                "clip_grad_norm_ was called with tiering.step_in_backward, which updates parameters before the norm is"
+                " known; set step_in_backward to false, or do not clip"
+            )
+        if not self.current_step.pending:
+            raise EngineStateError(
+                "clip_grad_norm_ was called without a backward since the last step; call it after the last backward"
+            )
+        norm = self.waiting_norm()
+        self._clip_next = min(max_norm, self._clip_next or max_norm)
+        return norm
 
     def expect(self, *, last: bool) -> None:
         """A backward begins; the ``last`` one before an update starts to read optimizer state."""
@@ -238,6 +257,7 @@ class Update:
             self._check_skipped(sums.bad)
             self.applied = finite
         finally:
+            self._clip_next = 0.0
             self._sink.reset()
             self.current_step.end_micro_batch()
 
@@ -280,7 +300,8 @@ class Update:
     def _apply(self, norm: float, scale: float) -> None:
         self._optimizer.prepare()
         try:
-            factor = min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip else 1.0
+            clip = min((limit for limit in (self._clip, self._clip_next) if limit), default=0.0)
+            factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
             self.current_step.to_updating()
             with self._tearing(), self._timeline.span("compute", "update"):
                 if self._replicas is not None:

@@ -106,10 +106,10 @@ def plural(threads: int) -> str:
 
 def large(options: argparse.Namespace, report: Report) -> Iterator[Part]:
     """The parts step and single, over the same tensors."""
-    wanted = {"step": options.threads, "single": 1}
+    thread_counts = {"step": options.threads, "single": 1}
     apart = not options.as_allocated
     model = steps.Model(options.numel, apart=apart)
-    for name, threads in wanted.items():
+    for name, threads in thread_counts.items():
         if name not in options.part:
             continue
         use_threads(threads)
@@ -121,9 +121,9 @@ def large(options: argparse.Namespace, report: Report) -> Iterator[Part]:
             )
             part = Part(name, title, threads, options.isa[0], rows, [account("ours and torch", model.odd())])
             if peer is not None:
-                said = peer.check()
+                result = peer.check()
                 report.facts["peer"] = f"{peer.about}, in a process and an environment of its own"
-                part.notes.append(account(f"DeepSpeed, step {said['step']}", said["odd"]))
+                part.notes.append(account(f"DeepSpeed, step {result['step']}", result["odd"]))
                 part.notes.append(
                     f"While the other side worked: DeepSpeed's process used {peer.idle_cpu:.2f} s of CPU between"
                     f" its turns, ours {peer.our_cpu:.2f} s during its {peer.busy:.1f} s."

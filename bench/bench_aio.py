@@ -95,14 +95,14 @@ def parse_arguments() -> argparse.Namespace:
 
 def usable(engines: list[str], job: FioJob, report: Report) -> list[str]:
     """The engines that start here; the others are named in the report."""
-    found = []
+    usable_engines = []
     for engine in engines:
         try:
             Ours(job, engine).close()
-            found.append(engine)
+            usable_engines.append(engine)
         except SideError as error:
             report.skipped.append(str(error))
-    return found
+    return usable_engines
 
 
 def takes_direct(directory: Path) -> bool:

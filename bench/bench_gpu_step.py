@@ -125,8 +125,8 @@ def with_deepspeed(options: argparse.Namespace) -> Path | None:
         return None
     if options.peers is None and importlib.util.find_spec("deepspeed") is not None:
         return Path(sys.executable)
-    found: Path | None = options.peers
-    return found
+    peers: Path | None = options.peers
+    return peers
 
 
 def takes_direct_io(directory: Path) -> bool:
@@ -170,8 +170,8 @@ def measured_rates(run: Run, directory: Path, shape: Shape, card: int) -> None:
         run.without("the planner's rates", "there was no time to measure them")
         return
     if ran.returncode:
-        said = " / ".join(ran.stderr.strip().splitlines()[-2:])
-        run.without("the planner's rates", f"tiering plan --measure ended with {ran.returncode}: {said}")
+        message = " / ".join(ran.stderr.strip().splitlines()[-2:])
+        run.without("the planner's rates", f"tiering plan --measure ended with {ran.returncode}: {message}")
 
 
 def setting_of(options: argparse.Namespace, link: Link | None) -> Setting:

@@ -45,7 +45,7 @@ from frame.report import Report
 from larger import picture, tables
 from larger.child import ANONYMOUS, Task
 from larger.shape import SMALLEST, Shape, of_size
-from larger.watch import ChildError, Seen, watch
+from larger.watch import ChildError, Recording, watch
 
 from tiering.config.training import parse_size
 from tiering.errors import ConfigError
@@ -138,7 +138,7 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, directory: Path, report: Report) -> None:
         self.options, self.directory, self.report = options, directory, report
-        self.seen: dict[str, Seen] = {}
+        self.recordings: dict[str, Recording] = {}
 
     def everything(self) -> None:
         """Raises ChildError."""
@@ -163,17 +163,17 @@ class Run:
             loaded = self.watched(LOADED, replace(task, load=str(weights), first=options.steps))
             report.verdicts.append(tables.same_weights(built, loaded))
 
-    def watched(self, name: str, task: Task) -> Seen:
+    def watched(self, name: str, task: Task) -> Recording:
         written = WEIGHTS * task.shape.parameters if task.write else 0
         disk = shutil.disk_usage(self.directory).free - LEFT_FREE - written
         task = replace(task, disk=disk)
         print(f"{name}:", file=sys.stderr)
-        seen = self.seen[name] = Seen()
-        watch(task, seen, say)
-        used = seen.event("ready")["used"]
+        recording = self.recordings[name] = Recording()
+        watch(task, recording, say)
+        used = recording.event("ready")["used"]
         self.report.facts["words"] = f"{used:,} of {task.shape.vocabulary:,} occur in the text"
-        tables.show(self.report, name, task, seen)
-        return seen
+        tables.show(self.report, name, task, recording)
+        return recording
 
 
 def say(event: dict[str, Any]) -> None:
@@ -182,15 +182,17 @@ def say(event: dict[str, Any]) -> None:
         print(event["table"], file=sys.stderr)
     if event["event"] == "end":
         more = {**event["more"], "peak RSS, GB": event["peak"] / 1e9}
-        told = ", ".join(f"{what} {value:.6g}" for what, value in more.items())
-        print(f"  {event['name']}: {event['seconds']:.1f} s, {told}", file=sys.stderr, flush=True)
+        details = ", ".join(f"{key} {value:.6g}" for key, value in more.items())
+        print(f"  {event['name']}: {event['seconds']:.1f} s, {details}", file=sys.stderr, flush=True)
 
 
 def draw(options: argparse.Namespace, run: Run) -> None:
     """The picture, beside the saved report."""
     path = command.RESULTS / f"{command.today()}-larger-than-memory.png"
     try:
-        picture.draw(run.seen, options.memory, f"Within {options.memory / 1e9:g} GB: {options.shape}", path)
+        picture.draw(
+            run.recordings, options.memory, f"Within {options.memory / 1e9:g} GB: {options.shape}", path
+        )
         run.report.facts["picture"] = path.name
     except ImportError as missing:
         run.report.skipped.append(f"the picture: {missing}; `pip install tiering[bench]`")
@@ -200,7 +202,7 @@ def readings(run: Run) -> dict[str, Any]:
     """Every event and sample, for the JSON."""
     return {
         "facts": run.report.facts,
-        "processes": {name: asdict(seen) for name, seen in run.seen.items()},
+        "processes": {name: asdict(recording) for name, recording in run.recordings.items()},
         "goals": [asdict(verdict) for verdict in run.report.verdicts],
     }
 

@@ -91,11 +91,11 @@ def main() -> int:
         run = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], "--side", side], check=True, stdout=subprocess.PIPE
         )
-        seen = json.loads(run.stdout)
+        result = json.loads(run.stdout)
         print(
-            f"{side:7} {seen['parameters'] / 1e6:.1f} M parameters, state {seen['state'] / 2**20:.0f} MiB:"
-            f" planned {seen['planned'] / 2**20:.0f} MiB, peak RSS net {seen['peak'] / 2**20:.0f} MiB,"
-            f" step {seen['step']:.3f} s ({seen['fastest']:.3f} to {seen['slowest']:.3f})"
+            f"{side:7} {result['parameters'] / 1e6:.1f} M parameters, state {result['state'] / 2**20:.0f} MiB:"
+            f" planned {result['planned'] / 2**20:.0f} MiB, peak RSS net {result['peak'] / 2**20:.0f} MiB,"
+            f" step {result['step']:.3f} s ({result['fastest']:.3f} to {result['slowest']:.3f})"
         )
     return 0
 

@@ -86,7 +86,7 @@ def measured(
     options: argparse.Namespace, scale: Scale, report: Report, say: Callable[[str], None]
 ) -> list[rows.Row]:
     """The rows of all budgets. What could not be measured is in ``report.skipped``."""
-    found = []
+    results = []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_plan.") as directory:
         place = Place(Path(directory).resolve(), options.threads, options.patience)
         try:
@@ -101,24 +101,24 @@ def measured(
                         file_bytes=scale.fio_file // 4,
                         say=say,
                     )
-                    found.append(row)
+                    results.append(row)
                 except SideError as error:
                     report.skipped.append(str(error))
                     say(str(error))
         except KeyboardInterrupt:  # what was measured before it is worth a report
             report.skipped.append("the rest: interrupted")
-    return found
+    return results
 
 
-def readings(found: list[rows.Row]) -> list[dict[str, Any]]:
+def readings(results: list[rows.Row]) -> list[dict[str, Any]]:
     """Every reading, for the JSON."""
     return [
         {
             "name": row.name,
-            "rounds": [asdict(one) for one in row.rounds],
-            "rates": [one.as_dict() for one in row.rates],
+            "rounds": [asdict(round_) for round_ in row.rounds],
+            "rates": [rates.as_dict() for rates in row.rates],
         }
-        for row in found
+        for row in results
     ]
 
 
@@ -129,14 +129,14 @@ def main() -> int:
     scale = QUICK if options.quick else FULL
     began = time.monotonic()
 
-    def say(what: str) -> None:
-        print(f"{time.monotonic() - began:6.0f} s  {what}", file=sys.stderr, flush=True)
+    def say(message: str) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  {message}", file=sys.stderr, flush=True)
 
     report = Report("bench_plan: predicted step times beside real ones", described(options, scale))
-    found = measured(options, scale, report, say)
-    rows.conclude(report, found)
-    command.finish(report, options, "plan", lambda: readings(found))
-    return command.status(report, complete=bool(found) and not report.skipped)
+    results = measured(options, scale, report, say)
+    rows.conclude(report, results)
+    command.finish(report, options, "plan", lambda: readings(results))
+    return command.status(report, complete=bool(results) and not report.skipped)
 
 
 if __name__ == "__main__":

@@ -99,10 +99,10 @@ def has_networks(report: Report) -> bool:
 
 def prepared(options: argparse.Namespace, directory: Path) -> RanksRun:
     scale = QUICK if options.quick else FULL
-    given = {name: getattr(options, name) for name in ("rounds", "steps") if getattr(options, name)}
+    overrides = {name: getattr(options, name) for name in ("rounds", "steps") if getattr(options, name)}
     if options.batch:
-        given["model"] = replace(scale.model, batch=options.batch)
-    scale = replace(scale, **given)
+        overrides["model"] = replace(scale.model, batch=options.batch)
+    scale = replace(scale, **overrides)
     facts = command.facts("tiering", "torch", directory=options.dir)
     facts["ranks"] = f"{options.ranks} with {options.threads} thread(s) each, gloo over loopback"
     facts["model"] = f"{scale.model} for each rank"

@@ -42,7 +42,7 @@ from typing import Any
 
 from frame import command
 from frame.report import Report, Table, Verdict, middle
-from sidecar.clients import Heard, ask
+from sidecar.clients import ClientLog, ask
 from sidecar.processes import ProcessError, Sidecar, Trainer
 
 from tiering.tierbench.ratios import Comparison, compare, in_turn
@@ -55,14 +55,14 @@ SETTLE = 0.5
 
 @dataclass(slots=True)
 class Window:
-    """One side's turn: seconds of its steps, and what clients heard and it cost ``tierd`` where they asked.
+    """One side's turn: seconds of its steps, and what clients received and it cost ``tierd`` where they asked.
 
     ``others`` is the share of the engine's core that was not the engine's: of the kernel, and of whatever else runs.
     """
 
     steps: list[float]
     others: float
-    heard: Heard | None = None
+    log: ClientLog | None = None
     cpu_seconds: float = 0.0
 
     @property
@@ -85,7 +85,7 @@ class Bench:
         time.sleep(SETTLE)
         before, others = self.sidecar.cpu_seconds(), self.trainer.others_seconds()
         began = time.monotonic()
-        heard = asyncio.run(
+        log = asyncio.run(
             ask(
                 self.sidecar.port,
                 scrapers=self.options.scrapers,
@@ -98,7 +98,7 @@ class Bench:
         took = time.monotonic() - began
         spent = (self.sidecar.cpu_seconds() - before) * seconds / took
         others = (self.trainer.others_seconds() - others) / took
-        return Window(self.trainer.between(heard.began, heard.ended), others, heard, spent)
+        return Window(self.trainer.between(log.began, log.ended), others, log, spent)
 
     def alone(self) -> Window:
         return self._quiet(publish=True)
@@ -123,11 +123,11 @@ class Bench:
             "alone": self.alone,
             "unpublished": self.unpublished,
         }
-        for found in in_turn(self.options.pairs, sides):
-            for name, window in found.items():
+        for windows in in_turn(self.options.pairs, sides):
+            for name, window in windows.items():
                 self.rounds.setdefault(name, []).append(window)
-            told = ", ".join(f"{name} {window.step * 1e3:.1f} ms" for name, window in found.items())
-            print(f"round {len(self.rounds['alone'])} of {self.options.pairs}: {told}", file=sys.stderr)
+            times = ", ".join(f"{name} {window.step * 1e3:.1f} ms" for name, window in windows.items())
+            print(f"round {len(self.rounds['alone'])} of {self.options.pairs}: {times}", file=sys.stderr)
         return self.asked(self.options.hold)
 
 
@@ -159,7 +159,7 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def conclude(report: Report, rounds: dict[str, list[Window]], held: Window, peak_bytes: int) -> None:
+def conclude(report: Report, rounds: dict[str, list[Window]], long_window: Window, peak_bytes: int) -> None:
     """Tables and verdicts."""
     table = Table(
         "Step time", ("side", "steps", "ms: median of windows (range)", "its core, taken by others")
@@ -173,15 +173,15 @@ def conclude(report: Report, rounds: dict[str, list[Window]], held: Window, peak
     )
     report.tables.append(table)
 
-    asked = compared(rounds, "asked", "alone")
+    polling_ratio = compared(rounds, "asked", "alone")
     published = compared(rounds, "alone", "unpublished")
     ratios = Table("Ratios of windows of one round", ("sides", "rounds", "median", "95 %", "range"))
-    for name, one in (("asked / alone", asked), ("alone / unpublished", published)):
+    for name, ratio in (("asked / alone", polling_ratio), ("alone / unpublished", published)):
         interval, extent = (
-            f"{one.median.low:.4f} to {one.median.high:.4f}",
-            f"{one.smallest:.3f} to {one.largest:.3f}",
+            f"{ratio.median.low:.4f} to {ratio.median.high:.4f}",
+            f"{ratio.smallest:.3f} to {ratio.largest:.3f}",
         )
-        ratios.rows.append((name, str(one.pairs), f"{one.median.point:.4f}", interval, extent))
+        ratios.rows.append((name, str(ratio.pairs), f"{ratio.median.point:.4f}", interval, extent))
     report.tables.append(ratios)
 
     load = Table(
@@ -200,23 +200,23 @@ def conclude(report: Report, rounds: dict[str, list[Window]], held: Window, peak
     )
     load.rows += [
         row("windows", rounds["asked"]),
-        row("without a break", [held]),
+        row("without a break", [long_window]),
     ]
     load.notes.append(f"tierd had {peak_bytes / 1e6:.0f} MB at most.")
     report.tables.append(load)
 
     errors: Counter[str] = Counter()
-    for window in (*rounds["asked"], held):
-        assert window.heard is not None
-        errors += window.heard.errors
-    said = ", ".join(f"{count} x {what}" for what, count in errors.most_common()) or "none"
+    for window in (*rounds["asked"], long_window):
+        assert window.log is not None
+        errors += window.log.errors
+    summary = ", ".join(f"{count} x {error}" for error, count in errors.most_common()) or "none"
     report.verdicts += [
-        Verdict("errors", said, "none", not errors),
+        Verdict("errors", summary, "none", not errors),
         Verdict(
             "step time, asked / alone: 95 % upper bound",
-            f"{asked.median.high:.4f}",
+            f"{polling_ratio.median.high:.4f}",
             f"at most {BOUND}",
-            asked.median.high <= BOUND,
+            polling_ratio.median.high <= BOUND,
         ),
         Verdict(
             "step time, alone / unpublished: 95 % lower bound",
@@ -232,20 +232,20 @@ def compared(rounds: dict[str, list[Window]], ours: str, theirs: str) -> Compari
 
 
 def row(name: str, windows: list[Window]) -> tuple[str, ...]:
-    """Of all that was heard in ``windows``."""
-    all_heard = [window.heard for window in windows if window.heard is not None]
-    seconds = sum(heard.seconds for heard in all_heard)
-    latencies = sorted(latency * 1e3 for heard in all_heard for latency in heard.latencies) or [float("nan")]
-    events = [count for heard in all_heard for count in heard.events]
+    """Of all answers that clients got in ``windows``."""
+    logs = [window.log for window in windows if window.log is not None]
+    seconds = sum(log.seconds for log in logs)
+    latencies = sorted(latency * 1e3 for log in logs for latency in log.latencies) or [float("nan")]
+    events = [count for log in logs for count in log.events]
     return (
         name,
-        str(sum(len(heard.latencies) for heard in all_heard)),
-        f"{sum(len(heard.latencies) for heard in all_heard) / seconds:.0f}",
+        str(sum(len(log.latencies) for log in logs)),
+        f"{sum(len(log.latencies) for log in logs) / seconds:.0f}",
         f"{statistics.median(latencies):.1f}",
         f"{latencies[int(0.99 * (len(latencies) - 1))]:.1f}",
         f"{latencies[-1]:.1f}",
         f"{min(events)} to {max(events)}",
-        f"{sum(heard.received for heard in all_heard) / seconds / 1e6:.1f}",
+        f"{sum(log.received for log in logs) / seconds / 1e6:.1f}",
         f"{sum(window.cpu_seconds for window in windows) / seconds:.2f}",
     )
 
@@ -281,9 +281,9 @@ def measured(options: argparse.Namespace, report: Report, directory: Path) -> di
         Sidecar(run_directory) as sidecar,
     ):
         bench = Bench(options, trainer, sidecar)
-        held = bench.run()
-        conclude(report, bench.rounds, held, sidecar.peak_bytes())
-    return {**bench.rounds, "held": [held]}
+        long_window = bench.run()
+        conclude(report, bench.rounds, long_window, sidecar.peak_bytes())
+    return {**bench.rounds, "held": [long_window]}
 
 
 def main() -> int:
@@ -306,7 +306,7 @@ def readings(report: Report, windows: dict[str, list[Window]]) -> dict[str, Any]
     """Every reading, for the JSON."""
     return {
         "facts": report.facts,
-        "windows": {name: [asdict(window) for window in kept] for name, kept in windows.items()},
+        "windows": {name: [asdict(window) for window in entries] for name, entries in windows.items()},
         "goals": [asdict(verdict) for verdict in report.verdicts],
     }
 

@@ -87,8 +87,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def prepared(options: argparse.Namespace, directory: Path) -> StepRun:
     scale = QUICK if options.quick else FULL
-    given = {name: getattr(options, name) for name in ("rounds", "steps") if getattr(options, name)}
-    scale = replace(scale, **given)
+    overrides = {name: getattr(options, name) for name in ("rounds", "steps") if getattr(options, name)}
+    scale = replace(scale, **overrides)
     facts = command.facts("tiering", "torch", directory=options.dir)
     facts |= {"threads": f"{options.threads} for each side", "model": str(scale.model)}
     report = Report("bench_step: the training step beside plain PyTorch and DeepSpeed", facts)

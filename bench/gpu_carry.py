@@ -32,7 +32,11 @@ PLATFORMS = ["manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux_2_1
 def required() -> list[str]:
     """What pyproject.toml says the project needs, but for what is the machine's own."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    return [one for one in project["dependencies"] if re.split(r"[^\w-]", one)[0] not in THEIRS]
+    return [
+        requirement
+        for requirement in project["dependencies"]
+        if re.split(r"[^\w-]", requirement)[0] not in THEIRS
+    ]
 
 
 def pip(command: str, *arguments: str) -> None:
@@ -41,11 +45,11 @@ def pip(command: str, *arguments: str) -> None:
     )
 
 
-def fetch(python: str, *what: str) -> None:
+def fetch(python: str, *arguments: str) -> None:
     """Wheels that run on ``python`` there; none is built."""
     platforms = [f"--platform={name}_x86_64" for name in PLATFORMS]
-    wanted = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}", *platforms]
-    pip("download", *wanted, "-d", str(CARRIED), *what)
+    options = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}", *platforms]
+    pip("download", *options, "-d", str(CARRIED), *arguments)
 
 
 def size(paths: list[Path]) -> int:

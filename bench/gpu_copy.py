@@ -81,25 +81,25 @@ def burst(
     for pairs in zip(*(buffers.pairs(way, nbytes) for way in ways), strict=True):
         for way, (target, source) in zip(ways, pairs, strict=True):
             copy[way](target, source)
-    ended = {way: on[way].record(timed=True) for way in ways}
-    for event in ended.values():
+    ends = {way: on[way].record(timed=True) for way in ways}
+    for event in ends.values():
         event.wait()
-    return {way: buffers.host[way].numel() / ended[way].seconds_since(began[way]) for way in ways}
+    return {way: buffers.host[way].numel() / ends[way].seconds_since(began[way]) for way in ways}
 
 
 def in_rounds(rounds: int, kinds: Mapping[str, Callable[[], dict[str, float]]]) -> dict[str, Rates]:
     """What each kind found, round by round, without the first ones."""
-    found: dict[str, Rates] = {}
+    readings: dict[str, Rates] = {}
     for number in range(WARM_UP + rounds):
         for kind, measure in kinds.items():
             for way, rate in measure().items():
                 if number >= WARM_UP:
-                    found.setdefault(kind, {}).setdefault(way, []).append(rate)
-    return found
+                    readings.setdefault(kind, {}).setdefault(way, []).append(rate)
+    return readings
 
 
 def medians(rates: Rates) -> dict[str, float]:
-    return {way: statistics.median(found) for way, found in rates.items()}
+    return {way: statistics.median(values) for way, values in rates.items()}
 
 
 @contextmanager
@@ -140,15 +140,15 @@ def measured(arena: Arena, sizes: Sequence[int], rounds: int, device: torch.devi
     return in_rounds(rounds, kinds)
 
 
-def told(found: Mapping[str, Rates], mib: int) -> dict[str, dict[str, float]]:
+def summary(readings: Mapping[str, Rates], mib: int) -> dict[str, dict[str, float]]:
     """The medians that are compared: pinned memory of torch's in one direction and in both, the engine's in both."""
     alone: dict[str, float] = {}
     for words in WORDS.values():
-        alone |= medians(found[f"pinned by torch, {mib} MiB, alone, {words}"])
+        alone |= medians(readings[f"pinned by torch, {mib} MiB, alone, {words}"])
     return {
         "alone": alone,
-        "both": medians(found[f"pinned by torch, {mib} MiB, both"]),
-        "engine": medians(found[f"the engine's copies, {mib} MiB, both"]),
+        "both": medians(readings[f"pinned by torch, {mib} MiB, both"]),
+        "engine": medians(readings[f"the engine's copies, {mib} MiB, both"]),
     }
 
 
@@ -156,8 +156,8 @@ def holds(figures: Mapping[str, Mapping[str, float]]) -> bool:
     return all(figures["engine"][way] >= GOAL * figures["both"][way] for way in WORDS)
 
 
-def show(found: Mapping[str, Rates], figures: Mapping[str, Mapping[str, float]], mib: int) -> None:
-    for kind, rates in found.items():
+def show(readings: Mapping[str, Rates], figures: Mapping[str, Mapping[str, float]], mib: int) -> None:
+    for kind, rates in readings.items():
         for way, values in rates.items():
             spread = f"({min(values) / 1e9:.2f} to {max(values) / 1e9:.2f}, {len(values)} bursts)"
             print(f"{kind:46} {WORDS[way]:10} {statistics.median(values) / 1e9:6.2f} GB/s  {spread}")
@@ -182,16 +182,16 @@ def main() -> int:
         parser.error(f"--mib must divide {TOTAL >> 20}")
     device = torch.device("cuda", torch.cuda.current_device())
     with pinned_arena(2 * TOTAL, device) as arena:
-        found = measured(arena, sizes, options.rounds, device)
+        readings = measured(arena, sizes, options.rounds, device)
     mib = TOLD if TOLD in sizes else sizes[-1]
-    figures = told(found, mib)
+    figures = summary(readings, mib)
     card = torch.cuda.get_device_properties(device)
     name = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
     if options.json:
         print(json.dumps({"card": card.name, "memory": card.total_memory, "driver": name, **figures}))
     else:
         print(f"{card.name}, {name}")
-        show(found, figures, mib)
+        show(readings, figures, mib)
     return 0 if holds(figures) else 1
 
 

@@ -54,7 +54,7 @@ MOST_START_MS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Comparison:
     """A goal with its rounds: ``ours[i] / theirs[i]`` of rates is to have a median of ``at_least``."""
 
     what: str
@@ -78,22 +78,22 @@ def of_roof(row: Readings, roof: Readings) -> Estimate:
     return compare(row.gb_per_s, roof.gb_per_s).median
 
 
-def judge(goal: Goal, part: Part) -> Judged | None:
+def judge(goal: Goal, part: Part) -> Comparison | None:
     """None if one of the rows was not measured."""
     ours, theirs = part.ours(goal.row), part.find(goal.against) or part.ours(goal.against)
     if ours is None or theirs is None:
         return None
     if goal.against == ROOF:
-        what = f"{part.name}: {ours.name}, fraction of the roof"
-        return Judged(what, ours.gb_per_s, theirs.gb_per_s, goal.at_least, f"at least {goal.at_least}")
+        subject = f"{part.name}: {ours.name}, fraction of the roof"
+        return Comparison(subject, ours.gb_per_s, theirs.gb_per_s, goal.at_least, f"at least {goal.at_least}")
     at_least, text = goal.at_least, f"at least {goal.at_least}"
     if goal.per_byte:
         at_least *= theirs.nbytes / ours.nbytes
         text = f"at least {at_least:.3f}, {goal.at_least} of {theirs.nbytes}/{ours.nbytes}"
-    return Judged(f"{part.name}: {ours.name} / {theirs.name}", ours.rates, theirs.rates, at_least, text)
+    return Comparison(f"{part.name}: {ours.name} / {theirs.name}", ours.rates, theirs.rates, at_least, text)
 
 
-def narrower(part: Part) -> Iterator[Judged]:
+def narrower(part: Part) -> Iterator[Comparison]:
     """AVX2 beside AVX-512, where the latter waits for memory."""
     roof = part.find(ROOF)
     for row in part.rows:
@@ -101,15 +101,15 @@ def narrower(part: Part) -> Iterator[Judged]:
         if row.isa != "avx2" or wide is None or roof is None:
             continue
         if of_roof(wide, roof).point >= MEMORY_BOUND:
-            what = f"{part.name}: {row.name}, avx2 / avx512"
-            yield Judged(what, row.rates, wide.rates, AVX2_OF_AVX512, f"at least {AVX2_OF_AVX512}")
+            subject = f"{part.name}: {row.name}, avx2 / avx512"
+            yield Comparison(subject, row.rates, wide.rates, AVX2_OF_AVX512, f"at least {AVX2_OF_AVX512}")
 
 
-def judged(part: Part) -> list[Judged]:
+def judged(part: Part) -> list[Comparison]:
     """Every goal of speed that this part's rows decide."""
     goals = MANY_GOALS if part.name.startswith("many") else STEP_GOALS
-    found = [judge(goal, part) for goal in goals]
-    return [one for one in found if one is not None] + list(narrower(part))
+    judgements = [judge(goal, part) for goal in goals]
+    return [judgement for judgement in judgements if judgement is not None] + list(narrower(part))
 
 
 def start_verdict(part: Part) -> Verdict:

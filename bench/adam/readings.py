@@ -85,10 +85,10 @@ def timed(work: Callable[[], object]) -> Callable[[], float]:
 
 def measure(rounds: int, rows: Sequence[Row]) -> list[Readings]:
     """Every row once per round."""
-    known = {(row.name, row.isa): row for row in rows}
-    assert len(known) == len(rows), "two rows of one name"
-    found = take_turns(rounds, {f"{name}|{isa}": row.run for (name, isa), row in known.items()})
+    rows_by_key = {(row.name, row.isa): row for row in rows}
+    assert len(rows_by_key) == len(rows), "two rows of one name"
+    times = take_turns(rounds, {f"{name}|{isa}": row.run for (name, isa), row in rows_by_key.items()})
     return [
-        Readings(row.name, row.nbytes, row.numel, tuple(found[f"{name}|{isa}"]), isa)
-        for (name, isa), row in known.items()
+        Readings(row.name, row.nbytes, row.numel, tuple(times[f"{name}|{isa}"]), isa)
+        for (name, isa), row in rows_by_key.items()
     ]

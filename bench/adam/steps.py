@@ -33,7 +33,7 @@ def peer_whole(peer: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StepTensors:
     """What one kind of step reads and writes; all of one length. ``state`` has the arrays, as many as are needed."""
 
     param: Tensor
@@ -63,7 +63,7 @@ class Kept:
         both = [self.param, *self.state[: rule.state_count]]
         both += [] if self.remainder is None else [self.remainder]
         return (
-            2 * sum(one.itemsize for one in both)
+            2 * sum(tensor.itemsize for tensor in both)
             + self.grad.itemsize
             + (0 if self.out is None else self.out.itemsize)
         )
@@ -137,26 +137,27 @@ class Model:
         """Our steps, forced to ``isa``."""
         adam, lion, adagrad, sgd = rules()
         fp32, bf16, chance = StateFormat.FP32, StateFormat.BF16, StateFormat.BF16_STOCHASTIC
-        whole = Kept(self.master, self.half_grad, self.wide, self.half_out)
-        narrow = Kept(self.master, self.half_grad, self.narrow, self.half_out)
-        split = Kept(self.split, self.half_grad, self.wide, remainder=self.remainder)
-        both = Kept(self.split, self.half_grad, self.narrow, remainder=self.remainder)
+        whole = StepTensors(self.master, self.half_grad, self.wide, self.half_out)
+        narrow = StepTensors(self.master, self.half_grad, self.narrow, self.half_out)
+        split = StepTensors(self.split, self.half_grad, self.wide, remainder=self.remainder)
+        both = StepTensors(self.split, self.half_grad, self.narrow, remainder=self.remainder)
         fp16_out = self.half_out.view(torch.float16)
-        for name, kept, rule, state_format in (
-            ("fp32", Kept(self.master, self.grad, self.wide), adam, fp32),
+        reversed_moments = StepTensors(self.master, self.half_grad, self.wide[::-1], self.half_out)
+        for name, tensors, rule, state_format in (
+            ("fp32", StepTensors(self.master, self.grad, self.wide), adam, fp32),
             ("bf16 in/out", whole, adam, fp32),
-            ("fp16 in/out", Kept(self.master, self.fp16_grad, self.wide, fp16_out), adam, fp32),
+            ("fp16 in/out", StepTensors(self.master, self.fp16_grad, self.wide, fp16_out), adam, fp32),
             ("bf16 moments", narrow, adam, bf16),
             ("bf16 moments, stochastic", narrow, adam, chance),
             ("split", split, adam, fp32),
             ("split + bf16 moments", both, adam, bf16),
             ("split + bf16 moments, stochastic", both, adam, chance),
             ("Lion, bf16 in/out", whole, lion, fp32),
-            ("Adagrad, bf16 in/out", Kept(self.master, self.half_grad, self.wide[::-1], self.half_out), adagrad, fp32),
+            ("Adagrad, bf16 in/out", reversed_moments, adagrad, fp32),
             ("SGD with momentum, bf16 in/out", whole, sgd, fp32),
         ):  # fmt: skip
-            run = forced(isa, timed(kept.batch(rule, state_format).run))
-            yield Row(name, kept.nbytes(rule), self.numel, run, isa)
+            run = forced(isa, timed(tensors.batch(rule, state_format).run))
+            yield Row(name, tensors.nbytes(rule), self.numel, run, isa)
 
     def rows(self, isas: tuple[str, ...], peer: Peer | None) -> list[Row]:
         """Everything there is to time, with DeepSpeed's rows if there is a ``peer``."""

@@ -9,7 +9,7 @@ from frame.report import Report, Table, middle
 
 from tiering.tierbench.ratios import compare
 
-from .goals import Judged, judged, of_roof, start_verdict
+from .goals import Comparison, judged, of_roof, start_verdict
 from .readings import ROOF, Part
 
 TWO_SPEEDS = 1.25
@@ -61,21 +61,21 @@ def two_speeds(part: Part) -> tuple[list[int], list[int]] | None:
     return slow, [number for number in range(len(roof.ms)) if number not in slow]
 
 
-def by_speed(part: Part, goals: Sequence[Judged]) -> Table | None:
+def by_speed(part: Part, goals: Sequence[Comparison]) -> Table | None:
     """What the goals' ratios are in slow and in fast rounds, if there were both."""
-    found = two_speeds(part)
+    speeds = two_speeds(part)
     roof = part.find(ROOF)
-    if found is None or roof is None or not goals:
+    if speeds is None or roof is None or not goals:
         return None
-    slow, fast = found
+    slow, fast = speeds
     table = Table(
         f"{part.name}: the same by the speed of memory",
         ("what", *(f"{len(rounds)} {name} rounds" for name, rounds in (("slow", slow), ("fast", fast)))),
     )
     rates = roof.gb_per_s
-    limits = (middle([rates[i] for i in rounds], ".1f") for rounds in found)
+    limits = (middle([rates[i] for i in rounds], ".1f") for rounds in speeds)
     table.rows.append(("roof, GB/s", *limits))
-    table.rows += [(one.what, str(one.ratio(slow)), str(one.ratio(fast))) for one in goals]
+    table.rows += [(goal.what, str(goal.ratio(slow)), str(goal.ratio(fast))) for goal in goals]
     return table
 
 
@@ -96,7 +96,7 @@ def fill(report: Report, parts: Sequence[Part]) -> None:
         report.tables += [speeds(part), ratios(part)]
         if (table := by_speed(part, goals)) is not None:
             report.tables.append(table)
-        report.verdicts += [one.verdict() for one in goals]
+        report.verdicts += [goal.verdict() for goal in goals]
     if parts:
         report.tables[0].notes.append(
             "Medians with the range of all rounds. Fractions and ratios are medians of those of each round, with"

@@ -63,15 +63,15 @@ class Worker:
     def run(self, job: str) -> dict[str, float]:
         """Do ``job``, "step" or "whole"."""
         work = {"step": self.step, "whole": self.whole}[job]
-        asked, began = time.process_time(), time.perf_counter()
+        cpu_start, began = time.process_time(), time.perf_counter()
         work()
-        ended = time.perf_counter()
-        return {"ms": 1e3 * (ended - began), "asked": asked, "done": time.process_time()}
+        end = time.perf_counter()
+        return {"ms": 1e3 * (end - began), "asked": cpu_start, "done": time.process_time()}
 
     def check(self) -> dict[str, Any]:
         state = self.optimizer.state[self.parameter]
-        kept = (self.parameter, state["exp_avg"], state["exp_avg_sq"], self.half_out)
-        return {"odd": sum(map(self.odd, kept)), "step": int(state["step"])}
+        tensors = (self.parameter, state["exp_avg"], state["exp_avg_sq"], self.half_out)
+        return {"odd": sum(map(self.odd, tensors)), "step": int(state["step"])}
 
     def close(self) -> None:
         """Its arrays are the benchmark's."""

@@ -46,7 +46,7 @@ class Ours(Side):
         self.private = private
         self.job = job
         jobs = [replace(job, rw=rw) for rw in READ_WRITE]
-        memory = max(self._window(one, blocks) for one in jobs for blocks in (1, request_blocks(one)))
+        memory = max(self._window(job, blocks) for job in jobs for blocks in (1, request_blocks(job)))
         self._setup = {
             "path": job.paths[0],
             "size": job.size,
@@ -88,5 +88,5 @@ class Ours(Side):
     def _window(self, job: FioJob, blocks: int) -> int:
         """Bytes of memory in use by requests of ``blocks`` blocks; mixed ones do not share theirs."""
         shared = max(blocks * (1 + (reads(job.rw) and writes(job.rw))), job.iodepth)
-        wanted = 2 * blocks * self._batch(blocks) if self.private else shared
-        return self.job.bs * round_up(wanted, blocks)
+        window = 2 * blocks * self._batch(blocks) if self.private else shared
+        return self.job.bs * round_up(window, blocks)

@@ -72,8 +72,8 @@ def cpu(cells: Sequence[Cell], report: Report) -> None:
         ratio = compare(ours, fio)
         name = f"{cell.engine} {cell.job.rw}"
         whole = statistics.median(
-            ((one.whole_cpu_seconds or 0.0) - cell.fio_idle_cpu) / (one.nbytes / 1e9)
-            for one in cell.sides["fio"]
+            ((reading.whole_cpu_seconds or 0.0) - cell.fio_idle_cpu) / (reading.nbytes / 1e9)
+            for reading in cell.sides["fio"]
         )
         table.rows.append((name, middle(fio, ".4f"), middle(ours, ".4f"), str(ratio.median), f"{whole:.4f}"))
         if cell.engine == "threads":
@@ -100,10 +100,10 @@ def overhead(cells: Sequence[Cell], report: Report) -> None:
             times(cell.sides[side], cell.job.bs) for side in ("fio", "lean", "split", "tickets")
         )
         ratio = compare(split, fio)
-        added = [ticket - one for ticket, one in zip(tickets, split, strict=True)]
+        added = [ticket - other for ticket, other in zip(tickets, split, strict=True)]
         cpu_added = [
-            (ticket.cpu_per_gb - one.cpu_per_gb) * cell.job.bs
-            for ticket, one in zip(cell.sides["tickets"], cell.sides["split"], strict=True)
+            (ticket.cpu_per_gb - other.cpu_per_gb) * cell.job.bs
+            for ticket, other in zip(cell.sides["tickets"], cell.sides["split"], strict=True)
         ]
         name = f"{cell.engine}, {cell.place}, depth {cell.job.iodepth}, {cell.job.rw}"
         figures = (middle(side, ".0f") for side in (fio, lean, split))
@@ -157,11 +157,11 @@ def fill(report: Report, cells: Sequence[Cell]) -> None:
         report.facts[f"our {cell.engine} ({cell.experiment})"] = ", ".join(cell.flags) or "no flags"
     makers = {"disk": (bandwidth, cpu), "overhead": (overhead,), "verify": (verify,)}
     for experiment, tables in makers.items():
-        found = [cell for cell in cells if cell.experiment == experiment]
-        for make in tables if found else ():
-            make(found, report)
+        subset = [cell for cell in cells if cell.experiment == experiment]
+        for make in tables if subset else ():
+            make(subset, report)
 
 
-def _disk_title(what: str, cells: Sequence[Cell]) -> str:
+def _disk_title(label: str, cells: Sequence[Cell]) -> str:
     job = cells[0].job
-    return f"{what}: {job.bs >> 10} KiB blocks, depth {job.iodepth}, {len(cells[0].sides['fio'])} pairs"
+    return f"{label}: {job.bs >> 10} KiB blocks, depth {job.iodepth}, {len(cells[0].sides['fio'])} pairs"

@@ -98,12 +98,12 @@ class Worker:
                 ticket.wait()
             if time.perf_counter() < deadline:
                 under_way.append(submit())
-        taken, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+        elapsed, cpu = time.perf_counter() - start, cpu_seconds() - cpu
         after = self.context.stats()[self.file]
         return {
             "read": after.read.bytes - before.read.bytes,
             "write": after.write.bytes - before.write.bytes,
-            "seconds": taken,
+            "seconds": elapsed,
             "cpu_seconds": cpu,
         }
 

@@ -53,11 +53,11 @@ class Disk:
 
     def read(self) -> Moved:
         """The file, to nowhere."""
-        found = [
-            self._run(block, self._file, "/dev/null", "iflag=direct", wanted=(self.nbytes, 0))
+        readings = [
+            self._run(block, self._file, "/dev/null", "iflag=direct", expected=(self.nbytes, 0))
             for block in BLOCKS
         ]
-        return min(found, key=lambda moved: moved.seconds)
+        return min(readings, key=lambda moved: moved.seconds)
 
     def copy(self) -> Moved:
         """The file, to a new one."""
@@ -67,7 +67,7 @@ class Disk:
         self._file.unlink(missing_ok=True)
         removed_from(self._file.parent)
         flags = ["oflag=direct", *(["conv=fsync"] if fsync else [])]
-        return self._run(block, "/dev/zero", self._file, *flags, wanted=(0, self.nbytes))
+        return self._run(block, "/dev/zero", self._file, *flags, expected=(0, self.nbytes))
 
     def _copied(self, block: int) -> Moved:
         try:
@@ -76,14 +76,14 @@ class Disk:
                 self._file,
                 self._copy,
                 *("iflag=direct", "oflag=direct"),
-                wanted=(self.nbytes, self.nbytes),
+                expected=(self.nbytes, self.nbytes),
             )
         finally:
             self._copy.unlink(missing_ok=True)
             removed_from(self._file.parent)
 
     def _run(
-        self, block: int, source: Path | str, target: Path | str, *flags: str, wanted: tuple[int, int]
+        self, block: int, source: Path | str, target: Path | str, *flags: str, expected: tuple[int, int]
     ) -> Moved:
         command = [
             "dd",
@@ -96,17 +96,17 @@ class Disk:
         began = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
-        said = process.stderr.read()
+        message = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
         process.stderr.close()
         if process.returncode:
-            raise DdError(f"{' '.join(command)} ended with status {process.returncode}: {said.strip()}")
+            raise DdError(f"{' '.join(command)} ended with status {process.returncode}: {message.strip()}")
         moved = (usage.ru_inblock * SECTOR, usage.ru_oublock * SECTOR)
-        if any(got < want for got, want in zip(moved, wanted, strict=True)):
+        if any(nbytes < want for nbytes, want in zip(moved, expected, strict=True)):
             raise DdError(
                 f"{' '.join(command)} read {moved[0]:,} and wrote {moved[1]:,} bytes of a disk, instead of"
-                f" {wanted[0]:,} and {wanted[1]:,}: {source} or {target} is not on one"
+                f" {expected[0]:,} and {expected[1]:,}: {source} or {target} is not on one"
             )
         return Moved(seconds, self.nbytes)

@@ -28,12 +28,14 @@ def alternated(run: CheckpointRun, specs: Sequence[SavingSpec]) -> tuple[dict[st
         disk = Disk(Path(directory), BYTES_PER_PARAMETER * parameters)
         dd = {WRITE: disk.write, READ: disk.read, COPY: disk.copy}
         trips = {name: side.trip for name, side in started.items()}
-        found = run.alternate(run.scale.rounds, {**trips, **dd})
+        rounds = run.alternate(run.scale.rounds, {**trips, **dd})
         if FLUSHED not in run.report.facts:
             run.report.facts[FLUSHED] = f"{disk.write(fsync=True).rate / tables.GB:.2f} GB/s"
-        made = {name: Measured(name, started[name].facts, found[name]) for name in trips if name in found}
-    run.sides += made.values()
-    return made, {name: found[name] for name in dd if name in found}
+        results = {
+            name: Measured(name, started[name].facts, rounds[name]) for name in trips if name in rounds
+        }
+    run.sides += results.values()
+    return results, {name: rounds[name] for name in dd if name in rounds}
 
 
 def case(run: CheckpointRun) -> None:
@@ -44,35 +46,35 @@ def case(run: CheckpointRun) -> None:
         sides.torch_save(scale),
         sides.torch_dcp(scale),
     ]
-    found, disk = alternated(run, specs)
-    show(run, "save and load", found, disk)
-    report.facts |= {f"about {name}": side.facts["about"] for name, side in found.items()}
+    results, disk = alternated(run, specs)
+    show(run, "save and load", results, disk)
+    report.facts |= {f"about {name}": side.facts["about"] for name, side in results.items()}
     for ours in (sides.NVME, sides.RAM):
         for peer in (sides.TORCH, sides.DCP):
-            if ours in found and peer in found:
-                report.verdicts += tables.beside(found[ours], found[peer])
+            if ours in results and peer in results:
+                report.verdicts += tables.beside(results[ours], results[peer])
             else:
-                run.without(f"{ours} beside {peer}", *{ours, peer} - set(found))
+                run.without(f"{ours} beside {peer}", *{ours, peer} - set(results))
 
 
 def ranks(run: CheckpointRun) -> None:
     """The same state in two halves: each rank saves its own, with half of the threads."""
     threads = max(1, run.place.threads // sides.RANKS)
     narrow = replace(run, place=replace(run.place, threads=threads))
-    found, disk = alternated(narrow, [sides.on_nvme(run.scale, sides.RANKS)])
-    show(run, f"save and load, {sides.RANKS} ranks of {threads} threads", found, disk)
+    results, disk = alternated(narrow, [sides.on_nvme(run.scale, sides.RANKS)])
+    show(run, f"save and load, {sides.RANKS} ranks of {threads} threads", results, disk)
 
 
-def show(run: CheckpointRun, title: str, found: dict[str, Measured], disk: tables.Disk) -> None:
+def show(run: CheckpointRun, title: str, results: dict[str, Measured], disk: tables.Disk) -> None:
     """Tables, and the goals of ours beside dd and its own ceiling."""
-    if not found or len(disk) < 3:
-        run.without(title, "a side" if not found else "dd")
+    if not results or len(disk) < 3:
+        run.without(title, "a side" if not results else "dd")
         return
     run.report.tables += [
-        tables.times(f"{title}: time", found, disk),
-        tables.memory(f"{title}: memory", found),
+        tables.times(f"{title}: time", results, disk),
+        tables.memory(f"{title}: memory", results),
     ]
-    for name, side in found.items():
+    for name, side in results.items():
         if side.has_ceiling:
             write, read = (WRITE, READ) if name == sides.RAM else (COPY, COPY)
             run.report.verdicts += [

@@ -43,14 +43,16 @@ class Ours(ours.Ours, Saver):
     def load(self, directory: str) -> None:
         self.engine.load_checkpoint(directory, TAG)
 
-    def train(self, batches: Any, steps: int, directory: str, how: str) -> dict[str, float]:
+    def train(self, batches: Any, steps: int, directory: str, mode: str) -> dict[str, float]:
         """``steps`` steps, with a save before them that is in the foreground, in the background, or left out ("").
 
         Until all is written and nothing is in flight any more. What the save says of itself; ``called``: seconds until
         the first step could begin; ``meanwhile``: seconds of the ``steps`` that began before the save was over.
         """
         began = time.perf_counter()
-        saving = self.engine.save_checkpoint(directory, TAG, background=how == "background") if how else None
+        saving = (
+            self.engine.save_checkpoint(directory, TAG, background=mode == "background") if mode else None
+        )
         called = time.perf_counter() - began
         meanwhile: list[float] = []
         for _ in range(steps):

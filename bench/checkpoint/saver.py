@@ -32,7 +32,7 @@ class Saver:
         """Returns when the disk has it."""
         raise NotImplementedError
 
-    def load(self, directory: str, **how: Any) -> None:
+    def load(self, directory: str, **options: Any) -> None:
         """Returns when the state is what was saved."""
         raise NotImplementedError
 
@@ -48,7 +48,7 @@ class Saver:
         """Wait for transfers in flight."""
         return time.perf_counter()
 
-    def train(self, batches: Any, steps: int, directory: str, how: str) -> dict[str, float]:
+    def train(self, batches: Any, steps: int, directory: str, mode: str) -> dict[str, float]:
         """``steps`` steps with a save before them, in the foreground, in the background or left out ("")."""
         raise NotImplementedError(f"{type(self).__name__} does not train")
 
@@ -98,8 +98,8 @@ class Saving:
             raise RuntimeError("the state did not change, and a load could not be seen")
         give_back()
 
-    def load(self, directory: str, how: dict[str, Any]) -> dict[str, Any]:
-        reading = self._clocked(lambda: self._saver.load(directory, **how))
+    def load(self, directory: str, options: dict[str, Any]) -> dict[str, Any]:
+        reading = self._clocked(lambda: self._saver.load(directory, **options))
         if (loaded := self._saver.fingerprint()) != self._saved:
             raise RuntimeError(f"what was loaded ({loaded}) is not what was saved ({self._saved})")
         give_back()
@@ -110,13 +110,13 @@ class Saving:
         leave_group()
 
     def _clocked(self, act: Callable[[], dict[str, float] | None]) -> dict[str, Any]:
-        """Seconds, memory and bytes of ``act``; what it returns, if anything, as ``told``."""
+        """Seconds, memory and bytes of ``act``; what it returns, if anything, as ``figures``."""
         self._saver.settle()
         time.sleep(SETTLE)
         forget_peak()
         before, moved = resident("VmRSS"), disk_traffic()
         began = time.perf_counter()
-        told = act()
+        report = act()
         seconds = time.perf_counter() - began
         now, room = disk_traffic(), self._saver.room()
         return {
@@ -125,7 +125,7 @@ class Saving:
             "peak": resident("VmHWM"),
             "ceiling": None if room is None else self._baseline + room,
             "disk": [now[0] - moved[0], now[1] - moved[1]],
-            "told": told or {},
+            "figures": report or {},
         }
 
 

@@ -33,7 +33,7 @@ class Reading:
 
     Memory in bytes: ``before`` is RSS, ``rise`` from there to the peak, each of the rank that has most; ``spare`` is
     what the peak leaves below the ceiling, None for who has none; ``charged`` the rise of all ranks together, with the
-    page cache. ``disk``: (read, written), as the kernel counts. ``told``: figures of a save while training, of rank 0.
+    page cache. ``disk``: (read, written), as the kernel counts. ``figures``: of a save while training, of rank 0.
     """
 
     seconds: float
@@ -43,7 +43,7 @@ class Reading:
     spare: int | None
     charged: int
     disk: tuple[int, int]
-    told: dict[str, float]
+    figures: dict[str, float]
 
     @property
     def rate(self) -> float:
@@ -70,10 +70,10 @@ class Side(side.Side):
             path = Path(directory) / "checkpoint"
             saved = self._read(path, "save", directory=str(path))
             loaded = {}
-            for name, how in self.spec.loads.items():
+            for name, options in self.spec.loads.items():
                 self.call("change")
                 make_cold(path)
-                loaded[name] = reading = self._read(path, "load", directory=str(path), how=dict(how))
+                loaded[name] = reading = self._read(path, "load", directory=str(path), options=dict(options))
                 if reading.disk[0] < FROM_DISK * reading.nbytes:
                     raise SideError(
                         f"{self.name} loaded {reading.nbytes:,} bytes, of which {reading.disk[0]:,} came from a disk:"
@@ -93,16 +93,16 @@ class Side(side.Side):
     def _read(self, path: Path, method: str, **arguments: Any) -> Reading:
         with charged(self.pids) as charge:
             ranks = self.call(method, **arguments)
-        spare = [one["ceiling"] - one["peak"] for one in ranks if one["ceiling"] is not None]
+        spare = [rank["ceiling"] - rank["peak"] for rank in ranks if rank["ceiling"] is not None]
         return Reading(
-            seconds=max(one["seconds"] for one in ranks),
+            seconds=max(rank["seconds"] for rank in ranks),
             nbytes=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
-            before=max(one["before"] for one in ranks),
-            rise=max(one["peak"] - one["before"] for one in ranks),
+            before=max(rank["before"] for rank in ranks),
+            rise=max(rank["peak"] - rank["before"] for rank in ranks),
             spare=min(spare) if spare else None,
             charged=charge.rise,
-            disk=(sum(one["disk"][0] for one in ranks), sum(one["disk"][1] for one in ranks)),
-            told=ranks[0]["told"],
+            disk=(sum(rank["disk"][0] for rank in ranks), sum(rank["disk"][1] for rank in ranks)),
+            figures=ranks[0]["figures"],
         )
 
 

@@ -53,12 +53,12 @@ Disk = Mapping[str, Sequence[Moved]]
 
 
 def seconds(rounds: Sequence[Reading]) -> list[float]:
-    return [one.seconds for one in rounds]
+    return [round_.seconds for round_ in rounds]
 
 
 def rates(rounds: Sequence[Reading] | Sequence[Moved]) -> list[float]:
     """GB/s."""
-    return [one.rate / GB for one in rounds]
+    return [round_.rate / GB for round_ in rounds]
 
 
 def times(title: str, sides: Mapping[str, Measured], disk: Disk) -> Table:
@@ -76,7 +76,7 @@ def times(title: str, sides: Mapping[str, Measured], disk: Disk) -> Table:
             name = f"{side.name}, {way}" if way else side.name
             table.rows.append((name, *saved, *cells(rounds, READ)))
     for name, moved in disk.items():
-        row = (middle([one.seconds for one in moved], ".2f"), middle(rates(moved), ".2f"), "", "")
+        row = (middle([transfer.seconds for transfer in moved], ".2f"), middle(rates(moved), ".2f"), "", "")
         none = ("",) * 4
         table.rows.append((name, *(none if name == READ else row), *(none if name == WRITE else row)))
     nbytes = ", ".join(f"{side.name}: {side.saved[0].nbytes / GB:.3f}" for side in sides.values())
@@ -98,12 +98,14 @@ def memory(title: str, sides: Mapping[str, Measured]) -> Table:
     table = Table(title, (*columns, "below the ceiling, MB", "disk, read + written, GB: saving", "loading"))
 
     def disk(rounds: Sequence[Reading]) -> str:
-        return " + ".join(f"{statistics.median(one.disk[way] for one in rounds) / GB:.3f}" for way in (0, 1))
+        return " + ".join(
+            f"{statistics.median(round_.disk[way] for round_ in rounds) / GB:.3f}" for way in (0, 1)
+        )
 
     for side in sides.values():
         for way, loaded in side.loaded.items():
             both = [*side.saved, *loaded]
-            spare = [one.spare for one in both if one.spare is not None]
+            spare = [reading.spare for reading in both if reading.spare is not None]
             saved = (
                 ("",) * 3
                 if way
@@ -112,7 +114,7 @@ def memory(title: str, sides: Mapping[str, Measured]) -> Table:
             table.rows.append(
                 (
                     f"{side.name}, {way}" if way else side.name,
-                    f"{max(one.before for one in both) / GB:.3f}",
+                    f"{max(reading.before for reading in both) / GB:.3f}",
                     *(saved[0], most(loaded, "rise")),
                     *(saved[1], most(loaded, "charged")),
                     f"{min(spare) / MB:.0f}" if spare else "",
@@ -132,13 +134,13 @@ def memory(title: str, sides: Mapping[str, Measured]) -> Table:
 
 def most(rounds: Sequence[Reading], name: str) -> str:
     """Of all rounds, in MB."""
-    return f"{max(getattr(one, name) for one in rounds) / MB:.0f}"
+    return f"{max(getattr(round_, name) for round_ in rounds) / MB:.0f}"
 
 
-def at_rate(what: str, ours: Sequence[Reading], name: str, theirs: Sequence[Moved]) -> Verdict:
+def at_rate(label: str, ours: Sequence[Reading], name: str, theirs: Sequence[Moved]) -> Verdict:
     """Bytes of the checkpoint per second, beside dd's."""
     ratio = compare(rates(ours), rates(theirs)).median
-    return Verdict(f"GB/s: {what} / {name}", str(ratio), f"at least {OF_DD}", ratio.point >= OF_DD)
+    return Verdict(f"GB/s: {label} / {name}", str(ratio), f"at least {OF_DD}", ratio.point >= OF_DD)
 
 
 def beside(ours: Measured, theirs: Measured) -> Iterator[Verdict]:
@@ -147,19 +149,19 @@ def beside(ours: Measured, theirs: Measured) -> Iterator[Verdict]:
         "saving": lambda side: side.saved,
         "loading": lambda side: side.best_loaded,
     }
-    for what, rounds in pairs.items():
+    for label, rounds in pairs.items():
         pair = rounds(ours), rounds(theirs)
         ratio = compare(*map(seconds, pair)).median
         yield Verdict(
-            f"time of {what}: {ours.name} / {theirs.name}",
+            f"time of {label}: {ours.name} / {theirs.name}",
             str(ratio),
             f"less than {MOST_OF_PEER:g}",
             ratio.point < MOST_OF_PEER,
         )
-        extra, other = (statistics.median(one.charged for one in side) for side in pair)
+        extra, other = (statistics.median(round_.charged for round_ in side) for side in pair)
         share = extra / max(other, 1)
         yield Verdict(
-            f"memory of {what}, page cache included: {ours.name} / {theirs.name}",
+            f"memory of {label}, page cache included: {ours.name} / {theirs.name}",
             f"{share:.3f} ({extra / MB:.0f} of {other / MB:.0f} MB)",
             f"at most {MOST_MEMORY_OF_PEER}",
             share <= MOST_MEMORY_OF_PEER,
@@ -168,12 +170,12 @@ def beside(ours: Measured, theirs: Measured) -> Iterator[Verdict]:
 
 def below_ceiling(side: Measured) -> Verdict:
     """In every round, on every rank."""
-    rounds = [*side.saved, *(one for rounds in side.loaded.values() for one in rounds)]
-    spare = min(one.spare for one in rounds if one.spare is not None)
+    rounds = [*side.saved, *(round_ for rounds in side.loaded.values() for round_ in rounds)]
+    spare = min(round_.spare for round_ in rounds if round_.spare is not None)
     return within("saving and loading", side.name, spare)
 
 
-def within(what: str, name: str, spare: int) -> Verdict:
+def within(label: str, name: str, spare: int) -> Verdict:
     """``spare`` bytes below the ceiling."""
-    found = f"{abs(spare) / MB:.0f} MB {'below' if spare >= 0 else 'above'} the ceiling"
-    return Verdict(f"peak RSS of {what}: {name}", found, "at most the ceiling", spare >= 0)
+    margin = f"{abs(spare) / MB:.0f} MB {'below' if spare >= 0 else 'above'} the ceiling"
+    return Verdict(f"peak RSS of {label}: {name}", margin, "at most the ceiling", spare >= 0)

@@ -30,9 +30,9 @@ class Charge:
 
     def take(self, pids: Sequence[int]) -> None:
         """One more, unless a process is gone."""
-        seen = [now for pid in pids if (now := sample(pid)) is not None]
-        if len(seen) == len(pids):
-            self.samples.append(sum(now.anonymous for now in seen) + seen[-1].page_cache)
+        processes = [now for pid in pids if (now := sample(pid)) is not None]
+        if len(processes) == len(pids):
+            self.samples.append(sum(now.anonymous for now in processes) + processes[-1].page_cache)
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def readings(report: Report, **measured: Iterable[Any]) -> dict[str, Any]:
     return {
         "facts": report.facts,
         "skipped": report.skipped,
-        **{name: [asdict(one) for one in entries] for name, entries in measured.items()},
+        **{name: [asdict(entry) for entry in entries] for name, entries in measured.items()},
         "goals": [asdict(verdict) for verdict in report.verdicts],
     }
 

@@ -38,14 +38,14 @@ class EngineSide(Trainer):
 
     def settle(self) -> float:
         """Wait until no transfer of NVMe is in flight and none has ended, twice in a row."""
-        seen, since, quiet = self._transfers(), time.perf_counter(), 0
-        while seen != (0, 0) and quiet < 2:
+        previous, since, quiet = self._transfers(), time.perf_counter(), 0
+        while previous != (0, 0) and quiet < 2:
             time.sleep(QUIET)
             now, at = self._transfers(), time.perf_counter()
-            if now == seen and not now[0]:
+            if now == previous and not now[0]:
                 quiet += 1
             else:
-                seen, since, quiet = now, at, 0
+                previous, since, quiet = now, at, 0
         return since
 
     def counters(self) -> dict[str, float]:

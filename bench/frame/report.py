@@ -68,8 +68,8 @@ class Report:
 
     def _verdict_table(self) -> Table:
         table = Table("Goals", ("what", "measured", "goal", "holds"))
-        for one in self.verdicts:
-            table.rows.append((one.what, one.found, one.goal, "yes" if one.holds else "NO"))
+        for verdict in self.verdicts:
+            table.rows.append((verdict.what, verdict.found, verdict.goal, "yes" if verdict.holds else "NO"))
         return table
 
 

@@ -80,5 +80,5 @@ class Run(Generic[ScaleOf, SideOf]):
                 return None
 
         self.say(f"{rounds} rounds of {', '.join(turns)}")
-        found = take_turns(rounds, {name: partial(guarded, name, turn) for name, turn in turns.items()})
-        return {name: readings for name, readings in found.items() if name not in broken}
+        results = take_turns(rounds, {name: partial(guarded, name, turn) for name, turn in turns.items()})
+        return {name: readings for name, readings in results.items() if name not in broken}

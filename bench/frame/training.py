@@ -97,10 +97,10 @@ class Round:
 
 def stalls(rounds: Sequence[Any]) -> str:
     """Seconds per step that compute waited, by cause, over all ``rounds`` together; the longest first."""
-    steps = sum(one.steps for one in rounds)
+    steps = sum(round_.steps for round_ in rounds)
     causes: Counter[str] = Counter()
-    for one in rounds:
-        for name, seconds in one.counted.items():
+    for round_ in rounds:
+        for name, seconds in round_.counted.items():
             kind, _, cause = name.partition(": ")
             if kind == "stalled" and cause:
                 causes[cause] += seconds
@@ -124,15 +124,15 @@ def train(trainer: Trainer, batches: Iterator[Any], steps: int) -> Round:
         forward, backward = forward + forwarded - last, backward + backwarded - forwarded
         last = time.perf_counter()
         update += last - backwarded
-    ended = max(last, trainer.settle())
+    end = max(last, trainer.settle())
     now, after = disk_traffic(), trainer.counters()
     return Round(
         steps=steps,
-        seconds=ended - began,
+        seconds=end - began,
         forward=forward,
         backward=backward,
         update=update,
-        settled=ended - last,
+        settled=end - last,
         loss=float(loss.detach()),
         peak=resident("VmHWM"),
         disk=(now[0] - moved[0], now[1] - moved[1]),

@@ -70,27 +70,27 @@ def in_waves(
         run.without(
             spec.name,
             f"about {spec.device / 2**30:.0f} GiB of the device and {spec.host / 2**30:.0f} GiB of the host"
-            f" do not fit beside {', '.join(one.name for one in anchor) or 'nothing'}",
+            f" do not fit beside {', '.join(spec.name for spec in anchor) or 'nothing'}",
         )
-    found: list[Measured] = []
+    results: list[Measured] = []
     for number, wave in enumerate(waves):
         now = time.monotonic()
-        found += run.wave(setting.work(shape), wave, points, now + (until - now) / (len(waves) - number))
-    return found
+        results += run.wave(setting.work(shape), wave, points, now + (until - now) / (len(waves) - number))
+    return results
 
 
 def tell(
     report: Report,
-    what: str,
+    title: str,
     setting: Setting,
-    found: Sequence[Measured],
+    results: Sequence[Measured],
     unoffloaded: float | None = None,
 ) -> None:
     """Tables of each wave, for each size of step."""
-    for wave in dict.fromkeys(side.wave for side in found):
-        for tokens in dict.fromkeys(side.tokens for side in found):
-            ours = [side for side in found if (side.wave, side.tokens) == (wave, tokens)]
-            tables.show(report, f"{what}, {tokens} tokens per step", ours, setting.pinned, unoffloaded)
+    for wave in dict.fromkeys(side.wave for side in results):
+        for tokens in dict.fromkeys(side.tokens for side in results):
+            ours = [side for side in results if (side.wave, side.tokens) == (wave, tokens)]
+            tables.show(report, f"{title}, {tokens} tokens per step", ours, setting.pinned, unoffloaded)
 
 
 def disk_holds(run: Run, of: Sides) -> bool:
@@ -133,9 +133,9 @@ def fitting(run: Run, setting: Setting, shape: Shape, until: float) -> None:
     units = ways(setting, of)
     if setting.direct and disk_holds(run, of):
         units.append([of.on_nvme()])
-    found = in_waves(run, setting, shape, [of.reference()], units, points, until)
-    tell(run.report, "a model that fits", setting, found)
-    run.report.verdicts += goals(run, setting, found)
+    results = in_waves(run, setting, shape, [of.reference()], units, points, until)
+    tell(run.report, "a model that fits", setting, results)
+    run.report.verdicts += goals(run, setting, results)
 
 
 def holding(run: Run, setting: Setting, shape: Shape) -> list[int]:
@@ -150,23 +150,23 @@ def holding(run: Run, setting: Setting, shape: Shape) -> list[int]:
     return points
 
 
-def goals(run: Run, setting: Setting, found: Sequence[Measured]) -> list[Any]:
+def goals(run: Run, setting: Setting, results: Sequence[Measured]) -> list[Any]:
     """Of the first size of step, between sides of one wave. A CPU as the device proves none of them."""
     if setting.card is None:
         return []
-    first = [side for side in found if side.tokens == setting.points[0]]
-    made = []
+    first = [side for side in results if side.tokens == setting.points[0]]
+    verdicts = []
     ours = tables.named(first, sides.OFFLOADED)
     for name in (sides.REFERENCE, sides.PEER):
         theirs = next((side for side in first if ours and (side.name, side.wave) == (name, ours.wave)), None)
         if ours is None or theirs is None:
             run.without(f"{sides.OFFLOADED} beside {name}", "not measured without both")
         elif name == sides.PEER:
-            made.append(tables.as_fast(ours, theirs, tables.OF_PEER))
-            made.append(tables.smaller(ours, theirs, tables.MEMORY_OF_PEER))
+            verdicts.append(tables.as_fast(ours, theirs, tables.OF_PEER))
+            verdicts.append(tables.smaller(ours, theirs, tables.MEMORY_OF_PEER))
         else:
-            made.append(tables.as_fast(ours, theirs, tables.OF_REFERENCE))
-    return made
+            verdicts.append(tables.as_fast(ours, theirs, tables.OF_REFERENCE))
+    return verdicts
 
 
 def larger_shape(setting: Setting, card: int) -> Shape | None:
@@ -189,6 +189,6 @@ def larger(run: Run, setting: Setting, shape: Shape, until: float) -> None:
         units.append([of.on_nvme()])
     if setting.peer is not None:
         units.append([of.peer(setting.peer)])
-    found = in_waves(run, setting, shape, [], units, points, until)
+    results = in_waves(run, setting, shape, [], units, points, until)
     unoffloaded = statistics.median(reached) if reached else None
-    tell(run.report, "a model larger than the card", setting, found, unoffloaded)
+    tell(run.report, "a model larger than the card", setting, results, unoffloaded)

@@ -44,7 +44,7 @@ def measure(seconds: float) -> Link | None:
     if ran.returncode == NO_DEVICE:
         return None
     if ran.returncode not in (0, 1):
-        said = " / ".join(ran.stderr.strip().splitlines()[-3:])
-        raise LinkError(f"gpu_copy.py ended with status {ran.returncode}: {said}")
-    told: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return Link(**told)
+        message = " / ".join(ran.stderr.strip().splitlines()[-3:])
+        raise LinkError(f"gpu_copy.py ended with status {ran.returncode}: {message}")
+    figures: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return Link(**figures)

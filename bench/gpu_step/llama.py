@@ -63,8 +63,8 @@ class Attention(nn.Module):
         queries = rotated(heads(self.queries(x)), cos, sin)
         keys = rotated(heads(self.keys(x)), cos, sin).repeat_interleave(SHARED, dim=1)
         values = heads(self.values(x)).repeat_interleave(SHARED, dim=1)
-        seen = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        out: Tensor = self.output(seen.transpose(1, 2).flatten(2))
+        attention = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        out: Tensor = self.output(attention.transpose(1, 2).flatten(2))
         return out
 
 

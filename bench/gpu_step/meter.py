@@ -91,7 +91,7 @@ class CudaMeter(Meter):
             "unusable": stats["inactive_split_bytes.all.peak"],
             "device_allocations": stats["num_device_alloc"] - before.get("num_device_alloc", 0),
             "retries": stats["num_alloc_retries"] - before.get("num_alloc_retries", 0),
-            "computed": sum(begun.elapsed_time(ended) for begun, ended in pairs) / 1e3,
+            "computed": sum(begun.elapsed_time(end) for begun, end in pairs) / 1e3,
         }
 
     def _pinned(self) -> int | None:
@@ -99,9 +99,9 @@ class CudaMeter(Meter):
         ask = getattr(self._torch.cuda, "host_memory_stats", None)
         if ask is None:
             return None
-        told = ask()
+        counts = ask()
         # What it keeps for later is with the first in newer versions, and only with the second in older ones.
-        return int(max(told.get("allocated_bytes.peak", 0), told.get("reserved_bytes.peak", 0)))
+        return int(max(counts.get("allocated_bytes.peak", 0), counts.get("reserved_bytes.peak", 0)))
 
     def _pinned_shows(self) -> bool:
         """Whether VmRSS has what torch pins."""

@@ -44,17 +44,17 @@ class Measured:
     @property
     def rates(self) -> list[float]:
         """Tokens per second, by round."""
-        return [one.rate for one in self.rounds]
+        return [round_.rate for round_ in self.rounds]
 
     @property
     def host(self) -> int:
         """The most host memory that the process took, building included."""
-        return max(self.facts["built"]["host"], *(one.host for one in self.rounds))
+        return max(self.facts["built"]["host"], *(round_.host for round_ in self.rounds))
 
-    def most(self, what: str) -> int | None:
+    def most(self, name: str) -> int | None:
         """Of the rounds; None where there is no device to tell."""
-        found = [getattr(one, what) for one in self.rounds]
-        return None if None in found else max(found)
+        values = [getattr(round_, name) for round_ in self.rounds]
+        return None if None in values else max(values)
 
     def flops(self, rate: float) -> float:
         """Per second, at a rate of tokens."""
@@ -82,22 +82,22 @@ class Run:
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def say(self, what: str) -> None:
+    def say(self, message: str) -> None:
         """Progress, for who waits."""
-        print(f"{time.monotonic() - self.began:6.0f} s  {what}", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - self.began:6.0f} s  {message}", file=sys.stderr, flush=True)
 
     def fail(self, name: str, why: Exception) -> None:
         self.failed.append(name)
         self.report.skipped.append(str(why))
         self.say(f"{name} failed: {why}")
 
-    def without(self, what: str, why: str) -> None:
-        self.report.skipped.append(f"{what}: {why}")
+    def without(self, label: str, why: str) -> None:
+        self.report.skipped.append(f"{label}: {why}")
 
     def wave(self, work: Work, specs: Sequence[Spec], points: Sequence[int], until: float) -> list[Measured]:
         """``specs`` beside each other, in turn, for each of ``points`` tokens per step, until that time."""
         self.waves += 1
-        found: list[Measured] = []
+        results: list[Measured] = []
         with ExitStack() as stack:
             now = time.monotonic()
             sides = self._started(stack, work, specs, now + STARTING * (until - now))
@@ -106,15 +106,16 @@ class Run:
                 if not sides or (number and rest < 2 * self.turn * len(sides)):
                     self.without(f"{tokens} tokens per step", "no time, or no side, was left for it")
                     continue
-                shares = [FIRST_POINT if one == 0 else 1 for one in range(len(points))][number:]
+                shares = [FIRST_POINT if index == 0 else 1 for index in range(len(points))][number:]
                 stop = time.monotonic() + max(0.0, rest) * shares[0] / sum(shares)
                 rounds = self._alternate(sides, tokens, stop)
-                found += [
-                    Measured(name, work, sides[name].facts, kept, self.waves) for name, kept in rounds.items()
+                results += [
+                    Measured(name, work, sides[name].facts, turns, self.waves)
+                    for name, turns in rounds.items()
                 ]
                 sides = {name: sides[name] for name in rounds}
-        self.sides += found
-        return found
+        self.sides += results
+        return results
 
     def _started(self, stack: ExitStack, work: Work, specs: Sequence[Spec], until: float) -> dict[str, Side]:
         """The sides that build their models, all at the same time."""
@@ -145,25 +146,25 @@ class Run:
                 return None
             try:
                 # Who is late by a lot hangs; who is late by a little has a slow disk.
-                told = sides[name].run(tokens, steps[name], self.turn + max(PATIENCE, self.left))
+                round_ = sides[name].run(tokens, steps[name], self.turn + max(PATIENCE, self.left))
             except SideError as error:
                 broken.add(name)
                 self.fail(name, error)
                 return None
-            steps[name] = max(1, min(MOST_STEPS, round(self.turn / told.per_step)))
-            return told
+            steps[name] = max(1, min(MOST_STEPS, round(self.turn / round_.per_step)))
+            return round_
 
         self.say(f"{tokens} tokens per step: {', '.join(sides)}")
-        kept: dict[str, list[Round]] = {name: [] for name in sides}
+        history: dict[str, list[Round]] = {name: [] for name in sides}
         turns: dict[str, Callable[[], Round | None]] = {name: partial(turn, name) for name in sides}
-        for number, found in enumerate(in_turn(MOST_ROUNDS, turns), start=1):
-            for name, told in found.items():
-                if told is not None:
-                    kept[name].append(told)
-            took = sum(told.seconds for told in found.values() if told is not None)
+        for number, results in enumerate(in_turn(MOST_ROUNDS, turns), start=1):
+            for name, round_ in results.items():
+                if round_ is not None:
+                    history[name].append(round_)
+            took = sum(round_.seconds for round_ in results.values() if round_ is not None)
             if number >= FEWEST_ROUNDS and time.monotonic() + took > stop:
                 break
-        return {name: rounds for name, rounds in kept.items() if name not in broken}
+        return {name: rounds for name, rounds in history.items() if name not in broken}
 
 
 def let_go(sides: Iterable[Side]) -> None:

@@ -76,11 +76,11 @@ SMALLEST = Shape(512, 2)
 
 def of_size(parameters: int) -> Shape:
     """The largest shape of at most so many parameters whose depth is nearest to its heads. Raises ValueError."""
-    found = []
+    shapes = []
     for width in range(SMALLEST.width, 1 << 15, SHARED * HEAD):
         least = Shape(width, SMALLEST.blocks)
         if least.parameters <= parameters:
-            found.append(Shape(width, least.blocks + (parameters - least.parameters) // least.block))
-    if not found:
+            shapes.append(Shape(width, least.blocks + (parameters - least.parameters) // least.block))
+    if not shapes:
         raise ValueError(f"the smallest shape has {SMALLEST.parameters} parameters, not {parameters}")
-    return min(found, key=lambda shape: abs(shape.blocks / shape.heads - 1))
+    return min(shapes, key=lambda shape: abs(shape.blocks / shape.heads - 1))

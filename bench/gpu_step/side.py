@@ -46,9 +46,9 @@ class Round:
         """Tokens per second."""
         return self.tokens / self.per_step
 
-    def share(self, what: str) -> float:
+    def share(self, name: str) -> float:
         """Of the round's seconds, those of a counter."""
-        return self.counted.get(what, 0.0) / self.seconds
+        return self.counted.get(name, 0.0) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)

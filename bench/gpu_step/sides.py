@@ -119,11 +119,11 @@ class Sides:
         parameters = self.shape.parameters
         room = max(0, self.budget - self._moving)
         ratio = math.ceil(100 * max(0.0, 1 - room / ((GRAD + STATE) * parameters))) / 100
-        kept = round((1 - ratio) * (GRAD + STATE) * parameters)
+        resident = round((1 - ratio) * (GRAD + STATE) * parameters)
         return self._ours(
             FILLED,
-            self._moving + kept,
-            ALL * parameters - kept + self._moving,
+            self._moving + resident,
+            ALL * parameters - resident + self._moving,
             param="cpu",
             optimizer="cpu",
             zero={"offload_optimizer": {"ratio": ratio}},

@@ -29,7 +29,7 @@ def gigabytes(nbytes: float | None) -> str:
 
 
 def times(
-    title: str, found: Sequence[Measured], reference: Measured | None, unoffloaded: float | None = None
+    title: str, results: Sequence[Measured], reference: Measured | None, unoffloaded: float | None = None
 ) -> Table:
     """Tokens per second and where the time went.
 
@@ -49,9 +49,9 @@ def times(
             "last loss",
         ),
     )
-    for side in found:
+    for side in results:
         rounds = side.rounds
-        computed = [one.computed / one.steps for one in rounds if one.computed is not None]
+        computed = [round_.computed / round_.steps for round_ in rounds if round_.computed is not None]
         counts = "stalled" in rounds[0].counted
         table.rows.append(
             (
@@ -59,14 +59,14 @@ def times(
                 middle(side.rates, ",.0f"),
                 f"{side.flops(statistics.median(side.rates)) / 1e12:.1f}",
                 share(side, reference, unoffloaded),
-                f"{statistics.median(one.per_step for one in rounds):.3f}",
+                f"{statistics.median(round_.per_step for round_ in rounds):.3f}",
                 f"{statistics.median(computed):.3f}" if computed else NONE,
-                f"{statistics.median(one.update / one.steps for one in rounds):.3f}",
-                f"{statistics.median(one.share('stalled') for one in rounds):.1%}" if counts else NONE,
+                f"{statistics.median(round_.update / round_.steps for round_ in rounds):.3f}",
+                f"{statistics.median(round_.share('stalled') for round_ in rounds):.1%}" if counts else NONE,
                 f"{rounds[-1].loss:.3f}",
             )
         )
-    for side in found:
+    for side in results:
         if updated := side.facts.get("updated"):
             where = ", ".join(f"{nbytes / GB:.2f} GB {kind}" for kind, nbytes in updated.items())
             table.notes.append(f"{side.name} updates its state: {where}.")
@@ -74,7 +74,7 @@ def times(
             table.notes.append(f"{side.name} moved over NVMe: {over_nvme(side)}.")
         if causes := stalls(side.rounds):
             table.notes.append(f"{side.name} stalled for {causes}.")
-    turns = ", ".join(f"{side.name}: {len(side.rounds)} of {side.rounds[-1].steps} steps" for side in found)
+    turns = ", ".join(f"{side.name}: {len(side.rounds)} of {side.rounds[-1].steps} steps" for side in results)
     table.notes.append(f"Medians with the range of all rounds. Rounds: {turns}.")
     return table
 
@@ -96,15 +96,16 @@ def ratio(ours: Measured, theirs: Measured) -> Estimate:
 def over_nvme(side: Measured) -> str:
     """Medians per step, and over the time of the step."""
     read, written = (
-        statistics.median(one.counted[way] / one.steps for one in side.rounds) for way in ("read", "written")
+        statistics.median(round_.counted[way] / round_.steps for round_ in side.rounds)
+        for way in ("read", "written")
     )
     rate = statistics.median(
-        (one.counted["read"] + one.counted["written"]) / one.seconds for one in side.rounds
+        (round_.counted["read"] + round_.counted["written"]) / round_.seconds for round_ in side.rounds
     )
     return f"{read / GB:.2f} GB read and {written / GB:.2f} written per step, {rate / GB:.2f} GB/s"
 
 
-def memory(title: str, found: Sequence[Measured]) -> Table:
+def memory(title: str, results: Sequence[Measured]) -> Table:
     """What each side took, beside what it may and what it planned."""
     table = Table(
         title,
@@ -124,12 +125,14 @@ def memory(title: str, found: Sequence[Measured]) -> Table:
             "pinned by torch",
         ),
     )
-    for side in found:
+    for side in results:
         planned, budgets = side.facts.get("planned", {}), side.facts.get("budgets", {})
         allocated, reserved = side.most("allocated"), side.most("reserved")
         between = None if allocated is None or reserved is None else reserved - allocated
         calls = [
-            one.device_allocations / one.steps for one in side.rounds if one.device_allocations is not None
+            round_.device_allocations / round_.steps
+            for round_ in side.rounds
+            if round_.device_allocations is not None
         ]
         table.rows.append(
             (
@@ -144,11 +147,11 @@ def memory(title: str, found: Sequence[Measured]) -> Table:
                 gigabytes(planned.get("host")),
                 gigabytes(side.facts["baseline"]),
                 gigabytes(side.host),
-                gigabytes(max(one.host for one in side.rounds)),
+                gigabytes(max(round_.host for round_ in side.rounds)),
                 gigabytes(side.most("pinned")),
             )
         )
-        if retries := sum(one.retries or 0 for one in side.rounds):
+        if retries := sum(round_.retries or 0 for round_ in side.rounds):
             table.notes.append(f"{side.name}: torch had to free its cache for memory {retries} times.")
         if side.facts.get("pinned_shows") is False and side.most("pinned"):
             table.notes.append(f"{side.name}: what torch pinned is not in VmHWM here, and was added.")
@@ -160,30 +163,31 @@ def memory(title: str, found: Sequence[Measured]) -> Table:
     return table
 
 
-def link(title: str, found: Sequence[Measured], pinned: Link) -> Table | None:
+def link(title: str, results: Sequence[Measured], pinned: Link) -> Table | None:
     """What went over the link in each direction, and how fast while it did."""
     table = Table(
         title, ("side", "direction", "GB per step", "MB per copy", "GB/s while busy", "of pinned", "busy")
     )
-    for side in found:
+    for side in results:
         for way in ("h2d", "d2h"):
-            moving = [one for one in side.rounds if one.counted.get(f"{way}: copies")]
+            moving = [round_ for round_ in side.rounds if round_.counted.get(f"{way}: copies")]
             if not moving:
                 continue
+            per_step = [round_.counted[f"{way}: bytes"] / round_.steps for round_ in moving]
             rates = [
-                one.counted[f"{way}: bytes"] / one.counted[f"{way}: busy"]
-                for one in moving
-                if _busy(one, way)
+                round_.counted[f"{way}: bytes"] / round_.counted[f"{way}: busy"]
+                for round_ in moving
+                if _busy(round_, way)
             ]
             table.rows.append(
                 (
                     side.name,
                     {"h2d": "to the device", "d2h": "to the host"}[way],
-                    f"{statistics.median(one.counted[f'{way}: bytes'] / one.steps for one in moving) / GB:.3f}",
-                    f"{statistics.median(_each(one, way) for one in moving) / 1e6:.1f}",
+                    f"{statistics.median(per_step) / GB:.3f}",
+                    f"{statistics.median(_each(round_, way) for round_ in moving) / 1e6:.1f}",
                     middle([rate / GB for rate in rates], ".1f") if rates else NONE,
                     f"{statistics.median(rates) / pinned.alone[way]:.2f}" if rates else NONE,
-                    f"{statistics.median(one.share(f'{way}: busy') for one in moving):.0%}",
+                    f"{statistics.median(round_.share(f'{way}: busy') for round_ in moving):.0%}",
                 )
             )  # fmt: skip
     if not table.rows:
@@ -196,53 +200,53 @@ def link(title: str, found: Sequence[Measured], pinned: Link) -> Table | None:
     return table
 
 
-def _busy(one: Round, way: str) -> bool:
-    return one.counted[f"{way}: busy"] > 0
+def _busy(round_: Round, way: str) -> bool:
+    return round_.counted[f"{way}: busy"] > 0
 
 
-def _each(one: Round, way: str) -> float:
-    return one.counted[f"{way}: bytes"] / one.counted[f"{way}: copies"]
+def _each(round_: Round, way: str) -> float:
+    return round_.counted[f"{way}: bytes"] / round_.counted[f"{way}: copies"]
 
 
 def show(
     report: Report,
     title: str,
-    found: Sequence[Measured],
+    results: Sequence[Measured],
     pinned: Link | None,
     unoffloaded: float | None = None,
 ) -> None:
     """All tables of the sides of one wave and one size of step."""
-    if not found:
+    if not results:
         return
-    report.tables.append(times(f"{title}: time", found, named(found, sides.REFERENCE), unoffloaded))
-    report.tables.append(memory(f"{title}: memory", found))
-    if pinned is not None and (table := link(f"{title}: the link", found, pinned)) is not None:
+    report.tables.append(times(f"{title}: time", results, named(results, sides.REFERENCE), unoffloaded))
+    report.tables.append(memory(f"{title}: memory", results))
+    if pinned is not None and (table := link(f"{title}: the link", results, pinned)) is not None:
         report.tables.append(table)
 
 
-def named(found: Sequence[Measured], name: str) -> Measured | None:
-    return next((side for side in found if side.name == name), None)
+def named(results: Sequence[Measured], name: str) -> Measured | None:
+    return next((side for side in results if side.name == name), None)
 
 
 def as_fast(ours: Measured, theirs: Measured, at_least: float) -> Verdict:
-    found = ratio(ours, theirs)
-    what = f"tokens/s at {ours.tokens} tokens per step: {ours.name} / {theirs.name}"
-    return Verdict(what, str(found), f"at least {at_least}", found.point >= at_least)
+    result = ratio(ours, theirs)
+    subject = f"tokens/s at {ours.tokens} tokens per step: {ours.name} / {theirs.name}"
+    return Verdict(subject, str(result), f"at least {at_least}", result.point >= at_least)
 
 
 def smaller(ours: Measured, theirs: Measured, below: float) -> Verdict:
     share = ours.host / theirs.host
-    found = f"{share:.3f} ({ours.host / GB:.2f} of {theirs.host / GB:.2f} GB)"
-    return Verdict(f"peak host memory: {ours.name} / {theirs.name}", found, f"below {below}", share < below)
+    result = f"{share:.3f} ({ours.host / GB:.2f} of {theirs.host / GB:.2f} GB)"
+    return Verdict(f"peak host memory: {ours.name} / {theirs.name}", result, f"below {below}", share < below)
 
 
 def copies(pinned: Link) -> list[Verdict]:
     """The engine's copies beside torch's own pinned ones, both directions at once."""
     ways = {"h2d": "to the device", "d2h": "to the host"}
-    made = []
+    verdicts = []
     for way, words in ways.items():
         share = pinned.engine[way] / pinned.both[way]
-        found = f"{share:.3f} ({pinned.engine[way] / GB:.1f} of {pinned.both[way] / GB:.1f} GB/s)"
-        what = f"the engine's copies {words}, both directions at once / torch's pinned ones"
-        made.append(Verdict(what, found, f"at least {OF_PINNED}", share >= OF_PINNED))
-    return made
+        result = f"{share:.3f} ({pinned.engine[way] / GB:.1f} of {pinned.both[way] / GB:.1f} GB/s)"
+        subject = f"the engine's copies {words}, both directions at once / torch's pinned ones"
+        verdicts.append(Verdict(subject, result, f"at least {OF_PINNED}", share >= OF_PINNED))
+    return verdicts

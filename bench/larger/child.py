@@ -58,8 +58,8 @@ class Task:
 
     @classmethod
     def from_json(cls, text: str) -> Task:
-        given = json.loads(text)
-        return cls(**given | {"shape": Shape(**given["shape"])})
+        fields = json.loads(text)
+        return cls(**fields | {"shape": Shape(**fields["shape"])})
 
 
 class Work:
@@ -107,14 +107,14 @@ class Work:
 
     def _settle(self) -> None:
         """Wait until nothing is in flight and nothing has ended, twice in a row."""
-        quiet, seen = 0, None
+        quiet, previous = 0, None
         while self.engine is not None and quiet < 2:
             time.sleep(QUIET)
             paths = self.engine.snapshot().io
             in_flight = sum(path.read.in_flight + path.written.in_flight for path in paths)
-            ended = sum(path.read.ops + path.written.ops for path in paths)
-            quiet = quiet + 1 if ended == seen and not in_flight else 0
-            seen = ended
+            operations = sum(path.read.ops + path.written.ops for path in paths)
+            quiet = quiet + 1 if operations == previous and not in_flight else 0
+            previous = operations
 
 
 def work(task: Task, tell: Tell) -> None:
@@ -155,8 +155,8 @@ def work(task: Task, tell: Tell) -> None:
         if task.write:
             with doing.phase("write weights") as more:
                 more["files"] = shards.write(model, Path(task.write))
-        seen = engine.snapshot()
-        tell("result", activations=seen.activations.peak if seen.activations else 0)
+        snapshot = engine.snapshot()
+        tell("result", activations=snapshot.activations.peak if snapshot.activations else 0)
     finally:
         engine.close()
 

@@ -76,11 +76,11 @@ SMALLEST = Shape(1, 1)
 
 def of_size(parameters: int) -> Shape:
     """The largest shape of at most so many parameters whose proportions are nearest to the usual. Raises ValueError."""
-    found: list[Shape] = []
+    shapes: list[Shape] = []
     units = 1
     while (least := Shape(units, 1)).parameters <= parameters:
-        found.append(Shape(units, 1 + (parameters - least.parameters) // least.block))
+        shapes.append(Shape(units, 1 + (parameters - least.parameters) // least.block))
         units += 1
-    if not found:
+    if not shapes:
         raise ValueError(f"the smallest shape has {SMALLEST.parameters} parameters, not {parameters}")
-    return min(found, key=lambda shape: abs(shape.blocks / shape.units - USUAL_BLOCKS))
+    return min(shapes, key=lambda shape: abs(shape.blocks / shape.units - USUAL_BLOCKS))

@@ -10,33 +10,33 @@ from tiering.host.machine import memory_bytes
 
 from .child import Task
 from .room import BF16
-from .watch import Seen
+from .watch import Recording
 
 GB = 1e9
 
 
-def show(report: Report, name: str, task: Task, seen: Seen) -> None:
+def show(report: Report, name: str, task: Task, recording: Recording) -> None:
     """Add the tables of a process, and what they have to hold."""
-    report.tables += [phases(name, seen), steps(name, task, seen), memory(name, task, seen)]
-    report.verdicts += [below(name, task, seen), past_the_cache(name, task, seen)]
-    if steady := trained(seen)[1:]:
-        report.verdicts.append(as_planned(name, seen, steady))
+    report.tables += [phases(name, recording), steps(name, task, recording), memory(name, task, recording)]
+    report.verdicts += [below(name, task, recording), past_the_cache(name, task, recording)]
+    if steady := trained(recording)[1:]:
+        report.verdicts.append(as_planned(name, recording, steady))
 
 
-def trained(seen: Seen) -> list[dict[str, Any]]:
-    return [phase for phase in seen.phases() if phase["name"].startswith("step ")]
+def trained(recording: Recording) -> list[dict[str, Any]]:
+    return [phase for phase in recording.phases() if phase["name"].startswith("step ")]
 
 
-def losses(seen: Seen) -> list[float]:
-    return [phase["more"]["loss"] for phase in trained(seen)]
+def losses(recording: Recording) -> list[float]:
+    return [phase["more"]["loss"] for phase in trained(recording)]
 
 
-def peak(seen: Seen) -> int:
+def peak(recording: Recording) -> int:
     """The kernel's own peaks, of which there is one for each phase."""
-    return max(phase["peak"] for phase in seen.phases())
+    return max(phase["peak"] for phase in recording.phases())
 
 
-def phases(name: str, seen: Seen) -> Table:
+def phases(name: str, recording: Recording) -> Table:
     columns = (
         "phase",
         "s",
@@ -47,7 +47,7 @@ def phases(name: str, seen: Seen) -> Table:
         "peak RSS",
     )
     table = Table(f"{name}: phases", columns)
-    for phase in seen.phases():
+    for phase in recording.phases():
         moved = phase["read"] + phase["written"]
         table.rows.append(
             (
@@ -65,11 +65,11 @@ def phases(name: str, seen: Seen) -> Table:
     return table
 
 
-def steps(name: str, task: Task, seen: Seen) -> Table:
+def steps(name: str, task: Task, recording: Recording) -> Table:
     table = Table(
         f"{name}: steps", ("step", "loss", "s", "forward", "backward", "step", "idle again", "stalled")
     )
-    for number, phase in enumerate(trained(seen), start=1):
+    for number, phase in enumerate(trained(recording), start=1):
         parts = [phase["more"][part] for part in ("forward", "backward", "update")]
         table.rows.append(
             (
@@ -86,8 +86,8 @@ def steps(name: str, task: Task, seen: Seen) -> Table:
     return table
 
 
-def memory(name: str, task: Task, seen: Seen) -> Table:
-    ready, plan, result = (seen.event(kind) for kind in ("ready", "plan", "result"))
+def memory(name: str, task: Task, recording: Recording) -> Table:
+    ready, plan, result = (recording.event(kind) for kind in ("ready", "plan", "result"))
     table = Table(f"{name}: memory", ("what", "GB"))
     rows = {
         "resident memory that it may take": task.memory,
@@ -95,16 +95,16 @@ def memory(name: str, task: Task, seen: Seen) -> Table:
         "device budget": plan["device"],
         "host budget": plan["host"],
         "activations, at most": result["activations"],
-        "peak RSS": peak(seen),
+        "peak RSS": peak(recording),
         "on NVMe": plan["on_nvme"],
         "parameters, gradients and optimizer state": plan["state"],
     }
-    table.rows += [(what, f"{nbytes / GB:.2f}") for what, nbytes in rows.items()]
-    most = max(seen.samples, key=lambda one: one.resident)
-    caches = [one.page_cache for one in seen.samples]
+    table.rows += [(label, f"{nbytes / GB:.2f}") for label, nbytes in rows.items()]
+    most = max(recording.samples, key=lambda sample: sample.resident)
+    caches = [sample.page_cache for sample in recording.samples]
     table.notes.append(
-        f"{len(seen.samples)} samples; the largest is {most.resident / GB:.2f} GB: anonymous {most.anonymous / GB:.2f},"
-        f" files {most.file / GB:.2f}, shared {most.shared / GB:.2f}."
+        f"{len(recording.samples)} samples; the largest is {most.resident / GB:.2f} GB:"
+        f" anonymous {most.anonymous / GB:.2f}, files {most.file / GB:.2f}, shared {most.shared / GB:.2f}."
     )
     table.notes.append(
         f"The machine's page cache, everybody's files: {caches[0] / GB:.2f} GB at first, {min(caches) / GB:.2f} to"
@@ -113,18 +113,18 @@ def memory(name: str, task: Task, seen: Seen) -> Table:
     return table
 
 
-def below(name: str, task: Task, seen: Seen) -> Verdict:
-    found = peak(seen)
+def below(name: str, task: Task, recording: Recording) -> Verdict:
+    nbytes = peak(recording)
     return Verdict(
-        f"peak RSS: {name}", f"{found / GB:.2f} GB", f"below {task.memory / GB:g} GB", found < task.memory
+        f"peak RSS: {name}", f"{nbytes / GB:.2f} GB", f"below {task.memory / GB:g} GB", nbytes < task.memory
     )
 
 
-def past_the_cache(name: str, task: Task, seen: Seen) -> Verdict:
+def past_the_cache(name: str, task: Task, recording: Recording) -> Verdict:
     """What the process has read came from the disk: the kernel counts what devices do, not what a cache answers."""
-    counted = sum(phase["read"] for phase in seen.phases())
+    counted = sum(phase["read"] for phase in recording.phases())
     counted += BF16 * task.shape.parameters if task.load else 0
-    disk = sum(phase["disk_read"] for phase in seen.phases())
+    disk = sum(phase["disk_read"] for phase in recording.phases())
     return Verdict(
         f"read from the disk itself: {name}",
         f"{disk / GB:.2f} GB by the kernel",
@@ -135,8 +135,8 @@ def past_the_cache(name: str, task: Task, seen: Seen) -> Verdict:
     )
 
 
-def as_planned(name: str, seen: Seen, steady: list[dict[str, Any]]) -> Verdict:
-    plan = seen.event("plan")
+def as_planned(name: str, recording: Recording, steady: list[dict[str, Any]]) -> Verdict:
+    plan = recording.event("plan")
     moved = sorted({(phase["read"], phase["written"]) for phase in steady})
     return Verdict(
         f"NVMe bytes per step: {name}",
@@ -146,9 +146,9 @@ def as_planned(name: str, seen: Seen, steady: list[dict[str, Any]]) -> Verdict:
     )
 
 
-def larger_than_memory(seen: Seen) -> Verdict:
+def larger_than_memory(recording: Recording) -> Verdict:
     have = memory_bytes()
-    state = seen.event("plan")["state"]
+    state = recording.event("plan")["state"]
     return Verdict(
         "parameters, gradients and optimizer state / the machine's memory",
         f"{state / have:.2f} ({state / GB:.1f} of {have / GB:.1f} GB)",
@@ -157,14 +157,14 @@ def larger_than_memory(seen: Seen) -> Verdict:
     )
 
 
-def learned(seen: Seen) -> Verdict:
-    first, *_, last = found = losses(seen)
+def learned(recording: Recording) -> Verdict:
+    first, *_, last = values = losses(recording)
     return Verdict(
-        "loss", " ".join(f"{loss:.3f}" for loss in found), "the last below the first", last < first
+        "loss", " ".join(f"{loss:.3f}" for loss in values), "the last below the first", last < first
     )
 
 
-def same_weights(writer: Seen, reader: Seen) -> Verdict:
+def same_weights(writer: Recording, reader: Recording) -> Verdict:
     """The loss of one batch by the engine that wrote the weights, and by the one that has loaded them."""
     before = next(phase for phase in writer.phases() if phase["name"] == "next loss")["more"]["loss"]
     after = losses(reader)[0]

@@ -45,21 +45,21 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Seen:
-    """Everything about one process: ``told`` are its events."""
+class Recording:
+    """Everything about one process: its events, and samples of its memory."""
 
-    told: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
     def event(self, name: str) -> dict[str, Any]:
         """The last one of that name."""
-        return next(event for event in reversed(self.told) if event["event"] == name)
+        return next(event for event in reversed(self.events) if event["event"] == name)
 
     def phases(self) -> list[dict[str, Any]]:
         """Those that have ended, each with when it ``began``."""
-        began = {event["name"]: event["at"] for event in self.told if event["event"] == "begin"}
-        ended = [event for event in self.told if event["event"] == "end"]
-        return [event | {"began": began[event["name"]]} for event in ended]
+        began = {event["name"]: event["at"] for event in self.events if event["event"] == "begin"}
+        ends = [event for event in self.events if event["event"] == "end"]
+        return [event | {"began": began[event["name"]]} for event in ends]
 
 
 def sample(pid: int) -> Sample | None:
@@ -78,37 +78,37 @@ def _fields(path: Path) -> dict[str, int]:
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
-def watch(task: Task, seen: Seen, on_event: Callable[[dict[str, Any]], None]) -> None:
-    """Run ``task`` in a process of its own until that has ended; ``seen`` is what it showed. Raises ChildError."""
+def watch(task: Task, recording: Recording, on_event: Callable[[dict[str, Any]], None]) -> None:
+    """Run ``task`` in a process of its own and fill ``recording`` until the process ends. Raises ChildError."""
     reading, writing = os.pipe()
-    with os.fdopen(reading, "rb", buffering=0) as pipe, tempfile.TemporaryFile("w+") as said:
+    with os.fdopen(reading, "rb", buffering=0) as pipe, tempfile.TemporaryFile("w+") as output:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "larger.child", json.dumps(asdict(task)), str(writing)],
                 cwd=_BENCH,
                 env=os.environ | {"OMP_NUM_THREADS": str(task.threads), "TIERING_DEVICE": "cpu"},
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 pass_fds=(writing,),
                 start_new_session=True,  # Ctrl-C reaches it only through us
             )
         finally:
             os.close(writing)
         try:
-            _follow(process.pid, pipe.fileno(), seen, on_event)
+            _follow(process.pid, pipe.fileno(), recording, on_event)
             code = process.wait()
         finally:
             _end(process)
-        refused = [event["message"] for event in seen.told if event["event"] == "refused"]
+        refused = [event["message"] for event in recording.events if event["event"] == "refused"]
         if code:
-            said.seek(0)
-            last = " / ".join(said.read().strip().splitlines()[-5:])
+            output.seek(0)
+            last = " / ".join(output.read().strip().splitlines()[-5:])
             raise ChildError(
                 refused[0] if refused else f"ended with status {code}; the last it said: {last or 'nothing'}"
             )
 
 
-def _follow(pid: int, pipe: int, seen: Seen, on_event: Callable[[dict[str, Any]], None]) -> None:
+def _follow(pid: int, pipe: int, recording: Recording, on_event: Callable[[dict[str, Any]], None]) -> None:
     """Take events and samples until the process closes its end of the pipe."""
     unfinished = b""
     due = time.monotonic()
@@ -116,18 +116,18 @@ def _follow(pid: int, pipe: int, seen: Seen, on_event: Callable[[dict[str, Any]]
         ready.register(pipe, selectors.EVENT_READ)
         while True:
             if ready.select(max(0.0, due - time.monotonic())):
-                got = os.read(pipe, 1 << 16)
-                if not got:
+                chunk = os.read(pipe, 1 << 16)
+                if not chunk:
                     return
-                *lines, unfinished = (unfinished + got).split(b"\n")
+                *lines, unfinished = (unfinished + chunk).split(b"\n")
                 for line in lines:
-                    seen.told.append(event := json.loads(line))
+                    recording.events.append(event := json.loads(line))
                     on_event(event)
             if time.monotonic() >= due:
                 due = time.monotonic() + EVERY
                 # Before its first event the process may not be itself yet, but a copy of this one.
-                if seen.told and (now := sample(pid)) is not None:
-                    seen.samples.append(now)
+                if recording.events and (now := sample(pid)) is not None:
+                    recording.samples.append(now)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,7 @@ from tiering.planning.forecast import Forecast
 from tiering.planning.rates import Rates
 from tiering.tierbench.ratios import compare
 
-from .told import Machine, plan_of
+from .predictions import Machine, plan_of
 
 WITHIN = 0.2
 GB = 1e9
@@ -34,18 +34,18 @@ class Row:
     forecasts: list[Forecast] = field(default_factory=list)
 
     @property
-    def told(self) -> list[float]:
+    def predicted(self) -> list[float]:
         """Predicted seconds per step of each round: the mean of what the rates before and after it come to."""
-        seconds = [one.seconds for one in self.forecasts]
+        seconds = [forecast.seconds for forecast in self.forecasts]
         return [(before + after) / 2 for before, after in itertools.pairwise(seconds)]
 
     @property
     def real(self) -> list[float]:
-        return [one.per_step for one in self.rounds]
+        return [round_.per_step for round_ in self.rounds]
 
     @property
     def ratios(self) -> list[float]:
-        return [told / real for told, real in zip(self.told, self.real, strict=True)]
+        return [predicted / real for predicted, real in zip(self.predicted, self.real, strict=True)]
 
 
 def measure(
@@ -74,29 +74,30 @@ def measure(
         for _ in range(rounds):
             row.rounds.append(side.train(steps))
             rate()
-            say(f"{spec.name}: told {row.told[-1]:.3f} s, took {row.real[-1]:.3f} s")
+            say(f"{spec.name}: predicted {row.predicted[-1]:.3f} s, took {row.real[-1]:.3f} s")
     return row
 
 
 def conclude(report: Report, rows: list[Row]) -> None:
     """The tables and the verdicts."""
-    report.tables += [_told(rows), _phases(rows), _rates(rows)]
+    report.tables += [_times(rows), _phases(rows), _rates(rows)]
     for row in rows:
-        ratio = compare(row.told, row.real).median
-        what = f"predicted / real seconds per step: {row.name}"
+        ratio = compare(row.predicted, row.real).median
+        subject = f"predicted / real seconds per step: {row.name}"
         near = abs(ratio.point - 1) <= WITHIN
-        report.verdicts.append(Verdict(what, str(ratio), f"1 within {WITHIN:.0%}", near))
+        report.verdicts.append(Verdict(subject, str(ratio), f"1 within {WITHIN:.0%}", near))
         read, written = row.plan.nvme_traffic()
         exact = all(
-            (one.counted["read"], one.counted["written"]) == (one.steps * read, one.steps * written)
-            for one in row.rounds
+            (round_.counted["read"], round_.counted["written"])
+            == (round_.steps * read, round_.steps * written)
+            for round_ in row.rounds
         )
         goal = "what the planner said of a model that is not here"
-        bytes_told = f"read {read:,}, written {written:,}"
-        report.verdicts.append(Verdict(f"bytes per step: {row.name}", bytes_told, goal, exact))
+        nbytes = f"read {read:,}, written {written:,}"
+        report.verdicts.append(Verdict(f"bytes per step: {row.name}", nbytes, goal, exact))
 
 
-def _told(rows: list[Row]) -> Table:
+def _times(rows: list[Row]) -> Table:
     table = Table(
         "predicted and real",
         (
@@ -109,12 +110,12 @@ def _told(rows: list[Row]) -> Table:
         ),
     )
     for row in rows:
-        bounds = sorted({one.bound.value for one in row.forecasts})
+        bounds = sorted({forecast.bound.value for forecast in row.forecasts})
         table.rows.append(
             (
                 row.name,
                 f"{sum(row.plan.nvme_traffic()) / GB:.3f}",
-                middle(row.told),
+                middle(row.predicted),
                 middle(row.real),
                 middle(row.ratios, ".2f"),
                 ", ".join(bounds),
@@ -130,26 +131,27 @@ def _phases(rows: list[Row]) -> Table:
         ("side", "forward", "real", "backward", "real", "step", "real", "idle again"),
     )
     for row in rows:
-        told = [
-            statistics.median(getattr(one, phase).seconds for one in row.forecasts)
+        predicted = [
+            statistics.median(getattr(forecast, phase).seconds for forecast in row.forecasts)
             for phase in ("forward", "backward", "step")
         ]
         real = [
-            statistics.median(getattr(one, part) / one.steps for one in row.rounds)
+            statistics.median(getattr(round_, part) / round_.steps for round_ in row.rounds)
             for part in ("forward", "backward", "update", "settled")
         ]
-        cells = [told[0], real[0], told[1], real[1], told[2], real[2], real[3]]
+        cells = [predicted[0], real[0], predicted[1], real[1], predicted[2], real[2], real[3]]
         table.rows.append((row.name, *(f"{cell:.3f}" for cell in cells)))
     return table
 
 
 def _rates(rows: list[Row]) -> Table:
-    names = list(dict.fromkeys(name for row in rows for one in row.rates for name in one.as_dict()))
+    names = list(dict.fromkeys(name for row in rows for rates in row.rates for name in rates.as_dict()))
     table = Table("rates, in 10^9 per second", ("side", *(name.replace("_", " ") for name in names)))
     for row in rows:
-        known = [one.as_dict() for one in row.rates]
+        measured = [rates.as_dict() for rates in row.rates]
         cells = [
-            middle([one[name] / GB for one in known], ".2f") if name in known[0] else "-" for name in names
+            middle([figures[name] / GB for figures in measured], ".2f") if name in measured[0] else "-"
+            for name in names
         ]
         table.rows.append((row.name, *cells))
     table.notes.append(

@@ -51,7 +51,7 @@ class RanksRun(Run[Scale, Ranks]):
         """``specs`` in turn."""
         with self.started(specs) as sides:
             steps = self.scale.steps
-            found = self.alternate(
+            turns = self.alternate(
                 self.scale.rounds, {name: partial(side.turn, steps) for name, side in sides.items()}
             )
             results = {
@@ -61,12 +61,12 @@ class RanksRun(Run[Scale, Ranks]):
                     side.spec.ranks,
                     side.facts["parameters"],
                     side.facts.get("planned", 0),
-                    found[name],
+                    turns[name],
                     side.baseline,
                     side.peak,
                 )
                 for name, side in sides.items()
-                if name in found
+                if name in turns
             }
             for name, result in results.items():
                 if result.module == "ours":

@@ -34,9 +34,9 @@ class Network:
             raise NetworkError(f"unshare cannot be run: {error.strerror}") from error
         assert self._holder.stdout is not None and self._holder.stderr is not None
         if self._holder.stdout.readline() != "up\n":
-            said = self._holder.stderr.read().strip()
+            message = self._holder.stderr.read().strip()
             self.close()
-            raise NetworkError(said or "unshare said nothing")
+            raise NetworkError(message or "unshare said nothing")
 
     @property
     def enter(self) -> list[str]:

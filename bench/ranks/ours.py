@@ -84,7 +84,7 @@ class Ours(EngineSide):
         now = self.engine.snapshot()
         return {
             "cpu": cpu_seconds(),
-            **{f"sent: {one.kind}": one.sent_bytes for one in now.collectives},
+            **{f"sent: {collective.kind}": collective.sent_bytes for collective in now.collectives},
             "spared": self.engine._collectives.spared,
             **{f"stalled: {cause}": seconds for cause, seconds in now.stalls.items()},
         }

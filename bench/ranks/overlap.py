@@ -41,8 +41,8 @@ def read(path: Path) -> Overlap:
     (step,) = (event for event in events if event["cat"] == "step")
     first, last = step["ts"], step["ts"] + step["dur"]
 
-    def seconds(wanted: list[dict[str, Any]]) -> float:
-        spans = [(max(first, event["ts"]), min(last, event["ts"] + event["dur"])) for event in wanted]
+    def seconds(events: list[dict[str, Any]]) -> float:
+        spans = [(max(first, event["ts"]), min(last, event["ts"] + event["dur"])) for event in events]
         return covered(span for span in spans if span[0] < span[1]) / 1e6
 
     waits = [event for event in events if event["cat"] == "stall" and event["name"] in WAITS]

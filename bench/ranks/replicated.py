@@ -14,10 +14,10 @@ def case(run: RanksRun) -> None:
         (sides.ours(model, size, 1, "fp32"), sides.ddp(model, size, sharded=True)),
         (sides.ours(model, size, 2, "fp32"), sides.stage_2_of_fsdp(model, size)),
     ]
-    found = run.measured([spec for pair in pairs for spec in pair])
-    tables.show(run.report, f"stages 0, 1 and 2, fp32, {size} ranks", found)
+    results = run.measured([spec for pair in pairs for spec in pair])
+    tables.show(run.report, f"stages 0, 1 and 2, fp32, {size} ranks", results)
     for ours, theirs in pairs:
-        if ours.name in found and theirs.name in found:
-            run.report.verdicts.append(tables.not_slower(found[ours.name], found[theirs.name]))
+        if ours.name in results and theirs.name in results:
+            run.report.verdicts.append(tables.not_slower(results[ours.name], results[theirs.name]))
         else:
-            run.without(f"{ours.name} beside {theirs.name}", *{ours.name, theirs.name} - set(found))
+            run.without(f"{ours.name} beside {theirs.name}", *{ours.name, theirs.name} - set(results))

@@ -51,14 +51,14 @@ def _every_stage(run: RanksRun, side: Ranks) -> None:
         control = [turn.counted(rank, "sent: control") for rank in range(size)]
         spared = [turn.counted(rank, "spared") for rank in range(size)]
         bulk = [every - small for every, small in zip(counted, control, strict=True)]
-        told = ", ".join(f"{one:,.0f}" for one in sorted(set(bulk)))
-        stayed = ", ".join(f"{one:,.0f}" for one in sorted(set(spared)))
+        sent = ", ".join(f"{nbytes:,.0f}" for nbytes in sorted(set(bulk)))
+        stayed = ", ".join(f"{nbytes:,.0f}" for nbytes in sorted(set(spared)))
         if {sent + stay for sent, stay in zip(bulk, spared, strict=True)} == {planned}:
             exact += 1
         else:
-            wrong.append(f"stage {stage}, offload {offload}: {told} and {stayed} of {planned:,}")
+            wrong.append(f"stage {stage}, offload {offload}: {sent} and {stayed} of {planned:,}")
         wire = f"{turn.wire / turn.steps / sum(counted):.4f}" if turn.wire is not None else ""
-        table.rows.append((str(stage), offload, f"{planned:,}", told, stayed, f"{max(control):,.0f}", wire))
+        table.rows.append((str(stage), offload, f"{planned:,}", sent, stayed, f"{max(control):,.0f}", wire))
     table.notes.append(
         "Counted on every rank, where a column has one number it is all ranks'. Stayed: what gathers would have sent of"
         " groups that were still there. By the kernel: what all ranks sent over"
@@ -66,6 +66,6 @@ def _every_stage(run: RanksRun, side: Ranks) -> None:
         " together; the rest is headers, acknowledgements, gloo's own messages, and the store's."
     )
     run.report.tables.append(table)
-    found = f"exact in {exact} of {len(sides.every_stage())}" + "".join(f"; {one}" for one in wrong)
-    what = f"bytes per step, {size} ranks: sent and stayed, against planned"
-    run.report.verdicts.append(Verdict(what, found, "equal on every rank", not wrong))
+    result = f"exact in {exact} of {len(sides.every_stage())}" + "".join(f"; {line}" for line in wrong)
+    subject = f"bytes per step, {size} ranks: sent and stayed, against planned"
+    run.report.verdicts.append(Verdict(subject, result, "equal on every rank", not wrong))

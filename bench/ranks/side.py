@@ -28,12 +28,12 @@ class Turn:
     @property
     def per_step(self) -> float:
         """Seconds, of the rank that took longest."""
-        return max(one.per_step for one in self.ranks)
+        return max(rank.per_step for rank in self.ranks)
 
     @property
     def loss(self) -> float:
         """Of the last step; the mean over the ranks, as the gradient is."""
-        return sum(one.loss for one in self.ranks) / len(self.ranks)
+        return sum(rank.loss for rank in self.ranks) / len(self.ranks)
 
     def counted(self, rank: int, *prefixes: str) -> float:
         """What a rank has counted per step, in everything whose name begins in one of these ways."""
@@ -42,7 +42,7 @@ class Turn:
 
     @property
     def peak(self) -> int:
-        return max(one.peak for one in self.ranks)
+        return max(rank.peak for rank in self.ranks)
 
 
 class Ranks(Side):
@@ -68,7 +68,7 @@ class Ranks(Side):
     def turn(self, steps: int) -> Turn:
         """Train ``steps`` steps on every rank."""
         before = self._network.sent() if self._network is not None else 0
-        rounds = [Round(**one) for one in self.call("train", steps=steps)]
+        rounds = [Round(**fields) for fields in self.call("train", steps=steps)]
         wire = self._network.sent() - before if self._network is not None else None
         self.turns.append(Turn(rounds, wire))
         return self.turns[-1]

@@ -21,9 +21,9 @@ def times(title: str, sides: Mapping[str, Measured]) -> Table:
         title, ("side", "s per step", "forward", "backward", "step", "idle again", "CPU s", "last loss")
     )
     for side in sides.values():
-        longest = [max(turn.ranks, key=lambda one: one.seconds) for turn in side.turns]
+        longest = [max(turn.ranks, key=lambda rank: rank.seconds) for turn in side.turns]
         parts = [
-            statistics.median(getattr(one, part) / one.steps for one in longest)
+            statistics.median(getattr(round_, part) / round_.steps for round_ in longest)
             for part in ("forward", "backward", "update", "settled")
         ]
         cpu = [max(turn.counted(rank, "cpu") for rank in range(side.world_size)) for turn in side.turns]
@@ -91,10 +91,10 @@ def overlap(title: str, sides: Mapping[str, Measured]) -> Table:
         table.rows.append(
             (
                 side.name,
-                middle([one.step for one in side.overlaps]),
-                middle([one.used for one in side.overlaps]),
-                middle([one.waited for one in side.overlaps]),
-                middle([one.share for one in side.overlaps], ".1%"),
+                middle([reading.step for reading in side.overlaps]),
+                middle([reading.used for reading in side.overlaps]),
+                middle([reading.waited for reading in side.overlaps]),
+                middle([reading.share for reading in side.overlaps], ".1%"),
                 middle(agreed, ".1f"),
             )
         )
@@ -120,9 +120,9 @@ def show(report: Report, title: str, sides: Mapping[str, Measured]) -> None:
 def not_slower(ours: Measured, theirs: Measured) -> Verdict:
     """Seconds per step, round by round."""
     ratio = compare(ours.times, theirs.times)
-    what = f"time per step: {ours.name} / {theirs.name}"
-    found = f"{ratio.median}, rounds {ratio.smallest:.3f}-{ratio.largest:.3f}"
-    return Verdict(what, found, f"at most {NOT_SLOWER}", ratio.median.point <= NOT_SLOWER)
+    subject = f"time per step: {ours.name} / {theirs.name}"
+    result = f"{ratio.median}, rounds {ratio.smallest:.3f}-{ratio.largest:.3f}"
+    return Verdict(subject, result, f"at most {NOT_SLOWER}", ratio.median.point <= NOT_SLOWER)
 
 
 def fastest(sides: Mapping[str, Measured]) -> Measured | None:

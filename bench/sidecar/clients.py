@@ -14,7 +14,7 @@ PATIENCE = 30.0  # seconds for an answer
 
 
 @dataclass(slots=True)
-class Heard:
+class ClientLog:
     """What clients got in the time that counts: ``began`` to ``ended`` by the monotonic clock.
 
     ``latencies`` are seconds from a request to its whole answer; ``events`` has an entry per subscriber; ``errors``
@@ -33,61 +33,59 @@ class Heard:
         return self.ended - self.began
 
 
-async def ask(port: int, *, scrapers: int, subscribers: int, seconds: float, every: float) -> Heard:
+async def ask(port: int, *, scrapers: int, subscribers: int, seconds: float, every: float) -> ClientLog:
     """Have them all ask for ``seconds``; each scraper once in ``every`` seconds, without a pause if that is 0."""
-    heard = Heard(events=[0] * subscribers)
+    log = ClientLog(events=[0] * subscribers)
     start = time.monotonic() + WARM_UP
-    heard.began, heard.ended = start, start + seconds
+    log.began, log.ended = start, start + seconds
     async with asyncio.TaskGroup() as clients:
         for number in range(scrapers):
             delay = number / scrapers * (every or WARM_UP / 2)
-            clients.create_task(_scrape(port, heard, delay, every))
+            clients.create_task(_scrape(port, log, delay, every))
         for number in range(subscribers):
-            clients.create_task(_subscribe(port, heard, number))
-    heard.errors.update(
-        {"a subscriber that heard nothing": heard.events.count(0)} if 0 in heard.events else {}
-    )
-    return heard
+            clients.create_task(_subscribe(port, log, number))
+    log.errors.update({"a subscriber that heard nothing": log.events.count(0)} if 0 in log.events else {})
+    return log
 
 
-async def _scrape(port: int, heard: Heard, delay: float, every: float) -> None:
+async def _scrape(port: int, log: ClientLog, delay: float, every: float) -> None:
     request = f"GET /metrics HTTP/1.1\r\nHost: {HOST}:{port}\r\nAccept: {ACCEPT}\r\n\r\n".encode()
     due = time.monotonic() + delay
     await asyncio.sleep(delay)
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
-            while due < heard.ended:
-                asked = time.monotonic()
+            while due < log.ended:
+                start = time.monotonic()
                 writer.write(request)
                 async with asyncio.timeout(PATIENCE):
                     status, size = await _answer(reader)
                 now = time.monotonic()
-                if heard.began <= asked and now <= heard.ended:
-                    heard.latencies.append(now - asked)
-                    heard.received += size
+                if log.began <= start and now <= log.ended:
+                    log.latencies.append(now - start)
+                    log.received += size
                 if status != b"200":
-                    heard.errors[f"/metrics answered {status.decode()}"] += 1
+                    log.errors[f"/metrics answered {status.decode()}"] += 1
                 due = max(due + every, now)  # a late answer moves what follows, and is not caught up with
                 await asyncio.sleep(due - now)
         finally:
             writer.close()
     except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError) as error:
-        heard.errors[f"/metrics: {type(error).__name__}"] += 1
+        log.errors[f"/metrics: {type(error).__name__}"] += 1
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[bytes, int]:
     """Status and bytes of an answer whose length is told."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    _, told, rest = head.partition(b"content-length:")
-    if not told:
+    _, separator, rest = head.partition(b"content-length:")
+    if not separator:
         raise ValueError("an answer without its length")
     length = int(rest.split(maxsplit=1)[0])
     await reader.readexactly(length)
     return head.split(maxsplit=2)[1], length
 
 
-async def _subscribe(port: int, heard: Heard, number: int) -> None:
+async def _subscribe(port: int, log: ClientLog, number: int) -> None:
     """Events are counted by their first line; a cut in the middle of it is bridged."""
     mark = b"event: status"
     try:
@@ -95,20 +93,20 @@ async def _subscribe(port: int, heard: Heard, number: int) -> None:
         try:
             writer.write(f"GET /v1/events HTTP/1.1\r\nHost: {HOST}:{port}\r\n\r\n".encode())
             if (status := (await reader.readuntil(b"\r\n\r\n")).split(maxsplit=2)[1]) != b"200":
-                heard.errors[f"/v1/events answered {status.decode()}"] += 1
+                log.errors[f"/v1/events answered {status.decode()}"] += 1
                 return
             rest = b""
-            async with asyncio.timeout_at(asyncio.get_running_loop().time() + heard.ended - time.monotonic()):
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + log.ended - time.monotonic()):
                 while more := await reader.read(1 << 16):
-                    seen = rest + more
-                    if time.monotonic() >= heard.began:
-                        heard.events[number] += seen.count(mark)
-                        heard.received += len(more)
-                    rest = seen[-len(mark) + 1 :]
-            heard.errors["/v1/events ended by itself"] += 1
+                    buffer = rest + more
+                    if time.monotonic() >= log.began:
+                        log.events[number] += buffer.count(mark)
+                        log.received += len(more)
+                    rest = buffer[-len(mark) + 1 :]
+            log.errors["/v1/events ended by itself"] += 1
         finally:
             writer.close()
     except TimeoutError:
         return  # the end of the time that counts
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
-        heard.errors[f"/v1/events: {type(error).__name__}"] += 1
+        log.errors[f"/v1/events: {type(error).__name__}"] += 1

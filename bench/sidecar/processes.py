@@ -71,12 +71,12 @@ class _Process:
             self.close()
             raise
 
-    def _failed(self, what: str) -> ProcessError:
+    def _failed(self, state: str) -> ProcessError:
         self._process.kill()
         self._process.wait()
         self._errors.seek(0)
-        said = " / ".join(self._errors.read().strip().splitlines()[-5:]) or "nothing"
-        return ProcessError(f"{self.name} {what}; the last it said: {said}")
+        output = " / ".join(self._errors.read().strip().splitlines()[-5:]) or "nothing"
+        return ProcessError(f"{self.name} {state}; the last it said: {output}")
 
     def cpu_seconds(self) -> float:
         """Of all its threads so far, in user space and in the kernel."""
@@ -112,14 +112,14 @@ class Trainer(_Process):
     name = "the engine"
 
     def __init__(self, core: int, directory: Path, run_directory: Path, *, width: int, layers: int) -> None:
-        given = {
+        settings = {
             "core": core,
             "directory": str(directory),
             "run_directory": str(run_directory),
             "width": width,
             "layers": layers,
         }
-        command = ["-m", "sidecar.trainer", json.dumps(given)]
+        command = ["-m", "sidecar.trainer", json.dumps(settings)]
         super().__init__(command, "ready", TIERING_DEVICE="cpu", OMP_NUM_THREADS="1")
         self.core = core
         self._steps: list[Step] = []
@@ -131,28 +131,28 @@ class Trainer(_Process):
         assert self._process.stdout is not None
         with suppress(ValueError):  # closed meanwhile
             for line in self._process.stdout:
-                began, ended = map(float, line.split())
+                began, end = map(float, line.split())
                 with self._said:
-                    self._steps.append(Step(began, ended))
+                    self._steps.append(Step(began, end))
                     self._said.notify()
 
-    def publish(self, wanted: bool) -> None:
+    def publish(self, publishing: bool) -> None:
         """Have its page on or off from its next step on."""
-        if wanted != self._publishes:
-            print("publish" if wanted else "hush", file=self._process.stdin)
-            self._publishes = wanted
+        if publishing != self._publishes:
+            print("publish" if publishing else "hush", file=self._process.stdin)
+            self._publishes = publishing
 
     def others_seconds(self) -> float:
         """In which its core did something else than its own work so far."""
         return busy_seconds(self.core) - self.cpu_seconds()
 
-    def between(self, began: float, ended: float) -> list[float]:
+    def between(self, began: float, end: float) -> list[float]:
         """Seconds of every step that began and was over in that time. Forgets what was before."""
         with self._said:
-            if not self._said.wait_for(lambda: self._steps and self._steps[-1].ended >= ended, PATIENCE):
+            if not self._said.wait_for(lambda: self._steps and self._steps[-1].ended >= end, PATIENCE):
                 raise self._failed("makes no steps any more")
             self._steps = [step for step in self._steps if step.began >= began]
-            return [step.ended - step.began for step in self._steps if step.ended <= ended]
+            return [step.ended - step.began for step in self._steps if step.ended <= end]
 
 
 class Sidecar(_Process):
@@ -162,10 +162,10 @@ class Sidecar(_Process):
 
     def __init__(self, run_directory: Path) -> None:
         super().__init__(["-m", "service.cli", "--port", "0", "--dir", str(run_directory)], "http://")
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/", self.first_line)
-        if found is None:
+        match = re.search(r"http://127\.0\.0\.1:(\d+)/", self.first_line)
+        if match is None:
             raise self._failed(f"named no address of this machine: {self.first_line}")
-        self.port = int(found[1])
+        self.port = int(match[1])
 
     def pause(self) -> None:
         """Keep it from running at all, as if it were not there."""
@@ -176,5 +176,5 @@ class Sidecar(_Process):
 
     def peak_bytes(self) -> int:
         """The most memory that it ever had."""
-        said = Path(f"/proc/{self._process.pid}/status").read_text()
-        return int(said.partition("VmHWM:")[2].split()[0]) * 1024
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024

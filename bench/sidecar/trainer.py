@@ -14,8 +14,8 @@ import time
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
-    os.sched_setaffinity(0, {given["core"]})  # before there are threads
+    settings = json.loads(sys.argv[1])
+    os.sched_setaffinity(0, {settings["core"]})  # before there are threads
 
     import torch
     from frame.reference_model import Model
@@ -26,14 +26,14 @@ def main() -> None:
     torch.set_num_threads(1)
     steps = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is not a step
-    model = Model(given["width"], given["layers"])
+    model = Model(settings["width"], settings["layers"])
     config = configuration(
         {
-            "directory": given["directory"],
+            "directory": settings["directory"],
             "tiering": {
                 "cache_in_host": False,
                 "run_name": "bench",
-                "telemetry": {"dir": given["run_directory"]},
+                "telemetry": {"dir": settings["run_directory"]},
             },
         }
     )

@@ -42,8 +42,8 @@ def case(run: StepRun) -> dict[str, Measured]:
         ("host budget", "s per step", "stalled", "NVMe per step, GB", "peak RSS, GB", "net of baseline"),
     )
     for budget, point in points.items():
-        stalled = statistics.median(one.stall_share for one in point.rounds)
-        moved = statistics.median(one.moved for one in point.rounds) / tables.GB
+        stalled = statistics.median(round_.stall_share for round_ in point.rounds)
+        moved = statistics.median(round_.moved for round_ in point.rounds) / tables.GB
         net = (point.peak - point.facts["baseline"]) / tables.GB
         resident = f"{point.peak / tables.GB:.2f}", f"{net:.2f}"
         table.rows.append((budget, middle(point.times), f"{stalled:.1%}", f"{moved:.3f}", *resident))
@@ -64,18 +64,18 @@ def draw(points: dict[str, Measured], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     budgets = [parse_size(budget) / 2**30 for budget in points]
-    figure, left = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, seconds_axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     medians = [statistics.median(point.times) for point in points.values()]
     low = [median - min(point.times) for median, point in zip(medians, points.values(), strict=True)]
     high = [max(point.times) - median for median, point in zip(medians, points.values(), strict=True)]
-    left.errorbar(budgets, medians, yerr=(low, high), marker="o", capsize=3, color="tab:blue")
-    left.set_xlabel("host budget, GiB")
-    left.set_ylabel("seconds per step: median and range", color="tab:blue")
-    left.set_ylim(bottom=0)
-    right = left.twinx()
+    seconds_axis.errorbar(budgets, medians, yerr=(low, high), marker="o", capsize=3, color="tab:blue")
+    seconds_axis.set_xlabel("host budget, GiB")
+    seconds_axis.set_ylabel("seconds per step: median and range", color="tab:blue")
+    seconds_axis.set_ylim(bottom=0)
+    right = seconds_axis.twinx()
     right.plot(budgets, [point.peak / tables.GB for point in points.values()], "s--", color="tab:red")
     right.set_ylabel("peak RSS, GB", color="tab:red")
     right.set_ylim(bottom=0)
-    left.set_title(title)
+    seconds_axis.set_title(title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

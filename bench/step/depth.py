@@ -30,15 +30,15 @@ def case(run: StepRun) -> None:
         f"depth {shallow} and {deep}: nanoseconds per parameter and step",
         ("what", f"{shallow} blocks", f"{deep} blocks", f"{deep} / {shallow}"),
     )
-    for what, found in {**_times(run), **_overheads(run)}.items():
-        if found is None:
-            run.without(f"depth: {what}", "both depths")
+    for label, pair in {**_times(run), **_overheads(run)}.items():
+        if pair is None:
+            run.without(f"depth: {label}", "both depths")
             continue
-        ratio = compare(found[1], found[0]).median
-        table.rows.append((what, *(middle(per, ".2f") for per in found), str(ratio)))
+        ratio = compare(pair[1], pair[0]).median
+        table.rows.append((label, *(middle(per, ".2f") for per in pair), str(ratio)))
         flat = abs(ratio.point - 1) <= WITHIN
         report.verdicts.append(
-            Verdict(f"{what}, {deep} / {shallow} blocks", str(ratio), f"1 within {WITHIN:.0%}", flat)
+            Verdict(f"{label}, {deep} / {shallow} blocks", str(ratio), f"1 within {WITHIN:.0%}", flat)
         )
     table.notes.append(
         f"Time at width {run.scale.depth_width}. Host overhead: at width {run.scale.overhead_width}, all streamed, the"
@@ -57,9 +57,9 @@ def _times(run: StepRun) -> dict[str, Pair | None]:
     ram = [sides.in_memory(model, f"ours, in RAM, {model.layers} blocks") for model in models]
     nvme = [sides.on_nvme(model, f"ours, streamed, {model.layers} blocks", streamed) for model in models]
     pairs: dict[str, Pair | None] = {}
-    for what, specs in (("time in RAM", ram), ("time streamed", nvme)):
-        found = run.measured(specs, max(1, scale.rounds - 3), scale.steps)
-        pairs[what] = _both([_per_parameter(found[spec.name]) for spec in specs if spec.name in found])
+    for label, specs in (("time in RAM", ram), ("time streamed", nvme)):
+        results = run.measured(specs, max(1, scale.rounds - 3), scale.steps)
+        pairs[label] = _both([_per_parameter(results[spec.name]) for spec in specs if spec.name in results])
     return pairs
 
 
@@ -74,13 +74,15 @@ def _overheads(run: StepRun) -> dict[str, Pair | None]:
             sides.on_nvme(model, f"ours, narrow, {layers} blocks", streamed, **tiny),
             sides.plain(model, f"plain, narrow, {layers} blocks"),
         ]
-    found = run.measured(specs, scale.rounds, scale.overhead_steps)
-    if len(found) < len(specs):
+    results = run.measured(specs, scale.rounds, scale.overhead_steps)
+    if len(results) < len(specs):
         return {"host overhead": None}
     return {
         "host overhead": _both(
             [
-                overhead(found[f"ours, narrow, {layers} blocks"], found[f"plain, narrow, {layers} blocks"])
+                overhead(
+                    results[f"ours, narrow, {layers} blocks"], results[f"plain, narrow, {layers} blocks"]
+                )
                 for layers in scale.depths
             ]
         )
@@ -91,9 +93,9 @@ def overhead(ours: Measured, plain: Measured) -> list[float]:
     """Nanoseconds per parameter and step, by round."""
     return [
         1e9
-        * ((one.seconds - one.settled - one.counted["stalled"]) / one.steps - other.per_step)
+        * ((round_.seconds - round_.settled - round_.counted["stalled"]) / round_.steps - other.per_step)
         / ours.facts["parameters"]
-        for one, other in zip(ours.rounds, plain.rounds, strict=True)
+        for round_, other in zip(ours.rounds, plain.rounds, strict=True)
     ]
 
 
@@ -101,5 +103,5 @@ def _per_parameter(side: Measured) -> list[float]:
     return [1e9 * seconds / side.facts["parameters"] for seconds in side.times]
 
 
-def _both(found: Sequence[list[float]]) -> Pair | None:
-    return (found[0], found[1]) if len(found) == 2 else None
+def _both(series: Sequence[list[float]]) -> Pair | None:
+    return (series[0], series[1]) if len(series) == 2 else None

@@ -47,11 +47,11 @@ def read_percent(side: Side) -> int:
 
 
 def _beside(job: FioJob, seconds: float, sides: Mapping[str, Side]) -> dict[str, Callable[[], RunReading]]:
-    made: dict[str, Callable[[], RunReading]] = {}
+    runs: dict[str, Callable[[], RunReading]] = {}
     for name, side in sides.items():
         if side.facts.get("planned_read"):
             mixed = replace(job, rwmixread=read_percent(side))
-            made[name] = partial(
+            runs[name] = partial(
                 fio.run, mixed, side.facts["io_engine"], tuple(side.facts["io_flags"]), seconds
             )
-    return made
+    return runs

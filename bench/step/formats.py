@@ -26,7 +26,7 @@ TIME_WITHIN = 0.1
 
 def per_parameter(side: Measured) -> float:
     """Bytes counted in C per step and parameter."""
-    return float(statistics.median(one.moved for one in side.rounds) / side.facts["parameters"])
+    return float(statistics.median(round_.moved for round_ in side.rounds) / side.facts["parameters"])
 
 
 def streamed(run: StepRun, state: str) -> Measured | None:
@@ -72,20 +72,22 @@ def case(run: StepRun) -> None:
     budgets = {"host_budget": scale.small_host, "device_budget": scale.device}
     names = {f"ours, {state}": state for state in BYTES_PER_PARAMETER}
     specs = [sides.on_nvme(scale.model, name, {"state": state, **budgets}) for name, state in names.items()]
-    found = run.measured(specs, max(1, scale.rounds - 3), scale.steps)
-    tables.show(report, f"state formats, host budget {scale.small_host}", found)
-    report.verdicts += [tables.planned(side) for side in found.values()]
-    base = found.get("ours, fp32")
+    results = run.measured(specs, max(1, scale.rounds - 3), scale.steps)
+    tables.show(report, f"state formats, host budget {scale.small_host}", results)
+    report.verdicts += [tables.planned(side) for side in results.values()]
+    base = results.get("ours, fp32")
     for name in list(names)[1:]:
-        if base is None or name not in found:
-            run.without(f"time of {name} beside that of fp32", *({"ours, fp32", name} - set(found)))
+        if base is None or name not in results:
+            run.without(f"time of {name} beside that of fp32", *({"ours, fp32", name} - set(results)))
             continue
-        report.verdicts.append(follows(found[name], base))
+        report.verdicts.append(follows(results[name], base))
 
 
 def follows(side: Measured, base: Measured) -> Verdict:
     """Whether the time shrinks as the bytes do: the ratio of times over the ratio of bytes, round by round."""
-    moved = [one.moved / two.moved for one, two in zip(side.rounds, base.rounds, strict=True) if two.moved]
+    moved = [
+        round_.moved / two.moved for round_, two in zip(side.rounds, base.rounds, strict=True) if two.moved
+    ]
     if not moved or not all(moved):
         return Verdict(
             f"time follows bytes: {side.name}", "moves nothing", f"within {TIME_WITHIN:.0%}", False

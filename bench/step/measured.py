@@ -33,7 +33,7 @@ class Measured:
     @property
     def times(self) -> list[float]:
         """Seconds per step, by round."""
-        return [one.per_step for one in self.rounds]
+        return [round_.per_step for round_ in self.rounds]
 
     @property
     def peak(self) -> int:
@@ -48,8 +48,8 @@ class Measured:
     def as_planned(self) -> bool:
         """Whether every round moved the plan's bytes, to the byte, in both directions."""
         return all(
-            one.counted[way] == one.steps * self.facts[f"planned_{way}"]
-            for one in self.rounds
+            round_.counted[way] == round_.steps * self.facts[f"planned_{way}"]
+            for round_ in self.rounds
             for way in ("read", "written")
         )
 
@@ -75,26 +75,26 @@ class StepRun(Run[Scale, Side]):
             }
             fios = beside(sides) if beside is not None else {}
             turns |= {f"fio beside {name}": turn for name, turn in fios.items()}
-            found = self.alternate(rounds, turns)
-            self._trace(sides, found)
+            readings = self.alternate(rounds, turns)
+            self._trace(sides, readings)
             results = {
                 name: Measured(
                     name,
                     side.facts,
-                    found[name],
-                    (side.facts["peak"], max(one.peak for one in side.rounds)),
-                    found.get(f"fio beside {name}", []),
+                    readings[name],
+                    (side.facts["peak"], max(round_.peak for round_ in side.rounds)),
+                    readings.get(f"fio beside {name}", []),
                 )
                 for name, side in sides.items()
-                if name in found
+                if name in readings
             }
             self.sides += results.values()
             return results
 
-    def _trace(self, sides: Mapping[str, Side], found: Mapping[str, Any]) -> None:
+    def _trace(self, sides: Mapping[str, Side], results: Mapping[str, Any]) -> None:
         """After the rounds, so that recording takes no part in them."""
         for name, side in sides.items():
-            if self.traces is not None and name in found and side.spec.module == "step.ours":
+            if self.traces is not None and name in results and side.spec.module == "step.ours":
                 path = self.traces / f"{name.replace(' ', '-').replace(',', '')}.json"
                 self.say(f"tracing {name} to {path}")
                 try:

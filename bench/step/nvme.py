@@ -39,14 +39,14 @@ def fastest_deepspeed(run: StepRun) -> Spec | None:
             for side in started.values():
                 try:
                     side.train(1)
-                    found = side.train(TRIAL_STEPS)
+                    round_ = side.train(TRIAL_STEPS)
                 except SideError as error:
                     run.fail(spec.name, error)
                     continue
-                times[spec.name] = found.per_step
-                peak = max(side.facts["peak"], *(one.peak for one in side.rounds)) / tables.GB
+                times[spec.name] = round_.per_step
+                peak = max(side.facts["peak"], *(round_.peak for round_ in side.rounds)) / tables.GB
                 table.rows.append(
-                    (spec.name, f"{found.per_step:.2f}", f"{peak:.2f}", str(spec.settings["zero"]))
+                    (spec.name, f"{round_.per_step:.2f}", f"{peak:.2f}", str(spec.settings["zero"]))
                 )
     table.notes.append(
         f"One after the other, a step to warm up and then {TRIAL_STEPS}; the fastest is what the goals are judged by."
@@ -69,18 +69,18 @@ def case(run: StepRun, hosts: tuple[str, ...] = (SMALL, LARGE)) -> None:
         steps[peer.name] = scale.peer_steps
         specs.append(peer)
     with peer_disk(run) as beside:
-        found = run.measured(specs, scale.rounds, steps, beside)
+        results = run.measured(specs, scale.rounds, steps, beside)
     tables.show(
         report,
         "parameters and state on NVMe",
-        found,
+        results,
         [PAGE_CACHE],
     )
     for host, name in names.items():
-        if name not in found:
+        if name not in results:
             run.without(f"the host budget {budgets[host]}", name)
             continue
-        ours = found[name]
+        ours = results[name]
         report.verdicts.append(tables.planned(ours))
         if host == SMALL:
             report.verdicts.append(
@@ -91,8 +91,8 @@ def case(run: StepRun, hosts: tuple[str, ...] = (SMALL, LARGE)) -> None:
                     ours.peak <= MOST_RESIDENT,
                 )
             )
-        if peer is not None and peer.name in found:
+        if peer is not None and peer.name in results:
             goal = MOST_OF_DEEPSPEED["small" if host == SMALL else "large"]
-            report.verdicts.append(tables.faster(ours, found[peer.name], goal))
+            report.verdicts.append(tables.faster(ours, results[peer.name], goal))
         else:
             run.without(f"{name} beside DeepSpeed's NVMe offload", "DeepSpeed")

@@ -13,23 +13,25 @@ MOST_OF_DEEPSPEED = 0.27
 def case(run: StepRun) -> None:
     scale, report = run.scale, run.report
     ours = sides.in_memory(scale.model)
-    found = run.measured([sides.plain(scale.model), ours], scale.rounds, scale.steps)
-    tables.show(report, "everything in RAM", found)
-    if len(found) == 2:
-        pair = found[ours.name], found[sides.PLAIN]
+    results = run.measured([sides.plain(scale.model), ours], scale.rounds, scale.steps)
+    tables.show(report, "everything in RAM", results)
+    if len(results) == 2:
+        pair = results[ours.name], results[sides.PLAIN]
         report.verdicts += [
             tables.faster(*pair, MOST_OF_PLAIN),
             tables.smaller(*pair, MOST_MEMORY_OF_PLAIN),
         ]
     else:
-        run.without("ours beside the plain loop", *{ours.name, sides.PLAIN} - set(found))
+        run.without("ours beside the plain loop", *{ours.name, sides.PLAIN} - set(results))
     if run.peers is None:
         run.without("everything in RAM beside DeepSpeed", "DeepSpeed")
         return
     steps = {ours.name: scale.steps, sides.DEEPSPEED_CPU: scale.peer_steps}
-    found = run.measured([ours, sides.deepspeed_cpu(scale.model, run.peers)], scale.rounds, steps)
-    tables.show(report, "everything in RAM, beside DeepSpeed", found)
-    if len(found) == 2:
-        report.verdicts.append(tables.faster(found[ours.name], found[sides.DEEPSPEED_CPU], MOST_OF_DEEPSPEED))
+    results = run.measured([ours, sides.deepspeed_cpu(scale.model, run.peers)], scale.rounds, steps)
+    tables.show(report, "everything in RAM, beside DeepSpeed", results)
+    if len(results) == 2:
+        report.verdicts.append(
+            tables.faster(results[ours.name], results[sides.DEEPSPEED_CPU], MOST_OF_DEEPSPEED)
+        )
     else:
-        run.without("everything in RAM beside DeepSpeed", *set(steps) - set(found))
+        run.without("everything in RAM beside DeepSpeed", *set(steps) - set(results))

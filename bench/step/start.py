@@ -31,18 +31,18 @@ def case(run: StepRun) -> None:
     specs = [sides.on_nvme(scale.model, "ours", budgets)]
     if run.peers is not None:
         specs.append(sides.deepspeed_on_nvme(scale.model, run.peers)[0])
-    found = run.alternate(scale.starts, {spec.name: partial(first_step, run, spec) for spec in specs})
+    results = run.alternate(scale.starts, {spec.name: partial(first_step, run, spec) for spec in specs})
     table = Table("start: seconds from a new process", ("side", "torch imported", "first step over"))
-    for name, ages in found.items():
+    for name, ages in results.items():
         table.rows.append(
             (name, middle([torch for torch, _ in ages], ".2f"), middle([step for _, step in ages], ".2f"))
         )
     report.tables.append(table)
-    peers = [name for name in found if name != "ours"]
-    if "ours" not in found or not peers:
-        run.without("start beside DeepSpeed", *(["ours"] if "ours" not in found else ["DeepSpeed"]))
+    peers = [name for name in results if name != "ours"]
+    if "ours" not in results or not peers:
+        run.without("start beside DeepSpeed", *(["ours"] if "ours" not in results else ["DeepSpeed"]))
         return
-    ours, theirs = ([step for _, step in found[name]] for name in ("ours", peers[0]))
+    ours, theirs = ([step for _, step in results[name]] for name in ("ours", peers[0]))
     ratio = compare(ours, theirs).median
     report.verdicts.append(
         Verdict(

@@ -23,11 +23,11 @@ def times(title: str, sides: Mapping[str, Measured]) -> Table:
     for side in sides.values():
         rounds = side.rounds
         parts = [
-            statistics.median(getattr(one, part) / one.steps for one in rounds)
+            statistics.median(getattr(round_, part) / round_.steps for round_ in rounds)
             for part in ("forward", "backward", "update", "settled")
         ]
         counts = "stalled" in rounds[0].counted
-        stalled = f"{statistics.median(one.stall_share for one in rounds):.1%}" if counts else ""
+        stalled = f"{statistics.median(round_.stall_share for round_ in rounds):.1%}" if counts else ""
         table.rows.append(
             (
                 side.name,
@@ -54,10 +54,13 @@ def memory(title: str, sides: Mapping[str, Measured]) -> Table:
     )
     for side in sides.values():
         building, training = (peak / GB for peak in side.peaks)
-        moved = statistics.median(one.moved for one in side.rounds)
-        kernel = (statistics.median(one.disk[way] / one.steps for one in side.rounds) / GB for way in (0, 1))
-        rates = [one.moved / one.per_step / GB for one in side.rounds]
-        fio = [one.rate / 1e9 for one in side.fio]
+        moved = statistics.median(round_.moved for round_ in side.rounds)
+        kernel = (
+            statistics.median(round_.disk[way] / round_.steps for round_ in side.rounds) / GB
+            for way in (0, 1)
+        )
+        rates = [round_.moved / round_.per_step / GB for round_ in side.rounds]
+        fio = [reading.rate / 1e9 for reading in side.fio]
         table.rows.append(
             (
                 side.name,
@@ -87,27 +90,27 @@ def show(report: Report, title: str, sides: Mapping[str, Measured], notes: Seque
             table.notes.append(
                 f"{side.name} planned {owned / GB:.2f} GB of memory, device and host tier together."
             )
-        if retried := sum(one.counted.get("retries", 0) for one in side.rounds):
+        if retried := sum(round_.counted.get("retries", 0) for round_ in side.rounds):
             table.notes.append(f"{side.name}: {retried:.0f} transfers were retried, beside the bytes above.")
 
 
 def faster(ours: Measured, theirs: Measured, at_most: float) -> Verdict:
     """Seconds per step, round by round."""
     ratio = compare(ours.times, theirs.times).median
-    what = f"time per step: {ours.name} / {theirs.name}"
-    return Verdict(what, str(ratio), f"at most {at_most}", ratio.point <= at_most)
+    subject = f"time per step: {ours.name} / {theirs.name}"
+    return Verdict(subject, str(ratio), f"at most {at_most}", ratio.point <= at_most)
 
 
 def smaller(ours: Measured, theirs: Measured, at_most: float) -> Verdict:
     """Peak resident memory of the whole process, building included."""
     ratio = ours.peak / theirs.peak
-    found = f"{ratio:.3f} ({ours.peak / GB:.2f} of {theirs.peak / GB:.2f} GB)"
-    return Verdict(f"peak RSS: {ours.name} / {theirs.name}", found, f"at most {at_most}", ratio <= at_most)
+    result = f"{ratio:.3f} ({ours.peak / GB:.2f} of {theirs.peak / GB:.2f} GB)"
+    return Verdict(f"peak RSS: {ours.name} / {theirs.name}", result, f"at most {at_most}", ratio <= at_most)
 
 
 def planned(side: Measured) -> Verdict:
     """Bytes counted in C against the plan's, in every round."""
-    counted = sorted({one.moved for one in side.rounds})
-    found = " to ".join(f"{moved:,.0f}" for moved in dict.fromkeys((counted[0], counted[-1])))
+    counted = sorted({round_.moved for round_ in side.rounds})
+    result = " to ".join(f"{moved:,.0f}" for moved in dict.fromkeys((counted[0], counted[-1])))
     goal = f"the planned {side.planned:,}, read and written alike"
-    return Verdict(f"bytes per step: {side.name}", found, goal, side.as_planned)
+    return Verdict(f"bytes per step: {side.name}", result, goal, side.as_planned)

@@ -13,7 +13,7 @@ MB = 10**6
 
 def a_round(seconds: float = 4.0, **changes: Any) -> Round:
     """Two steps, with bytes and stalls."""
-    known = Round(
+    defaults = Round(
         steps=2,
         seconds=seconds,
         forward=0.5,
@@ -26,4 +26,4 @@ def a_round(seconds: float = 4.0, **changes: Any) -> Round:
         counted={"read": 2 * GB, "written": GB, "stalled": 1.0},
         age=9.0,
     )
-    return dataclasses.replace(known, **changes)
+    return dataclasses.replace(defaults, **changes)

@@ -46,9 +46,9 @@ def part(*rows: Readings, name: str = "step") -> Part:
 
 class TestReadings:
     def test_rates(self) -> None:
-        one = row("x", 28, 2.0, 4.0)
-        assert one.rates == [500_000, 250_000]
-        assert one.gb_per_s == [pytest.approx(14.0), pytest.approx(7.0)]
+        reading = row("x", 28, 2.0, 4.0)
+        assert reading.rates == [500_000, 250_000]
+        assert reading.gb_per_s == [pytest.approx(14.0), pytest.approx(7.0)]
 
     def test_every_row_is_run_once_per_round(self) -> None:
         calls: list[str] = []
@@ -62,12 +62,12 @@ class TestReadings:
             Row("b", 28, 10, lambda: side("b, avx2"), "avx2"),
             Row("b", 28, 10, lambda: side("b, avx512"), "avx512"),
         ]
-        found = readings.measure(3, rows)
-        assert [one.label for one in found] == ["a", "b, avx2", "b, avx512"]
-        for one in found:
-            mine = [float(number) for number, label in enumerate(calls, 1) if label == one.label]
-            assert list(one.ms) == mine[1:]  # the first round is dropped
-            assert len(one.ms) == 3
+        results = readings.measure(3, rows)
+        assert [result.label for result in results] == ["a", "b, avx2", "b, avx512"]
+        for result in results:
+            mine = [float(number) for number, label in enumerate(calls, 1) if label == result.label]
+            assert list(result.ms) == mine[1:]  # the first round is dropped
+            assert len(result.ms) == 3
 
     def test_settling_is_not_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = [0.0]
@@ -81,43 +81,43 @@ class TestReadings:
 class TestGoals:
     def test_ratios_are_of_each_round(self) -> None:
         """Medians alone would say 1.0."""
-        known = part(
+        measured = part(
             row("torch fused: step alone", 28, 1.0, 4.0, 8.0), row("fp32", 28, 2.0, 2.0, 4.0, isa="avx512")
         )
-        found = judge(Goal("fp32", "torch fused: step alone", 1.0), known)
-        assert found is not None
-        assert found.ratio().point == pytest.approx(2.0)
-        assert found.ratio([0]).point == pytest.approx(0.5)
-        assert found.verdict().holds
-        assert found.verdict().found.startswith("2.000 (0.500-2.000)")
+        comparison = judge(Goal("fp32", "torch fused: step alone", 1.0), measured)
+        assert comparison is not None
+        assert comparison.ratio().point == pytest.approx(2.0)
+        assert comparison.ratio([0]).point == pytest.approx(0.5)
+        assert comparison.verdict().holds
+        assert comparison.verdict().found.startswith("2.000 (0.500-2.000)")
 
     @pytest.mark.parametrize(("theirs", "holds"), [(13.58, True), (13.57, False)])
     def test_a_byte_ratio_comes_from_the_rows(self, theirs: float, holds: bool) -> None:
-        known = part(row("peer", 40, theirs), row("ours", 28, 10.0, isa="avx512"))
-        found = judge(Goal("ours", "peer", 0.95, per_byte=True), known)
-        assert found is not None
-        assert found.at_least == pytest.approx(0.95 * 40 / 28)
-        assert found.goal == "at least 1.357, 0.95 of 40/28"
-        assert found.verdict().holds is holds
+        measured = part(row("peer", 40, theirs), row("ours", 28, 10.0, isa="avx512"))
+        comparison = judge(Goal("ours", "peer", 0.95, per_byte=True), measured)
+        assert comparison is not None
+        assert comparison.at_least == pytest.approx(0.95 * 40 / 28)
+        assert comparison.goal == "at least 1.357, 0.95 of 40/28"
+        assert comparison.verdict().holds is holds
 
     @pytest.mark.parametrize(("ms", "holds"), [(36.8, True), (36.9, False)])
     def test_the_roof_is_a_rate_of_bytes(self, ms: float, holds: bool) -> None:
-        known = part(row(ROOF, 8, 10.0), row("fp32", 28, ms, isa="avx512"))
-        found = judge(Goal("fp32", ROOF, 0.95, per_byte=True), known)
-        assert found is not None
-        assert found.ratio().point == pytest.approx(35.0 / ms)  # 28 bytes take 3.5 times as long as 8
-        assert found.verdict().holds is holds
+        measured = part(row(ROOF, 8, 10.0), row("fp32", 28, ms, isa="avx512"))
+        comparison = judge(Goal("fp32", ROOF, 0.95, per_byte=True), measured)
+        assert comparison is not None
+        assert comparison.ratio().point == pytest.approx(35.0 / ms)  # 28 bytes take 3.5 times as long as 8
+        assert comparison.verdict().holds is holds
 
     def test_our_own_rows_are_compared_in_the_first_instruction_set(self) -> None:
-        known = part(
+        measured = part(
             row("bf16 in/out", 28, 99.0, isa="avx2"),
             row("bf16 in/out", 28, 28.0, isa="avx512"),
             row("split", 26, 1.0, isa="avx2"),
             row("split", 26, 26.0, isa="avx512"),
         )
-        (found,) = judged(known)
-        assert found.ratio().point == pytest.approx(28 / 26)
-        assert found.verdict().goal == "at least 1.045, 0.97 of 28/26"
+        (comparison,) = judged(measured)
+        assert comparison.ratio().point == pytest.approx(28 / 26)
+        assert comparison.verdict().goal == "at least 1.045, 0.97 of 28/26"
 
     def test_what_was_not_measured_is_not_judged(self) -> None:
         assert judged(part(row("fp32", 28, 1.0, isa="avx512"))) == []
@@ -125,30 +125,30 @@ class TestGoals:
         assert {"DeepSpeedCPUAdam: step alone", "DeepSpeedCPUAdam: whole job"} < against
 
     def test_avx2_is_judged_where_avx512_waits_for_memory(self) -> None:
-        known = part(
+        measured = part(
             row(ROOF, 8, 8.0),
             row("waits", 20, 22.0, isa="avx512"),  # 0.909 of the roof
             row("waits", 20, 23.3, isa="avx2"),
             row("computes", 20, 22.3, isa="avx512"),  # 0.897
             row("computes", 20, 50.0, isa="avx2"),
         )
-        (found,) = narrower(known)
-        assert found.what == "step: waits, avx2 / avx512"
-        assert found.ratio().point == pytest.approx(22 / 23.3)
-        assert not found.verdict().holds
+        (comparison,) = narrower(measured)
+        assert comparison.what == "step: waits, avx2 / avx512"
+        assert comparison.ratio().point == pytest.approx(22 / 23.3)
+        assert not comparison.verdict().holds
 
     def test_the_goals_of_the_small_tensors(self) -> None:
-        known = part(
+        measured = part(
             row(ROOF, 8, 1.0),
             row(many.TORCH, 28, 3.0),
             row(many.OURS, 28, 2.0, isa="avx512"),
             name="many, uniform",
         )
-        (found,) = judged(known)
-        assert found.verdict().what == "many, uniform: ours / torch fused"
-        assert found.verdict().holds
-        known.rows[1] = row(many.TORCH, 28, 2.99)
-        assert not judged(known)[0].verdict().holds
+        (comparison,) = judged(measured)
+        assert comparison.verdict().what == "many, uniform: ours / torch fused"
+        assert comparison.verdict().holds
+        measured.rows[1] = row(many.TORCH, 28, 2.99)
+        assert not judged(measured)[0].verdict().holds
 
     @pytest.mark.parametrize(("ms", "holds"), [(299.0, True), (300.0, False)])
     def test_the_first_step(self, ms: float, holds: bool) -> None:
@@ -164,12 +164,12 @@ class TestTwoSpeeds:
         assert tables.two_speeds(part(row(ROOF, 8, 1.0, 1.2))) is None
 
     def test_each_gets_its_ratio(self) -> None:
-        known = part(
+        measured = part(
             row(ROOF, 8, *self.ROOF_MS),
             row("torch fused: step alone", 28, 10.0, 30.0, 10.0, 30.0),
             row("fp32", 28, 10.0, 20.0, 10.0, 20.0, isa="avx512"),
         )
-        table = tables.by_speed(known, judged(known)[:1])
+        table = tables.by_speed(measured, judged(measured)[:1])
         assert table is not None
         assert table.columns == ("what", "2 slow rounds", "2 fast rounds")
         assert table.rows[0] == ("roof, GB/s", "4.1 (4.0-4.2)", "7.6 (7.3-8.0)")
@@ -201,8 +201,8 @@ def test_the_report_of_known_times() -> None:
     assert table_rows(ratio)["fp32, avx512"][1] == ""
     assert table_rows(ratio)["fp32, avx2"][1] == "0.447 (0.400-0.500)"  # the geometric mean of two
     assert table_rows(starts) == {start.OURS: ["255 (250-260)"]}
-    found = {verdict.what: verdict.holds for verdict in report.verdicts}
-    assert found == {
+    verdicts = {verdict.what: verdict.holds for verdict in report.verdicts}
+    assert verdicts == {
         "step: fp32 / torch fused: step alone": True,
         "step: fp32, fraction of the roof": False,
         "step: fp32, avx2 / avx512": False,
@@ -224,7 +224,7 @@ class TestSteps:
 
     def test_bytes_per_parameter(self, model: steps.Model) -> None:
         (isa, *_) = kernels.available_instruction_sets()
-        assert {one.name: one.nbytes for one in model.rows((isa,), None)} == {
+        assert {row.name: row.nbytes for row in model.rows((isa,), None)} == {
             ROOF: 8,
             "torch fused: step alone": 28,
             "torch fused: whole job": 40,
@@ -265,22 +265,22 @@ class TestSteps:
             "SGD with momentum, bf16 in/out": {"master", "m", "out"},
         }
         (isa, *_) = kernels.available_instruction_sets()
-        for one in model.rows((isa,), None):
+        for row in model.rows((isa,), None):
             for tensor in tensors.values():
                 tensor.copy_(torch.rand(5000) + 0.5 if tensor.is_floating_point() else torch.tensor(7))
             for moment in (*model.wide, *model.narrow):  # so small that even bf16 moves
                 moment.mul_(0.01)
             before = {name: tensor.clone() for name, tensor in tensors.items()}
-            assert one.run() > 0
+            assert row.run() > 0
             changed = {name for name, tensor in tensors.items() if not torch.equal(tensor, before[name])}
-            assert changed - {"split"} == expected[one.name] - {"split"}, one.name  # its steps are small
+            assert changed - {"split"} == expected[row.name] - {"split"}, row.name  # its steps are small
 
     def test_the_copies_are_of_the_parameter(self, model: steps.Model) -> None:
         model.torch_whole()
         assert torch.equal(model.half_out, model.master.bfloat16())
         assert torch.equal(model.grad, model.half_grad.float())
         (isa, *_) = kernels.available_instruction_sets()
-        rows = {one.name: one for one in model.rows((isa,), None)}
+        rows = {row.name: row for row in model.rows((isa,), None)}
         rows["bf16 in/out"].run()
         rounded = torch.empty_like(model.half_out)
         formats.round_parameters(model.master, rounded)
@@ -290,11 +290,11 @@ class TestSteps:
 
     def test_the_instruction_set_is_forced(self, model: steps.Model) -> None:
         isas = kernels.available_instruction_sets()
-        for one in model.rows(isas, None):
-            one.run()
-            if one.isa:
-                assert kernels.instruction_set() == one.isa
-        assert len({one.isa for one in model.rows(isas, None)}) == len(isas) + 1
+        for row in model.rows(isas, None):
+            row.run()
+            if row.isa:
+                assert kernels.instruction_set() == row.isa
+        assert len({row.isa for row in model.rows(isas, None)}) == len(isas) + 1
 
     def test_many_rounds_leave_ordinary_values(self, model: steps.Model) -> None:
         readings.measure(30, model.rows(kernels.available_instruction_sets(), None))
@@ -316,8 +316,8 @@ class TestSteps:
             assert places == [0, 512, 1024, 1536, 2048 if together[-1] is model.half_out else 2560]
         assert model.wide[0] is m  # what torch steps is what we step
         plain = steps.Model(5000, apart=False)
-        kept = (plain.parameter, plain.grad, *plain.wide, *plain.narrow, plain.half_out, plain.remainder)
-        assert {tensor.data_ptr() % values.PAGE for tensor in kept} == {0}
+        tensors = (plain.parameter, plain.grad, *plain.wide, *plain.narrow, plain.half_out, plain.remainder)
+        assert {tensor.data_ptr() % values.PAGE for tensor in tensors} == {0}
 
     def test_gradients_stay_clear_of_zero(self) -> None:
         grad = values.gradients(1001)
@@ -331,8 +331,8 @@ class TestPeer:
             assert peer.about == f"DeepSpeedCPUAdam 0.0.1 (AVX512, torch {torch.__version__})"
             assert peer.run("step") > 0
             assert peer.run("whole") > 0
-            said = peer.check()
-            assert (said["step"], said["odd"]) == (3, 0)  # one of them makes the moments
+            result = peer.check()
+            assert (result["step"], result["odd"]) == (3, 0)  # one of them makes the moments
             assert peer.busy > 0
             assert 0 <= peer.idle_cpu < 1
 
@@ -341,19 +341,19 @@ class TestPeer:
     ) -> None:
         monkeypatch.syspath_prepend(str(site))
         model = steps.Model(1000)
-        one = worker.Worker(1, **model.for_peer())
+        job = worker.Worker(1, **model.for_peer())
         for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
             del sys.modules[name]
-        one.grad.zero_()
-        before = one.parameter.detach().clone()
-        one.whole()
-        assert torch.equal(one.grad, one.half_grad.float())
-        assert not torch.equal(one.parameter, before)
-        assert torch.equal(one.half_out, one.parameter.detach().bfloat16())
+        job.grad.zero_()
+        before = job.parameter.detach().clone()
+        job.whole()
+        assert torch.equal(job.grad, job.half_grad.float())
+        assert not torch.equal(job.parameter, before)
+        assert torch.equal(job.half_out, job.parameter.detach().bfloat16())
         for theirs, ours in (
-            (one.parameter, model.master),
-            (one.grad, model.grad),
-            (one.half_out, model.half_out),
+            (job.parameter, model.master),
+            (job.grad, model.grad),
+            (job.half_out, model.half_out),
         ):
             assert torch.equal(theirs.detach(), ours)
             assert theirs.data_ptr() != ours.data_ptr()  # the same pages, mapped twice
@@ -364,7 +364,7 @@ class TestPeer:
                 return {"step": 30.0, "whole": 40.0}[job]
 
         peer: Any = Fixed()
-        rows = {one.name: one for one in steps.Model(100).rows((kernels.instruction_set(),), peer)}
+        rows = {row.name: row for row in steps.Model(100).rows((kernels.instruction_set(),), peer)}
         assert rows["DeepSpeedCPUAdam: step alone"].run() == 30.0
         assert rows["DeepSpeedCPUAdam: whole job"].run() == 40.0
         assert rows["DeepSpeedCPUAdam: whole job"].nbytes == 40
@@ -386,11 +386,13 @@ class TestMany:
     def test_both_step_every_tensor(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(readings, "SETTLE", 0.0)
         model = many.Model("log-uniform", 50, largest=1000)
-        rows = {one.name: one for one in model.rows(kernels.instruction_set())}
-        assert {name: one.nbytes for name, one in rows.items()} == {ROOF: 8, many.TORCH: 28, many.OURS: 28}
-        assert model.numel == sum(one.numel() for one in model.parameters) == rows[many.OURS].numel
+        rows = {row.name: row for row in model.rows(kernels.instruction_set())}
+        assert {name: row.nbytes for name, row in rows.items()} == {ROOF: 8, many.TORCH: 28, many.OURS: 28}
+        assert (
+            model.numel == sum(parameter.numel() for parameter in model.parameters) == rows[many.OURS].numel
+        )
         for name in (many.TORCH, many.OURS):
-            before = [one.detach().clone() for one in model.parameters]
+            before = [parameter.detach().clone() for parameter in model.parameters]
             assert rows[name].run() > 0
             assert not any(torch.equal(*pair) for pair in zip(before, model.parameters, strict=True))
         assert model.odd() == 0
@@ -437,8 +439,8 @@ class TestStart:
             start.first_step(Path(sys.executable), idle, without_torch)
 
     def test_sides(self, tmp_path: Path) -> None:
-        assert [one.name for one in start.rows(None, 2)] == ["ours", "torch fused"]
-        assert [one.name for one in start.rows(tmp_path, 2)][2:] == ["DeepSpeedCPUAdam"]
+        assert [row.name for row in start.rows(None, 2)] == ["ours", "torch fused"]
+        assert [row.name for row in start.rows(tmp_path, 2)][2:] == ["DeepSpeedCPUAdam"]
 
 
 class TestCommand:
@@ -450,11 +452,11 @@ class TestCommand:
             "bench_adam.py", *self.SIZES, "--part", "step", "single", "--peers", str(peers), directory=False
         )
         assert status == (0 if all(goal["holds"] for goal in raw["goals"]) else 1)
-        assert [(one["name"], one["threads"] == 1) for one in raw["parts"]] == [
+        assert [(part["name"], part["threads"] == 1) for part in raw["parts"]] == [
             ("step", kernels.thread_count() == 1),
             ("single", True),
         ]
-        assert all(len(row["ms"]) == 2 for one in raw["parts"] for row in one["rows"])
+        assert all(len(row["ms"]) == 2 for part in raw["parts"] for row in part["rows"])
         assert raw["skipped"] == []
         assert "- peer: DeepSpeedCPUAdam 0.0.1 (AVX512, torch" in text
         # One step makes the moments; there are two in each of three rounds.

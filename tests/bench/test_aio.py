@@ -77,8 +77,8 @@ def test_the_report_of_known_readings() -> None:
     report = Report("known", {"CPU": "one | two"})
     tables.fill(report, [disk, memory, checked])
 
-    found = {verdict.what: (verdict.found, verdict.holds) for verdict in report.verdicts}
-    assert found == {
+    verdicts = {verdict.what: (verdict.found, verdict.holds) for verdict in report.verdicts}
+    assert verdicts == {
         "libaio read: GB/s, ours / fio": ("0.950 (0.900-0.950)", False),
         "libaio read: CPU s/GB, ours / fio": ("2.000 (2.000-2.000)", False),
         "libaio, tmpfs, depth 16, read: ns per operation, ours / fio's io_uring": (
@@ -118,11 +118,11 @@ def test_our_side_moves_what_it_counts(file: FioJob, rw: Any) -> None:
     with Ours(job, "threads") as ours:
         assert ours.engine == "threads"
         for blocks in (None, 1):
-            found = ours.run(job, 0.05, blocks=blocks)
-            assert (found.read_bytes > 0, found.written_bytes > 0) == (rw != "write", rw != "read")
-            assert found.nbytes % (BLOCK * (blocks or request_blocks(job))) == 0
-            assert found.seconds >= 0.05
-            assert 0 < found.cpu_seconds < 4 * found.seconds
+            reading = ours.run(job, 0.05, blocks=blocks)
+            assert (reading.read_bytes > 0, reading.written_bytes > 0) == (rw != "write", rw != "read")
+            assert reading.nbytes % (BLOCK * (blocks or request_blocks(job))) == 0
+            assert reading.seconds >= 0.05
+            assert 0 < reading.cpu_seconds < 4 * reading.seconds
 
 
 def test_an_engine_that_does_not_exist_says_so(file: FioJob) -> None:
@@ -133,10 +133,10 @@ def test_an_engine_that_does_not_exist_says_so(file: FioJob) -> None:
 @pytest.mark.skipif(shutil.which("fio") is None, reason=fio.MISSING)
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
 def test_fio_does_the_same_job(file: FioJob, engine: str) -> None:
-    found = fio.run(dataclasses.replace(file, rw="rw"), engine, (), 0.1)
-    assert found.read_bytes > 0
-    assert found.written_bytes > 0
-    assert found.nbytes % BLOCK == 0
-    assert 0.09 <= found.seconds < 10
-    assert found.whole_cpu_seconds is not None
-    assert found.whole_cpu_seconds > 0
+    reading = fio.run(dataclasses.replace(file, rw="rw"), engine, (), 0.1)
+    assert reading.read_bytes > 0
+    assert reading.written_bytes > 0
+    assert reading.nbytes % BLOCK == 0
+    assert 0.09 <= reading.seconds < 10
+    assert reading.whole_cpu_seconds is not None
+    assert reading.whole_cpu_seconds > 0

@@ -32,7 +32,7 @@ SMALL = Model(width=64, layers=1, sequence=8)
 
 
 def a_reading(seconds: float = 2.0, **changes: Any) -> Reading:
-    known = Reading(
+    defaults = Reading(
         seconds=seconds,
         nbytes=3 * GB,
         before=GB,
@@ -40,9 +40,9 @@ def a_reading(seconds: float = 2.0, **changes: Any) -> Reading:
         spare=50 * MB,
         charged=20 * MB,
         disk=(3 * GB, 3 * GB),
-        told={},
+        figures={},
     )
-    return replace(known, **changes)
+    return replace(defaults, **changes)
 
 
 def another_dd(directory: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -86,7 +86,7 @@ class TestDd:
     def test_the_faster_block_counts(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_blocks: None
     ) -> None:
-        def run(self: Disk, block: int, *operands: object, wanted: tuple[int, int]) -> Moved:
+        def run(self: Disk, block: int, *operands: object, expected: tuple[int, int]) -> Moved:
             return Moved(1.0 / block, self.nbytes)
 
         monkeypatch.setattr(Disk, "_run", run)
@@ -96,25 +96,25 @@ class TestDd:
 
 class TestMemory:
     def test_the_page_cache_counts_once_and_every_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen = {1: (10, 20), 2: (5, 20)}
+        residents = {1: (10, 20), 2: (5, 20)}
         monkeypatch.setattr(
             watch,
             "sample",
-            lambda pid: Sample(0.0, seen[pid][0], 7, 7, seen[pid][1]) if pid in seen else None,
+            lambda pid: Sample(0.0, residents[pid][0], 7, 7, residents[pid][1]) if pid in residents else None,
         )
         with watch.charged([1, 2]) as charge:
-            seen |= {1: (30, 60), 2: (5, 60)}
+            residents |= {1: (30, 60), 2: (5, 60)}
         assert (charge.samples[0], charge.samples[-1]) == (35, 95)
         assert charge.rise == 60
         charge.take([1, 3])  # one of them has ended
         assert charge.samples[-1] == 95
 
     def test_what_happens_within_the_block_is_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        taken = iter([1, 9, 9, 2])
+        samples = iter([1, 9, 9, 2])
         last = [1]
 
         def sample(pid: int) -> Sample:
-            last[0] = next(taken, last[0])
+            last[0] = next(samples, last[0])
             return Sample(0.0, last[0], 0, 0, 0)
 
         monkeypatch.setattr(watch, "sample", sample)
@@ -147,7 +147,7 @@ def test_what_is_cold_is_not_in_the_page_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"),
+    ("kind", "options"),
     [
         (TorchSave, {}),
         (TorchSave, {"mmap": True}),
@@ -155,7 +155,7 @@ def test_what_is_cold_is_not_in_the_page_cache(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_peers_load_what_they_saved(kind: type[InMemory], how: dict[str, Any], tmp_path: Path) -> None:
+def test_peers_load_what_they_saved(kind: type[InMemory], options: dict[str, Any], tmp_path: Path) -> None:
     side: Any = kind(SMALL, {})  # type: ignore[call-arg]
     expected = {name: {key: value.clone() for key, value in of.items()} for name, of in side.state.items()}
     parameters = sum(value.numel() for value in SMALL.build().parameters())
@@ -164,7 +164,7 @@ def test_peers_load_what_they_saved(kind: type[InMemory], how: dict[str, Any], t
     side.save(str(tmp_path / "saved"))
     side.change()
     assert all(not value.any() for of in side.state.values() for value in of.values())
-    side.load(str(tmp_path / "saved"), **how)
+    side.load(str(tmp_path / "saved"), **options)
     assert all(
         side.state[name][key].equal(value) for name, of in expected.items() for key, value in of.items()
     )
@@ -222,7 +222,7 @@ class Known(Saver):
     def save(self, directory: str) -> None:
         self.saved = self.value
 
-    def load(self, directory: str, **how: Any) -> None:
+    def load(self, directory: str, **options: Any) -> None:
         if "load" in self.moves:
             self.value = self.saved
 
@@ -267,8 +267,8 @@ class TestSide:
     @pytest.fixture
     def ranks(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         """What each rank says of a save or load of ten bytes; rank 1 is the slower one, rank 0 takes more."""
-        common = {"before": 10, "ceiling": 30, "disk": [5, 5], "told": {}}
-        said = [common | {"seconds": 1.0, "peak": 25}, common | {"seconds": 2.0, "peak": 22}]
+        common = {"before": 10, "ceiling": 30, "disk": [5, 5], "figures": {}}
+        answers = [common | {"seconds": 1.0, "peak": 25}, common | {"seconds": 2.0, "peak": 22}]
 
         def call(self: Side, method: str, **arguments: Any) -> list[dict[str, Any]]:
             path = Path(arguments.get("directory", ""))
@@ -278,7 +278,7 @@ class TestSide:
                     (path / "folder" / "file").write_bytes(bytes(10))
                 case "load":
                     assert (path / "folder" / "file").exists()
-            return said
+            return answers
 
         @contextmanager
         def charged(pids: object) -> Iterator[watch.Charge]:
@@ -288,14 +288,14 @@ class TestSide:
         monkeypatch.setattr(Side, "built", lambda self, seconds: None)
         monkeypatch.setattr(Side, "call", call)
         monkeypatch.setattr("checkpoint.side.charged", charged)
-        return said
+        return answers
 
     def test_the_slowest_and_the_largest_rank_count(self, place: Place, ranks: list[dict[str, Any]]) -> None:
         with Side(sides.on_nvme(QUICK, 2), place) as side:
             trip = side.trip()
             assert side.train(3, "background") == trip.saved
         assert trip.saved == Reading(
-            seconds=2.0, nbytes=10, before=10, rise=15, spare=5, charged=7, disk=(10, 10), told={}
+            seconds=2.0, nbytes=10, before=10, rise=15, spare=5, charged=7, disk=(10, 10), figures={}
         )
         assert trip.loaded == {"": trip.saved}
         assert list(place.directory.iterdir()) == []
@@ -366,14 +366,14 @@ class TestTables:
         ours = measured("ours", a_reading(2.0), a_reading(2.0, charged=21 * MB))
         slow = a_reading(3.0, charged=200 * MB)
         peer = measured("peer", slow, slow, mmap=a_reading(1.5, charged=200 * MB))
-        found = {verdict.what.partition(":")[0]: verdict for verdict in tables.beside(ours, peer)}
-        assert {what: verdict.holds for what, verdict in found.items()} == {
+        verdicts = {verdict.what.partition(":")[0]: verdict for verdict in tables.beside(ours, peer)}
+        assert {subject: verdict.holds for subject, verdict in verdicts.items()} == {
             "time of saving": True,
             "memory of saving, page cache included": True,
             "time of loading": False,  # the faster way counts
             "memory of loading, page cache included": False,
         }
-        assert found["memory of loading, page cache included"].found == "0.105 (21 of 200 MB)"
+        assert verdicts["memory of loading, page cache included"].found == "0.105 (21 of 200 MB)"
 
     @pytest.mark.parametrize(("seconds", "holds"), [(2.49, True), (2.51, False)])
     def test_beside_dd(self, seconds: float, holds: bool) -> None:
@@ -392,11 +392,11 @@ class TestBackground:
     @pytest.fixture
     def side(self) -> Trained:
         """A save adds 3 s in the foreground and 1 s in the background, where two steps take 1.5 s each."""
-        told = {"called": 0.1, "saved": 2.5, "stalled": 0.5, "steps": 2, "meanwhile": 3.0}
+        figures = {"called": 0.1, "saved": 2.5, "stalled": 0.5, "steps": 2, "meanwhile": 3.0}
         rounds = {
             background.WITHOUT: [a_reading(4.0), a_reading(5.0, spare=4 * MB)],
             background.BEHIND: [a_reading(7.0), a_reading(8.0)],
-            background.DURING: [a_reading(5.0, told=told), a_reading(6.0, told=told)],
+            background.DURING: [a_reading(5.0, figures=figures), a_reading(6.0, figures=figures)],
         }
         return Trained(sides.RAM, {}, 4, rounds)
 

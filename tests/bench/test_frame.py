@@ -129,9 +129,9 @@ class TestSide:
     def test_it_trains_in_a_process_of_its_own(self, place: Place) -> None:
         with Side(Spec("known", "step.plain", SMALL), place) as side:
             rounds = [side.train(1), side.train(2)]
-        assert side.facts["parameters"] == sum(one.numel() for one in SMALL.build().parameters())
+        assert side.facts["parameters"] == sum(parameter.numel() for parameter in SMALL.build().parameters())
         assert 0 < side.facts["torch"] < rounds[0].age < rounds[1].age
-        assert [one.steps for one in rounds] == [1, 2] and side.rounds == rounds
+        assert [round_.steps for round_ in rounds] == [1, 2] and side.rounds == rounds
         assert rounds[1].seconds >= rounds[1].forward + rounds[1].backward + rounds[1].update > 0
         assert 0 < side.facts["baseline"] < rounds[1].peak
 
@@ -158,9 +158,9 @@ class TestTraining:
             def counters(self) -> dict[str, float]:
                 return {"read": self.total}
 
-        found = train(Counting(), iter([(1, 0), (2, 0), (3, 0)]), 2)
-        assert (found.steps, found.loss, found.counted) == (2, 4.0, {"read": 6.0})
-        assert found.seconds >= found.settled >= 0
+        result = train(Counting(), iter([(1, 0), (2, 0), (3, 0)]), 2)
+        assert (result.steps, result.loss, result.counted) == (2, 4.0, {"read": 6.0})
+        assert result.seconds >= result.settled >= 0
         with pytest.raises(NotImplementedError, match="Counting writes no traces"):
             Counting().trace("somewhere")
 
@@ -246,13 +246,13 @@ class TestRun:
                 return "running"
 
             def __exit__(self, *error: object) -> None:
-                ended.append(True)
+                ends.append(True)
 
-        ended: list[bool] = []
+        ends: list[bool] = []
         run.start = Known  # type: ignore[assignment]
         with run.started([Spec("good", "x"), Spec("bad", "x")]) as sides:
-            assert sides == {"good": "running"} and not ended  # type: ignore[comparison-overlap]
-        assert ended == [True]
+            assert sides == {"good": "running"} and not ends  # type: ignore[comparison-overlap]
+        assert ends == [True]
         assert run.report.skipped == ["bad does not start"]
 
     def test_cases_after_a_failed_one_run_and_those_after_an_interrupt_do_not(

@@ -58,7 +58,7 @@ PINNED = Link(
 
 
 def a_round(seconds: float = 4.0, **changes: Any) -> Round:
-    known = Round(
+    defaults = Round(
         tokens=8000,
         steps=2,
         seconds=seconds,
@@ -86,20 +86,20 @@ def a_round(seconds: float = 4.0, **changes: Any) -> Round:
         retries=0,
         computed=1.5,
     )
-    return dataclasses.replace(known, **changes)
+    return dataclasses.replace(defaults, **changes)
 
 
 def measured(name: str, *rounds: Round, wave: int = 1, **facts: Any) -> Measured:
     built = {"host": 31 * GB}
     planned = {"device": 2 * GB, "host": 28 * GB}
-    known = {
+    defaults = {
         "built": built,
         "baseline": 2 * GB,
         "planned": planned,
         "budgets": {"device": 20 * GB},
         "pinned_shows": True,
     }
-    return Measured(name, dataclasses.replace(CPU, sequence=2000), known | facts, list(rounds), wave)
+    return Measured(name, dataclasses.replace(CPU, sequence=2000), defaults | facts, list(rounds), wave)
 
 
 @pytest.fixture
@@ -108,10 +108,10 @@ def run(tmp_path: Path) -> Run:
 
 
 def setting(**changes: Any) -> Setting:
-    known = Setting(
+    defaults = Setting(
         memory=H200, card=140 * GIB, sequence=2048, points=(8192, 16384), peer=None, direct=True, pinned=PINNED
     )  # fmt: skip
-    return dataclasses.replace(known, **changes)
+    return dataclasses.replace(defaults, **changes)
 
 
 class TestShape:
@@ -213,7 +213,7 @@ class TestSizes:
             of = on.sides(shape, [8192])
             return of.reference(), [*cases.ways(on, of), [of.on_nvme()]]
 
-        def held(shape: Shape) -> bool:
+        def fits_in_budget(shape: Shape) -> bool:
             reference, units = everyone(shape)
             specs = [reference, *(spec for unit in units for spec in unit)]
             assert len(specs) == 9
@@ -222,8 +222,8 @@ class TestSizes:
 
         shape = cases.that_fits(on)
         assert shape is not None
-        assert held(shape)
-        assert not held(of_size(int(shape.parameters * 1.15)))
+        assert fits_in_budget(shape)
+        assert not fits_in_budget(of_size(int(shape.parameters * 1.15)))
         reference, units = everyone(shape)
         waves, without = packed([reference], units, memory)
         assert without == []
@@ -238,8 +238,8 @@ class TestSizes:
         filled = of.filled()
         ratio = filled.settings["zero"]["offload_optimizer"]["ratio"]
         assert 0 < ratio < 0.9
-        kept = (1 - ratio) * 14 * shape.parameters
-        assert 0.9 * of.budget < kept + 8 * 2 * shape.words * shape.width <= of.budget
+        resident = (1 - ratio) * 14 * shape.parameters
+        assert 0.9 * of.budget < resident + 8 * 2 * shape.words * shape.width <= of.budget
         assert filled.device <= 24 * GIB < of.reference().device
         assert Sides(TINY, 64, 24 * GIB).filled().settings["zero"]["offload_optimizer"]["ratio"] == 0
 
@@ -279,14 +279,14 @@ class TestPlain:
     def test_a_round_trains_so_many_steps_and_a_cpu_tells_of_no_device(self) -> None:
         side = plain.build(CPU, {})
         before = [master.clone() for master in side.masters]
-        told = serve.train(side, Meter(), CPU.batches(64), 2)
+        figures = serve.train(side, Meter(), CPU.batches(64), 2)
         assert {int(state["step"]) for state in side.optimizer.state.values()} == {2}
         assert all(not torch.equal(master, old) for master, old in zip(side.masters, before, strict=True))
         for master, parameter in zip(side.masters, side.parameters, strict=True):
             assert torch.equal(parameter.detach(), master.bfloat16())
-        assert Round(tokens=64, **told).steps == 2
-        assert told["computed"] is told["allocated"] is None
-        assert 5 < told["loss"] < 6  # ln(256)
+        assert Round(tokens=64, **figures).steps == 2
+        assert figures["computed"] is figures["allocated"] is None
+        assert 5 < figures["loss"] < 6  # ln(256)
 
 
 class TestConclusions:
@@ -350,24 +350,24 @@ class TestConclusions:
     def test_goals(
         self, run: Run, seconds: float, reference: float, peer: float, host: int, holds: list[bool]
     ) -> None:
-        found = [
+        results = [
             measured(sides.REFERENCE, a_round(reference, tokens=8192)),
             measured(sides.OFFLOADED, a_round(seconds, tokens=8192)),
             measured(sides.PEER, a_round(peer, tokens=8192, host=host)),
             measured(sides.PEER, a_round(99.0, tokens=16384, host=host)),
         ]
-        verdicts = cases.goals(run, setting(), found)
+        verdicts = cases.goals(run, setting(), results)
         assert [verdict.holds for verdict in verdicts] == holds
         assert verdicts[1].what.startswith("tokens/s at 8192 tokens per step: ours, cpu offload / DeepSpeed")
 
     def test_only_sides_that_ran_beside_each_other_are_compared(self, run: Run) -> None:
-        found = [
+        results = [
             measured(sides.OFFLOADED, a_round(tokens=8192), wave=1),
             measured(sides.REFERENCE, a_round(tokens=8192), wave=2),
         ]
-        assert cases.goals(run, setting(), found) == []
+        assert cases.goals(run, setting(), results) == []
         assert len(run.report.skipped) == 2
-        assert cases.goals(run, setting(card=None), found) == []
+        assert cases.goals(run, setting(card=None), results) == []
 
 
 class Known:
@@ -385,18 +385,18 @@ class Known:
 
 class TestRun:
     def test_a_turn_is_about_as_long_for_everyone_and_who_breaks_sits_out(self, run: Run) -> None:
-        known: dict[str, Any] = {"fast": Known(0.25), "slow": Known(9.0), "broken": Known(0.5, breaks=2)}
-        rounds = run._alternate(known, 64, time.monotonic() + 60)
-        assert [steps for _, steps in known["fast"].asked[:3]] == [2, 8, 8]
-        assert [steps for _, steps in known["slow"].asked[:3]] == [2, 1, 1]
-        assert len(known["broken"].asked) == 2
+        stand_ins: dict[str, Any] = {"fast": Known(0.25), "slow": Known(9.0), "broken": Known(0.5, breaks=2)}
+        rounds = run._alternate(stand_ins, 64, time.monotonic() + 60)
+        assert [steps for _, steps in stand_ins["fast"].asked[:3]] == [2, 8, 8]
+        assert [steps for _, steps in stand_ins["slow"].asked[:3]] == [2, 1, 1]
+        assert len(stand_ins["broken"].asked) == 2
         assert set(rounds) == {"fast", "slow"}
         assert run.failed == ["broken"]
 
     def test_a_round_that_would_end_too_late_is_not_begun(self, run: Run) -> None:
-        known: dict[str, Any] = {"one": Known(30.0), "other": Known(15.0)}
-        rounds = run._alternate(known, 64, time.monotonic() + 40)
-        assert [len(kept) for kept in rounds.values()] == [1, 1]
+        stand_ins: dict[str, Any] = {"one": Known(30.0), "other": Known(15.0)}
+        rounds = run._alternate(stand_ins, 64, time.monotonic() + 40)
+        assert [len(round_) for round_ in rounds.values()] == [1, 1]
 
     def test_one_that_hangs_is_ended(self, place: Place, interpreter: Callable[[str], Path]) -> None:
         silent = interpreter("echo compiling >&2; exec sleep 600")
@@ -474,26 +474,27 @@ class TestCopies:
 
     def test_the_first_rounds_are_dropped_and_medians_compared(self) -> None:
         readings = iter([1e9, 1e9, 50e9, 60e9, 52e9])
-        found = gpu_copy.in_rounds(3, {"known": lambda: {"h2d": next(readings)}})
-        assert gpu_copy.medians(found["known"]) == {"h2d": 52e9}
+        rates_by_kind = gpu_copy.in_rounds(3, {"known": lambda: {"h2d": next(readings)}})
+        assert gpu_copy.medians(rates_by_kind["known"]) == {"h2d": 52e9}
         rates = {
             "pinned by torch, 64 MiB, alone, to device": {"h2d": [55e9]},
             "pinned by torch, 64 MiB, alone, to host": {"d2h": [54e9]},
             "pinned by torch, 64 MiB, both": {"h2d": [50e9], "d2h": [40e9]},
             "the engine's copies, 64 MiB, both": {"h2d": [45e9], "d2h": [36e9]},
         }
-        told = gpu_copy.told(rates, 64)
-        assert gpu_copy.holds(told)
-        assert Link("a card", 1, "torch", **told).alone == {"h2d": 55e9, "d2h": 54e9}
+        figures = gpu_copy.summary(rates, 64)
+        assert gpu_copy.holds(figures)
+        assert Link("a card", 1, "torch", **figures).alone == {"h2d": 55e9, "d2h": 54e9}
         rates["the engine's copies, 64 MiB, both"]["d2h"] = [35e9]
-        assert not gpu_copy.holds(gpu_copy.told(rates, 64))
+        assert not gpu_copy.holds(gpu_copy.summary(rates, 64))
 
 
 class TestCarried:
     def test_everything_is_but_what_the_machine_has(self) -> None:
         project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
         assert {"torch", "numpy"} == {
-            one.split(">")[0] for one in set(project["dependencies"]) - set(gpu_carry.required())
+            requirement.split(">")[0]
+            for requirement in set(project["dependencies"]) - set(gpu_carry.required())
         }
 
     def test_a_part_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
@@ -520,12 +521,12 @@ def test_on_a_device_ours_counts_the_link_and_what_the_device_stood_still(resize
         gpu.run_engines(patch)
         patch.setattr(tiers, "can_exchange", tiers.can_exchange)  # as it was, afterwards
         side = Ours(work, {"directory": None, **spec.settings})
-        told = serve.train(side, Meter(), work.batches(64), 2)
+        figures = serve.train(side, Meter(), work.batches(64), 2)
         slab = isinstance(side.engine._tiers.working, DeviceSlab)
         facts = side.facts()
         side.close()
     assert slab is not resize
-    counted = told["counted"]
+    counted = figures["counted"]
     # Parameters go twice, as whole groups, but for those that backward finds where forward left them; gradients once.
     assert counted["d2h: bytes"] == 2 * 2 * TINY.parameters
     assert 2 * 2 * TINY.parameters < counted["h2d: bytes"] <= 2 * 4 * TINY.parameters
@@ -546,17 +547,17 @@ class TestWhole:
         self, command: Callable[..., tuple[int, str, Any, str]], peers: Path
     ) -> None:
         arguments = ("--tiny", "--seconds", "240", "--peers", str(peers), "--update-on-device", "0.5")
-        status, _, found, output = command("bench_gpu_step.py", *arguments)
+        status, _, raw, output = command("bench_gpu_step.py", *arguments)
         assert status == 0, output
         fitting = {
             (side["name"], tokens)
-            for side in found["sides"]
-            for tokens in {one["tokens"] for one in side["rounds"]}
+            for side in raw["sides"]
+            for tokens in {round_["tokens"] for round_ in side["rounds"]}
         }
         ways = [sides.REFERENCE, sides.PLAIN_TORCH, sides.OFFLOADED, sides.EAGER, sides.STATE_OFFLOADED]
         ways += [sides.ON_NVME, sides.PEER, f"{sides.OFFLOADED}, 50% updated on the device"]
         assert {(name, 64) for name in [*ways, sides.FILLED]} <= fitting
         assert {(name, 128) for name in ways} <= fitting
-        early = [side["rounds"][0]["loss"] for side in found["sides"] if side["rounds"][0]["tokens"] == 64]
+        early = [side["rounds"][0]["loss"] for side in raw["sides"] if side["rounds"][0]["tokens"] == 64]
         assert all(4.5 < loss < 6.5 for loss in early), early  # ln(256) is 5.5
-        assert found["goals"] == []
+        assert raw["goals"] == []

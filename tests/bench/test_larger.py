@@ -25,7 +25,7 @@ from frame.side import BENCH
 from larger import child, picture, room, shards, tables, watch
 from larger.child import Task
 from larger.shape import SMALLEST, Shape, of_size
-from larger.watch import ChildError, Sample, Seen
+from larger.watch import ChildError, Recording, Sample
 from larger.words import WORD, Words
 from safetensors import safe_open
 from torch import nn
@@ -55,7 +55,7 @@ class TestShape:
 
     def test_eight_units_are_llama_3_2_3b(self) -> None:
         """Its config.json, and the size that its card gives."""
-        known = {
+        expected = {
             "vocab_size": 128256,
             "hidden_size": 3072,
             "intermediate_size": 8192,
@@ -65,13 +65,13 @@ class TestShape:
             "head_dim": 128,
             "tie_word_embeddings": True,
         }
-        assert LIKE_LLAMA_3B.config(16).items() >= known.items()
+        assert LIKE_LLAMA_3B.config(16).items() >= expected.items()
         assert LIKE_LLAMA_3B.parameters == 3_212_749_824
 
-    @pytest.mark.parametrize("wanted", [8 * 10**6, 10**8, 2 * 10**9, 3 * 10**9, LIKE_LLAMA_3B.parameters])
-    def test_of_size_takes_what_fits_in_the_usual_proportions(self, wanted: int) -> None:
-        shape = of_size(wanted)
-        assert wanted - shape.block < shape.parameters <= wanted
+    @pytest.mark.parametrize("numel", [8 * 10**6, 10**8, 2 * 10**9, 3 * 10**9, LIKE_LLAMA_3B.parameters])
+    def test_of_size_takes_what_fits_in_the_usual_proportions(self, numel: int) -> None:
+        shape = of_size(numel)
+        assert numel - shape.block < shape.parameters <= numel
         assert 2 <= shape.blocks / shape.units <= 7 or shape.units == 1
 
     def test_of_size_meets_the_shape_that_the_rule_is_from(self) -> None:
@@ -189,48 +189,48 @@ class TestWatch:
         )
         monkeypatch.setattr(watch, "_BENCH", tmp_path)
         task = Task("", Shape(2, 4), GB, disk=GB, sequence=16, steps=7, threads=3)
-        seen, asked = Seen(), []
+        recording, names = Recording(), []
         with pytest.raises(ChildError, match=r"^too large$"):
-            watch.watch(task, seen, lambda event: asked.append(event["event"]))
-        assert asked == ["ready", "refused"]
-        assert seen.event("ready").items() >= {"steps": 7, "threads": "3"}.items()
-        assert seen.samples and all(one.resident > 0 for one in seen.samples)
+            watch.watch(task, recording, lambda event: names.append(event["event"]))
+        assert names == ["ready", "refused"]
+        assert recording.event("ready").items() >= {"steps": 7, "threads": "3"}.items()
+        assert recording.samples and all(sample.resident > 0 for sample in recording.samples)
 
     def test_what_the_plan_puts_on_the_disk_has_to_fit(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Work is done here: a process of its own would import torch and transformers for it."""
-        limits, told = [], {}
-        monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append((what, limit)))
+        limits, events = [], {}
+        monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append((kind, limit)))
         monkeypatch.setattr(child, "resident", lambda kind: GB // 2)  # not of this process, which is larger
         memory = 12 * GB // 10
         task = Task(str(tmp_path), Shape(2, 4), memory, disk=GB // 10, sequence=16, steps=1, threads=1)
         threads = torch.get_num_threads()
         try:
             with pytest.raises(TieringError, match=r"where 0\.1 GB may be taken"):
-                child.work(task, lambda event, **fields: told.update({event: fields}))
+                child.work(task, lambda event, **fields: events.update({event: fields}))
         finally:
             torch.set_num_threads(threads)
         assert limits == [(resource.RLIMIT_DATA, (int(child.ANONYMOUS * memory),) * 2)]
-        assert list(told) == ["ready", "plan"]
-        assert told["plan"]["state"] > told["plan"]["on_nvme"] > GB // 10
+        assert list(events) == ["ready", "plan"]
+        assert events["plan"]["state"] > events["plan"]["on_nvme"] > GB // 10
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.slow
     def test_a_refusal_comes_from_a_process_of_its_own(self, tmp_path: Path) -> None:
         task = Task(str(tmp_path), Shape(2, 4), 12 * GB // 10, disk=GB // 10, sequence=16, steps=1, threads=1)
-        seen, asked = Seen(), []
+        recording, names = Recording(), []
         with pytest.raises(ChildError, match=r"where 0\.1 GB may be taken"):
-            watch.watch(task, seen, lambda event: asked.append(event["event"]))
-        assert asked == ["ready", "plan", "refused"]
-        assert seen.event("plan")["state"] > 0 and seen.samples
+            watch.watch(task, recording, lambda event: names.append(event["event"]))
+        assert names == ["ready", "plan", "refused"]
+        assert recording.event("plan")["state"] > 0 and recording.samples
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.slow
     def test_too_little_memory_is_refused(self, tmp_path: Path) -> None:
         task = Task(str(tmp_path), Shape(1, 2), GB // 2, disk=GB, sequence=16, steps=1, threads=1)
         with pytest.raises(ChildError, match="more by --memory"):
-            watch.watch(task, Seen(), lambda event: None)
+            watch.watch(task, Recording(), lambda event: None)
 
     def test_a_task_is_the_same_on_the_other_side(self, tmp_path: Path) -> None:
         task = Task(str(tmp_path), Shape(1, 2), 1, disk=2, sequence=3, steps=4, threads=5, load="weights")
@@ -239,17 +239,17 @@ class TestWatch:
 
 def a_phase(name: str, began: float, **fields: Any) -> list[dict[str, Any]]:
     counts = {"read": 0, "written": 0, "disk_read": 0, "disk_written": 0, "stalled": 1.0, "more": {}}
-    told = counts | {"peak": 4 * GB, "seconds": 10.0} | fields
+    figures = counts | {"peak": 4 * GB, "seconds": 10.0} | fields
     return [
         {"event": "begin", "at": began, "name": name},
-        {"event": "end", "at": began + told["seconds"], "name": name} | told,
+        {"event": "end", "at": began + figures["seconds"], "name": name} | figures,
     ]
 
 
-def known(*losses: float, **step: Any) -> Seen:
+def a_recording(*losses: float, **step: Any) -> Recording:
     """A process that has moved 30 GB in each step, unless ``step`` says otherwise."""
-    seen = Seen()
-    seen.told += [
+    recording = Recording()
+    recording.events += [
         {"event": "ready", "at": 0.0, "baseline": GB // 2, "used": 7},
         {
             "event": "plan",
@@ -266,90 +266,94 @@ def known(*losses: float, **step: Any) -> Seen:
     for number, loss in enumerate(losses, start=1):
         more = {"loss": loss, "forward": 2.0, "backward": 3.0, "update": 4.0}
         moved = {"read": 20 * GB, "written": 10 * GB, "disk_read": 20 * GB, "disk_written": 10 * GB}
-        seen.told += a_phase(f"step {number}", 11.0 + 10 * number, **{"more": more} | moved | step)
-    seen.told.append({"event": "result", "at": 99.0, "activations": GB // 4})
-    seen.samples += [Sample(at, at * GB // 20, GB // 10, 0, 3 * GB) for at in range(0, 60, 5)]
-    return seen
+        recording.events += a_phase(f"step {number}", 11.0 + 10 * number, **{"more": more} | moved | step)
+    recording.events.append({"event": "result", "at": 99.0, "activations": GB // 4})
+    recording.samples += [Sample(at, at * GB // 20, GB // 10, 0, 3 * GB) for at in range(0, 60, 5)]
+    return recording
 
 
 class TestTables:
     task = Task("", Shape(8, 28), 6 * GB, disk=60 * GB, sequence=128, steps=3, threads=2)
 
-    def holds(self, seen: Seen) -> dict[str, bool]:
+    def holds(self, recording: Recording) -> dict[str, bool]:
         report = Report("known", {})
-        tables.show(report, "it", self.task, seen)
+        tables.show(report, "it", self.task, recording)
         return {verdict.what.partition(":")[0]: verdict.holds for verdict in report.verdicts}
 
     def test_everything_holds(self) -> None:
-        assert self.holds(known(9.0, 8.0, 7.0)) == {
+        assert self.holds(a_recording(9.0, 8.0, 7.0)) == {
             "peak RSS": True,
             "read from the disk itself": True,
             "NVMe bytes per step": True,
         }
 
     @pytest.mark.parametrize(
-        ("what", "step"),
+        ("subject", "step"),
         [
             ("peak RSS", {"peak": 6 * GB}),
             ("read from the disk itself", {"disk_read": 19 * GB}),
             ("NVMe bytes per step", {"written": 10 * GB + 4096}),
         ],
     )
-    def test_each_goal_can_be_missed_alone(self, what: str, step: dict[str, Any]) -> None:
-        assert [name for name, kept in self.holds(known(9.0, 8.0, **step)).items() if not kept] == [what]
+    def test_each_goal_can_be_missed_alone(self, subject: str, step: dict[str, Any]) -> None:
+        assert [name for name, holds in self.holds(a_recording(9.0, 8.0, **step)).items() if not holds] == [
+            subject
+        ]
 
     def test_weights_have_to_be_read_from_the_disk_too(self) -> None:
-        seen, task = known(9.0), dataclasses.replace(self.task, load="weights")
-        assert tables.past_the_cache("it", self.task, seen).holds
-        assert not tables.past_the_cache("it", task, seen).holds
-        next(event for event in seen.told if event.get("name") == "fill" and "read" in event)["disk_read"] = (
-            7 * GB
-        )
-        assert tables.past_the_cache("it", task, seen).holds
+        recording, task = a_recording(9.0), dataclasses.replace(self.task, load="weights")
+        assert tables.past_the_cache("it", self.task, recording).holds
+        assert not tables.past_the_cache("it", task, recording).holds
+        next(event for event in recording.events if event.get("name") == "fill" and "read" in event)[
+            "disk_read"
+        ] = 7 * GB
+        assert tables.past_the_cache("it", task, recording).holds
 
     def test_the_first_step_moves_what_it_likes(self) -> None:
-        seen = known(9.0, 8.0)
-        next(event for event in seen.told if event.get("name") == "step 1" and "read" in event)[
+        recording = a_recording(9.0, 8.0)
+        next(event for event in recording.events if event.get("name") == "step 1" and "read" in event)[
             "written"
         ] += 1
-        assert self.holds(seen)["NVMe bytes per step"]
+        assert self.holds(recording)["NVMe bytes per step"]
 
     def test_where_a_step_went(self) -> None:
-        assert tables.steps("it", self.task, known(9.0)).rows == [
+        assert tables.steps("it", self.task, a_recording(9.0)).rows == [
             ("1", "9.0000", "10.0", "2.0", "3.0", "4.0", "1.0", "10%")
         ]
-        assert tables.phases("it", known(9.0)).rows[-1] == (
+        assert tables.phases("it", a_recording(9.0)).rows[-1] == (
             *("step 1", "10.0", "20.00", "10.00", "3.00"),
             *("20.00 + 10.00", "4.00"),
         )
 
     def test_the_state_beside_the_machine(self) -> None:
-        seen = known()
+        recording = a_recording()
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         for state in (have, have + 1):
-            seen.event("plan")["state"] = state
-            assert tables.larger_than_memory(seen).holds == (state > have)
+            recording.event("plan")["state"] = state
+            assert tables.larger_than_memory(recording).holds == (state > have)
 
     def test_a_loss_that_rises_is_told(self) -> None:
-        assert tables.learned(known(9.0, 9.5, 8.9)).holds
-        assert not tables.learned(known(9.0, 8.0, 9.0)).holds
+        assert tables.learned(a_recording(9.0, 9.5, 8.9)).holds
+        assert not tables.learned(a_recording(9.0, 8.0, 9.0)).holds
 
     def test_loaded_weights_give_the_writers_loss(self) -> None:
-        writer = known(9.0)
-        writer.told += a_phase("next loss", 50.0, more={"loss": 8.25})
-        assert tables.same_weights(writer, known(8.25, 8.0)).holds
-        assert not tables.same_weights(writer, known(8.250001, 8.0)).holds
+        writer = a_recording(9.0)
+        writer.events += a_phase("next loss", 50.0, more={"loss": 8.25})
+        assert tables.same_weights(writer, a_recording(8.25, 8.0)).holds
+        assert not tables.same_weights(writer, a_recording(8.250001, 8.0)).holds
 
 
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install tiering[bench]")
-    picture.draw({"one": known(9.0, 8.0), "two": known(8.0)}, 6 * GB, "known", tmp_path / "memory.png")
+    picture.draw(
+        {"one": a_recording(9.0, 8.0), "two": a_recording(8.0)}, 6 * GB, "known", tmp_path / "memory.png"
+    )
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 class TestCommand:
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "message"),
         [
             (["--params", "5B6"], "invalid number of parameters '5B6'"),
             (["--params", "1M"], "the smallest shape"),
@@ -363,12 +367,12 @@ class TestCommand:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
         arguments: list[str],
-        said: str,
+        message: str,
     ) -> None:
         monkeypatch.setattr(sys, "argv", ["bench", str(tmp_path), *arguments])
         with pytest.raises(SystemExit, match="2"):
             bench_larger_than_memory.parse_arguments()
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("free", "arguments", "least", "most"),
@@ -425,10 +429,10 @@ class TestCommand:
             text=True,
         ) as process:
             assert process.stderr is not None
-            said = ""
-            while before not in said:
-                said += (line := process.stderr.readline())
-                assert line, said
+            output = ""
+            while before not in output:
+                output += (line := process.stderr.readline())
+                assert line, output
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=60)
         assert process.returncode == 2
@@ -436,14 +440,14 @@ class TestCommand:
 
 
 def test_what_is_told_of_a_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[tuple[str, dict[str, Any]]] = []
-    doing = child.Work(lambda event, **fields: told.append((event, fields)))
+    events: list[tuple[str, dict[str, Any]]] = []
+    doing = child.Work(lambda event, **fields: events.append((event, fields)))
     with doing.phase("build") as more:
         more["loss"] = 1.5
-        kept = bytearray(32 << 20)
-    (begin, first), (end, last) = told
+        block = bytearray(32 << 20)
+    (begin, first), (end, last) = events
     assert (begin, first["name"], end, last["name"], last["more"]) == (
         *("begin", "build", "end", "build"),
         {"loss": 1.5},
     )
-    assert last["read"] == last["written"] == 0 and last["peak"] > len(kept)
+    assert last["read"] == last["written"] == 0 and last["peak"] > len(block)

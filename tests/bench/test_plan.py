@@ -13,7 +13,7 @@ from frame.reference_model import Model
 from frame.report import Report
 from frame.side import Place, SideError, Spec
 from frame.training import Round
-from plan import rows, told
+from plan import predictions, rows
 from step import sides
 from step.ours import configuration
 
@@ -35,40 +35,40 @@ def streamed() -> Spec:
 
 
 def test_the_plan_of_a_model_on_meta_is_that_of_the_engine(streamed: Spec, tmp_path: Path) -> None:
-    foretold = told.plan_of(streamed, tmp_path)
+    predicted = predictions.plan_of(streamed, tmp_path)
     config = configuration({"directory": str(tmp_path), **streamed.settings})
     with tiering.initialize(model=SMALL.build(), config=config).engine as engine:
         real: Plan = engine.plan
-    assert replace(foretold, budgets=real.budgets) == real  # "auto" is what was free then
+    assert replace(predicted, budgets=real.budgets) == real  # "auto" is what was free then
     assert real.total(Tier.NVME) > 0
 
 
 def test_a_side_in_memory_needs_no_directory(tmp_path: Path) -> None:
-    plan = told.plan_of(sides.in_memory(SMALL, "in RAM"), tmp_path)
+    plan = predictions.plan_of(sides.in_memory(SMALL, "in RAM"), tmp_path)
     assert plan.nvme_traffic() == (0, 0)
 
 
 def test_a_side_that_does_not_fit_says_so(streamed: Spec, tmp_path: Path) -> None:
     streamed.settings["tiering"]["device_budget"] = "4KiB"
     with pytest.raises(SideError, match=r"streamed does not fit: .*device needs at least"):
-        told.plan_of(streamed, tmp_path)
+        predictions.plan_of(streamed, tmp_path)
 
 
 def test_rates_are_those_of_the_plans_format(
     streamed: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(told.device_rates, "measure", lambda device, **kinds: Rates(flops=3.0))
+    arguments: dict[str, Any] = {}
+    monkeypatch.setattr(predictions.device_rates, "measure", lambda device, **kinds: Rates(flops=3.0))
 
     def measure(directories: list[Path], **kinds: Any) -> Rates:
-        asked.update(kinds, directories=directories)
+        arguments.update(kinds, directories=directories)
         return Rates(nvme_read=2.0)
 
-    monkeypatch.setattr(told.measure, "measure", measure)
+    monkeypatch.setattr(predictions.measure, "measure", measure)
     streamed.settings["tiering"]["state"] = "split+bf16"
-    machine = told.Machine(told.plan_of(streamed, tmp_path), (tmp_path,), SMALL, 0.5, 1 << 20)
+    machine = predictions.Machine(predictions.plan_of(streamed, tmp_path), (tmp_path,), SMALL, 0.5, 1 << 20)
     assert machine.measure() == Rates(nvme_read=2.0, flops=3.0)
-    assert asked == {
+    assert arguments == {
         "directories": (tmp_path,),
         "state_format": "split+bf16",
         "state_tensors": 2,
@@ -98,16 +98,16 @@ def a_round(seconds: float, plan: Plan, steps: int = 2) -> Round:
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens, in order: a side whose every step takes a second, on a machine that gets faster."""
-    seen: list[str] = []
+    names: list[str] = []
 
     class Alone:
         facts: dict[str, object] = {}  # noqa: RUF012 - nobody changes it
 
         def __init__(self, spec: Spec, place: Place) -> None:
-            self._plan = told.plan_of(spec, place.directory)
+            self._plan = predictions.plan_of(spec, place.directory)
 
         def train(self, steps: int) -> Round:
-            seen.append("run")
+            names.append("run")
             return a_round(float(steps), self._plan, steps)
 
         def __enter__(self) -> Self:
@@ -116,39 +116,45 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __exit__(
             self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
         ) -> None:
-            seen.append("end")
+            names.append("end")
 
-    def measure(self: told.Machine) -> Rates:
-        seen.append("rates")
-        faster = float(seen.count("rates"))
+    def measure(self: predictions.Machine) -> Rates:
+        names.append("rates")
+        faster = float(names.count("rates"))
         return Rates(**{name: faster * rate for name, rate in KNOWN.as_dict().items()})
 
     monkeypatch.setattr(rows, "Side", Alone)
-    monkeypatch.setattr(told.Machine, "measure", measure)
-    return seen
+    monkeypatch.setattr(predictions.Machine, "measure", measure)
+    return names
 
 
 def test_rates_are_measured_before_and_after_each_round(
     streamed: Spec, tmp_path: Path, events: list[str]
 ) -> None:
     row = rows.measure(
-        streamed, Place(tmp_path, 1, 60), rounds=2, steps=3, seconds=0.1, file_bytes=1, say=lambda what: None
+        streamed,
+        Place(tmp_path, 1, 60),
+        rounds=2,
+        steps=3,
+        seconds=0.1,
+        file_bytes=1,
+        say=lambda message: None,
     )
     assert events == ["run", "rates", "run", "rates", "run", "rates", "end"]
     assert row.real == [1.0, 1.0]
-    slowest = told.forecast(row.plan, KNOWN, tokens=SMALL.sequence).seconds
+    slowest = predictions.forecast(row.plan, KNOWN, tokens=SMALL.sequence).seconds
     expected = [(slowest + slowest / 2) / 2, (slowest / 2 + slowest / 3) / 2]
-    assert row.told == pytest.approx(expected)
+    assert row.predicted == pytest.approx(expected)
     assert row.ratios == pytest.approx(expected)
 
 
 def concluded(plan: Plan, *seconds: float, **counted: float) -> tuple[Report, bool, bool]:
-    """A report of rounds that took so much of what was told, and whether time and bytes are as they should."""
-    foretold = told.forecast(plan, KNOWN, tokens=SMALL.sequence)
-    rounds = [a_round(2 * share * foretold.seconds, plan) for share in seconds]
-    rounds = [replace(one, counted={**one.counted, **counted}) for one in rounds]
+    """A report of rounds that took so much of what was predicted, and whether time and bytes are as they should."""
+    predicted = predictions.forecast(plan, KNOWN, tokens=SMALL.sequence)
+    rounds = [a_round(2 * share * predicted.seconds, plan) for share in seconds]
+    rounds = [replace(round_, counted={**round_.counted, **counted}) for round_ in rounds]
     times = len(rounds) + 1
-    row = rows.Row("some", plan, {}, rounds, [KNOWN] * times, [foretold] * times)
+    row = rows.Row("some", plan, {}, rounds, [KNOWN] * times, [predicted] * times)
     report = Report("title", {})
     rows.conclude(report, [row])
     time, moved = report.verdicts
@@ -156,7 +162,7 @@ def concluded(plan: Plan, *seconds: float, **counted: float) -> tuple[Report, bo
 
 
 def test_what_is_concluded(streamed: Spec, tmp_path: Path) -> None:
-    plan = told.plan_of(streamed, tmp_path)
+    plan = predictions.plan_of(streamed, tmp_path)
     report, near, exact = concluded(plan, 1.0, 1.1, 1.2)
     assert near and exact
     assert [table.rows[0][0] for table in report.tables] == ["some"] * 3
@@ -171,12 +177,12 @@ def test_what_is_concluded(streamed: Spec, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_everything_runs(command: Callable[..., tuple[int, str, Any, str]]) -> None:
     quick = ("--quick", "--rounds", "1", "--steps", "2", "--seconds", "0.05", "--threads", "1")
-    status, report, found, output = command("bench_plan.py", *quick)
+    status, report, raw, output = command("bench_plan.py", *quick)
     assert status in (0, 1), output
-    names = [one["name"] for one in found]
+    names = [row["name"] for row in raw]
     assert names == ["all in RAM", "NVMe, host budget 30MiB", "NVMe, nothing cached"]
-    assert all(len(one["rates"]) == 2 and len(one["rounds"]) == 1 for one in found)
-    assert "nvme_mixed" in found[1]["rates"][0] and "nvme_mixed" not in found[0]["rates"][0]
-    assert report.count("bytes per step: ") == 3 and "told" in output
+    assert all(len(row["rates"]) == 2 and len(row["rounds"]) == 1 for row in raw)
+    assert "nvme_mixed" in raw[1]["rates"][0] and "nvme_mixed" not in raw[0]["rates"][0]
+    assert report.count("bytes per step: ") == 3 and "predicted" in output
     lines = [line for line in report.splitlines() if line.startswith("| bytes per step")]
     assert all(line.endswith("| yes |") for line in lines)

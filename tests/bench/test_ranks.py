@@ -33,13 +33,15 @@ def run(place: Place) -> RanksRun:
 def a_turn(*seconds: float, wire: int | None = None) -> Turn:
     """Of as many ranks."""
     counted = {"cpu": 1.0, "sent: reduce": 8e6, "sent: control": 2e3}
-    rounds = [a_round(one, backward=0.5 * one, loss=5.0, peak=300 * MB, counted=counted) for one in seconds]
+    rounds = [
+        a_round(value, backward=0.5 * value, loss=5.0, peak=300 * MB, counted=counted) for value in seconds
+    ]
     return Turn(rounds, wire)
 
 
 def measured(name: str, module: str, *seconds: float) -> Measured:
     """Two ranks; of each turn, what the slower one took."""
-    turns = [a_turn(one, one / 2, wire=40 * MB) for one in seconds]
+    turns = [a_turn(value, value / 2, wire=40 * MB) for value in seconds]
     return Measured(name, module, 2, 10**6, 4_000_000, turns, baseline=200 * MB, built=250 * MB)
 
 
@@ -49,8 +51,8 @@ class TestOverlap:
         assert overlap.covered([]) == 0
 
     def test_of_a_trace(self, tmp_path: Path) -> None:
-        def span(track: str, name: str, began: float, ended: float) -> dict[str, Any]:
-            return {"ph": "X", "cat": track, "name": name, "ts": began * 1e6, "dur": (ended - began) * 1e6}
+        def span(track: str, name: str, began: float, end: float) -> dict[str, Any]:
+            return {"ph": "X", "cat": track, "name": name, "ts": began * 1e6, "dur": (end - began) * 1e6}
 
         events = [
             span("step", "step 3", 10, 20),
@@ -64,9 +66,9 @@ class TestOverlap:
         ]
         path = tmp_path / "trace.json"
         path.write_text(json.dumps({"traceEvents": events}))
-        found = overlap.read(path)
-        assert found == Overlap(step=10.0, used=5.0, waited=3.0)
-        assert found.share == pytest.approx(0.4)
+        result = overlap.read(path)
+        assert result == Overlap(step=10.0, used=5.0, waited=3.0)
+        assert result.share == pytest.approx(0.4)
 
     def test_a_step_without_a_network_waits_for_nothing(self) -> None:
         assert Overlap(step=1.0, used=0.0, waited=0.0).share == 1
@@ -88,28 +90,28 @@ class TestCases:
 
     def known(self, monkeypatch: pytest.MonkeyPatch, **seconds: tuple[float, ...]) -> list[list[Spec]]:
         """Sides of known speed, by the module or by a word of the name; the others have failed."""
-        asked = []
+        runs = []
 
-        def made(run: RanksRun, specs: list[Spec]) -> dict[str, Measured]:
-            asked.append(specs)
-            found = {}
+        def fake(run: RanksRun, specs: list[Spec]) -> dict[str, Measured]:
+            runs.append(specs)
+            results = {}
             for spec in specs:
                 speeds = [speed for word, speed in seconds.items() if word in f"{spec.module} {spec.name}"]
                 if speeds:
-                    found[spec.name] = measured(spec.name, spec.module.removeprefix("ranks."), *speeds[-1])
-            return found
+                    results[spec.name] = measured(spec.name, spec.module.removeprefix("ranks."), *speeds[-1])
+            return results
 
-        monkeypatch.setattr(RanksRun, "measured", made)
-        return asked
+        monkeypatch.setattr(RanksRun, "measured", fake)
+        return runs
 
     def test_the_fastest_of_fsdp_counts(self, run: RanksRun, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = self.known(monkeypatch, ours=(2.0, 2.0, 2.2), fsdp=(4.0, 4.0, 4.0), ahead=(2.0, 1.9, 1.8))
+        runs = self.known(monkeypatch, ours=(2.0, 2.0, 2.2), fsdp=(4.0, 4.0, 4.0), ahead=(2.0, 1.9, 1.8))
         sharded.case(run, "fp32")
         (verdict,) = run.report.verdicts
         assert verdict.what == "time per step: ours, stage 3, fp32 / FSDP2, fp32, gathers ahead"
         assert verdict.found.startswith("1.053 ")  # the median of 1, 1.05 and 1.22
         assert not verdict.holds
-        ((ours, *peers),) = asked
+        ((ours, *peers),) = runs
         assert (ours.ranks, ours.settings["stage"]) == (2, 3)
         ways = [(False, False), (True, False), (True, True)]
         assert [(peer.settings["ahead"], peer.settings["whole"]) for peer in peers] == ways
@@ -117,10 +119,10 @@ class TestCases:
     def test_bf16_meets_both_ways_to_send_gradients(
         self, run: RanksRun, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked = self.known(monkeypatch, ours=(2.0,), fsdp=(2.1,))
+        runs = self.known(monkeypatch, ours=(2.0,), fsdp=(2.1,))
         sharded.case(run, "bf16")
         assert [verdict.holds for verdict in run.report.verdicts] == [True]
-        assert {spec.settings["reduce"] for spec in asked[0][1:]} == {"fp32", "bf16"}
+        assert {spec.settings["reduce"] for spec in runs[0][1:]} == {"fp32", "bf16"}
 
     def test_without_a_peer_there_is_no_verdict(self, run: RanksRun, monkeypatch: pytest.MonkeyPatch) -> None:
         self.known(monkeypatch, ours=(2.0,))
@@ -146,9 +148,10 @@ class TestCases:
 
     def test_every_stage_has_the_offloads_that_it_allows(self) -> None:
         settings = sides.every_stage()
-        assert [sum(stage == which for stage, _ in settings) for which in range(4)] == [1, 3, 3, 5]
+        assert [sum(stage == expected for stage, _ in settings) for expected in range(4)] == [1, 3, 3, 5]
         assert all(
-            "offload_param" not in one.get("offload", {}) or one["stage"] == 3 for one in settings.values()
+            "offload_param" not in setting.get("offload", {}) or setting["stage"] == 3
+            for setting in settings.values()
         )
 
 
@@ -165,7 +168,7 @@ def test_ours_and_fsdp_train_the_same(place: Place, tmp_path: Path) -> None:
     assert losses[ours.module] == pytest.approx(losses[peer.module], rel=1e-5)
     assert losses[ours.module][0] != losses[ours.module][1]
     assert len(traces) == 2
-    assert all(0 < one.used < one.step and 0 <= one.share <= 1 for one in traces)
+    assert all(0 < trace.used < trace.step and 0 <= trace.share <= 1 for trace in traces)
     assert counted[0] == counted[1] > 0
     assert list(place.directory.iterdir()) == []
 

@@ -15,13 +15,13 @@ from bench_sidecar import Window, conclude
 from frame.report import Report
 from frame.side import BENCH
 from sidecar import clients
-from sidecar.clients import Heard, ask
+from sidecar.clients import ClientLog, ask
 from sidecar.processes import ProcessError, Sidecar
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-def heard_of(monkeypatch: pytest.MonkeyPatch, metrics: bytes, events: bytes, **more: float) -> Heard:
+def heard_of(monkeypatch: pytest.MonkeyPatch, metrics: bytes, events: bytes, **more: float) -> ClientLog:
     """What two scrapers and two subscribers hear of a server that always answers this, and keeps connections."""
     monkeypatch.setattr(clients, "WARM_UP", 0.1)
 
@@ -40,7 +40,7 @@ def heard_of(monkeypatch: pytest.MonkeyPatch, metrics: bytes, events: bytes, **m
         finally:
             writer.close()
 
-    async def both() -> Heard:
+    async def both() -> ClientLog:
         server = await asyncio.start_server(answer, clients.HOST, 0)
         port = server.sockets[0].getsockname()[1]
         try:
@@ -56,14 +56,14 @@ EVENTS = OK + b"\r\n" + b" " * 15 + b"event: status\r\n"
 
 
 def test_clients_count_answers_and_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = heard_of(monkeypatch, METRICS, EVENTS)
-    assert heard.errors == Counter()
-    assert heard.events == [1, 1]
-    assert 2 <= len(heard.latencies) <= 14
-    assert heard.received > 5 * len(heard.latencies)
-    assert heard.seconds == pytest.approx(0.3)
+    log = heard_of(monkeypatch, METRICS, EVENTS)
+    assert log.errors == Counter()
+    assert log.events == [1, 1]
+    assert 2 <= len(log.latencies) <= 14
+    assert log.received > 5 * len(log.latencies)
+    assert log.seconds == pytest.approx(0.3)
     hammered = heard_of(monkeypatch, METRICS, EVENTS, every=0.0)
-    assert len(hammered.latencies) > len(heard.latencies)
+    assert len(hammered.latencies) > len(log.latencies)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_what_is_wrong_is_counted(
 
 
 def test_a_server_that_is_not_there_is_an_error_of_each_client() -> None:
-    heard = asyncio.run(ask(1, scrapers=3, subscribers=2, seconds=0.1, every=1))
-    assert heard.errors == {
+    log = asyncio.run(ask(1, scrapers=3, subscribers=2, seconds=0.1, every=1))
+    assert log.errors == {
         "/metrics: ConnectionRefusedError": 3,
         "/v1/events: ConnectionRefusedError": 2,
         "a subscriber that heard nothing": 2,
@@ -91,12 +91,12 @@ def test_a_server_that_is_not_there_is_an_error_of_each_client() -> None:
 
 
 def a_window(step: float, errors: Counter[str] | None = None) -> Window:
-    heard = Heard(10.0, 12.0, [0.001, 0.002, 0.009], [2, 3], 4_000_000, errors or Counter())
-    return Window([step, step, 9.0], 0.015, heard, 0.5)
+    log = ClientLog(10.0, 12.0, [0.001, 0.002, 0.009], [2, 3], 4_000_000, errors or Counter())
+    return Window([step, step, 9.0], 0.015, log, 0.5)
 
 
 @pytest.mark.parametrize(
-    ("asked", "alone", "unpublished", "errors", "holds"),
+    ("polled", "alone", "unpublished", "errors", "holds"),
     [
         ([1.02, 1.0, 0.99], [1.0] * 3, [1.0] * 3, Counter(), (True, True, True)),
         ([1.06, 1.05, 1.04], [1.0] * 3, [1.0] * 3, Counter(), (True, False, True)),
@@ -105,13 +105,13 @@ def a_window(step: float, errors: Counter[str] | None = None) -> Window:
     ],
 )
 def test_what_is_concluded(
-    asked: list[float],
+    polled: list[float],
     alone: list[float],
     unpublished: list[float],
     errors: Counter[str],
     holds: tuple[bool, ...],
 ) -> None:
-    steps = {"asked": asked, "alone": alone, "unpublished": unpublished}
+    steps = {"asked": polled, "alone": alone, "unpublished": unpublished}
     rounds = {side: [a_window(step) for step in each] for side, each in steps.items()}
     report = Report("title", {})
     conclude(report, rounds, a_window(1.0, errors), 50_000_000)
@@ -147,7 +147,7 @@ def test_everything_runs(tmp_path: Path) -> None:
         "held": 1,
     }
     assert all(window["steps"] for windows in raw["windows"].values() for window in windows)
-    (held,) = raw["windows"]["held"]
-    assert len(held["heard"]["latencies"]) >= 5 and min(held["heard"]["events"]) >= 1
+    (window,) = raw["windows"]["held"]
+    assert len(window["log"]["latencies"]) >= 5 and min(window["log"]["events"]) >= 1
     assert raw["goals"][0] == {"what": "errors", "found": "none", "goal": "none", "holds": True}
     assert [path.name for path in tmp_path.iterdir()] == ["raw.json"]

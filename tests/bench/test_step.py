@@ -94,8 +94,8 @@ class TestVerdicts:
         assert depth.overhead(ours, loop) == [pytest.approx(1e9 * (2.5 / 2 - 0.25) / 10**8)]
 
     def test_stalls_by_cause(self) -> None:
-        one = a_round(counted={"stalled": 1.5, "stalled: staging": 1.0, "stalled: fetch": 0.5, "read": 7})
-        assert stalls([one, one]) == "staging 0.500 s, fetch 0.250 s"
+        round_ = a_round(counted={"stalled": 1.5, "stalled: staging": 1.0, "stalled: fetch": 0.5, "read": 7})
+        assert stalls([round_, round_]) == "staging 0.500 s, fetch 0.250 s"
         assert stalls([a_round()]) == ""
 
 
@@ -140,9 +140,9 @@ class TestScale:
             deepspeed.configuration({"directory": "/d", **spec.settings})["zero_optimization"]
             for spec in specs
         ]
-        assert [one["offload_optimizer"].get("pipeline_read", False) for one in zero] == [False, True] * 2
-        assert [one["offload_param"].get("buffer_count") for one in zero] == [None, None, 24, 24]
-        assert all(one["offload_optimizer"]["nvme_path"] == "/d" for one in zero)
+        assert [stage["offload_optimizer"].get("pipeline_read", False) for stage in zero] == [False, True] * 2
+        assert [stage["offload_param"].get("buffer_count") for stage in zero] == [None, None, 24, 24]
+        assert all(stage["offload_optimizer"]["nvme_path"] == "/d" for stage in zero)
         assert zero[3]["offload_param"]["buffer_size"] >= 4 * 1024**2  # its largest parameter
 
 
@@ -151,16 +151,20 @@ class TestSide:
     def test_ours_moves_what_its_plan_says_and_trains_as_the_plain_loop_does(self, place: Place) -> None:
         tiering = {"cache_in_host": False, "host_budget": "20MiB", "device_budget": "8MiB"}
         specs = [sides.plain(QUICK.model), sides.on_nvme(QUICK.model, "ours", tiering)]
-        found = {}
+        sides_by_name = {}
         for spec in specs:
             with Side(spec, place) as side:
                 side.train(1)
-                found[spec.name] = Measured(side.name, side.facts, [side.train(2), side.train(2)], (0, 0))
-        ours, loop = found["ours"], found[sides.PLAIN]
+                sides_by_name[spec.name] = Measured(
+                    side.name, side.facts, [side.train(2), side.train(2)], (0, 0)
+                )
+        ours, loop = sides_by_name["ours"], sides_by_name[sides.PLAIN]
         assert ours.as_planned
         assert ours.facts["planned_read"] > ours.facts["planned_written"] > 0
         assert ours.facts["parameters"] == loop.facts["parameters"]
-        assert [one.loss for one in ours.rounds] == pytest.approx([one.loss for one in loop.rounds], rel=2e-3)
+        assert [round_.loss for round_ in ours.rounds] == pytest.approx(
+            [round_.loss for round_ in loop.rounds], rel=2e-3
+        )
         assert list(place.directory.iterdir()) == []
 
     def test_deepspeed_is_configured_started_and_cleared_away(
@@ -232,19 +236,19 @@ class TestCases:
     """Cases on known rounds: what they ask for, and what they conclude."""
 
     def known(self, run: StepRun, monkeypatch: pytest.MonkeyPatch, **by_name: Measured) -> list[Any]:
-        asked: list[Any] = []
+        runs: list[Any] = []
 
         def measured(specs: Any, rounds: int, steps: Any, beside: Any = None) -> dict[str, Measured]:
-            asked.append((specs, rounds, steps))
-            made = {}
+            runs.append((specs, rounds, steps))
+            results = {}
             for spec in specs:
                 module = spec.module.removeprefix("step.")
                 if module in by_name:
-                    made[spec.name] = dataclasses.replace(by_name[module], name=spec.name)
-            return made
+                    results[spec.name] = dataclasses.replace(by_name[module], name=spec.name)
+            return results
 
         monkeypatch.setattr(StepRun, "measured", lambda self, *arguments: measured(*arguments))
-        return asked
+        return runs
 
     def holds(self, run: StepRun) -> dict[str, bool]:
         return {verdict.what: verdict.holds for verdict in run.report.verdicts}
@@ -280,7 +284,7 @@ class TestCases:
         run.peers = Path("python")
         spec = sides.deepspeed_on_nvme(SMALL, Path("python"))[2]
         monkeypatch.setattr(nvme, "fastest_deepspeed", lambda run: spec)
-        asked = self.known(
+        runs = self.known(
             run,
             monkeypatch,
             ours=measured(a_round(4.0), peaks=(GB, 2 * GB)),
@@ -294,29 +298,31 @@ class TestCases:
             "bytes per step: ours, NVMe, host budget 30MiB": True,
             f"time per step: ours, NVMe, host budget 30MiB / {spec.name}": False,
         }
-        ((specs, _, steps),) = asked
-        assert [one.settings["tiering"]["host_budget"] for one in specs[:2]] == ["20MiB", "30MiB"]
+        ((specs, _, steps),) = runs
+        assert [spec.settings["tiering"]["host_budget"] for spec in specs[:2]] == ["20MiB", "30MiB"]
         assert list(steps.values()) == [QUICK.steps, QUICK.steps, QUICK.peer_steps]
 
     def test_disk(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
         ours = measured(a_round(2.2))
         ours.fio = [RunReading(2 * GB, 1 * GB, seconds=2.0, cpu_seconds=0.1)]  # 1.5 GB in 1 s
-        asked = self.known(run, monkeypatch, ours=ours)
+        runs = self.known(run, monkeypatch, ours=ours)
         disk.case(run)
-        what = "time per step: ours, NVMe, nothing cached / planned bytes at fio's rate"
-        assert {verdict.what: verdict.found for verdict in run.report.verdicts}[what] == "1.100 (1.100-1.100)"
-        assert asked[0][0][0].settings["tiering"]["cache_in_host"] is False
+        subject = "time per step: ours, NVMe, nothing cached / planned bytes at fio's rate"
+        assert {verdict.what: verdict.found for verdict in run.report.verdicts}[
+            subject
+        ] == "1.100 (1.100-1.100)"
+        assert runs[0][0][0].settings["tiering"]["cache_in_host"] is False
 
     def test_formats(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = self.known(run, monkeypatch, ours=measured(a_round()))
+        runs = self.known(run, monkeypatch, ours=measured(a_round()))
         formats.case(run)
         holds = self.holds(run)
         assert not any(holds[f"bytes per parameter: {state}"] for state in formats.BYTES_PER_PARAMETER)
-        assert all(kept for what, kept in holds.items() if what.startswith("bytes per step"))
-        states = [spec.settings["tiering"]["state"] for specs, *_ in asked for spec in specs]
+        assert all(outcome for subject, outcome in holds.items() if subject.startswith("bytes per step"))
+        states = [spec.settings["tiering"]["state"] for specs, *_ in runs for spec in specs]
         assert states == 2 * ["fp32", "split", "bf16", "split+bf16"]
-        assert sum(what.startswith("time follows bytes") for what in holds) == 3
+        assert sum(subject.startswith("time follows bytes") for subject in holds) == 3
 
     def test_start(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         run.peers = Path("python")
@@ -368,10 +374,10 @@ class TestCommand:
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         ) as process:
             assert process.stderr is not None
-            said = ""
-            while "100000 rounds of" not in said:
-                said += (line := process.stderr.readline())
-                assert line, said
+            output = ""
+            while "100000 rounds of" not in output:
+                output += (line := process.stderr.readline())
+                assert line, output
             process.terminate()
             process.communicate(timeout=60)
         assert process.returncode == 2

@@ -55,7 +55,7 @@ class Leading:
         return None
 
     def settle(self) -> None:
-        """Raise label has failed, on every rank."""
+        """Raise the first failure, on every rank."""
         message = None
         if self._collectives is not None:
             own_message = None if self._error is None else _message_of(self._error)

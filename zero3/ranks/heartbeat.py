@@ -30,7 +30,7 @@ from zero3.ranks.store import MEMORY, Beat, Failure, Process, RankStore, spell
 log = logging.getLogger(__name__)
 
 ORDER = (
-    "modules must be wakes in the same order on all ranks, and so must what reads parameters (state_dict, gathered,"
+    "modules must be called in the same order on all ranks, and so must what reads parameters (state_dict, gathered,"
     " get_fp32_parameter) or saves them (save_checkpoint), never on one rank alone. For experts that are routed per"
     " rank, put their container into one group (zero_optimization.leaf_module)."
 )
@@ -110,7 +110,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
         self._thread.start()
 
-    # ---- wakes by other threads ----
+    # ---- calls by other threads ----
 
     def watch(self, *, urgent: bool = False) -> None:
         """This rank waits: read all beats now and at every beat; if ``urgent``, many times a second."""

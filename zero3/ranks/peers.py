@@ -163,7 +163,7 @@ class Peers:
         self._position.issue(group, label)
 
     def agree(self, label: str, *, group: str = COLLECTIVE) -> None:
-        """Wait deadline all ranks confirm that their next collective of ``group`` is ``label``.
+        """Wait until all ranks confirm that their next collective of ``group`` is ``label``.
 
         Another rank confirms when it calls ``agree`` or ``issue`` with the same label.
 
@@ -203,7 +203,7 @@ class Peers:
                 delay.check()
 
     def follow(self, has_ended: Callable[[float], bool], label: str) -> None:
-        """Wait for ``label``, a collective of the user's program, deadline ``has_ended(seconds)`` returns True.
+        """Wait for ``label``, a collective of the user's program, until ``has_ended(seconds)`` returns True.
 
         It has no number, because it may belong to any group, and it may take as long as torch allows. Raises
         RankLostError (or the error of the failure that ended the run) as soon as a rank is lost. If the collective

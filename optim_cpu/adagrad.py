@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_cpu import kernels
-from optim_cpu.fused_optimizer import FusedOptimizer, Params, form_of, scalar, seed_of
-from optim_cpu.kernels import Rule
-from optim_cpu.tensor_batch import Form, start_state
+from optim_cpu import rules
+from optim_cpu.fused_optimizer import FusedOptimizer, Params
+from optim_cpu.tensor_batch import start_state
 
 
 class Adagrad(FusedOptimizer):
@@ -19,6 +18,8 @@ class Adagrad(FusedOptimizer):
     State: step, sum; created in the constructor, as by torch. ``FusedOptimizer`` describes ``state_format``,
     ``stochastic_rounding`` and ``seed``.
     """
+
+    update_rule = rules.ADAGRAD
 
     def __init__(
         self,
@@ -60,20 +61,3 @@ class Adagrad(FusedOptimizer):
         group = self.param_groups[-1]
         for param in group["params"]:
             start_state(param, self.state[param], self._form(group))
-
-    def _form(self, group: dict[str, Any]) -> Form:
-        initial = scalar(group, "initial_accumulator_value")
-        if not 0 <= initial < float("inf"):
-            raise ValueError(f"initial_accumulator_value must be 0 or more, and finite, got {initial}")
-        return form_of(group, ("sum",), initial)
-
-    def _rule(self, group: dict[str, Any], step: int) -> Rule:
-        return kernels.adagrad(
-            lr=scalar(group, "lr"),
-            lr_decay=scalar(group, "lr_decay"),
-            eps=scalar(group, "eps"),
-            weight_decay=scalar(group, "weight_decay"),
-            step=step,
-            maximize=group["maximize"],
-            seed=seed_of(group),
-        )

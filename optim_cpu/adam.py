@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_cpu import kernels
-from optim_cpu.fused_optimizer import FusedOptimizer, Params, betas_of, form_of, scalar, seed_of
-from optim_cpu.kernels import DType, Rule, StepBatch
-from optim_cpu.tensor_batch import DTYPES, Form
+from optim_cpu import rules
+from optim_cpu.fused_optimizer import FusedOptimizer, Params
+from optim_cpu.kernels import DType, StepBatch
+from optim_cpu.tensor_batch import DTYPES
 
 
 class Adam(FusedOptimizer):
@@ -18,6 +18,8 @@ class Adam(FusedOptimizer):
 
     State: step, exp_avg, exp_avg_sq. ``FusedOptimizer`` describes ``state_format``, ``stochastic_rounding``, ``seed``.
     """
+
+    update_rule = rules.ADAM
 
     def __init__(
         self,
@@ -55,23 +57,6 @@ class Adam(FusedOptimizer):
             "seed": seed,
         }
         super().__init__(params, defaults)
-
-    def _form(self, group: dict[str, Any]) -> Form:
-        return form_of(group, ("exp_avg", "exp_avg_sq"))
-
-    def _rule(self, group: dict[str, Any], step: int) -> Rule:
-        beta1, beta2 = betas_of(group)
-        return kernels.adam(
-            lr=scalar(group, "lr"),
-            beta1=beta1,
-            beta2=beta2,
-            eps=scalar(group, "eps"),
-            weight_decay=scalar(group, "weight_decay"),
-            step=step,
-            decoupled=group["decoupled_weight_decay"],
-            maximize=group["maximize"],
-            seed=seed_of(group),
-        )
 
 
 class AdamW(Adam):
@@ -120,6 +105,7 @@ class AdamW(Adam):
         super().__setstate__(state)
 
 
+# Four tensors, the kernel's output and its hyperparameters: the function form of a step, as torch.optim.adam.adam is.
 def step_adamw(
     master: torch.Tensor,
     exp_avg: torch.Tensor,
@@ -151,7 +137,7 @@ def step_adamw(
     if out is not None:
         _check("out", out, master.shape, tuple(DTYPES))
     batch = StepBatch()
-    rule = kernels.adam(
+    rule = rules.adam(
         lr=lr,
         beta1=betas[0],
         beta2=betas[1],

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate, repeat
 from operator import attrgetter, is_
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from optim_cpu import kernels
 from optim_cpu.kernels import Rule, StateFormat
+from optim_cpu.rules import UpdateRule
 from optim_cpu.tensor_batch import Form, Member, TensorBatch, check_state
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -31,7 +31,7 @@ REFUSED = {
 }
 
 
-class FusedOptimizer(torch.optim.Optimizer, ABC):
+class FusedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` over CPU tensors that steps all its parameters in one run of the kernels.
 
     Arguments have the names, order and defaults of torch.optim; ``lr`` may be a one-element tensor. ``foreach`` and
@@ -71,6 +71,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     Two threads must not step one optimizer at the same time.
     """
 
+    # Set by each subclass.
+    update_rule: ClassVar[UpdateRule]
+
     _batch: TensorBatch
     # All parameters, as of the last step.
     _everyone: list[Tensor]
@@ -83,13 +86,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self._reset()
         super().__init__(params, defaults)
 
-    @abstractmethod
-    def _rule(self, group: dict[str, Any], step: int) -> Rule:
-        """The kernels' rule for step number ``step``. Raises ValueError, which names an invalid option."""
-
-    @abstractmethod
     def _form(self, group: dict[str, Any]) -> Form:
         """The form of the group's state. Raises ValueError, which names an invalid option."""
+        return form_of(group, self.update_rule.state_names(group), self.update_rule.initial(group))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with separate options, as in torch. Raises ValueError for an invalid option."""
@@ -225,7 +224,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return self._named(number, self._form, self.param_groups[number])
 
     def _rule_now(self, number: int, step: int) -> Rule:
-        return self._named(number, self._rule, self.param_groups[number], step)
+        return self._named(number, self.update_rule.at, self.param_groups[number], step)
 
     def _check_options(self, group: dict[str, Any], number: int) -> None:
         for name, remedy in REFUSED.items():
@@ -233,7 +232,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                 who = f"{type(self).__name__}, param group {number}"
                 raise ValueError(f"{who}: {name}={group[name]!r} is not supported: {remedy}")
         self._named(number, self._form, group)
-        self._named(number, self._rule, group, 1)
+        self._named(number, self.update_rule.at, group, 1)
 
     def _named(self, number: int, derive: Callable[..., Derived], *arguments: Any) -> Derived:
         """The result of ``derive``; its errors get the number of the param group."""
@@ -267,32 +266,6 @@ def form_of(group: dict[str, Any], arrays: tuple[str, ...], initial: float = 0.0
     if name.endswith("bf16"):
         state_format = StateFormat.BF16_STOCHASTIC if group["stochastic_rounding"] else StateFormat.BF16
     return Form(arrays, state_format, name.startswith("split"), initial)
-
-
-def scalar(group: dict[str, Any], name: str) -> float:
-    """The option ``name``, which may be a tensor of one element."""
-    value: float | Tensor = group[name]
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1:
-        raise ValueError(
-            f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}"
-        )
-    return float(value)
-
-
-def seed_of(group: dict[str, Any]) -> int:
-    """The seed of stochastic rounding."""
-    value = group["seed"]
-    if not isinstance(value, int) or not 0 <= value < 1 << 64:
-        raise ValueError(f"seed must be an integer from 0 to 2^64 - 1, got {value!r}")
-    return value
-
-
-def betas_of(group: dict[str, Any]) -> tuple[float, float]:
-    """Both betas, which may be tensors of one element."""
-    beta1, beta2 = group["betas"]
-    return float(beta1), float(beta2)
 
 
 class _Wrapped:

@@ -8,12 +8,37 @@ memory alive and in place during the call. Addresses must be aligned to their el
 from __future__ import annotations
 
 import enum
-import errno
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from optim_cpu._kernels import ffi, lib
+from optim_cpu.instruction_sets import available_instruction_sets, instruction_set, set_instruction_set
+from optim_cpu.refusals import ordered, refusal, unfit
+from optim_cpu.rules import Rule, adagrad, adam, lion, sgd
+
+__all__ = [
+    "MAX_THREADS",
+    "SQUARE_BLOCK",
+    "DType",
+    "Rule",
+    "StateFormat",
+    "StepBatch",
+    "accumulate",
+    "adagrad",
+    "adam",
+    "available_instruction_sets",
+    "cast",
+    "instruction_set",
+    "join",
+    "lion",
+    "reduce",
+    "set_instruction_set",
+    "set_thread_count",
+    "sgd",
+    "split",
+    "sum_of_squares",
+    "thread_count",
+]
 
 
 class DType(enum.IntEnum):
@@ -44,84 +69,6 @@ class StateFormat(enum.IntEnum):
     def itemsize(self) -> int:
         """Bytes per element of one state array."""
         return 4 if self is StateFormat.FP32 else 2
-
-
-class Rule:
-    """An optimizer with its hyperparameters at one step, which a ``StepBatch`` applies to segments. Immutable.
-
-    ``adam``, ``lion``, ``adagrad`` and ``sgd`` create rules; their formulas are in ``csrc/kernels.h``.
-    """
-
-    __slots__ = ("_rule", "state_count")
-
-    def __init__(self, call: str, arguments: dict[str, Any]) -> None:
-        self._rule = ffi.new("opt_rule *")
-        function = getattr(lib, f"opt_{call}_rule")
-        try:
-            code = function(self._rule, *arguments.values())
-        except (TypeError, OverflowError) as error:
-            raise _unfit(call, function, error, {"rule": self._rule} | arguments) from None
-        if code < 0:
-            raise _error(call, code, arguments)
-        self.state_count = int(lib.opt_state_count(self._rule))
-        """State arrays of the optimizer: 2 for Adam, 1 for Lion, Adagrad and SGD, 0 for SGD without momentum."""
-
-    @property
-    def key(self) -> int:
-        """The 64-bit key of stochastic rounding; the random bits depend on it and on the element's index."""
-        return int(self._rule.key)
-
-    def scalar(self, name: str) -> float:
-        """A float32 derived from the hyperparameters, by its name in ``opt_rule``."""
-        return float(getattr(self._rule, name))
-
-
-def adam(
-    *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-    decoupled: bool = True, maximize: bool = False, seed: int = 0,
-) -> Rule:  # fmt: skip
-    """Adam with decoupled weight decay (AdamW) or, ``decoupled=False``, with L2. State: exp_avg, exp_avg_sq.
-
-    ``step`` is the number of the step, from 1; ``seed`` (64 bits) selects the random bits of stochastic rounding.
-    Raises ValueError, which names the argument.
-    """
-    return Rule("adam", _ordered(locals(), "lr beta1 beta2 eps weight_decay decoupled maximize step seed"))
-
-
-def lion(
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    step: int,
-    maximize: bool = False,
-    seed: int = 0,
-) -> Rule:
-    """Lion with decoupled weight decay. State: exp_avg. Arguments and errors as ``adam``'s."""
-    return Rule("lion", _ordered(locals(), "lr beta1 beta2 weight_decay maximize step seed"))
-
-
-def adagrad(
-    *,
-    lr: float,
-    lr_decay: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    maximize: bool = False,
-    seed: int = 0,
-) -> Rule:
-    """Adagrad with L2 decay. State: sum, which may start above 0. Arguments and errors as ``adam``'s."""
-    return Rule("adagrad", _ordered(locals(), "lr lr_decay eps weight_decay maximize step seed"))
-
-
-def sgd(
-    *, lr: float, momentum: float, dampening: float, nesterov: bool, weight_decay: float, step: int,
-    maximize: bool = False, seed: int = 0,
-) -> Rule:  # fmt: skip
-    """SGD with L2 decay. State: momentum_buffer, none if ``momentum`` is 0. Arguments and errors as ``adam``'s."""
-    return Rule("sgd", _ordered(locals(), "lr momentum dampening nesterov weight_decay maximize step seed"))
 
 
 class StepBatch:
@@ -162,6 +109,8 @@ class StepBatch:
             )
         self._rules[number] = new[0]
 
+    # Eleven parameters, because they are the fields of opt_segment: a step of many small tensors calls this for each
+    # of them, and an object for the fields would be made only to be taken apart here.
     def add(
         self,
         numel: int,
@@ -200,13 +149,13 @@ class StepBatch:
                 out, out_dtype, first_index,
             )  # fmt: skip
         except (TypeError, OverflowError) as error:
-            arguments = {"segment": segment, "rules": self._rules} | _ordered(
+            arguments = {"segment": segment, "rules": self._rules} | ordered(
                 locals(),
                 "rule numel param remainder state0 state1 state_format grad grad_dtype out out_dtype first_index",
             )
-            raise _unfit("StepBatch.add", lib.opt_segment_init, error, arguments) from None
+            raise unfit("StepBatch.add", lib.opt_segment_init, error, arguments) from None
         if code < 0:
-            raise _error("StepBatch.add", code, locals())
+            raise refusal("StepBatch.add", code, locals())
         self._count += 1
         return self._count - 1
 
@@ -214,13 +163,13 @@ class StepBatch:
         """Set the address of the gradient of ``segment``. The dtype stays."""
         code = lib.opt_segment_set_grad(self._segments, self._count, segment, grad)
         if code < 0:
-            raise _error("StepBatch.set_grad", code, locals())
+            raise refusal("StepBatch.set_grad", code, locals())
 
     def run(self, grad_scale: float = 1.0) -> None:
         """Step every segment, gradients multiplied by float32(``grad_scale``)."""
         code = lib.opt_run(self._segments, self._count, self._rules, grad_scale)
         if code < 0:
-            raise _error("StepBatch.run", code, {})
+            raise refusal("StepBatch.run", code, {})
 
     def clear(self) -> None:
         """Remove all segments and rules."""
@@ -235,14 +184,14 @@ def split(param: int, remainder: int, master: int, numel: int) -> None:
     """
     code = lib.opt_split(param, remainder, master, numel)
     if code < 0:
-        raise _error("split", code, locals())
+        raise refusal("split", code, locals())
 
 
 def join(master: int, param: int, remainder: int, numel: int) -> None:
     """Float32 ``master`` from its bf16 half and int16 remainder. Raises ValueError naming the argument."""
     code = lib.opt_join(master, param, remainder, numel)
     if code < 0:
-        raise _error("join", code, locals())
+        raise refusal("join", code, locals())
 
 
 def accumulate(
@@ -254,7 +203,7 @@ def accumulate(
     """
     code = lib.opt_accumulate(dst, dst_dtype, src, src_dtype, numel, overwrite)
     if code < 0:
-        raise _error("accumulate", code, locals())
+        raise refusal("accumulate", code, locals())
 
 
 def cast(dst: int, dst_dtype: DType, src: int, src_dtype: DType, numel: int) -> None:
@@ -264,7 +213,7 @@ def cast(dst: int, dst_dtype: DType, src: int, src_dtype: DType, numel: int) -> 
     """
     code = lib.opt_accumulate(dst, dst_dtype, src, src_dtype, numel, True)
     if code < 0:
-        raise _error("cast", code, locals())
+        raise refusal("cast", code, locals())
 
 
 def reduce(
@@ -287,7 +236,7 @@ def reduce(
         target, target_dtype, list(sources), len(sources), source_dtype, numel, factor, overwrite
     )
     if code < 0:
-        raise _error("reduce", code, locals())
+        raise refusal("reduce", code, locals())
 
 
 def sum_of_squares(address: int, dtype: DType, numel: int, *, initial: float = 0.0) -> float:
@@ -302,36 +251,8 @@ def sum_of_squares(address: int, dtype: DType, numel: int, *, initial: float = 0
     result = ffi.new("double *")
     code = lib.opt_sum_of_squares(address, dtype, numel, initial, result)
     if code < 0:
-        raise _error("sum_of_squares", code, locals())
+        raise refusal("sum_of_squares", code, locals())
     return float(result[0])
-
-
-def instruction_set() -> str:
-    """The instruction set in use: the widest that this CPU supports, or the one in TIERING_ISA.
-
-    Raises ValueError if TIERING_ISA names one that is unknown or not supported by this CPU.
-    """
-    name = lib.opt_instruction_set()
-    if name == ffi.NULL:
-        raise _unsupported("TIERING_ISA", os.environ.get("TIERING_ISA", ""))
-    return _text(name)
-
-
-def available_instruction_sets() -> tuple[str, ...]:
-    """The instruction sets that this CPU supports, widest first; the last is ``portable``."""
-    names: list[str] = []
-    while (name := lib.opt_available_instruction_set(len(names))) != ffi.NULL:
-        names.append(_text(name))
-    return tuple(names)
-
-
-def set_instruction_set(name: str) -> None:
-    """Use another instruction set in calls that start later, with equal results. For tests and benchmarks.
-
-    Raises ValueError if this CPU does not support it.
-    """
-    if lib.opt_set_instruction_set(name.encode()) < 0:
-        raise _unsupported("set_instruction_set: name", name)
 
 
 def thread_count() -> int:
@@ -345,39 +266,7 @@ def set_thread_count(n: int) -> None:
         raise ValueError(f"set_thread_count: n must be 1 to {MAX_THREADS}, got {n}")
 
 
-def _ordered(arguments: dict[str, Any], names: str) -> dict[str, Any]:
-    """The arguments in the C function's order."""
-    return {name: arguments[name] for name in names.split()}
-
-
 def _doubled(c_type: str, array: Any) -> Any:
     grown = ffi.new(c_type, 2 * len(array))
     ffi.memmove(grown, array, ffi.sizeof(array))
     return grown
-
-
-def _text(c_string: Any) -> str:
-    return str(ffi.string(c_string).decode())
-
-
-def _unsupported(source: str, name: str) -> ValueError:
-    return ValueError(f"{source} is {name!r}: this CPU offers {', '.join(available_instruction_sets())}")
-
-
-def _unfit(call: str, function: Any, error: Exception, arguments: dict[str, Any]) -> Exception:
-    """The error of an argument that cffi cannot convert, with its name, which cffi does not report."""
-    for (name, value), c_type in zip(arguments.items(), ffi.typeof(function).args, strict=True):
-        try:
-            ffi.new(ffi.getctype(c_type, "[1]"), [value])
-        except TypeError:
-            return TypeError(f"{call}: {name}: {error}, got {value!r}")
-        except OverflowError:
-            return ValueError(f"{call}: {name} must fit {c_type.cname}, got {value!r}")
-    return error
-
-
-def _error(call: str, code: int, arguments: dict[str, Any]) -> Exception:
-    if code == -errno.ENOTSUP:
-        return _unsupported("TIERING_ISA", os.environ.get("TIERING_ISA", ""))
-    rule = _text(lib.opt_invalid_argument())
-    return ValueError(f"{call}: {rule}, got {arguments.get(rule.split()[0])!r}")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from optim_cpu import kernels
-from optim_cpu.fused_optimizer import FusedOptimizer, Params, betas_of, form_of, scalar, seed_of
-from optim_cpu.kernels import Rule
-from optim_cpu.tensor_batch import Form
+from optim_cpu import rules
+from optim_cpu.fused_optimizer import FusedOptimizer, Params
 
 
 class Lion(FusedOptimizer):
@@ -18,6 +14,8 @@ class Lion(FusedOptimizer):
     The paper recommends an ``lr`` 3 to 10 times smaller than AdamW's, and a ``weight_decay`` larger by the same factor.
     State: step, exp_avg. ``FusedOptimizer`` describes ``state_format``, ``stochastic_rounding`` and ``seed``.
     """
+
+    update_rule = rules.LION
 
     def __init__(
         self,
@@ -41,18 +39,3 @@ class Lion(FusedOptimizer):
             "seed": seed,
         }
         super().__init__(params, defaults)
-
-    def _form(self, group: dict[str, Any]) -> Form:
-        return form_of(group, ("exp_avg",))
-
-    def _rule(self, group: dict[str, Any], step: int) -> Rule:
-        beta1, beta2 = betas_of(group)
-        return kernels.lion(
-            lr=scalar(group, "lr"),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=scalar(group, "weight_decay"),
-            step=step,
-            maximize=group["maximize"],
-            seed=seed_of(group),
-        )

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_cpu import kernels
-from optim_cpu.fused_optimizer import FusedOptimizer, Params, form_of, scalar, seed_of
-from optim_cpu.kernels import Rule
-from optim_cpu.tensor_batch import Form
+from optim_cpu import rules
+from optim_cpu.fused_optimizer import FusedOptimizer, Params
 
 
 class SGD(FusedOptimizer):
@@ -19,6 +17,8 @@ class SGD(FusedOptimizer):
     State: momentum_buffer and, unlike torch's, step; neither without momentum. ``FusedOptimizer`` describes
     ``state_format``, ``stochastic_rounding`` and ``seed``.
     """
+
+    update_rule = rules.SGD
 
     def __init__(
         self,
@@ -52,21 +52,6 @@ class SGD(FusedOptimizer):
             "seed": seed,
         }
         super().__init__(params, defaults)
-
-    def _form(self, group: dict[str, Any]) -> Form:
-        return form_of(group, ("momentum_buffer",) if scalar(group, "momentum") else ())
-
-    def _rule(self, group: dict[str, Any], step: int) -> Rule:
-        return kernels.sgd(
-            lr=scalar(group, "lr"),
-            momentum=scalar(group, "momentum"),
-            dampening=scalar(group, "dampening"),
-            nesterov=group["nesterov"],
-            weight_decay=scalar(group, "weight_decay"),
-            step=step,
-            maximize=group["maximize"],
-            seed=seed_of(group),
-        )
 
     def _check_loaded(self, param: Tensor, values: dict[str, Any], group: dict[str, Any], who: Any) -> None:
         if values.get("momentum_buffer") is not None:

@@ -38,7 +38,7 @@ UNSUPPORTED_OPTIMIZERS = (
 )
 """The other optimizers of current and former DeepSpeed versions."""
 
-UpdateRule = Annotated[
+RuleName = Annotated[
     Literal["AdamW", "Adam", "Lion", "Adagrad", "SGD"],
     BeforeValidator(
         refuse_planned(
@@ -52,7 +52,7 @@ UpdateRule = Annotated[
 class OptimizerConfig(Section):
     """An update rule. A missing field has the default of the rule; fields that the rule does not have stay off."""
 
-    type: UpdateRule = Field(
+    type: RuleName = Field(
         default="AdamW", description="Update rule: AdamW, Adam (see decoupled), Lion, Adagrad or SGD."
     )
     lr: Number = Field(default=1e-3, description="Learning rate; Adagrad's default is 1e-2.")

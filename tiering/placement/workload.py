@@ -12,6 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+from optim_cpu.rules import UPDATE_RULES
 from tiering.config.training import OptimizerConfig, TieringConfig, format_size
 from tiering.errors import ConfigError
 from tiering.storage.arena import PAGE, round_up
@@ -320,9 +321,9 @@ def settle_dtypes(config: TieringConfig, *, whole_groups: bool = False) -> Dtype
 def configured_state(config: TieringConfig) -> StateKept:
     """The state of the optimizer in ``config``; AdamW's if it has none."""
     chosen = config.optimizer or OptimizerConfig()
-    tensors = {"AdamW": 2, "Adam": 2, "Lion": 1, "Adagrad": 1, "SGD": 1 if chosen.momentum else 0}
+    tensors = len(UPDATE_RULES[chosen.type].state_names(chosen.model_dump()))
     halves = config.tiering.state.split("+")
-    return StateKept(tensors[chosen.type], "split" in halves, FP32 // 2 if "bf16" in halves else FP32)
+    return StateKept(tensors, "split" in halves, FP32 // 2 if "bf16" in halves else FP32)
 
 
 def make_workload(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from optim_cpu.rules import ADAM
 from tiering import _logs
 from tiering.checkpoint.reader import Checkpoint, RankFiles, reading_checkpoint
 from tiering.config.training import IoConfig
@@ -25,7 +26,6 @@ from zero3.building.weights import STORED_NAMES, FileSource, OpenFiles, match
 from zero3.checkpoint.run_state import RankState
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
-from zero3.optimizer.update_rules import ADAM
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
 from zero3.parts import Assembly

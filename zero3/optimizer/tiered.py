@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from optim_cpu import kernels
 from optim_cpu.kernels import StepBatch
+from optim_cpu.rules import UpdateRule
 from tiering.errors import EngineStateError
 from zero3.device import kernels as device_kernels
 from zero3.device.tiers import Tiers
@@ -27,7 +28,7 @@ from zero3.optimizer.device_update import IN_BACKWARD, ROUNDS, DeviceUpdate, OnD
 from zero3.optimizer.slot_transfers import SlotTransfers, Staged
 from zero3.optimizer.tiles import FP32, StateLayout, StepListener, Tile
 from zero3.optimizer.trained import planned_group
-from zero3.optimizer.update_rules import OptimizerOptions, Options, UpdateRule
+from zero3.optimizer.update_rules import OptimizerOptions, Options
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
 from zero3.params.replicas import Replicas
@@ -62,7 +63,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         if options.source is not None:
             self.param_groups = options.source.param_groups
         self.rule = rule
-        self.state_names = rule.state_names(self.param_groups)
+        self.state_names = update_rules.state_names(rule, self.param_groups)
         self.steps: dict[int, int] = {}
         self._source = options.source
         self._timeline = tiers.timeline
@@ -334,7 +335,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 continue
             number = self._number_of[piece.index]
             step = self.steps.get(piece.index, 0) + 1
-            if self.rule.keeps(self._options[number]):
+            if self.rule.state_names(self._options[number]):
                 steps[piece.index] = step
             if (number, step) not in self._rules:
                 self._rules[number, step] = self._rule_at(number, self._options[number], step)

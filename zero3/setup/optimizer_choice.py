@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from optim_cpu.kernels import StateFormat
+from optim_cpu.rules import UpdateRule
 from optim_cpu.tensor_batch import Form
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 from zero3.building.model_checks import check_dense_gradients, check_dtypes
 from zero3.optimizer import update_rules
 from zero3.optimizer.client import needs_closure
-from zero3.optimizer.update_rules import Options, UpdateRule
+from zero3.optimizer.update_rules import RULE_NAMES, Options
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class OptimizerChoice:
     @property
     def state_tensors(self) -> int:
         """The number of state tensors that the tiers hold for each parameter, without its master."""
-        return len(self.rule.state_names(self.param_groups)) if self.rule is not None else 0
+        return len(update_rules.state_names(self.rule, self.param_groups)) if self.rule is not None else 0
 
     @property
     def initial_state(self) -> dict[nn.Parameter, float]:
@@ -96,7 +97,7 @@ def choose_optimizer(
     rule, defaults = update_rules.from_config(config.optimizer)
     groups = [defaults | group for group in _param_groups(model, model_parameters)]
     _check_params(model, groups, "model_parameters")
-    rule.check(groups)
+    update_rules.check_options(rule, groups)
     form = update_rules.state_form(config.tiering.state)
     return OptimizerChoice(groups, defaults, rule, split=form.split, moments=form.format)
 
@@ -129,7 +130,7 @@ def _of_client(client: torch.optim.Optimizer, model: nn.Module, config: TieringC
         raise ConfigError(
             f"the {name} has stepped before, and its state cannot be taken over in this version: give a new one"
         )
-    rule.check(client.param_groups)
+    update_rules.check_options(rule, client.param_groups)
     form = _state_form(client, config)
     return OptimizerChoice(
         client.param_groups, client.defaults, rule, client, split=form.split, moments=form.format
@@ -163,12 +164,12 @@ def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
     if config.tiering.state != "fp32":
         raise ConfigError(
             f"the {name} has no kernel here and steps fp32 masters by itself, but tiering.state is"
-            f" {config.tiering.state!r}: set it to 'fp32', or use AdamW, Adam, Lion, Adagrad or SGD"
+            f" {config.tiering.state!r}: set it to 'fp32', or use {RULE_NAMES}"
         )
     if config.tiering.step_in_backward:
         raise ConfigError(
             f"the {name} has no kernel here and steps all parameters at once, but tiering.step_in_backward is true: set"
-            " it to false, or use AdamW, Adam, Lion, Adagrad or SGD"
+            f" it to false, or use {RULE_NAMES}"
         )
     for kind, section in (
         ("offload_param", config.zero.offload_param),
@@ -177,7 +178,7 @@ def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
         if section.device != "none":
             raise ConfigError(
                 f"the {name} can only step what stays on the device, but {kind}.device is {section.device!r}. Use"
-                " AdamW, Adam, Lion, Adagrad or SGD (named in the configuration; or of torch.optim or optim_cpu,"
+                f" {RULE_NAMES} (named in the configuration; or of torch.optim or optim_cpu,"
                 " without amsgrad and differentiable, and with the step that they have), or set"
                 f" {kind}.device to 'none'"
             )

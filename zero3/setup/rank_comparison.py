@@ -10,6 +10,7 @@ from torch import nn
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 from zero3.building.weights import Matched
+from zero3.optimizer.update_rules import RULE_NAMES
 from zero3.ranks.collectives import Collectives
 from zero3.setup.optimizer_choice import OptimizerChoice
 
@@ -30,8 +31,7 @@ def check_ranks_agree(
     if chosen.rule is None and config.zero.stage > 0:
         raise ConfigError(
             f"the {type(chosen.client).__name__} has no kernel here and steps whole parameters, but stage"
-            f" {config.zero.stage} shards optimizer state over the ranks; use stage 0, or AdamW, Adam, Lion, Adagrad"
-            " or SGD"
+            f" {config.zero.stage} shards optimizer state over the ranks; use stage 0, or {RULE_NAMES}"
         )
     # The configuration first: the groups of a model depend on it.
     collectives.check_same("configuration", _lines_of_config(config))

@@ -155,25 +155,27 @@ def test_without_transformers_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(
-    ("kind", "params"),
+    ("kind", "params", "tensors"),
     [
-        ("AdamW", {}),
-        ("Adam", {}),
-        ("Lion", {}),
-        ("Adagrad", {}),
-        ("SGD", {}),
-        ("SGD", {"momentum": 0.9}),
+        ("AdamW", {}, 2),
+        ("Adam", {}, 2),
+        ("Lion", {}, 1),
+        ("Adagrad", {}, 1),
+        ("SGD", {}, 0),
+        ("SGD", {"momentum": 0.9}, 1),
     ],
 )
 def test_state_is_counted_as_the_update_rules_keep_it(
-    kind: str, params: dict[str, float], tmp_path: Path
+    kind: str, params: dict[str, float], tensors: int
 ) -> None:
     config, _ = ds_config.load(
         {"train_batch_size": 1, "optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
     )
     assert config.optimizer is not None
     rule, options = update_rules.from_config(config.optimizer)
-    assert configured_state(config).tensors == len(rule.state_names([options]))
+    assert configured_state(config).tensors == tensors
+    assert len(rule.state_names(options)) == tensors
+    assert rule.at(options, 1).state_count == tensors
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

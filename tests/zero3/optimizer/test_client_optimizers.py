@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "a seed that was changed to nonsense": (
         lambda model: with_seed(optim_cpu.AdamW(in_two_groups(model), LR, state_format="bf16"), -1),
         {},
-        "Adam, param group 1: adam: seed must fit uint64_t, got -1",
+        r"Adam, param group 1: seed must be an integer from 0 to 2\^64 - 1, got -1",
     ),
     "a format that contradicts the configuration": (
         lambda model: optim_cpu.AdamW(trained(model), LR, state_format="bf16"),

@@ -29,15 +29,6 @@ WORD, HALF_WORD = (1 << 64) - 1, (1 << 32) - 1
 HALF_BF16 = 0x8000  # below a bf16's last place, half of it
 
 
-class _Optimizer(IntEnum):
-    """opt_rule.optimizer, as kernels.h numbers it."""
-
-    ADAM = 0
-    LION = 1
-    ADAGRAD = 2
-    SGD = 3
-
-
 class _Decay(IntEnum):
     """opt_rule.decay_kind."""
 
@@ -154,7 +145,7 @@ def _step_fp32(
     g = grad.float() * (scalar("scale") * grad_scale)
     if decay_kind is _Decay.L2:
         g = g + param * decay
-    update = _UPDATES[_Optimizer(int(scalar("optimizer")))](state, g, scalar)
+    update = _UPDATES[rule.name](state, g, scalar)
     if decay_kind is _Decay.DECOUPLED:
         update = update + param * decay
     param.sub_(update)
@@ -236,12 +227,7 @@ def _sgd(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
     return looked_ahead * scalar("step_size")
 
 
-_UPDATES = {
-    _Optimizer.ADAM: _adam,
-    _Optimizer.LION: _lion,
-    _Optimizer.ADAGRAD: _adagrad,
-    _Optimizer.SGD: _sgd,
-}
+_UPDATES = {"adam": _adam, "lion": _lion, "adagrad": _adagrad, "sgd": _sgd}
 
 
 def _move(average: Tensor, new: Tensor, beta: float, one_minus_beta: float) -> None:

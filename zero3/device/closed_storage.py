@@ -58,6 +58,7 @@ class Placeholder:
     def __init__(
         self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device, name: str
     ) -> None:
+        # Both hold the same NaN, and one of them is closed: an exchange opens or closes the storage of the views.
         nan, self._other = (torch.full((), torch.nan, dtype=dtype, device=device) for _ in range(2))
         self.views = [nan.expand(tuple(shape)) for shape in shapes]
         self._nan = nan
@@ -124,6 +125,7 @@ def _place_of_mark() -> int | None:
     if not hasattr(torch._C, "_set_throw_on_mutable_data_ptr"):
         return None
     probe = torch.zeros(1, device="cpu")
+    # The address of torch's object for the storage, which lives as long as ``probe``: until the last look below.
     address = probe.untyped_storage()._cdata
     before = ctypes.string_at(address, _FIRST_BYTES)
     torch._C._set_throw_on_mutable_data_ptr(probe)
@@ -136,6 +138,7 @@ def _place_of_mark() -> int | None:
     mark = _byte(address + place)
     mark.value = 1
     refuses = _refuses(probe)
+    # Before the read below, which must succeed again.
     mark.value = 0
     return place if refuses and probe.sum() == 0 else None
 

@@ -75,6 +75,7 @@ class Copies:
 
         The CPU does not wait, and the copies behind that one are not waited for.
         """
+        # Kernels that are queued after an event has come see its bytes, so no wait is needed then.
         if not event.done():
             self._stalls.hold(event, COPIES_OF + cause)
 
@@ -95,6 +96,8 @@ class Copies:
                 link.stream.wait_for(event)
             began = link.stream.record(timed=True)
             with link.stream.running():
+                # Does not hold the CPU, because the host side lies in the pinned arena. Torch did not allocate that
+                # memory and does not know who uses it: only ``ended`` tells when either side may be changed or freed.
                 target.copy_(source, non_blocking=True)
             ended = link.stream.record(timed=True)
             link.under_way.append((nbytes, began, ended))
@@ -105,6 +108,7 @@ class Copies:
 
 def _count(link: _Link) -> None:
     """Count what has ended by now."""
+    # A stream runs its copies in order: behind one that has not ended, none has.
     while link.under_way and link.under_way[0][2].done():
         nbytes, began, ended = link.under_way.popleft()
         link.nbytes += nbytes

@@ -40,15 +40,20 @@ def map_nan(nbytes: int) -> memoryview | None:
         log.debug("no %d bytes of address space: %s", size, os.strerror(ctypes.get_errno()))
         return None
     region = (ctypes.c_char * size).from_address(base)
+    # Before the mappings below: also a return without them gives the whole range back. Not at exit, when tensors may
+    # still show these bytes.
     weakref.finalize(region, libc.munmap, base, size).atexit = False
     content = os.memfd_create("nan", os.MFD_CLOEXEC)
     try:
         if os.write(content, b"\xff" * block) < block:
             return None
+        # MAP_FIXED replaces pages of the range that was reserved above, and of no other mapping.
         for offset in range(0, size, block):
             if libc.mmap(base + offset, block, protection, private | _MAP_FIXED, content, 0) == _FAILED:
                 log.debug("no mapping of NaN: %s", os.strerror(ctypes.get_errno()))
                 return None
     finally:
+        # The mappings keep the memory of the file.
         os.close(content)
+    # The view refers to ``region``: the range is unmapped when no tensor shows it any more.
     return memoryview(region).cast("B")[:nbytes]

@@ -68,6 +68,8 @@ class SlabRoom(DeviceRoom):
 
     def take_bytes(self, name: str) -> None:
         exchange_pointers(self.flat, torch.empty(0, dtype=torch.uint8, device=self.flat.device))
+        # After the exchange, because the mark goes with the memory: it is the empty memory that is closed. ``attach``
+        # trades it for the lease, which is open, and ``give_back`` brings it back.
         close_storage(self.flat, name)
 
     def take(self, *, at: int | None, wait: bool) -> bool:
@@ -82,6 +84,7 @@ class SlabRoom(DeviceRoom):
     def open(self) -> tuple[Tensor, list[Event]]:
         assert self._lease is not None
         self._bytes = self._slab.tensor(self._lease)
+        # The CPU has released earlier leases of this range, but the device may still compute with their bytes.
         return self._bytes[: self._nbytes], self._slab.last_uses(self._lease)
 
     def attach(self) -> None:
@@ -94,11 +97,16 @@ class SlabRoom(DeviceRoom):
         assert lease is not None
         if self._attached:
             assert self._bytes is not None and self._tiers.streams is not None
+            # First the storage is closed, then the event is recorded: no kernel that reads these bytes can be queued
+            # behind it.
             exchange_pointers(self.flat, self._bytes)
             self._attached = False
+            # Behind all kernels that may read the bytes. The next copy into this range waits for it, see
+            # DeviceSlab.last_uses.
             last_use = last_use or self._tiers.streams.compute.record()
         self._bytes = None
         if last_use is None:
+            # Nothing was copied here, and compute has not seen the bytes.
             lease.release()
         else:
             self._slab.release(lease, last_use)
@@ -150,6 +158,8 @@ class AllocatedRoom(DeviceRoom):
             # It goes back to the pool of the stream that it was allocated on, which is perhaps not this one.
             if last_use is not None:
                 streams.compute.wait_for(last_use)
+            # Torch's pool may give the memory to the next allocation at once. With this it waits for what compute has
+            # queued, and so for ``last_use``, which compute waits for.
             streams.compute.keep(self.flat)
         self.flat.untyped_storage().resize_(0)
         self._entry.release()

@@ -40,10 +40,12 @@ class DeviceSlab(Arena):
 
     def release(self, lease: Lease, last_use: Event) -> None:
         """Give the room back; what is there is used until ``last_use``."""
+        # Before the room is free: whoever leases it next asks ``last_uses`` which events come before a write to it.
         self._uses.append((lease.offset, lease.offset + lease.nbytes, last_use))
         lease.release()
 
     def forget_memory(self) -> None:
         super().forget_memory()
+        # A clone: a view, even an empty one, would keep the memory of the slab.
         self._bytes = self._bytes[:0].clone()
         self._uses.clear()

@@ -17,11 +17,14 @@ def exchange_pointers(first: Tensor, second: Tensor) -> None:
 
     They are of one size, or one of them is empty.
     """
+    # Kernels that a device has queued keep the addresses that they were given. So this orders nothing on the device:
+    # whoever frees the memory waits for an event behind these kernels.
     first.untyped_storage()._swap_data_ptr_(second.untyped_storage())  # type: ignore[attr-defined]
 
 
 def apart(part: Tensor) -> Tensor:
     """A contiguous view as a tensor whose storage begins and ends with it; it keeps the memory of the whole."""
+    # The capsule refers to ``part``, and so to the memory of the whole, as long as the new tensor lives.
     made: Tensor = dlpack.from_dlpack(dlpack.to_dlpack(part))  # type: ignore[attr-defined] # torch does not list it
     return made
 

@@ -89,11 +89,15 @@ class Streams(ABC):
 
     def synchronize(self) -> None:
         """Let the CPU wait for all copies, and for the updates between them: host and device memory are about to go."""
+        # Gathers and reductions are not waited for here: a collective that waits for a lost rank never ends.
+        # Collectives.settle comes before this, and breaks such collectives off.
         for stream in (self.fetch, self.update, self.offload, self.save):
             stream.synchronize()
 
     def before_host_changes(self) -> None:
         """Let the CPU wait for the copies to the device: they may still read what changes in host memory now."""
+        # Only copies on ``fetch`` read host memory. Copies that write to it, on ``offload`` and ``save``, have events
+        # of their own, for which the readers of these bytes wait.
         self.fetch.synchronize()
 
 
@@ -102,12 +106,15 @@ class CudaEvent(Event):
 
     def __init__(self, stream: torch.cuda.Stream, *, timed: bool) -> None:
         self.handle = torch.cuda.Event(enable_timing=timed)
+        # Recorded at once: CUDA counts an event that was never recorded as done, and a wait for it would order nothing.
         self.handle.record(stream)
 
     def done(self) -> bool:
         return bool(self.handle.query())
 
     def wait(self, timeout: float | None = None) -> int:
+        # CUDA has no wait with a limit, so ``timeout`` has no effect. A caller that wants to look at other transfers in
+        # between (Arena.lease) waits for this event alone.
         self.handle.synchronize()
         return 0
 
@@ -148,6 +155,8 @@ class CudaStreams(Streams):
             log.warning(
                 "CUDA_DEVICE_MAX_CONNECTIONS is 1, which queues copies behind compute: nothing is hidden; unset it"
             )
+        # Streams from torch's pool do not synchronize with CUDA's default stream, on which most programs compute. So
+        # only events order them: a copy without an event may run before the kernel that makes its bytes.
         made = [CudaStream(torch.cuda.Stream(device)) for _ in range(4)]
         self.fetch, self.offload, self.update, self.save = made
         # Their few blocks get onto the device beside a matmul's, and do not queue behind them.
@@ -160,6 +169,8 @@ class CudaStreams(Streams):
 
     @property
     def compute(self) -> Stream:
+        # Asked at each use: the program may change its stream, and autograd runs each node on the stream of its
+        # forward.
         return CudaStream(torch.cuda.current_stream(self._device))
 
 

@@ -242,6 +242,8 @@ class Tiers:
             target = home.tensor[offset : offset + nbytes]
             local = target if home.on_host else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             yield local
+            # A copy from memory that is not pinned: it runs behind compute's kernels, and has ended when the call
+            # returns.
             if local is not target:
                 target.copy_(local)
             return
@@ -249,16 +251,20 @@ class Tiers:
         lease = self.staging.lease(nbytes, "staging")
         try:
             yield as_tensor(lease)[:nbytes]
+            # The extent orders this write behind transfers of the same bytes that are under way.
             ticket = self.swap.swap_out(home.extent, lease.part(0, nbytes), offset=offset)
         except BaseException:
+            # A signal handler may have raised after the submission: the memory is released only when no write reads it.
             self.swap.settle(home.extent)
             lease.release()
             raise
+        # The write reads the lease until the ticket is done.
         lease.retire(ticket)
 
     def load(self, home: Home, offset: int, nbytes: int) -> Tensor:
         """A copy, in host memory, of bytes [offset, offset + nbytes) of ``home``; any offset and length."""
         if home.tensor is not None:
+            # From a device, the copy runs behind the kernels of the current stream, and the CPU waits for it.
             return home.tensor[offset : offset + nbytes].to("cpu", copy=True)
         assert home.extent is not None and self.swap is not None
         loaded = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -324,15 +330,19 @@ class Tiers:
         """Wait for what is in flight and release the swap space. Idempotent. Raises the first pending I/O error."""
         try:
             if self.aio is not None:
+                # Each step relies on the one before. After this one, no transfer uses an arena or a descriptor.
                 self.aio.close()
         finally:
             if self.swap is not None:
+                # The driver of the I/O used these descriptors until it ended.
                 self.swap.close()
             if self.streams is not None:
                 try:
+                    # Copies may still read or fill pinned memory.
                     self.streams.synchronize()
                 except RuntimeError as error:  # memory must be given back nevertheless
                     log.error("the device has failed, and what it was told has not ended: %s", error)
+            # While the pages are still mapped: CUDA finds its registration by their address.
             if self._unpin is not None:
                 self._unpin()
             # The engine may be referred to for long; its memory must not wait for that.
@@ -357,6 +367,8 @@ def as_tensor(lease: Lease) -> Tensor:
     """The lease's bytes as a uint8 tensor that keeps the arena's memory reachable."""
     if lease.nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
+    # The tensor refers to the view, and the view to the lease: so the range is not lost while the tensor lives. An
+    # explicit release frees it nevertheless.
     return torch.frombuffer(lease.view, dtype=torch.uint8)
 
 

@@ -160,6 +160,7 @@ class PhaseClock:
 
     def _look(self) -> None:
         """Count what the device has ended; with the lock."""
+        # In their order: the seconds of a phase count when those of all phases before it do.
         while self._ahead and self._ahead[0][1].done():
             phase, ended = self._ahead.popleft()
             if self._reached is not None:
@@ -216,6 +217,7 @@ class StallClock:
     def waiting_for(self, cause: str) -> Iterator[None]:
         """A block in which compute waits."""
         thread = threading.get_ident()
+        # Without the lock: no other thread adds or removes the entry of this one.
         if thread in self._under_way:
             yield
             return
@@ -232,6 +234,8 @@ class StallClock:
         """
         assert self.streams is not None
         compute = self.streams.compute
+        # In this order on the stream: ``reached`` comes when the device has nothing else to do, ``resumed`` when
+        # ``event`` has come. The time between them is the stall.
         reached = compute.record(timed=True)
         compute.wait_for(event)
         resumed = compute.record(timed=True)
@@ -246,6 +250,7 @@ class StallClock:
     def by_phase(self) -> dict[str, dict[str, float]]:
         """Seconds so far by phase, and there by cause, those of waits under way included. They never fall."""
         with self._lock:
+            # First, and under the same lock: a wait that is over moves from ``_queued`` to ``_ended``, and counts once.
             self._look()
             waited = Counter(self._ended)
             now = time.monotonic_ns()

@@ -74,6 +74,7 @@ class Ticket:
     def __init__(self, context: AioContext, request: Request) -> None:
         self._context = context
         self._request = request
+        # Weak: whether the caller has dropped the ticket decides who gets its failure.
         request.holder = weakref.ref(self)
 
     def begin(self) -> Self:
@@ -104,6 +105,7 @@ class Ticket:
         if result is None:
             result = self._context._await(request, timeout)
         if result < 0:
+            # First: whatever happens to this exception, ``close`` does not raise it again.
             self._context._mark_reported(request)
             raise self._context._failure(request, -result)
         request.is_reported = True
@@ -311,6 +313,7 @@ class AioContext:
         ids = ffi.new("int64_t[]", [ticket._request.id for ticket in tickets])
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
+            # Before the call: C has forgotten the tickets whose success a thread has collected.
             for ticket in tickets:
                 if ticket._request.result is not None:
                     return ticket
@@ -361,6 +364,7 @@ class AioContext:
         Transfers that were never issued are left out. Raises no error of a transfer: its ticket does.
         """
         try:
+            # A copy: each wait removes its request from the set.
             for request in list(self._live):
                 if request.id and request.result is None:
                     self._await(request, None)
@@ -377,11 +381,13 @@ class AioContext:
         if self._closed:
             return
         self._closed = True
+        # Returns when no transfer is in flight: from here on buffers may be freed, and descriptors closed.
         lib.aio_close(self._handle)
         self._registered.clear()
         if os.getpid() != self._pid:
             return  # a child has no transfers; the parent reports the failures of its own
         unreported = sorted(self._live, key=lambda request: request.id)
+        # First collect all of them, which releases their buffers: the next loop ends with the first failure.
         for request in unreported:
             if request.result is None and request.id:
                 self._collect(request, 0)
@@ -405,6 +411,7 @@ class AioContext:
         if self._closed or os.getpid() != self._pid or self._owner.handle is None:
             return
         warnings.warn("AioContext was dropped without close()", ResourceWarning, source=self, stacklevel=2)
+        # Before the owner of the context frees its memory.
         lib.aio_close(self._handle)
 
     def _prepare(
@@ -503,6 +510,7 @@ class AioContext:
                 self._live.discard(request)  # a failure stays until a caller has it
                 # -ESTALE: another thread has just released it.
                 first = lib.aio_release(self._handle, ticket) == 0
+            # C has ended with this memory, whose owner may reuse or unmap it now.
             request.buffer = None
             if first and self._recorded is not None and result.issued_ns:
                 self._recorded.append(self._record(request, result.issued_ns, result.done_ns))
@@ -581,6 +589,7 @@ class AioContext:
                 failed = request
             else:
                 pending.append(request)  # under way, or its holder may wait for it, or it is raised next time
+        # Before the exception below, which must come once: the failed request is no longer in the list.
         unchecked.requests, unchecked.limit = pending, FEW_BEGUN + 2 * len(pending)
         if failed is not None:
             self._raise_unreported(failed)

@@ -121,7 +121,9 @@ class Arena:
         # after the lock was acquired.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        # Weak: a lease that nobody refers to is lost, and its range is free again.
         self._leases: dict[int, weakref.ref[Lease]] = {}  # with bytes, by offset
+        # Strong: these leases stay until their transfers are done, though no caller refers to them any more.
         self._retiring: deque[tuple[Lease, Completion]] = deque()
         self._forgotten = False  # the memory is gone: counts stay as they are
         self._stale = True  # the next four are to be rebuilt
@@ -151,6 +153,8 @@ class Arena:
             except OSError:
                 log.debug("%s arena: no transparent huge pages in this kernel", name)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        # Before the pages exist. A fork would share them copy-on-write, and the next write of this process would move
+        # it to a copy, while the kernel and the GPU go on with the pages that they have pinned.
         withhold(mapping, address)
         if numa_node is not None:
             prefer_node(address, len(mapping), numa_node)
@@ -182,6 +186,7 @@ class Arena:
         if nbytes == 0:
             return Arena(self.memory[:0], self.address, name)
         lease = self.lease(nbytes, name)
+        # The view keeps the lease, so this range has no other owner as long as the new arena lives.
         return Arena(lease.view, lease.address, name)
 
     @property
@@ -230,6 +235,7 @@ class Arena:
                 oldest = self._retiring[0][1] if self._retiring else None
                 if oldest is None and (alone or not self._changed.wait(timeout=STARVED_AFTER_SECONDS)):
                     raise self._starved(size, kind)
+            # Outside the lock: meanwhile, other threads release leases and take some.
             if oldest is not None:
                 # _collect raises the error, after it has freed the room.
                 with contextlib.suppress(NotDoneError, SwapError):
@@ -239,12 +245,14 @@ class Arena:
         """Return a lease's range to the free list (see Lease.release)."""
         with self._lock:
             self._restore(lease)
+            # Threads in ``lease`` sleep until some range is released.
             self._changed.notify_all()
 
     def retire(self, lease: Lease, completion: Completion) -> None:
         """Return a lease's range once ``completion`` is done (see Lease.retire)."""
         with self._lock:
             self._retiring.append((lease, completion))
+            # A thread that sleeps in ``lease`` now has a transfer to wait for.
             self._changed.notify_all()
 
     def drain(self) -> None:
@@ -274,10 +282,12 @@ class Arena:
 
     def _collect(self) -> None:
         """Free the retired leases whose transfers have ended, in any order."""
+        # Not in their order: a slow path must not hold back the leases of others.
         for retiring in tuple(self._retiring):
             if retiring[1].done():
                 self._restore_retired(retiring)
-                retiring[1].wait()  # raises its error, once
+                # Raises its error, once; only now, when the range is free and the arena consistent.
+                retiring[1].wait()
 
     def _restore_retired(self, retiring: tuple[Lease, Completion]) -> None:
         self._retiring.remove(retiring)
@@ -306,6 +316,7 @@ class Arena:
                 self._leases[offset] = weakref.ref(lease)
             self._count(lease)
             return lease
+        # A signal handler may have raised between two of these statements.
         except BaseException:
             self._stale = True
             raise
@@ -314,6 +325,7 @@ class Arena:
         self._recount_if_stale()
         assert lease.is_held, f"lease of {lease.kind!r} in the {self.name} arena was released twice"
         try:
+            # First: wherever an exception comes now, the rebuild counts the range as free.
             lease.is_held = False
             if lease.nbytes:
                 del self._leases[lease.offset]
@@ -349,4 +361,5 @@ class Arena:
         for lease in leases:
             self._free.take(lease.nbytes, at=lease.offset)
             self._count(lease)
+        # Last: after an exception above, the next caller rebuilds again.
         self._stale = False

@@ -84,8 +84,10 @@ class FetchAhead(Generic[GroupT]):
         """Fetch ``group`` now. Groups ahead make room for it, the one needed last first."""
         self._ahead.pop(group, None)
         while not self._fetcher.is_fetched(group):
+            # Waits only when no group ahead is left that could make room.
             if self._fetcher.fetch(group, wait=not self._ahead):
                 break
+            # The last one, which is needed last.
             self._fetcher.drop(self._ahead.popitem()[0])
             self._checked = 0
 
@@ -110,6 +112,8 @@ class FetchAhead(Generic[GroupT]):
         while position < len(self.order) and passed < FARTHEST:
             group = self.order[position]
             if not self._fetcher.is_fetched(group):
+                # Nothing behind it is fetched either. It could take the room for which this group waits, and with
+                # several ranks groups are gathered in the order of the pass.
                 if not self._fetcher.fetch_ahead(group):
                     return
                 self._ahead[group] = position
@@ -127,6 +131,7 @@ class FetchAhead(Generic[GroupT]):
     def drop(self, group: GroupT) -> None:
         """Drop ``group`` if it was fetched ahead."""
         if self._ahead.pop(group, None) is not None:
+            # Positions behind the cursor are looked at again: this group is no longer ahead.
             self._checked = 0
             self._fetcher.drop(group)
 

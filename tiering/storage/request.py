@@ -51,6 +51,7 @@ class ContextHandle:
 
     # ``free`` is bound here: when the interpreter ends, modules may be empty before this runs.
     def __del__(self, free: Callable[[object], None] = lib.aio_free) -> None:
+        # None first: a FailedTicket that is finalized later must not pass freed memory to C.
         handle, self.handle = self.handle, None
         free(handle)
 
@@ -134,6 +135,7 @@ class Request:
     @property
     def id(self) -> int:
         """The ticket in C; 0 until it is submitted."""
+        # C stores the whole number at once, and before it issues anything: a reader sees 0 or the ticket.
         number: int = self.ticket[0]
         return number
 

@@ -122,8 +122,10 @@ class SlabFile:
 
         It has zero bytes afterwards, so that later transfers of it are refused: its range may have a new owner.
         """
+        # First: a transfer that is still in flight would run beside those of the next owner of the range.
         self.settle(extent)
         with self._lock:
+            # Before the range is free: whoever still has the extent can begin no transfer any more.
             nbytes, extent.nbytes = extent.nbytes, 0
             if nbytes:
                 self._free.give(extent.offset, nbytes)
@@ -152,6 +154,7 @@ class SlabFile:
 
     def settle(self, extent: Extent) -> None:
         """Wait for all transfers of ``extent``. A failed write is raised by the next read of its range."""
+        # A copy: other threads may begin transfers meanwhile, for which nobody has asked to wait.
         for transfer in tuple(extent.in_flight):
             if transfer.ticket.begun:
                 with contextlib.suppress(SwapError):
@@ -172,6 +175,7 @@ class SlabFile:
             )
         end = offset + length
         with self._lock:
+            # First: the failure of a write that has ended must be known before a read of its range is let through.
             self._settle(extent)
             overlapping = [failure for failure in extent.failed if failure[0] < end and offset < failure[1]]
             if overlapping and not writes:
@@ -184,6 +188,7 @@ class SlabFile:
                 extent.offset + offset,
                 length,
                 priority=priority,
+                # A read after a write, a write after a read, and a write after a write. Two reads may run side by side.
                 after=[t.ticket for t in extent.in_flight if t.conflicts(offset, end, writes)],
                 names=extent.names,
             )
@@ -191,6 +196,7 @@ class SlabFile:
             extent.in_flight.append(_Transfer(ticket, offset, end, writes, overlapping))
             if overlapping:
                 extent.failed = list(_without(extent.failed, offset, end))
+            # Under the lock: only a submitted ticket can be named by the next transfer that conflicts with this one.
             return ticket.begin()
 
     def _settle(self, extent: Extent) -> None:

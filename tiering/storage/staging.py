@@ -91,6 +91,7 @@ class StagingPipeline(Generic[TileT, ReadT]):
 
     def expect(self, order: Iterable[TileT]) -> None:
         """Begin a step, which will probably acquire tiles in this order."""
+        # Tiles that are still staged stay: no step has changed their bytes since they were read.
         self._acquired.clear()
         self._final.clear()
         self._order, self._position = tuple(order), 0
@@ -110,10 +111,12 @@ class StagingPipeline(Generic[TileT, ReadT]):
                 if lease is None:
                     return
                 self._stage(tile, lease)
+            # After its reads have begun: an exception above leaves the tile to the next call.
             self._position += 1
 
     def final(self, group: Hashable) -> None:
         """The gradients of ``group`` do not change any more before the step uses them."""
+        # For tiles that are staged later; those that are staged now begin to read here.
         self._final.add(group)
         for staged in self._staged.values():
             if staged.tile.group == group:
@@ -129,14 +132,17 @@ class StagingPipeline(Generic[TileT, ReadT]):
     def acquire(self, tile: TileT) -> Staged[TileT, ReadT]:
         """``tile`` with all its bytes, for the caller to update; its gradients are final."""
         staged = self._staged.get(tile) or self._stage(tile, self._lease_slot())
+        # Its gradients are final, also if ``final`` was not called for its group.
         self._read_gradient(staged)
         self._transfers.wait_for_reads(staged.reads)
+        # After the wait: if a read has failed, the tile still has its slot, and ``discard_all`` gives it back.
         del self._staged[tile]
         self._acquired.add(tile)
         return staged
 
     def release(self, staged: Staged[TileT, ReadT]) -> None:
         """Write an updated tile back; its slot becomes free when that has ended."""
+        # Retired and not released: the writes read the slot until they have ended.
         staged.lease.retire(AllOf[Completion](self._transfers.start_writes(staged)))
 
     def discard_all(self) -> None:
@@ -149,6 +155,7 @@ class StagingPipeline(Generic[TileT, ReadT]):
         """A slot for a tile that is acquired before its turn, or after all other tiles."""
         lease = self._arena.try_lease(self._slot_bytes, SLOT)
         if lease is None:
+            # Staged tiles keep their slots until they are acquired: if they have all slots, a wait would not end.
             if self._staged:  # the tile that was staged last is needed last
                 self._discard(next(reversed(self._staged)))
                 self._position = 0
@@ -166,12 +173,14 @@ class StagingPipeline(Generic[TileT, ReadT]):
             # The reads that have started still fill the slot.
             lease.retire(AllOf[Completion](list(staged.reads)))
             raise
+        # Only now: if a read could not begin, the tile has no slot.
         self._staged[tile] = staged
         return staged
 
     def _discard(self, tile: TileT) -> None:
         staged = self._staged.pop(tile)
         self._transfers.before_discard(staged.reads)
+        # The reads that have begun still fill the slot.
         staged.lease.retire(AllOf[Completion](list(staged.reads)))
 
     def _read_gradient(self, staged: Staged[TileT, ReadT]) -> None:

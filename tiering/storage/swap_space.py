@@ -146,6 +146,7 @@ class SwapSpace:
     def free(self, extent: StripedExtent) -> None:
         """Free an extent, after its transfers in flight; their failures are dropped."""
         for part in extent.parts:
+            # Read first: ``SlabFile.free`` sets it to zero.
             nbytes = part.extent.nbytes
             part.slab.free(part.extent)
             with self._lock:
@@ -165,6 +166,7 @@ class SwapSpace:
         A signal handler may raise before the caller has the ticket: after an exception, ``settle`` the extent before
         the memory is released.
         """
+        # One part: the lock of its slab suffices for the order of transfers.
         if len(extent.parts) == 1:
             only = extent.parts[0]
             return only.slab.swap_in(only.extent, buffer, offset=offset, nbytes=nbytes, priority=priority)
@@ -205,6 +207,7 @@ class SwapSpace:
 
     def close(self) -> None:
         """Close the files; the kernel frees the space. The I/O context must have been closed first."""
+        # Not before the I/O context is closed: its driver uses the descriptors.
         for slab in self.slabs:
             slab.close()
 
@@ -226,13 +229,17 @@ class SwapSpace:
             )
         pieces = list(extent.stripes.pieces(offset, length))
         tickets: list[Ticket] = []
+        # All pieces under one lock: if two writes of a range came in different orders on two paths, the range would
+        # hold rows of both.
         with self._lock:
             if writes and len(pieces) > 1:
+                # Before the first piece. Wherever an exception comes, a read of a piece that was not submitted raises.
                 _mark_left_out(extent, pieces)
             try:
                 for piece in pieces:
                     part = extent.parts[piece.path]
                     move = part.slab.swap_out if writes else part.slab.swap_in
+                    # Each request refers to its window, and so keeps ``buffer`` until that piece is done.
                     window = _Window(buffer, buffer.address + piece.start - offset, piece.nbytes)
                     tickets.append(move(part.extent, window, offset=piece.offset, priority=priority))
             except BaseException:

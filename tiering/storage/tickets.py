@@ -35,8 +35,10 @@ class AllOf(Generic[Part]):
         for part in self.parts:
             try:
                 total += part.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            # Go on: the other parts still use the memory, which the caller releases after this.
             except SwapError as failed:
                 error = error or failed
+        # Only after the last part.
         if error is not None:
             raise error
         return total
@@ -54,6 +56,8 @@ class StripedTicket(AllOf[Ticket]):
     def cancel(self) -> bool:
         """Cancel the parts that have not started, from the last; whether there is one: ``wait`` raises ECANCELED then.
         The transfer is done when the other parts are."""
+        # From the last one, because parts start from the first: where one has started, those before it probably have,
+        # too.
         for part in reversed(self.parts):
             if not part.cancel():
                 return part is not self.parts[-1]

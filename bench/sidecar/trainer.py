@@ -48,7 +48,7 @@ def main() -> None:
             if select.select([sys.stdin], [], [], 0)[0]:
                 match sys.stdin.readline():
                     case "publish\n":
-                        engine._observation.publisher = engine._record.publish(
+                        engine._observation.publisher = engine._observation.record.publish(
                             engine.config.tiering.telemetry
                         )
                     case "hush\n":

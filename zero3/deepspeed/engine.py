@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from tiering.config.training import OffloadConfig, OffloadOptimizerConfig
+from tiering.config.training import OffloadConfig, OffloadOptimizerConfig, TieringConfig
 from tiering.errors import ConfigError, EngineStateError
+from tiering.telemetry import ConfigurationStatus
 from zero3.engine.engine import Engine
 from zero3.engine.generation import on_all_ranks
+from zero3.loop.accumulation import accumulation_steps
 from zero3.loop.data_loader import make_loader, make_ordered_loader
 from zero3.params.precision import COMPUTE_DTYPES
+from zero3.setup.assembly import Weights
+from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +37,19 @@ _GIVE_THE_MODULE = {
 class DeepSpeedEngine(Engine):
     """The engine that ``initialize`` returns. It also answers under DeepSpeed's names and its module's names."""
 
-    _warned_of_zero_grad = False
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TieringConfig,
+        model_parameters: ModelParameters | None = None,
+        optimizer: ClientOptimizerChoice | None = None,
+        weights: Weights | None = None,
+        configuration: ConfigurationStatus | None = None,
+    ) -> None:
+        super().__init__(model, config, model_parameters, optimizer, weights, configuration)
+        self.collate_fn: Callable[[list[Any]], Any] | None = None
+        self._optimizer_class = "" if optimizer is None else _name_of(optimizer)
+        self._warned_of_zero_grad = False
 
     # Not for mypy: the engine's own code must not use attributes of a user's model.
     if not TYPE_CHECKING:
@@ -71,6 +88,15 @@ class DeepSpeedEngine(Engine):
     def training(self) -> bool:
         """Whether the module is in training mode; ``train`` and ``eval`` change it."""
         return self.module.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the model into training (or evaluation) mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put the model into evaluation mode."""
+        return self.train(False)
 
     # Ranks
 
@@ -135,6 +161,35 @@ class DeepSpeedEngine(Engine):
         """
         self._ready.check_open("set_gradient_accumulation_boundary")
         self._accumulation.boundary = is_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches of an update, between updates; the size of a micro-batch stays.
+
+        ConfigError if ``train_batch_size`` is not a multiple of one micro-batch on each rank, or needs another dtype of
+        accumulated gradients than was planned.
+        """
+        self._ready.check_open("set_train_batch_size")
+        self._ready.check_no_gradients("set_train_batch_size")
+        steps = accumulation_steps(train_batch_size, self.config, self._world.size)
+        self.config = self.config.model_copy(
+            update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
+        )
+        if self._optimizer_front is None:
+            self._accumulation.steps = steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far, including those that wait for their update."""
+        return self._accumulation.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        self._accumulation.resume(count)
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all updates so far, over all ranks."""
+        return self._updates.samples
 
     # Sections of the configuration
 
@@ -205,6 +260,24 @@ class DeepSpeedEngine(Engine):
         return self.config.dataloader_drop_last
 
     # The optimizer
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step`` updated the parameters."""
+        return self._updates.applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """The 2-norm of all gradients, unscaled, before clipping; None before the first update.
+
+        Between the last backward and ``step`` it is the norm of the accumulated gradients, and all ranks call this
+        together; otherwise it is the norm of the last update. As in DeepSpeed, a skipped update does not change it;
+        logs, monitors and telemetry show the norm that was not finite.
+        """
+        self._ready.check_open("get_global_grad_norm")
+        pending = self._updates.current_step.pending and not self._schedule.state.in_backward
+        waiting = pending and self._accumulation.syncing
+        if waiting and self._accumulation.at_boundary:
+            return self._updates.waiting_norm()
+        return self._updates.applied_norm
 
     def optimizer_name(self) -> str:
         """The class name of the optimizer that was passed to initialize, or the type in the configuration."""
@@ -279,6 +352,22 @@ class DeepSpeedEngine(Engine):
                     state.pop(prefix + name, None)
         return state
 
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """Write the model's ``state_dict`` in 16 bits as one safetensors file; returns its path.
+
+        A ``save_filename`` of a pickle file, as DeepSpeed's scripts have it, is changed to a safetensors name:
+        pytorch_model.bin becomes model.safetensors. Parameters are written in their compute dtype; those of an fp32
+        model in the autocast dtype, or bf16. Buffers, packed quantised weights and parameters of ``tiering.keep_fp32``
+        keep their dtype. All ranks call this together. Raises CheckpointError, on all ranks, if the file cannot be
+        written.
+        """
+        return self._files.save_16bit_model(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> Path:
         """``save_16bit_model``, by its older name."""
         return self.save_16bit_model(save_dir, save_filename)
@@ -325,3 +414,9 @@ class DeepSpeedEngine(Engine):
     def destroy(self) -> None:
         """The same as ``close``."""
         self.close()
+
+
+def _name_of(optimizer: ClientOptimizerChoice) -> str:
+    """The class name of an optimizer, or the name of the function that makes it."""
+    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+    return type(optimizer).__name__ if is_optimizer else getattr(optimizer, "__name__", "function")

@@ -26,7 +26,6 @@ class AccumulatedGradients:
 
     def __init__(
         self,
-        *,
         state: TieredState,
         schedule: PassSchedule,
         ready: Readiness,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,39 +18,24 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tiering._interrupts import deferred_interrupts
-from tiering.checkpoint.directory import check_keep
 from tiering.config.training import TieringConfig
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.telemetry import ConfigurationStatus, Phase, Snapshot
-from zero3.checkpoint.checkpoints import Checkpoints
-from zero3.checkpoint.export import Export
 from zero3.checkpoint.save_handle import Saving
 from zero3.engine import released
-from zero3.engine.accumulated_gradients import AccumulatedGradients
-from zero3.engine.by_name import NamedState
+from zero3.engine.loop_parts import connect
 from zero3.engine.module_front import ModuleFront
-from zero3.engine.observation import Observation
 from zero3.engine.optimizer_front import OptimizerFront
 from zero3.engine.released import Released
-from zero3.engine.state_files import StateFiles
-from zero3.loop.accumulation import Accumulation, accumulation_steps
 from zero3.loop.data_loader import TrainingLoader
-from zero3.loop.lifecycle import Readiness
-from zero3.loop.preemption import Preemption
-from zero3.loop.step import Update
+from zero3.loop.lifecycle import check_loss
+from zero3.loop.preemption import final_save
 from zero3.loop.step_state import StepState
 from zero3.observe.ending import error_under_way
 from zero3.params.eager import eager
-from zero3.params.param_group import ParamGroup
 from zero3.params.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating, explain_inputs
-from zero3.parts import Assembly
-from zero3.passes import hooks
-from zero3.passes.prefetch import Prefetcher
-from zero3.passes.schedule import PassCallbacks, PassSchedule
 from zero3.setup.assembly import Weights, assemble
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
-from zero3.state.access import Access
-from zero3.state.tensors import TieredState
 
 
 class Engine:
@@ -71,101 +56,31 @@ class Engine:
     ) -> None:
         self.module = model
         self.config = config
-        self._configuration = configuration
         self.lr_scheduler: LRScheduler | None = None
         self.training_dataloader: TrainingLoader | None = None
-        self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._loss: Tensor | None = None
         self._optimizer_front: OptimizerFront | None = None
         self._module_front: ModuleFront | None = None
-        self._optimizer_class = "" if optimizer is None else _name_of(optimizer)
 
         parts = assemble(model, config, model_parameters, optimizer, weights)
-        self._collectives, self._sink = parts.collectives, parts.sink
         try:
-            self._wire(model, parts)
+            loop = connect(self, model, config, parts, configuration)
         except BaseException as error:
-            if self._collectives is not None:
-                self._collectives.peers.fail(error)
-                self._collectives.close()
+            if parts.collectives is not None:
+                parts.collectives.peers.fail(error)
+                parts.collectives.close()
             parts.tiers.close()
             raise
-
-    def _wire(self, model: nn.Module, parts: Assembly) -> None:
-        config, self._frozen = self.config, parts.frozen
         self.device, self.plan, self.optimizer = parts.device, parts.plan, parts.optimizer
-        self._world = parts.world
-        self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
-        self._updates = Update(
-            config,
-            groups=parts.groups,
-            gradients=parts.gradients,
-            sink=parts.sink,
-            optimizer=parts.optimizer,
-            collectives=parts.collectives,
-            replicas=parts.replicas,
-            timeline=parts.tiers.timeline,
-        )
-        self._accumulation = Accumulation(config.gradient_accumulation_steps)
-        self._checkpoints = Checkpoints(self, model, config, parts, self._updates, self._accumulation)
-        self._state = TieredState(parts, before_write=self._checkpoints.before_write)
-        self._prefetcher = Prefetcher(self._collectives.agree) if self._collectives else Prefetcher()
-        self._schedule = PassSchedule(
-            self._groups,
-            self._prefetcher,
-            self._sink,
-            PassCallbacks(
-                on_backward=self._on_backward,
-                on_first_gradient=self._on_first_gradient,
-                on_group_done=self._on_group_done,
-                on_end_of_backward=self._on_end_of_backward,
-            ),
-            self._tiers.timeline,
-        )
-        self._handles = hooks.install(model, self._groups, self._schedule)
-        self._ready = Readiness(
-            groups=parts.groups,
-            tiers=parts.tiers,
-            collectives=parts.collectives,
-            optimizer=parts.optimizer,
-            updates=self._updates,
-            accumulation=self._accumulation,
-            schedule=self._schedule,
-        )
-        gradients = AccumulatedGradients(
-            state=self._state,
-            schedule=self._schedule,
-            ready=self._ready,
-            updates=self._updates,
-            optimizer=parts.optimizer,
-            stage=config.zero.stage,
-        )
-        self._access = Access(
-            model, parts.groups, self._schedule, self._prefetcher, self._state, gradients.assign
-        )
-        self._named_state = NamedState(
-            access=self._access, state=self._state, gradients=gradients, ready=self._ready
-        )
-        self._files = StateFiles(
-            checkpoints=self._checkpoints,
-            export=Export(model, config, self._state),
-            access=self._access,
-            ready=self._ready,
-            updates=self._updates,
-            optimizer=parts.optimizer,
-            prefetcher=self._prefetcher,
-        )
-        self.optimizer.serve(self._updates, self._accumulation, self._ready)
-        self._preemption = Preemption(self._updates, alone=self._collectives is None)
-        self._observation = Observation(
-            config,
-            parts,
-            updates=self._updates,
-            activations=self._schedule.activations,
-            checkpoint_status=self._checkpoints.status,
-            configuration=self._configuration,
-        )
-        self._record, self.monitor = self._observation.record, self._observation.monitor
+        self.monitor = loop.observation.monitor
+        self._loop, self._frozen = loop, parts.frozen
+        self._world, self._collectives = parts.world, parts.collectives
+        self._tiers, self._groups = parts.tiers, parts.groups
+        self._updates, self._accumulation = loop.updates, loop.accumulation
+        self._parameters, self._access, self._state = loop.parameters, loop.access, loop.state
+        self._prefetcher, self._schedule = loop.prefetcher, loop.schedule
+        self._ready, self._preemption, self._observation = loop.ready, loop.preemption, loop.observation
+        self._checkpoints, self._files, self._named_state = loop.checkpoints, loop.files, loop.named_state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -175,9 +90,9 @@ class Engine:
         """Call the model. After an exception, the state of the engine is that from before the call."""
         self._ready.check_open("forward")
         self._ready.give_up_unfinished()
-        self._access.check_residents()
+        self._parameters.check_residents()
         if self.module.training and torch.is_grad_enabled() and self.optimizer.trains:
-            self._access.check_frozen()
+            self._parameters.check_frozen()
         if self.config.cast_inputs:
             args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.config.precision])
         in_outer_forward, self._ready.in_forward = self._ready.in_forward, True
@@ -197,18 +112,7 @@ class Engine:
         ``engine.scale(loss).backward()`` does the same as ``engine.backward(loss)``. Raises EngineStateError if
         ``loss`` is not a scalar tensor that requires a gradient.
         """
-        if not isinstance(loss, Tensor):
-            raise EngineStateError(f"backward needs the loss as a tensor, not {type(loss).__name__}")
-        if loss.numel() != 1:
-            raise EngineStateError(
-                f"backward needs a scalar loss, not shape {tuple(loss.shape)}; reduce it, for example with .mean()"
-            )
-        if not loss.requires_grad:
-            raise EngineStateError(
-                "backward would compute no gradient, because the loss does not depend on a parameter: check that the"
-                " forward does not run under no_grad(), that the output is not detached, and that the loss is not"
-                " copied with torch.tensor(loss)"
-            )
+        check_loss(loss)
         self._loss = loss.detach()
         self._accumulation.scaled += 1
         self._schedule.activations.backward_of(loss)
@@ -225,7 +129,7 @@ class Engine:
         """
         self._ready.check_open("backward")
         self._ready.check_trains("backward")
-        self._access.check_frozen()
+        self._parameters.check_frozen()
         self._schedule.check_thread()
         scaled_before = self._accumulation.scaled
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
@@ -319,8 +223,8 @@ class Engine:
         self._ready.check_step()
         boundary = self._accumulation.at_boundary
         if boundary:
-            self._access.check_before_update(self.module)
-            self._access.store_edits_of_residents()
+            self._parameters.check_before_update()
+            self._parameters.store_edits_of_residents()
         with deferred_interrupts():
             self._accumulation.count(updated=boundary)
             self._updates.applied = False
@@ -353,21 +257,7 @@ class Engine:
         in the main thread; it lasts until ``close``. A second signal changes nothing.
         """
         self._ready.check_open("save_and_exit_on")
-        if save_dir is not None and save is not None:
-            raise ConfigError("save_and_exit_on got both save and save_dir; pass one of them")
-        if save_dir is None and (client_state is not None or keep is not None):
-            raise ConfigError(
-                "save_and_exit_on got client_state or keep without save_dir; pass save_dir, or save client_state in"
-                " save()"
-            )
-        check_keep(keep)
-        if save_dir is not None:
-            directory = Path(save_dir).absolute()
-
-            def save() -> object:
-                state = client_state() if callable(client_state) else client_state
-                return self.save_checkpoint(directory, client_state=state, keep=keep)
-
+        save = final_save(self.save_checkpoint, save, save_dir, client_state, keep)
         self._preemption.handle(signals or ("SIGTERM", "SIGUSR1"), save)
 
     def save_checkpoint(
@@ -449,22 +339,6 @@ class Engine:
             module_only=load_module_only,
         )
 
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False,
-    ) -> Path:
-        """Write the model's ``state_dict`` in 16 bits as one safetensors file; returns its path.
-
-        A ``save_filename`` of a pickle file, as DeepSpeed's scripts have it, is changed to a safetensors name:
-        pytorch_model.bin becomes model.safetensors. Parameters are written in their compute dtype; those of an fp32
-        model in the autocast dtype, or bf16. Buffers, packed quantised weights and parameters of ``tiering.keep_fp32``
-        keep their dtype. All ranks call this together. Raises CheckpointError, on all ranks, if the file cannot be
-        written.
-        """
-        return self._files.save_16bit_model(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
-
     def save_pretrained(self, save_dir: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
         """Write a directory that ``from_pretrained`` of transformers or peft loads, in the compute dtype; returns it.
 
@@ -531,42 +405,17 @@ class Engine:
         return self._state.flip_bit()
 
     @property
-    def micro_steps(self) -> int:
-        """Micro-batches so far, including those that wait for their update."""
-        return self._accumulation.micro_steps
-
-    @micro_steps.setter
-    def micro_steps(self, count: int) -> None:
-        self._accumulation.resume(count)
-
-    @property
     def global_steps(self) -> int:
         """Updates so far, including skipped ones."""
         return self._updates.steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of all updates so far, over all ranks."""
-        return self._updates.samples
 
     def train_batch_size(self) -> int:
         """Samples per update, over all ranks."""
         return self.config.micro_batch_size * self.config.gradient_accumulation_steps * self._world.size
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches of an update, between updates; the size of a micro-batch stays.
-
-        ConfigError if ``train_batch_size`` is not a multiple of one micro-batch on each rank, or needs another dtype of
-        accumulated gradients than was planned.
-        """
-        self._ready.check_open("set_train_batch_size")
-        self._ready.check_no_gradients("set_train_batch_size")
-        steps = accumulation_steps(train_batch_size, self.config, self._world.size)
-        self.config = self.config.model_copy(
-            update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
-        )
-        if self._optimizer_front is None:
-            self._accumulation.steps = steps
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before an update."""
+        return self._accumulation.at_boundary
 
     @property
     def loss_scale(self) -> LossScale:
@@ -589,40 +438,9 @@ class Engine:
         """
         return self._preemption.requested
 
-    def was_step_applied(self) -> bool:
-        """Whether the last ``step`` updated the parameters."""
-        return self._updates.applied
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one before an update."""
-        return self._accumulation.at_boundary
-
-    def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of all gradients, unscaled, before clipping; None before the first update.
-
-        Between the last backward and ``step`` it is the norm of the accumulated gradients, and all ranks call this
-        together; otherwise it is the norm of the last update. As in DeepSpeed, a skipped update does not change it;
-        logs, monitors and telemetry show the norm that was not finite.
-        """
-        self._ready.check_open("get_global_grad_norm")
-        pending = self._updates.current_step.pending and not self._schedule.state.in_backward
-        waiting = pending and self._accumulation.syncing
-        if waiting and self._accumulation.at_boundary:
-            return self._updates.waiting_norm()
-        return self._updates.applied_norm
-
-    def train(self, mode: bool = True) -> Self:
-        """Put the model into training (or evaluation) mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Put the model into evaluation mode."""
-        return self.train(False)
-
     def snapshot(self) -> Snapshot:
         """The figures that telemetry publishes, as of now."""
-        return self._record.snapshot()
+        return self._observation.record.snapshot()
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the next whole step to ``path`` as a Chrome trace (JSON), which chrome://tracing and Perfetto show.
@@ -658,7 +476,7 @@ class Engine:
             return
         self._ready.check_between_steps("release")
         target = released.target_device(device, self.device)
-        self._access.store_edits_of_residents()
+        self._parameters.store_edits_of_residents()
         values = Released(
             self._groups,
             self._state,
@@ -682,16 +500,7 @@ class Engine:
             self._collectives.settle()
         self._preemption.close()
         self._observation.close()
-        for handle in self._handles:
-            handle.remove()
-        with ExitStack() as closing:
-            closing.callback(self.monitor.close)
-            if self._collectives is not None:
-                closing.callback(self._collectives.close)
-            closing.callback(self._tiers.close)
-            closing.callback(self._access.close)
-            closing.callback(self._schedule.close)
-            self._checkpoints.close()
+        self._loop.close()
 
     def __reduce__(self) -> Any:
         raise EngineStateError(
@@ -722,7 +531,7 @@ class Engine:
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
         """Time the block. An exception in it ends the trace, and is reported to the other ranks."""
-        with self._record.phase(phase), self._tiers.timeline.span("compute", phase):
+        with self._observation.record.phase(phase), self._tiers.timeline.span("compute", phase):
             try:
                 yield
             except BaseException as error:
@@ -747,48 +556,3 @@ class Engine:
             self._access.note_versions()
         if self._updates.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-
-    def _on_backward(self) -> None:
-        """A backward has begun. It may compute gradients of parameters or not (torch.autograd.grad)."""
-        self._updates.expect(last=self._accumulation.syncing and self._accumulation.at_boundary)
-
-    def _on_first_gradient(self) -> bool:
-        """The first gradient of a parameter has arrived; returns whether this backward updates the parameters, too."""
-        steps, scale = self._accumulation.steps, self.loss_scale.value
-        if (steps > 1 or scale != 1.0) and not self._accumulation.scaled:
-            raise EngineStateError(
-                "loss.backward() does not "
-                + " and does not ".join(
-                    [f"divide by gradient_accumulation_steps ({steps})"] * (steps > 1)
-                    + [f"multiply by the loss scale ({scale:g})"] * (scale != 1.0)
-                )
-                + "; call engine.backward(loss), or engine.scale(loss).backward()"
-            )
-        if not self._updates.steps_in_backward:
-            return False
-        self._ready.check_open("backward")
-        self._updates.current_step.check_one_backward()
-        if self._gradients.last_micro_batch:
-            self._access.check_before_update(self.module)
-            self._access.store_edits_of_residents()
-            self._updates.begin_in_backward()
-        return self._gradients.last_micro_batch
-
-    def _on_group_done(self, group: ParamGroup, final: bool) -> None:
-        """The backward of ``group`` has ended; ``final`` gradients are used now."""
-        if final:
-            self._prefetcher.drop(group)
-        self._updates.group_done(group, final=final)
-
-    def _on_end_of_backward(self) -> None:
-        self._accumulation.scaled = max(0, self._accumulation.scaled - 1)
-        if self._updates.current_step.state is StepState.UPDATING_IN_BACKWARD:
-            # Prefetched values are old for groups that are stepped only now.
-            self._prefetcher.forget()
-        self._updates.end_of_backward()
-
-
-def _name_of(optimizer: ClientOptimizerChoice) -> str:
-    """The class name of an optimizer, or the name of the function that makes it."""
-    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
-    return type(optimizer).__name__ if is_optimizer else getattr(optimizer, "__name__", "function")

@@ -24,7 +24,6 @@ class StateFiles:
 
     def __init__(
         self,
-        *,
         checkpoints: Checkpoints,
         export: Export,
         access: Access,
@@ -56,8 +55,8 @@ class StateFiles:
         directory = _directory(save_dir, "save_checkpoint")
         self._ready.check_between_steps("save_checkpoint")
         self._ready.check_no_gradients("save_checkpoint")
-        self._access.warn_of_new_names()
-        self._access.store_edits_of_residents()
+        self._access.parameters.warn_of_new_names()
+        self._access.parameters.store_edits_of_residents()
         return self._checkpoints.save(
             directory,
             None if tag is None else str(tag),
@@ -81,10 +80,10 @@ class StateFiles:
         """See Engine.load_checkpoint."""
         directory = _directory(load_dir, "load_checkpoint")
         self._ready.check_between_steps("load_checkpoint", loads=True)
-        self._access.warn_of_new_names()
+        self._access.parameters.warn_of_new_names()
         module_only = module_only or not self._optimizer.trains
         # Edits count if no checkpoint is loaded.
-        self._access.store_edits_of_residents()
+        self._access.parameters.store_edits_of_residents()
         self._updates.forget()
         self._ready.drop_gradients()
         self._prefetcher.forget()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from torch import Tensor
+
 from tiering.errors import EngineStateError
 from tiering.telemetry import Phase
 from zero3.device import closed_storage, out_of_memory
@@ -13,11 +15,11 @@ from zero3.loop.step import Update
 from zero3.loop.step_state import StepState
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
-from zero3.params.param_group import ParamGroup
 from zero3.passes import hooks
 from zero3.passes.pass_state import PassState
 from zero3.passes.schedule import PassSchedule
 from zero3.ranks.collectives import Collectives
+from zero3.state.parameters import Parameters
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,7 @@ class Readiness:
 
     def __init__(
         self,
-        *,
-        groups: list[ParamGroup],
+        parameters: Parameters,
         tiers: Tiers,
         collectives: Collectives | None,
         optimizer: TieredOptimizer | ClientOptimizer,
@@ -41,7 +42,7 @@ class Readiness:
     ) -> None:
         self.ended_by = ""
         self.in_forward = False
-        self._groups = groups
+        self._parameters = parameters
         self._tiers = tiers
         self._collectives = collectives
         self._optimizer = optimizer
@@ -63,22 +64,7 @@ class Readiness:
             )
         if self.ended_by:
             raise EngineStateError(f"{call} was called after {self.ended_by}; initialize the model again")
-        if self._collectives is not None:
-            self._collectives.check()
-        state, reason = self._step.state, self._step.reason
-        if state is StepState.OUT_OF_STEP:
-            raise EngineStateError(
-                f"{call} was called after {reason}, and the ranks can no longer continue together; close"
-                " the engine, and initialize the model again from a checkpoint"
-            )
-        if state is StepState.UPDATING_IN_BACKWARD and not hooks.in_autograd():
-            # An exception has ended the user's own loss.backward().
-            reason = f"the backward of step {self._updates.steps + 1} has not ended"
-        if reason and not (loads and state is StepState.LOADING):
-            raise EngineStateError(
-                f"{call} was called on parameters that are partly updated ({reason}); close the engine, and"
-                " initialize the model again from a checkpoint"
-            )
+        self._updates.check_usable(call, loads=loads)
 
     def check_between_steps(self, call: str, *, loads: bool = False) -> None:
         """The engine is open, and no pass and no gathered() block is running."""
@@ -88,7 +74,7 @@ class Readiness:
                 f"{call} was called while a forward or backward is running; call it between steps"
             )
         self.give_up_unfinished()
-        if any(group.shows_copies for group in self._groups):
+        if self._parameters.lending:
             raise EngineStateError(f"{call} was called inside tiering.gathered(); end that block first")
 
     def check_no_gradients(self, call: str) -> None:
@@ -164,3 +150,19 @@ class Readiness:
             together = "" if self._collectives is None else ", if all ranks give this batch up"
             return f"The engine is as before this forward, and can go on{together}"
         return "Nothing was updated, and the gradients since the last step are gone; the engine can go on"
+
+
+def check_loss(loss: object) -> None:
+    """EngineStateError unless a backward can run from ``loss``."""
+    if not isinstance(loss, Tensor):
+        raise EngineStateError(f"backward needs the loss as a tensor, not {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise EngineStateError(
+            f"backward needs a scalar loss, not shape {tuple(loss.shape)}; reduce it, for example with .mean()"
+        )
+    if not loss.requires_grad:
+        raise EngineStateError(
+            "backward would compute no gradient, because the loss does not depend on a parameter: check that the"
+            " forward does not run under no_grad(), that the output is not detached, and that the loss is not"
+            " copied with torch.tensor(loss)"
+        )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 from tiering import _logs
 from tiering._interrupts import EXIT_SAVED, StopRequest
+from tiering.checkpoint.directory import check_keep
+from tiering.errors import ConfigError
 from zero3.loop.step import Update
 
 log = logging.getLogger(__name__)
@@ -57,3 +62,32 @@ class Preemption:
         self._save()
         close()
         raise SystemExit(EXIT_SAVED)
+
+
+def final_save(
+    save_checkpoint: Callable[..., object],
+    save: Callable[[], object] | None,
+    save_dir: str | os.PathLike[str] | None,
+    client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
+    keep: int | None,
+) -> Callable[[], object] | None:
+    """The function that saves before the exit: ``save``, or ``save_checkpoint`` to ``save_dir``; None for neither.
+
+    ConfigError for arguments that exclude each other. See Engine.save_and_exit_on.
+    """
+    if save_dir is not None and save is not None:
+        raise ConfigError("save_and_exit_on got both save and save_dir; pass one of them")
+    if save_dir is None and (client_state is not None or keep is not None):
+        raise ConfigError(
+            "save_and_exit_on got client_state or keep without save_dir; pass save_dir, or save client_state in save()"
+        )
+    check_keep(keep)
+    if save_dir is None:
+        return save
+    directory = Path(save_dir).absolute()
+
+    def save_there() -> object:
+        state = client_state() if callable(client_state) else client_state
+        return save_checkpoint(directory, client_state=state, keep=keep)
+
+    return save_there

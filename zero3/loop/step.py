@@ -29,6 +29,7 @@ from zero3.params.param_group import ParamGroup
 from zero3.params.precision import LossScale
 from zero3.params.replicas import Replicas
 from zero3.passes.gradients import GradientStore
+from zero3.passes.hooks import in_autograd
 from zero3.passes.reduction import GradientReducer
 from zero3.ranks.collectives import Collectives
 
@@ -140,6 +141,25 @@ class Update:
         lost = None if self._collectives is None else self._collectives.failure
         return self.current_step.broken or str(lost or "")
 
+    def check_usable(self, call: str, *, loads: bool = False) -> None:
+        """EngineStateError unless the parameters are of one step on all ranks, or ``call`` loads another step."""
+        if self._collectives is not None:
+            self._collectives.check()
+        state, reason = self.current_step.state, self.current_step.reason
+        if state is StepState.OUT_OF_STEP:
+            raise EngineStateError(
+                f"{call} was called after {reason}, and the ranks can no longer continue together; close"
+                " the engine, and initialize the model again from a checkpoint"
+            )
+        if state is StepState.UPDATING_IN_BACKWARD and not in_autograd():
+            # An exception has ended the user's own loss.backward().
+            reason = f"the backward of step {self.steps + 1} has not ended"
+        if reason and not (loads and state is StepState.LOADING):
+            raise EngineStateError(
+                f"{call} was called on parameters that are partly updated ({reason}); close the engine, and"
+                " initialize the model again from a checkpoint"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """The state that the next update depends on, without the optimizer."""
         return {
@@ -181,6 +201,11 @@ class Update:
         self._gradients.last_micro_batch = last
         if last and not self.steps_in_backward:
             self._optimizer.expect_step()
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether the backward that runs, or has run last, is the last one before an update."""
+        return self._gradients.last_micro_batch
 
     def begin_in_backward(self) -> None:
         """The first gradient of a backward that updates the parameters has arrived."""

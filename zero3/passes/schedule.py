@@ -22,10 +22,8 @@ An event moves groups in several steps. Methods with ``@uninterrupted`` defer Ct
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -48,18 +46,20 @@ from zero3.passes.prefetch import Prefetcher
 from zero3.passes.saved_tensors import SavedTensors
 
 
-@dataclass(frozen=True)
-class PassCallbacks:
-    """The engine's functions that the schedule calls, in this order within a backward."""
+class PassListener(Protocol):
+    """Receives the events of a backward that concern the update of the parameters, in this order."""
 
-    on_backward: Callable[[], None]
-    """A backward has begun. It may bring no gradients to parameters (torch.autograd.grad)."""
-    on_first_gradient: Callable[[], bool]
-    """A parameter gets the first gradient. Returns whether this backward updates each group once it is final."""
-    on_group_done: Callable[[ParamGroup, bool], None]
-    """Backward has left the group. True: its gradients are final, and the group is updated now."""
-    on_end_of_backward: Callable[[], None]
-    """Backward has ended, and brought a gradient on at least one rank."""
+    def on_backward(self) -> None:
+        """A backward has begun. It may bring no gradients to parameters (torch.autograd.grad)."""
+
+    def on_first_gradient(self) -> bool:
+        """A parameter gets the first gradient. Returns whether this backward updates each group once it is final."""
+
+    def on_group_done(self, group: ParamGroup, final: bool) -> None:
+        """Backward has left ``group``. ``final``: its gradients are final, and the group is updated now."""
+
+    def on_end_of_backward(self) -> None:
+        """Backward has ended, and brought a gradient on at least one rank."""
 
 
 class PassSchedule:
@@ -74,12 +74,12 @@ class PassSchedule:
         groups: list[ParamGroup],
         prefetcher: Prefetcher,
         gradients: GradientSink,
-        callbacks: PassCallbacks,
+        listener: PassListener,
         timeline: Timeline | None = None,
     ) -> None:
         self._prefetcher = prefetcher
         self._gradients = gradients
-        self._callbacks = callbacks
+        self._listener = listener
         self._timeline = timeline or Timeline()
         self._pass = CurrentPass()
         self._progress = progress_of(groups)
@@ -227,7 +227,7 @@ class PassSchedule:
             self._thread.begin_backward(call_at_end_of_backward(self.end_of_backward))
             # The engine first: it sets whether this is the last micro-batch, and the sink's begin reads that. With
             # several ranks, begin sends a row, so all ranks must reach it with the same answer.
-            self._callbacks.on_backward()
+            self._listener.on_backward()
             self._gradients.begin(self._used)
 
     def forward_nodes(self) -> range:
@@ -299,7 +299,7 @@ class PassSchedule:
         self._prefetcher.end_pass()
         if received or self._gradients.received_elsewhere:
             # On every rank if any rank got a gradient, so that all ranks agree that step() is due.
-            self._callbacks.on_end_of_backward()
+            self._listener.on_end_of_backward()
 
     @uninterrupted
     def abandon(self) -> None:
@@ -340,7 +340,7 @@ class PassSchedule:
         self.begin_backward()
         if self.state is PassState.BACKWARD:
             self._pass.to_accumulating()
-            if self._callbacks.on_first_gradient():
+            if self._listener.on_first_gradient():
                 self._pass.to_stepping()
 
     def check_thread(self) -> None:
@@ -534,7 +534,7 @@ class PassSchedule:
         # Before the callback, which may update the group at home: an unsharded copy would keep the old values.
         if not progress.running:
             self._prefetcher.release(group)
-        self._callbacks.on_group_done(group, step)
+        self._listener.on_group_done(group, step)
 
     def _is_final(self, group: ParamGroup) -> bool:
         """Whether no further gradient of ``group`` can arrive: see Note [When is a gradient final]."""

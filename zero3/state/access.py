@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tiering.errors import ConfigError, EngineStateError
-from zero3.optimizer.trained import check_frozen
 from zero3.params import resharded
 from zero3.params.layout import Piece
-from zero3.params.param_group import ParamGroup, Residency
+from zero3.params.param_group import ParamGroup
 from zero3.passes import hooks
 from zero3.passes.hooks import OurHook
 from zero3.passes.pass_state import PassState
 from zero3.passes.prefetch import Prefetcher
 from zero3.passes.schedule import PassSchedule
+from zero3.state.parameters import Parameters
 from zero3.state.tensors import TieredState
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def _listed(params: Any) -> tuple[list[nn.Parameter], Any]:
 
 
 class Access:
-    """One engine's parameters, by object and by name (resharded.Owner).
+    """Access to one engine's ``parameters`` outside its passes (resharded.Owner).
 
     ``on_gradient`` is called with the value that a script assigns to ``.grad`` of a parameter between passes.
     """
@@ -127,28 +127,16 @@ class Access:
     def __init__(
         self,
         model: nn.Module,
-        groups: list[ParamGroup],
+        parameters: Parameters,
         schedule: PassSchedule,
         prefetcher: Prefetcher,
         state: TieredState,
         on_gradient: Callable[[ParamGroup, Piece, Tensor | None], None],
     ) -> None:
+        self.parameters = parameters
         self._schedule = schedule
         self._prefetcher = prefetcher
         self._state = state
-        self._groups = groups
-        self._places = {
-            param: (group, position) for group in groups for position, param in enumerate(group.params)
-        }
-        self._frozen = [
-            (param, piece.name)
-            for group in groups
-            for param, piece in zip(group.params, group.layout.pieces, strict=True)
-            if not piece.trainable
-        ]
-        self._model = model
-        self._warned_of_names = False
-        self._by_name = {piece.name: (group, piece) for group in groups for piece in group.layout.pieces}
         # Nested state_dict calls that are running, and the copies that they have made.
         self._saving = 0
         self._saved: dict[nn.Parameter, Tensor] = {}
@@ -156,114 +144,31 @@ class Access:
         # Parameters whose .grad was read as None since the last update, while the engine had the gradient.
         self._read_as_none: set[nn.Parameter] = set()
         self._on_gradient = on_gradient
-        resharded.adopt(self._places, self)
-        for group in groups:
-            group.listen(self)
-        self.handles = _watch_state_dict(model, self)
+        resharded.adopt(parameters.all, self)
+        self._handles = _watch_state_dict(model, self)
         _live.add(self)
 
-    def name_of(self, param: nn.Parameter) -> str:
-        """The current name of ``param`` in ``module.named_parameters()``; ConfigError if the model no longer has it."""
-        group, position = self._places[param]
-        planned = group.layout.pieces[position].name
-        if self._current(planned) is param:
-            return planned
-        for name, candidate in self._model.named_parameters():
-            if candidate is param:
-                return name
-        raise ConfigError(f"the model no longer has the parameter that was named {planned!r} at initialize")
-
-    def named(self, name: str) -> tuple[ParamGroup, Piece]:
-        """The group and the piece of the parameter with the current name ``name``; ConfigError if there is none.
-
-        A parameter that the model no longer has keeps its name of initialize, unless another parameter has it now.
-        """
-        param = self._current(name)
-        if param is not None and param in self._places:
-            group, position = self._places[param]
-            return group, group.layout.pieces[position]
-        if name not in self._by_name:
-            raise ConfigError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
-        return self._by_name[name]
-
-    def warn_of_new_names(self) -> None:
-        """Warn once if modules were moved, because checkpoints keep the names of initialize."""
-        renamed = next(
-            (name for name, (group, piece) in self._by_name.items() if self.named(name)[1] is not piece), None
-        )
-        if renamed is not None and not self._warned_of_names:
-            self._warned_of_names = True
-            log.warning(
-                "modules were moved after initialize: %r is another parameter now. Checkpoints keep the names of"
-                " initialize, so the run that loads one must initialize the model in the order that it had then, and"
-                " move modules afterwards; state_dict() and exports have the current names",
-                renamed,
-            )
-
-    def _current(self, name: str) -> nn.Parameter | None:
-        """The parameter with the current name ``name``, if there is one."""
-        try:
-            return self._model.get_parameter(name)
-        except AttributeError:
-            return None
-
-    def check_parameters(self, model: nn.Module) -> None:
-        """EngineStateError if ``model`` has a parameter that it did not have at initialize."""
-        modules = [model]
-        # This runs at each step: named_parameters() would take ten times as long.
-        while modules:
-            module = modules.pop()
-            modules.extend(child for child in module._modules.values() if child is not None)
-            if any(p is not None and p not in self._places for p in module._parameters.values()):
-                new = [name for name, param in model.named_parameters() if param not in self._places]
-                raise EngineStateError(
-                    f"{new[0]!r} became a parameter of the model after initialize and would never be trained; build the"
-                    " whole model first, then initialize. To continue this run: save_checkpoint(), release(), change"
-                    " the model, initialize, and load_checkpoint(load_module_strict=False)"
-                )
-
-    def check_before_update(self, model: nn.Module) -> None:
-        """EngineStateError if ``model`` has changed since initialize, or a ``gathered`` block is open."""
-        if self.lending:
-            raise EngineStateError(
-                "step was called inside tiering.gathered(), whose copies would undo the update; end that block first"
-            )
-        self.check_parameters(model)
-        self.check_frozen()
-
-    def check_frozen(self) -> None:
-        """EngineStateError if a parameter that was frozen at initialize requires a gradient."""
-        check_frozen(self._frozen)
-
-    @property
-    def lending(self) -> bool:
-        """Whether a ``gathered`` block is open."""
-        return any(group.shows_copies for group in self._groups)
-
     def borrow(self, param: nn.Parameter) -> bool:
-        group, position = self._places[param]
-        return self._schedule.borrow(group, trained=group.layout.pieces[position].trainable)
+        group, piece = self.parameters.piece_of(param)
+        return self._schedule.borrow(group, trained=piece.trainable)
 
     def copy_of(self, param: nn.Parameter) -> Tensor:
-        group, position = self._places[param]
-        return self._state.weight(group, group.layout.pieces[position]).to(param.device)
+        return self._state.weight(*self.parameters.piece_of(param)).to(param.device)
 
     def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
         if not self._saving:
             return None
         if param not in self._saved:
-            group, position = self._places[param]
-            self._saved[param] = self._state.weight(group, group.layout.pieces[position])
+            self._saved[param] = self._state.weight(*self.parameters.piece_of(param))
         return self._saved[param]
 
     def on_data_read(self, param: nn.Parameter) -> None:
-        group, position = self._places[param]
+        group, position = self.parameters.place_of(param)
         group.alias(position)
 
     def on_gradient_read(self, param: nn.Parameter) -> None:
         """Warn once that ``.grad`` is None while the engine has the gradient: clipping by hand would do nothing."""
-        group, position = self._places[param]
-        piece = group.layout.pieces[position]
+        _, piece = self.parameters.piece_of(param)
         if self._schedule.state.in_backward or not self._state.holds_gradient(piece):
             return
         call, caller = _reading_call()
@@ -294,8 +199,7 @@ class Access:
 
         In backward, a script may replace a gradient before it arrives at the engine: then this does nothing.
         """
-        group, position = self._places[param]
-        piece = group.layout.pieces[position]
+        group, piece = self.parameters.piece_of(param)
         if hooks.in_autograd():
             if values is not None and not resharded.holds_gradient(param):
                 raise EngineStateError(
@@ -315,9 +219,9 @@ class Access:
         return True
 
     def where(self, param: nn.Parameter) -> str:
-        group, position = self._places[param]
+        group, piece = self.parameters.piece_of(param)
         home = "on NVMe" if group.home.extent is not None else "in host memory"
-        return f"{group.layout.pieces[position].name!r}, whose bytes are {home} (group {group.name!r})"
+        return f"{piece.name!r}, whose bytes are {home} (group {group.name!r})"
 
     def remedy(self) -> str:
         return (
@@ -327,20 +231,20 @@ class Access:
 
     def show_values(self, param: nn.Parameter, *, modify: bool) -> None:
         """Let ``param`` show its values until ``hide_values``."""
-        group, position = self._places[param]
+        group, position = self.parameters.place_of(param)
         if modify:
             check_idle(self._schedule, "gathered(modify=True)")
         if group.shows_copy_at(position):
             raise EngineStateError(
                 f"{group.layout.pieces[position].name!r} is already gathered; gathered() blocks cannot be nested"
             )
-        self.store_edits_of_residents(group)
+        self.parameters.store_edits_of_residents(group)
         group.show_copy(position, self.copy_of(param), modify=modify)
         self._schedule.gathers(group)
 
     def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
         """End ``show_values``, and store the changes of ``rank``. Returns why they are refused, or ""."""
-        group, position = self._places[param]
+        group, position = self.parameters.place_of(param)
         piece, shown = group.layout.pieces[position], resharded.data_of(param)
         edited = group.copy_was_edited(position)
         try:
@@ -373,19 +277,9 @@ class Access:
 
         Without a group that moves, no hooks are installed, which torch.func would refuse.
         """
-        return self._schedule.saving() if any(group.moves for group in self._groups) else nullcontext()
-
-    def store_edits_of_residents(self, only: ParamGroup | None = None) -> None:
-        """Store in-place edits of resident parameters in their masters."""
-        for group in self._groups if only is None else [only]:
-            if group.residency is Residency.RESIDENT and (edited := group.edited()):
-                self.store_edits(group, edited)
-
-    def check_residents(self) -> None:
-        """EngineStateError if a resident parameter points to other memory."""
-        for group in self._groups:
-            if group.residency is Residency.RESIDENT:
-                group.check_memory()
+        return (
+            self._schedule.saving() if any(group.moves for group in self.parameters.groups) else nullcontext()
+        )
 
     def note_versions(self) -> None:
         """The engine has changed parameters, which torch counts as in-place edits."""
@@ -393,16 +287,16 @@ class Access:
         self._saving = 0
         self._saved.clear()
         self._read_as_none.clear()
-        for group in self._groups:
+        for group in self.parameters.groups:
             group.note_versions()
 
     def before_write(self, group: ParamGroup, piece: Piece) -> None:
         """Prepare for a change of a parameter's value on its tier."""
         check_idle(self._schedule, f"a change of {piece.name!r}")
-        if self.lending:
+        if self.parameters.lending:
             raise EngineStateError(f"{piece.name!r} cannot be set inside gathered(); edit it in place there")
         self._prefetcher.drop(group)
-        self.store_edits_of_residents(group)
+        self.parameters.store_edits_of_residents(group)
         position = group.layout.pieces.index(piece)
         torch.autograd.graph.increment_version([group.params[position]])
         group.note_versions()
@@ -416,22 +310,15 @@ class Access:
             self._saved.clear()
 
     def close(self) -> None:
-        for handle in self.handles:
+        for handle in self._handles:
             handle.remove()
         self.give_up()
 
     def give_up(self) -> None:
         """From now on, any use of the parameters raises an error."""
         _live.discard(self)
-        for group in self._groups:
+        for group in self.parameters.groups:
             group.give_up_parameters()
-
-    def store_edits(self, group: ParamGroup, positions: list[int]) -> None:
-        """Write parameters that were edited in place to their home and to their masters."""
-        for position in positions:
-            piece = group.layout.pieces[position]
-            self._state.store_edit(group, piece, group.view(position).detach().reshape(-1), in_place=True)
-        group.note_versions()
 
 
 def check_idle(schedule: PassSchedule, call: str) -> None:

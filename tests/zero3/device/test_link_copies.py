@@ -155,7 +155,7 @@ def test_gradients_on_their_way_are_bounded(
     with FakeDevice(answers=never) as gpu:
         gpu.run_engines(monkeypatch)
         engine = start(offload_param="cpu", offload_optimizer="cpu", threshold=0, device_budget="64MiB")
-        most, store = 0, engine._gradients
+        most, store = 0, engine._loop.of_rank.gradients
         receive = store._receive_finished
 
         def look() -> None:

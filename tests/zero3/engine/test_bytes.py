@@ -236,13 +236,13 @@ def test_each_step_records_the_planned_bytes_if_it_ends_with_nothing_under_way(
     begin: Callable[..., Any], micro_batches: Any, name: str, accumulation: int
 ) -> None:
     engine = begin(accumulation=accumulation, **PLACEMENTS[name])
-    end_step = engine._record.end_step
+    end_step = engine._observation.record.end_step
 
     def settled(*args: Any, **kwargs: Any) -> None:
         settle(engine)
         end_step()
 
-    engine._record.end_step = settled
+    engine._observation.record.end_step = settled
     batches = micro_batches(100)
     for _ in range(5):
         step(engine, batches)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.zero3.conftest import batches
 from tiering.errors import ConfigError, EngineStateError
 from zero3.passes.pass_state import PassState
-from zero3.state.access import Access
+from zero3.state.parameters import Parameters
 
 Start = Callable[..., Any]
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -207,7 +207,7 @@ def test_other_shapes_compile_once_more_and_nobody_takes_the_compiler_for_the_us
 ) -> None:
     """It looks at .grad and at .data of everything, where there are gradients, and edits nothing."""
     edits: list[Any] = []
-    monkeypatch.setattr(Access, "store_edits", lambda self, group, positions: edits.append(positions))
+    monkeypatch.setattr(Parameters, "store_edits", lambda self, group, positions: edits.append(positions))
     model, backend = seeded(Layers), Counted()
     compile_blocks(model, "in place", backend=backend, fullgraph=True)
     engine = start(model, accumulation=2)

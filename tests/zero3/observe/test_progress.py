@@ -86,10 +86,10 @@ def rates(files: list[list[FileStats]], direction: str) -> list[float]:
 def test_events_are_what_the_record_says(start: Callable[..., Engine], tmp_path: Path) -> None:
     asked = {"csv_monitor": {"enabled": True, "job_name": "job"}, "wall_clock_breakdown": True}
     engine = start(asked, **STREAMED)
-    norms, files = [], [engine._record.files]
+    norms, files = [], [engine._observation.record.files]
     for number in steps(engine, 3):
         norms.append(engine.get_global_grad_norm())
-        files.append(engine._record.files)
+        files.append(engine._observation.record.files)
         engine.monitor.write_events([("mine", number, number)])
     snapshot = engine.snapshot()
     written = table(tmp_path / "job")
@@ -124,7 +124,7 @@ def test_lines_come_every_so_many_steps(
     engine = start({"steps_per_print": 2}, **STREAMED)
     told = []
     for number in steps(engine, 5, bad=3):
-        told.append((engine._record.loss, engine.get_global_grad_norm()))
+        told.append((engine._observation.record.loss, engine.get_global_grad_norm()))
         assert len(said(caplog)) == number // 2
     rate = r"[\d.]+(e\+\d+)?"
     # What is written may still be under way when a line is told.

@@ -116,7 +116,11 @@ def test_a_step_tells_what_it_came_to_and_what_it_waited_for(
     assert set(last.stalls_by_phase["step"]) <= {"optimizer state", "staging", "gradients"}
     assert last.stalls_by_phase["forward"].keys() == {"parameters"}
     assert set(last.phase_seconds) == {"forward", "backward", "step", "idle"}
-    assert 0 < sum(last.phase_seconds.values()) - last.phase_seconds["idle"] <= engine._record.elapsed
+    assert (
+        0
+        < sum(last.phase_seconds.values()) - last.phase_seconds["idle"]
+        <= engine._observation.record.elapsed
+    )
 
 
 def test_what_is_between_the_phases_is_idle(

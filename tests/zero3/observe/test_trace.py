@@ -97,7 +97,7 @@ def bytes_at_rest(engine: Engine) -> tuple[int, int]:
         pass
     for request in list(aio._live):
         aio._await(request, None)
-    return engine._record.moved()
+    return engine._observation.record.moved()
 
 
 def test_one_whole_step(

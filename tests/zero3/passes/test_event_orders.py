@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from zero3.params.param_group import Residency
 from zero3.passes import schedule as schedule_module
 from zero3.passes.pass_state import PassState
 from zero3.passes.prefetch import Prefetcher
-from zero3.passes.schedule import PassCallbacks, PassSchedule
+from zero3.passes.schedule import PassSchedule
 
 # Group 0 is the root's; 1 to 3 are blocks; 4 and 5 lie inside of block 1; 6 inside of 4; 7 is always resident.
 PARENTS = [None, 0, 0, 0, 1, 1, 4, None]
@@ -171,12 +170,7 @@ class Autograd:
             self.groups,
             self.prefetcher,
             self.gradients,
-            PassCallbacks(
-                on_backward=partial(self.count, "began"),
-                on_first_gradient=lambda: False,
-                on_group_done=lambda group, step: None,
-                on_end_of_backward=partial(self.count, "ended"),
-            ),
+            self,
         )
         self.callbacks: list[list[Callable[[], None]]] = []  # of each backward pass that runs, innermost last
         self.node: Node | None = None
@@ -184,8 +178,19 @@ class Autograd:
         self.fuse = -1  # so many moments until ``kind`` is raised; negative: never
         self.kind: type[BaseException] = BoomError
 
-    def count(self, what: str) -> None:
-        setattr(self, what, getattr(self, what) + 1)
+    # The listener of the schedule.
+
+    def on_backward(self) -> None:
+        self.began += 1
+
+    def on_first_gradient(self) -> bool:
+        return False
+
+    def on_group_done(self, group: Group, final: bool) -> None:
+        pass
+
+    def on_end_of_backward(self) -> None:
+        self.ended += 1
 
     def moment(self) -> None:
         """The user's code runs here, and may raise."""

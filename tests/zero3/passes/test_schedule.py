@@ -14,7 +14,7 @@ from zero3.params.layout import FlatLayout
 from zero3.params.param_group import Residency
 from zero3.passes import schedule as schedule_module
 from zero3.passes.prefetch import Prefetcher
-from zero3.passes.schedule import PassCallbacks, PassSchedule
+from zero3.passes.schedule import PassSchedule
 
 
 class Device:
@@ -121,6 +121,22 @@ def end_callbacks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     return callbacks
 
 
+class Accumulates:
+    """A listener whose backwards update nothing."""
+
+    def on_backward(self) -> None:
+        pass
+
+    def on_first_gradient(self) -> bool:
+        return False
+
+    def on_group_done(self, group: FakeGroup, final: bool) -> None:
+        pass
+
+    def on_end_of_backward(self) -> None:
+        pass
+
+
 def make(
     count: int, room: int, *, root: bool = False, window: int | None = None
 ) -> tuple[Device, list[FakeGroup], PassSchedule, FakeGradients]:
@@ -129,13 +145,7 @@ def make(
     if root:
         groups.append(FakeGroup("root", device))
     gradients = FakeGradients()
-    callbacks = PassCallbacks(
-        on_backward=lambda: None,
-        on_first_gradient=lambda: False,
-        on_group_done=lambda group, step: None,
-        on_end_of_backward=lambda: None,
-    )
-    passes = PassSchedule(groups, Prefetcher(), gradients, callbacks)
+    passes = PassSchedule(groups, Prefetcher(), gradients, Accumulates())
     return device, groups, passes, gradients
 
 

@@ -1,0 +1,136 @@
+"""The parts of an engine's training loop, and their connections."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import nn
+
+from tiering.config.training import TieringConfig
+from tiering.telemetry import ConfigurationStatus
+from zero3.checkpoint.checkpoints import Checkpoints
+from zero3.checkpoint.export import Export
+from zero3.checkpoint.run_state import Resumable
+from zero3.engine.accumulated_gradients import AccumulatedGradients
+from zero3.engine.by_name import NamedState
+from zero3.engine.observation import Observation
+from zero3.engine.state_files import StateFiles
+from zero3.loop.accumulation import Accumulation
+from zero3.loop.backward_events import BackwardEvents
+from zero3.loop.lifecycle import Readiness
+from zero3.loop.preemption import Preemption
+from zero3.loop.step import Update
+from zero3.parts import Assembly
+from zero3.passes import hooks
+from zero3.passes.hooks import Removable
+from zero3.passes.prefetch import Prefetcher
+from zero3.passes.schedule import PassSchedule
+from zero3.state.access import Access
+from zero3.state.parameters import Parameters
+from zero3.state.tensors import TieredState
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """The parts that train with the parts of one rank (zero3/parts.py). ``close`` ends both."""
+
+    of_rank: Assembly
+    updates: Update
+    accumulation: Accumulation
+    checkpoints: Checkpoints
+    state: TieredState
+    parameters: Parameters
+    prefetcher: Prefetcher
+    schedule: PassSchedule
+    hooks: list[Removable]
+    ready: Readiness
+    access: Access
+    named_state: NamedState
+    files: StateFiles
+    preemption: Preemption
+    observation: Observation
+
+    def close(self) -> None:
+        """Release memory and swap space. Each part is closed, also after an error in another; the error is raised."""
+        for handle in self.hooks:
+            handle.remove()
+        with ExitStack() as closing:
+            closing.callback(self.observation.monitor.close)
+            if self.of_rank.collectives is not None:
+                closing.callback(self.of_rank.collectives.close)
+            closing.callback(self.of_rank.tiers.close)
+            closing.callback(self.access.close)
+            closing.callback(self.schedule.close)
+            self.checkpoints.close()
+
+
+def connect(
+    run: Resumable,
+    model: nn.Module,
+    config: TieringConfig,
+    parts: Assembly,
+    configuration: ConfigurationStatus | None,
+) -> LoopParts:
+    """Make the parts that train ``model`` with ``parts``, from the update up to the files and the telemetry.
+
+    ``run`` is the engine: a checkpoint has its scheduler and its data loader, which it gets later.
+    """
+    updates = _make_update(config, parts)
+    accumulation = Accumulation(config.gradient_accumulation_steps)
+    checkpoints = Checkpoints(run, model, config, parts, updates, accumulation)
+    state = TieredState(parts, before_write=checkpoints.before_write)
+    parameters = Parameters(model, parts.groups, state)
+
+    prefetcher = Prefetcher() if parts.collectives is None else Prefetcher(parts.collectives.agree)
+    events = BackwardEvents(accumulation, updates, parameters, prefetcher)
+    schedule = PassSchedule(parts.groups, prefetcher, parts.sink, events, parts.tiers.timeline)
+    handles = hooks.install(model, parts.groups, schedule)
+
+    ready = Readiness(
+        parameters, parts.tiers, parts.collectives, parts.optimizer, updates, accumulation, schedule
+    )
+    parts.optimizer.serve(updates, accumulation, ready)
+    gradients = AccumulatedGradients(state, schedule, ready, updates, parts.optimizer, config.zero.stage)
+    access = Access(model, parameters, schedule, prefetcher, state, gradients.assign)
+    files = StateFiles(
+        checkpoints, Export(model, config, state), access, ready, updates, parts.optimizer, prefetcher
+    )
+    observation = Observation(
+        config,
+        parts,
+        updates=updates,
+        activations=schedule.activations,
+        checkpoint_status=checkpoints.status,
+        configuration=configuration,
+    )
+    return LoopParts(
+        of_rank=parts,
+        updates=updates,
+        accumulation=accumulation,
+        checkpoints=checkpoints,
+        state=state,
+        parameters=parameters,
+        prefetcher=prefetcher,
+        schedule=schedule,
+        hooks=handles,
+        ready=ready,
+        access=access,
+        named_state=NamedState(access, state, gradients, ready),
+        files=files,
+        preemption=Preemption(updates, alone=parts.collectives is None),
+        observation=observation,
+    )
+
+
+def _make_update(config: TieringConfig, parts: Assembly) -> Update:
+    return Update(
+        config,
+        groups=parts.groups,
+        gradients=parts.gradients,
+        sink=parts.sink,
+        optimizer=parts.optimizer,
+        collectives=parts.collectives,
+        replicas=parts.replicas,
+        timeline=parts.tiers.timeline,
+    )

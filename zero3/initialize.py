@@ -64,12 +64,15 @@ def initialize(
     *,
     weights: str | Path | None = None,
     strict: bool = True,
+    strict_args: bool = True,
 ) -> EngineParts:
     """Place ``model`` on the tiers that ``config`` allows and return (engine, optimizer, dataloader, lr_scheduler).
 
     ``config`` is a DeepSpeed configuration (dict or path) with an optional ``tiering`` block; ``config_params`` and
     ``args.deepspeed_config`` are two other ways to pass it. ``args`` may be the arguments of a trainer: "auto" in the
-    configuration takes the value of the field of ``args`` that has the name of Hugging Face's TrainingArguments.
+    configuration takes the value of the field of ``args`` that has the name of Hugging Face's TrainingArguments. If the
+    configuration has an "auto", or ``args`` are a TrainingArguments, each other value must equal its field of ``args``,
+    which the trainer's loop uses; with ``strict_args`` False it may differ, and counts.
     ``model_parameters`` may be param groups with hyperparameters; the default is every parameter that requires a
     gradient. Without ``model_parameters`` and without any optimizer, the model is frozen, as a teacher or a reference.
 
@@ -105,6 +108,7 @@ def initialize(
         dtype=_dtype_of(model),
         arguments=args,
         replaced=frozenset(section for section, by in replaced.items() if by is not None),
+        strict=strict_args,
     )
     settings, report = ds_config.load(source, world_size=world_size, context=known)
     for entry in report.entries:

@@ -194,6 +194,18 @@ def test_auto_is_filled_in_from_a_trainers_arguments_and_the_model() -> None:
     assert "scheduler.params.warmup_num_steps" in str(caught.value)
 
 
+def test_values_that_differ_from_a_trainers_arguments_are_refused() -> None:
+    """The loop of the trainer uses its own values; the file's count if the caller says so."""
+    args = argparse.Namespace(learning_rate=2e-3, warmup_steps=3, per_device_train_batch_size=4)
+    config = USUAL | {"train_micro_batch_size_per_gpu": 2}
+    differs = r"train_micro_batch_size_per_gpu: 2 differs from args\.per_device_train_batch_size, 4"
+    with pytest.raises(ConfigError, match=differs):
+        tiering.initialize(args, Sized(8, 8), config=config)
+    engine, *_ = tiering.initialize(args, Sized(8, 8), config=config, strict_args=False)
+    with engine:
+        assert engine.train_micro_batch_size_per_gpu() == 2
+
+
 def test_what_an_object_replaces_need_not_be_filled_in() -> None:
     model = nn.Linear(4, 4)
     mine = torch.optim.AdamW(model.parameters(), lr=0.25)

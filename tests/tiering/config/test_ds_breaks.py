@@ -6,6 +6,7 @@ import base64
 import json
 import os
 from collections import UserDict, UserList
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,8 @@ def test_the_batch_of_the_whole_is_what_the_trainer_has() -> None:
     assert [(entry.value, entry.note) for entry in report.entries] == [
         (24, "computed from the other batch keys")
     ]
-    config, _ = load({"train_batch_size": "auto", "gradient_accumulation_steps": 5}, context=known)
+    context = replace(known, strict=False)
+    config, _ = load({"train_batch_size": "auto", "gradient_accumulation_steps": 5}, context=context)
     assert (config.train_batch_size, config.gradient_accumulation_steps) == (20, 5)
 
 

@@ -3,9 +3,9 @@
 loading.py     reads a file, a dict or base64 text     keys.py        the table of all keys, with the rule of each
 parsing.py     applies the rules, key by key           type_params.py the parameters of each optimizer and scheduler
 auto.py        resolves "auto"                         verdicts.py    the kinds of rules
-in_effect.py   the values that are in effect           converters.py  converts values of the file
-report.py      prints and exports the report           messages.py    error texts and suggestions
-secrets.py     hides passwords and tokens
+trainer.py     the trainer's argument of a key         converters.py  converts values of the file
+in_effect.py   the values that are in effect           messages.py    error texts and suggestions
+report.py      prints and exports the report           secrets.py     hides passwords and tokens
 """
 
 from tiering.config.ds_config.auto import LoadContext

@@ -21,13 +21,15 @@ class LoadContext:
 
     ``hidden_size`` is the model's; ``dtype`` is that of its parameters ("fp32", "bf16", "fp16"); ``arguments`` is a
     mapping or namespace of a trainer's arguments; ``replaced`` are the sections that an object passed to
-    ``initialize`` replaces.
+    ``initialize`` replaces. With ``strict`` a value of the file that differs from its argument is refused, if the
+    arguments belong to the file: it has an "auto", or they are a ``TrainingArguments``.
     """
 
     hidden_size: int | None = None
     dtype: str | None = None
     arguments: Any = None
     replaced: frozenset[str] = frozenset()
+    strict: bool = True
 
     def argument(self, name: str) -> Any:
         """The trainer's argument ``name``, or None."""
@@ -42,6 +44,8 @@ class Filled(NamedTuple):
 
 
 UNSET = object()
+ARGUMENT = "args."
+"""The source of a trainer's argument starts with this."""
 
 Auto = Callable[[LoadContext], Filled]
 """Resolves "auto". Raises ValueError, with the remedy, if the value is not known."""
@@ -81,7 +85,8 @@ def of_precision(name: str) -> Auto:
     def fill(context: LoadContext) -> Filled:
         value = context.argument(name)
         if value is not None:
-            return Filled(value, f"args.{name}")
+            # A trainer evaluates in the precision in which it computes.
+            return Filled(value or bool(context.argument(f"{name}_full_eval")), f"{ARGUMENT}{name}")
         if context.dtype is None:
             return Filled(False, f"true if the model's parameters are {name}")
         return Filled(context.dtype == name, f"the model's parameters are {context.dtype}")
@@ -95,7 +100,7 @@ def argument(name: str, fallback: Filled | None = None) -> Auto:
     def fill(context: LoadContext) -> Filled:
         value = context.argument(name)
         if value is not None:
-            return Filled(value, f"args.{name}")
+            return Filled(value, f"{ARGUMENT}{name}")
         if fallback is None:
             raise ValueError(missing_argument(name))
         return fallback
@@ -108,7 +113,7 @@ def betas(context: LoadContext) -> Filled:
     arguments = {name: context.argument(name) for name in _BETAS if context.argument(name) is not None}
     if not arguments:
         return Filled(UNSET, "the optimizer's default")
-    return Filled([*(_BETAS | arguments).values()], ", ".join(f"args.{name}" for name in arguments))
+    return Filled([*(_BETAS | arguments).values()], ", ".join(f"{ARGUMENT}{name}" for name in arguments))
 
 
 _BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}

@@ -7,6 +7,7 @@ training. All problems are reported together.
 from __future__ import annotations
 
 import base64
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 from tiering._strict_json import FormatError, parse, short
 from tiering.config.ds_config.auto import LoadContext
 from tiering.config.ds_config.in_effect import defaults, summary_of, with_default
+from tiering.config.ds_config.messages import dotted
 from tiering.config.ds_config.parsing import Reading
-from tiering.config.ds_config.report import Report
+from tiering.config.ds_config.report import Origin, Report
 from tiering.config.ds_config.verdicts import Verdict
 from tiering.config.json_comments import key_lines, plain
 from tiering.config.json_values import DepthError, values
@@ -62,9 +64,27 @@ def examine(
     if resolved is None or any(entry.verdict is Verdict.REFUSED for entry in entries):
         return None, Report(entries, source=source)
     entries_in_effect = tuple(with_default(entry, resolved) for entry in entries)
+    by_key = {entry.key: entry.value for entry in entries_in_effect if entry.origin is Origin.AUTO}
     return resolved, Report(
-        entries_in_effect, tuple(defaults(resolved, reading.entries)), source, summary_of(resolved)
+        entries_in_effect,
+        tuple(defaults(resolved, reading.entries)),
+        source,
+        summary_of(resolved),
+        _filled(config, by_key),
     )
+
+
+def _filled(section: Mapping[str, Any], values: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
+    """A copy of ``section``: ``values`` by key replace "auto", and an "auto" without a value is left out."""
+    filled: dict[str, Any] = {}
+    for name, value in section.items():
+        key = f"{prefix}{dotted((str(name),))}"
+        value = values.get(key, value)
+        if isinstance(value, Mapping):
+            filled[name] = _filled(value, values, f"{key}.")
+        elif not (isinstance(value, str) and value == "auto" and key in values):
+            filled[name] = copy.deepcopy(value)
+    return filled
 
 
 def _read_json(config: str | Path) -> tuple[Mapping[str, Any], dict[tuple[str, ...], int], str]:

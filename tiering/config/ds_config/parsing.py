@@ -15,19 +15,13 @@ from tiering.config.ds_config.in_effect import description
 from tiering.config.ds_config.keys import KEYS, SECTIONS, SHORT_FORMS
 from tiering.config.ds_config.messages import AUTO, dotted, reason, suggestion, unknown_optimizer
 from tiering.config.ds_config.report import Entry, Origin, brief
+from tiering.config.ds_config.trainer import BATCH, MICRO, WARMUP, belong_to, counterpart
 from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
 from tiering.config.ds_config.verdicts import KeyRule, Verdict
 from tiering.config.optimizer import RULES, UNSUPPORTED_OPTIMIZERS
 from tiering.config.scheduler import PARAMS
 from tiering.config.training import Batch, TieringConfig, parse_size, resolve_batch, whole_number
 
-_MICRO = "train_micro_batch_size_per_gpu"
-_BATCH = {
-    "train_batch_size": "",
-    _MICRO: "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-}
-"""The three batch numbers, and the trainer's arguments for their "auto"."""
 _CLIPPING = 1.0
 """DeepSpeed's default since 0.19."""
 _OFF = "off: requests nothing"
@@ -78,6 +72,7 @@ class Reading:
         self.values.setdefault("gradient_clipping", ("gradient_clipping", _CLIPPING))
         # An invalid batch has a refused entry already; a valid placeholder lets the schema check the other fields.
         batch = self._resolve_batch() or Batch(self.world_size, 1, 1)
+        self._check_arguments()
         tree: dict[str, Any] = {"world_size": self.world_size}
         for to, (_, value) in self.values.items():
             _set_path(tree, to, value)
@@ -111,13 +106,13 @@ class Reading:
 
     def _read_key(self, key: str, value: object, rule: KeyRule) -> None:
         section = key.partition(".")[0]
+        origin = Origin.AUTO if value == "auto" else Origin.FILE
         if section in self.context.replaced:
             note = f"replaced by the {section} passed to initialize()"
             # `initialize` logs the replacement itself, so the report does not count it as without effect.
-            self._note(key, value, Verdict.NO_EFFECT, note, off=True)
-        elif key in _BATCH:
+            self._note(key, value, Verdict.NO_EFFECT, note, origin=origin, off=True)
+        elif key in BATCH:
             # `_resolve_batch` resolves the three numbers together, after all keys are read.
-            origin = Origin.AUTO if value == "auto" else Origin.FILE
             self._note(key, value, rule.verdict, description(rule.to), origin=origin)
         elif value == "auto" and section != "tiering" and not rule.requests_nothing(value):
             self._resolve_auto(key, rule)
@@ -384,13 +379,13 @@ class Reading:
                 self._note(key, self.entries[key].value, Verdict.NO_EFFECT, note, off=True)
 
     def _resolve_batch(self) -> Batch | None:
-        numbers: dict[str, int | None] = dict.fromkeys(_BATCH)
+        numbers: dict[str, int | None] = dict.fromkeys(BATCH)
         sources: dict[str, str] = {}
-        settings = {key: self.entries[key].value for key in _BATCH if key in self.entries}
+        settings = {key: self.entries[key].value for key in BATCH if key in self.entries}
         # If a trainer fills in the batch, it has both factors.
         if settings.get("train_batch_size") == "auto":
-            settings = dict.fromkeys(_BATCH, "auto") | settings
-        for key, argument_name in _BATCH.items():
+            settings = dict.fromkeys(BATCH, "auto") | settings
+        for key, argument_name in BATCH.items():
             setting = settings.get(key)
             try:
                 if setting not in (None, "auto"):
@@ -401,7 +396,7 @@ class Reading:
             except ValueError as problem:
                 self._refuse(key, str(problem))
                 return None
-        present = [key for key in _BATCH if key in self.entries]
+        present = [key for key in BATCH if key in self.entries]
         try:
             train, micro, accumulation = numbers.values()
             resolved = resolve_batch(train, micro, accumulation, self.world_size)
@@ -411,15 +406,32 @@ class Reading:
                 numbers["train_batch_size"] is None and numbers["train_micro_batch_size_per_gpu"] is None
             )
             if autos and unknown:
-                self._refuse(autos[-1 if autos[-1] == _MICRO else 0], missing_argument(str(_BATCH[_MICRO])))
+                self._refuse(autos[-1 if autos[-1] == MICRO else 0], missing_argument(str(BATCH[MICRO])))
             else:
-                self._refuse(present[0] if present else next(iter(_BATCH)), str(problem))
+                self._refuse(present[0] if present else next(iter(BATCH)), str(problem))
             return None
-        for key, value in zip(_BATCH, resolved, strict=True):
+        for key, value in zip(BATCH, resolved, strict=True):
             if key in present and self.entries[key].origin is Origin.AUTO:
                 note = sources.get(key) or "computed from the other batch keys"
                 self.entries[key] = replace(self.entries[key], value=value, note=note)
         return resolved
+
+    def _check_arguments(self) -> None:
+        """Refuses each value of the file that differs from the trainer's argument, which the loop uses."""
+        if not self.context.strict or not belong_to(self.context.arguments, self.entries.values()):
+            return
+        for key, entry in list(self.entries.items()):
+            expected = counterpart(key, self.context, self.world_size)
+            if entry.origin is not Origin.FILE or entry.value is None or expected is None:
+                continue
+            # Trainers fill in one step of warm-up for none.
+            has_no_warmup = key == WARMUP and entry.value in (0, 1) and expected.value in (0, 1)
+            if not has_no_warmup and not _equal(entry.value, expected.value):
+                self._refuse(
+                    key,
+                    f"{brief(entry.value)} differs from {expected.source}, {brief(expected.value)}; set it to"
+                    ' "auto", or pass strict_args=False to initialize() to train with the value of the configuration',
+                )
 
     def _key_of(self, location: tuple[int | str, ...]) -> str:
         """The key of the file that set the native field at ``location``, or its section."""

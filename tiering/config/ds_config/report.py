@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +55,15 @@ class Report:
     """All keys of the file in its order, then missing required keys; and the defaults of the other keys.
 
     ``source`` is the path of the file, empty for a mapping. ``outcome`` is a one-line summary, empty if a key is
-    refused.
+    refused. ``filled`` is the configuration with a value in place of each "auto", in sections of its own; an "auto"
+    that has no effect is absent.
     """
 
     entries: tuple[Entry, ...]
     defaults: tuple[Entry, ...] = ()
     source: str = ""
     outcome: str = ""
+    filled: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def refused(self) -> tuple[Entry, ...]:

@@ -65,6 +65,8 @@ class SwapFile:
         self.nbytes = 0
         lost: list[str] = []
         self.fd, self.direct, nameless = _open(directory, direct)
+        # Before the wait for space: a child that is forked meanwhile closes its copy of the descriptor.
+        _OPEN_FILES.add(self)
         try:
             if not nameless:
                 lost.append(
@@ -81,12 +83,11 @@ class SwapFile:
             if direct and not self.direct:
                 lost.append("it refuses O_DIRECT: the page cache uses memory beyond the budgets")
         except BaseException:
-            os.close(self.fd)
+            self.close()
             raise
         self.lost = tuple(lost)
         if lost:
             log.warning("the file system of nvme_path %s does not give all: %s", directory, "; ".join(lost))
-        _OPEN_FILES.add(self)
 
     def resize(self, nbytes: int) -> None:
         """Grow or shrink to ``nbytes``. Raises SwapSpaceError when there is too little space."""
@@ -115,8 +116,10 @@ class SwapFile:
     def close(self) -> None:
         """Close the descriptor; the kernel frees the space. The I/O context must have been closed first."""
         if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+            # In this order: a child that is forked between the two statements closes nothing. In the other order, it
+            # could close a descriptor that another thread has opened with the same number.
+            fd, self.fd = self.fd, -1
+            os.close(fd)
 
 
 def check_directory(directory: Path, *, allow_memory_file_system: bool = False) -> Path:

@@ -8,10 +8,16 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
+import pytest
+
 from tests.tiering.checkpoint.saving import write_checkpoint
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.config.training import IoConfig
+from tiering.errors import SwapSpaceError
+from tiering.storage import swap_file
+from tiering.storage.arena import PAGE
 from tiering.storage.descriptors import close_alone, open_alone
+from tiering.storage.swap_file import SwapFile
 from tiering.weights.reader import WeightReader
 from tiering.weights.sums_file import SumsFile
 from tiering.weights.tensor_file import Output, TensorFileWriter, TensorSpec
@@ -60,6 +66,44 @@ def test_a_child_has_none_of_what_is_saved_and_loaded(tmp_path: Path) -> None:
         writer.abandon()
     del weights, reader
     assert held(tmp_path) == set()
+
+
+def test_a_child_forked_while_a_swap_file_is_made_has_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, in_child = swap_file._fallocate, list[str]()
+
+    def fork_and_reserve(fd: int, nbytes: int) -> int:
+        in_child.append(held_by_child(tmp_path))
+        return reserve(fd, nbytes)
+
+    monkeypatch.setattr(swap_file, "_fallocate", fork_and_reserve)
+    with closing(SwapFile(tmp_path, PAGE)):
+        assert in_child == ["[]"]
+        assert len(held(tmp_path)) == 1
+        assert held_by_child(tmp_path) == "[]"
+    assert held(tmp_path) == set()
+
+
+def test_a_swap_file_that_could_not_be_made_closes_no_other_file_in_a_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap_file, "wait_for_space", lambda *_: False)
+    opened, numbers = swap_file._open, list[int]()
+
+    def open_and_note(directory: Path, direct: bool) -> tuple[int, bool, bool]:
+        result = opened(directory, direct)
+        numbers.append(result[0])
+        return result
+
+    monkeypatch.setattr(swap_file, "_open", open_and_note)
+    # The error's traceback keeps the object of the failed file.
+    with pytest.raises(SwapSpaceError, match="needs 4096 bytes") as failure:
+        SwapFile(tmp_path, PAGE)
+    with (tmp_path / "other").open("w") as other:
+        assert [other.fileno()] == numbers
+        assert held_by_child(tmp_path) == "['other']"
+    assert failure.tb is not None
 
 
 def test_closed_is_closed(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def ranges(tiers: Tiers, home: Home, offset: int, nbytes: int, each: int) -> Gen
         while starts or under_way:
             while starts and len(under_way) <= AHEAD:
                 size = min(step, round_up(end) - starts[0])
+                # Ahead, it takes free room only: a wait for the room of the range in use would not end.
                 read = _begin(tiers, home, starts[0], size, ahead=bool(under_way))
                 if read is None:  # no room to read ahead
                     break
@@ -42,8 +43,11 @@ def ranges(tiers: Tiers, home: Home, offset: int, nbytes: int, each: int) -> Gen
             ticket.wait()
             first, last = max(start, offset), min(start + lease.nbytes, end)
             yield as_tensor(lease)[first - start : last - start]
-            lease.release()
+            # The caller has asked for the next range, and no longer reads this one. Forgotten before it is released:
+            # after an interruption between the two, the block below must not release it once more.
             under_way.popleft()
+            lease.release()
+    # Also where the caller closes the iterator: reads that have begun still fill their leases.
     finally:
         for _, lease, ticket in under_way:
             retire_read(lease, ticket)
@@ -58,6 +62,7 @@ def _begin(tiers: Tiers, home: Home, offset: int, nbytes: int, ahead: bool) -> t
     try:
         return lease, tiers.swap.swap_in(home.extent, lease, offset=offset)
     except BaseException:
+        # A signal handler may have raised after the submission: no read may fill the lease after its release.
         tiers.swap.settle(home.extent)
         lease.release()
         raise

@@ -25,6 +25,7 @@ import zero3.checkpoint.export
 from optim_cpu.formats import round_parameters
 from tests.zero3.conftest import NVME_STATE, SmallModel, batches, config, same_bits
 from tiering.errors import CheckpointError, ConfigError, SwapError
+from tiering.storage.arena import Lease
 from tiering.storage.swap_space import SwapSpace
 from tiering.storage.tickets import Transfer
 from tiering.weights.files import open_weights
@@ -228,6 +229,27 @@ def test_a_read_that_fails_ends_the_export_and_gives_all_room_back(
     assert not engine._tiers.staging.by_kind
     saved = load_file(engine.save_16bit_model(tmp_path / "out"))
     assert same_bits(saved, untied(engine.state_dict())) == []
+
+
+def test_an_interrupt_at_the_release_of_a_range_ends_the_export_and_gives_all_room_back(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler may raise as soon as the range was released: it is not released a second time."""
+    count, release = itertools.count(1), Lease.release
+
+    def interrupted_once(lease: Lease) -> None:
+        of_staging = lease.arena is engine._tiers.staging
+        release(lease)
+        if of_staging and next(count) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(zero3.checkpoint.export, "RANGE", 2048)
+    monkeypatch.setattr(Lease, "release", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_16bit_model(tmp_path / "out")
+    assert next(count) > 2 and not (tmp_path / "out").exists()
+    engine._tiers.staging.drain()
+    assert not engine._tiers.staging.by_kind
 
 
 def llama(**options: Any) -> Any:

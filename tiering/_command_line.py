@@ -9,10 +9,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from tiering._text import similar
 from tiering._version import __version__
 
 PIPE_CLOSED = 128 + signal.SIGPIPE
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print ``message`` with a suggestion, and exit with status 2."""
         match = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        if match and (choice := suggestion(match[1], re.findall(r"[\w-]+", match[2]))):
+        if match and (choice := similar(match[1], re.findall(r"[\w-]+", match[2]))):
             message += f"; did you mean {choice}?"
         super().error(message)
 
@@ -40,11 +40,6 @@ class Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         print(f"{parser.prog} {__version__}")
         parser.exit()
-
-
-def suggestion(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that is most similar to ``word``, if any is similar."""
-    return next(iter(get_close_matches(word, list(choices), 1)), None)
 
 
 def run_printing(program: str, run: Callable[[], int], *, unwritable: int) -> int:

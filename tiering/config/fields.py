@@ -10,11 +10,12 @@ import math
 import operator
 import re
 from collections.abc import Callable
-from difflib import get_close_matches
 from fractions import Fraction
 from typing import Annotated, SupportsIndex
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from tiering._text import similar
 
 ALIGNMENT = 4096
 """Alignment in bytes that O_DIRECT requires of address, offset and length."""
@@ -48,10 +49,8 @@ def _split_size(text: str) -> tuple[str, str]:
     number, unit = match.groups()
     if unit in _UNITS:
         return number, unit
-    similar = get_close_matches(unit.lower(), _SPELLINGS, n=1)
-    hint = (
-        f"did you mean {_SPELLINGS[similar[0]]!r}?" if similar else "use K, M, G, T, KiB ... TiB or KB ... TB"
-    )
+    near = similar(unit, _SPELLINGS)
+    hint = f"did you mean {_SPELLINGS[near]!r}?" if near else "use K, M, G, T, KiB ... TiB or KB ... TB"
     raise ValueError(f"unknown unit {unit!r} in size {text!r}; {hint}")
 
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiering._command_line import Version, run_printing, suggestion
+from tiering._command_line import Version, run_printing
+from tiering._text import similar
 from tiering.tierbench import words
 from tiering.tierbench.exits import BELOW, FAILED, INTERRUPTED, OK
 
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
         return _command(argv[0], argv[1:])
-    if argv and not Path(argv[0]).exists() and (closest := suggestion(argv[0], COMMANDS)):
+    if argv and not Path(argv[0]).exists() and (closest := similar(argv[0], COMMANDS)):
         _parser().error(f"{argv[0]} is not a command or a directory; did you mean {closest}?")
     return _bench(argv)
 

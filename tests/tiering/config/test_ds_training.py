@@ -216,7 +216,7 @@ def test_auto_is_what_a_trainer_would_fill_in(kind: str) -> None:
         (
             {"type": "WarmupLR", "params": {"warmup_steps": 9}},
             "params.warmup_steps",
-            "did you mean warmup_num_steps?",
+            "did you mean scheduler.params.warmup_num_steps?",
         ),
         ({"type": "LRRangeTest", "params": {"lr_range_test_min_lr": []}}, "", ""),
     ],

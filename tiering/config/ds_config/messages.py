@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from tiering._text import similar
 from tiering.config.ds_config.auto import KEYS_BY_ARGUMENT
 from tiering.config.ds_config.keys import KEYS, SECTIONS
 from tiering.config.optimizer import RULES
@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 AUTO = "'auto' is only for keys that a trainer fills in; set a value"
-
-
-# A ratio of difflib; below it, "warmup" would count as a misspelt "amp".
-_MIN_SIMILARITY = 0.7
 
 
 def unknown_optimizer(name: str) -> str:
@@ -56,18 +52,14 @@ def suggestion(key: str, names: Iterable[str]) -> str:
     if "comment" in name.lower():
         return "write a comment after // or #"
     siblings = {path.partition(".")[0] for path in names}
-    similar = get_close_matches(name.lower(), sorted(siblings), n=1, cutoff=_MIN_SIMILARITY)
-    if similar:
-        return f"did you mean {similar[0]}?"
     if name in KEYS_BY_ARGUMENT:
         return f"did you mean {KEYS_BY_ARGUMENT[name]}?"
+    if near := similar(name, siblings):
+        return f"did you mean {near}?"
     leaves = {path.rpartition(".")[2]: path for path in KEYS}
-    further = get_close_matches(name.lower(), sorted(leaves), n=1, cutoff=0.8)
-    return (
-        f"did you mean {leaves[further[0]]}?"
-        if further
-        else "remove it: neither DeepSpeed nor tiering has it"
-    )
+    if near := similar(name, leaves):
+        return f"did you mean {leaves[near]}?"
+    return "remove it: neither DeepSpeed nor tiering has it"
 
 
 def dotted(path: Iterable[str]) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
+from tiering._text import similar
 from tiering.config.ds_config.auto import UNSET, Filled, LoadContext, argument, missing_argument
 from tiering.config.ds_config.in_effect import description
 from tiering.config.ds_config.keys import KEYS, SECTIONS, SHORT_FORMS
@@ -217,8 +217,8 @@ class Reading:
                 if info.is_required() and f"scheduler.params.{name}" not in self.entries:
                     self._refuse(f"scheduler.params.{name}", f"missing; {schedule} requires it")
         elif schedule is not None:
-            similar = get_close_matches(schedule, PARAMS, n=1)
-            hint = f"did you mean {similar[0]!r}?" if similar else f"supported: {', '.join(PARAMS)}."
+            near = similar(schedule, PARAMS)
+            hint = f"did you mean {near!r}?" if near else f"supported: {', '.join(PARAMS)}."
             self._refuse("scheduler.type", f"unknown schedule {schedule!r}; {hint} {_ANY_SCHEDULER}")
             self._drop("scheduler.")
 

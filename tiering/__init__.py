@@ -8,9 +8,11 @@ Names are resolved on first use (see _lazy.py), so that ``import tiering`` loads
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from tiering import _lazy
+from tiering._module_finder import FINDER
 from tiering._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -30,13 +32,18 @@ if TYPE_CHECKING:
     from zero3.checkpoint.save_handle import Saving
     from zero3.deepspeed.accelerator import get_accelerator
     from zero3.deepspeed.arguments import add_config_arguments
+    from zero3.deepspeed.configuration import DeepSpeedConfig, DeepSpeedConfigError
     from zero3.deepspeed.distributed import init_distributed
     from zero3.deepspeed.engine import DeepSpeedEngine
-    from zero3.deepspeed.logs import log_dist
+    from zero3.deepspeed.logs import log_dist, logger
+    from zero3.deepspeed.values import TORCH_DISTRIBUTED_DEFAULT_PORT, version
     from zero3.engine.engine import Engine
     from zero3.initialize import EngineParts, initialize
     from zero3.setup.plan_for import measure_rates, plan_for
     from zero3.state.access import gathered
+
+if FINDER not in sys.meta_path:
+    sys.meta_path.append(FINDER)
 
 __getattr__, __dir__ = _lazy.names(
     __name__,
@@ -48,8 +55,10 @@ __getattr__, __dir__ = _lazy.names(
         "zero3.state.access": ("gathered",),
         "zero3.deepspeed.accelerator": ("get_accelerator",),
         "zero3.deepspeed.arguments": ("add_config_arguments",),
+        "zero3.deepspeed.configuration": ("DeepSpeedConfig", "DeepSpeedConfigError"),
         "zero3.deepspeed.distributed": ("init_distributed",),
-        "zero3.deepspeed.logs": ("log_dist",),
+        "zero3.deepspeed.logs": ("log_dist", "logger"),
+        "zero3.deepspeed.values": ("TORCH_DISTRIBUTED_DEFAULT_PORT", "version"),
         "zero3.deepspeed.engine": ("DeepSpeedEngine",),
         "zero3.engine.engine": ("Engine",),
         "zero3.initialize": ("EngineParts", "initialize"),
@@ -60,9 +69,12 @@ __getattr__, __dir__ = _lazy.names(
 )
 
 __all__ = [
+    "TORCH_DISTRIBUTED_DEFAULT_PORT",
     "ArenaError",
     "CheckpointError",
     "ConfigError",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "Engine",
     "EngineParts",
@@ -83,10 +95,12 @@ __all__ = [
     "init_distributed",
     "initialize",
     "log_dist",
+    "logger",
     "measure_rates",
     "ops",
     "plan_for",
     "runtime",
     "utils",
+    "version",
     "zero",
 ]

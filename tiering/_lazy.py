@@ -11,7 +11,27 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
-MIGRATION_GUIDE = "docs/guide/migrate-from-deepspeed.md"
+from tiering import _unsupported
+from tiering._placeholders import PACKAGE, placeholder
+from tiering._text import similar
+
+ELSEWHERE: Mapping[str, tuple[str, Sequence[str]]] = {
+    "accelerator.real_accelerator": ("tiering.accelerator", ("get_accelerator",)),
+    "checkpoint.utils": ("zero3.deepspeed.tensors", ("clone_tensors_for_torch_save",)),
+    "comm.comm": ("tiering.comm", ()),
+    "comm.reduce_op": ("torch.distributed", ("ReduceOp",)),
+    "constants": ("zero3.deepspeed.values", ("TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout")),
+    "git_version_info": ("zero3.deepspeed.values", ("version",)),
+    "ops.adagrad.cpu_adagrad": ("tiering.ops.adagrad", ("DeepSpeedCPUAdagrad",)),
+    "ops.lion.cpu_lion": ("tiering.ops.lion", ("DeepSpeedCPULion",)),
+    "ops.lion.fused_lion": ("tiering.ops.lion", ("FusedLion",)),
+    "runtime.activation_checkpointing": ("tiering", ("checkpointing",)),
+    "runtime.activation_checkpointing.checkpointing": ("tiering.checkpointing", ()),
+    "runtime.zero.config": ("zero3.deepspeed.values", ("ZeroStageEnum",)),
+    "runtime.zero.offload_config": ("zero3.deepspeed.values", ("OffloadDeviceEnum",)),
+    "utils.tensor_fragment": ("tiering.utils", ()),
+}
+"""Modules of DeepSpeed that have no file here: where their names are, and which of them (none listed: all)."""
 
 
 def names(
@@ -24,7 +44,7 @@ def names(
     """``__getattr__`` and ``__dir__`` of ``module``.
 
     ``homes`` maps a defining module to its names. ``submodules`` are imported on first use. Other names are looked up
-    in the module ``fallback``; without it they raise AttributeError, which names the list of DeepSpeed's names.
+    in the module ``fallback``. A name that only DeepSpeed has gives its placeholder; any other raises AttributeError.
     """
     home_of = {name: home for home, defined in homes.items() for name in defined}
 
@@ -35,7 +55,14 @@ def names(
             return import_module(f"{module}.{name}")
         if fallback and not name.startswith("_") and hasattr(import_module(fallback), name):
             return getattr(import_module(fallback), name)
-        hint = "" if name.startswith("_") else f"; {MIGRATION_GUIDE} lists the supported names of DeepSpeed"
+        path = f"{module}.{name}".removeprefix(f"{PACKAGE}.")
+        if path in ELSEWHERE:
+            return import_module(f"{module}.{name}")
+        # Python looks for names with two underscores in every module.
+        if not name.startswith("__") and _unsupported.replacement(path):
+            return placeholder(path)
+        near = None if name.startswith("_") else similar(name, listed())
+        hint = f"; did you mean {near!r}?" if near else ""
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[module]
         )

@@ -9,5 +9,7 @@ from tiering import _lazy
 if TYPE_CHECKING:
     from zero3.deepspeed.accelerator import get_accelerator
 
+# DeepSpeed has modules below this one: see _module_finder.py.
+__path__: list[str] = []
 __all__ = ["get_accelerator"]
 __getattr__, __dir__ = _lazy.names(__name__, {"zero3.deepspeed.accelerator": __all__})

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         broadcast_object_list,
         gather,
         gather_object,
+        inference_all_reduce,
+        log_summary,
         recv,
         reduce,
         reduce_scatter,
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
         init_distributed,
     )
 
+# DeepSpeed has modules below this one: see _module_finder.py.
+__path__: list[str] = []
 __all__ = [
     "all_gather",
     "all_gather_into_tensor",
@@ -55,7 +59,9 @@ __all__ = [
     "get_local_rank",
     "get_rank",
     "get_world_size",
+    "inference_all_reduce",
     "init_distributed",
+    "log_summary",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -12,6 +12,7 @@
     |-- CheckpointError           TIER-CHECKPOINT  a checkpoint cannot be written, is damaged, or is another model's
     |-- EngineStateError          TIER-STATE    a call is not allowed in the state of the engine
     |-- ResidencyError            TIER-RESIDENT a tensor was used while it is on another tier
+    |-- UnsupportedNameError (AttributeError)  TIER-NAME  a name of DeepSpeed was used that does not exist here
     `-- DistributedError          TIER-RANKS    the ranks of a run cannot continue together
         |-- RankLostError         TIER-RANK-LOST   a rank has died, failed or closed its engine
         `-- RankOrderError        TIER-RANK-ORDER  ranks are about to enter different collectives
@@ -123,6 +124,12 @@ class ResidencyError(TieringError):
     """A tensor was used while its data is on another tier."""
 
     code = "TIER-RESIDENT"
+
+
+class UnsupportedNameError(TieringError, AttributeError):
+    """A name of DeepSpeed was used that does not exist here; the message has the replacement."""
+
+    code = "TIER-NAME"
 
 
 class DistributedError(TieringError):

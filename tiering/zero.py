@@ -9,12 +9,20 @@ from tiering import _lazy
 if TYPE_CHECKING:
     from tiering.runtime.zero import partition_parameters
     from zero3.deepspeed.zero import GatheredParameters, Init, register_external_parameter
+    from zero3.params.resharded import ZeroParamStatus
 
-__all__ = ["GatheredParameters", "Init", "partition_parameters", "register_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "partition_parameters",
+    "register_external_parameter",
+]
 __getattr__, __dir__ = _lazy.names(
     __name__,
     {
         "tiering.runtime.zero": ("partition_parameters",),
         "zero3.deepspeed.zero": ("GatheredParameters", "Init", "register_external_parameter"),
+        "zero3.params.resharded": ("ZeroParamStatus",),
     },
 )

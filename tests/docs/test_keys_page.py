@@ -1,16 +1,18 @@
-"""docs/guide/migrate-from-deepspeed.md is what the code does: its imports, its names and its table of keys."""
+"""docs/guide/migrate-from-deepspeed.md is what the code does: its imports, its names and its tables."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
-from functools import reduce
 from pathlib import Path
 
 import pytest
 
 import tiering
+from docs.generate import unsupported_page
 from docs.generate.keys_page import HEADING, section
+from tiering._placeholders import Unsupported
 from zero3.deepspeed.engine import DeepSpeedEngine
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,6 +22,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 def test_the_table_is_what_the_code_makes() -> None:
     assert PAGE.partition(HEADING)[2] == section().partition(HEADING)[2]
+    assert unsupported_page.section() in PAGE
 
 
 def change_imports(script: Path, lines: list[str]) -> str:
@@ -66,14 +69,15 @@ def test_the_names_are_there() -> None:
     assert len(names) > 35
     for owner, path in names:
         if owner == "deepspeed":
-            reduce(getattr, path.split("."), tiering)
+            assert not isinstance(_named(path), Unsupported), path
         elif path not in ("parameters", "generate"):  # the module's
             assert hasattr(DeepSpeedEngine, path), path
-    gone = [row.split("|")[1] for row in absent.splitlines() if row.startswith("| `")]
-    names = re.findall(r"`deepspeed\.([\w.]+)`", "".join(gone))
-    assert len(names) > 35
-    for path in names:
-        with pytest.raises(AttributeError, match="migrate-from-deepspeed"):
-            reduce(getattr, path.split("."), tiering)
-    methods = re.findall(r"`engine\.(\w+)", "".join(gone))
-    assert len(methods) == 4 and not any(hasattr(DeepSpeedEngine, name) for name in methods)
+    gone = "".join(row.split("|")[1] for row in absent.splitlines() if row.startswith("| `"))
+    methods = re.findall(r"`engine\.(\w+)", gone)
+    assert len(methods) > 2 and not any(hasattr(DeepSpeedEngine, name) for name in methods)
+
+
+def _named(path: str) -> object:
+    """The name at ``path`` below the package, as a script gets it: modules are imported first."""
+    module, _, name = f"tiering.{path}".rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tiering import _lazy
 
 if TYPE_CHECKING:
-    from tiering.utils import logging, zero_to_fp32
+    from tiering.utils import groups, logging, zero_to_fp32
     from zero3.deepspeed.leaves import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RepeatingLoader",
     "get_z3_leaf_modules",
+    "groups",
     "log_dist",
     "logger",
     "logging",
@@ -58,5 +59,5 @@ __getattr__, __dir__ = _lazy.names(
         ),
         "zero3.loop.data_loader": ("RepeatingLoader",),
     },
-    submodules=("logging", "zero_to_fp32"),
+    submodules=("groups", "logging", "zero_to_fp32"),
 )

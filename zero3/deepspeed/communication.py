@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tiering.config.fields import format_size
 from zero3.ranks.joining import standing
 from zero3.ranks.peers import has_ended, newest
 
+log = logging.getLogger(__name__)
+
 Collective = Callable[..., Any]
+
+_calls: dict[str, dict[int, tuple[int, float]]] = defaultdict(dict)
+"""By collective and bytes of its largest tensor: the number of calls and their duration in seconds."""
 
 
 def _watched(function: Collective) -> Collective:
@@ -28,8 +38,7 @@ def _watched(function: Collective) -> Collective:
     label = f"{function.__name__} of the program"
     can_be_awaited = "async_op" in signature.parameters
 
-    @functools.wraps(function)
-    def collective(*args: Any, **kwargs: Any) -> Any:
+    def follow(*args: Any, **kwargs: Any) -> Any:
         peers = newest()
         if peers is None:
             return function(*args, **kwargs)
@@ -43,6 +52,17 @@ def _watched(function: Collective) -> Collective:
         if work is not None:
             peers.follow(functools.partial(has_ended, work), label)
         return None
+
+    @functools.wraps(function)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        tensors = (leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor))
+        nbytes = max((tensor.nbytes for tensor in tensors), default=0)
+        start = time.perf_counter()
+        result = follow(*args, **kwargs)
+        by_size = _calls[function.__name__]
+        count, seconds = by_size.get(nbytes, (0, 0.0))
+        by_size[nbytes] = count + 1, seconds + time.perf_counter() - start
+        return result
 
     return collective
 
@@ -82,3 +102,47 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -
     if not dist.is_initialized() and standing()[1] == 1:
         return None
     return _barrier(group, async_op=async_op, device_ids=device_ids)
+
+
+def inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Tensor:
+    """``all_reduce`` of ``tensor`` in place, which is returned; in a single process ``tensor`` itself."""
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Log on rank 0 the script's own collectives through this module, by kind and size. All ranks call it together.
+
+    ``return_dict`` returns the same figures, of this rank. The time of a call with ``async_op`` is that of its start.
+    ``show_straggler`` has no effect: the sidecar shows which rank the others wait for, and the engine's own traffic.
+    """
+    barrier()
+    summary = {
+        name: {nbytes: _figures(nbytes, *calls) for nbytes, calls in sorted(by_size.items())}
+        for name, by_size in _calls.items()
+    }
+    rank, world_size = standing()
+    if rank == 0:
+        lines = [
+            f"{name:24} {row['msg_size_str']:>12} {row['count']:8} calls {row['avg_latency_ms']:10.3f} ms each"
+            for name, rows in summary.items()
+            for row in rows.values()
+        ]
+        log.info("collectives of the script:\n%s", "\n".join(lines) or "none")
+    barrier()
+    if not return_dict:
+        return None
+    metadata = {"world_size": world_size, "rank": rank, "timestamp": datetime.now(UTC).isoformat()}
+    return {"summary": summary, "straggler_analysis": None, "metadata": metadata}
+
+
+def _figures(nbytes: int, count: int, seconds: float) -> dict[str, Any]:
+    return {
+        "count": count,
+        "total_latency_ms": 1e3 * seconds,
+        "avg_latency_ms": 1e3 * seconds / count,
+        "tput_avg_gbps": 8e-9 * nbytes * count / seconds if seconds else 0.0,
+        "msg_size_bytes": nbytes,
+        "msg_size_str": format_size(nbytes),
+    }

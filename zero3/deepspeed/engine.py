@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from tiering import _unsupported
+from tiering._placeholders import unsupported_name
+from tiering._text import similar
 from tiering.config.training import OffloadConfig, OffloadOptimizerConfig, TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from tiering.telemetry import ConfigurationStatus
@@ -65,9 +67,10 @@ class DeepSpeedEngine(Engine):
                 if name == "generate" and self._shards_parameters:
                     return on_all_ranks(attribute, module)
                 return self._with_itself(attribute) if name in _GIVE_THE_MODULE else attribute
-            public = [name_in_dir for name_in_dir in dir(self) if not name_in_dir.startswith("_")]
-            close_names = [] if name.startswith("_") else get_close_matches(name, public, 1, 0.7)
-            suggestion = f"; did you mean {close_names[0]!r}?" if close_names else ""
+            if _unsupported.replacement(f"engine.{name}"):
+                raise unsupported_name(f"engine.{name}")
+            near = None if name.startswith("_") else similar(name, dir(self))
+            suggestion = f"; did you mean {near!r}?" if near else ""
             raise AttributeError(
                 f"neither the engine nor its {type(module).__name__} has an attribute {name!r}{suggestion}",
                 name=name,

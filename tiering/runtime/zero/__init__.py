@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.zero``: what of it scripts import that save weights themselves."""
+"""``deepspeed.runtime.zero``: where DeepSpeed has the names of ``deepspeed.zero``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from tiering import _lazy
 
 if TYPE_CHECKING:
     from tiering.runtime.zero import partition_parameters
+    from zero3.deepspeed.zero import GatheredParameters, Init, register_external_parameter
+    from zero3.params.resharded import ZeroParamStatus
 
-__all__ = ["partition_parameters"]
-__getattr__, __dir__ = _lazy.names(__name__, {}, submodules=__all__)
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "partition_parameters",
+    "register_external_parameter",
+]
+__getattr__, __dir__ = _lazy.names(
+    __name__,
+    {
+        "zero3.deepspeed.zero": ("GatheredParameters", "Init", "register_external_parameter"),
+        "zero3.params.resharded": ("ZeroParamStatus",),
+    },
+    submodules=("partition_parameters",),
+)

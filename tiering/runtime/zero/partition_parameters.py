@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 from tiering import _lazy
 
 if TYPE_CHECKING:
-    from zero3.deepspeed.zero import GatheredParameters, Init
+    from zero3.deepspeed.zero import GatheredParameters, Init, register_external_parameter
     from zero3.params.resharded import ZeroParamStatus
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus"]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
 __getattr__, __dir__ = _lazy.names(
     __name__,
-    {"zero3.deepspeed.zero": ("GatheredParameters", "Init"), "zero3.params.resharded": ("ZeroParamStatus",)},
+    {
+        "zero3.deepspeed.zero": ("GatheredParameters", "Init", "register_external_parameter"),
+        "zero3.params.resharded": ("ZeroParamStatus",),
+    },
 )

@@ -110,7 +110,7 @@ def _run_out(engine: Any, batch: tuple[Tensor, Tensor], where: str) -> str:
         pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught,
     ):
         engine.backward(loss)
-    assert "the gradients since the last step are gone" in note_of(caught.value)
+    assert "the gradients since the last step are lost" in note_of(caught.value)
     return note_of(caught.value)
 
 
@@ -131,7 +131,7 @@ def test_a_step_that_is_cut_in_two_says_so(
         engine.backward(engine(*batch))
         with little_memory(spare=0), pytest.raises(torch.OutOfMemoryError) as caught:
             engine.step()
-        assert "The engine can only be closed (step 1 was ended by OutOfMemoryError" in note_of(caught.value)
+        assert "Close the engine (step 1 was ended by OutOfMemoryError" in note_of(caught.value)
         with pytest.raises(EngineStateError, match="partly updated"):
             engine(*batch)
 

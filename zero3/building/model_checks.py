@@ -92,12 +92,12 @@ def _check_unowned(model: nn.Module) -> None:
             continue
         if resharded.owner_of(param) is None:
             raise EngineStateError(
-                f"{name!r} belonged to an engine that was closed, which drops the values: build the model anew and load"
-                " what engine.state_dict() gave, or end an engine by engine.release() in place of close()"
+                f"{name!r} belonged to an engine that was closed, which drops the values: build the model again and"
+                " load the result of engine.state_dict(), or end the engine with release() instead of close()"
             )
         raise EngineStateError(
-            f"{name!r} belongs to an engine that is open: train with that one, or end it by engine.release(), which"
-            " gives the parameters back with their values"
+            f"{name!r} belongs to an open engine: train with that engine, or end it with release(), which"
+            " returns the parameters with their values"
         )
 
 

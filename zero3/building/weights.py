@@ -176,7 +176,7 @@ def match(
             raise WeightsError(
                 difference, "build the model that these files belong to, or load it with strict=False"
             )
-        outcome = "what is missing keeps the model's values" if missing else "they are not loaded"
+        outcome = "missing tensors keep the model's values" if missing else "these tensors are not loaded"
         log.warning("%s; %s", difference, outcome)
     opened = OpenFiles()
     return Matched(
@@ -209,7 +209,7 @@ def _check_shapes(files: WeightFiles, partners: Partners) -> None:
     ]
     if wrong:
         raise WeightsError(
-            f"{files.path} holds {counted(len(wrong), 'tensor')} of other shapes than the model's: {_first(wrong)}",
+            f"{files.path} has {counted(len(wrong), 'tensor')} whose shape differs from the model's: {_first(wrong)}",
             "build the model from the config.json in the directory of the weights",
         )
 
@@ -223,9 +223,9 @@ def _check_dtypes(files: WeightFiles, partners: Partners) -> None:
     ]
     if wrong:
         raise WeightsError(
-            f"{files.path} holds {counted(len(wrong), 'tensor')} of dtypes that the model's cannot be made of:"
+            f"{files.path} has {counted(len(wrong), 'tensor')} whose dtype cannot be converted to the model's:"
             f" {_first(wrong)}",
-            "quantised weights must be dequantised and saved anew",
+            "dequantise quantised weights, and save them again",
         )
 
 
@@ -243,7 +243,7 @@ def _warn_of_doubles(partners: Partners) -> None:
             same_parts = len(chosen.parts) == len(duplicate.parts)
             if not same_parts or not all(map(same_bytes, chosen.parts, duplicate.parts)):
                 log.warning(
-                    "the model ties %r and %r, but their stored values differ: those of %r are taken; to keep both,"
+                    "the model ties %r and %r, but their stored values differ: the values of %r are used; to keep both,"
                     " build the model untied (tie_word_embeddings=False)",
                     chosen.name,
                     duplicate.name,
@@ -272,10 +272,10 @@ def _not_ignored(names: Iterable[str], patterns: set[str]) -> tuple[str, ...]:
 def _difference(files: WeightFiles, missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
     parts = []
     if missing:
-        parts.append(f"{len(missing)} that it needs are missing ({_with_nearest(missing, unexpected)})")
+        parts.append(f"{len(missing)} missing ({_with_nearest(missing, unexpected)})")
     if unexpected:
-        parts.append(f"{len(unexpected)} are not its own ({_with_nearest(unexpected, missing)})")
-    return f"the tensors in {files.path} are not the model's: {' and '.join(parts)}"
+        parts.append(f"{len(unexpected)} unexpected ({_with_nearest(unexpected, missing)})")
+    return f"the tensors in {files.path} do not match the model: {' and '.join(parts)}"
 
 
 def _with_nearest(names: tuple[str, ...], candidates: tuple[str, ...]) -> str:

@@ -211,7 +211,7 @@ class Checkpoints:
                     self._run.restore(ready.shared, ready.own, optimizer=states, scheduler=request.scheduler)
                 )
 
-        self._together("go on from the checkpoint", restore_run)
+        self._together("continue from the checkpoint", restore_run)
         if restore.of_run and states:
             self._run_id = restore.run_id
         self._updates.current_step.to_loaded()
@@ -267,7 +267,7 @@ class Checkpoints:
             SaveRequest.check_same([rank_request for rank_request, _, _ in prepared])
             _, partial, save = prepared[0]
             assert partial is not None
-            self._together("write to the directory that rank 0 has made", lambda: join(partial, save))
+            self._together("write to the directory that rank 0 created", lambda: join(partial, save))
         except BaseException:
             self._discard(partials)
             raise
@@ -483,5 +483,5 @@ class Checkpoints:
 def _check_shared(partial: Path) -> None:
     if not partial.is_dir():
         raise CheckpointError(
-            f"{partial}, which rank 0 has made, does not exist on this node: save to a file system that all nodes share"
+            f"{partial}, which rank 0 created, does not exist on this node: save to a file system that all nodes share"
         )

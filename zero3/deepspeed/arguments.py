@@ -8,14 +8,14 @@ from argparse import SUPPRESS, ArgumentParser
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Give ``parser`` the arguments that ``initialize(args=...)`` reads, and return it.
 
-    ``--deepspeed`` changes nothing here; ``--deepspeed_config`` is the configuration's path. Their older names are
-    taken, and not shown. ``--local_rank`` is the script's own.
+    ``--deepspeed`` is for the script; tiering does not read it. ``--deepspeed_config`` is the path of the
+    configuration. The older names of both are accepted, but not shown. The script defines ``--local_rank`` itself.
     """
-    group = parser.add_argument_group("DeepSpeed", "as DeepSpeed's scripts have them")
+    group = parser.add_argument_group("DeepSpeed", "the options of DeepSpeed's scripts")
     group.add_argument(
-        "--deepspeed", action="store_true", help="for the script to look at; nothing else does"
+        "--deepspeed", action="store_true", help="a flag for the script; tiering does not read it"
     )
-    group.add_argument("--deepspeed_config", metavar="FILE", help="the configuration")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="path of the configuration file")
     group.add_argument("--deepscale", action="store_true", help=SUPPRESS)
     group.add_argument("--deepscale_config", help=SUPPRESS)
     return parser

@@ -33,12 +33,13 @@ _FIRST_BYTES = 72  # of torch's object, which is longer
 
 
 def refusal(name: str) -> str:
-    """The message of an error about a read of ``name`` that the engine has not seen."""
+    """The message of an error about a read of ``name`` that bypassed the engine."""
     return (
-        f"[{ResidencyError.code}] {name} was read while its bytes are on another tier, and in a way that brings none:"
-        " through a view that was kept beyond its block, in code that bypasses __torch_function__, or by an extension."
-        " Keep a copy, as by weight.detach().clone(), or read the parameter itself inside `with"
-        " tiering.gathered(param):`. A view that was taken in the same forward had to make room: raise device_budget"
+        f"[{ResidencyError.code}] {name} was read while its values are on another tier, in a way that does not fetch"
+        " them: through a view that was kept after its block, in code that bypasses __torch_function__, or in an"
+        " extension. Keep a copy (weight.detach().clone()), or read the parameter itself inside `with"
+        " tiering.gathered(param):`. If the view is from the same forward, raise device_budget: its memory was needed"
+        " for another group"
     )
 
 
@@ -94,7 +95,8 @@ def can_close() -> bool:
         works = can_exchange() and _closes() and _exchanges_the_mark()
     if not works:
         log.debug(
-            "torch %s cannot refuse reads of a storage: what is elsewhere reads as NaN", torch.__version__
+            "torch %s cannot refuse reads of a storage: kept views of offloaded parameters read as NaN",
+            torch.__version__,
         )
     return works
 

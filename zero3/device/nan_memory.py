@@ -37,7 +37,7 @@ def map_nan(nbytes: int) -> memoryview | None:
     private = mmap.MAP_PRIVATE | _MAP_NORESERVE
     base = libc.mmap(None, size, protection, private | mmap.MAP_ANONYMOUS, -1, 0)
     if base == _FAILED:
-        log.debug("no %d bytes of address space: %s", size, os.strerror(ctypes.get_errno()))
+        log.debug("cannot reserve %d bytes of address space: %s", size, os.strerror(ctypes.get_errno()))
         return None
     region = (ctypes.c_char * size).from_address(base)
     # Before the mappings below: also a return without them gives the whole range back. Not at exit, when tensors may
@@ -50,7 +50,7 @@ def map_nan(nbytes: int) -> memoryview | None:
         # MAP_FIXED replaces pages of the range that was reserved above, and of no other mapping.
         for offset in range(0, size, block):
             if libc.mmap(base + offset, block, protection, private | _MAP_FIXED, content, 0) == _FAILED:
-                log.debug("no mapping of NaN: %s", os.strerror(ctypes.get_errno()))
+                log.debug("cannot map memory of NaN: %s", os.strerror(ctypes.get_errno()))
                 return None
     finally:
         # The mappings keep the memory of the file.

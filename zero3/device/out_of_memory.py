@@ -9,10 +9,10 @@ from tiering.placement.workload import Tier
 from zero3.device.tiers import Tiers
 
 
-def explain(error: BaseException, tiers: Tiers, left: str) -> None:
-    """Add that as a note to ``error``, if it is torch's OutOfMemoryError; ``left`` is what is left of the engine.
+def explain(error: BaseException, tiers: Tiers, state: str) -> None:
+    """Add a note about the engine's memory and its ``state`` to ``error``, if it is torch's OutOfMemoryError.
 
-    Its type and its own words stay as they are: programs look for them, to go on with a smaller batch.
+    The type and the text of the error do not change, because programs look for them to continue with a smaller batch.
     """
     if not isinstance(error, torch.OutOfMemoryError):
         return
@@ -20,7 +20,7 @@ def explain(error: BaseException, tiers: Tiers, left: str) -> None:
     kinds = ", ".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in owned) or "nothing"
     error.add_note(
         f"The engine owns {format_size(sum(nbytes for _, nbytes in owned))} of the device's memory ({kinds}), of a"
-        f" device_budget of {format_size(tiers.plan.budgets.device)}; all else there are activations, gradients on"
-        f" their way and the program's own tensors. {left}. A smaller micro-batch, activation checkpointing or a"
-        " smaller device_budget makes room."
+        f" device_budget of {format_size(tiers.plan.budgets.device)}; the rest is activations, gradients in flight"
+        f" and the program's own tensors. {state}. To free memory, use a smaller micro-batch, activation checkpointing"
+        " or a smaller device_budget."
     )

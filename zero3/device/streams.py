@@ -147,21 +147,22 @@ class CudaStream(Stream):
 
 
 class CudaStreams(Streams):
-    """Side streams of a GPU, beside whatever stream the program computes on."""
+    """Side streams of a GPU, in addition to the stream on which the program computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             log.warning(
-                "CUDA_DEVICE_MAX_CONNECTIONS is 1, which queues copies behind compute: nothing is hidden; unset it"
+                "CUDA_DEVICE_MAX_CONNECTIONS is 1, which queues copies behind compute: copies do not overlap compute;"
+                " unset it"
             )
         # Streams from torch's pool do not synchronize with CUDA's default stream, on which most programs compute. So
         # only events order them: a copy without an event may run before the kernel that makes its bytes.
-        made = [CudaStream(torch.cuda.Stream(device)) for _ in range(4)]
-        self.fetch, self.offload, self.update, self.save = made
-        # Their few blocks get onto the device beside a matmul's, and do not queue behind them.
-        first = [CudaStream(torch.cuda.Stream(device, priority=-1)) for _ in range(2)]
-        self.gather, self.reduce = first
+        ordinary_streams = [CudaStream(torch.cuda.Stream(device)) for _ in range(4)]
+        self.fetch, self.offload, self.update, self.save = ordinary_streams
+        # With priority, the few blocks of a collective's kernel start while a matmul runs, and not after it.
+        urgent_streams = [CudaStream(torch.cuda.Stream(device, priority=-1)) for _ in range(2)]
+        self.gather, self.reduce = urgent_streams
 
     def enter_thread(self) -> None:
         # Even a query of an event makes a context on the thread's device, which is GPU 0 by default.

@@ -341,7 +341,7 @@ class Tiers:
                     # Copies may still read or fill pinned memory.
                     self.streams.synchronize()
                 except RuntimeError as error:  # memory must be given back nevertheless
-                    log.error("the device has failed, and what it was told has not ended: %s", error)
+                    log.error("the device has failed before its queued work has ended: %s", error)
             # While the pages are still mapped: CUDA finds its registration by their address.
             if self._unpin is not None:
                 self._unpin()
@@ -373,11 +373,11 @@ def as_tensor(lease: Lease) -> Tensor:
 
 
 def register_with_cuda(address: int, nbytes: int) -> None:
-    """Page-lock host memory for CUDA. Raises RuntimeError when the driver refuses."""
+    """Page-lock host memory for CUDA. Raises RuntimeError if the driver refuses it."""
     cudart = torch.cuda.cudart()
     result = int(cudart.cudaHostRegister(address, nbytes, 0))
     if result:
-        # CUDA's runtime keeps the error, and the next launch of a kernel would be told of it.
+        # CUDA's runtime keeps the error and would report it at the next launch of a kernel. This launch takes it.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         raise RuntimeError(
@@ -386,11 +386,13 @@ def register_with_cuda(address: int, nbytes: int) -> None:
 
 
 def unregister_with_cuda(address: int, device: torch.device) -> None:
-    """Undo ``register_with_cuda``, once no copy on ``device`` reads or fills the memory any more."""
+    """Undo ``register_with_cuda``, after all copies on ``device`` that use the memory have ended."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        log.error("the device has failed, and pinned memory is taken from it as it is: %s", error)
+        log.error(
+            "the device has failed; pinned memory is unregistered without waiting for its copies: %s", error
+        )
     result = int(torch.cuda.cudart().cudaHostUnregister(address))
     if result:
         log.error(

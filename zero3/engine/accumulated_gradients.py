@@ -51,8 +51,8 @@ class AccumulatedGradients:
         self._check_reduced(call)
         if hooks.in_autograd():
             raise EngineStateError(
-                f"{call} was called while a backward is running, and gradients are on their way; call it when"
-                " backward has ended"
+                f"{call} was called while a backward is running, before the gradients are complete; call it"
+                " after backward has ended"
             )
 
     def check_replaceable(self, call: str, piece: Piece) -> None:
@@ -94,8 +94,8 @@ class AccumulatedGradients:
         """EngineStateError if a backward has stepped with the gradients."""
         if self._updates.current_step.state is StepState.UPDATED_IN_BACKWARD:
             raise EngineStateError(
-                f"{call} was called when backward had used the gradients already (tiering.step_in_backward); set that"
-                " to false to have them until step()"
+                f"{call} was called after backward has used the gradients (tiering.step_in_backward); set"
+                " step_in_backward to false to keep them until step()"
             )
 
     def _check_ranks_alike(self, piece: Piece, values: Tensor) -> None:
@@ -107,8 +107,8 @@ class AccumulatedGradients:
         for rank, digest in enumerate(rows):
             if not torch.equal(digest, rows[0]):
                 raise EngineStateError(
-                    f"{piece.name!r}.grad was given other values on rank {rank} than on rank 0, but the ranks step with"
-                    " one gradient. Average it over the ranks first (torch.distributed.all_reduce), or let"
+                    f"{piece.name!r}.grad was assigned different values on rank {rank} and on rank 0, but all ranks"
+                    " step with one gradient. Average it over the ranks first (torch.distributed.all_reduce), or let"
                     " engine.backward(loss) do it"
                 )
 

@@ -76,7 +76,8 @@ class Observation:
         """See Engine.trace."""
         if self._trace is not None:
             raise EngineStateError(
-                f"trace was called while one to {self._trace.path} is under way; end the step that it waits for first"
+                f"trace was called while the trace to {self._trace.path} is in progress; end the step that it records"
+                " first"
             )
         self._trace = StepTrace(path, self._tiers)
 

@@ -145,11 +145,11 @@ class Readiness:
 
     def _state_after(self, phase: Phase) -> str:
         if self._step.reason:
-            return f"The engine can only be closed ({self._step.reason}); initialize the model again from a checkpoint"
+            return f"Close the engine ({self._step.reason}), and initialize the model again from a checkpoint"
         if phase == "forward":
-            together = "" if self._collectives is None else ", if all ranks give this batch up"
-            return f"The engine is as before this forward, and can go on{together}"
-        return "Nothing was updated, and the gradients since the last step are gone; the engine can go on"
+            together = "" if self._collectives is None else " if all ranks skip this batch"
+            return f"The engine is in the state before this forward, and can continue{together}"
+        return "No parameter was updated, and the gradients since the last step are lost; the engine can continue"
 
 
 def check_loss(loss: object) -> None:

@@ -177,7 +177,7 @@ class Update:
 
     def waiting_norm(self) -> float:
         """The norm of the accumulated gradients, unscaled. All ranks call this together."""
-        return self._sum_up("tell the norm", None, stop=0, saving=0).norm / self.loss_scale.value
+        return self._sum_up("exchange the norm", None, stop=0, saving=0).norm / self.loss_scale.value
 
     def clip_next(self, max_norm: float) -> float:
         """Clip the next update to ``max_norm``, too; returns ``waiting_norm``. All ranks call this together."""
@@ -308,7 +308,7 @@ class Update:
                     f" {rank_figures.steps + 1:.0f}: call step() equally often on all ranks"
                 )
         if any(each.options != local.options for each in figures):
-            of_all = self._collectives.gather_objects(options, "tell the hyperparameters")
+            of_all = self._collectives.gather_objects(options, "exchange the hyperparameters")
             hyperparameters.check_same(of_all, self.steps + 1)
         self._collectives.finish_step()
         first = min((each.bad for each in figures if each.bad >= 0), default=-1)

@@ -153,7 +153,7 @@ def _chrome(whole: Span, spans: list[Span]) -> dict[str, Any]:
         if span.ended <= whole.began or span.began >= whole.ended:
             continue
         if span.began < whole.began:
-            span.args["runs_over"] = "from the step before"
+            span.args["runs_over"] = "from the previous step"
         elif span.ended > whole.ended:
             span.args["runs_over"] = "into the next step"
         included.append(span)

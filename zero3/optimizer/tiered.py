@@ -243,17 +243,17 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """
         if state_dict["state"]:
             raise EngineStateError(
-                "optimizer.load_state_dict() cannot bring state onto the tiers; give it options alone"
-                " ({'state': {}, 'param_groups': ...}), and state to engine.set_fp32_state, by parameter"
+                "optimizer.load_state_dict() cannot load state onto the tiers; pass only options"
+                " ({'state': {}, 'param_groups': ...}), and set state with engine.set_fp32_state(name, ...)"
             )
         saved = state_dict.get(ON_TIERS)
         if saved is not None and saved["updates"] != self._max_updates:
             raise EngineStateError(
                 f"optimizer.load_state_dict() got the options of step {saved['step']}, where optimizer state had"
                 f" {saved['updates']} updates, but the state in this engine has {self._max_updates}. state_dict() of"
-                " the optimizer holds no state: save it by engine.save_checkpoint(save_dir), and call"
-                " engine.load_checkpoint(save_dir) before this. To load the options alone, take the key"
-                f" {ON_TIERS!r} out of the dict"
+                " the optimizer holds no state: save it with engine.save_checkpoint(save_dir), and call"
+                " engine.load_checkpoint(save_dir) before this. To load only the options, remove the key"
+                f" {ON_TIERS!r} from the dict"
             )
         groups = self.param_groups
         for number, (group, loaded) in enumerate(zip(groups, state_dict["param_groups"], strict=False)):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from tiering.errors import EngineStateError
 
 REMEDY = (
-    "Start unfrozen, freeze after initialize: unfreeze all parameters that will ever be trained, put them in param"
-    " groups, initialize, and freeze then what is trained later. To go on with this run, save_checkpoint(), release(),"
-    " unfreeze, initialize and load_checkpoint()"
+    "Unfreeze all parameters that will be trained at any time, put them in param groups, initialize, and then freeze"
+    " those that are trained later. To continue this run: save_checkpoint(), release(), unfreeze, initialize, and"
+    " load_checkpoint()"
 )
 
 
@@ -25,7 +25,7 @@ def check_frozen(frozen: Iterable[tuple[nn.Parameter, str]]) -> None:
     if name is not None:
         raise EngineStateError(
             f"{name!r} was frozen at initialize and requires a gradient now, but no tier has room for its optimizer"
-            f" state: it would never be trained. Freeze it again, or: {REMEDY}"
+            f" state: it would never be trained. Freeze it again. {REMEDY}"
         )
 
 

@@ -242,7 +242,7 @@ class ParamGroup:
         for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             if param.data_ptr() != view.data_ptr() and position not in self._copies:
                 raise EngineStateError(
-                    f"{self.layout.pieces[position].name!r} was given other memory after initialize (by .data = or"
+                    f"{self.layout.pieces[position].name!r} was assigned other memory after initialize (by .data = or"
                     " module.to()), which the engine does not train; change values in place inside"
                     " tiering.gathered(param, modify=True), and dtype or device before initialize"
                 )
@@ -272,19 +272,19 @@ class ParamGroup:
         self._versions = [param._version for param in self.params]
 
     def _check_unchanged(self) -> None:
-        """Raise EngineStateError for a write through a view of an earlier forward, whose bytes are gone."""
+        """Raise EngineStateError for a write through a view of an earlier forward, which has lost its memory."""
         before, now = self._versions, [param._version for param in self.params]
         self._versions = now
         for position, (old, new) in enumerate(zip(before, now, strict=False)):
             if old != new and position not in self._copies:
                 raise EngineStateError(
                     f"{self.layout.pieces[position].name!r} was changed in place through a view that was kept from an"
-                    " earlier forward, while its bytes were elsewhere: the change is lost. Make changes inside"
+                    " earlier forward, while its values were on another tier: the change is lost. Make changes inside"
                     " tiering.gathered(param, modify=True)"
                 )
 
     def unshard(self, *, wait: bool = False) -> bool:
-        """Start to bring the bytes to the device; False when there is no room now, unless ``wait`` is given."""
+        """Start to bring the bytes to the device; False if there is no room now, unless ``wait`` is set."""
         if self.residency is not Residency.SHARDED:
             return True
         assert self._storage is not None

@@ -388,7 +388,7 @@ def _refusal(owner: Owner | None, param: nn.Parameter, func: Callable[..., Any])
     if owner is None:
         return (
             f"{operation} of a parameter of shape {tuple(param.shape)} whose engine is closed, or belongs to the"
-            " process that forked this one: it has no values; take engine.state_dict() before, or end the engine by"
-            " engine.release(), which keeps them in the model"
+            " process that forked this one: it has no values; call engine.state_dict() before close(), or end the"
+            " engine with release(), which keeps the values in the model"
         )
     return f"{operation} of {owner.where(param)}: {owner.remedy()}"

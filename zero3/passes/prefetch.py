@@ -185,7 +185,7 @@ class Prefetcher:
         if not group.gathered:
             self._fetcher.gather(group, foreseen=foreseen)
         elif not foreseen:
-            instead = f" where {expected.name!r} was next" if expected not in (None, group) else ""
+            instead = f" while {expected.name!r} was expected" if expected not in (None, group) else ""
             self._agree(f"use {group.name!r}{instead}")
 
     def _doubt_unless_complete(self) -> None:

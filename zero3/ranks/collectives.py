@@ -346,15 +346,18 @@ class Collectives:
         rows = self.table(torch.frombuffer(bytearray(digest), dtype=torch.uint8), f"compare the {kind}")
         if all(torch.equal(row, rows[0]) for row in rows):
             return
-        lines_of_ranks = self.gather_objects(lines, f"tell the {kind}")
+        lines_of_ranks = self.gather_objects(lines, f"exchange the {kind}")
         for rank, lines_of_rank in enumerate(lines_of_ranks):
             if lines_of_rank == lines_of_ranks[0]:
                 continue
-            pairs = zip((*lines_of_ranks[0], "nothing more"), (*lines_of_rank, "nothing more"), strict=False)
+            pairs = zip(
+                (*lines_of_ranks[0], "no further entry"), (*lines_of_rank, "no further entry"), strict=False
+            )
             expected, actual = next((a, b) for a, b in pairs if a != b)
             raise ConfigError(
-                f"the {kind} of rank {rank} is not that of rank 0: {actual} there, {expected} on rank 0. All ranks must"
-                " build the same model and read the same configuration and files; only data may differ"
+                f"the {kind} of rank {rank} differs from that of rank 0: {actual} on rank {rank}, {expected} on rank"
+                " 0. All ranks must build the same model and read the same configuration and files; only data may"
+                " differ"
             )
 
     def settle(self) -> None:

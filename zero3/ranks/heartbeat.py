@@ -30,9 +30,9 @@ from zero3.ranks.store import MEMORY, Beat, Failure, Process, RankStore, spell
 log = logging.getLogger(__name__)
 
 ORDER = (
-    "modules must be called in the same order on all ranks, and so must what reads parameters (state_dict, gathered,"
-    " get_fp32_parameter) or saves them (save_checkpoint), never on one rank alone. For experts that are routed per"
-    " rank, put their container into one group (zero_optimization.leaf_module)."
+    "all ranks must call modules in the same order, and so must calls that read parameters (state_dict, gathered,"
+    " get_fp32_parameter) or save them (save_checkpoint): do not make these calls on one rank alone. For experts that"
+    " each rank routes separately, put their container into one group (zero_optimization.leaf_module)."
 )
 URGENT = 0.05  # seconds between two looks after a collective has failed for an unknown reason
 SIGNS = 5  # missed beats after which a rank is named as the cause of a failed collective
@@ -192,7 +192,7 @@ class Heartbeat:
         texts = {rank: known.beat.remark for rank, known in dict(self.observed).items()}
         texts[self._rank] = self.position.remark
         return "".join(
-            f" {self.describe(rank)} went on after {texts[rank]}." for rank in sorted(texts) if texts[rank]
+            f" {self.describe(rank)} continued after {texts[rank]}." for rank in sorted(texts) if texts[rank]
         )
 
     def positions(self, ranks: list[int] | None = None) -> str:
@@ -446,8 +446,9 @@ class Heartbeat:
             return
         failure = Failure(
             "lost", gone[0],
-            f"{self._describe_all(gone)} died without a word, last seen {self.observed[gone[0]].beat.position()}: see "
-            "its log, and dmesg for an out-of-memory kill; start again from the last checkpoint.",
+            f"{self._describe_all(gone)} died without an error message, last seen "
+            f"{self.observed[gone[0]].beat.position()}: see its log, and dmesg for an out-of-memory kill; restart"
+            " from the last checkpoint.",
         )  # fmt: skip
         if self.store_lost is None:
             self._publish(failure)
@@ -521,8 +522,8 @@ class Heartbeat:
         return Failure(
             "lost", first,
             f"{self._describe_all(ranks)} gave no sign of life for {known.silence:.0f} s{process}, last seen "
-            f"{known.beat.position()}: check that its host and the network are up; start again from the last "
-            "checkpoint. If the rank is only slow to answer, raise tiering.distributed.silence.",
+            f"{known.beat.position()}: check that its host and the network are up; restart from the last "
+            "checkpoint. If the rank is only slow, raise tiering.distributed.silence.",
         )  # fmt: skip
 
     def _describe_all(self, ranks: list[int]) -> str:

@@ -108,8 +108,9 @@ def _store(where: str, rank: int, world_size: int, timeout: timedelta) -> tuple[
         store, rank, size = meeting.result(timeout.total_seconds() + PATIENCE)
     except TimeoutError as error:
         raise DistributedError(
-            f"what listens at {_address(where)} has not answered within {timeout.total_seconds():.0f} seconds: it may"
-            " be another program's port; see that rank 0 has started, and that its MASTER_PORT is free for it"
+            f"the process that listens at {_address(where)} has not answered within {timeout.total_seconds():.0f}"
+            " seconds; another program may use this port: check that rank 0 has started, and that its MASTER_PORT is"
+            " free"
         ) from error
     return store, rank, size
 
@@ -149,23 +150,23 @@ def _reason(error: RuntimeError, where: str, timeout: float) -> ConfigError | Di
     at = _address(where)
     if "EADDRINUSE" in words:
         return ConfigError(
-            f"rank 0 cannot listen at {at}: another process, perhaps of another job, has that port of this host. Give"
-            " each job a port of its own: torchrun --standalone finds one, else --master-port, --rdzv-endpoint, or"
-            " MASTER_PORT set on all ranks"
+            f"rank 0 cannot listen at {at}: the port is in use, perhaps by another job. Use another port for each job:"
+            " torchrun --standalone finds a free one; otherwise set --master-port, --rdzv-endpoint, or MASTER_PORT on"
+            " all ranks"
         )
     if isinstance(error, dist.DistStoreError):
         return DistributedError(
-            f"not all ranks came to join within {timeout:.0f} seconds: one of them has not started, or has failed"
-            " before, as by a configuration or a library that only its node lacks; its own output says why"
+            f"not all ranks joined within {timeout:.0f} seconds: a rank has not started, or has failed earlier, for"
+            " example because its node lacks a library; see the output of that rank"
         )
     if isinstance(error, dist.DistNetworkError) and "timed out" in words:
         return DistributedError(
-            f"this rank could not reach rank 0 at {at} within {timeout:.0f} seconds ({words}): see that rank 0 has"
-            " started, that its host has this name on this node, and that no firewall is between them"
+            f"this rank could not reach rank 0 at {at} within {timeout:.0f} seconds ({words}): check that rank 0"
+            " has started, that its host has this name on this node, and that no firewall blocks the port"
         )
     return RankLostError(
-        f"a rank ended, or was cut off, while all were joining at {at} ({words}): the output of the rank that ended"
-        " first says why; if none did, another job may use the same address and port"
+        f"a rank ended, or lost its connection, while the ranks were joining at {at} ({words}): see the output of the"
+        " rank that ended first; if no rank ended, another job may use the same address and port"
     )
 
 
@@ -200,9 +201,8 @@ def _wait(until: float, missing: Iterable[int], timeout: float) -> None:
     missing = list(missing)
     if missing and time.monotonic() > until:
         raise DistributedError(
-            f"not all ranks came to join within {timeout:.0f} seconds: {spell(missing)} did not answer, and"
-            " may have failed before, as by a configuration or a library that only its node lacks; its own output says"
-            " why"
+            f"not all ranks joined within {timeout:.0f} seconds: {spell(missing)} did not answer, and may have failed"
+            " earlier, for example because a node lacks a library; see the output of these ranks"
         )
     if missing:
         time.sleep(POLL)

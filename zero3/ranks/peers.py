@@ -360,21 +360,21 @@ class Peers:
 
     def _store_out_of_reach(self, consequence: str) -> Failure:
         heartbeat = self._heartbeat
-        reason = heartbeat.store_lost or "it does not answer"
+        reason = heartbeat.store_lost or "no answer"
         server = heartbeat.server_state()
         return Failure(
             "stuck", self.rank,
             f"{heartbeat.describe(self.rank)} cannot reach {heartbeat.store.served}: {reason}{server}; and "
-            f"{consequence}. Last known: {heartbeat.positions()}. Check that the first host is up and reachable; start "
-            "again from the last checkpoint.",
+            f"{consequence}. Last known: {heartbeat.positions()}. Check that the first host is up and reachable;"
+            " restart from the last checkpoint.",
         )  # fmt: skip
 
     def _stalled_failure(self, waiting: str = "") -> Failure:
         return Failure(
             "stuck", self.rank,
-            f"no rank has moved for {self.limits.timeout:.0f} s: {self._heartbeat.positions()}{waiting}. To see "
-            "why, print the stacks of the ranks that do not wait (py-spy dump --pid PID); if their work takes this "
-            f"long, raise tiering.distributed.timeout.{self._heartbeat.remarks()}",
+            f"no rank has made progress for {self.limits.timeout:.0f} s: {self._heartbeat.positions()}{waiting}. To"
+            " see why, print the stacks of the ranks that do not wait (py-spy dump --pid PID); if their work takes"
+            f" this long, raise tiering.distributed.timeout.{self._heartbeat.remarks()}",
         )  # fmt: skip
 
     def _watch(self, device: DeviceCollectives) -> None:
@@ -388,7 +388,7 @@ class Peers:
                 moves = heartbeat.turns if heartbeat.store_lost is None else None
                 if store.seconds((moves, self._position.changes)) > self.limits.silence:
                     failure = heartbeat.publish(
-                        self._store_out_of_reach("this rank has not moved either"), within=0.0
+                        self._store_out_of_reach("this rank has made no progress either"), within=0.0
                     )
                 label = device.unended()
                 still = ranks.seconds((label, heartbeat.moves, self._position.changes))
@@ -506,5 +506,9 @@ class _Delay:
         if waited > peers.limits.patience and self._missing is None:
             behind = heartbeat.ranks_behind(self.group, self.number)
             self._missing = spell(behind) if behind else f"{self.label} ({self.group} {self.number})"
-            state = heartbeat.positions(behind) if behind else "every rank has come, the transfer goes on"
+            state = (
+                heartbeat.positions(behind)
+                if behind
+                else "all ranks have entered it, and the transfer is in progress"
+            )
             log.warning("rank %d has been %s for %.0f s; %s", peers.rank, self.waiting, waited, state)

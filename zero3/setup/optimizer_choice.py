@@ -13,6 +13,7 @@ from torch import nn
 from optim_cpu.kernels import StateFormat
 from optim_cpu.rules import UpdateRule
 from optim_cpu.tensor_batch import Form
+from tiering._text import shorten
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 from zero3.building.model_checks import check_dense_gradients, check_dtypes
@@ -128,7 +129,7 @@ def _of_client(client: torch.optim.Optimizer, model: nn.Module, config: TieringC
         return OptimizerChoice(client.param_groups, client.defaults, None, client)
     if update_rules.has_stepped(client):
         raise ConfigError(
-            f"the {name} has stepped before, and its state cannot be taken over in this version: give a new one"
+            f"the {name} has stepped before, and this version cannot take over its state: pass a new optimizer"
         )
     update_rules.check_options(rule, client.param_groups)
     form = _state_form(client, config)
@@ -177,15 +178,15 @@ def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
     ):
         if section.device != "none":
             raise ConfigError(
-                f"the {name} can only step what stays on the device, but {kind}.device is {section.device!r}. Use"
-                f" {RULE_NAMES} (named in the configuration; or of torch.optim or optim_cpu,"
-                " without amsgrad and differentiable, and with the step that they have), or set"
+                f"the {name} needs parameters and state on the device, but {kind}.device is {section.device!r}. Use"
+                f" {RULE_NAMES} (by name in the configuration, or from torch.optim or optim_cpu,"
+                " without amsgrad, differentiable or a step method of your own), or set"
                 f" {kind}.device to 'none'"
             )
     if needs_closure(client):
         raise ConfigError(
-            f"the step of {name} takes a closure that computes the loss anew, which engine.step() cannot give it; use"
-            " an optimizer that steps by gradients alone"
+            f"the step of {name} takes a closure that computes the loss again, which engine.step() cannot pass; use"
+            " an optimizer that needs only gradients"
         )
 
 
@@ -212,19 +213,18 @@ def _check_params(model: nn.Module, groups: list[Options], source: str) -> None:
     listed_once = [param for group in groups for param in group["params"]]
     inside = set(listed_once)
     if len(inside) < len(listed_once):
-        raise ConfigError(f"{source} lists a parameter twice: each belongs to one param group")
+        raise ConfigError(f"{source} lists a parameter twice: list each parameter in one param group")
     foreign = len(inside - set(model.parameters()))
     if foreign:
         raise ConfigError(
-            f"{source} lists {foreign} parameters that are not the model's, which would never be trained:"
-            " make them part of the model, or step them with an optimizer of their own"
+            f"{source} lists {foreign} parameters that are not the model's, and would never be trained:"
+            " make them part of the model, or update them with a separate optimizer"
         )
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]
     if missing:
         raise ConfigError(
-            f"{len(missing)} parameters require gradients but are not in {source}"
-            f" ({', '.join(missing[:3])}, ...):"
-            " add them, or freeze them with requires_grad_(False)"
+            f"{len(missing)} parameters require gradients but are not in {source} ({shorten(tuple(missing))}): add"
+            " them, or freeze them with requires_grad_(False)"
         )
     trained = {param for param in inside if param.requires_grad}
     if not trained:

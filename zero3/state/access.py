@@ -255,10 +255,10 @@ class Access:
             dtype = group.dtype if shown.dtype == group.dtype else torch.float32
             dtype_on_rank = self._state.dtype_on(rank, piece, dtype if has_valid_value else None)
             if dtype_on_rank is None:
-                return f"{piece.name!r} of shape {piece.shape} became " + (
-                    f"something else on rank {rank}"
+                return f"{piece.name!r} of shape {piece.shape} has " + (
+                    f"another shape or dtype on rank {rank}"
                     if has_valid_value
-                    else f"{shown.dtype} of shape {tuple(shown.shape)}"
+                    else f"dtype {shown.dtype} and shape {tuple(shown.shape)} now"
                 )
             self._prefetcher.drop(group)
             local_values = shown.reshape(-1) if has_valid_value else torch.empty(piece.numel, device="cpu")

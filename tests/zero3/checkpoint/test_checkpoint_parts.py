@@ -175,8 +175,8 @@ def test_what_only_one_side_has_is_left(
         found.append(Left.by(engine, train(engine, range(2, 4))))
         engine.close()
     assert all(each.differences(found[0]) == [] for each in found)
-    assert "2 that it needs are missing ('blocks.3.weight'; 'blocks.3.bias')" in caplog.text
-    assert "1 are not its own ('scale')" in caplog.text
+    assert "2 missing ('blocks.3.weight'; 'blocks.3.bias')" in caplog.text
+    assert "1 unexpected ('scale')" in caplog.text
 
 
 def test_a_client_s_state_is_not_given_to_other_parameters(start: Start, tmp_path: Path) -> None:

@@ -379,5 +379,5 @@ def test_one_tensor_of_another_shape_is_told_as_one(start: Start, tmp_path: Path
             super().__init__()
             self.frozen = nn.Parameter(torch.zeros(32, 33), requires_grad=False)
 
-    with pytest.raises(CheckpointError, match=r"holds 1 tensor of other shapes.*'frozen' is \[32, 32\]"):
+    with pytest.raises(CheckpointError, match=r"has 1 tensor whose shape differs.*'frozen' is \[32, 32\]"):
         begin(start, Wider).load_checkpoint(tmp_path)

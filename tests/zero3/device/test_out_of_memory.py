@@ -98,7 +98,7 @@ def test_a_pass_that_runs_out_of_memory_anywhere_leaves_nothing_behind(
         told.update(getattr(caught.value, "__notes__", []))
         assert tried._schedule.state is PassState.IDLE
         assert not any(param.grad is not None for param in tried.module.parameters())
-    assert {"as before this forward" in note for note in told} == {True, False}
+    assert {"in the state before this forward" in note for note in told} == {True, False}
     assert all(
         re.match(r"The engine owns [\d.]+ KiB .* device_budget of (16.00 M|256.00 K)iB", note)
         for note in told
@@ -155,7 +155,7 @@ def test_a_step_that_runs_out_of_memory_is_whole_or_says_that_it_is_not(
         with pytest.raises(torch.OutOfMemoryError) as caught, Exhausted(number):
             engine.step()
         (note,) = caught.value.__notes__
-        if "Nothing was updated, and the gradients since the last step are gone" in note:
+        if "No parameter was updated, and the gradients since the last step are lost" in note:
             found.add("whole")
             train(engine, batches[1:])
             assert differing(engine.master_state_dict(), calm.master_state_dict()) == []

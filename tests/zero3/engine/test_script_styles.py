@@ -206,7 +206,7 @@ def test_an_engine_that_is_moved_stays_an_engine() -> None:
         engine.step()
         engine.half()
         with pytest.raises(
-            EngineStateError, match=r"was given other memory.*dtype or device before initialize"
+            EngineStateError, match=r"was assigned other memory.*dtype or device before initialize"
         ):
             engine(torch.ones(4, 8))
 

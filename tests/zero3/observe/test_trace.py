@@ -175,14 +175,14 @@ def test_what_runs_over_is_whole_and_marked(
     for event in trace.events:
         assert event.end > step.begin and event.begin < step.end
         marked = event.args.get("runs_over")
-        assert (marked == "from the step before") == (event.begin < step.begin)
+        assert (marked == "from the previous step") == (event.begin < step.begin)
         assert (marked == "into the next step") == (
             event.begin >= step.begin and event.end > step.end + EPSILON
         )
         if event.track == "write":
             assert event.end - event.begin >= delay * 1e6
             over[marked or "inside"] += 1
-    assert over["from the step before"] > 0 < over["into the next step"]
+    assert over["from the previous step"] > 0 < over["into the next step"]
 
 
 def test_a_fetch_lasts_from_its_read_until_compute_has_the_group(
@@ -355,7 +355,7 @@ def test_what_cannot_be_written_is_told_when_it_is_asked_for(
             engine.trace(path)
         assert not engine._tiers.timeline.recording
     engine.trace(tmp_path / "step.json")
-    with pytest.raises(EngineStateError, match=r"one to .*step\.json is under way"):
+    with pytest.raises(EngineStateError, match=r"the trace to .*step\.json is in progress"):
         engine.trace(tmp_path / "other.json")
     assert not (tmp_path / "other.json").exists()
     for _ in range(3):

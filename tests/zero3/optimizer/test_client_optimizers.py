@@ -282,19 +282,19 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "a client, offloaded": (
         lambda model: torch.optim.RMSprop(trained(model), LR),
         {"offload_optimizer": "cpu"},
-        r"the RMSprop can only step what stays on the device, but offload_optimizer.device is 'cpu'. Use AdamW, ",
+        r"the RMSprop needs parameters and state on the device, but offload_optimizer.device is 'cpu'. Use AdamW, ",
     ),
     "a client, parameters offloaded": (
         lambda model: adamw(torch.optim, amsgrad=True)(trained(model)),
         {"offload_param": "nvme"},
-        r"the AdamW can only step .* offload_param.device is 'nvme'. .* without amsgrad .* to 'none'$",
+        r"the AdamW needs .* offload_param.device is 'nvme'. .* without amsgrad, .* to 'none'$",
     ),
     "a closure": (
         lambda model: torch.optim.LBFGS(trained(model)),
         {},
         "the step of LBFGS takes a closure",
     ),
-    "stepped before": (stepped, {}, "the AdamW has stepped before, .* give a new one"),
+    "stepped before": (stepped, {}, "the AdamW has stepped before, .* pass a new optimizer"),
     "two state formats": (
         lambda model: optim_cpu.AdamW(in_two_groups(model, state_format="bf16"), LR),
         {},

@@ -210,7 +210,7 @@ def test_options_are_loaded_into_the_same_dicts_and_state_is_refused(start: Call
         one is other
         for one, other in zip(dicts[0]["params"], param_groups(model, {})[0]["params"], strict=True)
     )
-    with pytest.raises(EngineStateError, match="cannot bring state onto the tiers"):
+    with pytest.raises(EngineStateError, match="cannot load state onto the tiers"):
         optimizer.load_state_dict({"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []})
     with pytest.raises(EngineStateError, match="a param group was added after initialize"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})

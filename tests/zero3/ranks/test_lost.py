@@ -358,7 +358,7 @@ def test_an_exception_that_one_rank_caught_is_named_where_ranks_part(
     first, second = doomed(2).outcomes(go_on_after, nvme, threshold=0, **WATCHFUL, **PLACES[place])
     assert first.error is not None, first.report()
     for outcome in (each for each in (first, second) if each.error is not None):
-        words = "went on after a forward that raised ValueError: a bad image"
+        words = "continued after a forward that raised ValueError: a bad image"
         assert words in outcome.error.message, outcome.report()
 
 

@@ -92,7 +92,7 @@ def test_a_killed_rank_is_named_by_all_others(doomed: Ranks, world_size: int) ->
     others = [rank for rank in range(world_size) if rank != 1]
     for rank, message in zip(others, messages(outcomes, others, RankLostError), strict=True):
         assert re.search(
-            rf"rank 1 \(host \S+, pid {pid}\) died without a word, last seen in backward of 'layers.2'",
+            rf"rank 1 \(host \S+, pid {pid}\) died without an error message, last seen in backward of 'layers.2'",
             message,
         )
         assert message.endswith(f"Rank {rank} was waiting to reduce 2 (collective 3).")

@@ -121,7 +121,7 @@ def test_a_frozen_rank_is_named(doomed: Ranks, nvme: Path, call: str) -> None:
 
 
 HOW = {
-    "SIGKILL": "died without a word",
+    "SIGKILL": "died without an error message",
     "error": "OwnError: the tokenizer is gone",
     "exit": "has closed its engine, and all_reduce of the program needs it",
 }

@@ -99,7 +99,7 @@ def nvrtc(cuda: int) -> ctypes.CDLL:
             continue
         library.nvrtcGetErrorString.restype = c_char_p
         return library
-    raise UnavailableError(f"{name} is neither beside torch nor found by the loader")
+    raise UnavailableError(f"{name} was found neither next to torch nor by the dynamic loader")
 
 
 def _beside_torch(pattern: str) -> Iterator[str]:
@@ -200,7 +200,7 @@ class Driver:
         if code:
             text = c_char_p()
             self._library.cuGetErrorString(code, byref(text))
-            said = text.value.decode() if text.value is not None else f"error {code}"
+            reason = text.value.decode() if text.value is not None else f"error {code}"
             raise RuntimeError(
-                f"{name} failed: {said}; if an earlier kernel is to blame, CUDA_LAUNCH_BLOCKING=1 shows which"
+                f"{name} failed: {reason}; CUDA_LAUNCH_BLOCKING=1 shows whether an earlier kernel caused it"
             )

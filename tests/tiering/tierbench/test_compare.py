@@ -241,7 +241,7 @@ class TestBesideFio:
             process.send_signal(signal.SIGINT)
             out, errors = process.communicate(timeout=60)
         assert process.returncode == exits.INTERRUPTED, errors
-        assert out.startswith("interrupted: this is of the pairs until then\n")
+        assert out.startswith("interrupted: these are the completed pairs\n")
         assert "\nread: too few pairs for a result\n" in out
         assert f"--filename=/proc/{process.pid}/fd/" not in commands()
         assert list(tmp_path.iterdir()) == []

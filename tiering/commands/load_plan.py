@@ -23,7 +23,7 @@ from tiering.placement.workload import (
     make_workload,
 )
 from tiering.planning.rates import Rates
-from tiering.planning.report import PlanReport, report
+from tiering.planning.report import ModelSize, PlanReport, report
 from tiering.planning.setting import Setting
 from tiering.storage.arena import round_up
 
@@ -61,7 +61,7 @@ def plan_to_load(manifest: Manifest, swap_directory: Path, *, gpu_memory: int | 
     state = StateKept(len(manifest.kinds)) if manifest.optimizer else configured_state(config)
     on_gpu = gpu_memory is not None
     load = make_workload(config, groups, state, on_gpu=on_gpu, world_size=1, fetch_by_copy=on_gpu)
-    return report("the model", numel, load, config, Setting(gpu_memory=gpu_memory), Rates())
+    return report(ModelSize("the model", numel), load, config, Setting(gpu_memory=gpu_memory), Rates())
 
 
 def _groups(

@@ -41,6 +41,19 @@ NOT_COUNTED = (
 
 
 @dataclass(frozen=True)
+class ModelSize:
+    """The size of a model, with its ``name`` for the report; ``params`` counts its parameters.
+
+    ``active`` and ``attention_flops`` are those of ``forecast``.
+    """
+
+    name: str
+    params: int
+    active: float = 1.0
+    attention_flops: float = 0.0
+
+
+@dataclass(frozen=True)
 class PlanReport:
     """A model's plan within the budgets of each rank, or the refusal and the remedies if it does not fit.
 
@@ -187,20 +200,12 @@ class PlanReport:
 
 
 def report(
-    model: str,
-    params: int,
-    load: Workload,
-    config: TieringConfig,
-    setting: Setting,
-    rates: RatesOf,
-    *,
-    active: float = 1.0,
-    attention_flops: float = 0.0,
+    model: ModelSize, load: Workload, config: TieringConfig, setting: Setting, rates: RatesOf
 ) -> PlanReport:
-    """Plans ``load`` within the budgets of ``config`` and forecasts its step at ``rates``, if it fits.
+    """Plans ``load`` of ``model`` within the budgets of ``config`` and forecasts its step at ``rates``, if it fits.
 
-    ``active`` and ``attention_flops`` are those of ``forecast``. "auto" budgets are this machine's. Raises
-    SwapSpaceError if the NVMe budget is "auto" and a directory cannot hold swap space.
+    "auto" budgets are this machine's. Raises SwapSpaceError if the NVMe budget is "auto" and a directory cannot hold
+    swap space.
     """
     budgets = resolve_budgets(
         config.tiering,
@@ -216,7 +221,7 @@ def report(
             for offer in remedies(load, budgets, local_ranks=setting.local_size)
             if setting.gpu_memory is None or offer.budgets.device <= max(setting.gpu_memory, budgets.device)
         )
-        return PlanReport(model, params, load, budgets, setting, None, str(refusal), tuple(offers))
+        return PlanReport(model.name, model.params, load, budgets, setting, None, str(refusal), tuple(offers))
     prediction, unforeseen = None, ""
     rates_of_load = rates if isinstance(rates, Rates) else rates(load)
     if config.tiering.update_on_device == "auto":
@@ -231,14 +236,14 @@ def report(
             tokens=setting.tokens,
             local_ranks=setting.local_size,
             checkpointed=setting.checkpointed,
-            active=active,
-            attention_flops=attention_flops,
+            active=model.active,
+            attention_flops=model.attention_flops,
         )
     except ConfigError as missing:
         unforeseen = str(missing)
     return PlanReport(
-        model,
-        params,
+        model.name,
+        model.params,
         load,
         budgets,
         setting,

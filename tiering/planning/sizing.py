@@ -26,7 +26,7 @@ from tiering.placement.workload import (
     configured_state,
     make_workload,
 )
-from tiering.planning.report import PlanReport, report
+from tiering.planning.report import ModelSize, PlanReport, report
 from tiering.planning.setting import RatesOf, Setting
 from tiering.storage.arena import round_up
 
@@ -160,8 +160,9 @@ def plan_of_size(params: int, config: TieringConfig, setting: Setting, rates: Ra
     Raises ConfigError if there is no such decoder, or the configuration does not support it.
     """
     shape = decoder(params)
-    load, attention = load_of(shape, config, setting), setting.attention_flops(shape.layers, shape.hidden)
-    return report(str(shape), shape.params, load, config, setting, rates, attention_flops=attention)
+    attention = setting.attention_flops(shape.layers, shape.hidden)
+    size = ModelSize(str(shape), shape.params, attention_flops=attention)
+    return report(size, load_of(shape, config, setting), config, setting, rates)
 
 
 def load_of(shape: Decoder, config: TieringConfig, setting: Setting) -> Workload:

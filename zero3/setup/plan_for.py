@@ -18,7 +18,7 @@ from tiering.placement.workload import Workload
 from tiering.planning import measure
 from tiering.planning.measure import Measurement, quietly
 from tiering.planning.rates import Rates
-from tiering.planning.report import PlanReport, report
+from tiering.planning.report import ModelSize, PlanReport, report
 from tiering.planning.setting import TOKENS, RatesOf, Setting
 from tiering.planning.sizing import format_count
 from zero3.observe import device_rates
@@ -78,16 +78,8 @@ def plan_for(
     sized = size_up(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
     params = sum(param.numel() for param in built.parameters())
     name = f"{type(built).__name__} of {format_count(params)} parameters"
-    return report(
-        name,
-        params,
-        sized.workload,
-        settings,
-        setting,
-        rates or Rates(),
-        active=_active(built),
-        attention_flops=_attention_flops(built, setting),
-    )
+    size = ModelSize(name, params, active=_active(built), attention_flops=_attention_flops(built, setting))
+    return report(size, sized.workload, settings, setting, rates or Rates())
 
 
 def _active(model: nn.Module) -> float:

@@ -176,7 +176,7 @@ def test_what_cannot_be_swept_is_told_before_anything_is_written(
 def test_short_preparation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Load, "lay_out", lambda load, **others: ROW)
     with pytest.raises(ConfigError, match="give a longer --runtime"):
-        tune.tune([tmp_path], size=64 * MIB)
+        tune.tune(tune.TuneRequest((tmp_path,), size=64 * MIB))
 
 
 ROW = Row.model_validate(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,21 @@ PREPARATION_SHARE = 0.1  # of the runtime, the most that the first write of the 
 MIN_LAID_OUT = 64 << 20
 SIZES = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
 DEPTHS = (4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """The request of a command line: the settings to try, and limits. Sizes are bytes, times seconds."""
+
+    directories: tuple[Path, ...]
+    rw: ReadWrite = "rw"
+    engines: tuple[str, ...] = words.ENGINES[1:]
+    sizes: tuple[int, ...] = SIZES
+    depths: tuple[int, ...] = DEPTHS
+    size: int | None = None
+    runtime: float = RUNTIME
+    max_write: int | None = None
+    command: str = "tierbench tune"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,19 +117,19 @@ def run(options: argparse.Namespace) -> int:
             " limits the bytes, and --rw read writes only the files",
             file=sys.stderr,
         )
+    request = TuneRequest(
+        directories=tuple(directories),
+        rw=options.rw,
+        engines=options.ioengine,
+        sizes=options.bs,
+        depths=options.iodepth,
+        size=options.size,
+        runtime=options.runtime,
+        max_write=options.max_write,
+        command=options.command,
+    )
     with target.alone_in(directories), Progress(quiet=options.quiet) as progress:
-        result = tune(
-            directories,
-            rw=options.rw,
-            engines=options.ioengine,
-            sizes=options.bs,
-            depths=options.iodepth,
-            size=options.size,
-            runtime=options.runtime,
-            max_write=options.max_write,
-            phases=progress,
-            command=options.command,
-        )
+        result = tune(request, progress)
     if options.json:
         print(result.model_dump_json(indent=1))
     else:
@@ -223,33 +237,21 @@ class _LoadBench:
         return figures_of(row, INTERVAL_SECONDS)
 
 
-def tune(
-    directories: Sequence[Path],
-    *,
-    rw: ReadWrite = "rw",
-    engines: Sequence[str] = words.ENGINES[1:],
-    sizes: Sequence[int] = SIZES,
-    depths: Sequence[int] = DEPTHS,
-    size: int | None = None,
-    runtime: float = RUNTIME,
-    max_write: int | None = None,
-    phases: Phases | None = None,
-    command: str = "tierbench tune",
-) -> tuning_result.TuningResult:
-    """Find the settings that suit the drives of ``directories``, used together, in ``runtime`` seconds.
+def tune(request: TuneRequest, phases: Phases | None = None) -> tuning_result.TuningResult:
+    """Find the settings that suit the drives of the directories, used together.
 
     After Ctrl-C the result has the readings so far; without any, KeyboardInterrupt is raised. Raises the errors of
     ``bench.run``.
     """
-    start, targets = time.monotonic(), [target.describe(directory) for directory in directories]
-    header_fields = header(command, targets)
+    start, targets = time.monotonic(), [target.describe(directory) for directory in request.directories]
+    header_fields = header(request.command, targets)
     interrupted, end_reason = False, ""
-    with WorkFiles(directories, size=_size(directories, sizes, size, max_write)) as work_files:
-        work_files.max_write = max_write
-        bench = _LoadBench(work_files, rw)
-        sweep, left_out = _prepare(bench, engines, sizes, depths, runtime * PREPARATION_SHARE, phases)
+    with WorkFiles(request.directories, size=_size(request)) as work_files:
+        work_files.max_write = request.max_write
+        bench = _LoadBench(work_files, request.rw)
+        sweep, left_out = _prepare(bench, request, phases)
         try:
-            end_reason = explore(bench, sweep, until=start + runtime, phases=phases)
+            end_reason = explore(bench, sweep, until=start + request.runtime, phases=phases)
         except KeyboardInterrupt:
             if not sweep.reference:
                 raise
@@ -264,7 +266,7 @@ def tune(
         seconds=time.monotonic() - start,
         read_bytes=work_files.read_bytes,
         written_bytes=work_files.written_bytes,
-        rw=rw,
+        rw=request.rw,
         size=used,
         window=INTERVAL_SECONDS,
         notes=tuple(note for each in targets for note in target.warnings(Path(each.directory), each.backing)),
@@ -272,14 +274,15 @@ def tune(
     )
 
 
-def _size(
-    directories: Sequence[Path], sizes: Sequence[int], requested_size: int | None, max_write: int | None
-) -> int:
-    bs = max(*sizes, IoConfig().block_size)
-    size = target.file_size(directories, numjobs=1, bs=bs, requested=requested_size)
-    if requested_size is None:
+def _size(request: TuneRequest) -> int:
+    """The size of each file."""
+    directories, max_write = request.directories, request.max_write
+    bs = max(*request.sizes, IoConfig().block_size)
+    size = target.file_size(directories, numjobs=1, bs=bs, requested=request.size)
+    if request.size is None:
         size = min(size, max(SIZE // bs, 4) * bs)
-    if max_write is not None:  # the first write of the files takes at most half
+    if max_write is not None:
+        # The first write of the files takes at most half.
         largest = max_write // (2 * len(directories)) // bs * bs
         if largest < MIN_LAID_OUT:
             raise ConfigError(
@@ -290,15 +293,9 @@ def _size(
     return size
 
 
-def _prepare(
-    bench: _LoadBench,
-    engines: Sequence[str],
-    sizes: Sequence[int],
-    depths: Sequence[int],
-    seconds: float,
-    phases: Phases | None,
-) -> tuple[Sweep, dict[str, str]]:
+def _prepare(bench: _LoadBench, request: TuneRequest, phases: Phases | None) -> tuple[Sweep, dict[str, str]]:
     """Write the files once. Returns the sweep of the available settings, and the others with reasons."""
+    seconds = request.runtime * PREPARATION_SHARE
     watch = None if phases is None else phases.phase("writing once", seconds)
     row = bench.lay_out(seconds, watch)
     if not row.complete:
@@ -313,7 +310,7 @@ def _prepare(
     left_out: dict[str, str] = {}
     ways: list[tuple[str, bool]] = []
     registers = set()
-    for name in engines:
+    for name in request.engines:
         cell = Cell(name, io.block_size, io.queue_depth, registered=True)
         try:
             engine = bench.engine(cell)
@@ -328,7 +325,7 @@ def _prepare(
             left_out[f"{name} with registered buffers"] = engine.passed_over["registered_buffers"]
     bench.registers = frozenset(registers)
     reference = Cell(default_engine.ioengine, io.block_size, io.queue_depth, io.registered)
-    grid = Grid(reference, tuple(ways), tuple(sizes), tuple(depths))
+    grid = Grid(reference, tuple(ways), request.sizes, request.depths)
     if not list(grid):
         raise ConfigError(
             f"no setting can be tried: engines that start here: {', '.join(name for name, _ in ways) or 'none'};"

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiering
 from tiering.planning.sizing import decoder, parse_count
-from tiering.tierbench.replay.step import Replay
+from tiering.tierbench.replay.replayed_step import Replay
 from zero3.engine.engine import Engine
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from tiering import _logs
 from tiering.config import ds_config
 from tiering.config.ds_config.auto import LoadContext, hidden_size_of, lookup
-from tiering.config.ds_config.report import Report
+from tiering.config.ds_config.key_report import Report
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3.building.model_checks import check_model

@@ -1,6 +1,6 @@
 """Advice: each problem of a run in plain words, with a remedy. Pure: a RunView in, a list of Advice out.
 
-    finding.py        the Advice model
+    advice.py         the Advice model
     stalls.py         figures that several rules share: stalls by cause, typical steps
     larger_budget.py  the effect of a larger host budget
     ranks.py          ranks that are missing or dead, and stragglers
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from service.advice import disks, link, memory, nvme, ranks, step_time, training
-from service.advice.finding import Advice, Severity
+from service.advice.advice import Advice, Severity
 from service.view import RunView
 
 __all__ = ["Advice", "Severity", "advise"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import fmean, median
 from typing import Literal
 
-from service.advice.finding import Advice, warning
+from service.advice.advice import Advice, warning
 from service.advice.larger_budget import as_setting
 from service.advice.stalls import (
     BOUND_FRACTION,

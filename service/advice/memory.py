@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from service.advice.finding import Advice, error, info, warning
+from service.advice.advice import Advice, error, info, warning
 from service.advice.larger_budget import as_setting
 from service.formatting import size
 from service.view import RankView, RunView

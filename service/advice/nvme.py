@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean, median
 
-from service.advice.finding import Advice, warning
+from service.advice.advice import Advice, warning
 from service.advice.larger_budget import NEGLIGIBLE, LargerBudget, as_setting, larger_budget, on_tier
 from service.advice.stalls import (
     BOUND_FRACTION,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import median
 
-from service.advice.finding import Advice, error, warning
+from service.advice.advice import Advice, error, warning
 from service.advice.stalls import (
     ON_RANKS,
     STALL_FRACTION,

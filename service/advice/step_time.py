@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import median
 
-from service.advice.finding import Advice, warning
+from service.advice.advice import Advice, warning
 from service.advice.stalls import on_link, on_nvme, on_ranks, outside, stepping_ranks
 from service.formatting import seconds, share
 from service.recent_steps import steady_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from service.advice.finding import Advice, error, info, warning
+from service.advice.advice import Advice, error, info, warning
 from service.formatting import counted
 from service.view import RunView
 

@@ -29,12 +29,12 @@ from tiering.cli import main
 from tiering.config.ds_config import load
 from tiering.config.training import TieringConfig
 from tiering.demo.children import ChildError, Sidecar, Worker
+from tiering.demo.comparison import judge, memory_table, verdict_table
 from tiering.demo.corpus import Batches, standard_library
 from tiering.demo.model import GPT
-from tiering.demo.plain import PlainLoop
-from tiering.demo.report import judge, memory_table, verdict_table
 from tiering.demo.run import FAILED, FAULT_MISSED, GOOD, UNUSABLE, demo, judge_fault
 from tiering.demo.settings import Settings, Way
+from tiering.demo.torch_loop import PlainLoop
 from tiering.demo.worker import digest, train
 from tiering.errors import TieringError
 

@@ -30,7 +30,7 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the report and return the exit code."""
-    from tiering.doctor.report import Report, discreet
+    from tiering.doctor.doctor_report import Report, discreet
 
     report = Report(discreet(examine(options.directories)))
     code = PROBLEM if report.problems else HEALTHY
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 def examine(directories: Sequence[Path], root: Path = Path("/")) -> list[Entry]:
     """Check the machine with the root directory ``root``, then each of ``directories``; return all entries."""
-    from tiering.doctor import cpus, directory, engines, limits, memory, nameless, software
+    from tiering.doctor import cpus, engines, limits, memory, nameless, software, swap_directory
     from tiering.doctor.finding import Verdict, perform
 
     groups = [software.CHECKS, cpus.CHECKS, memory.CHECKS, limits.CHECKS, engines.CHECKS]
@@ -64,7 +64,7 @@ def examine(directories: Sequence[Path], root: Path = Path("/")) -> list[Entry]:
     entries = perform(checks)
     entries += perform({"files without a name": lambda: nameless.judge(nameless.holders(root))})
     for path in directories:
-        directory_checks = directory.checks(path.absolute(), root)
+        directory_checks = swap_directory.checks(path.absolute(), root)
         # The other checks need a usable directory.
         first = perform({"directory": directory_checks.pop("directory")}, str(path.absolute()))
         entries += first

@@ -25,7 +25,7 @@ from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest
 from tiering.commands.load_plan import configuration, plan_to_load
 from tiering.config.training import format_size
 from tiering.errors import CheckpointError, ConfigError, TieringError
-from tiering.planning.report import PlanReport
+from tiering.planning.plan_report import PlanReport
 
 SCHEMA_VERSION = 1
 WHOLE, DAMAGED, NO_CHECKPOINT = 0, 1, 2

@@ -22,8 +22,8 @@ from tiering.placement.workload import (
     configured_state,
     make_workload,
 )
+from tiering.planning.plan_report import ModelSize, PlanReport, report
 from tiering.planning.rates import Rates
-from tiering.planning.report import ModelSize, PlanReport, report
 from tiering.planning.setting import Setting
 from tiering.storage.arena import round_up
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tiering.config.training import IoConfig, TieringConfig
     from tiering.placement.workload import Workload
     from tiering.planning.measure import Measurement
+    from tiering.planning.plan_report import PlanReport
     from tiering.planning.profiles import Profile
     from tiering.planning.rates import Rates
-    from tiering.planning.report import PlanReport
     from tiering.planning.setting import Setting
 
 # Bytes. A smaller size of memory is taken for a number without its unit.

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from tiering.demo.children import ChildError, Sidecar, Worker
-from tiering.demo.report import judge, memory_table, status_table, verdict_table
+from tiering.demo.comparison import judge, memory_table, status_table, verdict_table
 from tiering.demo.settings import Settings, Way
 
 GOOD, FAILED, UNUSABLE, FAULT_MISSED, INTERRUPTED = 0, 1, 2, 3, 130

@@ -26,7 +26,7 @@ from tiering.placement.workload import (
     configured_state,
     make_workload,
 )
-from tiering.planning.report import ModelSize, PlanReport, report
+from tiering.planning.plan_report import ModelSize, PlanReport, report
 from tiering.planning.setting import RatesOf, Setting
 from tiering.storage.arena import round_up
 

@@ -1,17 +1,20 @@
 """Telemetry: each rank publishes its counters in a small status file, which survives a crash of the rank.
 
-    snapshot.py      the content that each publication replaces    description.py   the content that never changes
-    figure.py        declares a field's help text and metric name
-    rates.py         bandwidths from two snapshots
-    status_file.py   the file: its format and its reader    writer.py    its writer
-    directory.py     the run directory: its place, its permissions, the removal of old status files
-    opening.py       opens a status file for a run, elsewhere if the run directory cannot be used
-    publisher.py     the thread that updates a status file while training runs
+    snapshot.py             the content that each publication replaces
+    description.py          the content that never changes
+    figure.py               declares a field's help text and metric name
+    bandwidths.py           bandwidths from two snapshots
+    status_file.py          the file: its format and its reader
+    status_file_writer.py   its writer
+    run_directories.py      run directories: their place, their permissions, the removal of old status files
+    status_file_opening.py  opens a status file for a run, elsewhere if the run directory cannot be used
+    publisher.py            the thread that updates a status file while training runs
 
 Imports no torch. Directories have mode 0700 and status files 0600; files of other users are refused or ignored.
 """
 
 from tiering.errors import TelemetryError
+from tiering.telemetry.bandwidths import with_rates
 from tiering.telemetry.description import (
     ConfigurationStatus,
     Description,
@@ -19,11 +22,9 @@ from tiering.telemetry.description import (
     PlanStatus,
     SettingStatus,
 )
-from tiering.telemetry.directory import find_status_files, plain_name, run_directory, sweep
 from tiering.telemetry.figure import Figure, Label, figures, marks
-from tiering.telemetry.opening import open_writer
 from tiering.telemetry.publisher import Publisher
-from tiering.telemetry.rates import with_rates
+from tiering.telemetry.run_directories import find_status_files, plain_name, run_directory, sweep
 from tiering.telemetry.snapshot import (
     COPIES_OF,
     RECENT_STEPS,
@@ -45,7 +46,8 @@ from tiering.telemetry.snapshot import (
     TierStatus,
 )
 from tiering.telemetry.status_file import StatusFile, StatusReading, as_text
-from tiering.telemetry.writer import StatusWriter
+from tiering.telemetry.status_file_opening import open_writer
+from tiering.telemetry.status_file_writer import StatusWriter
 
 __all__ = [
     "COPIES_OF",

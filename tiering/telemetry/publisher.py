@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 from tiering.errors import TelemetryError
-from tiering.telemetry.rates import with_rates
+from tiering.telemetry.bandwidths import with_rates
 from tiering.telemetry.snapshot import Snapshot
-from tiering.telemetry.writer import StatusWriter
+from tiering.telemetry.status_file_writer import StatusWriter
 
 log = logging.getLogger(__name__)
 

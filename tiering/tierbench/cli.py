@@ -260,7 +260,7 @@ def _request(options: argparse.Namespace, arguments: list[str]) -> BenchRequest:
 
 def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
     from tiering.tierbench import bench
-    from tiering.tierbench.display.progress import Progress
+    from tiering.tierbench.display.live_progress import Progress
     from tiering.tierbench.interrupts import Interrupts
 
     request = _request(options, arguments)
@@ -293,9 +293,9 @@ def _print(result: Result, output_format: str) -> None:
 
         screen.show(result, Console())
         return
-    from tiering.tierbench.display import formats
+    from tiering.tierbench.display import exports
 
-    print(formats.as_csv(result) if output_format == "csv" else formats.as_prom(result), end="")
+    print(exports.as_csv(result) if output_format == "csv" else exports.as_prom(result), end="")
 
 
 def _judge(result: Result, rws: Sequence[ReadWrite], minimum_rate: float | None) -> int:

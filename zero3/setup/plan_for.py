@@ -17,8 +17,8 @@ from tiering.errors import ConfigError
 from tiering.placement.workload import Workload
 from tiering.planning import measure
 from tiering.planning.measure import Measurement, quietly
+from tiering.planning.plan_report import ModelSize, PlanReport, report
 from tiering.planning.rates import Rates
-from tiering.planning.report import ModelSize, PlanReport, report
 from tiering.planning.setting import TOKENS, RatesOf, Setting
 from tiering.planning.sizing import format_count
 from zero3.observe import device_rates

@@ -17,9 +17,9 @@ import pytest
 from tests.fakes.machines import CGROUP, LIMITS, MEMINFO, NODE, STATUS, V1, Files, machine
 from tiering.cli import main
 from tiering.commands.doctor import examine
-from tiering.doctor import cpus, directory, engines, limits, memory, software
+from tiering.doctor import cpus, engines, limits, memory, software, swap_directory
+from tiering.doctor.doctor_report import RULE, Report, discreet
 from tiering.doctor.finding import Entry, Finding, Verdict, note, perform, problem
-from tiering.doctor.report import RULE, Report, discreet
 
 OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
 GIB = 1 << 30
@@ -397,7 +397,7 @@ def test_the_page_has_every_check() -> None:
     for text in (machine, directory_part):
         cells = re.findall(r"^\| ([^|]+) \| [^|]+ \| (?:[^|\\]|\\\|)+ \|$", text, re.MULTILINE)
         tables.append([name for cell in cells[1:] for name in cell.split(", ")])
-    assert tables == [names, list(directory.checks(Path()))]
+    assert tables == [names, list(swap_directory.checks(Path()))]
     sample = re.findall(r"^  (?:ok|note|problem) +([^:]+): ", page, re.MULTILINE)
     assert sample == [name for table in tables for name in table]
 

@@ -18,7 +18,7 @@ from tiering.tierbench.replay import rounds
 from tiering.tierbench.replay.fetching import Fetches
 from tiering.tierbench.replay.pattern import Turn
 from tiering.tierbench.replay.profile_result import AHEAD, Profile, Round, results, show
-from tiering.tierbench.replay.step import TurnResult
+from tiering.tierbench.replay.replayed_step import TurnResult
 from tiering.tierbench.result import Row
 from tiering.tierbench.words import ReadWrite
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from tiering.tierbench.display.progress import Progress
+from tiering.tierbench.display.live_progress import Progress
 from tiering.tierbench.result import Sample
 
 

@@ -30,8 +30,8 @@ from tiering.storage.staging import StagingPipeline
 from tiering.tierbench.replay import pattern
 from tiering.tierbench.replay.fetching import Ended, Transfers
 from tiering.tierbench.replay.pattern import share_extents, turns_of
+from tiering.tierbench.replay.replayed_step import Replay
 from tiering.tierbench.replay.rounds import Request, configured
-from tiering.tierbench.replay.step import Replay
 from zero3.engine.engine import Engine
 from zero3.setup import model_size
 

@@ -10,8 +10,8 @@ report.py      prints and exports the report           secrets.py     hides pass
 
 from tiering.config.ds_config.auto import LoadContext
 from tiering.config.ds_config.in_effect import description, value_of
+from tiering.config.ds_config.key_report import Entry, Origin, Report
 from tiering.config.ds_config.loading import examine, load
-from tiering.config.ds_config.report import Entry, Origin, Report
 from tiering.config.ds_config.verdicts import Verdict
 
 __all__ = [

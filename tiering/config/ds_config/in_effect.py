@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from tiering.config.ds_config.key_report import Entry, Origin
 from tiering.config.ds_config.keys import KEYS
-from tiering.config.ds_config.report import Entry, Origin
 from tiering.config.ds_config.verdicts import KeyRule, Verdict
 from tiering.config.optimizer import RULES
 from tiering.config.scheduler import PARAMS

@@ -16,9 +16,9 @@ from typing import Any
 from tiering._strict_json import FormatError, parse, short
 from tiering.config.ds_config.auto import LoadContext
 from tiering.config.ds_config.in_effect import defaults, summary_of, with_default
+from tiering.config.ds_config.key_report import Origin, Report
 from tiering.config.ds_config.messages import dotted
 from tiering.config.ds_config.parsing import Reading
-from tiering.config.ds_config.report import Origin, Report
 from tiering.config.ds_config.verdicts import Verdict
 from tiering.config.json_comments import key_lines, plain
 from tiering.config.json_values import DepthError, values

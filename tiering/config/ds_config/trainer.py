@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from tiering.config.ds_config.auto import ARGUMENT, Filled, LoadContext
+from tiering.config.ds_config.key_report import Entry, Origin
 from tiering.config.ds_config.keys import KEYS
-from tiering.config.ds_config.report import Entry, Origin
 
 MICRO = "train_micro_batch_size_per_gpu"
 BATCH = {

@@ -126,7 +126,7 @@ def _compare_with_fio(options: argparse.Namespace) -> int:
     from tiering.errors import ConfigError
     from tiering.tierbench.bench import BenchRequest
     from tiering.tierbench.comparison import beside_fio, fio
-    from tiering.tierbench.display.progress import Progress
+    from tiering.tierbench.display.live_progress import Progress
 
     if options.results:
         raise ConfigError(

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print; the exit code."""
-    from tiering.tierbench.display.progress import Progress
+    from tiering.tierbench.display.live_progress import Progress
     from tiering.tierbench.replay import rounds
     from tiering.tierbench.replay.profile_result import show
 

@@ -15,7 +15,7 @@ from tiering.planning.rates import Rates
 from tiering.planning.sizing import format_count
 from tiering.tierbench.display import figures
 from tiering.tierbench.replay.pattern import Pattern, Phase, Turn
-from tiering.tierbench.replay.step import TurnResult
+from tiering.tierbench.replay.replayed_step import TurnResult
 from tiering.tierbench.result import CommandResult, Engine, ResultPart
 from tiering.tierbench.verdict import BALANCED_SHARE
 

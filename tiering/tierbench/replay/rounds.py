@@ -26,7 +26,7 @@ from tiering.tierbench.load import target
 from tiering.tierbench.load.windows import SAMPLE_SECONDS, Load, Watch, WorkFiles
 from tiering.tierbench.replay.pattern import Pattern
 from tiering.tierbench.replay.profile_result import Profile, Round, results
-from tiering.tierbench.replay.step import Replay, TurnResult
+from tiering.tierbench.replay.replayed_step import Replay, TurnResult
 from tiering.tierbench.result import Engine, Row, Sample, Settings, header
 from tiering.tierbench.verdict import rates_of
 from tiering.tierbench.words import ReadWrite

@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, write the configuration if requested, and return the exit code."""
     if options.write_config is not None:
         config_file.check(options.write_config, _block(_settings(None)))
-    from tiering.tierbench.display.progress import Progress
+    from tiering.tierbench.display.live_progress import Progress
 
     directories = target.check_all(options.directories)
     if writes(options.rw) and not options.quiet:

@@ -12,10 +12,10 @@ import pytest
 
 from tests.fakes.machines import CGROUP, NODE, STATUS, V1, machine
 from tiering.commands.doctor import examine
-from tiering.doctor import directory, nameless
-from tiering.doctor.directory import Trial, judge_trial, try_swap_file
+from tiering.doctor import nameless, swap_directory
 from tiering.doctor.finding import Finding, Verdict, problem
 from tiering.doctor.nameless import Holder
+from tiering.doctor.swap_directory import Trial, judge_trial, try_swap_file
 from tiering.host.drives import Backing, Drive, FileSystem, Link
 from tiering.telemetry import Snapshot, StatusWriter
 
@@ -53,7 +53,7 @@ def backing(
     ],
 )
 def test_file_systems(mounted: Backing, copied: bool | None, verdict: Verdict, found: str) -> None:
-    finding = directory.file_system(mounted, copied)
+    finding = swap_directory.file_system(mounted, copied)
     assert (finding.verdict, bool(finding.remedy)) == (verdict, verdict is not OK)
     assert found in finding.found
 
@@ -79,7 +79,7 @@ HARD_DISK = Drive("sda", transport="sata", rotational=True, scheduler="bfq")
     ],
 )
 def test_drives(drive: Drive, found: str | None) -> None:
-    finding = directory.drive(backing(drives=(drive,)))
+    finding = swap_directory.drive(backing(drives=(drive,)))
     assert drive.name in finding.found
     assert finding.verdict is (OK if found is None else NOTE)
     assert found is None or (found in finding.found and finding.remedy)
@@ -87,40 +87,42 @@ def test_drives(drive: Drive, found: str | None) -> None:
 
 def test_links_and_schedulers() -> None:
     slow = replace(FAST, link=Link("PCIe 3.0 x2", 2e9), best_link=FAST.link)
-    assert directory.link(backing(drives=(FAST,))) == Finding("nvme0n1 PCIe 5.0 x4, 15.8 GB/s")
-    finding = directory.link(backing(drives=(Drive("md0", members=(slow,)),)))
+    assert swap_directory.link(backing(drives=(FAST,))) == Finding("nvme0n1 PCIe 5.0 x4, 15.8 GB/s")
+    finding = swap_directory.link(backing(drives=(Drive("md0", members=(slow,)),)))
     assert finding.verdict is NOTE
     assert finding.found == "nvme0n1 has PCIe 3.0 x2, 2.0 GB/s, and supports PCIe 5.0 x4, 15.8 GB/s"
 
-    assert directory.scheduler(backing(drives=(FAST,))) == Finding("nvme0n1 none")
-    assert directory.scheduler(backing(drives=(replace(HARD_DISK, scheduler="mq-deadline"),))).verdict is OK
+    assert swap_directory.scheduler(backing(drives=(FAST,))) == Finding("nvme0n1 none")
+    assert (
+        swap_directory.scheduler(backing(drives=(replace(HARD_DISK, scheduler="mq-deadline"),))).verdict is OK
+    )
     for slow in (replace(FAST, scheduler="mq-deadline"), HARD_DISK):
-        finding = directory.scheduler(backing(drives=(slow,)))
+        finding = swap_directory.scheduler(backing(drives=(slow,)))
         assert finding.verdict is NOTE
         assert finding.remedy == f"echo none | sudo tee /sys/block/{slow.name}/queue/scheduler"
 
 
 def test_a_drive_on_another_numa_node(tmp_path: Path) -> None:
     files = {f"{NODE}0/cpulist": "0-7", f"{NODE}1/cpulist": "8-15"}
-    finding = directory.numa(backing(drives=(FAST,)), machine(tmp_path, files))
+    finding = swap_directory.numa(backing(drives=(FAST,)), machine(tmp_path, files))
     assert finding.verdict is NOTE
     assert "nvme0n1 on node 1, but this process runs on CPUs 0-7" in finding.found
     assert "numactl --cpunodebind=1" in finding.remedy
     for own in ("8-9", "0-15"):
         machine(tmp_path, {"proc/self/status": STATUS.replace("0-7", own)})
-        assert directory.numa(backing(drives=(FAST,)), tmp_path) == Finding("nvme0n1 on node 1")
+        assert swap_directory.numa(backing(drives=(FAST,)), tmp_path) == Finding("nvme0n1 on node 1")
 
 
 def test_discard(tmp_path: Path) -> None:
-    finding = directory.discard(backing(drives=(FAST,)), tmp_path)
+    finding = swap_directory.discard(backing(drives=(FAST,)), tmp_path)
     assert (finding.verdict, finding.remedy) == (NOTE, "sudo systemctl enable --now fstrim.timer")
     assert (
         "at once"
-        in directory.discard(backing("btrfs", "disk", "discard=async", drives=(FAST,)), tmp_path).found
+        in swap_directory.discard(backing("btrfs", "disk", "discard=async", drives=(FAST,)), tmp_path).found
     )
-    assert directory.discard(backing(drives=(HARD_DISK,)), tmp_path).verdict is OK
+    assert swap_directory.discard(backing(drives=(HARD_DISK,)), tmp_path).verdict is OK
     machine(tmp_path, {"etc/systemd/system/timers.target.wants/fstrim.timer": ""})
-    assert directory.discard(backing(drives=(FAST,)), tmp_path) == Finding("by fstrim.timer")
+    assert swap_directory.discard(backing(drives=(FAST,)), tmp_path) == Finding("by fstrim.timer")
 
 
 def test_limits_of_cgroups_on_the_drive(tmp_path: Path) -> None:
@@ -130,20 +132,20 @@ def test_limits_of_cgroups_on_the_drive(tmp_path: Path) -> None:
         "proc/self/cgroup": "0::/job",
         f"{CGROUP}/io.max": "8:0 rbps=1 wbps=max riops=max wiops=max\n259:0 rbps=max wbps=max riops=max wiops=max",
     }
-    assert directory.io_limit(on, machine(tmp_path, files)) == Finding("none")
+    assert swap_directory.io_limit(on, machine(tmp_path, files)) == Finding("none")
     machine(tmp_path, files | {f"{CGROUP}/job/io.max": "259:0 rbps=max wbps=1048576 riops=max wiops=120"})
-    finding = directory.io_limit(on, tmp_path)
+    finding = swap_directory.io_limit(on, tmp_path)
     assert finding.verdict is NOTE
     assert "nvme0n1 io.max: wbps=1048576 wiops=120" in finding.found
     machine(
         tmp_path, {"proc/self/cgroup": V1, f"{CGROUP}/blkio/job/blkio.throttle.read_bps_device": "259:0 77"}
     )
-    assert "blkio.throttle.read_bps_device: 77" in directory.io_limit(on, tmp_path).found
+    assert "blkio.throttle.read_bps_device: 77" in swap_directory.io_limit(on, tmp_path).found
     machine(
         tmp_path,
         {"proc/self/cgroup": V1, f"{CGROUP}/blkio/blkio.throttle.write_iops_device": "259:0 90"},
     )
-    assert "blkio.throttle.write_iops_device: 90" in directory.io_limit(on, tmp_path).found
+    assert "blkio.throttle.write_iops_device: 90" in swap_directory.io_limit(on, tmp_path).found
 
 
 def test_a_swap_file_is_really_made(tmp_path: Path) -> None:
@@ -177,7 +179,7 @@ def test_what_a_swap_file_was_given(trial: Trial, verdict: Verdict, found: str) 
 
 def test_space() -> None:
     def of(free: int, inodes: int = 9) -> Finding:
-        return directory.space(
+        return swap_directory.space(
             os.statvfs_result(
                 (4096, 4096, 1000 * GIB >> 12, free >> 12, free >> 12, 10, inodes, inodes, 0, 255)
             )
@@ -191,11 +193,11 @@ def test_space() -> None:
 
 def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert directory.reachable(tmp_path) == Finding("writable")
-    assert directory.reachable(tmp_path / "none") == problem(
+    assert swap_directory.reachable(tmp_path) == Finding("writable")
+    assert swap_directory.reachable(tmp_path / "none") == problem(
         "does not exist", f"mkdir -p {tmp_path / 'none'}"
     )
-    assert directory.reachable(tmp_path / "file").verdict is PROBLEM
+    assert swap_directory.reachable(tmp_path / "file").verdict is PROBLEM
     assert [entry.check for entry in examine([tmp_path / "none"]) if entry.directory] == ["directory"]
 
 
@@ -217,10 +219,10 @@ def test_files_without_a_name_are_found(tmp_path: Path) -> None:
         assert named_file.stat().st_ino not in {holder.inode for holder in own}
         (holder,) = (holder for holder in own if holder.inode == status.st_ino)
         assert (holder.device, holder.nbytes) == (status.st_dev, status.st_blocks * 512)
-        finding = directory.checks(tmp_path)["files without a name"]()
+        finding = swap_directory.checks(tmp_path)["files without a name"]()
         assert finding.verdict is NOTE
         assert f"(process {os.getpid()})" in finding.found
-        assert directory.checks(Path("/proc"))["files without a name"]() == Finding("none")
+        assert swap_directory.checks(Path("/proc"))["files without a name"]() == Finding("none")
     assert status.st_ino not in {
         holder.inode for holder in nameless.holders() if holder.process == os.getpid()
     }

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tiering.errors import TelemetryError
 from tiering.telemetry.description import Description
-from tiering.telemetry.directory import plain_name, sweep
-from tiering.telemetry.writer import StatusWriter
+from tiering.telemetry.run_directories import plain_name, sweep
+from tiering.telemetry.status_file_writer import StatusWriter
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.tiering.telemetry.status_files import child, first_line, snapshot
-from tiering.telemetry import StatusWriter, TelemetryError, find_status_files, open_writer, opening
+from tiering.telemetry import (
+    StatusWriter,
+    TelemetryError,
+    find_status_files,
+    open_writer,
+    status_file_opening,
+)
 
 
 @pytest.fixture
@@ -22,7 +28,7 @@ def temporary_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
     """Directories for temporary files; the first does not exist."""
     directories = [tmp_path / "missing", tmp_path / "spare"]
     directories[1].mkdir()
-    monkeypatch.setattr(opening, "_temporary_directories", lambda: iter(directories))
+    monkeypatch.setattr(status_file_opening, "_temporary_directories", lambda: iter(directories))
     return directories
 
 
@@ -108,7 +114,7 @@ def test_a_full_disk_is_no_error(
 def test_without_any_directory_there_is_no_status_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(opening, "_temporary_directories", lambda: iter([tmp_path / "missing"]))
+    monkeypatch.setattr(status_file_opening, "_temporary_directories", lambda: iter([tmp_path / "missing"]))
     monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "no" / "parent"))
     assert open_writer("gpt") is None
     (record,) = caplog.records

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tiering.errors import TelemetryError
 from tiering.telemetry.description import Description
-from tiering.telemetry.directory import (
+from tiering.telemetry.run_directories import (
     RETENTION_SECONDS,
     SUFFIX,
     UNFINISHED,

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tiering.tierbench.display import formats
+from tiering.tierbench.display import exports
 from tiering.tierbench.result import SCHEMA_VERSION, Result
 
 from . import results
@@ -28,7 +28,7 @@ ODD_NAMED = results.result(
 
 
 def lines_of(result: Result) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(formats.as_csv(result), newline="")))
+    return list(csv.DictReader(io.StringIO(exports.as_csv(result), newline="")))
 
 
 def test_csv_has_each_window_as_a_whole_and_by_directory() -> None:
@@ -51,12 +51,12 @@ def test_csv_has_each_window_as_a_whole_and_by_directory() -> None:
 
 def test_csv_is_quoted_and_has_its_names_where_nothing_was_measured() -> None:
     assert lines_of(ODD_NAMED)[1]["directory"] == ODD
-    assert formats.as_csv(results.BARE) == ",".join(formats.COLUMNS) + "\r\n"
+    assert exports.as_csv(results.BARE) == ",".join(exports.COLUMNS) + "\r\n"
 
 
 def series(result: Result) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """By name and labels, none of which is there twice."""
-    families = list(text_string_to_metric_families(formats.as_prom(result)))
+    families = list(text_string_to_metric_families(exports.as_prom(result)))
     assert all(family.name.startswith("tierbench_") and family.documentation for family in families)
     found = [sample for family in families for sample in family.samples]
     told = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in found}
@@ -94,7 +94,7 @@ def test_prometheus_gets_names_back_as_they_were() -> None:
 def test_promtool_has_nothing_to_say() -> None:
     for result in (*results.ALL, ODD_NAMED):
         said = subprocess.run(
-            ["promtool", "check", "metrics"], input=formats.as_prom(result), capture_output=True, text=True
+            ["promtool", "check", "metrics"], input=exports.as_prom(result), capture_output=True, text=True
         )
         assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
 

@@ -18,7 +18,7 @@ TIERS: tuple[TierName, ...] = ("device", "host", "nvme")
 
 
 @dataclass(frozen=True)
-class Entry:
+class HistoryEntry:
     """One second of a run, over its ranks on this node. None means unknown.
 
     ``at`` is Unix time. ``read`` and ``written`` are bytes per second from and to NVMe, ``sent`` those to other ranks.
@@ -51,7 +51,7 @@ class _Counters(NamedTuple):
 
 @dataclass
 class _Ring:
-    entries: deque[Entry] = field(default_factory=lambda: deque(maxlen=LENGTH))
+    entries: deque[HistoryEntry] = field(default_factory=lambda: deque(maxlen=LENGTH))
     counters: dict[tuple[int, float], _Counters] = field(default_factory=dict)
 
 
@@ -62,12 +62,12 @@ class History:
         self._rings: dict[str, _Ring] = {}
         self._added_at = self._due = 0.0  # Unix time of the last entries, and when the next are due
 
-    def of(self, run_id: str) -> list[Entry]:
+    def of(self, run_id: str) -> list[HistoryEntry]:
         """The entries of a run, oldest first."""
         ring = self._rings.get(run_id)
         return list(ring.entries) if ring is not None else []
 
-    def latest(self, run_id: str) -> Entry | None:
+    def latest(self, run_id: str) -> HistoryEntry | None:
         """The newest entry of a run."""
         ring = self._rings.get(run_id)
         return ring.entries[-1] if ring is not None and ring.entries else None
@@ -93,7 +93,7 @@ class History:
 
 def _entry(
     run: RunView, at: float, before: dict[tuple[int, float], _Counters]
-) -> tuple[Entry, dict[tuple[int, float], _Counters]]:
+) -> tuple[HistoryEntry, dict[tuple[int, float], _Counters]]:
     """The new entry, and the counters to compare the next reading with.
 
     A rate is the difference of a counter between two publications, over the time between these: readings and
@@ -106,7 +106,7 @@ def _entry(
     }
     pairs = [(before[key], now) for key, now in counters.items() if key in before and now.at > before[key].at]
     stalls = list(_rates(pairs, lambda counters: counters.stall))
-    entry = Entry(
+    entry = HistoryEntry(
         at=at,
         step=max((snapshot.step for snapshot in run.snapshots), default=None),
         read=_sum(_rates(pairs, lambda counters: counters.read)),

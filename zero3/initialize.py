@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from tiering import _logs
 from tiering.config import ds_config
 from tiering.config.ds_config.auto import LoadContext, hidden_size_of, lookup
-from tiering.config.ds_config.key_report import Report
+from tiering.config.ds_config.key_report import KeyReport
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3.building.model_checks import check_model
@@ -226,7 +226,7 @@ def _dtype_of(model: nn.Module) -> str:
     return next((names.get(dtype, "fp32") for dtype, _ in elements.most_common(1)), "fp32")
 
 
-def _warn_replaced(section: str, by: Any, report: Report) -> None:
+def _warn_replaced(section: str, by: Any, report: KeyReport) -> None:
     """Warn that an argument of ``initialize`` replaces a section that the configuration has."""
     kind = next((entry.value for entry in report.entries if entry.key == f"{section}.type"), None)
     if by and kind:

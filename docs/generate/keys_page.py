@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiering.config.ds_config.in_effect import description
 from tiering.config.ds_config.keys import KEYS, SHORT_FORMS
-from tiering.config.ds_config.verdicts import KeyRule, Verdict
+from tiering.config.ds_config.verdicts import KeyRule, KeyVerdict
 
 HEADING = "## Every key\n"
 
@@ -44,14 +44,14 @@ def _rows() -> Iterator[tuple[str, ...]]:
 
 
 def _class(key: KeyRule) -> str:
-    return f"**{key.verdict}**" if key.verdict is Verdict.REFUSED else str(key.verdict)
+    return f"**{key.verdict}**" if key.verdict is KeyVerdict.REFUSED else str(key.verdict)
 
 
 def _here(key: KeyRule) -> str:
     if not key.to or key.note:
         return key.note
     told = description(key.to)
-    return f"`{key.to}`: {told}" if key.verdict is Verdict.MAPPED else told
+    return f"`{key.to}`: {told}" if key.verdict is KeyVerdict.MAPPED else told
 
 
 def main(path: Path) -> None:

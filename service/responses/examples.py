@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from service.health import Alive, Health, ready
-from service.history import Entry, TierName
+from service.history import HistoryEntry, TierName
 from service.responses.by_rank import bandwidth, config, steps, tiers
 from service.responses.history import history
 from service.responses.plan import plan
@@ -230,9 +230,9 @@ def _description() -> Description:
     )
 
 
-def _entries() -> list[Entry]:
+def _entries() -> list[HistoryEntry]:
     used: dict[TierName, int | None] = {"device": 6 * GIB, "host": 3 * GIB, "nvme": 9 * GIB}
     return [
-        Entry(TAKEN_AT - 1, 19, None, None, None, None, used),
-        Entry(TAKEN_AT, 20, 2.5e9, 1.25e9, 2e8, 0.25, used, 2.2e9, 0.7e9),
+        HistoryEntry(TAKEN_AT - 1, 19, None, None, None, None, used),
+        HistoryEntry(TAKEN_AT, 20, 2.5e9, 1.25e9, 2e8, 0.25, used, 2.2e9, 0.7e9),
     ]

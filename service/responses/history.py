@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from service.history import INTERVAL, TIERS, Entry
+from service.history import INTERVAL, TIERS, HistoryEntry
 from service.view import RunView, View
 
 
@@ -48,12 +48,12 @@ class Histories(BaseModel):
     runs: list[RunHistory]
 
 
-def history(view: View, run: str | None, entries: Callable[[str], list[Entry]]) -> Histories:
+def history(view: View, run: str | None, entries: Callable[[str], list[HistoryEntry]]) -> Histories:
     """``entries`` returns the entries of a run id. Raises NotHereError if ``run`` is not on this node."""
     return Histories(runs=[_run_history(selected, entries(selected.id)) for selected in view.select(run)])
 
 
-def _run_history(run: RunView, entries: list[Entry]) -> RunHistory:
+def _run_history(run: RunView, entries: list[HistoryEntry]) -> RunHistory:
     return RunHistory(
         id=run.id,
         name=run.name,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from service.advice import Advice, advise
-from service.history import Entry
+from service.history import HistoryEntry
 from service.recent_steps import recent_steps
 from service.run_end import How, end_of
 from service.view import RankView, RunState, RunView, State, View
@@ -94,7 +94,7 @@ class RunStatus(RunSummary):
     device: str | None = Field(description="device of rank 0, or of the first rank on this node")
     configuration: str | None = Field(description="summary of the configuration in one line")
     versions: dict[str, str] = Field(description="versions of the software that the run uses, by name")
-    latest: Entry | None = Field(
+    latest: HistoryEntry | None = Field(
         description="the latest entry of /v1/history; null before the first entry, and for a run that has ended"
     )
     ranks: list[RankStatus]
@@ -131,7 +131,7 @@ class Status(BaseModel):
     runs: list[RunStatus]
 
 
-Latest = Callable[[str], Entry | None]
+Latest = Callable[[str], HistoryEntry | None]
 
 
 def no_entry(_: str) -> None:

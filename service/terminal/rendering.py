@@ -15,7 +15,7 @@ from rich.text import Text
 
 from service.advice import Advice
 from service.formatting import counted, joined, plain, rate, seconds, share, size
-from service.history import Entry
+from service.history import HistoryEntry
 from service.responses.status import RankStatus, RunStatus, Status
 from tiering.telemetry import CopyStatus, DirectionStatus, PathStatus
 
@@ -48,7 +48,10 @@ def symbols_for(encoding: str) -> Symbols:
 
 
 def rendered(
-    status: Status, width: int, symbols: Symbols, history: Callable[[str], Sequence[Entry]] | None = None
+    status: Status,
+    width: int,
+    symbols: Symbols,
+    history: Callable[[str], Sequence[HistoryEntry]] | None = None,
 ) -> RenderableType:
     """All runs, those with problems first: one line for each if there are several, then each in detail.
 
@@ -71,7 +74,7 @@ def rendered(
 
 
 def _run(
-    run: RunStatus, now: float, width: int, symbols: Symbols, entries: Sequence[Entry]
+    run: RunStatus, now: float, width: int, symbols: Symbols, entries: Sequence[HistoryEntry]
 ) -> Iterator[RenderableType]:
     yield _title(run)
     facts = [run.device, run.configuration]
@@ -210,7 +213,7 @@ def _link(ranks: Sequence[RankStatus]) -> Iterator[RenderableType]:
 
 
 def _lately(
-    ranks: Sequence[RankStatus], entries: Sequence[Entry], width: int, symbols: Symbols
+    ranks: Sequence[RankStatus], entries: Sequence[HistoryEntry], width: int, symbols: Symbols
 ) -> Iterator[RenderableType]:
     """Lines of recent values: bandwidth and stall over time, seconds over steps."""
     rows = Table.grid(padding=(0, 1))

@@ -15,7 +15,7 @@ import torch
 from tiering.placement.workload import Tier
 from zero3.device.streams import CudaStreams
 from zero3.device.timeline import PhaseClock, StallClock, Timeline
-from zero3.observe.run_record import Run, RunRecord
+from zero3.observe.run_record import RunIdentity, RunRecord
 
 from .conftest import DEVICE, batches
 
@@ -113,7 +113,7 @@ def test_an_engine_tells_what_went_over_its_link_and_when(start: Callable[..., A
 
 def test_room_is_told_without_the_driver(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(offload_param="cpu", offload_optimizer="cpu")
-    record = RunRecord(Run("room"), engine._tiers, engine._schedule.activations)
+    record = RunRecord(RunIdentity("room"), engine._tiers, engine._schedule.activations)
     before = record.snapshot().tiers[0].available
     monkeypatch.delattr(torch.cuda, "mem_get_info")
     again = RunRecord.snapshot(record).tiers[0].available

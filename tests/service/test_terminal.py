@@ -22,7 +22,7 @@ import pytest
 from rich.console import Console
 
 from service import terminal
-from service.history import Entry
+from service.history import HistoryEntry
 from service.responses.status import status
 from service.terminal.rendering import ASCII, BLOCKS, Symbols, rendered
 from service.view import RankView, RunView, View
@@ -100,7 +100,9 @@ def view(*ranks: RankView) -> View:
     return View(1100.0, (RunView("gpt-1a2b3c4d", "gpt", ranks),))
 
 
-def lines(shown: View, width: int, drawn: Symbols = BLOCKS, entries: list[Entry] | None = None) -> list[str]:
+def lines(
+    shown: View, width: int, drawn: Symbols = BLOCKS, entries: list[HistoryEntry] | None = None
+) -> list[str]:
     console = Console(width=width, color_system=None, highlight=False)
     with console.capture() as captured:
         console.print(rendered(status(shown), width, drawn, lambda _: entries or []))
@@ -108,7 +110,7 @@ def lines(shown: View, width: int, drawn: Symbols = BLOCKS, entries: list[Entry]
 
 
 def test_80_columns_hold_everything_in_order_of_importance() -> None:
-    entries = [Entry(float(n), n, n * 1e8, None, None, 0.71, {}) for n in range(1, 9)]
+    entries = [HistoryEntry(float(n), n, n * 1e8, None, None, 0.71, {}) for n in range(1, 9)]
     assert lines(view(RANK), 80, entries=entries) == [
         "gpt  training  step 12, 2.0 s a step, 4 samples/s, 71 % stall, loss 3.5",
         "cpu - up 2 min",
@@ -152,7 +154,7 @@ def test_no_line_is_wider_than_the_terminal_and_ascii_is_enough() -> None:
     assert "torch: 3.0 GiB in tensors, peak 6.0 GiB, 9.0 GiB reserved" in shown
     copied = "40.0 GB/s to the device (100 GB/s while copying), 2.0 GB/s from it (0 B/s while copying)"
     assert f"device link: {copied}, 200 GB/s in each direction measured" in shown, "of two ranks"
-    entries = [Entry(float(n), n, None, None, None, None, {}, h2d=n * 1e10, d2h=5e9) for n in range(3)]
+    entries = [HistoryEntry(float(n), n, None, None, None, None, {}, h2d=n * 1e10, d2h=5e9) for n in range(3)]
     shown = [line.split() for line in lines(view(*many), 99, ASCII, entries)]
     assert ["h2d", "_+@", "up", "to", "20.0", "GB/s"] in shown
     assert ["d2h", "@@@", "up", "to", "5.0", "GB/s"] in shown

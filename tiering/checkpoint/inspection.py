@@ -22,7 +22,7 @@ OnRead = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """A checkpoint of a directory. If sizes or headers are wrong, ``step`` is None and ``damage`` is the problem.
 
     ``time`` is in seconds since the epoch.
@@ -44,7 +44,7 @@ class Listing:
     """
 
     path: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[CheckpointEntry, ...]
     latest: str | None
     lost: str
     partials: Mapping[str, int]
@@ -173,7 +173,7 @@ def inspect(path: Path, *, quick: bool = False, on_read: OnRead = lambda _: None
     return Inspection(path, manifest, _kinds(checkpoint), nbytes, checked, tuple(damage), checkpoint.caveat)
 
 
-def _entry(directory: CheckpointDirectory, saved: Saved) -> Entry:
+def _entry(directory: CheckpointDirectory, saved: Saved) -> CheckpointEntry:
     step, damage, nbytes = None, "", 0
     try:
         path = directory.find(saved.tag)
@@ -182,7 +182,7 @@ def _entry(directory: CheckpointDirectory, saved: Saved) -> Entry:
         step = open_checkpoint(path).manifest.step
     except CheckpointError as error:
         damage = error.message
-    return Entry(saved.tag, saved.time, nbytes, step, damage)
+    return CheckpointEntry(saved.tag, saved.time, nbytes, step, damage)
 
 
 def _time(saved: Saved) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tiering.doctor.finding import Entry
+    from tiering.doctor.finding import CheckResult
 
 HEALTHY, PROBLEM = 0, 1
 
@@ -30,9 +30,9 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the report and return the exit code."""
-    from tiering.doctor.doctor_report import Report, discreet
+    from tiering.doctor.doctor_report import DoctorReport, discreet
 
-    report = Report(discreet(examine(options.directories)))
+    report = DoctorReport(discreet(examine(options.directories)))
     code = PROBLEM if report.problems else HEALTHY
     if options.json:
         print(json.dumps(report.as_dict(code), indent=1))
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     return code
 
 
-def examine(directories: Sequence[Path], root: Path = Path("/")) -> list[Entry]:
+def examine(directories: Sequence[Path], root: Path = Path("/")) -> list[CheckResult]:
     """Check the machine with the root directory ``root``, then each of ``directories``; return all entries."""
     from tiering.doctor import cpus, engines, limits, memory, nameless, software, swap_directory
     from tiering.doctor.finding import Verdict, perform

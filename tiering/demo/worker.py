@@ -31,18 +31,18 @@ from tiering.demo.settings import Settings, Way
 from tiering.demo.torch_loop import PlainLoop
 
 
-class Run(Protocol):
+class TrainingRun(Protocol):
     """The interface of a run to the loop in ``_steps``."""
 
     def step(self, micro_batches: Iterator[tuple[Tensor, Tensor]]) -> float: ...
-    def traffic(self) -> Traffic: ...
+    def traffic(self) -> NvmeTraffic: ...
     def plant_fault(self) -> str: ...
     def finish(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Traffic:
+class NvmeTraffic:
     """Bytes read from and written to NVMe, and seconds of stall, since the start."""
 
     read: int = 0
@@ -75,9 +75,9 @@ class TieredRun:
         console.print(self.engine.plan.table())
         return console.export_text(styles=True)
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> NvmeTraffic:
         snapshot = self.engine.snapshot()
-        return Traffic(
+        return NvmeTraffic(
             sum(path.read.bytes for path in snapshot.io),
             sum(path.written.bytes for path in snapshot.io),
             sum(snapshot.stalls.values()),
@@ -112,8 +112,8 @@ class PlainRun:
     def step(self, micro_batches: Iterator[tuple[Tensor, Tensor]]) -> float:
         return self.loop.step(micro_batches)
 
-    def traffic(self) -> Traffic:
-        return Traffic()
+    def traffic(self) -> NvmeTraffic:
+        return NvmeTraffic()
 
     def plant_fault(self) -> str:
         raise NotImplementedError("a plain loop has no state on NVMe")
@@ -181,7 +181,7 @@ def train(options: argparse.Namespace, report: Any) -> None:
     batches = Batches(
         standard_library(), size=settings.micro_batch, sequence=settings.sequence, seed=settings.seed
     )
-    run: Run
+    run: TrainingRun
     if way is Way.PLAIN:
         run = PlainRun(settings)
     else:
@@ -197,7 +197,9 @@ def train(options: argparse.Namespace, report: Any) -> None:
         run.close()
 
 
-def _steps(settings: Settings, run: Run, batches: Batches, report: Any, plant_fault: bool) -> list[float]:
+def _steps(
+    settings: Settings, run: TrainingRun, batches: Batches, report: Any, plant_fault: bool
+) -> list[float]:
     losses, before = [], run.traffic()
     for step in range(settings.steps):
         if plant_fault and step == settings.steps // 2:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiering._text import counted
 from tiering.config.fields import legible
-from tiering.doctor.finding import Entry, Finding, Verdict
+from tiering.doctor.finding import CheckResult, Finding, Verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,11 +26,11 @@ _STYLES = {Verdict.PROBLEM: "bold red", Verdict.NOTE: "yellow"}
 
 
 @dataclass(frozen=True)
-class Report:
-    entries: Sequence[Entry]
+class DoctorReport:
+    entries: Sequence[CheckResult]
 
     @property
-    def attention(self) -> list[Entry]:
+    def attention(self) -> list[CheckResult]:
         """The entries that are not OK, problems first."""
         entries = [entry for entry in self.entries if entry.finding.verdict is not Verdict.OK]
         return sorted(entries, key=lambda entry: entry.finding.verdict is not Verdict.PROBLEM)
@@ -93,7 +93,7 @@ class Report:
         return "\n".join([*lines, RULE])
 
 
-def discreet(entries: Iterable[Entry]) -> list[Entry]:
+def discreet(entries: Iterable[CheckResult]) -> list[CheckResult]:
     """``entries`` without the names of users and of this host: home directories become ~, other names "..."."""
     home = os.path.normpath(Path("~").expanduser())
 
@@ -109,7 +109,7 @@ def discreet(entries: Iterable[Entry]) -> list[Entry]:
         return str(Path(*("..." if part in _names() else part for part in parts)))
 
     return [
-        Entry(
+        CheckResult(
             entry.check,
             None if entry.directory is None else anonymous_path(entry.directory),
             Finding(

@@ -32,7 +32,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckResult:
     """A finding with the name of its check, about a directory or, if that is None, about the machine."""
 
     check: str
@@ -54,13 +54,13 @@ def problem(found: str, remedy: str) -> Finding:
 
 def perform(
     checks: Mapping[str, Callable[[], Finding]], directory: str | None = None, *, seconds: float = 10
-) -> list[Entry]:
+) -> list[CheckResult]:
     """Run ``checks`` in order. A check that raises becomes a note; one that hangs, a problem that ends the list.
 
     ``seconds`` is the limit for all checks together. They run in a daemon thread, which is abandoned if it hangs: an
     access to a dead network file system may block forever.
     """
-    entries: list[Entry] = []
+    entries: list[CheckResult] = []
 
     def run() -> None:
         for name, check in checks.items():
@@ -72,7 +72,7 @@ def perform(
                     f"check failed: {type(error).__name__}: {error}",
                     "check it manually; if that works, the check has a defect: please report it",
                 )
-            entries.append(Entry(name, directory, finding))
+            entries.append(CheckResult(name, directory, finding))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -84,6 +84,8 @@ def perform(
         skipped = counted(len(checks) - len(finished) - 1, "more check")
         text = f"no answer in {seconds:g} s; skipped {skipped}"
         finished.append(
-            Entry(hanging, directory, problem(text, "see dmesg for a disk or a server that does not answer"))
+            CheckResult(
+                hanging, directory, problem(text, "see dmesg for a disk or a server that does not answer")
+            )
         )
     return finished

@@ -22,7 +22,7 @@ SECONDS_PER_DAY = 86_400
 HIDDEN = 0.9
 
 
-class Part(Enum):
+class MachinePart(Enum):
     """A part of the machine that may bound a phase."""
 
     COMPUTE = "compute"
@@ -36,10 +36,10 @@ class Part(Enum):
 
 
 # If the CPU is the device, its cores do these one after the other.
-ON_CORES = (Part.COMPUTE, Part.HOST_MEMORY, Part.OPTIMIZER)
-ON_DISK = (Part.NVME_READS, Part.NVME_WRITES)
+ON_CORES = (MachinePart.COMPUTE, MachinePart.HOST_MEMORY, MachinePart.OPTIMIZER)
+ON_DISK = (MachinePart.NVME_READS, MachinePart.NVME_WRITES)
 # A rank's I/O thread submits transfers, and computes checksums with `verify`.
-ON_IO_THREAD = (*ON_DISK, Part.CHECKSUMS)
+ON_IO_THREAD = (*ON_DISK, MachinePart.CHECKSUMS)
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Phase:
 
     name: str
     seconds: float
-    bound: Part
+    bound: MachinePart
     stalled: float
-    busy: Mapping[Part, float]
+    busy: Mapping[MachinePart, float]
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Forecast:
         return sum(phase.seconds for phase in self.phases)
 
     @property
-    def bound(self) -> Part:
+    def bound(self) -> MachinePart:
         """The slowest part of the longest phase."""
         return max(self.phases, key=lambda phase: phase.seconds).bound
 
     @property
     def efficiency(self) -> float:
         """The fraction of a step in which the device computes."""
-        return sum(phase.busy[Part.COMPUTE] for phase in self.phases) / self.seconds
+        return sum(phase.busy[MachinePart.COMPUTE] for phase in self.phases) / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -305,27 +305,31 @@ def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: b
             )
         return amount / value if amount and value else 0.0
 
-    busy = dict.fromkeys(Part, 0.0)
-    busy[Part.COMPUTE] = needed(flops, "flops")
+    busy = dict.fromkeys(MachinePart, 0.0)
+    busy[MachinePart.COMPUTE] = needed(flops, "flops")
     if rates.device_memory is not None and work.device_bytes:
-        busy[Part.COMPUTE] = max(busy[Part.COMPUTE], work.device_bytes / rates.device_memory)
-    busy[Part.HOST_MEMORY] = needed(work.copied, "host_copy") + needed(work.gradients, "gradients")
+        busy[MachinePart.COMPUTE] = max(busy[MachinePart.COMPUTE], work.device_bytes / rates.device_memory)
+    busy[MachinePart.HOST_MEMORY] = needed(work.copied, "host_copy") + needed(work.gradients, "gradients")
     if rates.host_memory is not None:
-        busy[Part.HOST_MEMORY] = max(busy[Part.HOST_MEMORY], work.updating / rates.host_memory)
-    busy[Part.OPTIMIZER] = needed(work.stepped, "optimizer")
+        busy[MachinePart.HOST_MEMORY] = max(busy[MachinePart.HOST_MEMORY], work.updating / rates.host_memory)
+    busy[MachinePart.OPTIMIZER] = needed(work.stepped, "optimizer")
     needed(max(work.to_device, work.from_device), "device_link")
-    busy[Part.DEVICE_LINK] = link_seconds(work.to_device, work.from_device, rates)
-    busy[Part.NETWORK] = needed(work.sent, "network")
-    busy[Part.NVME_READS] = needed(work.nvme_read, "nvme_read")
-    busy[Part.NVME_WRITES] = needed(work.nvme_written, "nvme_write")
+    busy[MachinePart.DEVICE_LINK] = link_seconds(work.to_device, work.from_device, rates)
+    busy[MachinePart.NETWORK] = needed(work.sent, "network")
+    busy[MachinePart.NVME_READS] = needed(work.nvme_read, "nvme_read")
+    busy[MachinePart.NVME_WRITES] = needed(work.nvme_written, "nvme_write")
     if rates.checksum is not None:
-        busy[Part.CHECKSUMS] = (work.nvme_read + work.nvme_written) / rates.checksum
-    other = max((part for part in Part if part not in ON_IO_THREAD), key=lambda part: busy[part])
+        busy[MachinePart.CHECKSUMS] = (work.nvme_read + work.nvme_written) / rates.checksum
+    other = max((part for part in MachinePart if part not in ON_IO_THREAD), key=lambda part: busy[part])
     besides = max(busy[other], sum(busy[part] for part in ON_CORES) if device_is_host else 0.0)
     disk = disk_seconds(work.nvme_read, work.nvme_written, rates)
-    slowest = max(ON_DISK, key=lambda part: busy[part]) if disk > busy[Part.CHECKSUMS] else Part.CHECKSUMS
+    slowest = (
+        max(ON_DISK, key=lambda part: busy[part])
+        if disk > busy[MachinePart.CHECKSUMS]
+        else MachinePart.CHECKSUMS
+    )
     # Checksums of one block overlap the transfer of others.
-    nvme = max(disk, busy[Part.CHECKSUMS])
+    nvme = max(disk, busy[MachinePart.CHECKSUMS])
     bound = slowest if nvme > besides else other
     return Phase(name, max(besides, nvme), bound, max(0.0, nvme - besides), busy)
 

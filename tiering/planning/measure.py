@@ -195,7 +195,7 @@ def disk_rates(
         )
         try:
             aio.register(arena)
-            window = _Window(space, space.allocate(nbytes, ("measured",), "measured"), arena, slot)
+            window = _SlotCycle(space, space.allocate(nbytes, ("measured",), "measured"), arena, slot)
             # The first write of a block is slower, so write all blocks once before measuring.
             window.run("write", places=window.places)
             rates = {}
@@ -213,7 +213,7 @@ def disk_rates(
             space.close()
 
 
-class _Window:
+class _SlotCycle:
     """Transfers whole slots over an extent, cyclically."""
 
     def __init__(self, space: SwapSpace, extent: StripedExtent, arena: Arena, slot: int) -> None:

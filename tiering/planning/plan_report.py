@@ -17,7 +17,7 @@ from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier, Workload
 from tiering.planning.fit import Remedy, remedies
-from tiering.planning.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, Part, forecast
+from tiering.planning.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, MachinePart, forecast
 from tiering.planning.rates import Rates
 from tiering.planning.setting import RatesOf, Setting
 from tiering.planning.update_share import best_share
@@ -302,7 +302,7 @@ def _phases(prediction: Forecast) -> Table:
     table.add_column("bounded by", no_wrap=True)
     table.add_column("busy for")
     for phase in prediction.phases:
-        parts = sorted(Part, key=lambda part: -phase.busy[part])
+        parts = sorted(MachinePart, key=lambda part: -phase.busy[part])
         busy = [
             f"{part.value} {_seconds(phase.busy[part])}"
             for part in parts

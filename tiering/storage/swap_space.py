@@ -46,7 +46,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Part:
+class ExtentPart:
     """The part of an extent on one path."""
 
     slab: SlabFile
@@ -60,7 +60,7 @@ class StripedExtent:
     nbytes: int
     names: tuple[str, ...]
     section: str
-    parts: tuple[Part, ...]
+    parts: tuple[ExtentPart, ...]
     stripes: StripeMap
 
     def place_of(self, offset: int) -> str:
@@ -71,7 +71,7 @@ class StripedExtent:
 
 
 @dataclass(frozen=True)
-class _Window:
+class _BufferPart:
     """A part of ``buffer``; it keeps the buffer alive."""
 
     buffer: Buffer
@@ -138,7 +138,7 @@ class SwapSpace:
             for index, (slab, share) in enumerate(zip(self.slabs, shares, strict=True)):
                 remaining[index] -= share
                 if share:
-                    parts.append(Part(slab, slab.allocate(share, names)))
+                    parts.append(ExtentPart(slab, slab.allocate(share, names)))
         return StripedExtent(
             size, names, section, tuple(parts), StripeMap([part.extent.nbytes for part in parts])
         )
@@ -240,7 +240,7 @@ class SwapSpace:
                     part = extent.parts[piece.path]
                     move = part.slab.swap_out if writes else part.slab.swap_in
                     # Each request refers to its window, and so keeps ``buffer`` until that piece is done.
-                    window = _Window(buffer, buffer.address + piece.start - offset, piece.nbytes)
+                    window = _BufferPart(buffer, buffer.address + piece.start - offset, piece.nbytes)
                     tickets.append(move(part.extent, window, offset=piece.offset, priority=priority))
             except BaseException:
                 self.settle(extent)  # after the exception the caller may release the memory

@@ -233,7 +233,7 @@ def copy_values(values: Tensor, into: Tensor) -> None:
         round_parameters(values, into)
 
 
-class _Window:
+class _HomeWriter:
     """The range of a home that is being written. Ranges follow each other in order; ``gaps`` are zero."""
 
     def __init__(self, tiers: Tiers) -> None:
@@ -285,7 +285,7 @@ class _Home:
         chunk = tiers.chunk_bytes // group.dtype.itemsize // QUANTUM * QUANTUM
         self._chunk = (chunk if group.home.extent is not None else layout.numel) or QUANTUM
         self._pieces = sorted(layout.pieces, key=lambda piece: piece.start)
-        self._window = _Window(tiers)
+        self._window = _HomeWriter(tiers)
         self._at = range(0)
         self.abandon = self._window.abandon
 
@@ -357,7 +357,7 @@ class _State:
         self._tiles = tiles
         self._unchanged = unchanged
         self._layout = layout
-        self._window = _Window(tiers)
+        self._window = _HomeWriter(tiers)
         self._open = -1
         self.abandon = self._window.abandon
         self._places: dict[int, list[_Place]] = {}

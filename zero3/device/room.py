@@ -16,7 +16,7 @@ from zero3.device.closed_storage import close_storage
 from zero3.device.slab import DeviceSlab
 from zero3.device.storage_swap import exchange_pointers
 from zero3.device.streams import Event
-from zero3.device.tiers import Entry, Ledger, Tiers
+from zero3.device.tiers import Ledger, LedgerEntry, Tiers
 
 KIND = "unsharded groups"
 
@@ -124,7 +124,7 @@ class AllocatedRoom(DeviceRoom):
         self._ledger = ledger
         self._tiers = tiers
         self._alone = alone
-        self._entry: Entry | None = None
+        self._entry: LedgerEntry | None = None
 
     def take_bytes(self, name: str) -> None:
         self.flat.untyped_storage().resize_(0)

@@ -67,7 +67,7 @@ class Home:
         return self.tensor is not None and not self.on_device
 
 
-class Entry:
+class LedgerEntry:
     """Bytes counted in a Ledger."""
 
     def __init__(self, ledger: Ledger, nbytes: int) -> None:
@@ -87,15 +87,15 @@ class Ledger:
         self.used = 0
         self.peak = 0
 
-    def try_lease(self, nbytes: int, kind: str, *, at: int | None = None) -> Entry | None:
+    def try_lease(self, nbytes: int, kind: str, *, at: int | None = None) -> LedgerEntry | None:
         """Count ``nbytes`` if they fit; ``kind`` and ``at`` matter only where memory has addresses."""
         if self.used + nbytes > self.capacity:
             return None
         self.used += nbytes
         self.peak = max(self.peak, self.used)
-        return Entry(self, nbytes)
+        return LedgerEntry(self, nbytes)
 
-    def lease(self, nbytes: int, kind: str, *, at: int | None = None, alone: bool = True) -> Entry:
+    def lease(self, nbytes: int, kind: str, *, at: int | None = None, alone: bool = True) -> LedgerEntry:
         """Count ``nbytes``; ArenaError if they do not fit: nothing here comes free by waiting."""
         entry = self.try_lease(nbytes, kind)
         if entry is None:

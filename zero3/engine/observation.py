@@ -17,7 +17,7 @@ from zero3.observe.ending import Ending
 from zero3.observe.engine_description import describe
 from zero3.observe.monitors import Monitor
 from zero3.observe.progress import Progress
-from zero3.observe.run_record import Run, RunRecord, Sources
+from zero3.observe.run_record import RunIdentity, RunRecord, Sources
 from zero3.observe.trace import StepTrace
 from zero3.parts import Assembly
 from zero3.passes.activations import Activations
@@ -53,7 +53,7 @@ class Observation:
             local_size=parts.world.local_size,
         )
         self.record = RunRecord(
-            Run(run_name, run_id, parts.world),
+            RunIdentity(run_name, run_id, parts.world),
             parts.tiers,
             activations,
             sources=Sources(updates, parts.collectives, checkpoint_status),

@@ -59,7 +59,7 @@ LONGEST_REASON = 1000  # characters
 Kind = Literal["read", "write"]
 
 
-class Traffic(Protocol):
+class CollectiveCounts(Protocol):
     """Counts the collectives so far, by kind: calls, and bytes that this rank has sent."""
 
     @property
@@ -88,7 +88,7 @@ class Updates(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunIdentity:
     """The name of a run, its id, which is equal on all ranks, and this rank among them."""
 
     name: str
@@ -101,7 +101,7 @@ class Sources:
     """The parts of an engine, besides its tiers, that snapshots read; None for a part that it does not have."""
 
     updates: Updates | None = None
-    traffic: Traffic | None = None
+    traffic: CollectiveCounts | None = None
     checkpoint: Callable[[], CheckpointStatus] | None = None
 
 
@@ -116,7 +116,7 @@ class RunRecord:
 
     def __init__(
         self,
-        run: Run,
+        run: RunIdentity,
         tiers: Tiers,
         activations: Activations,
         *,

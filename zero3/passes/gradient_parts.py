@@ -31,7 +31,7 @@ from zero3.params.param_group import ParamGroup
 _OUR_HOOKS = 1  # post-accumulate hooks of the engine on each parameter
 
 
-class Events(Protocol):
+class PartReceiver(Protocol):
     """Receives parts of gradients."""
 
     @property
@@ -48,7 +48,7 @@ def tied_in(model: nn.Module) -> set[nn.Parameter]:
 
 
 def tied_parameters(
-    model: nn.Module, groups: Iterable[ParamGroup], events: Events
+    model: nn.Module, groups: Iterable[ParamGroup], events: PartReceiver
 ) -> Iterator[tuple[nn.Module, TiedParameters]]:
     """The modules of ``model`` that own trained parameters which other modules own, too."""
     shared = tied_in(model)
@@ -67,7 +67,7 @@ def tied_parameters(
 class TiedParameters:
     """The tied parameters of one module."""
 
-    def __init__(self, events: Events, tied: Iterable[tuple[nn.Parameter, ParamGroup, Piece]]) -> None:
+    def __init__(self, events: PartReceiver, tied: Iterable[tuple[nn.Parameter, ParamGroup, Piece]]) -> None:
         self._events = weakref.ref(events)
         self._tied = [(param, weakref.ref(group), piece) for param, group, piece in tied]
 
@@ -100,7 +100,7 @@ def _edges_to_leaves(output: Any, nodes: range) -> Iterator[tuple[Any, int, Any]
 
 
 def _part_hook(
-    listener: weakref.ref[Events],
+    listener: weakref.ref[PartReceiver],
     group_ref: weakref.ref[ParamGroup],
     piece: Piece,
     index: int,

@@ -1,10 +1,10 @@
 """Module and gradient hooks: they turn what torch does into events. The policy is in schedule.py.
 
-``Events`` is the listener: the pass schedule. Forward hooks are on the entry modules of each group, and on every module
-outside of the blocks. So whatever part of the model is called, the schedule knows that a forward runs. The pre-backward
-event of a group is the first gradient that reaches an output of one of its entries. ``always_call`` makes the
-post-forward event come also if forward raised, or if activation checkpointing stopped a recomputation early. Then the
-hook gets no output.
+``PassEvents`` is the listener: the pass schedule. Forward hooks are on the entry modules of each group, and on every
+module outside of the blocks. So whatever part of the model is called, the schedule knows that a forward runs. The
+pre-backward event of a group is the first gradient that reaches an output of one of its entries. ``always_call`` makes
+the post-forward event come also if forward raised, or if activation checkpointing stopped a recomputation early. Then
+the hook gets no output.
 
 A copied or pickled module takes its hooks along: on the copy they do nothing.
 """
@@ -31,7 +31,7 @@ from zero3.params.param_group import ParamGroup
 from zero3.passes.gradient_parts import TiedParameters, tied_parameters
 
 
-class Events(Protocol):
+class PassEvents(Protocol):
     """The events of a pass, in the order in which they happen. See PassSchedule for each of them."""
 
     @property
@@ -55,7 +55,7 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> list[Removable]:
+def install(model: nn.Module, groups: Iterable[ParamGroup], events: PassEvents) -> list[Removable]:
     """Report the events of ``groups`` of ``model`` to ``events``. The handles remove the hooks."""
     groups = list(groups)
     moving = frozenset(group.storage_key for group in groups if group.moves)
@@ -263,7 +263,7 @@ class _BeforeForward(_Before):
 
     whole = False
 
-    def __init__(self, events: Events, inspected: list[ParamGroup]) -> None:
+    def __init__(self, events: PassEvents, inspected: list[ParamGroup]) -> None:
         super().__init__()
         self.events = events
         self.inspected = inspected
@@ -282,7 +282,7 @@ class _BeforeModel(_BeforeForward):
     whole = True
 
     def __init__(
-        self, model: nn.Module, groups: list[ParamGroup], events: Events, hooked: Iterable[_Hooked]
+        self, model: nn.Module, groups: list[ParamGroup], events: PassEvents, hooked: Iterable[_Hooked]
     ) -> None:
         super().__init__(events, _inspected_groups(model, groups))
         self.hooked = hooked
@@ -303,7 +303,7 @@ class _BeforeModel(_BeforeForward):
 
 
 class _AfterForward(OurHook):
-    def __init__(self, events: Events, before: _BeforeForward, moving: frozenset[int]) -> None:
+    def __init__(self, events: PassEvents, before: _BeforeForward, moving: frozenset[int]) -> None:
         self.events = events
         self.before = before
         self.moving = moving
@@ -320,7 +320,7 @@ class _AfterForward(OurHook):
 
 
 class _BeforeGroup(_Before):
-    def __init__(self, events: Events, group: ParamGroup) -> None:
+    def __init__(self, events: PassEvents, group: ParamGroup) -> None:
         super().__init__()
         self.events = events
         self.group = group
@@ -337,7 +337,7 @@ class _BeforeGroup(_Before):
 
 
 class _AfterGroup(OurHook):
-    def __init__(self, events: Events, before: _BeforeGroup, moving: frozenset[int]) -> None:
+    def __init__(self, events: PassEvents, before: _BeforeGroup, moving: frozenset[int]) -> None:
         self.events = events
         self.before = before
         self.moving = moving
@@ -432,7 +432,7 @@ class _Hooked:
         self._handles.clear()
 
 
-def _accumulated(events: Events, group: ParamGroup, piece: Piece) -> Callable[[Tensor], None]:
+def _accumulated(events: PassEvents, group: ParamGroup, piece: Piece) -> Callable[[Tensor], None]:
     # Weak references: Python's garbage collector cannot traverse these hooks, so an object that they hold would keep
     # the parameter, and the parameter the hook, for ever.
     listener, group_ref = weakref.ref(events), weakref.ref(group)

@@ -50,7 +50,7 @@ from optim_cpu import kernels
 from tiering.errors import EngineStateError, RankOrderError
 from tiering.storage.arena import Lease
 from zero3.device import kernels as device_kernels
-from zero3.device.tiers import Entry, Tiers, as_tensor
+from zero3.device.tiers import LedgerEntry, Tiers, as_tensor
 from zero3.params.layout import Piece, shard_ranges
 from zero3.params.param_group import ParamGroup
 from zero3.passes import turns
@@ -64,7 +64,7 @@ class _Collected:
     """The gradients of a group on this rank, flat. ``lease`` is None if the buffer belongs to the group."""
 
     values: Tensor
-    lease: Lease | Entry | None
+    lease: Lease | LedgerEntry | None
     pieces: set[int]  # pieces with a gradient, by index
 
 
@@ -78,7 +78,7 @@ class _Reduction:
     group: ParamGroup
     pending: Pending
     parts: list[Tensor]
-    leases: list[Lease | Entry]
+    leases: list[Lease | LedgerEntry]
 
 
 class GradientReducer:
@@ -308,7 +308,7 @@ class GradientReducer:
         while self._replicated and self._gathering:
             self._collectives.finish(self._gathering.popleft(), "reduce")
 
-    def _room_to_collect(self, nbytes: int) -> Lease | Entry:
+    def _room_to_collect(self, nbytes: int) -> Lease | LedgerEntry:
         """Room for a group's gradients. Without free room, reduces gradients that wait: see the notes."""
         if self._contradicted:
             while (collected := self._collected_bytes()) and collected + nbytes > self._least_room:
@@ -347,7 +347,7 @@ class GradientReducer:
         """The dtype in which gradients of ``group`` are sent."""
         return torch.float32 if group.in_fp32 else self._dtype
 
-    def _tensor(self, lease: Lease | Entry, numel: int, dtype: torch.dtype) -> Tensor:
+    def _tensor(self, lease: Lease | LedgerEntry, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor for ``lease``: in its arena, or allocated by torch if the lease only counts bytes."""
         if isinstance(lease, Lease):
             return as_tensor(lease).view(dtype)[:numel]
@@ -361,7 +361,11 @@ class GradientReducer:
 
     def _begin(self, group: ParamGroup) -> None:
         """Begin to send the group's gradients, with zeros for pieces that have none on this rank."""
-        numel, leases, dtype = group.layout.trainable_numel, list[Lease | Entry](), self._dtype_of(group)
+        numel, leases, dtype = (
+            group.layout.trainable_numel,
+            list[Lease | LedgerEntry](),
+            self._dtype_of(group),
+        )
         collected = self._buffers.pop(group, None)
         home = self._local.get(group, self._open_buffers.get(group))
         if collected is None and home is not None:
@@ -389,7 +393,7 @@ class GradientReducer:
         parts = list(received.view(self._collectives.world.size, -1).unbind())
         self._reductions.append(_Reduction(group, pending, parts, leases))
 
-    def _room_to_exchange(self, nbytes: int) -> Lease | Entry:
+    def _room_to_exchange(self, nbytes: int) -> Lease | LedgerEntry:
         while (lease := self._exchanging.try_lease(nbytes, "gradients")) is None:
             if not self._reductions:  # a defect of the plan: the lease raises an error that says so
                 return self._exchanging.lease(nbytes, "gradients", alone=True)

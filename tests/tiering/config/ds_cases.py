@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiering.config.ds_config import Entry, Report, load
+from tiering.config.ds_config import KeyEntry, KeyReport, load
 from tiering.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {
@@ -92,7 +92,7 @@ def without(path: str, base: dict[str, Any] = MINIMAL) -> dict[str, Any]:
     return copy
 
 
-def entry(report: Report, key: str) -> Entry:
+def entry(report: KeyReport, key: str) -> KeyEntry:
     (found,) = [entry for entry in report.entries if entry.key == key]
     return found
 

@@ -15,14 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tiering.config.ds_config import LoadContext, Origin, Verdict
+from tiering.config.ds_config import KeyVerdict, LoadContext, Origin
 from tiering.config.json_comments import plain
 
 FILES = Path(__file__).with_name("ds_files")
 
 _COMMENT = re.compile(r"(?:^|\s)(?://|#) (.*)$")
 _KEY = re.compile(r'\s*"([^"]+)"\s*:\s*(.*)')
-_FATE = re.compile(rf"({'|'.join(Verdict)})( auto)?(?:: (.+))?$")
+_FATE = re.compile(rf"({'|'.join(KeyVerdict)})( auto)?(?:: (.+))?$")
 _KNOWN = re.compile(
     r"(ranks|hidden_size|dtype|argument \w+|replaced|environment \w+|gives [\w.]+|absent [\w.]+): (.*)"
 )
@@ -32,7 +32,7 @@ _KNOWN = re.compile(
 class Fate:
     """What the report says about a key: ``words`` are part of its note."""
 
-    verdict: Verdict
+    verdict: KeyVerdict
     origin: Origin
     words: str = ""
 
@@ -63,7 +63,9 @@ class Shape:
 
     @property
     def refused(self) -> set[str]:
-        return {key for key, fate in self.fates.items() if fate.verdict is Verdict.REFUSED} | set(self.absent)
+        return {key for key, fate in self.fates.items() if fate.verdict is KeyVerdict.REFUSED} | set(
+            self.absent
+        )
 
 
 @cache
@@ -97,7 +99,7 @@ def _read(path: Path) -> Shape:
             if fate := _FATE.match(comment):
                 verdict, auto, words = fate.groups()
                 origin = Origin.AUTO if auto else Origin.FILE
-                shape.fates[".".join([*sections[1:], name])] = Fate(Verdict(verdict), origin, words or "")
+                shape.fates[".".join([*sections[1:], name])] = Fate(KeyVerdict(verdict), origin, words or "")
             if value == "{":
                 sections.append(name)
         elif text == "{":

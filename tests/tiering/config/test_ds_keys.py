@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiering.config.ds_config import examine, load, value_of
 from tiering.config.ds_config.keys import KEYS, SECTIONS
 from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
-from tiering.config.ds_config.verdicts import Verdict
+from tiering.config.ds_config.verdicts import KeyVerdict
 
 from .ds_shapes import content, names, shapes
 
@@ -115,7 +115,7 @@ def test_what_deepspeed_does_by_default_is_never_refused() -> None:
     asked = {
         key: about["default"]
         for key, about in THERE.items()
-        if "default" in about and key in KEYS and KEYS[key].verdict is Verdict.REFUSED
+        if "default" in about and key in KEYS and KEYS[key].verdict is KeyVerdict.REFUSED
     }
     assert len(asked) > 15
     assert [key for key, default in asked.items() if not KEYS[key].requests_nothing(default)] == []

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tiering.config.ds_config import Origin, Report, Verdict, examine, load
+from tiering.config.ds_config import KeyReport, KeyVerdict, Origin, examine, load
 from tiering.config.ds_config.keys import KEYS, SECTIONS
 from tiering.config.training import TieringConfig
 
@@ -45,15 +45,15 @@ def test_a_usual_zero3_nvme_file_passes() -> None:
     )
     assert report.refused == ()
     verdicts = {
-        "train_batch_size": Verdict.HONOURED,
-        "zero_optimization.sub_group_size": Verdict.HONOURED,
-        "bf16.enabled": Verdict.MAPPED,
-        "zero_optimization.stage3_prefetch_bucket_size": Verdict.MAPPED,
-        "zero_optimization.offload_param.buffer_count": Verdict.NO_EFFECT,
-        "fp16.enabled": Verdict.MAPPED,
-        "elasticity": Verdict.NO_EFFECT,
-        "aio.thread_count": Verdict.DEPRECATED,
-        "tiering.host_budget": Verdict.HONOURED,
+        "train_batch_size": KeyVerdict.HONOURED,
+        "zero_optimization.sub_group_size": KeyVerdict.HONOURED,
+        "bf16.enabled": KeyVerdict.MAPPED,
+        "zero_optimization.stage3_prefetch_bucket_size": KeyVerdict.MAPPED,
+        "zero_optimization.offload_param.buffer_count": KeyVerdict.NO_EFFECT,
+        "fp16.enabled": KeyVerdict.MAPPED,
+        "elasticity": KeyVerdict.NO_EFFECT,
+        "aio.thread_count": KeyVerdict.DEPRECATED,
+        "tiering.host_budget": KeyVerdict.HONOURED,
     }
     assert {key: entry(report, key).verdict for key in verdicts} == verdicts
     assert all(entry.note for entry in report.entries)
@@ -72,7 +72,7 @@ def test_the_report_holds_every_given_key_in_order() -> None:
     assert [entry.key for entry in report.entries] == leaves(ZERO3_NVME)
 
 
-def printed(report: Report, width: int, **options: bool) -> str:
+def printed(report: KeyReport, width: int, **options: bool) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(report.render(width, **options))
     return console.export_text()
@@ -115,7 +115,7 @@ def test_what_nobody_gave_is_told_with_its_default() -> None:
     assert not defaults.keys() & {"train_batch_size", "fp16.enabled", "optimizer.params.lr", "bf16.enabled"}
     plain = {entry.key: entry for entry in load({"train_batch_size": 4})[1].defaults}
     assert plain["data_types.param_dtype"].value == "fp32", "in a key that has such values"
-    assert not [entry for entry in plain.values() if entry.verdict is Verdict.DEPRECATED]
+    assert not [entry for entry in plain.values() if entry.verdict is KeyVerdict.DEPRECATED]
     json.dumps(report.as_json(), allow_nan=False)
 
 
@@ -240,7 +240,7 @@ def test_what_cannot_change_the_numbers_is_let_be_with_a_reason(path: str, value
     base = changed("train_batch_size", 2)
     config, report = load(changed(path, value, base), world_size=2)
     assert config == load(base, world_size=2)[0]
-    assert [(found.key, found.verdict) for found in report.without_effect] == [(path, Verdict.NO_EFFECT)]
+    assert [(found.key, found.verdict) for found in report.without_effect] == [(path, KeyVerdict.NO_EFFECT)]
     assert why in report.without_effect[0].note
 
 
@@ -286,7 +286,7 @@ def test_leaf_modules_are_honoured() -> None:
     config, report = load(changed("zero_optimization.leaf_module", given))
     leaf = config.zero.leaf_module
     assert (leaf.classes, leaf.names, leaf.name_suffixes) == (("Experts",), (), ("mlp", "moe"))
-    assert entry(report, "zero_optimization.leaf_module.classes").verdict is Verdict.HONOURED
+    assert entry(report, "zero_optimization.leaf_module.classes").verdict is KeyVerdict.HONOURED
     assert "leaf_module.names: " in refusal(changed("zero_optimization.leaf_module", {"names": [""]}))
 
 
@@ -364,7 +364,7 @@ def test_what_the_io_engine_can_do_is_honoured() -> None:
         "tiering.io.engine",
         "tiering.io.registered",
     ):
-        assert verdicts[key] is Verdict.HONOURED
+        assert verdicts[key] is KeyVerdict.HONOURED
 
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.json"))
@@ -404,7 +404,7 @@ def test_problems_between_sections_are_told_by_the_key_of_the_tiers() -> None:
 def test_the_state_format_is_honoured() -> None:
     for state in ("fp32", "split", "bf16", "split+bf16"):
         config, report = load(changed("tiering.state", state, ZERO3_NVME))
-        assert (config.tiering.state, entry(report, "tiering.state").verdict) == (state, Verdict.HONOURED)
+        assert (config.tiering.state, entry(report, "tiering.state").verdict) == (state, KeyVerdict.HONOURED)
 
 
 @pytest.mark.parametrize("section", ["bf16", "bfloat16"])

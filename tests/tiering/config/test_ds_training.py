@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiering.config.ds_config import Verdict, examine, load
+from tiering.config.ds_config import KeyVerdict, examine, load
 from tiering.config.ds_config.keys import KEYS
 from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
 from tiering.config.optimizer import RULES
@@ -19,7 +19,7 @@ def read(**sections: Any) -> TieringConfig:
     return load({"train_batch_size": 1} | sections)[0]
 
 
-def verdicts(**sections: Any) -> dict[str, tuple[Verdict, str]]:
+def verdicts(**sections: Any) -> dict[str, tuple[KeyVerdict, str]]:
     report = load({"train_batch_size": 1} | sections)[1]
     return {entry.key: (entry.verdict, entry.note) for entry in report.entries}
 
@@ -146,7 +146,7 @@ def test_a_schedule_is_read(kind: str, params: dict[str, Any]) -> None:
         for key, entry in verdicts(scheduler={"type": kind, "params": params}).items()
         if key.startswith("scheduler.") and key != "scheduler.params"
     }
-    assert found == {Verdict.HONOURED}
+    assert found == {KeyVerdict.HONOURED}
 
 
 def test_lists_become_tuples_and_whole_numbers_whole() -> None:
@@ -177,7 +177,7 @@ def test_auto_is_what_a_trainer_would_fill_in(kind: str) -> None:
     dumped = scheduler.params.model_dump()
     assert (dumped["warmup_min_lr"], dumped["warmup_max_lr"]) == (0.0, None)  # None: the optimizer's rate
     note = verdicts(scheduler={"type": kind, "params": given})["scheduler.params.warmup_max_lr"]
-    assert note == (Verdict.HONOURED, "the optimizer's rate, as trainers fill in")
+    assert note == (KeyVerdict.HONOURED, "the optimizer's rate, as trainers fill in")
     told = refused(scheduler={"type": kind, "params": given | {"warmup_num_steps": "auto"}})
     remedy = "'auto' needs a trainer's argument: set a number, or pass initialize(args=...) with warmup_steps"
     assert told == {"scheduler.params.warmup_num_steps": remedy}
@@ -259,7 +259,7 @@ def test_fp16_and_its_loss_scale() -> None:
     )
     notes = verdicts(fp16=section)
     verdict, note = notes["fp16.loss_scale_window"]
-    assert (verdict, note.partition(":")[0]) == (Verdict.MAPPED, "loss_scale.window = 500")
+    assert (verdict, note.partition(":")[0]) == (KeyVerdict.MAPPED, "loss_scale.window = 500")
     assert read(fp16={"enabled": True}).loss_scale == LossScaleConfig()
 
 
@@ -267,7 +267,7 @@ def test_a_fixed_loss_scale_needs_none_of_the_rest() -> None:
     section = {"enabled": True, "loss_scale": 128, "loss_scale_window": 0, "min_loss_scale": 0}
     assert read(fp16=section).loss_scale == LossScaleConfig(scale=128.0)
     assert verdicts(fp16=section)["fp16.loss_scale_window"] == (
-        Verdict.NO_EFFECT,
+        KeyVerdict.NO_EFFECT,
         "not used with a fixed loss scale",
     )
     assert "greater than 0" in refused(fp16=section | {"loss_scale": 0})["fp16.loss_scale_window"]
@@ -278,7 +278,7 @@ def test_without_fp16_its_section_asks_for_nothing(enabled: dict[str, bool]) -> 
     section = enabled | {"loss_scale": 128, "loss_scale_window": 0, "auto_cast": True}
     assert read(fp16=section, bf16={"enabled": True}) == read(bf16={"enabled": True})
     told = verdicts(fp16=section)
-    assert {told[f"fp16.{name}"][0] for name in section.keys() - {"enabled"}} == {Verdict.NO_EFFECT}
+    assert {told[f"fp16.{name}"][0] for name in section.keys() - {"enabled"}} == {KeyVerdict.NO_EFFECT}
     assert "loss scaling belongs to fp16, which is not enabled" in told["fp16.loss_scale"][1]
 
 
@@ -291,9 +291,9 @@ def test_inputs_are_cast_by_the_key_of_the_enabled_precision() -> None:
     assert read(fp16=on | {"auto_cast": True}, bf16=off | {"auto_cast": False}).cast_inputs
     assert not read(bf16=off | {"auto_cast": True}).cast_inputs
     notes = verdicts(bf16=on | {"auto_cast": True}, fp16=off | {"auto_cast": False})
-    assert notes["bf16.auto_cast"][0] is Verdict.MAPPED
+    assert notes["bf16.auto_cast"][0] is KeyVerdict.MAPPED
     assert notes["fp16.auto_cast"] == (
-        Verdict.NO_EFFECT,
+        KeyVerdict.NO_EFFECT,
         "casting inputs belongs to fp16, which is not enabled",
     )
     assert "valid boolean" in refused(bf16=on | {"auto_cast": "yes"})["bf16.auto_cast"]
@@ -332,7 +332,7 @@ def test_autocast() -> None:
     section = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
     assert (
         verdicts(torch_autocast=section)["torch_autocast.lower_precision_safe_modules"][0]
-        is Verdict.NO_EFFECT
+        is KeyVerdict.NO_EFFECT
     )
     # DeepSpeed allows both: parameters in one dtype, operations in another.
     both = read(torch_autocast=section, fp16={"enabled": True})
@@ -344,7 +344,7 @@ def test_autocast_that_is_off(enabled: dict[str, Any]) -> None:
     section = enabled | {"dtype": "float32"}
     assert read(torch_autocast=section) == read()
     assert verdicts(torch_autocast=section)["torch_autocast.dtype"] == (
-        Verdict.NO_EFFECT,
+        KeyVerdict.NO_EFFECT,
         "off: autocast is not enabled",
     )
 
@@ -388,7 +388,7 @@ def test_a_stage_that_does_not_partition_is_told() -> None:
     assert read(zero_optimization=zero).zero.offload_param.device == "none"
     told = verdicts(zero_optimization=zero)["zero_optimization.offload_param.device"]
     assert told == (
-        Verdict.NO_EFFECT,
+        KeyVerdict.NO_EFFECT,
         "stage 2 keeps parameters on the device, as in DeepSpeed; stage 3 can offload",
     )
     assert read(zero_optimization={"cpu_offload_param": True}).zero.offload_param.device == "none"
@@ -396,7 +396,7 @@ def test_a_stage_that_does_not_partition_is_told() -> None:
     reference = {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     assert read(zero_optimization=reference).zero.offload_optimizer == OffloadOptimizerConfig()
     assert verdicts(zero_optimization=reference)["zero_optimization.offload_optimizer.device"] == (
-        Verdict.NO_EFFECT,
+        KeyVerdict.NO_EFFECT,
         "stage 0 keeps optimizer state on the device, as in DeepSpeed; stage 1 can offload",
     )
     assert read(zero_optimization={"cpu_offload": True}).zero.offload_optimizer.device == "none"

@@ -18,8 +18,8 @@ from tests.fakes.machines import CGROUP, LIMITS, MEMINFO, NODE, STATUS, V1, File
 from tiering.cli import main
 from tiering.commands.doctor import examine
 from tiering.doctor import cpus, engines, limits, memory, software, swap_directory
-from tiering.doctor.doctor_report import RULE, Report, discreet
-from tiering.doctor.finding import Entry, Finding, Verdict, note, perform, problem
+from tiering.doctor.doctor_report import RULE, DoctorReport, discreet
+from tiering.doctor.finding import CheckResult, Finding, Verdict, note, perform, problem
 
 OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
 GIB = 1 << 30
@@ -307,7 +307,7 @@ def test_a_check_that_fails_or_hangs_is_reported() -> None:
     checks = {"well": lambda: Finding("fine"), "broken": broken, "hanging": hanging, "last": broken}
     first, second, third = perform(checks, "/mnt", seconds=0.2)
     hung.set()
-    assert first == Entry("well", "/mnt", Finding("fine"))
+    assert first == CheckResult("well", "/mnt", Finding("fine"))
     assert (second.check, second.finding.found) == ("broken", "check failed: PermissionError: no")
     assert (third.check, third.finding.verdict) == ("hanging", PROBLEM)
     assert "skipped 1 more check" in third.finding.found
@@ -317,9 +317,11 @@ def test_the_report_has_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setattr("getpass.getuser", lambda: "ada")
     entries = [
-        Entry("directory", "/home/ada/swap", problem("does not exist", "mkdir -p /home/ada/swap")),
-        Entry("directory", "/scratch/ada/swap", problem("does not exist", "mkdir -p /scratch/ada/swap")),
-        Entry("packages", None, Finding("check failed: /home/ada/.venv/x")),
+        CheckResult("directory", "/home/ada/swap", problem("does not exist", "mkdir -p /home/ada/swap")),
+        CheckResult(
+            "directory", "/scratch/ada/swap", problem("does not exist", "mkdir -p /scratch/ada/swap")
+        ),
+        CheckResult("packages", None, Finding("check failed: /home/ada/.venv/x")),
     ]
     entries = discreet(entries)
     assert [entry.directory for entry in entries] == ["~/swap", "/scratch/.../swap", None]
@@ -328,7 +330,7 @@ def test_the_report_has_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
         "mkdir -p /scratch/.../swap",
         "",
     ]
-    assert "ada" not in Report(entries).block()
+    assert "ada" not in DoctorReport(entries).block()
 
 
 def test_ctrl_c_is_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,11 +348,11 @@ def test_names_move_no_cursor(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 def test_problems_come_first() -> None:
     entries = [
-        Entry("one", None, note("a", "b")),
-        Entry("two", None, Finding("c")),
-        Entry("three", None, problem("d", "e")),
+        CheckResult("one", None, note("a", "b")),
+        CheckResult("two", None, Finding("c")),
+        CheckResult("three", None, problem("d", "e")),
     ]
-    report = Report(entries)
+    report = DoctorReport(entries)
     assert [entry.check for entry in report.attention] == ["three", "one"]
     assert (report.problems, report.counts()) == (1, "1 problem, 1 note")
 

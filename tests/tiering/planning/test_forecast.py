@@ -13,7 +13,7 @@ from tiering.errors import ConfigError
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import GroupSizes, Tier, Workload
-from tiering.planning.forecast import HIDDEN, Forecast, Part, forecast
+from tiering.planning.forecast import HIDDEN, Forecast, MachinePart, forecast
 from tiering.planning.rates import Rates
 
 # Seconds are then amounts; both ways of a link do not slow each other.
@@ -28,7 +28,7 @@ def plan_of(load: Workload, host: int = PLENTY) -> Plan:
     return make_plan(load, Budgets(PLENTY, host, PLENTY))
 
 
-def busy(told: Forecast, part: Part) -> tuple[float, float, float]:
+def busy(told: Forecast, part: MachinePart) -> tuple[float, float, float]:
     forward, backward, step = (phase.busy[part] for phase in told.phases)
     return forward, backward, step
 
@@ -50,9 +50,9 @@ def test_every_byte_that_the_plan_moves_is_in_a_phase(
     plan = planned(load, limits)
     told = forecast(plan, replace(EACH_ONE, device_memory=None), tokens=1)
     read, written = plan.nvme_traffic()
-    assert sum(busy(told, Part.NVME_READS)) == read
-    assert sum(busy(told, Part.NVME_WRITES)) == written
-    assert sum(busy(told, Part.NETWORK)) == sum(plan.sent_bytes().values())
+    assert sum(busy(told, MachinePart.NVME_READS)) == read
+    assert sum(busy(told, MachinePart.NVME_WRITES)) == written
+    assert sum(busy(told, MachinePart.NETWORK)) == sum(plan.sent_bytes().values())
     assert all(phase.seconds >= max(phase.busy.values()) for phase in told.phases)
 
 
@@ -62,11 +62,11 @@ def test_state_and_parameters_are_in_the_phases_in_which_they_move() -> None:
     slots = plan.staging.slots
     tile = plan.sub_groups[0].numel
     ahead, behind = slots * tile * 12, slots * tile * (12 + 2)
-    assert busy(told, Part.NVME_READS) == (2 * TRAINED, 2 * TRAINED + ahead, 12 * TRAINED - ahead)
-    assert busy(told, Part.NVME_WRITES) == (behind, 0, 14 * TRAINED - behind)
-    assert busy(told, Part.OPTIMIZER) == (0, 0, TRAINED)
-    assert busy(told, Part.HOST_MEMORY) == (0, TRAINED, 0)  # gradients are taken in
-    assert busy(told, Part.DEVICE_LINK) == (0, 0, 0)
+    assert busy(told, MachinePart.NVME_READS) == (2 * TRAINED, 2 * TRAINED + ahead, 12 * TRAINED - ahead)
+    assert busy(told, MachinePart.NVME_WRITES) == (behind, 0, 14 * TRAINED - behind)
+    assert busy(told, MachinePart.OPTIMIZER) == (0, 0, TRAINED)
+    assert busy(told, MachinePart.HOST_MEMORY) == (0, TRAINED, 0)  # gradients are taken in
+    assert busy(told, MachinePart.DEVICE_LINK) == (0, 0, 0)
 
 
 def test_stepping_in_backward_leaves_nothing_for_the_step() -> None:
@@ -74,9 +74,9 @@ def test_stepping_in_backward_leaves_nothing_for_the_step() -> None:
     told = forecast(plan, EACH_ONE, tokens=1)
     behind = plan.staging.slots * plan.sub_groups[0].numel * (12 + 2)
     assert told.step.seconds == 0
-    assert busy(told, Part.NVME_READS) == (2 * TRAINED, 14 * TRAINED, 0)
-    assert busy(told, Part.NVME_WRITES) == (behind, 14 * TRAINED - behind, 0)
-    assert busy(told, Part.OPTIMIZER) == (0, TRAINED, 0)
+    assert busy(told, MachinePart.NVME_READS) == (2 * TRAINED, 14 * TRAINED, 0)
+    assert busy(told, MachinePart.NVME_WRITES) == (behind, 14 * TRAINED - behind, 0)
+    assert busy(told, MachinePart.OPTIMIZER) == (0, TRAINED, 0)
 
 
 def test_spilled_gradients_are_read_again_by_each_later_micro_batch_and_by_the_step() -> None:
@@ -90,9 +90,9 @@ def test_spilled_gradients_are_read_again_by_each_later_micro_batch_and_by_the_s
     assert gradients > 0
     told = forecast(plan, EACH_ONE, tokens=1)
     ahead = plan.staging.slots * plan.sub_groups[0].numel * 12
-    assert busy(told, Part.NVME_WRITES)[1] == 3 * gradients
-    assert busy(told, Part.NVME_READS)[1] == 2 * gradients + ahead
-    assert sum(busy(told, Part.NVME_READS)) == 3 * gradients + 12 * TRAINED
+    assert busy(told, MachinePart.NVME_WRITES)[1] == 3 * gradients
+    assert busy(told, MachinePart.NVME_READS)[1] == 2 * gradients + ahead
+    assert sum(busy(told, MachinePart.NVME_READS)) == 3 * gradients + 12 * TRAINED
 
 
 @pytest.mark.parametrize(("checkpointed", "per_token"), [(False, 6), (True, 8)])
@@ -102,32 +102,32 @@ def test_operations_by_parameter_and_token(checkpointed: bool, per_token: int) -
         plan, replace(EACH_ONE, device_memory=None), tokens=5, checkpointed=checkpointed, attention_flops=7
     )
     passes = per_token / 2  # a backward is two forwards, and one more if it repeats the forward
-    assert sum(busy(told, Part.COMPUTE)) == 2 * 5 * (per_token * TRAINED + passes * 7)
+    assert sum(busy(told, MachinePart.COMPUTE)) == 2 * 5 * (per_token * TRAINED + passes * 7)
     assert told.tokens == 10
 
 
 def test_a_token_that_passes_a_quarter_of_the_experts() -> None:
     told = forecast(plan_of(example()), replace(EACH_ONE, device_memory=None), tokens=8, active=0.25)
-    assert busy(told, Part.COMPUTE) == (2 * 2 * TRAINED, 2 * 4 * TRAINED, 0)
+    assert busy(told, MachinePart.COMPUTE) == (2 * 2 * TRAINED, 2 * 4 * TRAINED, 0)
 
 
 def test_frozen_parameters_have_no_gradients_of_their_own() -> None:
     groups = (GroupSizes("frozen", 2 * NUMEL, 0), GroupSizes("trained", 2 * NUMEL, NUMEL))
     told = forecast(plan_of(example(groups=groups)), replace(EACH_ONE, device_memory=None), tokens=1)
-    assert busy(told, Part.COMPUTE) == (2 * 2 * NUMEL, (2 + 4) * NUMEL, 0)
+    assert busy(told, MachinePart.COMPUTE) == (2 * 2 * NUMEL, (2 + 4) * NUMEL, 0)
 
 
 def test_few_tokens_are_bound_by_the_devices_memory() -> None:
     told = forecast(plan_of(example()), replace(EACH_ONE, flops=1e30), tokens=1)
-    assert busy(told, Part.COMPUTE) == (2 * TRAINED, (2 + 2) * TRAINED, 0)  # parameters, and gradients
+    assert busy(told, MachinePart.COMPUTE) == (2 * TRAINED, (2 + 2) * TRAINED, 0)  # parameters, and gradients
 
 
 def test_on_a_cpu_what_the_cores_do_adds_up() -> None:
     told = forecast(plan_of(example(offload_param=DEVICE, offload_optimizer=DEVICE)), EACH_ONE, tokens=1)
     assert told.backward.seconds == 4 * TRAINED + TRAINED
-    assert told.backward.bound is Part.COMPUTE
+    assert told.backward.bound is MachinePart.COMPUTE
     assert told.step.seconds == TRAINED
-    assert told.step.bound is Part.OPTIMIZER
+    assert told.step.bound is MachinePart.OPTIMIZER
     assert told.tokens_that_hide == 0
 
 
@@ -135,7 +135,7 @@ def test_on_a_cpu_what_the_cores_do_adds_up() -> None:
 def test_ranks_collect_whole_gradients_before_they_keep_a_part(stage: int, kept: float) -> None:
     load = example(stage=stage, world_size=4, micro_batches=3, reduce_itemsize=2, offload_param=DEVICE)
     told = forecast(plan_of(load), EACH_ONE, tokens=1)
-    assert busy(told, Part.HOST_MEMORY) == (0, 3 * TRAINED + kept, 0)
+    assert busy(told, MachinePart.HOST_MEMORY) == (0, 3 * TRAINED + kept, 0)
 
 
 def on_gpu(**changes: object) -> Workload:
@@ -145,30 +145,34 @@ def on_gpu(**changes: object) -> Workload:
 def test_on_a_gpu_parts_work_beside_each_other() -> None:
     plan = plan_of(on_gpu(offload_param=HOST, offload_optimizer=HOST))
     told = forecast(plan, EACH_ONE, tokens=1)
-    assert busy(told, Part.DEVICE_LINK) == (2 * TRAINED, 2 * TRAINED, 0)
-    assert busy(told, Part.HOST_MEMORY) == (0, TRAINED, 0)
+    assert busy(told, MachinePart.DEVICE_LINK) == (2 * TRAINED, 2 * TRAINED, 0)
+    assert busy(told, MachinePart.HOST_MEMORY) == (0, TRAINED, 0)
     assert told.backward.seconds == 4 * TRAINED  # the most that one of them has to do
     assert told.step.seconds == TRAINED
 
 
 def test_what_stays_on_a_gpu_is_stepped_in_its_memory() -> None:
     told = forecast(plan_of(on_gpu(offload_param=DEVICE, offload_optimizer=DEVICE)), EACH_ONE, tokens=1)
-    assert busy(told, Part.OPTIMIZER) == (0, 0, 0)
-    assert busy(told, Part.HOST_MEMORY) == (0, 0, 0)
-    assert busy(told, Part.DEVICE_LINK) == (0, 0, 0)
+    assert busy(told, MachinePart.OPTIMIZER) == (0, 0, 0)
+    assert busy(told, MachinePart.HOST_MEMORY) == (0, 0, 0)
+    assert busy(told, MachinePart.DEVICE_LINK) == (0, 0, 0)
     assert told.step.seconds == (2 * 12 + 2 * 2) * TRAINED
 
 
 def test_what_the_cpu_steps_goes_to_a_gpu_that_keeps_the_parameters() -> None:
     told = forecast(plan_of(on_gpu(offload_param=DEVICE, offload_optimizer=HOST)), EACH_ONE, tokens=1)
-    assert busy(told, Part.DEVICE_LINK) == (0, 2 * TRAINED, 2 * TRAINED)  # gradients there, parameters back
+    assert busy(told, MachinePart.DEVICE_LINK) == (
+        0,
+        2 * TRAINED,
+        2 * TRAINED,
+    )  # gradients there, parameters back
 
 
 def test_halves_of_masters_come_from_the_gpu_and_go_back() -> None:
     """In the split format the CPU steps the parameters themselves, which the device keeps."""
     load = on_gpu(offload_param=DEVICE, offload_optimizer=HOST, split=True)
     told = forecast(plan_of(load), EACH_ONE, tokens=1)
-    assert busy(told, Part.DEVICE_LINK) == (0, 2 * TRAINED, 2 * TRAINED)  # both ways at the same time
+    assert busy(told, MachinePart.DEVICE_LINK) == (0, 2 * TRAINED, 2 * TRAINED)  # both ways at the same time
 
 
 @pytest.mark.parametrize(
@@ -190,34 +194,34 @@ def test_state_that_visits_a_gpu_crosses_the_link_both_ways(
     both = min(there, back) * visits
     fetched, left = 2 * TRAINED * (offload_param is HOST), 2 * (rest if there == 12 else TRAINED)
     overlap = min(fetched, left)
-    assert told.backward.busy[Part.DEVICE_LINK] == pytest.approx(
+    assert told.backward.busy[MachinePart.DEVICE_LINK] == pytest.approx(
         2 * overlap / 1.5 + max(fetched, left) - overlap
     )
     # Parameters on the device that the CPU steps go there alone.
     alone = abs(there - back) * visits + (2 * rest if offload_param is DEVICE else 0)
-    assert told.step.busy[Part.DEVICE_LINK] == pytest.approx(2 * both / 1.5 + alone)
-    assert told.step.busy[Part.OPTIMIZER] == rest
-    assert told.step.busy[Part.COMPUTE] == visits * (2 * 12 + 2 * 2)
+    assert told.step.busy[MachinePart.DEVICE_LINK] == pytest.approx(2 * both / 1.5 + alone)
+    assert told.step.busy[MachinePart.OPTIMIZER] == rest
+    assert told.step.busy[MachinePart.COMPUTE] == visits * (2 * 12 + 2 * 2)
 
 
 def test_what_cannot_be_read_to_its_place_is_copied_there() -> None:
     told = forecast(plan_of(example(fetch_by_copy=True)), EACH_ONE, tokens=1)
-    assert busy(told, Part.HOST_MEMORY) == (2 * TRAINED, 2 * TRAINED + TRAINED, 0)
+    assert busy(told, MachinePart.HOST_MEMORY) == (2 * TRAINED, 2 * TRAINED + TRAINED, 0)
 
 
 @pytest.mark.parametrize(
     ("slow", "bound"),
     [
-        ("flops", Part.COMPUTE),
-        ("nvme_read", Part.NVME_READS),
-        ("nvme_write", Part.NVME_WRITES),
-        ("optimizer", Part.OPTIMIZER),
-        ("gradients", Part.HOST_MEMORY),
-        ("device_link", Part.DEVICE_LINK),
-        ("network", Part.NETWORK),
+        ("flops", MachinePart.COMPUTE),
+        ("nvme_read", MachinePart.NVME_READS),
+        ("nvme_write", MachinePart.NVME_WRITES),
+        ("optimizer", MachinePart.OPTIMIZER),
+        ("gradients", MachinePart.HOST_MEMORY),
+        ("device_link", MachinePart.DEVICE_LINK),
+        ("network", MachinePart.NETWORK),
     ],
 )
-def test_what_is_slowest_bounds(slow: str, bound: Part) -> None:
+def test_what_is_slowest_bounds(slow: str, bound: MachinePart) -> None:
     load = on_gpu(world_size=2, reduce_itemsize=2)
     names = [field.name for field in fields(Rates) if field.name not in (slow, "nvme_mixed")]
     told = forecast(plan_of(load), replace(infinitely_fast(*names), nvme_mixed=None), tokens=1)
@@ -230,7 +234,7 @@ def test_reads_and_writes_at_once_take_what_the_mix_gives_and_the_rest_alone() -
     )
     plan = plan_of(example())
     step = forecast(plan, EACH_ONE, tokens=1).step.busy
-    read, written = step[Part.NVME_READS], step[Part.NVME_WRITES]
+    read, written = step[MachinePart.NVME_READS], step[MachinePart.NVME_WRITES]
     assert read < written
     mixed = forecast(plan, replace(rates, nvme_mixed=3.0), tokens=1).step
     assert mixed.seconds == pytest.approx(2 * read / 3 + (written - read) / 2)
@@ -248,12 +252,12 @@ def test_what_is_verified_is_summed_while_it_moves() -> None:
     assert forecast(plain, rates, tokens=1) == forecast(plain, replace(rates, checksum=None), tokens=1)
     told = forecast(verified, rates, tokens=1)
     assert told.seconds == read + written  # a disk alone would take less
-    assert (told.bound, sum(busy(told, Part.CHECKSUMS))) == (Part.CHECKSUMS, read + written)
-    assert told.step.stalled == told.step.seconds - busy(told, Part.OPTIMIZER)[2]
+    assert (told.bound, sum(busy(told, MachinePart.CHECKSUMS))) == (MachinePart.CHECKSUMS, read + written)
+    assert told.step.stalled == told.step.seconds - busy(told, MachinePart.OPTIMIZER)[2]
     fast = replace(rates, checksum=8.0)
     told = forecast(verified, fast, tokens=1)
     assert told.step.seconds == forecast(plain, rates, tokens=1).step.seconds
-    assert told.bound in (Part.NVME_READS, Part.NVME_WRITES)
+    assert told.bound in (MachinePart.NVME_READS, MachinePart.NVME_WRITES)
 
 
 def test_the_fewest_tokens_that_hide() -> None:
@@ -283,9 +287,14 @@ def test_ranks_of_a_node_share_what_it_has() -> None:
     plan = plan_of(example(world_size=4, reduce_itemsize=2))
     alone = forecast(plan, EACH_ONE, tokens=3)
     shared = forecast(plan, EACH_ONE, tokens=3, local_ranks=4)
-    for part in (Part.NVME_READS, Part.NVME_WRITES, Part.OPTIMIZER, Part.HOST_MEMORY):
+    for part in (
+        MachinePart.NVME_READS,
+        MachinePart.NVME_WRITES,
+        MachinePart.OPTIMIZER,
+        MachinePart.HOST_MEMORY,
+    ):
         assert sum(busy(shared, part)) == 4 * sum(busy(alone, part)) > 0
-    for part in (Part.COMPUTE, Part.NETWORK):
+    for part in (MachinePart.COMPUTE, MachinePart.NETWORK):
         assert sum(busy(shared, part)) == sum(busy(alone, part)) > 0
     assert (alone.tokens, shared.tokens) == (3, 12)
 

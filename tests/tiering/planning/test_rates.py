@@ -79,14 +79,14 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, why: str
 
 
 @pytest.fixture
-def window(tmp_path: Path) -> Iterator[tuple[measure._Window, AioContext, Arena]]:
+def window(tmp_path: Path) -> Iterator[tuple[measure._SlotCycle, AioContext, Arena]]:
     """Four slots' places of 64 KiB in a file, and six slots."""
     arena = Arena.map(measure.SLOTS * 64 * KIB, "slots")
     arena.memory[:] = os.urandom(len(arena.memory))
     with AioContext() as aio:
         space = SwapSpace({"measured": Section(256 * KIB, (tmp_path,))}, aio)
         extent = space.allocate(256 * KIB, ("measured",), "measured")
-        yield measure._Window(space, extent, arena, 64 * KIB), aio, arena
+        yield measure._SlotCycle(space, extent, arena, 64 * KIB), aio, arena
         aio.close()
         space.close()
 
@@ -97,7 +97,7 @@ def moved(aio: AioContext) -> tuple[int, int]:
 
 
 def test_a_window_transfers_whole_slots_round_and_round(
-    window: tuple[measure._Window, AioContext, Arena],
+    window: tuple[measure._SlotCycle, AioContext, Arena],
 ) -> None:
     slots, aio, _ = window
     assert slots.places == 4
@@ -110,7 +110,7 @@ def test_a_window_transfers_whole_slots_round_and_round(
     assert slots.written == (4 + 5) * 64 * KIB
 
 
-def test_mixed_writes_back_what_it_has_read(window: tuple[measure._Window, AioContext, Arena]) -> None:
+def test_mixed_writes_back_what_it_has_read(window: tuple[measure._SlotCycle, AioContext, Arena]) -> None:
     slots, _, arena = window
     slots.run("write", places=4)
     before = bytes(arena.memory[: 256 * KIB])
@@ -122,7 +122,7 @@ def test_mixed_writes_back_what_it_has_read(window: tuple[measure._Window, AioCo
 
 
 def test_a_rate_is_bytes_by_seconds(
-    window: tuple[measure._Window, AioContext, Arena], monkeypatch: pytest.MonkeyPatch
+    window: tuple[measure._SlotCycle, AioContext, Arena], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots, _, _ = window
     slots.run("write", places=4)

@@ -10,7 +10,7 @@ from tests.tiering.workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, example
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets
 from tiering.placement.workload import GroupSizes, Workload
-from tiering.planning.forecast import Part, forecast
+from tiering.planning.forecast import MachinePart, forecast
 from tiering.planning.rates import Rates
 from tiering.planning.update_share import best_share
 
@@ -53,10 +53,10 @@ def test_the_gpu_gets_as_much_as_both_are_done_with_together(
     if share:
         planned = make_plan(load(update_on_device=share), AMPLE)
         step = forecast(planned, replace(known, flops=1e30, gradients=1e30), tokens=1).step
-        on_device = max(step.busy[Part.DEVICE_LINK], step.busy[Part.COMPUTE])
-        both = step.busy[Part.HOST_MEMORY] if "host_memory" in rates else on_device
-        assert step.seconds == pytest.approx(max(both, step.busy[Part.OPTIMIZER]))
-        assert step.busy[Part.OPTIMIZER] == pytest.approx(both, rel=0.05)
+        on_device = max(step.busy[MachinePart.DEVICE_LINK], step.busy[MachinePart.COMPUTE])
+        both = step.busy[MachinePart.HOST_MEMORY] if "host_memory" in rates else on_device
+        assert step.seconds == pytest.approx(max(both, step.busy[MachinePart.OPTIMIZER]))
+        assert step.busy[MachinePart.OPTIMIZER] == pytest.approx(both, rel=0.05)
 
 
 def test_the_cpu_has_what_no_gpu_reaches() -> None:

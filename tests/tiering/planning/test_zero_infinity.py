@@ -10,7 +10,7 @@ from tests.tiering.workloads import PLENTY, example
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import GroupSizes, Tier, Workload
-from tiering.planning.forecast import Part, forecast
+from tiering.planning.forecast import MachinePart, forecast
 from tiering.planning.rates import Rates
 
 from . import zero_infinity as paper
@@ -124,12 +124,12 @@ def test_what_the_forecast_makes_of_the_papers_machine(trillion: Plan) -> None:
         network=row.between_devices, device_link=fast, optimizer=fast, gradients=fast,
     )  # fmt: skip
     told = forecast(trillion, rates, tokens=tokens, checkpointed=True)
-    compute = sum(phase.busy[Part.COMPUTE] for phase in told.phases)
+    compute = sum(phase.busy[MachinePart.COMPUTE] for phase in told.phases)
     assert compute == pytest.approx(paper.operations(tokens, size.layers, size.hidden) / row.peak)
-    network = sum(phase.busy[Part.NETWORK] for phase in told.phases)
+    network = sum(phase.busy[MachinePart.NETWORK] for phase in told.phases)
     numel = paper.params(size.layers, size.hidden)
     assert network == pytest.approx(6 * numel * (1 - 1 / DEVICES) / row.between_devices)
-    assert told.forward.bound is Part.COMPUTE and told.backward.bound is Part.COMPUTE
+    assert told.forward.bound is MachinePart.COMPUTE and told.backward.bound is MachinePart.COMPUTE
     nvme = sum(trillion.nvme_traffic()) / row.slow_memory
     assert compute <= told.seconds <= compute + nvme
     # Parameters move while the device computes; state does not. The paper counts 32 bytes of it, ours has 24.

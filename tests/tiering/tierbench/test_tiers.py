@@ -187,14 +187,14 @@ def test_the_formats_and_the_load_are_those_asked_for(
 def test_no_more_is_written_than_may_be(
     run: Run, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = measure._Window.run
+    real = measure._SlotCycle.run
 
-    def endless(window: measure._Window, way: measure.Way, **options: Any) -> float:
+    def endless(window: measure._SlotCycle, way: measure.Way, **options: Any) -> float:
         if window.room is not None and way != "read":
             options["seconds"] = 600.0
         return real(window, way, **options)
 
-    monkeypatch.setattr(measure._Window, "run", endless)
+    monkeypatch.setattr(measure._SlotCycle, "run", endless)
     code, out, err = run(disk, "--max-write", "9M", "--json")
     assert code == 0 and err.startswith("tierbench tiers: writes at most 9.00 MiB (9437184 bytes)\n")
     told = json.loads(out)
@@ -257,15 +257,15 @@ def test_where_there_is_no_torch_or_no_gpu_that_is_said(
 def test_after_ctrl_c_what_there_is_is_told_and_nothing_is_saved(
     run: Run, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = measure._Window.run
+    real = measure._SlotCycle.run
     numbers = iter((signal.SIGINT, signal.SIGTERM))
 
-    def interrupted(window: measure._Window, way: measure.Way, **options: Any) -> float:
+    def interrupted(window: measure._SlotCycle, way: measure.Way, **options: Any) -> float:
         if way == "read":
             signal.raise_signal(next(numbers))
         return real(window, way, **options)
 
-    monkeypatch.setattr(measure._Window, "run", interrupted)
+    monkeypatch.setattr(measure._SlotCycle, "run", interrupted)
     code, out, _ = run(disk, "--json")
     assert code == 130
     told = json.loads(out)

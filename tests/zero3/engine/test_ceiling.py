@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tiering.config.training import format_size
 from tiering.storage.arena import PAGE, round_up
 from tiering.telemetry import ActivationStatus
-from zero3.observe.run_record import Run, RunRecord
+from zero3.observe.run_record import RunIdentity, RunRecord
 
 WIDTH, BLOCKS = 64, 6
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -164,7 +164,7 @@ def test_activations_are_shown_beside_the_tiers_and_told_after_the_first_step(
     start: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = start(Stack(outer=False), accumulation=1, threshold=100, **STREAMED)
-    record = RunRecord(Run("beside"), engine._tiers, activations(engine))
+    record = RunRecord(RunIdentity("beside"), engine._tiers, activations(engine))
     caplog.set_level("INFO", "zero3.observe.run_record")
     loss = engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
     assert record.snapshot().activations == ActivationStatus(used=KEPT, peak=KEPT)

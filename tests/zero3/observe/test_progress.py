@@ -20,7 +20,7 @@ from tiering import _logs
 from tiering.storage.io_stats import FileStats
 from zero3.engine.engine import Engine
 from zero3.observe import progress
-from zero3.observe.run_record import Run, RunRecord
+from zero3.observe.run_record import RunIdentity, RunRecord
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
 SAMPLES = 4  # of a step: two micro-batches of two
@@ -237,7 +237,7 @@ def test_the_first_step_begins_with_its_first_forward(
     engine, clock = start({}), Clock()
     monkeypatch.setattr(zero3.observe.run_record, "time", clock)
     monkeypatch.setattr(zero3.device.timeline, "time", clock)
-    record = RunRecord(Run("first"), engine._tiers, engine._schedule.activations)
+    record = RunRecord(RunIdentity("first"), engine._tiers, engine._schedule.activations)
     for began, took in ((200.0, 3.0), (210.0, 5.0)):
         clock.now = began
         with record.phase("forward"):

@@ -38,7 +38,7 @@ from tiering.telemetry import (
 from zero3.device import timeline
 from zero3.device.link_copies import LinkStats
 from zero3.observe import free_memory, run_record
-from zero3.observe.run_record import Run, RunRecord, Sources
+from zero3.observe.run_record import RunIdentity, RunRecord, Sources
 from zero3.ranks.joining import World
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -141,7 +141,7 @@ def test_what_is_between_the_phases_is_idle(
     engine, clock = start(), Clock()
     monkeypatch.setattr(run_record, "time", clock)
     monkeypatch.setattr(timeline, "time", clock)
-    record = RunRecord(Run("idle"), engine._tiers, engine._schedule.activations)
+    record = RunRecord(RunIdentity("idle"), engine._tiers, engine._schedule.activations)
     clock.now = 50.0  # before the first forward the program may do what it likes
     assert record.snapshot().phase_seconds == {"idle": 0}
     expected: Counter[str] = Counter()
@@ -449,7 +449,7 @@ def test_a_rank_tells_who_it_is_and_what_it_sent(start: Callable[..., Any], tmp_
     traffic.count("control", 1000)  # building the engine is not part of the first step
     world = World(rank=1, size=4, local_rank=1, local_size=2)
     record = RunRecord(
-        Run("many", world=world),
+        RunIdentity("many", world=world),
         engine._tiers,
         engine._schedule.activations,
         sources=Sources(traffic=traffic),
@@ -482,7 +482,7 @@ def test_what_goes_over_the_link_is_told_by_step(
     stats = {"h2d": LinkStats(1000, 1, 0.5), "d2h": LinkStats()}  # building the engine is no step
     linked = copy.copy(engine._tiers)
     linked.streams, linked.copies = device, SimpleNamespace(stats=lambda: dict(stats))
-    record = RunRecord(Run("linked"), linked, engine._schedule.activations, link_rate=52_500_000_000)
+    record = RunRecord(RunIdentity("linked"), linked, engine._schedule.activations, link_rate=52_500_000_000)
     stats |= {"h2d": LinkStats(1700, 3, 0.75)}
     with record.phase("forward"):
         device.works(2)

@@ -5,21 +5,21 @@ parsing.py     applies the rules, key by key           type_params.py the parame
 auto.py        resolves "auto"                         verdicts.py    the kinds of rules
 trainer.py     the trainer's argument of a key         converters.py  converts values of the file
 in_effect.py   the values that are in effect           messages.py    error texts and suggestions
-report.py      prints and exports the report           secrets.py     hides passwords and tokens
+key_report.py  prints and exports the report           secrets.py     hides passwords and tokens
 """
 
 from tiering.config.ds_config.auto import LoadContext
 from tiering.config.ds_config.in_effect import description, value_of
-from tiering.config.ds_config.key_report import Entry, Origin, Report
+from tiering.config.ds_config.key_report import KeyEntry, KeyReport, Origin
 from tiering.config.ds_config.loading import examine, load
-from tiering.config.ds_config.verdicts import Verdict
+from tiering.config.ds_config.verdicts import KeyVerdict
 
 __all__ = [
-    "Entry",
+    "KeyEntry",
+    "KeyReport",
+    "KeyVerdict",
     "LoadContext",
     "Origin",
-    "Report",
-    "Verdict",
     "description",
     "examine",
     "load",

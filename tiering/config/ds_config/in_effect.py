@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tiering.config.ds_config.key_report import Entry, Origin
+from tiering.config.ds_config.key_report import KeyEntry, Origin
 from tiering.config.ds_config.keys import KEYS
-from tiering.config.ds_config.verdicts import KeyRule, Verdict
+from tiering.config.ds_config.verdicts import KeyRule, KeyVerdict
 from tiering.config.optimizer import RULES
 from tiering.config.scheduler import PARAMS
 from tiering.config.training import OptimizerConfig, SchedulerConfig, TieringConfig
@@ -22,7 +22,7 @@ def reads_back(rule: KeyRule, value: object) -> bool:
         return False
 
 
-def with_default(entry: Entry, config: TieringConfig) -> Entry:
+def with_default(entry: KeyEntry, config: TieringConfig) -> KeyEntry:
     """``entry`` with the default in place of an "auto" that resolves to the default."""
     rule = KEYS.get(entry.key)
     if entry.origin is not Origin.AUTO or entry.value != "auto" or rule is None:
@@ -33,15 +33,15 @@ def with_default(entry: Entry, config: TieringConfig) -> Entry:
     return replace(entry, value=default) if reads_back(rule, default) else entry
 
 
-def defaults(config: TieringConfig, entries: Mapping[str, Entry]) -> Iterator[Entry]:
+def defaults(config: TieringConfig, entries: Mapping[str, KeyEntry]) -> Iterator[KeyEntry]:
     """Entries for the settings that the configuration does not set, each under its first current name."""
     settled = {KEYS[key].to for key in entries if key in KEYS}
     for key, rule in KEYS.items():
-        if not rule.to or rule.to in settled or rule.verdict is Verdict.DEPRECATED:
+        if not rule.to or rule.to in settled or rule.verdict is KeyVerdict.DEPRECATED:
             continue
         if _applies(rule.to, config) and reads_back(rule, value := value_of(config, rule.to)):
             settled.add(rule.to)
-            yield Entry(key, value, rule.verdict, description(rule.to), Origin.DEFAULT)
+            yield KeyEntry(key, value, rule.verdict, description(rule.to), Origin.DEFAULT)
 
 
 def _applies(to: str, config: TieringConfig) -> bool:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from tiering.config.ds_config.secrets import without_secrets
-from tiering.config.ds_config.verdicts import Verdict
+from tiering.config.ds_config.verdicts import KeyVerdict
 from tiering.telemetry import ConfigurationStatus, SettingStatus, as_text
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Origin(StrEnum):
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyEntry:
     """A key by its dotted path, its value ("auto" resolved), and its verdict.
 
     ``note`` describes the effect of the key, or why it is refused and the remedy; ``off`` means that the value requests
@@ -38,7 +38,7 @@ class Entry:
 
     key: str
     value: object
-    verdict: Verdict
+    verdict: KeyVerdict
     note: str = ""
     origin: Origin = Origin.FILE
     off: bool = False
@@ -51,7 +51,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Report:
+class KeyReport:
     """All keys of the file in its order, then missing required keys; and the defaults of the other keys.
 
     ``source`` is the path of the file, empty for a mapping. ``outcome`` is a one-line summary, empty if a key is
@@ -59,29 +59,29 @@ class Report:
     that has no effect is absent.
     """
 
-    entries: tuple[Entry, ...]
-    defaults: tuple[Entry, ...] = ()
+    entries: tuple[KeyEntry, ...]
+    defaults: tuple[KeyEntry, ...] = ()
     source: str = ""
     outcome: str = ""
     filled: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def refused(self) -> tuple[Entry, ...]:
-        return tuple(entry for entry in self.entries if entry.verdict is Verdict.REFUSED)
+    def refused(self) -> tuple[KeyEntry, ...]:
+        return tuple(entry for entry in self.entries if entry.verdict is KeyVerdict.REFUSED)
 
     @property
-    def without_effect(self) -> tuple[Entry, ...]:
+    def without_effect(self) -> tuple[KeyEntry, ...]:
         """The keys without effect whose value requests something."""
-        return tuple(e for e in self.entries if e.verdict is Verdict.NO_EFFECT and not e.off)
+        return tuple(e for e in self.entries if e.verdict is KeyVerdict.NO_EFFECT and not e.off)
 
     @property
-    def deprecated(self) -> tuple[Entry, ...]:
-        return tuple(entry for entry in self.entries if entry.verdict is Verdict.DEPRECATED)
+    def deprecated(self) -> tuple[KeyEntry, ...]:
+        return tuple(entry for entry in self.entries if entry.verdict is KeyVerdict.DEPRECATED)
 
     def counts(self) -> dict[str, int]:
         """The number of keys in the file by verdict."""
         counter = Counter(str(entry.verdict) for entry in self.entries)
-        return {str(verdict): counter[str(verdict)] for verdict in Verdict}
+        return {str(verdict): counter[str(verdict)] for verdict in KeyVerdict}
 
     def short(self) -> str:
         """The report in one line for the start of a run: the summary, the keys without effect, the deprecated keys."""
@@ -128,11 +128,11 @@ class Report:
 
 
 _COLOURS = {
-    Verdict.HONOURED: "green",
-    Verdict.MAPPED: "cyan",
-    Verdict.NO_EFFECT: "yellow",
-    Verdict.DEPRECATED: "magenta",
-    Verdict.REFUSED: "bold red",
+    KeyVerdict.HONOURED: "green",
+    KeyVerdict.MAPPED: "cyan",
+    KeyVerdict.NO_EFFECT: "yellow",
+    KeyVerdict.DEPRECATED: "magenta",
+    KeyVerdict.REFUSED: "bold red",
 }
 SCHEMA_VERSION = 1
 # Columns below which the report is not a table.
@@ -148,7 +148,7 @@ def brief(value: object, max_length: int = 40) -> str:
     return text if len(text) <= max_length else f"{text[: max_length - 4]} ..."
 
 
-def _table(entries: Iterable[Entry]) -> RenderableType:
+def _table(entries: Iterable[KeyEntry]) -> RenderableType:
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
     from rich.text import Text
@@ -162,7 +162,7 @@ def _table(entries: Iterable[Entry]) -> RenderableType:
     return table
 
 
-def _lines(entries: Iterable[Entry]) -> RenderableType:
+def _lines(entries: Iterable[KeyEntry]) -> RenderableType:
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -181,17 +181,17 @@ def _lines(entries: Iterable[Entry]) -> RenderableType:
     return Group(*lines)
 
 
-def _style(entry: Entry) -> StyleType:
+def _style(entry: KeyEntry) -> StyleType:
     return "dim" if entry.off else _COLOURS[entry.verdict]
 
 
-def _names(entries: Iterable[Entry]) -> str:
+def _names(entries: Iterable[KeyEntry]) -> str:
     names = list(dict.fromkeys(entry.key.rpartition(".")[2] for entry in entries))
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
-def _setting(entry: Entry) -> SettingStatus:
+def _setting(entry: KeyEntry) -> SettingStatus:
     value = json.loads(as_text(json.dumps(_jsonable(entry.value), ensure_ascii=False)))
     public_value = without_secrets(entry.key, value)
     # A note may quote the value, so a secret value has no note.
@@ -204,7 +204,7 @@ def _jsonable(value: object) -> Any:
     return json.loads(json.dumps(value, default=str), parse_constant=str)
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
+def _plain(entry: KeyEntry) -> dict[str, Any]:
     return {
         "key": entry.key,
         "value": _jsonable(entry.value),

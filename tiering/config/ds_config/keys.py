@@ -36,8 +36,8 @@ from tiering.config.ds_config.converters import (
 )
 from tiering.config.ds_config.verdicts import (
     KeyRule,
+    KeyVerdict,
     Tree,
-    Verdict,
     deprecated,
     for_each,
     honoured,
@@ -92,7 +92,7 @@ _COMPILED = no_effect("compile the model's blocks with torch.compile", off=_NEVE
 _BF16: Tree = {
     "enabled": mapped("precision", read=from_bool({True: "bf16"}), off=(False,), auto=of_precision("bf16")),
     "auto_cast": KeyRule(
-        Verdict.MAPPED, note="casts inputs like fp16.auto_cast; DeepSpeed does not have this key"
+        KeyVerdict.MAPPED, note="casts inputs like fp16.auto_cast; DeepSpeed does not have this key"
     ),
     "immediate_grad_update": no_effect("each gradient is always accumulated immediately", off=_ALWAYS),
     "check_grad_overflow": no_effect(
@@ -293,8 +293,8 @@ _FILE: Tree = {
     "allgather_size": deprecated("old name of zero_optimization.allgather_bucket_size"),
     "bf16": _BF16,
     "bfloat16": {
-        name: replace(key, verdict=Verdict.DEPRECATED, note='old name of the section "bf16"')
-        if isinstance(key, KeyRule) and key.verdict is not Verdict.REFUSED
+        name: replace(key, verdict=KeyVerdict.DEPRECATED, note='old name of the section "bf16"')
+        if isinstance(key, KeyRule) and key.verdict is not KeyVerdict.REFUSED
         else key
         for name, key in _BF16.items()
     },
@@ -478,7 +478,7 @@ _DROPS_AUTO = (
 def _with_auto(key: str, rule: KeyRule) -> KeyRule:
     if not key.startswith(_DROPS_AUTO) or key == "zero_optimization.stage":
         return rule
-    if rule.verdict is Verdict.REFUSED:
+    if rule.verdict is KeyVerdict.REFUSED:
         off = rule.off
         drops = (lambda value: value == "auto" or off(value)) if callable(off) else (*off, "auto")
         return replace(rule, off=drops)

@@ -16,10 +16,10 @@ from typing import Any
 from tiering._strict_json import FormatError, parse, short
 from tiering.config.ds_config.auto import LoadContext
 from tiering.config.ds_config.in_effect import defaults, summary_of, with_default
-from tiering.config.ds_config.key_report import Origin, Report
+from tiering.config.ds_config.key_report import KeyReport, Origin
 from tiering.config.ds_config.messages import dotted
 from tiering.config.ds_config.parsing import Reading
-from tiering.config.ds_config.verdicts import Verdict
+from tiering.config.ds_config.verdicts import KeyVerdict
 from tiering.config.json_comments import key_lines, plain
 from tiering.config.json_values import DepthError, values
 from tiering.config.training import TieringConfig
@@ -28,7 +28,7 @@ from tiering.errors import ConfigError
 
 def load(
     config: Mapping[str, Any] | str | Path, *, world_size: int = 1, context: LoadContext | None = None
-) -> tuple[TieringConfig, Report]:
+) -> tuple[TieringConfig, KeyReport]:
     """The native configuration from DeepSpeed's keys and the ``tiering`` block, and a report on each key.
 
     ``config`` is a mapping or the path of a JSON file, which may have comments and trailing commas. ``context`` has the
@@ -45,7 +45,7 @@ def load(
 
 def examine(
     config: Mapping[str, Any] | str | Path, *, world_size: int = 1, context: LoadContext | None = None
-) -> tuple[TieringConfig | None, Report]:
+) -> tuple[TieringConfig | None, KeyReport]:
     """Like :func:`load`, but problems only appear in the report, and the configuration is then ``None``.
 
     Raises :class:`ConfigError` for a file that cannot be read or is not a JSON object.
@@ -61,11 +61,11 @@ def examine(
         raise ConfigError(f"the configuration is {problem}; no key needs that many") from None
     resolved = reading.resolve()
     entries = tuple(reading.entries.values())
-    if resolved is None or any(entry.verdict is Verdict.REFUSED for entry in entries):
-        return None, Report(entries, source=source)
+    if resolved is None or any(entry.verdict is KeyVerdict.REFUSED for entry in entries):
+        return None, KeyReport(entries, source=source)
     entries_in_effect = tuple(with_default(entry, resolved) for entry in entries)
     by_key = {entry.key: entry.value for entry in entries_in_effect if entry.origin is Origin.AUTO}
-    return resolved, Report(
+    return resolved, KeyReport(
         entries_in_effect,
         tuple(defaults(resolved, reading.entries)),
         source,

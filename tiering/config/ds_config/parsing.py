@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from tiering._text import similar
 from tiering.config.ds_config.auto import UNSET, Filled, LoadContext, argument, missing_argument
 from tiering.config.ds_config.in_effect import description
-from tiering.config.ds_config.key_report import Entry, Origin, brief
+from tiering.config.ds_config.key_report import KeyEntry, Origin, brief
 from tiering.config.ds_config.keys import KEYS, SECTIONS, SHORT_FORMS
 from tiering.config.ds_config.messages import AUTO, dotted, reason, suggestion, unknown_optimizer
 from tiering.config.ds_config.trainer import BATCH, MICRO, WARMUP, belong_to, counterpart
 from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
-from tiering.config.ds_config.verdicts import KeyRule, Verdict
+from tiering.config.ds_config.verdicts import KeyRule, KeyVerdict
 from tiering.config.optimizer import RULES, UNSUPPORTED_OPTIMIZERS
 from tiering.config.scheduler import PARAMS
 from tiering.config.training import Batch, TieringConfig, parse_size, resolve_batch, whole_number
@@ -36,7 +36,7 @@ class Reading:
         self.world_size = world_size
         self.context = context
         self.lines = {dotted(path): line for path, line in lines.items()}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, KeyEntry] = {}
         # By native field: the key of the file that set it, and the value.
         self.values: dict[str, tuple[str, object]] = {}
 
@@ -47,18 +47,18 @@ class Reading:
             if key in KEYS:
                 self._read_key(key, value, KEYS[key])
             elif str(name).startswith("_"):
-                self._note(key, value, Verdict.NO_EFFECT, "comment: its name starts with _", off=True)
+                self._note(key, value, KeyVerdict.NO_EFFECT, "comment: its name starts with _", off=True)
             elif key not in SECTIONS:
                 names = {path.removeprefix(prefix) for path in (*KEYS, *SECTIONS) if path.startswith(prefix)}
-                self._note(key, value, Verdict.REFUSED, f"unknown key; {suggestion(key, names)}")
+                self._note(key, value, KeyVerdict.REFUSED, f"unknown key; {suggestion(key, names)}")
             elif value is None or value == {}:
-                self._note(key, value, Verdict.NO_EFFECT, _ABSENT, off=True)
+                self._note(key, value, KeyVerdict.NO_EFFECT, _ABSENT, off=True)
             elif isinstance(value, Mapping):
                 self.walk(value, f"{key}.")
             elif key in SHORT_FORMS and isinstance(value, bool):
                 self._read_key(key, value, SHORT_FORMS[key])
             else:
-                self._note(key, value, Verdict.REFUSED, f"must be a section {{...}}, not {brief(value)}")
+                self._note(key, value, KeyVerdict.REFUSED, f"must be a section {{...}}, not {brief(value)}")
 
     def resolve(self) -> TieringConfig | None:
         """The native configuration, or None; each problem becomes a refused entry."""
@@ -90,19 +90,19 @@ class Reading:
         self,
         key: str,
         value: object,
-        verdict: Verdict,
+        verdict: KeyVerdict,
         note: str = "",
         *,
         origin: Origin = Origin.FILE,
         off: bool = False,
     ) -> None:
-        self.entries[key] = Entry(key, value, verdict, note, origin, off, self.lines.get(key))
+        self.entries[key] = KeyEntry(key, value, verdict, note, origin, off, self.lines.get(key))
 
     def _refuse(self, key: str, note: str) -> None:
         """Refuses ``key``, whether the file has it or not; the first reason stays."""
-        entry = self.entries.get(key, Entry(key, None, Verdict.NO_EFFECT))
-        if entry.verdict is not Verdict.REFUSED:
-            self.entries[key] = replace(entry, verdict=Verdict.REFUSED, note=note, off=False)
+        entry = self.entries.get(key, KeyEntry(key, None, KeyVerdict.NO_EFFECT))
+        if entry.verdict is not KeyVerdict.REFUSED:
+            self.entries[key] = replace(entry, verdict=KeyVerdict.REFUSED, note=note, off=False)
 
     def _read_key(self, key: str, value: object, rule: KeyRule) -> None:
         section = key.partition(".")[0]
@@ -110,7 +110,7 @@ class Reading:
         if section in self.context.replaced:
             note = f"replaced by the {section} passed to initialize()"
             # `initialize` logs the replacement itself, so the report does not count it as without effect.
-            self._note(key, value, Verdict.NO_EFFECT, note, origin=origin, off=True)
+            self._note(key, value, KeyVerdict.NO_EFFECT, note, origin=origin, off=True)
         elif key in BATCH:
             # `_resolve_batch` resolves the three numbers together, after all keys are read.
             self._note(key, value, rule.verdict, description(rule.to), origin=origin)
@@ -126,24 +126,24 @@ class Reading:
                 raise ValueError(AUTO)
             value, source = rule.auto(self.context)
         except ValueError as problem:
-            self._note(key, "auto", Verdict.REFUSED, str(problem), origin=Origin.AUTO)
+            self._note(key, "auto", KeyVerdict.REFUSED, str(problem), origin=Origin.AUTO)
             return
         if value is UNSET:
-            requests_nothing = rule.verdict in (Verdict.NO_EFFECT, Verdict.DEPRECATED) and not rule.to
+            requests_nothing = rule.verdict in (KeyVerdict.NO_EFFECT, KeyVerdict.DEPRECATED) and not rule.to
             note = rule.note if requests_nothing else source
             self._note(key, "auto", rule.verdict, note, origin=Origin.AUTO, off=requests_nothing)
             return
         self._apply_rule(key, value, rule)
         entry = self.entries[key]
-        note = entry.note if entry.verdict is Verdict.REFUSED else source
+        note = entry.note if entry.verdict is KeyVerdict.REFUSED else source
         self.entries[key] = replace(entry, origin=Origin.AUTO, note=note)
 
     def _apply_rule(self, key: str, value: object, rule: KeyRule) -> None:
         off = rule.requests_nothing(value)
         section = isinstance(value, Mapping)
-        if section and rule.verdict is not Verdict.REFUSED and not rule.inside:
-            self._note(key, value, Verdict.REFUSED, f"must be a single value, not {brief(value)}")
-        elif rule.verdict is Verdict.REFUSED and not off:
+        if section and rule.verdict is not KeyVerdict.REFUSED and not rule.inside:
+            self._note(key, value, KeyVerdict.REFUSED, f"must be a single value, not {brief(value)}")
+        elif rule.verdict is KeyVerdict.REFUSED and not off:
             name = key.rpartition(".")[2]
             self._note(
                 key,
@@ -151,8 +151,8 @@ class Reading:
                 rule.verdict,
                 f"{rule.note}; delete the line {json.dumps(name)}: {brief(value, 60)}",
             )
-        elif off and rule.verdict is Verdict.REFUSED:
-            self._note(key, value, Verdict.NO_EFFECT, _OFF, off=True)
+        elif off and rule.verdict is KeyVerdict.REFUSED:
+            self._note(key, value, KeyVerdict.NO_EFFECT, _OFF, off=True)
         elif rule.to and not off:
             self._set(key, value, rule)
         else:
@@ -167,16 +167,16 @@ class Reading:
                 parent = path[: path.rfind(".") + 1]
                 siblings = {name.removeprefix(parent) for name in rule.inside if name.startswith(parent)}
                 hint = suggestion(f"{section}.{path}", siblings)
-                self._note(f"{section}.{path}", value, Verdict.REFUSED, f"unknown key; {hint}")
+                self._note(f"{section}.{path}", value, KeyVerdict.REFUSED, f"unknown key; {hint}")
 
     def _set(self, key: str, value: object, rule: KeyRule) -> None:
         try:
             converted = value if rule.read is None else rule.read(value)
         except ValueError as problem:
-            self._note(key, value, Verdict.REFUSED, str(problem))
+            self._note(key, value, KeyVerdict.REFUSED, str(problem))
             return
         note = rule.note or description(rule.to)
-        if rule.verdict is Verdict.MAPPED:
+        if rule.verdict is KeyVerdict.MAPPED:
             note = f"{rule.to} = {brief(converted)}: {note}"
         elif converted != value and not rule.note:
             note = f"{brief(converted)}: {note}"
@@ -245,7 +245,7 @@ class Reading:
             name = key.rpartition(".")[2]
             if names and name not in names:
                 note = f"{kind} has no {name}; it has {', '.join(names)}"
-                self._note(key, self.entries[key].value, Verdict.REFUSED, note)
+                self._note(key, self.entries[key].value, KeyVerdict.REFUSED, note)
                 self.values.pop(KEYS[key].to, None)
         return str(kind)
 
@@ -256,7 +256,7 @@ class Reading:
                 self._note(
                     key,
                     entry.value,
-                    Verdict.NO_EFFECT,
+                    KeyVerdict.NO_EFFECT,
                     f"belongs to {kind}, which is not supported",
                     off=True,
                 )
@@ -268,7 +268,7 @@ class Reading:
             for key in [key for key in self.entries if key.startswith("torch_autocast.") and key in KEYS]:
                 if key != "torch_autocast.enabled":
                     note = "off: autocast is not enabled"
-                    self._note(key, self.entries[key].value, Verdict.NO_EFFECT, note, off=True)
+                    self._note(key, self.entries[key].value, KeyVerdict.NO_EFFECT, note, off=True)
         elif enabled.value is not True:
             self._refuse(
                 enabled.key,
@@ -307,7 +307,7 @@ class Reading:
         enabled = self._value("precision")
         for section, precision in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
             key = f"{section}.auto_cast"
-            if key not in self.entries or self.entries[key].verdict is Verdict.REFUSED:
+            if key not in self.entries or self.entries[key].verdict is KeyVerdict.REFUSED:
                 continue
             value = self.entries[key].value
             if precision == enabled:
@@ -316,7 +316,7 @@ class Reading:
                 if "cast_inputs" in self.values and self.values["cast_inputs"][0] == key:
                     del self.values["cast_inputs"]
                 note = f"casting inputs belongs to {precision}, which is not enabled"
-                self._note(key, value, Verdict.NO_EFFECT, note, off=True)
+                self._note(key, value, KeyVerdict.NO_EFFECT, note, off=True)
 
     def _check_overflow_setting(self) -> None:
         """Updates during backward cannot wait for the check of all gradients, DeepSpeed's default in bf16."""
@@ -361,12 +361,12 @@ class Reading:
             device = self._value(f"zero.{section}.device") or "none"
             if (
                 entry
-                and entry.verdict is Verdict.REFUSED
+                and entry.verdict is KeyVerdict.REFUSED
                 and device != "nvme"
                 and isinstance(entry.value, str | list)
             ):
                 note = f"not used with device {device!r}"
-                self._note(entry.key, entry.value, Verdict.NO_EFFECT, note, off=True)
+                self._note(entry.key, entry.value, KeyVerdict.NO_EFFECT, note, off=True)
 
     def _value(self, field: str) -> object:
         return self.values[field][1] if field in self.values else None
@@ -375,8 +375,8 @@ class Reading:
         """Removes the values of native fields that start with ``fields``; their keys have no effect, by ``note``."""
         for field in [field for field in self.values if field.startswith(fields)]:
             key, _ = self.values.pop(field)
-            if note and self.entries[key].verdict is not Verdict.REFUSED:
-                self._note(key, self.entries[key].value, Verdict.NO_EFFECT, note, off=True)
+            if note and self.entries[key].verdict is not KeyVerdict.REFUSED:
+                self._note(key, self.entries[key].value, KeyVerdict.NO_EFFECT, note, off=True)
 
     def _resolve_batch(self) -> Batch | None:
         numbers: dict[str, int | None] = dict.fromkeys(BATCH)

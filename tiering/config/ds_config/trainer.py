@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tiering.config.ds_config.auto import ARGUMENT, Filled, LoadContext
-from tiering.config.ds_config.key_report import Entry, Origin
+from tiering.config.ds_config.key_report import KeyEntry, Origin
 from tiering.config.ds_config.keys import KEYS
 
 MICRO = "train_micro_batch_size_per_gpu"
@@ -21,7 +21,7 @@ BATCH = {
 WARMUP = "scheduler.params.warmup_num_steps"
 
 
-def belong_to(arguments: Any, entries: Iterable[Entry]) -> bool:
+def belong_to(arguments: Any, entries: Iterable[KeyEntry]) -> bool:
     """Whether ``arguments`` are those of the trainer for which the file of ``entries`` was written.
 
     A script may pass arguments of its own with the same names, which do not concern the file.

@@ -10,7 +10,7 @@ from typing import Any
 from tiering.config.ds_config.auto import Auto, default
 
 
-class Verdict(StrEnum):
+class KeyVerdict(StrEnum):
     """How a key is treated."""
 
     # The key has the same meaning as in DeepSpeed.
@@ -32,7 +32,7 @@ Off = tuple[object, ...] | Callable[[object], bool]
 class KeyRule:
     """The rule of a key, or of a section whose keys all have the same rule."""
 
-    verdict: Verdict
+    verdict: KeyVerdict
     # The dotted field of `TieringConfig` that the key sets, to the value that `read` returns.
     to: str = ""
     note: str = ""
@@ -73,7 +73,7 @@ def honoured(
     auto: Auto | None = None,
     off: Off = (),
 ) -> KeyRule:
-    return KeyRule(Verdict.HONOURED, to, read=read, auto=auto, off=off)
+    return KeyRule(KeyVerdict.HONOURED, to, read=read, auto=auto, off=off)
 
 
 def mapped(
@@ -83,20 +83,24 @@ def mapped(
     off: Off = (),
     auto: Auto | None = None,
 ) -> KeyRule:
-    return KeyRule(Verdict.MAPPED, to, read=read, off=off, auto=auto)
+    return KeyRule(KeyVerdict.MAPPED, to, read=read, off=off, auto=auto)
 
 
 def no_effect(note: str, inside: str = "", *, off: Off = ()) -> KeyRule:
     """``off`` are the values that request the behaviour that tiering always has."""
     return KeyRule(
-        Verdict.NO_EFFECT, note=note, off=off, auto=default("its default"), inside=frozenset(inside.split())
+        KeyVerdict.NO_EFFECT,
+        note=note,
+        off=off,
+        auto=default("its default"),
+        inside=frozenset(inside.split()),
     )
 
 
 def deprecated(
     note: str, to: str = "", *, read: Callable[[Any], object] | None = None, off: Off = ()
 ) -> KeyRule:
-    return KeyRule(Verdict.DEPRECATED, to, note, read, off, default("its default"))
+    return KeyRule(KeyVerdict.DEPRECATED, to, note, read, off, default("its default"))
 
 
 def refused(
@@ -108,7 +112,7 @@ def refused(
     """
     asks = is_request
     nothing: Off = (lambda value: not asks(value)) if asks else off or (None,)
-    return KeyRule(Verdict.REFUSED, note=note, off=nothing, inside=frozenset(inside.split()))
+    return KeyRule(KeyVerdict.REFUSED, note=note, off=nothing, inside=frozenset(inside.split()))
 
 
 def subsection(section: str, names: str) -> str:

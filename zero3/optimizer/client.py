@@ -86,6 +86,7 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         if closure is not None or grad_scale is None:
             raise EngineStateError(self._refusal_to_step())
         if self._listener is not None:
+            # Before the first change: the client updates all tiles in one call.
             for tile in self._tiles:
                 self._listener.before_change(tile)
         received = [each for each in self._trained if self._gradients.received(each.piece)]
@@ -96,6 +97,8 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 self.client.step()
             finally:
                 for each in received:
+                    # Inside of ``_on_masters``: afterwards the assignment would reach the engine, as an order to drop
+                    # its gradient.
                     each.param.grad = None
         for each in received:
             if each.master is not None:
@@ -128,9 +131,11 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     @contextmanager
     def _on_masters(self) -> Iterator[None]:
         """Within the block the data of the parameters is their fp32 master."""
+        # Before the first change: after an exception below, all parameters get back what they had.
         saved = [(each.param, type(each.param), resharded.data_of(each.param)) for each in self._trained]
         try:
             for each in self._trained:
+                # What the client does with ``.data`` and ``.grad`` must not reach the engine.
                 resharded.make_plain(each.param)
                 if each.master is not None:
                     each.param.data = each.master.view(each.param.shape)

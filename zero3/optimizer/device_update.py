@@ -110,6 +110,7 @@ class DeviceUpdate:
 
     def ready(self, *, rounds: int) -> bool:
         """Whether fewer tiles are queued than fill all slots ``rounds`` times. Never waits."""
+        # From the oldest on. The count may be too high for a moment: then less is queued ahead.
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
         return len(self._under_way) < rounds * len(self._slots)
@@ -136,6 +137,7 @@ class DeviceUpdate:
         update.wait_for(self._streams.compute.record())
         with update.running():
             step(OnDevice(tile, state, param, grad))
+        # Behind the kernels of the update, and so behind the copies for which these waited.
         end = self._stepped = update.record()
         if tile.state.on_host and state.numel():
             end = self._copy_back(tile.state.tensor, state, end)
@@ -144,6 +146,8 @@ class DeviceUpdate:
             for part in [range(tile.numel)] if needs_params else stepped:
                 elements = slice(part.start * itemsize, part.stop * itemsize)
                 end = self._copy_back(target[elements], param[elements], end)
+        # Copies back run on one stream, so ``end`` is behind all of this tile's. The next tile in this slot waits for
+        # it: its copies would overwrite bytes that are still copied back.
         slot.free = end
         self._slots.rotate(-1)
         self._under_way.append(end)
@@ -151,6 +155,7 @@ class DeviceUpdate:
     def hold_compute(self) -> None:
         """Order later kernels of compute behind the updates in device memory."""
         if self._stepped is not None:
+            # The updates run on one stream: when the last of them has ended, all have.
             self._copies.hold_compute(self._stepped, KIND)
 
     def publish(self) -> None:
@@ -160,6 +165,7 @@ class DeviceUpdate:
 
     def settle(self) -> None:
         """Wait until the device neither reads nor writes host memory."""
+        # Behind ``_stepped``, no copy to the device reads host memory; behind ``_returned``, no copy back writes to it.
         for last in (self._stepped, self._returned):
             if last is not None:
                 with self._stalls.waiting_for(COPIES_OF + KIND):
@@ -177,11 +183,13 @@ class DeviceUpdate:
         start = slot.offset + offset
         target = self._memory.tensor[start : start + source.numel()]
         if needed and source.numel():
+            # After ``free``: copies of the tile that was here before may still leave the slot.
             self._copies.to_device(target, source, after=[slot.free], kind=KIND)
         return target
 
     def _copy_back(self, home: Tensor | None, changed: Tensor, stepped: Event) -> Event:
         """Queue the copy of changed bytes to their home; its event."""
         assert home is not None
+        # The event of the last copy stands for all: they run on one stream.
         self._returned = self._copies.to_host(home, changed, after=[stepped], kind=KIND)
         return self._returned

@@ -86,6 +86,7 @@ class SlotTransfers:
     def before_discard(self, reads: Sequence[Completion]) -> None:
         """Order later changes of parameters on the device behind the copies that still read them."""
         for read in reads:
+            # The copy still reads the parameters at home, and nobody else waits for it.
             if isinstance(read, Event):
                 assert self._tiers.streams is not None
                 self._tiers.streams.compute.wait_for(read)
@@ -97,6 +98,7 @@ class SlotTransfers:
         itemsize = tile.group.dtype.itemsize
         if not home.on_host:
             if not self._needs_params(tile):
+                # Before the write, which takes the slot as it is.
                 self._complete_parameters(staged)
             part = staged.lease.part(self._slots.param_offset, tile.numel * itemsize)
             if home.extent is not None:
@@ -109,6 +111,7 @@ class SlotTransfers:
                 target = home.tensor[tile.start * itemsize :][: part.nbytes]
                 # Compute may still read the old parameters.
                 self._written = copies.to_device(target, source, after=[streams.compute.record()], kind=KIND)
+                # The slot stays until the copy has read it.
                 writes.append(self._written)
         if tile.state.extent is not None:
             assert swap is not None
@@ -119,6 +122,7 @@ class SlotTransfers:
         """Order later kernels of compute behind the copies of updated parameters to the device."""
         if self._written is not None:
             assert self._tiers.copies is not None
+            # The copies run on one stream: when the last of them has ended, all have.
             self._tiers.copies.hold_compute(self._written, KIND)
             self._written = None
 
@@ -143,6 +147,7 @@ class SlotTransfers:
     ) -> None:
         assert home.extent is not None and self._tiers.swap is not None
         part = staged.lease.part(slot_offset, nbytes)
+        # The extent orders this read behind the write-back of the step before, if that is still in flight.
         staged.reads.append(self._tiers.swap.swap_in(home.extent, part, offset=offset, priority=priority))
 
     def _needs_params(self, tile: Tile) -> bool:

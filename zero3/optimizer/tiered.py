@@ -160,12 +160,15 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """
         if final and group in self._tiles_of:
             self._final_groups[group] = None
+        # The CPU updates with gradients in host memory: only groups whose copies have arrived are due.
         for each in [each for each in self._final_groups if self._gradients.has_arrived(each)]:
             self._make_due(each)
         self._advance(finish=False)
 
     def finish_in_backward(self) -> None:
         """The backward has ended: step the remaining groups."""
+        # Kernels of this backward are queued and may not have run: the device may still fetch parameters of the
+        # remaining groups.
         self._wait_for_copies()
         for group in (*self._final_groups, *self._usual_order):
             if group not in self._backward_order:
@@ -177,6 +180,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def release_read_ahead(self) -> None:
         """Free the slots of the tiles that were read ahead, for other users; the step reads them again."""
+        # Reads in flight still fill their slots, which come free when these have ended.
         self._pipeline.discard_all()
         self.settle()
 
@@ -200,6 +204,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """
         if closure is not None or grad_scale is None:
             raise EngineStateError(self._refusal_to_step())
+        # The device may still fetch parameters for its backward.
         self._wait_for_copies()
         self._grad_scale = grad_scale
         for group in self._tiles_of:
@@ -360,6 +365,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """The gradients of ``group`` are final, in backward."""
         self._backward_order[group] = None
         self._final_groups.pop(group, None)
+        # Before the count: from here on a late gradient is refused, because the update would not contain it.
         self._gradients.complete(group)
         self._count(group.layout.pieces)
         self._add_due(group)
@@ -368,6 +374,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _add_due(self, group: ParamGroup) -> None:
         """Queue the tiles of ``group`` in which something is stepped."""
+        # Only now may gradients be read into slots: the store does not change them any more.
         self._pipeline.final(group)
         for tile in self._tiles_of[group]:
             if any(self._is_stepped(segment.piece) for segment in tile.segments):
@@ -381,10 +388,12 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _finish(self) -> None:
         """Step all tiles that are due, or queue them on the device."""
+        # Tiles in slots that are not due give them back: nothing else would take them out.
         self._pipeline.expect_only(self._due_streamed)
         self._advance(finish=True)
         self._hold_compute()
         if self._visits is not None:
+            # Last: copies to the device that are queued from here on see what the GPU has updated in host memory.
             self._visits.publish()
 
     def _advance(self, *, finish: bool) -> None:
@@ -393,6 +402,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         Before each of them, queue as many tiles on the device as it can begin soon; at the end all of them.
         """
         while True:
+            # First: slots that have come free are filled while the CPU computes.
             self._pipeline.read_ahead()
             self._begin_visits(ROUNDS if finish else IN_BACKWARD)
             arrived = self._pipeline.first_arrived(self._due_streamed)
@@ -434,16 +444,20 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         del self._due_streamed[tile]
         self._add_to_batch(tile, staged)
         self._run_batch(tile.group.name)
+        # Before the group is finished: its last tile lets other ranks gather the parameters that this writes.
         self._pipeline.release(staged)
         self._finish_tile(tile)
 
     def _finish_tile(self, tile: Tile) -> None:
         self._unfinished[tile.group] -= 1
         if not self._unfinished[tile.group]:
+            # Its last tile was updated: nothing reads the gradients any more.
             self._gradients.drop_window(tile.group)
             # In backward, compute does not wait for this copy: it has other kernels to run.
             if not self._backward_order:
                 self._hold_compute()
+            # After compute was held: a gather is queued behind compute, and must come behind the copies of updated
+            # parameters.
             if self._replicas is not None:
                 self._replicas.stepped(tile.group)
 
@@ -453,6 +467,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _add_to_batch(self, tile: Tile, staged: Staged | None) -> None:
         """Add the tile's segments that are stepped."""
+        # Before the kernel: a save that is under way copies the tile first.
         self._before_change(tile)
         layout, itemsize = self._layout.for_group(tile.group), tile.group.dtype.itemsize
         grad_dtype = self._gradients.dtype_of(tile.group)
@@ -482,10 +497,12 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             )
 
     def _run_batch(self, label: str) -> None:
+        # Queued on the current stream, behind the kernels that made the gradients.
         device_kernels.step_segments(self._on_device_now, self._grad_scale)
         self._on_device_now.clear()
         if not len(self._batch):
             return
+        # The call returns when all segments are updated: their slots may then be written back.
         with self._timeline.span("kernel", label):
             self._batch.run(self._grad_scale)
         self._batch.clear()
@@ -499,6 +516,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _wait_for_copies(self) -> None:
         if self._streams is not None and self._changes_host_params:
+            # These copies read the parameters that the CPU is about to change.
             self._streams.before_host_changes()
 
     def _hold_compute(self) -> None:
@@ -517,6 +535,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         assert state is not None
         param = part_of(params, tile, tile.group.dtype.itemsize)
         grad = part_of(grads, tile, self._gradients.dtype_of(tile.group).itemsize)
+        # Before the kernels are queued: a save has then copied the tile on its own stream.
         self._before_change(tile)
         self._on_device_now += self._segments(OnDevice(tile, state, param, grad))
 
@@ -531,6 +550,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         ]
         if len(stepped) == len(tile.segments):  # one copy, with the padding between the segments
             stepped = [range(tile.numel)]
+        # Before the copies back to host memory are queued, which change the tile at home.
         self._before_change(tile)
         self._visits.run(tile, stepped, self._run_on_device)
         self._finish_tile(tile)

@@ -66,6 +66,7 @@ class StateLayout:
     def store_master(self, values: Tensor, into: Tensor) -> None:
         """Write the part of the flat fp32 masters ``values`` that the state holds to the bytes ``into``."""
         if self.splits:
+            # Names for both tensors: the kernel gets addresses, which keep nothing alive.
             wide = values.contiguous()
             upper = torch.empty_like(wide, dtype=torch.bfloat16)
             kernels.split(upper.data_ptr(), into.data_ptr(), wide.data_ptr(), wide.numel())

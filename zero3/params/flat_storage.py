@@ -90,13 +90,17 @@ class ArenaStorage(FlatStorage):
     def _attach(self) -> None:
         assert self._lease is not None
         self._bytes = as_tensor(self._lease)
+        # All views follow, also those that autograd has saved: from here on they read the bytes of the lease.
         exchange_pointers(self.flat, self._bytes)
 
     def _detach(self) -> Lease:
         """Undo ``_attach``, and return the lease, which the caller releases."""
+        # Forgotten first: after an interruption, no later call may release the lease again.
         lease, self._lease = self._lease, None
         assert lease is not None
         if self._bytes is not None:
+            # Before the caller releases the range: a view that was kept refuses reads from here on, and sees no other
+            # group's bytes.
             exchange_pointers(self.flat, self._bytes)
             self._bytes = None
         return lease
@@ -119,6 +123,7 @@ class ExchangedStorage(ArenaStorage):
             assert self._lease is not None
             self._ticket = swap.swap_in(extent, self._lease, priority=FETCH_PRIORITY)
         except BaseException:
+            # A signal handler may have raised after the submission: no read may fill the range after its release.
             swap.settle(extent)
             self._detach().release()
             raise
@@ -128,6 +133,7 @@ class ExchangedStorage(ArenaStorage):
         assert self._ticket is not None
         self._ticket.wait()
         self._ticket = None
+        # Only after the read: until then the storage refuses reads.
         self._attach()
 
     def drop(self) -> None:
@@ -175,11 +181,13 @@ class CopiedStorage(FlatStorage):
         assert self._tiers.swap is not None
         lease = (window.lease if wait else window.try_lease)(extent.nbytes, "parameters")
         if lease is None:
+            # Nothing has written to the room, so it is free at once.
             self._room.give_back(None)
             return False
         try:
             self._ticket = self._tiers.swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
         except BaseException:
+            # As in ExchangedStorage: no read may fill the lease after its release.
             self._tiers.swap.settle(extent)
             lease.release()
             self._room.give_back(None)
@@ -200,6 +208,7 @@ class CopiedStorage(FlatStorage):
                 self._finish_read()
         if self._arrived is not None:
             assert self._tiers.copies is not None
+            # Kernels that are queued from here on run behind the copy.
             self._tiers.copies.hold_compute(self._arrived, "parameters")
             self._arrived = None
         self._room.attach()
@@ -222,6 +231,7 @@ class CopiedStorage(FlatStorage):
     def _copy_in(self) -> None:
         source = self._home.tensor if self._lease is None else as_tensor(self._lease)
         assert source is not None
+        # ``after``: events behind the kernels that still use what was in this room before.
         target, after = self._room.open()
         if self._tiers.copies is None:
             target.copy_(source[: self._nbytes])
@@ -230,6 +240,7 @@ class CopiedStorage(FlatStorage):
                 target, source[: self._nbytes], after=after, kind="parameters"
             )
         if self._lease is not None:
+            # The CPU has copied the bytes; a device reads the lease until its copy has ended.
             if self._arrived is None:
                 self._lease.release()
             else:

@@ -68,6 +68,7 @@ class ShardGathers:
         base = 0
         for number, (everything, own) in enumerate(self._parts):
             if number:
+                # Every rank has come to the first gather, and each begins the second one next.
                 self.announce(foreseen=True)
             part = whole[own.start : own.stop] if shard is None else shard[base : base + len(own)]
             target = whole[everything.start : everything.stop]
@@ -78,6 +79,7 @@ class ShardGathers:
         """Wait for the gathers."""
         while self._under_way:
             self._collectives.finish(self._under_way[0], "gather")
+            # Only after the wait: if that raises, ``end`` still finds the gather, which may be writing.
             del self._under_way[0]
 
     def end(self) -> list[Event] | None:
@@ -130,6 +132,8 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
 
     def gather(self, *, foreseen: bool) -> None:
         assert self._lease is not None
+        # First: the transport reads this rank's shard as soon as the gather begins, and a read that has failed raises
+        # before other ranks hear of the gather.
         with self._tiers.stalls.waiting_for("parameters"):
             for read in self._reads:
                 read.wait()
@@ -141,6 +145,7 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
 
     def finish(self) -> None:
         self.gathers.finish()
+        # Only when every rank's shard is there.
         self._attach()
 
     def drop(self) -> None:
@@ -151,6 +156,7 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
             with contextlib.suppress(SwapError):
                 read.wait()
         self._reads.clear()
+        # None: the transport may still write to the range, because a rank is lost. So it is never released.
         if self.gathers.end() is not None:
             lease.release()
 
@@ -165,6 +171,7 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
                 self._reads.append(swap.swap_in(extent, part, offset=offset, priority=FETCH_PRIORITY))
                 offset += part.nbytes
         except BaseException:
+            # No read may fill the range after its release.
             swap.settle(extent)
             self._reads.clear()
             self._detach().release()
@@ -225,6 +232,7 @@ class DeviceGatheredStorage(ShardedStorage):
         target, after = self._room.open()
         whole, home = target.view(self.flat.dtype), self._home
         if home.tensor is None or home.on_host != self._tiers.device_is_host:
+            # The gather follows the last copy, which follows the others and the events in ``after``.
             self._bring_shard(whole, after)
             self.gathers.begin(whole, None, after if self._copied is None else [self._copied])
             return
@@ -235,6 +243,7 @@ class DeviceGatheredStorage(ShardedStorage):
 
     def finish(self) -> None:
         self.gathers.finish()
+        # Compute waits for the gather, which came behind the copy.
         self._copied = None
         self._room.attach()
 
@@ -247,6 +256,8 @@ class DeviceGatheredStorage(ShardedStorage):
             self._ticket = self._lease = None
         copied, self._copied = self._copied, None
         ends = self.gathers.end()
+        # Gathers run on one stream: behind the last one, nothing writes here. Without an end, see above, the room stays
+        # leased.
         if ends is not None:
             self._room.give_back(ends[-1] if ends else copied)
 
@@ -266,6 +277,7 @@ class DeviceGatheredStorage(ShardedStorage):
                 self._copied = copies.to_device(target, source, after=after, kind="parameters")
             base += len(elements)
         if self._lease is not None:
+            # The device reads the lease until the last copy has ended; the CPU has copied the bytes.
             if self._copied is None:
                 self._lease.release()
             else:

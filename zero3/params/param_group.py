@@ -138,6 +138,7 @@ class ParamGroup:
         self._bytes_before: dict[int, Tensor] = {}
         self._edit_listener: EditListener | None = None
         if self._storage is not None:
+            # Last: the views above are made while the storage has bytes.
             self._storage.take_bytes(description)
 
     def listen(self, listener: EditListener) -> None:
@@ -158,6 +159,7 @@ class ParamGroup:
                 f"group {self.name!r} is {self.residency.name}: unshard it before its parameters are shown"
             )
         if not self._shown:
+            # Before the versions are noted: a write to bytes that are gone would otherwise pass for the engine's own.
             self._check_unchanged()
             self._shown = True
             # The placeholder is open while parameters are pointed elsewhere; ``_point_nowhere`` closes it.
@@ -172,6 +174,7 @@ class ParamGroup:
         if not self._shown or self.residency is Residency.RESIDENT:
             return
         try:
+            # The bytes are still attached, and edits are read from them.
             if keep_edits and (edited := self.edited()):
                 assert self._edit_listener is not None
                 self._edit_listener.store_edits(self, edited)
@@ -196,6 +199,7 @@ class ParamGroup:
             self._absent.close()
         if not modify:
             self._read_only.add(position)
+        # Last: a version or an address that differs from now on tells of an edit.
         self._copies[position] = self.params[position]._version, copy.data_ptr()
 
     def shows_copy_at(self, position: int) -> bool:
@@ -221,6 +225,7 @@ class ParamGroup:
             self._absent.open()
             self._hide(position)
             self._absent.close()
+        # Last: the changes above are the engine's own, and no edits.
         self._versions[position] = self.params[position]._version
 
     @property
@@ -290,6 +295,7 @@ class ParamGroup:
         assert self._storage is not None
         if not self._storage.start(at=self._offset, wait=wait):
             return False
+        # Only once the fetch has begun: after an exception the group is still sharded.
         self.residency = Residency.FETCHING
         if self._timeline.recording:
             self._timeline.begin("fetch", self.name, **self._described())
@@ -332,6 +338,7 @@ class ParamGroup:
         assert self._storage is not None
         with nullcontext() if self._storage_reports_stalls else self._stalls.waiting_for("parameters"):
             self._storage.finish()
+        # Only once the bytes are attached: before that, the storage refuses reads.
         self.residency = Residency.UNSHARDED
         if self._timeline.recording:
             self._timeline.end("fetch", self.name)
@@ -344,8 +351,10 @@ class ParamGroup:
         if self._timeline.recording and self.residency is Residency.FETCHING:
             self._timeline.end("fetch", self.name, dropped=True)
         try:
+            # Before the bytes go: edits are read from them, and no parameter may point to memory that others reuse.
             self.hide(keep_edits=keep_edits)
         finally:
+            # Also if an edit could not be stored: other groups need the room.
             self.residency = Residency.SHARDED
             self._storage.drop()
 
@@ -364,11 +373,13 @@ class ParamGroup:
 
     def _point(self, position: int, values: Tensor) -> None:
         param = self.params[position]
+        # First the class: a resharded parameter refuses other data.
         param.__class__ = resharded.shown_form(self._plain[position])
         resharded.set_data(param, values)
 
     def _hide(self, position: int) -> None:
         self._point(position, self._absent.views[position])
+        # Last, for the same reason.
         self.params[position].__class__ = resharded.resharded_form(self._plain[position])
 
 

@@ -34,22 +34,28 @@ class Replicas:
     def stepped(self, group: ParamGroup) -> None:
         """Gather ``group``, whose shard this rank has updated, once the groups before it are updated, too."""
         self._stepped.add(group)
+        # In the order of groups, whichever of them a rank has updated first: all ranks begin the same gathers in one
+        # order.
         while self._waiting and self._waiting[0] in self._stepped:
             self._gather(self._waiting.popleft())
 
     def finish(self) -> None:
         """End a step on this rank: gather the remaining groups, and wait for all gathers."""
+        # Groups in which nothing was updated here: another rank may have updated its shard of them.
         while self._waiting:
             self._gather(self._waiting.popleft())
         self._stepped.clear()
+        # Until then the transport reads this rank's shards, and writes the others, in the parameters themselves.
         while self._under_way:
             self._collectives.finish(self._under_way.popleft(), "gather")
 
     def _gather(self, group: ParamGroup) -> None:
         home, world = group.home.tensor, self._collectives.world
         assert home is not None
+        # In place: a rank sends its part of the tensor into which it receives the others.
         whole = home.view(group.dtype)[: group.layout.trainable_numel]
         local = shard_ranges(group.layout, world.size, world.rank)[0]
         label = f"gather the updated {group.name!r}"
+        # Foreseen: every rank gathers all of these groups, in this order, in each step.
         self._collectives.announce(label, foreseen=True)
         self._under_way.append(self._collectives.gather(whole, whole[local.start : local.stop], label))

@@ -89,6 +89,7 @@ _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> wea
 
 def adopt(params: Iterable[nn.Parameter], owner: Owner) -> None:
     """Make ``owner`` the owner of ``params``."""
+    # Weak: a model outlives its engine, and its parameters must not keep the memory of all tiers.
     reference = weakref.ref(owner)
     for param in params:
         _owners[param] = reference
@@ -207,6 +208,7 @@ class _Resharded(_Graded):
                 raise ResidencyError(_refusal(owner, param, func))
             if func == _DATA.__get__:
                 owner.on_data_read(param)
+        # Once more: room for the last parameter may have been made by releasing the group of an earlier one.
         for param in _resharded_among((args, kwargs)):
             owner = owner_of(param)
             assert owner is not None

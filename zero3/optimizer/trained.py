@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tiering.errors import EngineStateError
 
@@ -15,18 +14,6 @@ REMEDY = (
     " those that are trained later. To continue this run: save_checkpoint(), release(), unfreeze, initialize, and"
     " load_checkpoint()"
 )
-
-
-def check_frozen(frozen: Iterable[tuple[nn.Parameter, str]]) -> None:
-    """EngineStateError if one of these, frozen at initialize and given with their names, requires a gradient now."""
-    # This loop visits thousands of parameters before each forward: without __torch_function__ it is faster.
-    with torch._C.DisableTorchFunctionSubclass():
-        name = next((name for param, name in frozen if param.requires_grad), None)
-    if name is not None:
-        raise EngineStateError(
-            f"{name!r} was frozen at initialize and requires a gradient now, but no tier has room for its optimizer"
-            f" state: it would never be trained. Freeze it again. {REMEDY}"
-        )
 
 
 def planned_group(param_group: Mapping[str, Any], planned: Container[Tensor]) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
 from tiering.errors import ConfigError, EngineStateError
-from zero3.optimizer.trained import check_frozen
+from zero3.optimizer.trained import REMEDY
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup, Residency
 from zero3.state.tensors import TieredState
@@ -105,7 +106,14 @@ class Parameters:
 
     def check_frozen(self) -> None:
         """EngineStateError if a parameter that was frozen at initialize requires a gradient."""
-        check_frozen(self._frozen)
+        # This loop visits thousands of parameters before each forward: without __torch_function__ it is faster.
+        with torch._C.DisableTorchFunctionSubclass():
+            name = next((name for param, name in self._frozen if param.requires_grad), None)
+        if name is not None:
+            raise EngineStateError(
+                f"{name!r} was frozen at initialize and requires a gradient now, but no tier has room for its optimizer"
+                f" state: it would never be trained. Freeze it again. {REMEDY}"
+            )
 
     def check_residents(self) -> None:
         """EngineStateError if a resident parameter points to other memory."""

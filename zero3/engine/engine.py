@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -95,16 +95,13 @@ class Engine:
             self._parameters.check_frozen()
         if self.config.cast_inputs:
             args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.config.precision])
-        in_outer_forward, self._ready.in_forward = self._ready.in_forward, True
-        with self._phase("forward"), autocast(self.config, self.device):
+        with self._phase("forward"), self._ready.running_forward(), autocast(self.config, self.device):
             try:
                 return self.module(*args, **kwargs)
             except BaseException as error:
                 self._schedule.abandon()
                 explain_inputs(error, (args, kwargs), self.config)
                 raise
-            finally:
-                self._ready.in_forward = in_outer_forward
 
     def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
         """``loss`` multiplied by the loss scale and divided by gradient_accumulation_steps, ready for its backward.
@@ -114,7 +111,7 @@ class Engine:
         """
         check_loss(loss)
         self._loss = loss.detach()
-        self._accumulation.scaled += 1
+        self._accumulation.note_scaled()
         self._schedule.activations.backward_of(loss)
         if self.config.precision == "fp16" or self.config.autocast == "fp16":
             loss = loss.float() * self.loss_scale.value
@@ -131,36 +128,29 @@ class Engine:
         self._ready.check_trains("backward")
         self._parameters.check_frozen()
         self._schedule.check_thread()
-        scaled_before = self._accumulation.scaled
-        scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
-        with self._phase("backward"):
-            try:
-                # Before the backward: a failure after it would keep gradients that the caller counts as dropped.
-                divided_loss = loss / self._accumulation.steps if scale_wrt_gas else loss
-                scaled.backward(retain_graph=retain_graph)
-            except BaseException:
-                self._loss = None
-                self._ready.give_up_backward()
-                raise
-            finally:
-                self._accumulation.scaled = scaled_before
+        with self._accumulation.one_backward():
+            scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
+            with self._phase("backward"):
+                try:
+                    # Before the backward: a failure after it would keep gradients that the caller counts as dropped.
+                    divided_loss = loss / self._accumulation.steps if scale_wrt_gas else loss
+                    scaled.backward(retain_graph=retain_graph)
+                except BaseException:
+                    self._loss = None
+                    self._ready.give_up_backward()
+                    raise
         # Also if no gradient has arrived.
         self._updates.current_step.to_pending()
         return divided_loss
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate only: backwards inside the block add to the gradients, and the next one outside completes them.
 
         For a loop that accumulates by itself, with gradient_accumulation_steps 1 and losses that it has divided.
         ``step`` raises EngineStateError inside the block. With ``tiering.grad_accum_dtype`` "fp32" the sums are not
         rounded to 16 bits.
         """
-        syncing_before, self._accumulation.syncing = self._accumulation.syncing, False
-        try:
-            yield
-        finally:
-            self._accumulation.syncing = syncing_before
+        return self._accumulation.no_sync()
 
     def as_optimizer(self) -> OptimizerFront:
         """The engine as a ``torch.optim.Optimizer`` with the engine's param groups, whose ``step`` calls ``step``.
@@ -227,14 +217,13 @@ class Engine:
             self._parameters.store_edits_of_residents()
         with deferred_interrupts():
             self._accumulation.count(updated=boundary)
-            self._updates.applied = False
             if boundary:
                 with self._phase("step"):
                     self._update(lr_kwargs or {})
                 self._checkpoints.after_step(all_written=self._updates.saving == 2)
                 self._observation.end_step(self.train_batch_size())
             else:
-                self._updates.current_step.end_micro_batch()
+                self._updates.end_micro_batch()
             self._prefetcher.look_ahead()
         if boundary:
             self._preemption.save_and_exit(self.close)
@@ -494,7 +483,7 @@ class Engine:
 
     def _close(self, call: str) -> None:
         self._ready.warn_of_unused_gradients(call)
-        self._ready.ended_by = call
+        self._ready.end(call)
         self._observation.settle(error_under_way(), stopped_by=self._preemption.requested)
         if self._collectives is not None:
             self._collectives.settle()

@@ -66,8 +66,7 @@ class Observation:
 
     def end_step(self, samples: int) -> None:
         """A step of ``samples``, over all ranks, has ended."""
-        self.record.loss = self._updates.loss
-        self.record.end_step(samples, skipped=self._updates.overflow)
+        self.record.end_step(samples, loss=self._updates.loss, skipped=self._updates.overflow)
         if self._trace is not None and self._trace.end_step(self._updates.steps):
             self._trace = None
         self._progress.end_step(samples, self._updates.samples)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 
@@ -25,6 +28,32 @@ class Accumulation:
     def at_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an update."""
         return self.waiting + 1 >= self.steps if self.boundary is None else self.boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block whose backwards do not complete the gradients."""
+        syncing_before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = syncing_before
+
+    @contextmanager
+    def one_backward(self) -> Iterator[None]:
+        """A block that scales one loss and runs its backward, which counts no scaled loss afterwards."""
+        scaled_before = self.scaled
+        try:
+            yield
+        finally:
+            self.scaled = scaled_before
+
+    def note_scaled(self) -> None:
+        """A loss is scaled: a backward follows."""
+        self.scaled += 1
+
+    def note_backward(self) -> None:
+        """A backward has ended, as a rule that of a scaled loss."""
+        self.scaled = max(0, self.scaled - 1)
 
     def count(self, *, updated: bool) -> None:
         """A micro-batch has ended; ``updated`` tells whether an update has used its gradients."""

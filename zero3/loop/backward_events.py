@@ -52,7 +52,7 @@ class BackwardEvents:
         self._updates.group_done(group, final=final)
 
     def on_end_of_backward(self) -> None:
-        self._accumulation.scaled = max(0, self._accumulation.scaled - 1)
+        self._accumulation.note_backward()
         if self._updates.current_step.state is StepState.UPDATING_IN_BACKWARD:
             # Prefetched values are old for groups that are stepped only now.
             self._prefetcher.forget()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -49,6 +51,19 @@ class Readiness:
         self._updates, self._step = updates, updates.current_step
         self._accumulation = accumulation
         self._schedule = schedule
+
+    def end(self, call: str) -> None:
+        """``call`` ends the engine."""
+        self.ended_by = call
+
+    @contextmanager
+    def running_forward(self) -> Iterator[None]:
+        """A block in which engine.forward runs."""
+        in_outer_forward, self.in_forward = self.in_forward, True
+        try:
+            yield
+        finally:
+            self.in_forward = in_outer_forward
 
     @property
     def closed(self) -> bool:

@@ -222,6 +222,11 @@ class Update:
         if final:
             _count_as_edits([group])
 
+    def end_micro_batch(self) -> None:
+        """``step()`` has ended a micro-batch that is not the last one before an update."""
+        self.applied = False
+        self.current_step.end_micro_batch()
+
     def end_of_backward(self) -> None:
         """The backward has ended: all its gradients have arrived."""
         if self.current_step.state is StepState.UPDATING_IN_BACKWARD:
@@ -255,6 +260,7 @@ class Update:
         ``loss`` is this rank's, ``samples`` are those of all ranks, ``stop`` is the number of the stop signal that this
         rank has received, or 0, and ``saving`` its progress with a checkpoint (Checkpoints.progress).
         """
+        self.applied = False
         try:
             scale = self.loss_scale.value
             with self._timeline.span("compute", "norm"):

@@ -206,9 +206,10 @@ class RunRecord:
         """Seconds so far by phase, "idle" between phases; on a GPU, on the clock of the GPU."""
         return self._phases.seconds
 
-    def end_step(self, samples: int = 0, *, skipped: bool = False) -> None:
-        """Record that an optimizer step of ``samples``, counted over all ranks, has ended."""
+    def end_step(self, samples: int = 0, *, loss: float | None = None, skipped: bool = False) -> None:
+        """Record that an optimizer step of ``samples``, counted over all ranks, has ended; ``loss`` is their mean."""
         self.step += 1
+        self.loss = loss
         self.samples += samples
         self.skipped += skipped
         self.files = self._stats()

@@ -1,10 +1,11 @@
-"""Calls of the file system for saved files: opening, syncing, and the remedies of their errors."""
+"""Calls of the file system for saved files: opening, replacing, syncing, and the remedies of their errors."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 _MAY_NOT = "save to a writable directory, or change the mode of this one"
@@ -53,3 +54,22 @@ def fsync(path: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def replace_content(path: Path, content: bytes) -> None:
+    """Replace the content of the existing file at ``path`` atomically; its mode stays. Raises OSError.
+
+    A symbolic link stays, and the file that it points to is replaced.
+    """
+    target = path.resolve()
+    fd, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+    partial = Path(name)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            os.fchmod(fd, stat.S_IMODE(target.stat().st_mode))
+            os.fsync(fd)
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

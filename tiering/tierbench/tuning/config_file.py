@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 from tiering._strict_json import FormatError, parse
 from tiering.config.json_comments import plain
 from tiering.errors import ConfigError
+from tiering.storage.file_system import replace_content
 
 _DECODER = json.JSONDecoder()
 _BLANKS = " \t\r\n"
@@ -33,19 +32,8 @@ def check(path: Path, block: Mapping[str, Any]) -> None:
 def write(path: Path, block: Mapping[str, Any]) -> None:
     """Set the values of ``block`` in the file at ``path``, atomically. Raises ConfigError."""
     data = _edited(path, block)
-    target = path.resolve()  # a symbolic link stays; its target is replaced
     try:
-        fd, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
-        partial = Path(name)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-                os.fchmod(fd, stat.S_IMODE(target.stat().st_mode))
-                os.fsync(fd)
-            partial.replace(target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        replace_content(path, data)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; {_REMEDY}") from None
 

@@ -34,6 +34,10 @@ ELSEWHERE: Mapping[str, tuple[str, Sequence[str]]] = {
 """Modules of DeepSpeed that have no file here: where their names are, and which of them (none listed: all)."""
 
 
+FALLBACKS: dict[str, str] = {}
+"""The modules whose other names are those of another module, and that module."""
+
+
 def names(
     module: str,
     homes: Mapping[str, Sequence[str]],
@@ -47,6 +51,8 @@ def names(
     in the module ``fallback``. A name that only DeepSpeed has gives its placeholder; any other raises AttributeError.
     """
     home_of = {name: home for home, defined in homes.items() for name in defined}
+    if fallback:
+        FALLBACKS[module] = fallback
 
     def get(name: str) -> object:
         if name in home_of:

@@ -12,6 +12,7 @@ from typing import Any
 from tiering._command_line import Parser, Version, run_printing
 from tiering.commands import check as check_command
 from tiering.commands import doctor as doctor_command
+from tiering.commands import migrate as migrate_command
 from tiering.commands import plan as plan_command
 
 
@@ -62,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="report how each key of a DeepSpeed configuration is handled")
     check_command.add_arguments(check)
+
+    migrate = commands.add_parser(
+        "migrate", help="change a script's imports of deepspeed to imports of tiering"
+    )
+    migrate_command.add_arguments(migrate)
 
     plan = commands.add_parser(
         "plan",

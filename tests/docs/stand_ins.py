@@ -169,6 +169,7 @@ EXIT_CODES: dict[Key, int] = {
 # Commands whose output the page shows to the letter. Of others it shows the figures of one machine and time.
 PRINTED: set[Key] = {
     ("migrate-from-deepspeed.md", "tiering check ds_config.json --ranks 2"),
+    ("migrate-from-deepspeed.md", "tiering migrate train.py"),
     ("migrate-from-deepspeed.md", "tiering check old.json"),
 }
 

@@ -11,7 +11,7 @@ key_report.py  prints and exports the report           secrets.py     hides pass
 from tiering.config.ds_config.auto import LoadContext
 from tiering.config.ds_config.in_effect import description, value_of
 from tiering.config.ds_config.key_report import KeyEntry, KeyReport, Origin
-from tiering.config.ds_config.loading import examine, load
+from tiering.config.ds_config.loading import examine, load, mapping_of
 from tiering.config.ds_config.verdicts import KeyVerdict
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "description",
     "examine",
     "load",
+    "mapping_of",
     "value_of",
 ]

@@ -87,6 +87,14 @@ def _filled(section: Mapping[str, Any], values: Mapping[str, object], prefix: st
     return filled
 
 
+def mapping_of(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """The keys of a configuration, unchanged and unchecked: ``config`` itself, or the content of the file.
+
+    Raises :class:`ConfigError` for a file that cannot be read or is not a JSON object.
+    """
+    return config if isinstance(config, Mapping) else _read_json(config)[0]
+
+
 def _read_json(config: str | Path) -> tuple[Mapping[str, Any], dict[tuple[str, ...], int], str]:
     """The content of the file, the line numbers of its keys, and its path.
 

@@ -39,7 +39,7 @@ class RunLog:
         for level, line in lines[:MAX_LINES]:
             log.log(level, "%s", plain(line))
         if len(lines) > MAX_LINES:
-            log.warning("%s at the same time", counted(len(lines) - MAX_LINES, "more change"))
+            log.warning("%s since the last reading", counted(len(lines) - MAX_LINES, "more change"))
 
     def _changes(self, view: View) -> Iterator[tuple[int, str]]:
         """Log levels and lines. A new state counts once it lasts for two Views: ranks start and end one by one."""

@@ -23,8 +23,8 @@ _VERBS: dict[How, str] = {
 class RunEnd:
     """``how`` a run ended, and ``why``: the error, the signal, or the ranks that were killed.
 
-    died     a rank was killed: its process is gone, and its status file does not say how it ended
-    unknown  the status files were removed before they said how
+    died     a rank was killed: its process is gone, and its status file does not report how it ended
+    unknown  the status files were removed before they reported how
     """
 
     how: How
@@ -47,7 +47,7 @@ def end_of(run: RunView) -> RunEnd:
     # A preempted rank takes precedence over a finished one.
     for _, end in sorted(ends, key=lambda rank_end: rank_end[1].how == "finished"):
         return RunEnd(end.how, end.reason)
-    return RunEnd("unknown", "its status files were removed before they said how")
+    return RunEnd("unknown", "its status files were removed before they reported how")
 
 
 def with_last_status(run: RunView, closed: Iterable[RunView]) -> RunView:

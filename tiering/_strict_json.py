@@ -14,7 +14,7 @@ short.maxstring, short.maxlist = 200, 8
 
 
 class FormatError(ValueError):
-    """The content is invalid. The message is a clause about the file: "it is nested too deep"."""
+    """The content is invalid. The message is a clause about the file: "it is nested too deeply"."""
 
 
 def parse(
@@ -36,7 +36,7 @@ def parse(
             parse_constant=constant or natural,
         )
     except RecursionError:
-        raise FormatError("it is nested too deep") from None
+        raise FormatError("it is nested too deeply") from None
     except FormatError:
         raise
     except ValueError as error:

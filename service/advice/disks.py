@@ -19,7 +19,7 @@ _ERRORS = {
         "the disk, its cable or the memory corrupts data: continue on another drive from the last checkpoint",
     ),
     "ENOSPC": ("the file system is full", "free space there"),
-    "EDQUOT": ("the quota is used up", "raise it, or name a directory without one in nvme_path"),
+    "EDQUOT": ("the quota is used up", "raise the quota, or name a directory without a quota in nvme_path"),
     "EROFS": (
         "the file system has become read-only",
         "Linux does this after disk errors: see `dmesg`",

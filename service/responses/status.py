@@ -106,7 +106,7 @@ class EndedRun(RunSummary):
     ended_at: float | None = Field(description="Unix time at which a rank last published")
     how: How = Field(
         description="finished; failed: by an error; preempted: stopped by a signal; died: killed;"
-        " unknown: its status files were removed before they said how"
+        " unknown: its status files were removed before they reported how"
     )
     why: str = Field(
         description="failed: the error and the rank where it started; preempted: the signal; died: the ranks that died"

@@ -71,7 +71,7 @@ def test_a_failed_write_poisons_what_comes_after(
     for ticket in (read, flush):
         code, message = failure(ticket.wait)
         assert code == errno.ECANCELED
-        assert "never issued, because of this" in message
+        assert "never issued, because an earlier transfer failed" in message
         assert "EIO" in message
     assert back.bytes() == bytes(BLOCK)  # not issued at all
     assert failure(write.wait)[0] == errno.EIO

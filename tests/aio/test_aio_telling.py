@@ -72,8 +72,8 @@ def test_what_was_never_issued_tells_its_own_place_and_why(
     assert taken_back.cancel()
     for ticket, offset, reason in (
         (write, 16 * PAGE, "failed: EIO"),
-        (behind, 32 * PAGE, "it was never issued, because of this: [TIER-IO] write"),
-        (taken_back, 48 * PAGE, "it was taken back by cancel()"),
+        (behind, 32 * PAGE, "it was never issued, because an earlier transfer failed: [TIER-IO] write"),
+        (taken_back, 48 * PAGE, "it was canceled by cancel()"),
     ):
         with pytest.raises(SwapError) as caught:
             ticket.wait()
@@ -93,7 +93,9 @@ def test_the_cause_of_a_long_chain_is_found_in_its_length(
     assert tickets[1].cancel()
     for _ in range(60):
         tickets.append(context.write(file, memory(PAGE), 0, PAGE, after=tickets))
-    with pytest.raises(SwapError, match=r"because of this: .* it was taken back by cancel\(\)"):
+    with pytest.raises(
+        SwapError, match=r"because an earlier transfer failed: .* it was canceled by cancel\(\)"
+    ):
         tickets[-1].wait()
 
 
@@ -183,9 +185,9 @@ def test_writes_that_are_cancelled_use_nothing_up(engine: str, swap_file: Any, m
         while not before.done():
             write = context.write(file, buffer, 0, PAGE)
             if write.cancel():
-                with pytest.raises(SwapError, match="taken back by cancel"):
+                with pytest.raises(SwapError, match="canceled by cancel"):
                     write.wait()
-                with pytest.raises(SwapError, match="taken back by cancel"):  # as long as it can be named
+                with pytest.raises(SwapError, match="canceled by cancel"):  # as long as it can be named
                     context.read(file, buffer, 0, PAGE, after=[write]).wait()
                 slots.add(write._request.id & 0xFFFFF)
                 cancelled += 1

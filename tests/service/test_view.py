@@ -267,7 +267,7 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
         chronicle.add(view(live(name="\x1b[31mred", run_id=f"red-{number}", at=NOW + number)))
     chronicle.add(view())
     assert caplog.messages[-1] == (
-        "run ?[31mred (red-10) has ended at step 0: its status files were removed before they said how"
+        "run ?[31mred (red-10) has ended at step 0: its status files were removed before they reported how"
     )
     assert [(run.id, run.state, run.how) for run in chronicle.ended] == [
         (f"red-{number}", "ended", "unknown") for number in range(10, 0, -1)
@@ -280,7 +280,7 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
     caplog.clear()
     chronicle.add(view(*(live(run_id=f"many-{number}") for number in range(500))))
     assert len(caplog.messages) == 21, "nobody may be reading"
-    assert caplog.messages[-1] == "481 more changes at the same time"
+    assert caplog.messages[-1] == "481 more changes since the last reading"
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def _inspected(inspection: Inspection) -> Iterator[RenderableType]:
         if len(inspection.damage) > _MAX_DAMAGES:
             yield f"  and {len(inspection.damage) - _MAX_DAMAGES} more"
     elif inspection.checked:
-        yield f"Whole: {format_size(inspection.checked)} were read, and every page matches its checksum."
+        yield f"Complete: {format_size(inspection.checked)} were read, and every page matches its checksum."
     else:
         yield "Sizes and headers are correct. Without --quick, all checksums are compared, too."
     if inspection.caveat:

@@ -71,7 +71,7 @@ def _demo(directory: Path, port: int, settings: Settings, plant_fault: bool, con
     verdict = judge(results, run_in_status=watch.run_seen)
     console.print(verdict_table(results, verdict))
     console.print(memory_table(results))
-    console.print("what the model writes after 'def ':")
+    console.print("text that the model generates after 'def ':")
     console.print(repr(results[Way.NVME]["sample"]), markup=False, highlight=False)
     if plant_fault:
         return judge_fault(console, detected=not verdict.digests_equal)

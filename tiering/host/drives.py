@@ -141,8 +141,8 @@ class Drive:
     def poses(self) -> str | None:
         """A description if the device is a file or memory, whose rates are those of memory; None for a disk."""
         if self.layer == "loop":
-            return "a file posing as a disk"
-        return "memory posing as a disk" if self.name.startswith(("zram", "ram")) else None
+            return "a file that appears as a disk"
+        return "memory that appears as a disk" if self.name.startswith(("zram", "ram")) else None
 
     @property
     def stack(self) -> Iterator[Drive]:
@@ -185,7 +185,7 @@ class Backing:
 
 
 def posing(backing: Backing) -> list[str]:
-    """A text for each device below ``backing`` that is not a disk: "loop0 is a file posing as a disk"."""
+    """A text for each device below ``backing`` that is not a disk: "loop0 is a file that appears as a disk"."""
     return [
         f"{drive.name} is {drive.poses}"
         for top in backing.drives

@@ -19,7 +19,7 @@ _REMEDIES = {
     errno.ENOSPC: "the file system is full: free space there or choose another directory",
     errno.EDQUOT: "the disk quota is used up: raise it or choose another directory",
     errno.EFBIG: "the file would pass the process's file size limit: raise it with `ulimit -f`",
-    errno.ECANCELED: "it was never issued: a transfer before it failed, or the context was closed",
+    errno.ECANCELED: "it was never issued: an earlier transfer failed, or the context was closed",
     errno.EBADMSG: "the bytes read differ from the bytes written (CRC32C): the disk, its cable or the memory is bad;"
     " see dmesg and the drive's SMART log, and start again from weights saved before",
     errno.EBADF: "the descriptor was closed, or opened for the other direction",
@@ -70,9 +70,9 @@ class AioErrors:
         """The error of a transfer that ended with ``code``; ``cause``: the failure that cancelled it."""
         remedy = _REMEDIES.get(code, "see dmesg")
         if request.canceled:
-            remedy = "it was taken back by cancel()"
+            remedy = "it was canceled by cancel()"
         elif cause is not None:
-            remedy = f"it was never issued, because of this: {cause}"
+            remedy = f"it was never issued, because an earlier transfer failed: {cause}"
         place = "" if request.failed_at == request.offset else f" at byte {request.failed_at} of the file"
         message = f"{self.describe(request)} failed: {errno_text(code)}{place}; {remedy}"
         name = self._files.get(request.file, ("", False))[0]

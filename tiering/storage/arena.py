@@ -297,7 +297,7 @@ class Arena:
     def _starved(self, size: int, kind: str) -> ArenaError:
         leased_bytes = {holder: nbytes for holder, nbytes in self._by_kind.items() if nbytes}
         return ArenaError(
-            f"no {size} bytes for {kind!r} came free in the {self.name} arena within {STARVED_AFTER_SECONDS:.0f} s;"
+            f"no {size} bytes for {kind!r} became free in the {self.name} arena within {STARVED_AFTER_SECONDS:.0f} s;"
             f" capacity {self.capacity}, held: {leased_bytes}, largest free range {self._free.largest}. This is a"
             f" defect of the plan: please report it; a larger {self.name} budget works around it"
         )

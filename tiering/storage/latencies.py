@@ -57,7 +57,7 @@ class LatencyHistogram:
         """The ``percentile`` of each of ``shares``, at little more than the cost of one."""
         for share in shares:
             if not 0 <= share <= 1:
-                raise ValueError(f"a percentile of {share}: give a share of 0 .. 1, 0.99 for the 99th")
+                raise ValueError(f"invalid percentile {share}: pass a fraction from 0 to 1, such as 0.99")
         up_to = list(accumulate(self.counts))
         if not up_to[-1]:
             raise ValueError("no percentiles: the histogram has no operations; check total first")

@@ -55,39 +55,41 @@ _OPEN_FILES: weakref.WeakSet[SwapFile] = weakref.WeakSet()
 class SwapFile:
     """``nbytes`` of reserved space in ``directory``. ``fd`` is -1 once closed; ``direct`` says that O_DIRECT is in use.
 
-    ``lost`` describes the missing features of the file system. ``direct=False`` uses the page cache.
+    ``missing_features`` describes features that the file system lacks. ``direct=False`` uses the page cache.
 
-    Raises SwapSpaceError when the file cannot be made or the space is too small; no file is left then.
+    Raises SwapSpaceError if the file cannot be created or the space is too small; then, no file is left.
     """
 
     def __init__(self, directory: Path, nbytes: int, *, direct: bool = True) -> None:
         self.directory = directory
         self.nbytes = 0
-        lost: list[str] = []
+        missing_features: list[str] = []
         self.fd, self.direct, nameless = _open(directory, direct)
         # Before the wait for space: a child that is forked meanwhile closes its copy of the descriptor.
         _OPEN_FILES.add(self)
         try:
             if not nameless:
-                lost.append(
-                    "it has no nameless files (O_TMPFILE): a process killed in the instant of making one leaves"
-                    " an empty file .tiering-*.swap there"
+                missing_features.append(
+                    "no unnamed files (O_TMPFILE): a process that is killed while it creates one leaves an empty file"
+                    " .tiering-*.swap there"
                 )
             self._reserves = True
             self.resize(nbytes)
             if not self._reserves:
-                lost.append("it cannot reserve space (no fallocate): a full disk will show only when written")
+                missing_features.append("no fallocate: a full disk is detected only by a failing write")
             if self.direct and nbytes and not _takes_direct_transfers(self.fd, directory):
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 self.direct = False
             if direct and not self.direct:
-                lost.append("it refuses O_DIRECT: the page cache uses memory beyond the budgets")
+                missing_features.append("no O_DIRECT: the page cache uses memory beyond the budgets")
         except BaseException:
             self.close()
             raise
-        self.lost = tuple(lost)
-        if lost:
-            log.warning("the file system of nvme_path %s does not give all: %s", directory, "; ".join(lost))
+        self.missing_features = tuple(missing_features)
+        if missing_features:
+            log.warning(
+                "the file system of nvme_path %s lacks features: %s", directory, "; ".join(missing_features)
+            )
 
     def resize(self, nbytes: int) -> None:
         """Grow or shrink to ``nbytes``. Raises SwapSpaceError when there is too little space."""
@@ -166,14 +168,14 @@ def free_by_file_system(directories: Iterable[Path]) -> dict[int, int]:
 
 
 def wait_for_space(directories: Sequence[Path], enough: Callable[[], bool]) -> bool:
-    """Whether there is ``enough`` free space in ``directories``; if not, waits a moment, and as long as it grows."""
+    """Whether there is ``enough`` free space in ``directories``. Waits shortly for it, and longer while it grows."""
     if enough():
         return True
     start = grown = time.monotonic()
     free = sum(free_by_file_system(directories).values())
     names = ", ".join(map(str, directories))
     log.info(
-        "%d bytes are free in %s, which is too little: waiting, as a process that has just ended may hold more",
+        "%d bytes are free in %s, which is too little: waiting for space of processes that have just ended",
         free,
         names,
     )
@@ -230,7 +232,7 @@ def _refused(directory: Path, nbytes: int, code: int) -> SwapSpaceError:
     available = free_bytes(directory)
     if code == errno.ENOSPC:
         return too_full(
-            directory, nbytes, available, " (ENOSPC: others are filling it, or blocks are set aside)"
+            directory, nbytes, available, " (ENOSPC: other processes write to it, or blocks are reserved)"
         )
     reason, remedy = {
         errno.EDQUOT: ("the disk quota does not allow them (EDQUOT)", "raise the quota"),
@@ -260,7 +262,7 @@ def _open(directory: Path, direct: bool) -> tuple[int, bool, bool]:
     except OSError as error:
         remedy = {
             errno.EROFS: " (the file system is mounted read-only); remount it or name another directory",
-            errno.ENOSPC: " (not even an empty file has room); free space there or name another directory",
+            errno.ENOSPC: " (no room for an empty file); free space there or name another directory",
             errno.EDQUOT: " (the quota is used up); raise it or name another directory",
         }.get(error.errno or 0, "; check its mode and owner")
         raise SwapSpaceError(f"cannot create a swap file in {directory}: {error.strerror}{remedy}") from error

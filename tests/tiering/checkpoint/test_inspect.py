@@ -100,7 +100,7 @@ def test_a_directory_and_its_latest_checkpoint(checkpoints: Path, inspect: Inspe
     assert "global_step200: step 200, saved 2026-11-22T08:00:00+00:00 by 2 ranks, Lion in bf16" in lines
     assert "weights  3 F32        4,507  17.61 KiB" in lines
     assert "exp_avg  3 F32        4,507  17.61 KiB" in lines
-    assert any(line.startswith("Whole: ") and "every page matches its checksum" in line for line in lines)
+    assert any(line.startswith("Complete: ") and "every page matches its checksum" in line for line in lines)
     assert "Plan to load it here and continue training (tiering plan has more options):" in lines
     config = json.loads(out[out.index("\n{") :])
     assert config["optimizer"] == {"type": "Lion"}
@@ -313,7 +313,7 @@ def test_a_number_too_large_in_one_record_leaves_the_others(checkpoints: Path, i
     code, out, _ = inspect(checkpoints)
     assert code == 1
     assert f"Damaged: {record} is damaged: '1e999' is too large for a number" in out
-    assert "Whole: " in out
+    assert "Complete: " in out
     assert CheckpointDirectory(checkpoints).find() == checkpoints / "global_step200"
     converted = checkpoints.parent / "converted"
     assert cli.main(["convert", str(checkpoints), str(converted)]) == 0
@@ -346,7 +346,7 @@ def test_a_damaged_tag_beside_a_whole_one(checkpoints: Path, inspect: Inspect) -
     (checkpoints / "global_step100" / "weights-00001-of-00001.safetensors").unlink()
     code, out, _ = inspect(checkpoints)
     assert code == 1
-    assert "Whole: " in out
+    assert "Complete: " in out
     assert out.count("damaged") >= 1 and "Damaged: " in out
 
 

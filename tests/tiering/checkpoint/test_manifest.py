@@ -153,7 +153,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
         ("NaN", "'NaN' is not a whole number"),
         ("Infinity", "'Infinity' is not a whole number"),
         ("1" * 5000, "it is not valid JSON"),
-        ("[" * 100_000 + "]" * 100_000, "nested too deep"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
     ],
     ids=["1e999", "-1e999", "NaN", "Infinity", "5000 digits", "100000 levels"],
 )
@@ -170,5 +170,5 @@ def test_any_depth_is_read_or_refused(tmp_path: Path) -> None:
     for depth in range(900, 1010):
         inner = '{"a":' * depth + "1" + "}" * depth
         (tmp_path / MANIFEST).write_text(f'{{"crc32": "00000000", "content": {inner}}}')
-        with pytest.raises(CheckpointError, match=r"nested too deep|does not match its crc32"):
+        with pytest.raises(CheckpointError, match=r"nested too deeply|does not match its crc32"):
             read_sealed(tmp_path / MANIFEST)

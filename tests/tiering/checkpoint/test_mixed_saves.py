@@ -140,7 +140,7 @@ def test_a_checkpoint_of_version_1_is_taken_with_a_note(
     assert note in checkpoint.caveat
     assert cli.main(["inspect", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "Whole: " in out
+    assert "Complete: " in out
     assert note in out
     assert cli.main(["convert", str(path), str(tmp_path / "converted")]) == 0
     assert note in capsys.readouterr().err

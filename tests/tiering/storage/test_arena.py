@@ -369,7 +369,7 @@ def test_starving_says_who_holds_what(arena: Arena, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ArenaError) as caught:
         arena.lease(3 * PAGE, "state")
     assert str(caught.value) == (
-        "[TIER-ARENA] no 12288 bytes for 'state' came free in the host arena within 0 s; capacity 16384,"
+        "[TIER-ARENA] no 12288 bytes for 'state' became free in the host arena within 0 s; capacity 16384,"
         " held: {'parameters': 8192}, largest free range 4096. This is a defect of the plan: please report it;"
         " a larger host budget works around it"
     )

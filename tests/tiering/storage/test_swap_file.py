@@ -27,10 +27,10 @@ from tiering.storage.slab_file import SlabFile
 from tiering.storage.swap_file import SwapFile, check_directory, disk_of, free_bytes, memory_file_system
 
 MIB = 1 << 20
-NO_DIRECT = "it refuses O_DIRECT: the page cache uses memory beyond the budgets"
-NO_FALLOCATE = "it cannot reserve space (no fallocate): a full disk will show only when written"
+NO_DIRECT = "no O_DIRECT: the page cache uses memory beyond the budgets"
+NO_FALLOCATE = "no fallocate: a full disk is detected only by a failing write"
 NO_TMPFILE = (
-    "it has no nameless files (O_TMPFILE): a process killed in the instant of making one leaves an empty file"
+    "no unnamed files (O_TMPFILE): a process that is killed while it creates one leaves an empty file"
     " .tiering-*.swap there"
 )
 
@@ -290,7 +290,7 @@ def test_a_disk_that_fills_between_asking_and_reserving(
         swap_file_in(disk, 32 * MIB)
     message = str(caught.value)
     assert f"the swap file needs {32 * MIB} bytes but {disk} has " in message
-    assert " free (ENOSPC: others are filling it, or blocks are set aside); free " in message
+    assert " free (ENOSPC: other processes write to it, or blocks are reserved); free " in message
     assert open_descriptors() == descriptors
     assert list(disk.iterdir()) == [disk / "lost+found"]
     assert free_bytes(disk) == free
@@ -400,7 +400,7 @@ def test_without_o_direct(
 ) -> None:
     refuse(monkeypatch, lambda flags: errno.EINVAL if flags & os.O_DIRECT else 0)
     round_trip(tmp_path, 4 * PAGE, direct=False)
-    assert warnings(caplog) == [f"the file system of nvme_path {tmp_path} does not give all: {NO_DIRECT}"]
+    assert warnings(caplog) == [f"the file system of nvme_path {tmp_path} lacks features: {NO_DIRECT}"]
 
 
 @pytest.mark.parametrize("refused", ["pwritev", "preadv"])
@@ -412,7 +412,7 @@ def test_o_direct_that_only_the_transfer_refuses(
 
     monkeypatch.setattr(os, refused, fails)
     round_trip(tmp_path, 4 * PAGE, direct=False)
-    assert warnings(caplog) == [f"the file system of nvme_path {tmp_path} does not give all: {NO_DIRECT}"]
+    assert warnings(caplog) == [f"the file system of nvme_path {tmp_path} lacks features: {NO_DIRECT}"]
 
 
 def test_the_probing_page_finds_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +430,7 @@ def test_without_fallocate(
 ) -> None:
     monkeypatch.setattr(swap_file, "_fallocate", lambda *_: code)
     round_trip(tmp_path, 4 * PAGE, direct=True)
-    assert warnings(caplog) == [f"the file system of nvme_path {tmp_path} does not give all: {NO_FALLOCATE}"]
+    assert warnings(caplog) == [f"the file system of nvme_path {tmp_path} lacks features: {NO_FALLOCATE}"]
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS])
@@ -455,7 +455,7 @@ def test_without_nameless_files(
     assert len(set(names)) == 2
     assert all(name.parent == tmp_path and name.match(".tiering-*.swap") for name in names)
     assert list(tmp_path.iterdir()) == []
-    message = f"the file system of nvme_path {tmp_path} does not give all: {NO_TMPFILE}"
+    message = f"the file system of nvme_path {tmp_path} lacks features: {NO_TMPFILE}"
     assert warnings(caplog) == [message, message]
 
 
@@ -478,7 +478,7 @@ def test_without_anything_there_is_one_warning_and_no_file(
     monkeypatch.setattr(swap_file, "_fallocate", lambda *_: errno.EOPNOTSUPP)
     round_trip(tmp_path, 4 * PAGE, direct=False)
     assert warnings(caplog) == [
-        f"the file system of nvme_path {tmp_path} does not give all: {NO_TMPFILE}; {NO_FALLOCATE}; {NO_DIRECT}"
+        f"the file system of nvme_path {tmp_path} lacks features: {NO_TMPFILE}; {NO_FALLOCATE}; {NO_DIRECT}"
     ]
     assert list(tmp_path.iterdir()) == []
 
@@ -487,7 +487,7 @@ def test_ext2_has_no_fallocate(mounted: Callable[..., Path], caplog: pytest.LogC
     """A real file system that cannot reserve space."""
     disk = mounted("-t", "ext2")
     round_trip(disk, 2 * MIB, direct=True)
-    assert warnings(caplog) == [f"the file system of nvme_path {disk} does not give all: {NO_FALLOCATE}"]
+    assert warnings(caplog) == [f"the file system of nvme_path {disk} lacks features: {NO_FALLOCATE}"]
     with pytest.raises(SwapSpaceError, match=r"has [0-9]+ free; free [0-9]+ bytes"):
         SwapFile(disk, 20 * MIB)
     assert list(disk.iterdir()) == [disk / "lost+found"]
@@ -498,7 +498,7 @@ def test_ext2_has_no_fallocate(mounted: Callable[..., Path], caplog: pytest.LogC
     [
         (errno.EROFS, r"mounted read-only\); remount it or name another directory"),
         (errno.EACCES, r"Permission denied; check its mode and owner"),
-        (errno.ENOSPC, r"not even an empty file has room\); free space there"),
+        (errno.ENOSPC, r"no room for an empty file\); free space there"),
     ],
 )
 def test_a_file_that_cannot_be_made(

@@ -144,8 +144,9 @@ def test_what_poses_as_a_disk_has_no_verdict(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(drives, "behind", lambda *_: dataclasses.replace(real, drives=(loop,)))
     found = bench.run(asked(tmp_path, rws=("read", "write")))
     assert found.rows and (found.verdict, found.config) == (None, {})
-    assert f"{tmp_path}: loop0 is a file posing as a disk: the figures are those of memory and" in "".join(
-        found.notes
+    assert (
+        f"{tmp_path}: loop0 is a file that appears as a disk: the figures are those of memory and"
+        in "".join(found.notes)
     )
     assert "no verdict for training" in found.notes[-1]
 

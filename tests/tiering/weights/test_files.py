@@ -216,7 +216,7 @@ NESTED = "[" * 200_000
         (b'{"\\ud800": 1}', "it is not valid JSON"),
         (b'{"a": ', "it is not valid JSON"),
         (b"{}{}", "it is not valid JSON"),
-        (b'{"a": ' + NESTED.encode(), "it is nested too deep"),
+        (b'{"a": ' + NESTED.encode(), "it is nested too deeply"),
         (b'{"a": NaN}', "'NaN' is not a whole number"),
         (b'{"a": -Infinity}', "'-Infinity' is not a whole number"),
         (b'{"a": 1e400}', "'1e400' is not a whole number"),
@@ -358,7 +358,7 @@ def test_shards_behind_symbolic_links(shards: Callable[..., Path], tmp_path: Pat
     [
         ("{", "it is not valid JSON"),
         ("[]", "it is not a JSON object"),
-        (NESTED, "it is nested too deep"),
+        (NESTED, "it is nested too deeply"),
         ({"metadata": {}}, "it has no 'weight_map'"),
         ({"weight_map": ["a"]}, "'weight_map' does not map strings to strings"),
         ({"weight_map": {"a": 1}}, "'weight_map' does not map strings to strings"),

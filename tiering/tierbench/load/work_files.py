@@ -41,7 +41,7 @@ class WorkFiles:
                 for directory in self.directories:
                     file = _private_file(directory, size, direct)
                     self.files[-1].append(file)
-                    self.missing_features[directory] = file.lost
+                    self.missing_features[directory] = file.missing_features
                     if direct and not file.direct:
                         raise UnsafeTargetError(
                             f"{directory} refuses O_DIRECT, so a measurement would include the page cache; name"

@@ -396,7 +396,8 @@ def _reason_for_defaults(
     if best is home:
         return "no setting is faster"
     comparison = (
-        f"the rate of {best.cell} is {_times(best)} theirs ({best.ratio.low:.2f} to {best.ratio.high:.2f})"
+        f"the rate of {best.cell} is {_times(best)} that of the defaults ({best.ratio.low:.2f} to"
+        f" {best.ratio.high:.2f})"
     )
     return f"{comparison}, " + (
         "too little to matter" if best.ratio.point <= 1 + EQUAL_SHARE else "which is within noise"

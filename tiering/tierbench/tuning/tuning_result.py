@@ -226,8 +226,8 @@ def _sentences(tuned: TuningResult) -> Iterator[str]:
     if cheaper and chosen is defaults:
         cheapest = min(cheaper, key=lambda each: each.cpu_per_gb)
         yield (
-            f"{cheapest.cell} takes {cheapest.cpu_per_gb / chosen.cpu_per_gb:.0%} of their CPU time per byte at"
-            f" {cheapest.ratio.point:.2f} of their rate."
+            f"{cheapest.cell} takes {cheapest.cpu_per_gb / chosen.cpu_per_gb:.0%} of the CPU time of the"
+            f" defaults per byte, at {cheapest.ratio.point:.2f} times their rate."
         )
     scatter = f"A single ratio has a standard deviation of {tuned.noise:.0%} here"
     yield scatter + (": a longer --runtime reduces the error." if tuned.noise > NOISY_SCATTER else ".")

@@ -182,22 +182,26 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_options(group, number)
             for i, param in enumerate(group["params"]):
                 if param in state["state"]:
-                    self._check_loaded(param, state["state"][param], group, partial(_who, group, number, i))
+                    self._check_loaded(
+                        param, state["state"][param], group, partial(_describe, group, number, i)
+                    )
         self._reset()
         super().__setstate__(state)
 
     def _check_loaded(
-        self, param: Tensor, values: dict[str, Any], group: dict[str, Any], who: Callable[[], str]
+        self, param: Tensor, values: dict[str, Any], group: dict[str, Any], describe: Callable[[], str]
     ) -> None:
         if values.get("max_exp_avg_sq") is not None:
-            raise ValueError(f"the state of {who()} has 'max_exp_avg_sq' (amsgrad): {REFUSED['amsgrad']}")
+            raise ValueError(
+                f"the state of {describe()} has 'max_exp_avg_sq' (amsgrad): {REFUSED['amsgrad']}"
+            )
         form = self._form(group)
-        check_state(param, values, form, who)
+        check_state(param, values, form, describe)
         foreign = sorted(key for key in values if key not in (*form.arrays, "step", "master", "remainder"))
         if foreign and form.arrays and all(values.get(key) is None for key in form.arrays):
             raise ValueError(
-                f"the state of {who()} has {foreign[0]!r}, but {type(self).__name__} keeps {form.arrays[0]!r}; it was "
-                "saved by another optimizer"
+                f"the state of {describe()} has {foreign[0]!r}, but {type(self).__name__} keeps {form.arrays[0]!r};"
+                " it was saved by another optimizer"
             )
 
     def _reset(self) -> None:
@@ -216,25 +220,25 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 state = self.state.setdefault(param, {})
-                who = partial(_who, group, number, i)
-                members.append(Member(param, param.grad, state, number, form, start, who))
+                describe = partial(_describe, group, number, i)
+                members.append(Member(param, param.grad, state, number, form, start, describe))
         return members
 
     def _form_now(self, number: int) -> Form:
-        return self._named(number, self._form, self.param_groups[number])
+        return self._with_group_number(number, self._form, self.param_groups[number])
 
     def _rule_now(self, number: int, step: int) -> Rule:
-        return self._named(number, self.update_rule.at, self.param_groups[number], step)
+        return self._with_group_number(number, self.update_rule.at, self.param_groups[number], step)
 
     def _check_options(self, group: dict[str, Any], number: int) -> None:
         for name, remedy in REFUSED.items():
             if group.get(name):
-                who = f"{type(self).__name__}, param group {number}"
-                raise ValueError(f"{who}: {name}={group[name]!r} is not supported: {remedy}")
-        self._named(number, self._form, group)
-        self._named(number, self.update_rule.at, group, 1)
+                place = f"{type(self).__name__}, param group {number}"
+                raise ValueError(f"{place}: {name}={group[name]!r} is not supported: {remedy}")
+        self._with_group_number(number, self._form, group)
+        self._with_group_number(number, self.update_rule.at, group, 1)
 
-    def _named(self, number: int, derive: Callable[..., Derived], *arguments: Any) -> Derived:
+    def _with_group_number(self, number: int, derive: Callable[..., Derived], *arguments: Any) -> Derived:
         """The result of ``derive``; its errors get the number of the param group."""
         try:
             return derive(*arguments)
@@ -252,7 +256,7 @@ def _torch_method(name: str) -> Callable[..., Any]:
     return method if "torch._dynamo" in sys.modules else inspect.unwrap(method)
 
 
-def _who(group: dict[str, Any], number: int, i: int) -> str:
+def _describe(group: dict[str, Any], number: int, i: int) -> str:
     name = f"{group['param_names'][i]!r}, " if "param_names" in group else ""
     return f"parameter {i} of param group {number} ({name}shape {tuple(group['params'][i].shape)})"
 

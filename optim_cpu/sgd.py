@@ -53,8 +53,10 @@ class SGD(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _check_loaded(self, param: Tensor, values: dict[str, Any], group: dict[str, Any], who: Any) -> None:
+    def _check_loaded(
+        self, param: Tensor, values: dict[str, Any], group: dict[str, Any], describe: Any
+    ) -> None:
         if values.get("momentum_buffer") is not None:
             # torch's SGD has no step count. The rule needs only whether the first step is over.
             values.setdefault("step", torch.ones((), device="cpu"))
-        super()._check_loaded(param, values, group, who)
+        super()._check_loaded(param, values, group, describe)

@@ -52,14 +52,14 @@ class Member:
     form: Form
     first_index: int
     """Number of elements of the parameters before it, on which stochastic rounding depends."""
-    who: Callable[[], str]
+    describe: Callable[[], str]
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
     """A parameter ready to be stepped."""
 
-    seen: tuple[Any, ...]
+    properties: tuple[Any, ...]
     version: int
     keys: tuple[str, ...]
     arrays: tuple[Tensor, ...]
@@ -157,10 +157,10 @@ class TensorBatch:
                 grads[i] = in_order_of(grads[i], self._params[i], grads[i].dtype)
                 copies.append(grads[i])
         addresses = list(map(Tensor.data_ptr, grads))
-        for i, (now, before) in enumerate(zip(addresses, self._addresses, strict=True)):
-            if now != before:
-                self._batch.set_grad(i, now)
-                self._addresses[i] = now
+        for i, (address, previous) in enumerate(zip(addresses, self._addresses, strict=True)):
+            if address != previous:
+                self._batch.set_grad(i, address)
+                self._addresses[i] = address
         return copies
 
     def _is_fresh(self, member: Member) -> bool:
@@ -168,7 +168,7 @@ class TensorBatch:
         try:
             return (
                 row is not None
-                and row.seen == _look(member, row.keys)
+                and row.properties == _properties_of(member, row.keys)
                 and (member.param.dtype not in HALVES or row.version == member.param._version)
             )
         except (RuntimeError, KeyError, TypeError):
@@ -254,7 +254,7 @@ class TensorBatch:
 _DTYPE, _VERSION = attrgetter("dtype"), attrgetter("_version")
 
 
-def _look(member: Member, keys: tuple[str, ...]) -> tuple[Any, ...]:
+def _properties_of(member: Member, keys: tuple[str, ...]) -> tuple[Any, ...]:
     """The attributes of a member that must be unchanged for its row to be valid."""
     param, grad = member.param, member.grad
     tensors = (param, *(member.state[key] for key in keys))
@@ -276,7 +276,7 @@ def _prepared(member: Member) -> _Row:
     keys = form.arrays + master_keys(param, form.split)
     arrays = tuple(state[key] for key in keys)
     copies_grad = not same_order(member.grad, param)
-    return _Row(_look(member, keys), param._version, keys, arrays, param.detach(), copies_grad)
+    return _Row(_properties_of(member, keys), param._version, keys, arrays, param.detach(), copies_grad)
 
 
 def start_state(param: Tensor, state: dict[str, Any], form: Form) -> None:
@@ -295,58 +295,58 @@ def _check(member: Member) -> None:
     param, grad, state = member.param, member.grad, member.state
     if param.device.type != "cpu":
         raise ValueError(
-            f"{member.who()} is on {param.device}; these optimizers step memory of the CPU: move the model there, or "
-            "use torch.optim"
+            f"{member.describe()} is on {param.device}; these optimizers step memory of the CPU: move the model"
+            " there, or use torch.optim"
         )
     if param.dtype not in DTYPES:
-        raise TypeError(f"{member.who()} is {param.dtype}; it must be float32, bfloat16 or float16")
+        raise TypeError(f"{member.describe()} is {param.dtype}; it must be float32, bfloat16 or float16")
     if param.layout is not torch.strided or not _has_memory(param):
         raise TypeError(
-            f"{member.who()} is a {type(param).__name__} without plain memory of its own; give the optimizer the "
+            f"{member.describe()} is a {type(param).__name__} without plain memory of its own; give the optimizer the "
             "tensor inside, such as a DTensor's local one"
         )
     if param.is_inference():
         raise ValueError(
-            f"{member.who()} was made under torch.inference_mode and cannot be trained; clone it outside"
+            f"{member.describe()} was made under torch.inference_mode and cannot be trained; clone it outside"
         )
     if not is_dense(param):
         raise ValueError(
-            f"{member.who()} has strides {tuple(param.stride())}, which do not cover one block of memory; make it from "
-            "a .contiguous() tensor"
+            f"{member.describe()} has strides {tuple(param.stride())}, which do not cover one block of memory; make"
+            " it from a .contiguous() tensor"
         )
     if member.form.split and param.dtype is torch.float16:
         raise TypeError(
-            f"{member.who()} is float16, whose master cannot be split; use state_format 'fp32' or 'bf16' in its group, "
-            "or bfloat16"
+            f"{member.describe()} is float16, whose master cannot be split; use state_format 'fp32' or 'bf16' in its"
+            " group, or bfloat16"
         )
     _check_grad(member, grad)
-    check_state(param, state, member.form, member.who)
+    check_state(param, state, member.form, member.describe)
 
 
 def _check_grad(member: Member, grad: Tensor) -> None:
     if grad.layout is not torch.strided:
         raise TypeError(
-            f"the gradient of {member.who()} is sparse ({grad.layout}); use dense gradients (torch.nn.Embedding("
+            f"the gradient of {member.describe()} is sparse ({grad.layout}); use dense gradients (torch.nn.Embedding("
             "sparse=False)), or torch.optim.SparseAdam, SGD or Adagrad for this parameter"
         )
     if grad.dtype not in DTYPES:
         raise TypeError(
-            f"the gradient of {member.who()} is {grad.dtype}; it must be float32, bfloat16 or float16"
+            f"the gradient of {member.describe()} is {grad.dtype}; it must be float32, bfloat16 or float16"
         )
     if grad.device.type != "cpu" or grad.shape != member.param.shape or not _has_memory(grad):
         raise ValueError(
-            f"the gradient of {member.who()} is on {grad.device} and of shape {tuple(grad.shape)}; it must be on the "
-            "CPU and of its parameter's shape"
+            f"the gradient of {member.describe()} is on {grad.device} and of shape {tuple(grad.shape)}; it must be on"
+            " the CPU and of its parameter's shape"
         )
 
 
-def check_state(param: Tensor, state: dict[str, Any], form: Form, who: Callable[[], str]) -> None:
+def check_state(param: Tensor, state: dict[str, Any], form: Form, describe: Callable[[], str]) -> None:
     """Raise ValueError unless ``state`` is empty or whole."""
     present = [key for key in form.arrays if state.get(key) is not None]
     missing = [key for key in (*form.arrays, "step") if state.get(key) is None]
     if present and missing:
         raise ValueError(
-            f"the state of {who()} has {present[0]!r} but no {missing[0]!r}; load a whole state, or clear it"
+            f"the state of {describe()} has {present[0]!r} but no {missing[0]!r}; load a whole state, or clear it"
         )
     for key in (*present, "master", "remainder"):
         value = state.get(key)
@@ -354,7 +354,7 @@ def check_state(param: Tensor, state: dict[str, Any], form: Form, who: Callable[
             actual = (
                 f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             )
-            raise ValueError(f"state {key!r} of {who()} is {actual}; it must have the parameter's shape")
+            raise ValueError(f"state {key!r} of {describe()} is {actual}; it must have the parameter's shape")
 
 
 def _check_apart(members: Sequence[Member]) -> None:
@@ -368,9 +368,10 @@ def _check_apart(members: Sequence[Member]) -> None:
         if start + nbytes <= following:
             continue
         if members[i].param is members[j].param:
-            raise ValueError(f"{members[j].who()} is listed twice; list each parameter once")
+            raise ValueError(f"{members[j].describe()} is listed twice; list each parameter once")
         raise ValueError(
-            f"{members[i].who()} and {members[j].who()} share memory; to tie weights, use one Parameter in both modules"
+            f"{members[i].describe()} and {members[j].describe()} share memory; to tie weights, use one Parameter in"
+            " both modules"
         )
 
 

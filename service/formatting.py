@@ -55,7 +55,7 @@ def joined(items: Iterable[str]) -> str:
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
-    left = 0
-    while abs(number) >= base * 0.9995 and left < len(units) - 1:
-        number, left = number / base, left + 1
-    return f"{number:.{0 if left == 0 or abs(number) >= 99.95 else 1}f} {units[left]}"
+    index = 0
+    while abs(number) >= base * 0.9995 and index < len(units) - 1:
+        number, index = number / base, index + 1
+    return f"{number:.{0 if index == 0 or abs(number) >= 99.95 else 1}f} {units[index]}"

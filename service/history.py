@@ -104,7 +104,11 @@ def _entry(
         for rank in run.ranks
         if rank.fresh and rank.snapshot is not None and rank.published_at is not None
     }
-    pairs = [(before[key], now) for key, now in counters.items() if key in before and now.at > before[key].at]
+    pairs = [
+        (before[key], current)
+        for key, current in counters.items()
+        if key in before and current.at > before[key].at
+    ]
     stalls = list(_rates(pairs, lambda counters: counters.stall))
     entry = HistoryEntry(
         at=at,
@@ -136,23 +140,23 @@ def _counters(snapshot: Snapshot, at: float) -> _Counters:
 def _rates(
     pairs: Iterable[tuple[_Counters, _Counters]], counter: Callable[[_Counters], float | None]
 ) -> Iterator[float]:
-    for before, now in pairs:
-        start, end = counter(before), counter(now)
+    for previous, current in pairs:
+        start, end = counter(previous), counter(current)
         if start is not None and end is not None:
-            yield max(0.0, end - start) / (now.at - before.at)
+            yield max(0.0, end - start) / (current.at - previous.at)
 
 
 def _sum(rates: Iterator[float]) -> float | None:
-    known = list(rates)
-    return sum(known) if known else None
+    values = list(rates)
+    return sum(values) if values else None
 
 
 def _used(ranks: Iterable[RankView], name: TierName) -> int | None:
-    known = [
+    bytes_of_ranks = [
         tier.used
         for rank in ranks
         if rank.fresh and rank.snapshot is not None
         for tier in rank.snapshot.tiers
         if tier.name == name
     ]
-    return sum(known) if known else None
+    return sum(bytes_of_ranks) if bytes_of_ranks else None

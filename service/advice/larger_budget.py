@@ -24,15 +24,15 @@ NEGLIGIBLE = 0.1  # of the bytes that a step moves: a remedy must save more
 class LargerBudget:
     """A host budget of one rank, ``extra`` bytes larger than the current one, and its effect.
 
-    Of the ``moved`` bytes that a step reads and writes on NVMe, ``saved`` would stay in memory. ``kept`` has the bytes
-    that would move from NVMe to memory, by kind; ``whole`` the kinds that would have no bytes left on NVMe.
+    Of the ``moved`` bytes that a step reads and writes on NVMe, ``saved`` would stay in memory. ``bytes_in_memory`` are
+    the bytes that would move from NVMe to memory, by kind; ``whole`` lists the kinds that would have no bytes on NVMe.
     """
 
     host_budget: int
     extra: int
     moved: int
     saved: int
-    kept: Mapping[str, int] = field(default_factory=dict)
+    bytes_in_memory: Mapping[str, int] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
 
 
@@ -58,8 +58,8 @@ def larger_budget(plan: PlanStatus, free: int) -> LargerBudget | None:
         return None
     on_nvme = {kind: nbytes for kind in PLACEMENT_ORDER if (nbytes := nvme.by_kind.get(kind, 0))}
     if extra <= free:
-        kept = {kind: nbytes for kind, nbytes in on_nvme.items() if _moves(plan, kind)}
-        return LargerBudget(everything, extra, moved, moved, kept, tuple(kept))
+        bytes_in_memory = {kind: nbytes for kind, nbytes in on_nvme.items() if _moves(plan, kind)}
+        return LargerBudget(everything, extra, moved, moved, bytes_in_memory, tuple(bytes_in_memory))
     return _partial(plan, host, on_nvme, free, moved)
 
 
@@ -68,17 +68,17 @@ def _partial(
 ) -> LargerBudget | None:
     budget = host.budget + free
     room = budget - host.planned - min(_largest_staging(host), budget // STAGING_DIVISOR)
-    saved, kept, whole = 0.0, {}, []
+    saved, bytes_in_memory, whole = 0.0, {}, []
     for kind, nbytes in on_nvme.items():
         fits = max(0, min(nbytes, room))
         room -= fits
         if fits and _moves(plan, kind):
             saved += _moves(plan, kind) * fits / nbytes
-            kept[kind] = fits
+            bytes_in_memory[kind] = fits
             whole += [kind] if fits == nbytes else []
     if saved < NEGLIGIBLE * moved:
         return None
-    return LargerBudget(budget, free, moved, int(saved), kept, tuple(whole))
+    return LargerBudget(budget, free, moved, int(saved), bytes_in_memory, tuple(whole))
 
 
 def _moves(plan: PlanStatus, kind: str) -> int:

@@ -87,7 +87,7 @@ def _with_memory(larger: LargerBudget, ranks: int, host: TierStatus) -> str:
     """The remedy of a larger host budget. Figures are of the node, as in its configuration."""
     in_memory = [
         kind if kind in larger.whole else f"{size(nbytes * ranks)} of the {kind}"
-        for kind, nbytes in larger.kept.items()
+        for kind, nbytes in larger.bytes_in_memory.items()
     ]
     saved = "all" if larger.saved == larger.moved else f"about {moved(larger.saved * ranks)}"
     return (

@@ -16,9 +16,9 @@ async def known_parameters(request: Request) -> None:
     """A dependency of routes. Raises RequestValidationError for a query parameter that the route does not have."""
     route = request.scope["route"]
     assert isinstance(route, APIRoute)
-    known = [field.alias for field in route.dependant.query_params]
-    unknown = next((name for name in request.query_params if name not in known), None)
+    names = [field.alias for field in route.dependant.query_params]
+    unknown = next((candidate for candidate in request.query_params if candidate not in names), None)
     if unknown is not None:
-        message = f"unknown parameter; {route.path} takes {', '.join(known) or 'none'}"
+        message = f"unknown parameter; {route.path} takes {', '.join(names) or 'none'}"
         location = ("query", as_text(unknown[:MAX_SHOWN]))
         raise RequestValidationError([{"loc": location, "msg": message, "type": "extra_forbidden"}])

@@ -113,9 +113,9 @@ def _metrics(
     labelled = [(tuple(map(_printable, labels)), subject) for labels, subject in subjects.items()]
     for family in families:
         series = {
-            (*labels, *map(_printable, more)) if more else labels: value
+            (*labels, *map(_printable, record_labels)) if record_labels else labels: value
             for labels, subject in labelled
-            for more, value in family.read(subject).items()
+            for record_labels, value in family.read(subject).items()
         }
         yield _metric(family, (*names, *family.labels), series)
 

@@ -101,9 +101,9 @@ SNAPSHOT_METRICS: tuple[Family[Snapshot], ...] = (
         "Seconds from issue to completion of a request.",
         ("path", "direction"),
         lambda snapshot: {
-            (path.path, direction): _latency(one)
+            (path.path, direction): _latency(transfers)
             for path in snapshot.io
-            for direction, one in (("read", path.read), ("write", path.written))
+            for direction, transfers in (("read", path.read), ("write", path.written))
         },
     ),
 )

@@ -123,7 +123,7 @@ def by_rank(
             OfRun[Item](
                 id=run_view.id,
                 name=run_view.name,
-                ranks=[made for rank_view in run_view.ranks if (made := item(rank_view)) is not None],
+                ranks=[entry for rank_view in run_view.ranks if (entry := item(rank_view)) is not None],
             )
             for run_view in view.select(run, rank)
         ]

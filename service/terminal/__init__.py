@@ -42,7 +42,7 @@ def once(view: View, *, run: str | None = None, json: bool = False) -> int:
         if not isinstance(error, BrokenPipeError):  # the reader, for example `head`, has closed the pipe
             print(f"tierd: standard output cannot be written: {error.strerror}", file=sys.stderr)
             return 2
-    return 1 if any(shown.state != "training" for shown in selected.runs) else 0
+    return 1 if any(run_status.state != "training" for run_status in selected.runs) else 0
 
 
 def top(watch: Watch, *, run: str | None = None, interval: float = 1.0) -> int:

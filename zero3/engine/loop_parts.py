@@ -82,7 +82,8 @@ def connect(
     state = TieredState(parts, before_write=checkpoints.before_write)
     parameters = Parameters(model, parts.groups, state)
 
-    prefetcher = Prefetcher() if parts.collectives is None else Prefetcher(parts.collectives.agree)
+    gathers = parts.collectives if any(group.sharded for group in parts.groups) else None
+    prefetcher = Prefetcher(None if gathers is None else gathers.agree)
     events = BackwardEvents(accumulation, updates, parameters, prefetcher)
     schedule = PassSchedule(parts.groups, prefetcher, parts.sink, events, parts.tiers.timeline)
     handles = hooks.install(model, parts.groups, schedule)

@@ -83,9 +83,12 @@ class _Fetcher:
 
 
 class Prefetcher:
-    """Unshards groups on demand and ahead of it. ``agree`` asks all ranks whether they are about to do the same."""
+    """Unshards groups on demand and ahead of it.
 
-    def __init__(self, agree: Callable[[str], None] = lambda label: None) -> None:
+    ``agree`` asks all ranks whether they are about to do the same; None if no group is sharded over ranks.
+    """
+
+    def __init__(self, agree: Callable[[str], None] | None = None) -> None:
         self._agree = agree
         self._orders: dict[bool, list[ParamGroup]] = {}  # with gradients? -> the last full pass
         self._trace: list[ParamGroup] = []
@@ -100,7 +103,7 @@ class Prefetcher:
         self._doubt_unless_complete()
         if training is not self._training:
             self._ahead.drop_all()
-            self._in_doubt = True
+            self._doubt()
         self._training = training
         self._follow_order()
 
@@ -185,10 +188,15 @@ class Prefetcher:
         if not group.gathered:
             self._fetcher.gather(group, foreseen=foreseen)
         elif not foreseen:
+            assert self._agree is not None
             instead = f" while {expected.name!r} was expected" if expected not in (None, group) else ""
             self._agree(f"use {group.name!r}{instead}")
 
     def _doubt_unless_complete(self) -> None:
         """A pass that ends before the end of its order has a cause that other ranks need not have met."""
         if self._ahead.cursor is None or 0 < self._ahead.cursor < len(self._ahead.order):
-            self._in_doubt = True
+            self._doubt()
+
+    def _doubt(self) -> None:
+        """Other ranks may expect another group next. Only the next gather ends the doubt, so that it needs one."""
+        self._in_doubt = self._agree is not None

@@ -99,8 +99,9 @@ class Prefetcher:
 
     def begin_pass(self, training: bool) -> None:
         """A forward begins. The trace of the pass before becomes the order of its kind."""
-        self.end_pass()
+        # Before end_pass, which expects the new order from its beginning.
         self._doubt_unless_complete()
+        self.end_pass()
         if training is not self._training:
             self._ahead.drop_all()
             self._doubt()

@@ -134,3 +134,18 @@ def test_a_whole_pass_is_foreseen_by_the_other_ranks() -> None:
     for _ in range(2):
         passes.train()
         assert passes.events() == (ALL_FORESEEN, [])
+
+
+def test_a_forward_that_no_backward_has_followed_asks_the_other_ranks() -> None:
+    """They may be in the backward that this rank has left out, and expect its groups."""
+    passes = Passes()
+    passes.train()
+    passes.events()
+    passes.prefetcher.begin_pass(True)
+    passes.use("ab")
+    assert passes.events() == (ALL_FORESEEN[:2], [])
+    passes.prefetcher.begin_pass(True)
+    passes.use("a")
+    assert passes.events() == ([("a again", True)], ["use 'a'"])
+    passes.use("b")
+    assert passes.events() == ([("b again", True)], [])

@@ -24,7 +24,7 @@ TEST_WORKERS ?= 3
 
 C_SOURCES := $(wildcard aio_csrc/*.[ch] aio_csrc/*.inc optim_cpu/csrc/*.[ch] optim_cpu/csrc/*.inc)
 CUDA_SOURCES := $(wildcard zero3/device/kernels/*.cu tests/fakes/*.h)
-C_BUILDERS := $(wildcard aio_csrc/build_aio.py optim_cpu/build_optim.py)
+C_BUILDERS := $(wildcard aio_csrc/build_aio.py optim_cpu/csrc/build_optim.py)
 
 # Runs a command that is only interesting when it fails.
 quietly = log=$$(mktemp); if $(1) >$$log 2>&1; then rm -f $$log; else \

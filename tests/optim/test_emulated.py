@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from optim_cpu import build_optim
 from optim_cpu._kernels import lib
+from optim_cpu.csrc import build_optim
 
 CSRC = build_optim.ROOT / build_optim.CSRC
 VECTORS = Path(__file__).with_name("vectors.c")

@@ -1,7 +1,8 @@
-"""Builds optim_cpu._kernels. cffi reads the C signatures from csrc/kernels.h, so that each is written once.
+"""Builds optim_cpu._kernels. cffi reads the C signatures from kernels.h, so that each is written once.
 
-setup.py names ``ffibuilder``; ``python optim_cpu/build_optim.py`` from the repository root builds in place.
-TIERING_WERROR=1 in the environment turns compiler warnings into errors.
+setup.py names ``ffibuilder``; ``python optim_cpu/csrc/build_optim.py`` from the repository root builds in place.
+TIERING_WERROR=1 in the environment turns compiler warnings into errors. No wheel contains this file, because csrc/ is
+not a package.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from cffi import FFI
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CSRC = "optim_cpu/csrc"
 UNITS = (
     "kernels.c",
@@ -57,7 +58,7 @@ def make_builder(base: Path) -> FFI:
         "optim_cpu._kernels",
         '#include "kernels.h"',
         sources=[str(csrc / unit) for unit in UNITS],
-        depends=[str(csrc / p.name) for p in sorted((ROOT / CSRC).iterdir()) if p.suffix != ".c"],
+        depends=[str(csrc / p.name) for p in sorted((ROOT / CSRC).iterdir()) if p.suffix in (".h", ".inc")],
         include_dirs=[str(csrc)],
         extra_compile_args=FLAGS + WARNINGS + ["-Werror"] * (os.environ.get("TIERING_WERROR") == "1"),
         extra_link_args=["-pthread"],

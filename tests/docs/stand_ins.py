@@ -104,10 +104,12 @@ GIVEN: dict[Key, str] = {
     ("distributed.md", "weights = engine.state_dict()"): 'os.environ["RANK"] = "0"',
     ("engine.md", "with tiering.gathered(model.head.weight, modify=True) as weight, torch.no_grad():"): ENGINE
     + "model = engine.module\nloss = 0\nengine.backward(engine(*batch()))\n",
-    (
-        "engine.md",
-        "for number, (x, y) in enumerate(data):",
-    ): "engine.step()\ndata = [batch() for _ in range(13)]",
+    ("engine.md", "from contextlib import nullcontext"): dedent("""\
+        engine.step()
+        engine.close()
+        model, data = build(), [batch() for _ in range(8)]
+        """),
+    ("engine.md", "for number, (x, y) in enumerate(data):"): "data = [batch() for _ in range(13)]",
     (
         "loading.md",
         'engine, *_ = tiering.initialize(model=model, config=ds_config, weights="Llama-3.2-3B/")',
@@ -120,6 +122,9 @@ GIVEN: dict[Key, str] = {
 HOLDS: dict[Key, str] = {
     ("README.md", "import tiering"): "assert Path('runs/7/latest').read_text() == 'global_step8'",
     ("checkpoints.md", 'engine.load_checkpoint("runs/7")'): "assert Path('runs/7/global_step4').is_dir()",
+    ("engine.md", "from contextlib import nullcontext"): (
+        "assert (engine.global_steps, scheduler.last_epoch) == (2, 2)"
+    ),
     ("engine.md", "for number, (x, y) in enumerate(data):"): "assert Path('step.json').stat().st_size > 1000",
     ("migrate-from-deepspeed.md", "import argparse"): (
         "assert (engine.global_steps, engine.config.precision) == (4, 'bf16')"

@@ -76,7 +76,7 @@ def main() -> None:
             engine.plan,
             "optimizer",
             [options.directory],
-            engine.config.tiering,
+            engine.settings.tiering,
             size=on_nvme,
             with_kernels=True,
         ) as replay,

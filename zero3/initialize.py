@@ -127,6 +127,7 @@ def initialize(
         scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
         engine.lr_scheduler = scheduler
         engine.collate_fn = collate_fn
+        engine.config = dict(report.filled)
         loader = None
         if training_data is not None:
             loader = make_loader(

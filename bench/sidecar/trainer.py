@@ -49,7 +49,7 @@ def main() -> None:
                 match sys.stdin.readline():
                     case "publish\n":
                         engine._observation.publisher = engine._observation.record.publish(
-                            engine.config.tiering.telemetry
+                            engine.settings.tiering.telemetry
                         )
                     case "hush\n":
                         assert engine._observation.publisher is not None

@@ -127,7 +127,7 @@ HOLDS: dict[Key, str] = {
     ),
     ("engine.md", "for number, (x, y) in enumerate(data):"): "assert Path('step.json').stat().st_size > 1000",
     ("migrate-from-deepspeed.md", "import argparse"): (
-        "assert (engine.global_steps, engine.config.precision) == (4, 'bf16')"
+        "assert (engine.global_steps, engine.settings.precision) == (4, 'bf16')"
     ),
 }
 

@@ -55,7 +55,7 @@ with tiering.zero.Init():
     model = GPT(**case["model"])
 engine = tiering.initialize(model=model, config=case["config"]).engine
 above = []
-for _ in range(case["steps"] * engine.config.gradient_accumulation_steps):
+for _ in range(case["steps"] * engine.settings.gradient_accumulation_steps):
     tokens = torch.randint(256, (case["batch"], model.sequence + 1))
     loss = engine(tokens[:, :-1], tokens[:, 1:])
     above += [tier.name for tier in engine.snapshot().tiers if tier.used > tier.budget]
@@ -69,7 +69,7 @@ print(json.dumps({
     "activations": seen.activations.peak,
     "above": above + [tier.name for tier in seen.tiers if tier.peak > tier.budget],
     "on_nvme": plan.total(Tier.NVME),
-    "largest": max(p.numel() for p in model.parameters()) * (2 if engine.config.precision == "bf16" else 4),
+    "largest": max(p.numel() for p in model.parameters()) * (2 if engine.settings.precision == "bf16" else 4),
     "sub_groups": len(plan.sub_groups),
     "slot": plan.staging.slot_bytes,
     "streamed": sorted(plan.contents(Tier.NVME)),

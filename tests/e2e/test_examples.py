@@ -82,7 +82,7 @@ def run(
 def test_digits_are_told_apart(run: Callable[..., tuple[Said, Engine]]) -> None:
     said, engine = run("mnist/train.py", "--steps", 40)
     assert said.falls(by=0.7) and said.right > 0.4, said.text
-    assert engine.config.precision == "fp32"
+    assert engine.settings.precision == "fp32"
 
 
 def test_shapes_are_told_apart(run: Callable[..., tuple[Said, Engine]]) -> None:
@@ -90,7 +90,7 @@ def test_shapes_are_told_apart(run: Callable[..., tuple[Said, Engine]]) -> None:
     assert said.falls(by=0.3) and said.right > 0.2, said.text
     rates = re.findall(r"lr ([\d.e-]+)$", said.text, re.MULTILINE)
     assert rates == ["1.80e-03", "2.00e-03", "2.00e-03"]
-    assert (engine.config.precision, engine.config.zero.stage) == ("bf16", 1)
+    assert (engine.settings.precision, engine.settings.zero.stage) == ("bf16", 1)
 
 
 def test_masked_bytes_are_found_with_the_optimizer_on_the_cpu(
@@ -107,7 +107,7 @@ def test_masked_bytes_are_found_with_the_optimizer_on_the_cpu(
 def test_lines_are_told_apart_in_fp16(run: Callable[..., tuple[Said, Engine]], tmp_path: Path) -> None:
     said, engine = run("text_classification/train.py", "--steps", 60, "--save", tmp_path)
     assert said.falls(by=0.05) and said.right > 0.3, said.text
-    assert (engine.config.precision, engine.config.zero.stage) == ("fp16", 2)
+    assert (engine.settings.precision, engine.settings.zero.stage) == ("fp16", 2)
     assert engine.micro_steps == 2 * engine.global_steps == 120
     saved = load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float16}

@@ -51,7 +51,7 @@ def trained(nvme: Path, delays: Delays | None, **options: Any) -> int:
     settings = config(nvme, **options)
     with tiering.initialize(model=model, config=settings).engine as engine:
         seen = []
-        for tokens, targets in batches(STEPS * engine.config.gradient_accumulation_steps):
+        for tokens, targets in batches(STEPS * engine.settings.gradient_accumulation_steps):
             loss = engine(tokens, targets)
             engine.backward(loss)
             engine.step()

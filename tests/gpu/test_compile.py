@@ -51,7 +51,7 @@ def seeded(build: Callable[[], nn.Module] = SmallModel) -> Any:
 
 def masters(engine: Any, steps: int = 3) -> dict[str, Tensor]:
     """Of a training that ends here."""
-    for tokens, targets in batches(steps * engine.config.gradient_accumulation_steps):
+    for tokens, targets in batches(steps * engine.settings.gradient_accumulation_steps):
         engine.backward(engine(tokens, targets))
         engine.step()
     found: dict[str, Tensor] = engine.master_state_dict()

@@ -184,7 +184,7 @@ def train(start: Callable[..., Engine]) -> Callable[..., Trained]:
     def run(steps: int = 4, model: nn.Module | None = None, **options: Any) -> Trained:
         engine = start(model, **options)
         losses, norms = [], []
-        for tokens, targets in batches(steps * engine.config.gradient_accumulation_steps):
+        for tokens, targets in batches(steps * engine.settings.gradient_accumulation_steps):
             loss = engine(tokens, targets)
             losses.append(loss.item())
             engine.backward(loss)

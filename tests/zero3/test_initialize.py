@@ -177,9 +177,9 @@ def test_auto_is_filled_in_from_a_trainers_arguments_and_the_model() -> None:
     model = Sized(8, 8).to(torch.bfloat16)
     engine, optimizer, _, scheduler = tiering.initialize(args, model, config=USUAL)
     with engine:
-        assert engine.config.precision == "bf16"
-        assert engine.config.zero.persistence_threshold == 80
-        assert engine.config.gradient_clipping == 0.5
+        assert engine.settings.precision == "bf16"
+        assert engine.settings.zero.persistence_threshold == 80
+        assert engine.settings.gradient_clipping == 0.5
         assert isinstance(scheduler, WarmupLR)
         (group,) = optimizer.param_groups
         assert group["betas"] == (0.8, 0.9)
@@ -216,8 +216,8 @@ def test_what_an_object_replaces_need_not_be_filled_in() -> None:
     with engine:
         assert scheduler is halved
         assert optimizer.param_groups[0]["lr"] == 0.125
-        assert engine.config.optimizer is None
-        assert engine.config.scheduler is None
+        assert engine.settings.optimizer is None
+        assert engine.settings.scheduler is None
 
 
 def test_the_configuration_is_given_once(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_the_configuration_is_given_once(tmp_path: Path) -> None:
     for given in (*ways, {"config_params": usual}, {"config": path}):
         engine, *_ = tiering.initialize(model=nn.Linear(4, 4), **given)
         engine.close()
-        assert engine.config.train_batch_size == 1
+        assert engine.settings.train_batch_size == 1
     with pytest.raises(ConfigError, match=r"different configurations in config and args.deepspeed_config"):
         tiering.initialize(args, nn.Linear(4, 4), config=usual)
     with pytest.raises(ConfigError, match="got no configuration"):
@@ -254,7 +254,7 @@ def test_auto_precision_is_that_of_most_parameters() -> None:
         with tiering.initialize(
             model=built, config=USUAL | {"bf16": {"enabled": "auto"}} | LR
         ).engine as engine:
-            assert engine.config.precision == precision
+            assert engine.settings.precision == precision
 
 
 def test_arguments_may_be_of_any_class(tmp_path: Path) -> None:

@@ -37,18 +37,23 @@ _GIVE_THE_MODULE = {
 
 
 class DeepSpeedEngine(Engine):
-    """The engine that ``initialize`` returns. It also answers under DeepSpeed's names and its module's names."""
+    """The engine that ``initialize`` returns. It also answers under DeepSpeed's names and its module's names.
+
+    ``config`` is the configuration as it was passed to ``initialize``, a dict, with a value in place of each "auto";
+    ``settings`` are the settings that are in effect.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        config: TieringConfig,
+        settings: TieringConfig,
         model_parameters: ModelParameters | None = None,
         optimizer: ClientOptimizerChoice | None = None,
         weights: Weights | None = None,
         configuration: ConfigurationStatus | None = None,
     ) -> None:
-        super().__init__(model, config, model_parameters, optimizer, weights, configuration)
+        super().__init__(model, settings, model_parameters, optimizer, weights, configuration)
+        self.config: dict[str, Any] = {}
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._optimizer_class = "" if optimizer is None else _name_of(optimizer)
         self._warned_of_zero_grad = False
@@ -142,11 +147,11 @@ class DeepSpeedEngine(Engine):
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of a micro-batch on one rank."""
-        return self.config.micro_batch_size
+        return self.settings.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of an update."""
-        return self.config.gradient_accumulation_steps
+        return self.settings.gradient_accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps."""
@@ -173,8 +178,8 @@ class DeepSpeedEngine(Engine):
         """
         self._ready.check_open("set_train_batch_size")
         self._ready.check_no_gradients("set_train_batch_size")
-        steps = accumulation_steps(train_batch_size, self.config, self._world.size)
-        self.config = self.config.model_copy(
+        steps = accumulation_steps(train_batch_size, self.settings, self._world.size)
+        self.settings = self.settings.model_copy(
             update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
         )
         if self._optimizer_front is None:
@@ -198,69 +203,69 @@ class DeepSpeedEngine(Engine):
 
     def zero_optimization(self) -> bool:
         """Whether the stage is 1 or higher."""
-        return self.config.zero.stage > 0
+        return self.settings.zero.stage > 0
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
-        return self.config.zero.stage
+        return self.settings.zero.stage
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether each rank keeps only its shard of the gradients."""
-        return self.config.zero.stage >= 2
+        return self.settings.zero.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
         """Whether each rank keeps only its shard of the parameters."""
-        return self.config.zero.stage >= 3
+        return self.settings.zero.stage >= 3
 
     def zero_offload_optimizer(self) -> OffloadOptimizerConfig | None:
         """The section offload_optimizer; None if optimizer state stays on the device."""
-        section = self.config.zero.offload_optimizer
+        section = self.settings.zero.offload_optimizer
         return None if section.device == "none" else section
 
     def zero_offload_param(self) -> OffloadConfig | None:
         """The section offload_param; None if parameters stay on the device."""
-        section = self.config.zero.offload_param
+        section = self.settings.zero.offload_param
         return None if section.device == "none" else section
 
     def zero_cpu_offload(self) -> bool:
         """Whether optimizer state is kept in host memory."""
-        return self.config.zero.offload_optimizer.device == "cpu"
+        return self.settings.zero.offload_optimizer.device == "cpu"
 
     def fp16_enabled(self) -> bool:
         """Whether the model computes in fp16."""
-        return self.config.precision == "fp16"
+        return self.settings.precision == "fp16"
 
     def bfloat16_enabled(self) -> bool:
         """Whether the model computes in bf16."""
-        return self.config.precision == "bf16"
+        return self.settings.precision == "bf16"
 
     def torch_autocast_enabled(self) -> bool:
         """Whether forwards run under torch.autocast."""
-        return self.config.autocast is not None
+        return self.settings.autocast is not None
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """The dtype of torch.autocast; None without it."""
-        return None if self.config.autocast is None else COMPUTE_DTYPES[self.config.autocast]
+        return None if self.settings.autocast is None else COMPUTE_DTYPES[self.settings.autocast]
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale is dynamic."""
-        return not self.config.loss_scale.scale
+        return not self.settings.loss_scale.scale
 
     def gradient_clipping(self) -> float:
         """The maximum norm of the gradients; 0 is no clipping."""
-        return self.config.gradient_clipping
+        return self.settings.gradient_clipping
 
     def steps_per_print(self) -> int | None:
         """The number of updates between progress lines; None for no lines."""
-        return self.config.steps_per_print
+        return self.settings.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
         """Whether the time of each phase of a step is logged."""
-        return self.config.wall_clock_breakdown
+        return self.settings.wall_clock_breakdown
 
     def dataloader_drop_last(self) -> bool:
         """Whether the last micro-batch of training_data is skipped if it is short."""
-        return self.config.dataloader_drop_last
+        return self.settings.dataloader_drop_last
 
     # The optimizer
 
@@ -284,13 +289,13 @@ class DeepSpeedEngine(Engine):
 
     def optimizer_name(self) -> str:
         """The class name of the optimizer that was passed to initialize, or the type in the configuration."""
-        if self._optimizer_class or self.config.optimizer is None:
+        if self._optimizer_class or self.settings.optimizer is None:
             return self._optimizer_class
-        return self.config.optimizer.type
+        return self.settings.optimizer.type
 
     def scheduler_name(self) -> str | None:
         """The type of the scheduler in the configuration; None without a section."""
-        return None if self.config.scheduler is None else self.config.scheduler.type
+        return None if self.settings.scheduler is None else self.settings.scheduler.type
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
@@ -394,11 +399,11 @@ class DeepSpeedEngine(Engine):
         options: dict[str, Any] = {
             "rank": self._world.rank,
             "world_size": self._world.size,
-            "drop_last": self.config.dataloader_drop_last,
+            "drop_last": self.settings.dataloader_drop_last,
             "workers": num_local_io_workers or 0,
             "pin_memory": pin_memory,
         }
-        size = batch_size or self.config.micro_batch_size
+        size = batch_size or self.settings.micro_batch_size
         collate = collate_fn or self.collate_fn
         if route == "train" and data_sampler is None:
             return make_loader(dataset, size, collate, **options)

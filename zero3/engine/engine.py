@@ -48,23 +48,23 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        config: TieringConfig,
+        settings: TieringConfig,
         model_parameters: ModelParameters | None = None,
         optimizer: ClientOptimizerChoice | None = None,
         weights: Weights | None = None,
         configuration: ConfigurationStatus | None = None,
     ) -> None:
         self.module = model
-        self.config = config
+        self.settings = settings
         self.lr_scheduler: LRScheduler | None = None
         self.training_dataloader: TrainingLoader | None = None
         self._loss: Tensor | None = None
         self._optimizer_front: OptimizerFront | None = None
         self._module_front: ModuleFront | None = None
 
-        parts = assemble(model, config, model_parameters, optimizer, weights)
+        parts = assemble(model, settings, model_parameters, optimizer, weights)
         try:
-            loop = connect(self, model, config, parts, configuration)
+            loop = connect(self, model, settings, parts, configuration)
         except BaseException as error:
             if parts.collectives is not None:
                 parts.collectives.peers.fail(error)
@@ -93,14 +93,14 @@ class Engine:
         self._parameters.check_residents()
         if self.module.training and torch.is_grad_enabled() and self.optimizer.trains:
             self._parameters.check_frozen()
-        if self.config.cast_inputs:
-            args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.config.precision])
-        with self._phase("forward"), self._ready.running_forward(), autocast(self.config, self.device):
+        if self.settings.cast_inputs:
+            args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.settings.precision])
+        with self._phase("forward"), self._ready.running_forward(), autocast(self.settings, self.device):
             try:
                 return self.module(*args, **kwargs)
             except BaseException as error:
                 self._schedule.abandon()
-                explain_inputs(error, (args, kwargs), self.config)
+                explain_inputs(error, (args, kwargs), self.settings)
                 raise
 
     def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
@@ -113,7 +113,7 @@ class Engine:
         self._loss = loss.detach()
         self._accumulation.note_scaled()
         self._schedule.activations.backward_of(loss)
-        if self.config.precision == "fp16" or self.config.autocast == "fp16":
+        if self.settings.precision == "fp16" or self.settings.autocast == "fp16":
             loss = loss.float() * self.loss_scale.value
         return loss / self._accumulation.steps if scale_wrt_gas else loss
 
@@ -185,7 +185,7 @@ class Engine:
     @property
     def _shards_parameters(self) -> bool:
         """Whether all ranks must run each forward together, because each has a shard of the parameters."""
-        return self._world.size > 1 and self.config.zero.stage == 3
+        return self._world.size > 1 and self.settings.zero.stage == 3
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last ``step``. After ``close`` or ``release`` this does nothing."""
@@ -400,7 +400,7 @@ class Engine:
 
     def train_batch_size(self) -> int:
         """Samples per update, over all ranks."""
-        return self.config.micro_batch_size * self.config.gradient_accumulation_steps * self._world.size
+        return self.settings.micro_batch_size * self.settings.gradient_accumulation_steps * self._world.size
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an update."""

@@ -326,7 +326,7 @@ def test_the_configuration_trains(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
     engine, *_ = tiering.initialize(model=model, config=config)
     try:
-        io = engine.config.tiering.io
+        io = engine.settings.tiering.io
         assert (io.engine, io.block_size, io.queue_depth) == ("threads", 64 << 10, 4)
         engine.backward(engine(torch.ones(1, 256)).square().mean())
         engine.step()

@@ -95,7 +95,7 @@ def trained(engine: Engine, vocabulary: int) -> list[Moved]:
     """What the third step moves."""
 
     def step() -> None:
-        for _ in range(engine.config.gradient_accumulation_steps):
+        for _ in range(engine.settings.gradient_accumulation_steps):
             engine.backward(engine(torch.randint(vocabulary, (2, 8))))
             engine.step()
 
@@ -171,7 +171,7 @@ def both(
         | case,
     }
     with tiering.initialize(model=Decoder(vocabulary), config=settings).engine as engine:
-        plan, config = engine.plan, engine.config.tiering
+        plan, config = engine.plan, engine.settings.tiering
         real = trained(engine, vocabulary)
     with Replay(plan, "mixed", [directory], config, size=GIB) as replay:
         replay.lay_out()

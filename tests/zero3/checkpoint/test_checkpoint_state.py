@@ -175,7 +175,7 @@ def test_a_default_device_of_the_scripts_changes_nothing(start: Start, tmp_path:
     whole = files.tensors["frozen"]
     opened = OpenFiles()
     source = FileSource((whole, whole), opened)
-    with opened.reading(files, engine.config.tiering.io, (whole, whole)):
+    with opened.reading(files, engine.settings.tiering.io, (whole, whole)):
         expected = torch.cat([source.read(0, whole.numel).clone()] * 2)
         with DeviceContext(torch.device("meta")):
             assert source.read(0, 2 * whole.numel).equal(expected)

@@ -36,7 +36,7 @@ STREAMED = {**NVME_STATE, "cache_in_host": False}
 
 
 def step(engine: Any, count: int = 1) -> None:
-    for tokens, targets in batches(count * engine.config.gradient_accumulation_steps):
+    for tokens, targets in batches(count * engine.settings.gradient_accumulation_steps):
         engine.backward(engine(tokens, targets))
         engine.step()
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+import tiering
+from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3.engine.engine import Engine
 
@@ -55,6 +57,32 @@ def test_what_an_engine_answers(start: Callable[..., Any]) -> None:
     assert set(state) - set(engine.module_state_dict(prefix="net.", exclude_frozen_parameters=True)) == {
         "net.position.weight"
     }
+
+
+def test_the_configuration_is_a_plain_dict_with_a_value_for_each_auto() -> None:
+    """A trainer reads it with get; ours is beside it."""
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": "auto"}
+    given: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "zero_optimization": zero,
+        "tiering": {"telemetry": {"enabled": False}},
+    }
+    engine, *_ = tiering.initialize({"learning_rate": 0.5}, torch.nn.Linear(2, 2), config=given)
+    with engine:
+        assert type(engine.config) is dict and isinstance(engine.settings, TieringConfig)
+        assert engine.config == given | {
+            "train_batch_size": 2,
+            "bf16": {"enabled": False},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "weight_decay": 0.0}},
+            "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 50_000_000},
+        }
+        assert engine.config.get("zero_optimization", {}).get("stage") == 3
+        assert (
+            engine.config["zero_optimization"] is not zero and zero["stage3_prefetch_bucket_size"] == "auto"
+        )
 
 
 def test_an_engine_stands_for_its_module(start: Callable[..., Any]) -> None:
@@ -205,7 +233,7 @@ def test_a_loader_of_an_engine(start: Callable[..., Any]) -> None:
     assert batch == 3
     engine.collate_fn = len
     assert [*engine.deepspeed_io(dataset)] == [2, 2, 2, 1]
-    engine.config = engine.config.model_copy(update={"dataloader_drop_last": True})
+    engine.settings = engine.settings.model_copy(update={"dataloader_drop_last": True})
     assert [*engine.deepspeed_io(dataset)] == [*engine.deepspeed_io(dataset, route="eval")] == [2, 2, 2]
     with pytest.raises(ConfigError, match="'test'; use 'train'"):
         engine.deepspeed_io(dataset, route="test")

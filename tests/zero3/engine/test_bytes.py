@@ -106,7 +106,7 @@ def counted_by_the_kernel() -> tuple[int, int]:
 
 
 def step(engine: Any, batches: Iterator[Any]) -> None:
-    for _ in range(engine.config.gradient_accumulation_steps):
+    for _ in range(engine.settings.gradient_accumulation_steps):
         engine.backward(engine(*next(batches)))
         engine.step()
 

@@ -37,7 +37,7 @@ def built() -> SmallModel:
 
 def steps(engine: Any, count: int, seed: int = 7) -> list[float]:
     losses = []
-    for tokens, targets in batches(count * engine.config.gradient_accumulation_steps, seed):
+    for tokens, targets in batches(count * engine.settings.gradient_accumulation_steps, seed):
         loss = engine(tokens, targets)
         losses.append(loss.item())
         engine.backward(loss)

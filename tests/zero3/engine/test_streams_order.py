@@ -104,7 +104,7 @@ def exact_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def backward(engine: Engine, loss: Tensor) -> None:
     """Where that will do, the engine does not get the loss: it would wait for its value in ``step``, and so for all."""
-    if engine.config.gradient_accumulation_steps == 1 and engine.config.precision != "fp16":
+    if engine.settings.gradient_accumulation_steps == 1 and engine.settings.precision != "fp16":
         loss.backward()
     else:
         engine.backward(loss)
@@ -112,7 +112,7 @@ def backward(engine: Engine, loss: Tensor) -> None:
 
 def update(engine: Engine, pairs: Iterator[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
     """One, over all its micro-batches."""
-    for _ in range(engine.config.gradient_accumulation_steps):
+    for _ in range(engine.settings.gradient_accumulation_steps):
         tokens, targets = next(pairs)
         loss = engine(tokens, targets)
         yield loss.detach()
@@ -131,7 +131,7 @@ def evaluations(engine: Engine, directory: Path) -> Iterator[Tensor]:
     pairs = batches(100)
     for _ in range(2):
         tokens, targets = next(pairs)
-        for _ in range(engine.config.gradient_accumulation_steps):
+        for _ in range(engine.settings.gradient_accumulation_steps):
             backward(engine, engine(tokens, targets))
             engine.eval()
             with torch.no_grad():

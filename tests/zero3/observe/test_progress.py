@@ -48,9 +48,9 @@ def start(nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def steps(engine: Engine, count: int, *, bad: int | None = None) -> Iterator[int]:
     """Train; gives the number of each step. The loss of step ``bad`` is infinite."""
-    data = batches(count * engine.config.gradient_accumulation_steps)
+    data = batches(count * engine.settings.gradient_accumulation_steps)
     for number in range(1, count + 1):
-        for _ in range(engine.config.gradient_accumulation_steps):
+        for _ in range(engine.settings.gradient_accumulation_steps):
             loss = engine(*next(data))
             engine.backward(loss * torch.inf if number == bad else loss)
             engine.step()

@@ -83,7 +83,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def update(engine: Engine, batches: Iterator[Any]) -> None:
-    for _ in range(engine.config.gradient_accumulation_steps):
+    for _ in range(engine.settings.gradient_accumulation_steps):
         loss = engine(*next(batches))
         engine.backward(loss)
         engine.step()

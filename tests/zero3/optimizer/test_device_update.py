@@ -179,7 +179,7 @@ def test_who_uses_what_is_on_its_way_back_waits_for_it(
 
     def trained(directory: Path, **options: Any) -> list[dict[str, Tensor]]:
         engine = start(**({"accumulation": 1} | habit | options))
-        accumulation = engine.config.gradient_accumulation_steps
+        accumulation = engine.settings.gradient_accumulation_steps
         seen = []
         uses: list[Callable[[int], object]] = [
             lambda step: None,

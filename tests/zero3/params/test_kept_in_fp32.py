@@ -40,7 +40,7 @@ def built() -> Routed:
 
 def train(engine: Any, steps: int = 3) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     losses = []
-    for tokens in inputs(steps * engine.config.gradient_accumulation_steps):
+    for tokens in inputs(steps * engine.settings.gradient_accumulation_steps):
         loss = engine(tokens)
         losses.append(loss.item())
         engine.backward(loss)

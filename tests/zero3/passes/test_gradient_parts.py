@@ -89,7 +89,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def train(engine: Any, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
     losses = []
-    for step in range(steps * engine.config.gradient_accumulation_steps):
+    for step in range(steps * engine.settings.gradient_accumulation_steps):
         loss = engine(tokens_of(step))
         losses.append(loss.item())
         engine.backward(loss)

@@ -17,7 +17,7 @@ NVME = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": F
 
 
 def step(engine: Engine) -> None:
-    for tokens, targets in batches(engine.config.gradient_accumulation_steps):
+    for tokens, targets in batches(engine.settings.gradient_accumulation_steps):
         engine.backward(engine(tokens, targets))
         engine.step()
 

@@ -46,7 +46,7 @@ def overflow(
     scaling = {"initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2, "min_loss_scale": 1}
     said, changed = [], []
     with start(nvme, precision="fp16", fp16=scaling, **options) as engine:
-        accumulation = engine.config.gradient_accumulation_steps
+        accumulation = engine.settings.gradient_accumulation_steps
         before = everything(engine)
         for number, shares in enumerate(tokens(steps * accumulation, 2)):
             loss = engine(*shares[rank])

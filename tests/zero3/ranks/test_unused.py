@@ -103,7 +103,7 @@ def counts(rank: int, nvme: Path, **options: Any) -> tuple[dict[str, int], dict[
     """Steps taken by each parameter, and its first moment, after two steps in which only block 0 is used by all."""
     with start(nvme, models.Blocks, threshold=0, **options) as engine:
         for number, shares in enumerate(models.vectors(2, 2)):
-            only = (0, 2) if rank == 0 and number == 1 and engine.config.zero.stage < 3 else (0,)
+            only = (0, 2) if rank == 0 and number == 1 and engine.settings.zero.stage < 3 else (0,)
             engine.backward(engine(*shares[rank], only))
             engine.step()
         names = [name for name, _ in engine.module.named_parameters()]

@@ -79,7 +79,7 @@ def train(
     engine = start(nvme, build, **options)
     parts, losses, norms = no_sync + 1, [], []
     with engine:
-        micro_batches = steps * parts * engine.config.gradient_accumulation_steps
+        micro_batches = steps * parts * engine.settings.gradient_accumulation_steps
         for number, shares in enumerate(data(micro_batches, _world_size()), start=1):
             complete = number % parts == 0
             with nullcontext() if complete else engine.no_sync():
@@ -88,7 +88,7 @@ def train(
                 engine.backward(loss / parts)
             if complete:
                 engine.step()
-                if engine.micro_steps % engine.config.gradient_accumulation_steps == 0:
+                if engine.micro_steps % engine.settings.gradient_accumulation_steps == 0:
                     norms.append(engine.get_global_grad_norm())
         return left(engine, losses, norms)
 

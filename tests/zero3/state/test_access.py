@@ -30,7 +30,7 @@ UP = "blocks.0.up.weight"
 
 
 def trained(engine: Any, micro_batches: Any, steps: int = 2) -> Any:
-    for tokens, targets in micro_batches(steps * engine.config.gradient_accumulation_steps):
+    for tokens, targets in micro_batches(steps * engine.settings.gradient_accumulation_steps):
         engine.backward(engine(tokens, targets))
         engine.step()
     return engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -277,15 +278,15 @@ class DeepSpeedEngine(Engine):
         """The 2-norm of all gradients, unscaled, before clipping; None before the first update.
 
         Between the last backward and ``step`` it is the norm of the accumulated gradients, and all ranks call this
-        together; otherwise it is the norm of the last update. As in DeepSpeed, a skipped update does not change it;
-        logs, monitors and telemetry show the norm that was not finite.
+        together; otherwise it is the norm of the last update. If a gradient is not finite, it is infinity, as in
+        DeepSpeed.
         """
         self._ready.check_open("get_global_grad_norm")
         pending = self._updates.current_step.pending and not self._schedule.state.in_backward
         waiting = pending and self._accumulation.syncing
-        if waiting and self._accumulation.at_boundary:
-            return self._updates.waiting_norm()
-        return self._updates.applied_norm
+        at_boundary = waiting and self._accumulation.at_boundary
+        norm = self._updates.waiting_norm() if at_boundary else self._updates.norm
+        return norm if norm is None or math.isfinite(norm) else math.inf
 
     def optimizer_name(self) -> str:
         """The class name of the optimizer that was passed to initialize, or the type in the configuration."""

@@ -77,11 +77,11 @@ def _root(squares: float) -> float:
 class Update:
     """Updates the parameters of ``groups``.
 
-    ``norm`` is the norm of the last gradients, unscaled, also if their update was skipped; ``applied_norm`` is that of
-    the last update that was not skipped. ``steps``, ``samples`` and ``skipped`` count over the whole run; ``samples``
-    are those of all ranks. Of the last update: ``overflow`` tells that it was skipped, ``loss`` is the mean over the
-    ranks, ``stop`` the number of a stop signal, and ``saving`` the progress of the slowest rank with a save.
-    ``applied`` tells whether the last ``engine.step()`` has updated the parameters.
+    ``norm`` is the norm of the last gradients, unscaled, also if their update was skipped. ``steps``, ``samples`` and
+    ``skipped`` count over the whole run; ``samples`` are those of all ranks. Of the last update: ``overflow`` tells
+    that it was skipped, ``loss`` is the mean over the ranks, ``stop`` the number of a stop signal, and ``saving`` the
+    progress of the slowest rank with a save. ``applied`` tells whether the last ``engine.step()`` has updated the
+    parameters.
     """
 
     # One parameter for each part of a step: eight.
@@ -101,7 +101,6 @@ class Update:
         self.steps_in_backward = config.tiering.step_in_backward
         self.loss_scale = LossScale.from_config(config)
         self.norm: float | None = None
-        self.applied_norm: float | None = None
         self.steps = 0
         self.samples = 0
         self.skipped = 0
@@ -270,8 +269,6 @@ class Update:
             self.stop, self.saving = sums.stop, sums.saving
             finite = math.isfinite(self.norm)
             self.overflow = not finite
-            if finite:
-                self.applied_norm = self.norm
             if self.current_step.state is StepState.UPDATED_IN_BACKWARD:
                 self.current_step.to_idle()
                 self._check_used(finite, sums.bad)

@@ -35,6 +35,10 @@ _GIVE_THE_MODULE = {
     *("apply", "requires_grad_", "share_memory", "to_empty", "type", "xpu"),
 }
 """Methods of ``nn.Module`` that return the module."""
+_GATHERS_ON_SAVE = [
+    f"{prefix}gather_{name}_weights_on_model_save" for prefix in ("stage3_", "") for name in ("16bit", "fp16")
+]
+"""The names of a key of the section zero_optimization."""
 
 
 class DeepSpeedEngine(Engine):
@@ -356,10 +360,34 @@ class DeepSpeedEngine(Engine):
             keep_vars=keep_vars,
         )
         if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters():
-                if not param.requires_grad:
-                    state.pop(prefix + name, None)
+            self._drop_frozen(state, prefix)
         return state
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """The key stage3_gather_16bit_weights_on_model_save: whether a trainer is to save the whole model on rank 0."""
+        zero = self.config.get("zero_optimization") or {}
+        return any(bool(zero.get(name)) for name in _GATHERS_ON_SAVE)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """``state_dict()`` on rank 0, None on other ranks. All ranks call it together. ConfigError below stage 3."""
+        if self.settings.zero.stage < 3:
+            raise ConfigError(
+                f"_zero3_consolidated_16bit_state_dict was called at stage {self.settings.zero.stage}, where each rank"
+                " has the whole model; call module_state_dict()"
+            )
+        self._ready.check_open("_zero3_consolidated_16bit_state_dict")
+        is_first = self._world.rank == 0
+        state = self._state.weights(self.module, keep=is_first)
+        if exclude_frozen_parameters:
+            self._drop_frozen(state, "")
+        return state if is_first else None
+
+    def _drop_frozen(self, state: dict[str, Tensor], prefix: str) -> None:
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            if not param.requires_grad:
+                state.pop(prefix + name, None)
 
     def save_16bit_model(
         self,

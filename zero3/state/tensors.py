@@ -68,8 +68,11 @@ class TieredState:
             for param, piece in zip(group.params, group.layout.pieces, strict=True)
         }
 
-    def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's ``state_dict`` with real values, in the compute dtype; tied parameters share their tensor."""
+    def weights(self, model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+        """The model's ``state_dict`` with real values, in the compute dtype; tied parameters share their tensor.
+
+        Without ``keep`` this rank only takes part in the exchange with the others, and returns an empty dict.
+        """
         places = self.places()
         loaded: dict[int, Tensor] = {}
         result: dict[str, Tensor] = {}
@@ -79,9 +82,10 @@ class TieredState:
                 continue
             group, piece = places[value]
             if piece.index not in loaded:
-                loaded[piece.index] = self.weight(group, piece)
+                values = self.weight(group, piece)
+                loaded[piece.index] = values if keep else values.new_empty(0)
             result[name] = loaded[piece.index]
-        return result
+        return result if keep else {}
 
     def masters(self, model: nn.Module) -> dict[str, Tensor]:
         """The fp32 masters of the trainable parameters of ``model``, by their names there."""

@@ -12,9 +12,16 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import tiering
+from tests.zero3.plain import STREAMED, differing
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3.engine.engine import Engine
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "cpu": {"offload_param": "cpu", "offload_optimizer": "cpu"},
+    "nvme": {**STREAMED, "threshold": 0},
+}
 
 
 def test_what_an_engine_answers(start: Callable[..., Any]) -> None:
@@ -83,6 +90,44 @@ def test_the_configuration_is_a_plain_dict_with_a_value_for_each_auto() -> None:
         assert (
             engine.config["zero_optimization"] is not zero and zero["stage3_prefetch_bucket_size"] == "auto"
         )
+
+
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_the_whole_model_in_16_bits(start: Callable[..., Any], place: str) -> None:
+    engine = start(**PLACEMENTS[place])
+    engine.module.position.weight.requires_grad_(False)
+    state = engine._zero3_consolidated_16bit_state_dict()
+    assert differing(state, engine.state_dict()) == []
+    assert {value.dtype for value in state.values()} == {torch.bfloat16}
+    assert state["head.weight"] is state["embedding.weight"]
+    trained = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    assert set(state) - set(trained) == {"position.weight"}
+
+
+def test_the_whole_model_is_requested_at_stage_3_only(start: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"at stage 2, .*call module_state_dict\(\)"):
+        start(stage=2)._zero3_consolidated_16bit_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("section", "gathers"),
+    [
+        ({}, False),
+        ({"stage3_gather_16bit_weights_on_model_save": True}, True),
+        ({"stage3_gather_16bit_weights_on_model_save": False}, False),
+        ({"stage3_gather_fp16_weights_on_model_save": True}, True),
+    ],
+)
+def test_whether_a_trainer_is_to_save_the_whole_model(section: dict[str, bool], gathers: bool) -> None:
+    config: dict[str, Any] = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3} | section,
+        "tiering": {"telemetry": {"enabled": False}},
+    }
+    engine, *_ = tiering.initialize(model=torch.nn.Linear(2, 2), config=config)
+    with engine:
+        assert engine.zero_gather_16bit_weights_on_model_save() is gathers
 
 
 def test_an_engine_stands_for_its_module(start: Callable[..., Any]) -> None:

@@ -127,3 +127,18 @@ def test_a_bad_batch_is_skipped_on_all_ranks(ranks: Ranks, nvme: Path, stage: in
     skipped, without = pool.run(skip_a_batch, nvme, stage, True), pool.run(skip_a_batch, nvme, stage, False)
     assert differing(skipped[0], without[0]) == differing(skipped[1], without[1]) == []
     assert differing(*skipped) == []
+
+
+def whole_model(rank: int, nvme: Path) -> tuple[list[str], list[str]] | None:
+    """What differs on rank 0 from the values, and the names without frozen parameters."""
+    with start(nvme, offload_param="nvme", offload_optimizer="nvme", cache_in_host=False) as engine:
+        engine.module.position.weight.requires_grad_(False)
+        state = engine._zero3_consolidated_16bit_state_dict()
+        trained = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        values = engine.state_dict()
+        assert (state is None) == (trained is None)
+        return None if state is None else (differing(state, values), sorted(set(values) - set(trained)))
+
+
+def test_rank_0_has_the_whole_model(ranks: Ranks, nvme: Path) -> None:
+    assert ranks(2).run(whole_model, nvme) == [([], ["position.weight"]), None]

@@ -41,9 +41,9 @@ class Memory:
 def failure() -> Callable[[Callable[[], object]], tuple[int, str]]:
     """Runs what must raise SwapError; returns its errno and message."""
 
-    def run(what: Callable[[], object]) -> tuple[int, str]:
+    def run(action: Callable[[], object]) -> tuple[int, str]:
         with pytest.raises(SwapError) as caught:
-            what()
+            action()
         assert caught.value.errno is not None
         return caught.value.errno, caught.value.args[0]
 

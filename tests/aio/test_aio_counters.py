@@ -132,15 +132,15 @@ def test_a_refused_registration_is_told_and_harmless(
     if engine != "io_uring":
         pytest.skip(f"{engine} registers nothing")
     context = open_context(Fault("register", error=errno.ENOMEM))
-    refused, taken = memory(os.urandom(BLOCK)), memory(BLOCK)
+    refused, accepted = memory(os.urandom(BLOCK)), memory(BLOCK)
     assert not context.register(refused)
     assert context.info.passed_over["registered_buffers"] == f"ENOMEM ({os.strerror(errno.ENOMEM)})"
     assert context.info.registered_bytes == 0
     file = context.add_file(swap_file(), direct=True, name="swap")
-    context.register(taken)
+    context.register(accepted)
     context.write(file, refused, 0, BLOCK).wait()
-    context.read(file, taken, 0, BLOCK).wait()
-    assert taken.bytes() == refused.bytes()
+    context.read(file, accepted, 0, BLOCK).wait()
+    assert accepted.bytes() == refused.bytes()
 
 
 def test_registered_memory_lives_until_close(open_context: Any, memory: Any) -> None:

@@ -40,10 +40,10 @@ def test_buckets_are_narrow_and_leave_no_gap() -> None:
 def test_a_percentile_is_at_most_a_bucket_too_long(times: list[int], share: float) -> None:
     exact = sorted(times)[max(1, math.ceil(share * len(times))) - 1]
     histogram = LatencyHistogram.of(*times)
-    told = round(histogram.percentile(share) * 1e9)
-    assert exact <= told <= max(times)
+    reported = round(histogram.percentile(share) * 1e9)
+    assert exact <= reported <= max(times)
     if exact < 1 << 40:
-        assert told < exact + max(1, exact / 32)
+        assert reported < exact + max(1, exact / 32)
     assert histogram.percentile(1.0) == max(times) / 1e9
     assert histogram.percentiles(share, 1.0) == [histogram.percentile(share), max(times) / 1e9]
     assert histogram.total == len(times)

@@ -31,7 +31,7 @@ class Held(NamedTuple):
     rings: int  # libaio's and io_uring's, which live in the address space
 
 
-def held() -> Held:
+def held_resources() -> Held:
     maps = Path("/proc/self/maps").read_text()
     return Held(
         len(list(Path("/proc/self/fd").iterdir())),
@@ -74,11 +74,12 @@ def test_nothing_is_left_behind(engine: str, swap_file: Any, memory: Any, rounds
         live_once(index)
     # What earlier tests of this process have dropped.
     gc.collect()
-    before, resident = held(), resident_bytes()
+    before, resident = held_resources(), resident_bytes()
     for index in range(rounds):
         live_once(index)
     # A joined thread leaves /proc a moment later, also one from before that was still counted.
-    assert until(lambda: all(now <= then for now, then in zip(held(), before, strict=True))), (before, held())
+    returned = until(lambda: all(now <= then for now, then in zip(held_resources(), before, strict=True)))
+    assert returned, (before, held_resources())
     grown = resident_bytes() - resident
     assert grown < (4 << 20), f"{grown} bytes more after {rounds} rounds"
 

@@ -54,7 +54,7 @@ with AioContext() as context:
 
 
 @pytest.mark.parametrize(
-    ("denied", "taken", "passed_over"),
+    ("denied", "engine", "passed_over"),
     [
         ({"io_uring_setup": errno.EPERM}, "libaio", {"io_uring": "EPERM (Operation not permitted)"}),
         ({"io_uring_setup": errno.ENOSYS}, "libaio", {"io_uring": "ENOSYS (Function not implemented)"}),
@@ -68,10 +68,10 @@ with AioContext() as context:
     ids=["EPERM", "ENOSYS", "made but not entered", "libaio too"],
 )
 def test_auto_takes_the_next_engine_and_says_why(
-    run_child: RunChild, tmp_path: Path, denied: dict[str, int], taken: str, passed_over: dict[str, str]
+    run_child: RunChild, tmp_path: Path, denied: dict[str, int], engine: str, passed_over: dict[str, str]
 ) -> None:
     answer = json.loads(run_child(DENIED, tmp_path, "libaio", json.dumps(denied)))
-    assert answer == [taken, passed_over, True]
+    assert answer == [engine, passed_over, True]
 
 
 NAMED = (
@@ -95,8 +95,8 @@ print(json.dumps(refusal(sys.argv[2])))
 def test_a_named_engine_that_is_denied_is_an_error(
     run_child: RunChild, tmp_path: Path, engine_name: str, call: str, code: int
 ) -> None:
-    got, message = json.loads(run_child(NAMED, tmp_path, engine_name, json.dumps({call: code})))
-    assert got == code
+    result, message = json.loads(run_child(NAMED, tmp_path, engine_name, json.dumps({call: code})))
+    assert result == code
     assert f"'{engine_name}' cannot start" in message
     assert f"{errno.errorcode[code]} ({os.strerror(code)})" in message
     assert "'threads' works everywhere" in message
@@ -213,9 +213,9 @@ def test_a_full_disk(engine: str, small_disk: Callable[[int], Path], memory: Any
             file = context.add_file(fd, direct=True, name=str(disk))
 
             def write(pieces: int) -> None:
-                for which in range(len(content), len(content) + pieces):
+                for number in range(len(content), len(content) + pieces):
                     piece = memory(os.urandom(MIB))
-                    context.write(file, piece, which * MIB, MIB, names=(f"layers.{which}.w",)).wait()
+                    context.write(file, piece, number * MIB, MIB, names=(f"layers.{number}.w",)).wait()
                     content.append(piece.bytes())
 
             def check() -> None:

@@ -100,15 +100,15 @@ class Run:
                 ticket = getattr(self.context, kind)(self.file, buffer, start, nbytes, **order)
         self.requests.append(Request(kind, start, nbytes, buffer, content, ticket, after))
 
-    def ask(self, what: str, which: int) -> None:
+    def ask(self, action: str, number: int) -> None:
         if not self.requests:
             return
-        request = self.requests[which % len(self.requests)]
-        if what == "wait":
+        request = self.requests[number % len(self.requests)]
+        if action == "wait":
             self.settle(request)
-        elif what == "poll":
+        elif action == "poll":
             request.over |= request.ticket.done()
-        elif what == "wait briefly":
+        elif action == "wait briefly":
             try:
                 request.ticket.wait(0.0005)
             except TimeoutError:
@@ -116,10 +116,10 @@ class Run:
             except SwapError:
                 pass
             request.over = True
-        elif what == "cancel":
+        elif action == "cancel":
             request.cancelled |= request.ticket.cancel()
-        elif what == "wait for any":
-            some = self.requests[which % len(self.requests) :: 2]
+        elif action == "wait for any":
+            some = self.requests[number % len(self.requests) :: 2]
             first = self.context.wait_any([each.ticket for each in some])
             (winner,) = [each for each in some if each.ticket is first]
             assert first.done()
@@ -132,13 +132,13 @@ class Run:
         except SwapError as error:
             request.result = -(error.errno or 0)
 
-    def judge(self, faults: Sequence[Fault], seen: int) -> None:
+    def judge(self, faults: Sequence[Fault], view_fd: int) -> None:
         for request in self.requests:
             self.settle(request)
             assert request.ticket.done()
         for request in self.requests:
             self.judge_result(request, faults)
-        self.judge_bytes(seen)
+        self.judge_bytes(view_fd)
         self.judge_counters()
 
     def judge_result(self, request: Request, faults: Sequence[Fault]) -> None:
@@ -152,27 +152,27 @@ class Run:
         else:
             assert request.result == (0 if request.kind == "flush" else request.nbytes)
 
-    def judge_bytes(self, seen: int) -> None:
-        held: list[int | None] = [0] * (FILE + BLOCK)  # None: unknown
+    def judge_bytes(self, view_fd: int) -> None:
+        expected: list[int | None] = [0] * (FILE + BLOCK)  # None: unknown
         for index, request in enumerate(self.requests):
             end = request.start + request.nbytes
             if request.kind == "write":
                 stop = request.start + padded(request.nbytes, self.direct)
                 if request.result >= 0:
-                    held[request.start : stop] = request.content.ljust(stop - request.start, b"\0")
+                    expected[request.start : stop] = request.content.ljust(stop - request.start, b"\0")
                 elif request.result != -errno.ECANCELED:
-                    held[request.start : stop] = [None] * (stop - request.start)
+                    expected[request.start : stop] = [None] * (stop - request.start)
             elif request.kind == "read":
-                got = request.buffer.bytes()
+                content = request.buffer.bytes()
                 if request.result >= 0:
-                    assert agree(held[request.start : end], got[: request.nbytes]), index
-                    assert got[request.nbytes :] == b"\x55" * (SLOT - request.nbytes), index
+                    assert agree(expected[request.start : end], content[: request.nbytes]), index
+                    assert content[request.nbytes :] == b"\x55" * (SLOT - request.nbytes), index
                 elif request.result == -errno.ECANCELED:
-                    assert got == b"\x55" * SLOT, index
+                    assert content == b"\x55" * SLOT, index
                 # A write failed there, and left what it was to replace.
                 elif request.result == -errno.EBADMSG:
-                    assert None in held[request.start : end // PAGE * PAGE + PAGE], index
-        assert agree(held, os.pread(seen, FILE + BLOCK, 0))
+                    assert None in expected[request.start : end // PAGE * PAGE + PAGE], index
+        assert agree(expected, os.pread(view_fd, FILE + BLOCK, 0))
 
     def judge_counters(self) -> None:
         stats = self.context.stats()[self.file]
@@ -187,8 +187,10 @@ class Run:
             assert failed or counted.errors == 0
 
 
-def agree(held: list[int | None], got: bytes) -> bool:
-    return len(held) == len(got) and all(h is None or h == g for h, g in zip(held, got, strict=True))
+def agree(expected: list[int | None], content: bytes) -> bool:
+    return len(expected) == len(content) and all(
+        h is None or h == g for h, g in zip(expected, content, strict=True)
+    )
 
 
 class Slot(SimpleNamespace):
@@ -287,14 +289,14 @@ def check(engine: str, swap_file: Any, direct: bool, examples: int) -> None:
                     run.submit(*step[1:])
                 else:
                     run.ask(*step)
-            run.judge(faults, seen)
+            run.judge(faults, view_fd)
 
     fd = swap_file(direct=direct)
-    seen = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    view_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         interleave()
     finally:
-        os.close(seen)
+        os.close(view_fd)
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])

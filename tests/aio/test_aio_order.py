@@ -130,9 +130,9 @@ def test_long_chains_are_poisoned_without_recursion(
 
 
 def test_tickets_of_another_context(open_context: Any, swap_file: Any, memory: Any) -> None:
-    one, other = open_context(), open_context()
+    context, other = open_context(), open_context()
     fd = swap_file()
-    ticket = one.write(one.add_file(fd, direct=True, name="a"), memory(4096), 0, 4096)
+    ticket = context.write(context.add_file(fd, direct=True, name="a"), memory(4096), 0, 4096)
     file = other.add_file(fd, direct=True, name="b")
     with pytest.raises(ValueError, match="another AioContext"):
         other.read(file, memory(4096), 0, 4096, after=[ticket])

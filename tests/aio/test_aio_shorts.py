@@ -32,18 +32,18 @@ def test_short_transfers_around_every_edge(
     ]
     context = open_context(*some, block_size=BLOCK, queue_depth=4)
     fd = swap_file(direct=direct)
-    seen = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    raw_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     file = context.add_file(fd, direct=direct, name="swap")
     retries = {"read": 0, "write": 0}
     try:
         for offset in OFFSETS[direct]:
             for nbytes in LENGTHS:
                 end = offset + nbytes + (-nbytes % PAGE if direct else 0)
-                os.pwrite(seen, b"\xee" * (end + PAGE), 0)
-                os.fsync(seen)
+                os.pwrite(raw_fd, b"\xee" * (end + PAGE), 0)
+                os.fsync(raw_fd)
                 content = os.urandom(nbytes)
                 assert context.write(file, memory(content), offset, nbytes).wait() == nbytes
-                there = os.pread(seen, end + PAGE, 0)
+                there = os.pread(raw_fd, end + PAGE, 0)
                 assert there[offset : offset + nbytes] == content, (offset, nbytes)
                 assert there[:offset] == b"\xee" * offset, (offset, nbytes)
                 if short >= PAGE:  # the next test is about less
@@ -58,7 +58,7 @@ def test_short_transfers_around_every_edge(
                         assert after > retries[kind], (offset, nbytes, kind)
                     retries[kind] = after
     finally:
-        os.close(seen)
+        os.close(raw_fd)
     for kind in retries:
         stats = getattr(context.stats()[file], kind)
         assert stats.bytes == len(OFFSETS[direct]) * sum(LENGTHS)

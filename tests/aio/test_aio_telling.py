@@ -53,12 +53,12 @@ def test_numbers_that_c_cannot_hold_are_refused_and_leave_nothing(
     context = open_context()
     file = context.add_file(swap_file(PAGE), direct=True, name="swap")
     buffer = memory(PAGE)
-    gone = weakref.ref(buffer)
+    reference = weakref.ref(buffer)
     with pytest.raises(ValueError, match="64 bits do not hold it"):
         context.read(file, buffer, **{"offset": 0, "nbytes": PAGE, **arguments})
     del buffer
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_what_was_never_issued_tells_its_own_place_and_why(
@@ -138,7 +138,7 @@ def test_a_dropped_failure_is_raised_in_the_thread_that_began_it(
 ) -> None:
     context = open_context(Fault("write", error=errno.EIO))
     file = context.add_file(swap_file(PAGE), direct=True, name="swap")
-    told: list[SwapError] = []
+    errors: list[SwapError] = []
     dropped, looked = threading.Event(), threading.Event()
 
     def begin() -> None:
@@ -149,7 +149,7 @@ def test_a_dropped_failure_is_raised_in_the_thread_that_began_it(
             for _ in range(FEW_BEGUN):
                 context.read(file, memory(PAGE), 0, PAGE).wait()
         except SwapError as error:
-            told.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=begin)
     thread.start()
@@ -160,7 +160,7 @@ def test_a_dropped_failure_is_raised_in_the_thread_that_began_it(
         assert context.read(file, memory(PAGE), 0, PAGE).wait() == PAGE
     looked.set()
     thread.join()
-    assert [error.names for error in told] == [("w",)]
+    assert [error.names for error in errors] == [("w",)]
 
 
 def test_a_dropped_failure_of_a_thread_that_is_gone_is_raised_by_close(

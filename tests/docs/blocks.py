@@ -36,13 +36,13 @@ class Block:
         if self.language == "sh":
             lines = self.body.replace("\\\n", " ").splitlines()
             return [(without_remark(line), "") for line in lines if line and not line.startswith("#")]
-        found: list[tuple[str, str]] = []
+        commands: list[tuple[str, str]] = []
         for line in self.body.splitlines(keepends=True):
             if line.startswith("$ "):
-                found.append((without_remark(line[2:].rstrip("\n")), ""))
+                commands.append((without_remark(line[2:].rstrip("\n")), ""))
             else:
-                found[-1] = (found[-1][0], found[-1][1] + line)
-        return found
+                commands[-1] = (commands[-1][0], commands[-1][1] + line)
+        return commands
 
 
 def without_remark(line: str) -> str:
@@ -52,6 +52,6 @@ def without_remark(line: str) -> str:
 def blocks(page: str) -> list[Block]:
     text = PAGES[page].read_text(encoding="utf-8")
     return [
-        Block(page, text.count("\n", 0, found.start()) + 1, found["language"], found["body"])
-        for found in FENCE.finditer(text)
+        Block(page, text.count("\n", 0, match.start()) + 1, match["language"], match["body"])
+        for match in FENCE.finditer(text)
     ]

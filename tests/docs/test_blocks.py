@@ -47,9 +47,9 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logging_as_before: 
         (tmp_path / "bin" / command).write_text(f'#!/bin/sh\nexec {start} "$@"\n')
         (tmp_path / "bin" / command).chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    given = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
-    given |= {"PYTHONPATH": str(ROOT), "TIERING_RUN_DIR": str(tmp_path / "run"), "TIERING_DEVICE": "cpu"}
-    for name, value in (given | {"COLUMNS": "100", "ROOT": str(ROOT)}).items():
+    variables = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
+    variables |= {"PYTHONPATH": str(ROOT), "TIERING_RUN_DIR": str(tmp_path / "run"), "TIERING_DEVICE": "cpu"}
+    for name, value in (variables | {"COLUMNS": "100", "ROOT": str(ROOT)}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("RANK", raising=False)
     return tmp_path
@@ -164,7 +164,7 @@ def test_blocks_of_commands_have_no_output() -> None:
 def test_commands_and_code_are_fenced(page: str) -> None:
     """An indented block is a drawing, a listing or a part of a configuration: nothing that somebody would run."""
     prose = FENCE.sub("", PAGES[page].read_text(encoding="utf-8"))
-    for found in re.finditer(r"(?<=\n\n)(?:    .*\n)+", prose):
-        lines = [line[4:] for line in found[0].splitlines()]
-        assert lines[0].split()[0] not in ("$", "import", "from", "with", *PROGRAMS), found[0]
-        assert not re.match(r"[\w, *]+ = (?!max)\w+(\.\w+)*\(", lines[0]), found[0]
+    for match in re.finditer(r"(?<=\n\n)(?:    .*\n)+", prose):
+        lines = [line[4:] for line in match[0].splitlines()]
+        assert lines[0].split()[0] not in ("$", "import", "from", "with", *PROGRAMS), match[0]
+        assert not re.match(r"[\w, *]+ = (?!max)\w+(\.\w+)*\(", lines[0]), match[0]

@@ -46,7 +46,7 @@ def plan_of(stage: int, optimizer: str, param: str, micro_batches: int = 1) -> P
     return make_plan(load, Budgets(1 << 33, 1 << 33, 1 << 33))
 
 
-def kept(plan: Plan, *tiers: Tier) -> Fraction:
+def share_on(plan: Plan, *tiers: Tier) -> Fraction:
     kinds = ("parameters", "gradients", "local gradients", "optimizer state")
     return Fraction(sum(plan.contents(tier).get(kind, 0) for tier in tiers for kind in kinds), NUMEL)
 
@@ -66,8 +66,8 @@ def test_what_a_rank_keeps(row: list[str]) -> None:
     stage, offload, device, beside = row
     for place in ["none"] if offload == "none" else ["cpu", "nvme"]:
         plan = plan_of(int(stage), place, place if "param" in offload else "none")
-        assert kept(plan, Tier.DEVICE) == bracketed(device)
-        assert kept(plan, Tier.HOST, Tier.NVME) == bracketed(beside)
+        assert share_on(plan, Tier.DEVICE) == bracketed(device)
+        assert share_on(plan, Tier.HOST, Tier.NVME) == bracketed(beside)
 
 
 @pytest.mark.parametrize(

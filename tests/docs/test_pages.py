@@ -30,7 +30,7 @@ def prose(page: Path) -> str:
 
 
 def labels(page: Path) -> dict[str, str]:
-    return {found["label"]: found["target"] for found in LABEL.finditer(prose(page))}
+    return {match["label"]: match["target"] for match in LABEL.finditer(prose(page))}
 
 
 def names_of_tests(path: Path) -> set[str]:
@@ -46,10 +46,10 @@ def table_rows() -> list[list[str]]:
 
 @every_page
 def test_every_link_leads_to_a_file(page: Path) -> None:
-    known, text = labels(page), prose(page)
-    undefined = [link["label"] for link in BY_LABEL.finditer(text) if link["label"] not in known]
+    targets_by_label, text = labels(page), prose(page)
+    undefined = [link["label"] for link in BY_LABEL.finditer(text) if link["label"] not in targets_by_label]
     assert undefined == []
-    targets = [*known.values(), *(link["target"] for link in INLINE.finditer(text))]
+    targets = [*targets_by_label.values(), *(link["target"] for link in INLINE.finditer(text))]
     files = [target.partition("#")[0] for target in targets if "://" not in target]
     assert [file for file in files if not (page.parent / file).exists()] == []
 
@@ -61,10 +61,10 @@ def test_every_label_is_used(page: Path) -> None:
 
 @every_page
 def test_every_test_that_is_named_exists_where_it_is_linked(page: Path) -> None:
-    known = labels(page)
+    targets_by_label = labels(page)
     for link in BY_LABEL.finditer(prose(page)):
         if link["text"].startswith("test_"):
-            assert link["text"] in names_of_tests(page.parent / known[link["label"]]), link["text"]
+            assert link["text"] in names_of_tests(page.parent / targets_by_label[link["label"]]), link["text"]
 
 
 def test_the_table_of_features_is_whole() -> None:
@@ -72,14 +72,16 @@ def test_the_table_of_features_is_whole() -> None:
     assert len(rows) > 50
     for feature, *cells in rows:
         assert len(cells) == PLACES, feature
-        left = None
+        previous = None
         for cell in cells:
             read = CELL.fullmatch(cell)
             assert read, f"{feature}: {cell}"
             if read["test"] == "same":
-                assert left is not None and left["label"] == read["label"], f"{feature}: same as what?"
+                assert previous is not None and previous["label"] == read["label"], (
+                    f"{feature}: same as what?"
+                )
             elif read["test"]:
-                left = read
+                previous = read
     assert len({row[0] for row in rows}) == len(rows), "a feature is listed twice"
 
 
@@ -120,7 +122,7 @@ def test_fragments_of_a_configuration_are_known_keys(page: Path) -> None:
         if not block[0].lstrip().startswith('"'):
             continue
         bare = re.sub(r"#.*", "", block[0]).strip().rstrip(",")
-        given = json.loads("{" + bare + "}")
-        offload = {key: given.pop(key) for key in [*given] if key.startswith("offload_")}
+        settings = json.loads("{" + bare + "}")
+        offload = {key: settings.pop(key) for key in [*settings] if key.startswith("offload_")}
         zero = {"zero_optimization": {"stage": 3} | offload}
-        ds_config.load({"train_batch_size": 1} | zero | given)
+        ds_config.load({"train_batch_size": 1} | zero | settings)

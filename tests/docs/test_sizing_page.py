@@ -15,9 +15,9 @@ FEW = ("1.5B", "3B")
 def test_the_rows_of_small_models_are_what_the_code_makes() -> None:
     others = tuple(f"| {size} " for size in SIZES if size not in FEW)
     lines = (DOCS / "tools" / "sizing.md").read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if not line.startswith(others)]
-    assert squeezed(kept) == squeezed(page(FEW).splitlines())
-    assert len(lines) - len(kept) == len(others) * (1 + 2 * 4)  # of the least, and of four machines
+    rows = [line for line in lines if not line.startswith(others)]
+    assert squeezed(rows) == squeezed(page(FEW).splitlines())
+    assert len(lines) - len(rows) == len(others) * (1 + 2 * 4)  # of the least, and of four machines
 
 
 @pytest.mark.slow

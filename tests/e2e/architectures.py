@@ -40,8 +40,8 @@ def batches(name: str, count: int, dtype: torch.dtype = torch.float32) -> Iterat
     """``count`` batches, the same for every caller; what is not an integer comes in ``dtype``."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(count):
-        made = ARCHITECTURES[name].batch(generator)
-        yield {key: value.to(dtype) if value.is_floating_point() else value for key, value in made.items()}
+        batch = ARCHITECTURES[name].batch(generator)
+        yield {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
 
 
 def _tokens(generator: torch.Generator, length: int = SEQUENCE) -> Tensor:

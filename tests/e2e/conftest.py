@@ -66,7 +66,7 @@ class Trained:
         assert set(self.masters) == set(other.masters)
         pairs = [(name, value, other.weights[name]) for name, value in self.weights.items()]
         pairs += [(f"master of {name}", value, other.masters[name]) for name, value in self.masters.items()]
-        return [name for name, one, two in pairs if not _bytes(one).equal(_bytes(two))]
+        return [name for name, first, second in pairs if not _bytes(first).equal(_bytes(second))]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -213,9 +213,9 @@ def reference(
 
     def of(name: str, habit: Habit) -> Trained:
         if (name, habit) not in _references:
-            made = train(name, habit)
-            assert len(set(made.norms)) == STEPS, "the reference does not train"
-            _references[name, habit] = made
+            trained = train(name, habit)
+            assert len(set(trained.norms)) == STEPS, "the reference does not train"
+            _references[name, habit] = trained
         return _references[name, habit]
 
     return of

@@ -181,7 +181,7 @@ def test_generate_gives_the_plain_models_tokens_and_disturbs_nothing(
     habit = Habit("bf16", 1)
     prompt = next(batches(name, 1))["input_ids"][:, :6]
     options = {"input_ids": prompt, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    seen = []
+    outputs = []
 
     def generate(engine: Any, step: int) -> None:
         if step not in (0, 3):
@@ -191,12 +191,12 @@ def test_generate_gives_the_plain_models_tokens_and_disturbs_nothing(
             parameter.data = parameter.data.bfloat16()
         plain.load_state_dict(engine.state_dict())
         engine.eval()
-        seen.append(engine.module.generate(**options))
+        outputs.append(engine.module.generate(**options))
         engine.train()
-        assert seen[-1].equal(plain.generate(**options))
+        assert outputs[-1].equal(plain.generate(**options))
 
     run = train(name, habit, before_step=generate, **PLACEMENTS[placement])
-    assert seen[0].shape[1] >= 5
+    assert outputs[0].shape[1] >= 5
     assert_same_bits(run, reference(name, habit))
 
 

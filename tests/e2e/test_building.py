@@ -20,13 +20,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is dep
 NOT_ON_META = ("gpt2", "lora", "untied")
 
 
-def made(model: nn.Module) -> dict[str, Tensor]:
+def parameters(model: nn.Module) -> dict[str, Tensor]:
     recipes = {name: recipe_of(param) for name, param in model.named_parameters()}
     return {name: recipe.make() for name, recipe in recipes.items() if recipe is not None}
 
 
 def assert_equal(ordinary: nn.Module, model: nn.Module) -> None:
-    values, expected = made(model), dict(ordinary.named_parameters())
+    values, expected = parameters(model), dict(ordinary.named_parameters())
     assert list(values) == list(expected)
     assert [name for name in expected if not torch.equal(values[name], expected[name].detach())] == []
     for name, buffer in ordinary.named_buffers():

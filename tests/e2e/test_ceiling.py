@@ -128,10 +128,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def workload(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Workload]:
     """The workload that an engine for the case plans, without the engine."""
 
-    asked: list[Workload] = []
+    loads: list[Workload] = []
 
     def ask(load: Workload, *_: object) -> None:
-        asked.append(load)
+        loads.append(load)
         raise PlacementError("nothing is planned: this only asks")
 
     def of(case: Case) -> Workload:
@@ -140,7 +140,7 @@ def workload(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Wo
             patch.setattr(assembly, "plan_within", ask)
             with pytest.raises(PlacementError, match="only asks"):
                 tiering.initialize(model=model, config=case.config(nvme))
-        return asked[-1]
+        return loads[-1]
 
     return of
 
@@ -177,9 +177,9 @@ def smallest_budgets(load: Workload) -> tuple[int, int]:
 
 def run(case: Case, nvme: Path, host: int, device: int) -> dict[str, Any]:
     """What a process tells that trains ``case`` within the budgets."""
-    given = {"model": case.model, "config": case.config(nvme, host, device), "batch": case.batch}
+    settings = {"model": case.model, "config": case.config(nvme, host, device), "batch": case.batch}
     done = subprocess.run(
-        [sys.executable, "-c", TRAIN, json.dumps(given | {"steps": case.steps})],
+        [sys.executable, "-c", TRAIN, json.dumps(settings | {"steps": case.steps})],
         capture_output=True,
         text=True,
         check=False,
@@ -187,19 +187,19 @@ def run(case: Case, nvme: Path, host: int, device: int) -> dict[str, Any]:
         env=os.environ | {"OMP_NUM_THREADS": "1"},  # threads would only spin for each other
     )
     assert done.returncode == 0, done.stderr
-    seen: dict[str, Any] = json.loads(done.stdout)
-    return seen
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def check(case: Case, nvme: Path, host: int, device: int) -> dict[str, Any]:
     """What the process takes beside its budgets: activations and a constant."""
-    seen = run(case, nvme, host, device)
-    assert (seen["steps"], seen["finite"], seen["above"]) == (case.steps, True, [])
-    assert 0 < seen["activations"] < seen["on_nvme"]
-    beside = seen["net"] - host - device - seen["activations"]
-    assert beside <= CONSTANT, {"beside": beside / MIB, "host": host / MIB, "device": device / MIB, **seen}
-    assert beside + seen["on_nvme"] > CONSTANT, "with everything in memory it would pass, too"
-    return seen
+    report = run(case, nvme, host, device)
+    assert (report["steps"], report["finite"], report["above"]) == (case.steps, True, [])
+    assert 0 < report["activations"] < report["on_nvme"]
+    beside = report["net"] - host - device - report["activations"]
+    assert beside <= CONSTANT, {"beside": beside / MIB, "host": host / MIB, "device": device / MIB, **report}
+    assert beside + report["on_nvme"] > CONSTANT, "with everything in memory it would pass, too"
+    return report
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ def check(case: Case, nvme: Path, host: int, device: int) -> dict[str, Any]:
 def test_resident_memory_stays_below_the_budgets_and_what_is_reported(
     nvme: Path, case: Case, host: int, device: int
 ) -> None:
-    seen = check(case, nvme, host, device)
-    assert ("parameters" in seen["streamed"]) == (not case.cache_in_host)
+    report = check(case, nvme, host, device)
+    assert ("parameters" in report["streamed"]) == (not case.cache_in_host)
 
 
 @pytest.mark.slow
@@ -241,10 +241,10 @@ def test_resident_memory_over_budgets_precisions_and_habits(
     load = workload(case)
     host, device = smallest_budgets(load)
     host += int(case.spare * make_plan(load, Budgets(device, host, PLENTY)).total(Tier.NVME))
-    seen = check(case, nvme, host, device)
+    report = check(case, nvme, host, device)
     if case.spare == 0:
-        assert {"gradients", "optimizer state", "parameters"} <= set(seen["streamed"])
-        assert seen["slot"] < seen["largest"], "every parameter fits into a slot"
+        assert {"gradients", "optimizer state", "parameters"} <= set(report["streamed"])
+        assert report["slot"] < report["largest"], "every parameter fits into a slot"
 
 
 @pytest.mark.parametrize("cache_in_host", [False, True])
@@ -254,12 +254,12 @@ def test_one_byte_less_than_the_smallest_budgets_is_refused_with_numbers(
     case = Case(cache_in_host=cache_in_host, layers=2)
     host, device = smallest_budgets(workload(case))
     model = case.build()
-    for given, name in (((host - 1, device), "host"), ((host, device - 1), "device")):
+    for budgets, name in (((host - 1, device), "host"), ((host, device - 1), "device")):
         with pytest.raises(PlacementError) as refused:
-            tiering.initialize(model=model, config=case.config(nvme, *given))
-        said = str(refused.value)
-        assert f"raise {name}_budget" in said or cache_in_host, said
-        assert len(re.findall(r"\d [KM]iB", said)) >= 2, said
+            tiering.initialize(model=model, config=case.config(nvme, *budgets))
+        message = str(refused.value)
+        assert f"raise {name}_budget" in message or cache_in_host, message
+        assert len(re.findall(r"\d [KM]iB", message)) >= 2, message
         assert all(recipe_of(parameter) for parameter in model.parameters()), "something was filled"
     engine = tiering.initialize(model=model, config=case.config(nvme, host, device)).engine
     # Slots are asked for with all that might stream, and made for what does.

@@ -178,14 +178,14 @@ def results(**changes: Any) -> dict[Way, dict[str, Any]]:
         memory = {"baseline": 2**20, "peak": 3 * 2**20, "tiers": tiers, "state_bytes": 2**30}
         return {"losses": losses, "digests": digests, "sample": "x", **moved, **memory}
 
-    made = {
+    results = {
         Way.NVME: result([5.0, 4.0, 3.0, 2.0], 10) | changes,
         Way.MEMORY: result([5.0, 4.0, 3.0, 2.0], 0),
         Way.PLAIN: result([5.0, 4.25, 3.0, 2.0], 0),
     }
     for key in ("tiers", "state_bytes", "sample"):
-        del made[Way.PLAIN][key]
-    return made
+        del results[Way.PLAIN][key]
+    return results
 
 
 def test_a_good_verdict_needs_all_of_it() -> None:
@@ -222,15 +222,15 @@ def test_tables_show_the_figures() -> None:
 
 def processes_of(mark: str) -> list[str]:
     """Command lines of running processes that contain ``mark``."""
-    found = []
+    processes = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue  # it just ended
         if mark in line:
-            found.append(line)
-    return found
+            processes.append(line)
+    return processes
 
 
 def run_names(pid: int) -> str:
@@ -293,14 +293,14 @@ class Here(Worker):
     """A worker's work without a process of its own, which would import torch for it."""
 
     def __init__(self, way: Way, settings: Settings, directory: Path, **options: Any) -> None:
-        told: list[dict[str, Any]] = []
-        given = Namespace(way=way, settings=settings.to_json(), dir=directory, **options)
+        events: list[dict[str, Any]] = []
+        arguments = Namespace(way=way, settings=settings.to_json(), dir=directory, **options)
         try:
-            train(given, lambda event, **fields: told.append({"event": event, **fields}))
+            train(arguments, lambda event, **fields: events.append({"event": event, **fields}))
         except TieringError as error:
-            told.append({"event": "error", "message": str(error)})
+            events.append({"event": "error", "message": str(error)})
         self.way = way
-        self.pipe = io.StringIO("".join(f"{json.dumps(event)}\n" for event in told))
+        self.pipe = io.StringIO("".join(f"{json.dumps(event)}\n" for event in events))
         self.process: Any = SimpleNamespace(poll=lambda: 0, wait=lambda *_: 0, stdout=None)
 
 
@@ -328,8 +328,8 @@ def test_a_worker_that_dies_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_one_clear_error(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         console = Console(width=140, record=True, file=io.StringIO())
         assert demo(tmp_path, port=port, settings=TINY, console=console) == UNUSABLE
     assert re.search(rf"sidecar did not start: tierd: cannot listen on .*{port}", console.export_text())
@@ -429,10 +429,10 @@ def test_a_killed_demo_takes_its_children_along(tmp_path: Path) -> None:
     mark = run_names(process.pid)
     deadline = time.monotonic() + 20
     while (
-        left := processes_of(mark) + processes_of(f"service.cli --port {port}")
+        processes := processes_of(mark) + processes_of(f"service.cli --port {port}")
     ) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left == []
+    assert processes == []
 
 
 # -- The command line ----------------------------------------------------------------------------------------
@@ -446,16 +446,16 @@ def test_too_few_steps_are_refused(steps: str) -> None:
 
 
 def test_what_the_command_was_told_reaches_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
+    calls: list[Any] = []
 
     def record(directory: Path, **options: Any) -> int:
-        told.append((directory, options))
+        calls.append((directory, options))
         return FAULT_MISSED
 
     monkeypatch.setattr(tiering.demo.run, "demo", record)
     arguments = ["--dir", str(tmp_path), "--port", "7", "--steps", "9", "--plant-fault"]
     assert main(["demo", *arguments]) == FAULT_MISSED
-    assert told == [(tmp_path, {"port": 7, "settings": Settings(steps=9), "plant_fault": True})]
+    assert calls == [(tmp_path, {"port": 7, "settings": Settings(steps=9), "plant_fault": True})]
 
 
 def test_help_needs_no_torch() -> None:

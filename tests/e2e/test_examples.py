@@ -36,8 +36,8 @@ class Said:
     @property
     def losses(self) -> dict[int, float]:
         """By the number of the step."""
-        found = re.findall(r"^step (\d+): loss ([\d.]+)", self.text, re.MULTILINE)
-        return {int(step): float(loss) for step, loss in found}
+        matches = re.findall(r"^step (\d+): loss ([\d.]+)", self.text, re.MULTILINE)
+        return {int(step): float(loss) for step, loss in matches}
 
     @property
     def right(self) -> float:
@@ -59,8 +59,8 @@ def run(
     engines: list[Engine] = []
     initialize = tiering.initialize
 
-    def watched(**given: Any) -> Any:
-        parts = initialize(**given)
+    def watched(**keywords: Any) -> Any:
+        parts = initialize(**keywords)
         engines.append(parts.engine)
         return parts
 
@@ -80,15 +80,15 @@ def run(
 
 
 def test_digits_are_told_apart(run: Callable[..., tuple[Said, Engine]]) -> None:
-    said, engine = run("mnist/train.py", "--steps", 40)
-    assert said.falls(by=0.7) and said.right > 0.4, said.text
+    output, engine = run("mnist/train.py", "--steps", 40)
+    assert output.falls(by=0.7) and output.right > 0.4, output.text
     assert engine.settings.precision == "fp32"
 
 
 def test_shapes_are_told_apart(run: Callable[..., tuple[Said, Engine]]) -> None:
-    said, engine = run("cifar/train.py", "--steps", 30)
-    assert said.falls(by=0.3) and said.right > 0.2, said.text
-    rates = re.findall(r"lr ([\d.e-]+)$", said.text, re.MULTILINE)
+    output, engine = run("cifar/train.py", "--steps", 30)
+    assert output.falls(by=0.3) and output.right > 0.2, output.text
+    rates = re.findall(r"lr ([\d.e-]+)$", output.text, re.MULTILINE)
     assert rates == ["1.80e-03", "2.00e-03", "2.00e-03"]
     assert (engine.settings.precision, engine.settings.zero.stage) == ("bf16", 1)
 
@@ -96,17 +96,17 @@ def test_shapes_are_told_apart(run: Callable[..., tuple[Said, Engine]]) -> None:
 def test_masked_bytes_are_found_with_the_optimizer_on_the_cpu(
     run: Callable[..., tuple[Said, Engine]],
 ) -> None:
-    said, engine = run("bert_mlm/train.py", "--steps", 6)
-    assert said.falls(by=0.7), said.text
-    assert said.text.startswith("ZeRO stage 2, 16 samples a step\n")
+    output, engine = run("bert_mlm/train.py", "--steps", 6)
+    assert output.falls(by=0.7), output.text
+    assert output.text.startswith("ZeRO stage 2, 16 samples a step\n")
     trained = sum(param.numel() for param in engine.module.parameters())
     assert engine.plan.contents(Tier.HOST)["optimizer state"] >= 12 * trained
     assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.01, 0.0]
 
 
 def test_lines_are_told_apart_in_fp16(run: Callable[..., tuple[Said, Engine]], tmp_path: Path) -> None:
-    said, engine = run("text_classification/train.py", "--steps", 60, "--save", tmp_path)
-    assert said.falls(by=0.05) and said.right > 0.3, said.text
+    output, engine = run("text_classification/train.py", "--steps", 60, "--save", tmp_path)
+    assert output.falls(by=0.05) and output.right > 0.3, output.text
     assert (engine.settings.precision, engine.settings.zero.stage) == ("fp16", 2)
     assert engine.micro_steps == 2 * engine.global_steps == 120
     saved = load_file(tmp_path / "model.safetensors")
@@ -115,13 +115,13 @@ def test_lines_are_told_apart_in_fp16(run: Callable[..., tuple[Said, Engine]], t
 
 
 def test_stage_3_in_host_memory(run: Callable[..., tuple[Said, Engine]], tmp_path: Path) -> None:
-    said, engine = run("zero3_offload/train.py", "--steps", 8, "--save", tmp_path)
-    assert said.falls(by=0.5), said.text
+    output, engine = run("zero3_offload/train.py", "--steps", 8, "--save", tmp_path)
+    assert output.falls(by=0.5), output.text
     assert {"parameters", "gradients", "optimizer state"} <= engine.plan.contents(Tier.HOST).keys()
     saved = load_file(tmp_path / "model.safetensors")
     assert saved.keys() == GPT(width=128, layers=4, heads=4, sequence=64).state_dict().keys()
     norms = [saved[name].float().norm().item() for name in ("head.weight", "embedding.weight")]
-    assert said.text.endswith(f"norm of the head {norms[0]:.3f}, of the embedding {norms[1]:.3f}\n")
+    assert output.text.endswith(f"norm of the head {norms[0]:.3f}, of the embedding {norms[1]:.3f}\n")
 
 
 def test_stage_3_on_nvme_goes_on_where_it_stopped(
@@ -159,8 +159,8 @@ def test_a_save_waits_for_the_end_of_an_accumulation(
         "--deepspeed_config",
         accumulates,
     )
-    said, engine = run(*script, "--steps", 2, "--checkpoints", tmp_path / "saved")
-    assert [*said.losses] == [1, 2] and engine.micro_steps == 4
+    output, engine = run(*script, "--steps", 2, "--checkpoints", tmp_path / "saved")
+    assert [*output.losses] == [1, 2] and engine.micro_steps == 4
     assert {path.name for path in (tmp_path / "saved").glob("global_step*")} == {
         "global_step1",
         "global_step2",
@@ -172,8 +172,8 @@ def test_a_save_waits_for_the_end_of_an_accumulation(
 def test_the_script_for_ranks_is_that_of_one_process(
     run: Callable[..., tuple[Said, Engine]], tmp_path: Path
 ) -> None:
-    said, engine = run("train_ranks.py", "--steps", 4, "--nvme", tmp_path)
-    assert said.falls(by=0.1) and said.text.startswith(str(engine.plan)), said.text
+    output, engine = run("train_ranks.py", "--steps", 4, "--nvme", tmp_path)
+    assert output.falls(by=0.1) and output.text.startswith(str(engine.plan)), output.text
     assert engine.plan.contents(Tier.NVME).keys() == {"parameters", "optimizer state"}
 
 
@@ -197,7 +197,7 @@ def test_two_ranks_run_them_all(tmp_path: Path) -> None:
         ],
         "train_ranks.py": ["--steps", 3, "--nvme", nvme, "--weights", tmp_path / "weights.pt"],
     }
-    scripts = {str(EXAMPLES / name): [*map(str, given)] for name, given in arguments.items()}
+    scripts = {str(EXAMPLES / name): [*map(str, line)] for name, line in arguments.items()}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     driver = Path(__file__).with_name("one_after_another.py")
     done = subprocess.run(
@@ -205,7 +205,7 @@ def test_two_ranks_run_them_all(tmp_path: Path) -> None:
             sys.executable,
             *launch,
             str(driver),
-            json.dumps([[name, *given] for name, given in scripts.items()]),
+            json.dumps([[name, *line] for name, line in scripts.items()]),
         ],
         capture_output=True,
         text=True,
@@ -215,10 +215,10 @@ def test_two_ranks_run_them_all(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     parts = re.split(r"^== (.+)\n", done.stdout, flags=re.MULTILINE)[1:]
-    said = {name: Said(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
-    assert said.keys() == scripts.keys()
-    assert [name for name, script in said.items() if not script.falls(by=0.02)] == [], done.stdout
-    steps = [len(script.losses) for script in said.values()]
+    outputs = {name: Said(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    assert outputs.keys() == scripts.keys()
+    assert [name for name, script in outputs.items() if not script.falls(by=0.02)] == [], done.stdout
+    steps = [len(script.losses) for script in outputs.values()]
     assert steps == [3, 2, 4, 4, 5, 4, 3], "one rank prints"
     assert done.stdout.count("Placement plan") == 1
     assert (tmp_path / "latest").read_text() == "global_step4"
@@ -245,7 +245,7 @@ def called(script: Path, tools: Path, *arguments: str, **environment: str) -> li
 
 @pytest.mark.parametrize("script", ["ranks.sbatch", "cifar/launch.sbatch"])
 def test_the_slurm_scripts_are_some(tmp_path: Path, script: str) -> None:
-    given = called(
+    command = called(
         EXAMPLES / script,
         tmp_path,
         SLURM_CPUS_PER_TASK="96",
@@ -254,8 +254,8 @@ def test_the_slurm_scripts_are_some(tmp_path: Path, script: str) -> None:
         SLURM_JOB_ID="4711",
         SLURM_JOB_NODELIST="node[7-8]",
     )
-    assert given[:2] == ["--cpus-per-task=96", "torchrun"]
-    launch = parse_args(given[2:])
+    assert command[:2] == ["--cpus-per-task=96", "torchrun"]
+    launch = parse_args(command[2:])
     assert (launch.nnodes, launch.nproc_per_node, launch.rdzv_id) == ("2", "8", "4711")
     assert launch.rdzv_endpoint == "node7:29500"
     assert (EXAMPLES.parent / launch.training_script).is_file()

@@ -46,9 +46,9 @@ def start_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     monkeypatch.setenv("TIERING_DEVICE", "cpu")
     with ExitStack() as engines:
 
-        def start(model: Any, **given: Any) -> Any:
+        def start(model: Any, **keywords: Any) -> Any:
             config = settings(tmp_path, Habit("bf16", 1))
-            return engines.enter_context(tiering.initialize(model=model, config=config, **given).engine)
+            return engines.enter_context(tiering.initialize(model=model, config=config, **keywords).engine)
 
         yield start
 

@@ -83,8 +83,8 @@ def masters(of: Outcome) -> dict[str, torch.Tensor]:
     return {name: value for name, value in of.tensors.items() if name.startswith("master of ")}
 
 
-def same_masters(one: Outcome, other: Outcome) -> bool:
-    ours, theirs = masters(one), masters(other)
+def same_masters(first: Outcome, other: Outcome) -> bool:
+    ours, theirs = masters(first), masters(other)
     return all(same_bits(ours.get(name), theirs.get(name)) for name in ours | theirs)
 
 

@@ -152,7 +152,7 @@ TIED = Case(
 )
 def test_weights_that_are_more_than_the_process_may_have(tmp_path: Path, case: Case) -> None:
     weights = 4 * case.parameters
-    given = {
+    task = {
         "kind": case.kind,
         "shape": case.shape,
         "tiny": case.tiny,
@@ -162,7 +162,7 @@ def test_weights_that_are_more_than_the_process_may_have(tmp_path: Path, case: C
     # One thread does not spin for another; large blocks go back at once, so that the limit is on what is in use.
     settings = {"TIERING_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
-        [sys.executable, "-c", TRAIN, json.dumps(given)],
+        [sys.executable, "-c", TRAIN, json.dumps(task)],
         capture_output=True,
         text=True,
         check=False,
@@ -170,23 +170,23 @@ def test_weights_that_are_more_than_the_process_may_have(tmp_path: Path, case: C
         env=os.environ | settings,
     )
     assert done.returncode == 0 and done.stdout, done.stderr
-    seen = json.loads(done.stdout)
-    assert seen["parameters"] == case.parameters
-    first, second = seen["losses"]
+    report = json.loads(done.stdout)
+    assert report["parameters"] == case.parameters
+    first, second = report["losses"]
     assert second < first
-    assert seen["on_nvme"] > 3 * weights, "master and moments, most of 16 bytes per parameter"
-    fp32, bf16 = 4 * seen["largest"], 2 * seen["largest"]
+    assert report["on_nvme"] > 3 * weights, "master and moments, most of 16 bytes per parameter"
+    fp32, bf16 = 4 * report["largest"], 2 * report["largest"]
     beside = {
         "built": GROWTH_LIMIT + 2 * fp32,  # head and embedding are made apart, and tied then
-        "filled": seen["planned"] + GROWTH_LIMIT + fp32,
-        "trained": seen["planned"] + GROWTH_LIMIT + seen["activations"] + case.gradients * bf16,
+        "filled": report["planned"] + GROWTH_LIMIT + fp32,
+        "trained": report["planned"] + GROWTH_LIMIT + report["activations"] + case.gradients * bf16,
     }
     for when, bound in beside.items():
-        net = seen[when] - seen["base"]
+        net = report[when] - report["base"]
         assert net <= bound < weights, {
             when: net / MIB,
             "bound": bound / MIB,
             "weights": weights / MIB,
-            **seen,
+            **report,
         }
     assert list(tmp_path.iterdir()) == []

@@ -129,37 +129,37 @@ PLACES = {
 }
 
 
-def told(tmp_path: Path, place: str, kills: int, seed: int) -> dict[str, object]:
+def report_of(tmp_path: Path, place: str, kills: int, seed: int) -> dict[str, object]:
     case = {"root": str(tmp_path), "kills": kills, "seed": seed, "options": PLACES[place]}
     return ran(RUN, json.dumps(case))
 
 
 def ran(program: str, argument: str) -> dict[str, object]:
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program, argument],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=900,
     )
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, object] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    assert process.returncode == 0, process.stderr
+    report: dict[str, object] = json.loads(process.stdout.splitlines()[-1])
+    return report
 
 
 @pytest.mark.parametrize("place", [pytest.param("memory", marks=pytest.mark.slow), "nvme"])
 def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path: Path, place: str) -> None:
-    found = told(tmp_path, place, 4, 20261122)
-    assert found["same"]
-    assert found["resumed at"], "it began anew: nothing was saved"
-    assert found["left"] == []
+    report = report_of(tmp_path, place, 4, 20261122)
+    assert report["same"]
+    assert report["resumed at"], "it began anew: nothing was saved"
+    assert report["left"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_that_is_killed_fifty_times(tmp_path: Path, place: str, seed: int) -> None:
-    assert told(tmp_path, place, 50, seed)["same"]
+    assert report_of(tmp_path, place, 50, seed)["same"]
 
 
 @pytest.mark.slow

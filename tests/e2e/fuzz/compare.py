@@ -72,8 +72,8 @@ def check(program: Program, *, plainly: bool = True) -> Tally:
     tally.ended += bool(reference.ended)
     if plainly and program.has_plain_loop:
         tally.with_plain += 1
-        if what := _fails(lambda: rounding(reference, execute(program, None))):
-            tally.failures.append(Failure(program, None, what))
+        if message := _fails(lambda: rounding(reference, execute(program, None))):
+            tally.failures.append(Failure(program, None, message))
     for placement in program.placements:
         tally.compared += 1
 
@@ -82,8 +82,8 @@ def check(program: Program, *, plainly: bool = True) -> Tally:
             tally.roomier += outcome.roomier
             return difference(reference, outcome)
 
-        if what := _fails(compare):
-            tally.failures.append(Failure(program, placement, what))
+        if message := _fails(compare):
+            tally.failures.append(Failure(program, placement, message))
     return tally
 
 
@@ -118,10 +118,10 @@ def difference(reference: Outcome, outcome: Outcome) -> str:
     return f"{len(names)} tensors differ at the end: {', '.join(names[:5])}" if names else ""
 
 
-def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
+def same_bits(first: Tensor | None, other: Tensor | None) -> bool:
+    if first is None or other is None or first.dtype != other.dtype or first.shape != other.shape:
         return False
-    return one.numel() == 0 or _bytes(one).equal(_bytes(other))
+    return first.numel() == 0 or _bytes(first).equal(_bytes(other))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -150,31 +150,31 @@ def _losses(outcome: Outcome) -> list[Number]:
     return [number for number in outcome.numbers if number.label == "loss"]
 
 
-def _near(one: float, other: float) -> bool:
-    if not math.isfinite(one) or not math.isfinite(other):
-        return math.isfinite(one) == math.isfinite(other)
-    return math.isclose(one, other, rel_tol=LOSS_ROUNDING, abs_tol=LOSS_ROUNDING)
+def _near(first: float, other: float) -> bool:
+    if not math.isfinite(first) or not math.isfinite(other):
+        return math.isfinite(first) == math.isfinite(other)
+    return math.isclose(first, other, rel_tol=LOSS_ROUNDING, abs_tol=LOSS_ROUNDING)
 
 
 def shrunk(failure: Failure, runs: int = SHRINKING_RUNS) -> Failure:
     """The same failure with fewer actions and, where it still fails, a smaller model."""
-    left = [runs]
+    runs_left = [runs]
 
     def fails(program: Program) -> str:
-        left[0] -= 1
+        runs_left[0] -= 1
         return _fails(lambda: _compared(program, failure.placement))
 
-    program, what = failure.program, failure.what
+    program, failure_text = failure.program, failure.what
     progress = True
-    while progress and left[0] > 0:
+    while progress and runs_left[0] > 0:
         progress = False
         for smaller in _smaller(program):
-            if left[0] <= 0:
+            if runs_left[0] <= 0:
                 break
-            if found := fails(smaller):
-                program, what, progress = smaller, found, True
+            if smaller_failure := fails(smaller):
+                program, failure_text, progress = smaller, smaller_failure, True
                 break
-    return Failure(program, failure.placement, what)
+    return Failure(program, failure.placement, failure_text)
 
 
 def _compared(program: Program, placement: Placement | None) -> str:

@@ -235,11 +235,11 @@ def averaged_evaluation(run: Run, rng: random.Random) -> None:
     """Follow the weights by an average, and evaluate with it in their place for a while."""
     current = {name: value.clone() for name, value in run.loop.state_dict().items()}
     for name, value in current.items():
-        kept = run.average.get(name)
-        if kept is None or kept.shape != value.shape or not value.is_floating_point():
+        average = run.average.get(name)
+        if average is None or average.shape != value.shape or not value.is_floating_point():
             run.average[name] = scaled(value, 0.99)
         else:
-            kept.lerp_(value, 0.25)
+            average.lerp_(value, 0.25)
     for weights in (run.average, current):
         with tiering.gathered(run.model, modify=True):
             run.model.load_state_dict({name: weights[name] for name in current})

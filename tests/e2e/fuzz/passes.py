@@ -168,8 +168,8 @@ def not_finite(run: Run, rng: random.Random) -> None:
 def gradients_of_parameters(run: Run, rng: random.Random) -> None:
     """torch.autograd.grad with respect to parameters."""
     names = [name for name in run.trained if run.params[name].requires_grad]
-    found = torch.autograd.grad(run.loss(rng), [run.params[name] for name in names], allow_unused=True)
-    for name, gradient in zip(names, found, strict=True):
+    gradients = torch.autograd.grad(run.loss(rng), [run.params[name] for name in names], allow_unused=True)
+    for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None:
             run.record_sum(f"gradient of {name}", gradient)
 
@@ -199,9 +199,9 @@ def backward_of_some(run: Run, rng: random.Random) -> None:
     """A backward that is asked for the gradients of some parameters."""
 
     def first() -> None:
-        wanted = [run.params[name] for name in run.chosen(rng) if run.params[name].requires_grad]
+        parameters = [run.params[name] for name in run.chosen(rng) if run.params[name].requires_grad]
         loss = run.loop.scale(run.loss(rng))
-        loss.backward(inputs=[*wanted, run.model.output_weight])
+        loss.backward(inputs=[*parameters, run.model.output_weight])
 
     run.window(rng, first)
 

@@ -121,13 +121,13 @@ class Placement:
     def budgets(self, plan: Plan) -> dict[str, int]:
         """The budgets of this placement, for a ``plan`` that was made with plenty."""
         least = least_budgets(plan)
-        found = {}
+        budgets = {}
         for tier, share in ((Tier.DEVICE, self.device_share), (Tier.HOST, self.host_share)):
             if share == 1.0:
                 continue
             lowest: int = getattr(least, tier.value)
-            found[f"{tier.value}_budget"] = lowest + int(share * max(0, plan.total(tier) - lowest))
-        return found
+            budgets[f"{tier.value}_budget"] = lowest + int(share * max(0, plan.total(tier) - lowest))
+        return budgets
 
     @contextmanager
     def machine(self) -> Iterator[None]:
@@ -142,8 +142,8 @@ class Placement:
             kernels.set_instruction_set(chosen)
 
     def __str__(self) -> str:
-        given = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
-        return ", ".join(f"{name}={value}" for name, value, usual in given if value != usual) or "device"
+        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        return ", ".join(f"{name}={value}" for name, value, usual in values if value != usual) or "device"
 
 
 def least_budgets(plan: Plan) -> Budgets:

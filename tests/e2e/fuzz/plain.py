@@ -117,8 +117,8 @@ class PlainLoop:
 
     def get_fp32_state(self, name: str, key: str) -> Tensor:
         state = self.optimizer.state[self.named[name]]
-        found = state.get(key)
-        return torch.zeros_like(self.named[name]) if found is None else found.clone()
+        tensor = state.get(key)
+        return torch.zeros_like(self.named[name]) if tensor is None else tensor.clone()
 
     def set_fp32_state(self, name: str, key: str, values: Tensor) -> None:
         state = self.optimizer.state[self.named[name]]

@@ -25,9 +25,9 @@ def work(seeds: range, directory: str | None) -> Tally:
     tally = Tally()
     for seed in seeds:
         faulthandler.dump_traceback_later(STUCK_AFTER_SECONDS, exit=True)
-        found = check(Program.draw(seed))
-        found.failures = [shrunk(failure) for failure in found.failures]
-        tally.add(found)
+        result = check(Program.draw(seed))
+        result.failures = [shrunk(failure) for failure in result.failures]
+        tally.add(result)
     faulthandler.cancel_dump_traceback_later()
     return tally
 
@@ -36,9 +36,9 @@ def many(first: int, count: int, jobs: int, directory: str | None) -> int:
     total, began = Tally(), time.monotonic()
     chunks = [range(at, min(at + CHUNK, first + count)) for at in range(first, first + count, CHUNK)]
     for at in range(0, len(chunks), ROUND * jobs):
-        for found in _round(chunks[at : at + ROUND * jobs], jobs, directory):
-            total.add(found)
-            for failure in found.failures:
+        for tally in _round(chunks[at : at + ROUND * jobs], jobs, directory):
+            total.add(tally)
+            for failure in tally.failures:
                 print(f"FAILURE\n{failure}\n", flush=True)
             if total.programs % 200 == 0:
                 print(f"{time.monotonic() - began:.0f} s: {total}", flush=True)

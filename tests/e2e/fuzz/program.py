@@ -113,17 +113,17 @@ def _execute(program: Program, placement: Placement | None, *, roomy: bool = Fal
 
 def _left_by(run: Run) -> dict[str, Tensor]:
     """Weights, buffers, masters, optimizer state and random numbers' state."""
-    left = dict(copy.deepcopy(run.loop.state_dict()))
-    left |= {f"buffer {name}": value.clone() for name, value in run.model.named_buffers()}
+    state = dict(copy.deepcopy(run.loop.state_dict()))
+    state |= {f"buffer {name}": value.clone() for name, value in run.model.named_buffers()}
     for name, master in run.loop.master_state_dict().items():
-        left[f"master of {name}"] = master
+        state[f"master of {name}"] = master
         for key in run.loop.state_names:
-            left[f"{key} of {name}"] = run.loop.get_fp32_state(name, key)
-    left["random state"] = torch.get_rng_state()
-    left["steps"] = torch.tensor([run.loop.global_steps, run.loop.skipped_steps])
+            state[f"{key} of {name}"] = run.loop.get_fp32_state(name, key)
+    state["random state"] = torch.get_rng_state()
+    state["steps"] = torch.tensor([run.loop.global_steps, run.loop.skipped_steps])
     rates = [group["lr"] for group in run.loop.optimizer.param_groups]
-    left["rates"] = torch.tensor(rates, dtype=torch.float64)
-    return left
+    state["rates"] = torch.tensor(rates, dtype=torch.float64)
+    return state
 
 
 _scratch: list[Path | None] = [None]

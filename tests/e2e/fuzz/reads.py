@@ -159,16 +159,16 @@ def hook_inputs(run: Run, rng: random.Random) -> None:
 @action(Effect.UPDATE)
 def hook_backward(run: Run, rng: random.Random) -> None:
     """A backward hook on a block that looks at its weight, for one update."""
-    seen: list[Tensor] = []
+    sums: list[Tensor] = []
 
     def look(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        seen.append(next(module.parameters()).detach().double().sum())
+        sums.append(next(module.parameters()).detach().double().sum())
 
     block = random.Random(run.action).choice([*run.model.blocks])  # the batch is that of an update
     handle = block.register_full_backward_hook(look)
     run.window(rng)
     handle.remove()
-    for value in seen:
+    for value in sums:
         run.record("weight in the hook", value)
 
 

@@ -94,10 +94,10 @@ class Run:
         self.params = dict(self.model.named_parameters())
         self.trained = [name for name, param in self.params.items() if id(param) in self.to_train]
 
-    def exchange(self, one: int, other: int) -> None:
+    def exchange(self, first: int, other: int) -> None:
         """Put two blocks into each other's place."""
         blocks = self.model.blocks
-        blocks[one], blocks[other] = blocks[other], blocks[one]
+        blocks[first], blocks[other] = blocks[other], blocks[first]
         self.name_parameters()
 
     def begin_anew(self, placement: Placement | None) -> None:

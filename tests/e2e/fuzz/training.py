@@ -96,5 +96,5 @@ class Training:
         return make(groups, **RULES[self.rule])
 
     def __str__(self) -> str:
-        given = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
-        return ", ".join(f"{name}={value}" for name, value, usual in given if value != usual) or "plain"
+        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        return ", ".join(f"{name}={value}" for name, value, usual in values if value != usual) or "plain"

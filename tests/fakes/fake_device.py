@@ -63,10 +63,10 @@ class Conflict(NamedTuple):
 class NotOrdered(AssertionError):  # noqa: N818 # it says what is wrong with a program, as an assertion does
     """What was found."""
 
-    def __init__(self, found: list[Conflict]) -> None:
-        more = f"\n... and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        super().__init__("\n".join(map(str, found[:SHOWN])) + more)
-        self.found = found
+    def __init__(self, conflicts: list[Conflict]) -> None:
+        more = f"\n... and {len(conflicts) - SHOWN} more" if len(conflicts) > SHOWN else ""
+        super().__init__("\n".join(map(str, conflicts[:SHOWN])) + more)
+        self.found = conflicts
 
 
 class _Local(threading.local):
@@ -142,13 +142,13 @@ class FakeDevice:
         agent = self._threads[threading.get_ident()] = Agent(f"thread {name}")
         return agent
 
-    def mistake(self, what: str) -> None:
+    def mistake(self, action: str) -> None:
         """Something that a real device does not do."""
-        self.found[Conflict(what, "", None, place())] = None
+        self.found[Conflict(action, "", None, place())] = None
 
-    def wait(self, what: str) -> None:
+    def wait(self, action: str) -> None:
         """The CPU waits, unasked, for what the calling thread has queued."""
-        self.waits.append((what, place()))
+        self.waits.append((action, place()))
         self.streams.compute.synchronize()
 
     def keep(self, tensor: Tensor, user: Agent) -> None:
@@ -158,7 +158,7 @@ class FakeDevice:
             if region is not None:
                 merge(region.kept, user.clock)
 
-    def on_host(self, start: int, end: int, writes: bool, what: str) -> None:
+    def on_host(self, start: int, end: int, writes: bool, action: str) -> None:
         """The CPU touches [start, end)."""
         with self.lock:
             self._bury()
@@ -166,16 +166,16 @@ class FakeDevice:
             if region is None:
                 return
             if region.kind is Kind.DEVICE:
-                self.mistake(f"{what}: the CPU touches the device's memory ({region.what})")
+                self.mistake(f"{action}: the CPU touches the device's memory ({region.what})")
                 return
             host = self.host
-            self.note(start, end, Access(host, host.tick(), writes, what, place()), host.clock)
+            self.note(start, end, Access(host, host.tick(), writes, action, place()), host.clock)
 
-    def on_device(self, start: int, end: int, writes: bool, what: str) -> None:
+    def on_device(self, start: int, end: int, writes: bool, action: str) -> None:
         """What the calling thread queues now touches [start, end)."""
         stream = self.streams.compute.agent
         stream.learn(self.host.clock)
-        self.note(start, end, Access(stream, stream.tick(), writes, what, place()), stream.clock)
+        self.note(start, end, Access(stream, stream.tick(), writes, action, place()), stream.clock)
 
     def note(self, start: int, end: int, access: Access, clock: Clock) -> None:
         region = self._regions.at(start)
@@ -190,33 +190,33 @@ class FakeDevice:
     def operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of torch, and note what it touches."""
         shape = shape_of(operation)
-        given = list(touched(shape, args, kwargs))
+        operands = list(touched(shape, args, kwargs))
         pinned = bool(kwargs.pop("pin_memory", False))
         with self.lock:
             self._bury()
-            known = {tensor.untyped_storage()._cdata for tensor, _ in given}
-            regions = [self._regions.at(address_of(tensor)) for tensor, _ in given]
+            addresses = {tensor.untyped_storage()._cdata for tensor, _ in operands}
+            regions = [self._regions.at(address_of(tensor)) for tensor, _ in operands]
             there = self._runs_there(shape, regions, kwargs)
             if there and shape.accesses and not self._crosses(shape, regions, args, kwargs):
-                self._check_operands(shape, given, regions)
+                self._check_operands(shape, operands, regions)
         result = operation(*args, **kwargs)
         with self.lock:
             self._bury()
-            made = [
+            results = [
                 tensor
                 for tensor in tensors_in(result)
-                if tensor.untyped_storage()._cdata not in known and shape.makes
+                if tensor.untyped_storage()._cdata not in addresses and shape.makes
             ]
             kind = Kind.DEVICE if there else Kind.PINNED if pinned else Kind.PAGEABLE
             if self._crosses(shape, regions, args, kwargs):
-                self._cross(shape, given, made, regions, args, kwargs)
+                self._cross(shape, operands, results, regions, args, kwargs)
                 return result
-            for tensor in made:
+            for tensor in results:
                 self._begin(tensor.untyped_storage(), kind, shape.name)
             if shape.accesses:
                 touches = self.on_device if there else self.on_host
                 self.operations += there
-                for tensor, writes in (*given, *((tensor, True) for tensor in made)):
+                for tensor, writes in (*operands, *((tensor, True) for tensor in results)):
                     touches(*span_of(tensor), writes, shape.name)
                 if there and shape.name in WAITING:
                     self.wait(shape.name)
@@ -242,18 +242,18 @@ class FakeDevice:
     def _cross(
         self,
         shape: Shape,
-        given: list[tuple[Tensor, bool]],
-        made: list[Tensor],
+        operands: list[tuple[Tensor, bool]],
+        results: list[Tensor],
         regions: list[Region | None],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
         """A copy over the link. Only between pinned memory and the device does the CPU go on meanwhile."""
-        source = given[-1][0]
+        source = operands[-1][0]
         to_device = regions[-1] is None or regions[-1].kind is not Kind.DEVICE
-        for tensor in made:
+        for tensor in results:
             self._begin(tensor.untyped_storage(), Kind.DEVICE if to_device else Kind.PAGEABLE, shape.name)
-        target = made[0] if made else given[0][0]
+        target = results[0] if results else operands[0][0]
         here = self._regions.at((source if to_device else target).data_ptr())
         pinned = here is not None and here.kind is Kind.PINNED
         goes_on = pinned and bool(
@@ -271,10 +271,10 @@ class FakeDevice:
                 self.on_host(*span_of(target), True, shape.name)
 
     def _check_operands(
-        self, shape: Shape, given: list[tuple[Tensor, bool]], regions: list[Region | None]
+        self, shape: Shape, operands: list[tuple[Tensor, bool]], regions: list[Region | None]
     ) -> None:
         """Host memory in an operation of the device: the script's is taken for the device's, ours is a mistake."""
-        for (tensor, _), region in zip(given, regions, strict=True):
+        for (tensor, _), region in zip(operands, regions, strict=True):
             if region is None or region.kind is Kind.DEVICE or tensor.dim() == 0:
                 continue
             if region.movable:
@@ -282,7 +282,7 @@ class FakeDevice:
             else:
                 self.mistake(f"{shape.name} of the device uses {region.kind.value} memory ({region.what})")
 
-    def _begin(self, storage: torch.UntypedStorage, kind: Kind, what: str) -> None:
+    def _begin(self, storage: torch.UntypedStorage, kind: Kind, label: str) -> None:
         """``storage`` was given memory of its own."""
         key, start = storage._cdata, storage.data_ptr()
         if not storage.nbytes() or not start:
@@ -290,12 +290,12 @@ class FakeDevice:
         owner = self.streams.compute.agent if kind is Kind.DEVICE else None
         where = place()
         movable = kind is Kind.PAGEABLE and not (where and where[0][0].startswith(("zero3/", "tiering/")))
-        region = Region(start, start + storage.nbytes(), kind, what, owner, movable)
+        region = Region(start, start + storage.nbytes(), kind, label, owner, movable)
         self._add(region)
         self._storages[key] = region
         self._follow(storage, kind)
         if owner is not None:  # which may still use what was there before
-            self.on_device(region.start, region.end, True, f"{what}, which takes what was there before")
+            self.on_device(region.start, region.end, True, f"{label}, which takes what was there before")
 
     def _follow(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         """Know of what kind ``storage`` is, whatever memory it has, as long as it lives."""
@@ -344,9 +344,9 @@ class FakeDevice:
         if region.kind is Kind.DEVICE and region.owner is not None:
             for access in self.history.accesses(region.start, region.end):
                 if not (access.agent is region.owner or knows(clock, access) or knows(region.kept, access)):
-                    what = f"device memory ({region.what}) is freed without keep"
+                    conflict = f"device memory ({region.what}) is freed without keep"
                     later = f"memory of {region.owner.name}"
-                    self.found[Conflict(what, later, access, ())] = None
+                    self.found[Conflict(conflict, later, access, ())] = None
         self.history.forget(region.start, region.end)
         self._regions.remove(region)
 
@@ -404,8 +404,8 @@ class FakeDevice:
                 self._local.moves = False
 
         def device_of(tensor: Tensor) -> torch.device:
-            found: torch.device = device.__get__(tensor)
-            return DEVICE if found.type == "cpu" and self._is_there(tensor) else found
+            real: torch.device = device.__get__(tensor)
+            return DEVICE if real.type == "cpu" and self._is_there(tensor) else real
 
         def as_numpy(tensor: Tensor, *args: Any, **options: Any) -> Any:
             for each in tensors_in(tensor):

@@ -39,9 +39,9 @@ def on_device(value: float = 1.0) -> Tensor:
 
 def room(gpu: FakeDevice) -> Tensor:
     """On the device, for copies."""
-    made = torch.empty(NUMEL, device=DEVICE)
+    tensor = torch.empty(NUMEL, device=DEVICE)
     gpu.streams.fetch.wait_for(gpu.streams.compute.record())
-    return made
+    return tensor
 
 
 def pinned(value: float = 1.0) -> Tensor:
@@ -458,8 +458,8 @@ def test_what_makes_the_cpu_wait_is_told() -> None:
         assert values.cpu().device == torch.device("cpu") and values.device == DEVICE
         assert values.float() is values and values.to(DEVICE) is values
         assert (there.to(DEVICE).device, values.new_empty(1).device) == (DEVICE, DEVICE)
-    told = [what for what, _ in gpu.waits]
-    assert told == [
+    calls = [call for call, _ in gpu.waits]
+    assert calls == [
         "_local_scalar_dense",
         "tolist",
         "copy_ from the device",

@@ -69,20 +69,20 @@ class Kernels:
         for index in range(count):
             s = segments[index]
             states = self._library.opt_state_count(rules + s.rule)
-            kept = kernels.StateFormat(s.state_format).itemsize
+            itemsize = kernels.StateFormat(s.state_format).itemsize
             writes = [(s.param, 2 if s.remainder else 4), (s.remainder, 2), (s.out, SIZES[s.out_dtype])]
-            writes += [(s.state[number], kept) for number in range(states)]
+            writes += [(s.state[number], itemsize) for number in range(states)]
             self._notes("step", s.numel, reads=[(s.grad, SIZES[s.grad_dtype])], writes=writes)
         return int(self._library.opt_run(segments, count, rules, grad_scale))
 
     def _notes(
-        self, what: str, numel: int, reads: list[tuple[Any, int]], writes: list[tuple[Any, int]]
+        self, kernel: str, numel: int, reads: list[tuple[Any, int]], writes: list[tuple[Any, int]]
     ) -> None:
         for ranges, written in ((reads, False), (writes, True)):
             for pointer, size in ranges:
                 address = int(kernels.ffi.cast("intptr_t", pointer))
                 if address and numel:
-                    self._device.on_host(address, address + numel * size, written, f"kernel {what}")
+                    self._device.on_host(address, address + numel * size, written, f"kernel {kernel}")
 
 
 class Transfer:
@@ -105,9 +105,9 @@ class Transfer:
         host.learn(self._end)
         if not self._end:
             host.learn(self._agent.clock)
-            seen = self._access._replace(agent=host, moment=host.tick())
-            self._device.history.rename(*self._range, self._agent, seen)
-            self._end = {host.number: seen.moment}
+            access = self._access._replace(agent=host, moment=host.tick())
+            self._device.history.rename(*self._range, self._agent, access)
+            self._end = {host.number: access.moment}
 
 
 def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
@@ -115,21 +115,21 @@ def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
     live: list[Transfer] = []
 
     def transfer_of(ticket: Ticket) -> Transfer | None:
-        found: Transfer | None = getattr(ticket._request, "fake", None)
-        return found
+        transfer: Transfer | None = getattr(ticket._request, "fake", None)
+        return transfer
 
     def submitted(context: AioContext, request: Any) -> int:
         code, kind, buffer, nbytes = submit(context, request), request.kind, request.buffer, request.nbytes
         if code >= 0 and buffer is not None and nbytes:
             with device.lock:
-                what = f"{KIND_NAMES[kind]} of NVMe, {', '.join(request.names)[:60]}"
-                agent = Agent(f"a transfer ({what})")
+                action = f"{KIND_NAMES[kind]} of NVMe, {', '.join(request.names)[:60]}"
+                agent = Agent(f"a transfer ({action})")
                 agent.learn(device.host.clock)
                 for earlier in request.after:
                     if (before := getattr(earlier, "fake", None)) is not None:
                         agent.learn(before._agent.clock)
                 start, end = buffer.address, buffer.address + nbytes
-                access = Access(agent, agent.tick(), KIND_NAMES[kind] == "read", what, place())
+                access = Access(agent, agent.tick(), KIND_NAMES[kind] == "read", action, place())
                 device.note(start, end, access, agent.clock)
                 request.fake = transfer = Transfer(device, agent, start, end, access)
                 live.append(transfer)
@@ -149,7 +149,7 @@ def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         has_ended(ticket)
         return result
 
-    def asked(ticket: Ticket) -> bool:
+    def is_done(ticket: Ticket) -> bool:
         transfer = transfer_of(ticket)
         if transfer is not None and not transfer.known() and not device.transfer_answers():
             return False
@@ -167,7 +167,7 @@ def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
                     transfer.ended()
                 live.clear()
 
-    for name, replacement in {"wait": waited, "done": asked}.items():
+    for name, replacement in {"wait": waited, "done": is_done}.items():
         patch.setattr(Ticket, name, replacement)
     patch.setattr(AioContext, "_submit", submitted)
     patch.setattr(AioContext, "close", closed)
@@ -177,21 +177,21 @@ def watch_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
     """A thread knows what the one that started it knew; who gets a lock, what those knew that have given it back."""
     start, join = threading.Thread.start, threading.Thread.join
     enter, leave, wait = (getattr(threading.Condition, name) for name in ("__enter__", "__exit__", "wait"))
-    told: WeakKeyDictionary[threading.Condition, Clock] = WeakKeyDictionary()
+    clocks: WeakKeyDictionary[threading.Condition, Clock] = WeakKeyDictionary()
 
     def tell(condition: threading.Condition) -> None:
         with device.lock:
-            merge(told.setdefault(condition, {}), device.host.clock)
+            merge(clocks.setdefault(condition, {}), device.host.clock)
 
     def listen(condition: threading.Condition) -> None:
         with device.lock:
-            device.host.learn(told.get(condition, {}))
+            device.host.learn(clocks.get(condition, {}))
 
     def started(thread: threading.Thread) -> None:
-        run, known = thread.run, dict(device.host.clock)
+        run, clock = thread.run, dict(device.host.clock)
 
         def watched() -> None:
-            device.begin_thread(thread.name).learn(known)
+            device.begin_thread(thread.name).learn(clock)
             with device.watching():  # which is for each thread
                 run()
 
@@ -208,7 +208,7 @@ def watch_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         listen(condition)
         return result
 
-    def left(condition: threading.Condition, *error: Any) -> Any:
+    def exited(condition: threading.Condition, *error: Any) -> Any:
         tell(condition)
         return leave(condition, *error)
 
@@ -228,7 +228,7 @@ def watch_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         return answer
 
     patch.setattr(Saver, "has_copied", may_change)
-    replacements: dict[str, Callable[..., Any]] = {"__enter__": entered, "__exit__": left, "wait": waited}
+    replacements: dict[str, Callable[..., Any]] = {"__enter__": entered, "__exit__": exited, "wait": waited}
     for name, replacement in replacements.items():
         patch.setattr(threading.Condition, name, replacement)
     patch.setattr(threading.Thread, "start", started)

@@ -87,9 +87,9 @@ def _short(file: str) -> str:
 
 def place() -> Place:
     """Where the program is, as far as it is this project's."""
-    frame, found = sys._getframe(1), list[tuple[str, int, str]]()
-    while frame is not None and len(found) < PLACE_DEPTH:
+    frame, frames = sys._getframe(1), list[tuple[str, int, str]]()
+    while frame is not None and len(frames) < PLACE_DEPTH:
         if file := _short(frame.f_code.co_filename):
-            found.append((file, frame.f_lineno, frame.f_code.co_name))
+            frames.append((file, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
+    return tuple(frames)

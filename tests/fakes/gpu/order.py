@@ -46,9 +46,9 @@ class Agent:
 
 def merge(mine: Clock, other: Clock) -> None:
     """Add to ``mine`` what ``other`` knows, which another thread may be adding to."""
-    for number, seen in tuple(other.items()):
-        if mine.get(number, -1) < seen:
-            mine[number] = seen
+    for number, moment in tuple(other.items()):
+        if mine.get(number, -1) < moment:
+            mine[number] = moment
 
 
 def knows(clock: Clock, access: Access) -> bool:
@@ -90,7 +90,7 @@ class History:
         """Add an access of [start, end) by who has ``clock``; the earlier ones that it collides with."""
         first, last = self._cut(start, end)
         collisions: dict[Access, None] = {}
-        kept, at = list[_Span](), start
+        spans, at = list[_Span](), start
         for span in self._spans[first:last]:
             earlier = [span.written] if span.written is not None else []
             if access.writes:
@@ -98,15 +98,15 @@ class History:
             collisions |= dict.fromkeys(each for each in earlier if not knows(clock, each))
             if not access.writes:
                 if at < span.start:
-                    kept.append(_Span(at, span.start, None, {access.agent.number: access}))
+                    spans.append(_Span(at, span.start, None, {access.agent.number: access}))
                 span.read[access.agent.number] = access
-                kept.append(span)
+                spans.append(span)
                 at = span.end
         if access.writes:
-            kept.append(_Span(start, end, access, {}))
+            spans.append(_Span(start, end, access, {}))
         elif at < end:
-            kept.append(_Span(at, end, None, {access.agent.number: access}))
-        self._replace(first, last, kept)
+            spans.append(_Span(at, end, None, {access.agent.number: access}))
+        self._replace(first, last, spans)
         return list(collisions)
 
     def accesses(self, start: int, end: int) -> Iterator[Access]:

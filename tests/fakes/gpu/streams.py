@@ -65,7 +65,7 @@ class FakeEvent(Event):
     def known(self) -> bool:
         """Whether the CPU, in this thread, knows that it has come."""
         host = self._device.host.clock
-        return all(host.get(number, -1) >= seen for number, seen in self.clock.items())
+        return all(host.get(number, -1) >= moment for number, moment in self.clock.items())
 
 
 class FakeStream(Stream):

@@ -74,14 +74,16 @@ class Trained:
 
     def differing(self, other: Trained) -> list[str]:
         """The names of weights and masters that are not the same on both sides, to the bit."""
-        found = []
+        differences = []
         for kind, mine, theirs in (
             ("weight", self.weights, other.weights),
             ("master", self.masters, other.masters),
         ):
             assert mine.keys() == theirs.keys()
-            found += [f"{kind} {key}" for key in mine if not _bytes(mine[key]).equal(_bytes(theirs[key]))]
-        return found
+            differences += [
+                f"{kind} {key}" for key in mine if not _bytes(mine[key]).equal(_bytes(theirs[key]))
+            ]
+        return differences
 
 
 def batches(count: int, seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
@@ -214,11 +216,11 @@ def train(start: Callable[..., Engine]) -> Callable[..., Trained]:
             engine.backward(loss)
             engine.step()
             norms.append(engine.get_global_grad_norm() or 0.0)
-        found = Trained(
+        trained = Trained(
             losses, norms, engine.state_dict(), engine.master_state_dict(), engine.snapshot(), engine.plan
         )
         engine.close()
-        return found
+        return trained
 
     return run
 

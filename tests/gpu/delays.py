@@ -42,7 +42,7 @@ class Delays:
         self._patches: list[tuple[type, str, Any]] = []
 
     def __enter__(self) -> Self:
-        made, record, wait_for, running = (
+        create, record, wait_for, running = (
             CudaStreams.__init__,
             CudaStream.record,
             CudaStream.wait_for,
@@ -50,7 +50,7 @@ class Delays:
         )
 
         def named(streams: CudaStreams, device: torch.device) -> None:
-            made(streams, device)
+            create(streams, device)
             for name, stream in vars(streams).items():
                 if isinstance(stream, CudaStream):
                     self._names[stream.handle.cuda_stream] = name

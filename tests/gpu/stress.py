@@ -50,13 +50,13 @@ def trained(nvme: Path, delays: Delays | None, **options: Any) -> int:
         model = delays.hold_up(model)
     settings = config(nvme, **options)
     with tiering.initialize(model=model, config=settings).engine as engine:
-        seen = []
+        steps = []
         for tokens, targets in batches(STEPS * engine.settings.gradient_accumulation_steps):
             loss = engine(tokens, targets)
             engine.backward(loss)
             engine.step()
-            seen.append((loss, engine.get_global_grad_norm()))
-        numbers = repr([(loss.item(), norm) for loss, norm in seen])
+            steps.append((loss, engine.get_global_grad_norm()))
+        numbers = repr([(loss.item(), norm) for loss, norm in steps])
         masters = sorted(
             (name.replace(".block.", "."), master) for name, master in engine.master_state_dict().items()
         )

@@ -67,6 +67,6 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_ended(
     assert path is not None
     assert torch.equal(torch.rand(4, device=DEVICE), after), "the GPU draws other numbers"
     assert trained(second, batches[SAVED_AFTER:]) == straight
-    found = state_of(second)
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    state = state_of(second)
+    assert state.keys() == expected.keys()
+    assert [name for name in state if not torch.equal(state[name], expected[name])] == []

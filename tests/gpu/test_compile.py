@@ -54,15 +54,17 @@ def masters(engine: Any, steps: int = 3) -> dict[str, Tensor]:
     for tokens, targets in batches(steps * engine.settings.gradient_accumulation_steps):
         engine.backward(engine(tokens, targets))
         engine.step()
-    found: dict[str, Tensor] = engine.master_state_dict()
+    weights: dict[str, Tensor] = engine.master_state_dict()
     engine.close()
-    return found
+    return weights
 
 
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
+def differing(first: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert first.keys() == other.keys()
     return [
-        name for name in one if not torch.equal(one[name].view(torch.int32), other[name].view(torch.int32))
+        name
+        for name in first
+        if not torch.equal(first[name].view(torch.int32), other[name].view(torch.int32))
     ]
 
 
@@ -79,9 +81,9 @@ def test_compiled_blocks_give_the_same_bits_wherever_they_live(start: Start) -> 
         model = seeded()
         for block in model.blocks:
             block.compile(fullgraph=True)
-        found = masters(start(model, **placement))
+        weights = masters(start(model, **placement))
         assert counters["stats"]["unique_graphs"] == 1
-        return found
+        return weights
 
     on_device = run()
     for placement in (HOST, STREAMED):
@@ -118,8 +120,8 @@ def test_hooks_run_in_autograds_thread(start: Start, reentrant: bool) -> None:
                 hook.remove()
             engine.backward(engine(tokens, targets))
             engine.step()
-        found: dict[str, Tensor] = engine.master_state_dict()
-        return found
+        weights: dict[str, Tensor] = engine.master_state_dict()
+        return weights
 
     assert differing(train(fails=True, **STREAMED), train(fails=False)) == []
 

@@ -71,8 +71,8 @@ def train_mixture(engine: Any, experts: list[int]) -> list[float]:
     return losses
 
 
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def equal(first: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return first.keys() == other.keys() and all(torch.equal(first[name], other[name]) for name in first)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -81,17 +81,17 @@ def test_experts_frozen_shared_and_unused_modules(
     start: Callable[..., Any], placement: dict[str, Any], accumulation: int
 ) -> None:
     experts = [0, 1, 0, 3, 1, 0, 0, 1]
-    kept = start(mixture(), accumulation=accumulation, threshold=0)
+    resident = start(mixture(), accumulation=accumulation, threshold=0)
     moved = start(mixture(), accumulation=accumulation, threshold=0, **placement)
-    before = kept.master_state_dict()
-    assert train_mixture(kept, experts) == train_mixture(moved, experts)
-    assert moved.get_global_grad_norm() == kept.get_global_grad_norm()
+    before = resident.master_state_dict()
+    assert train_mixture(resident, experts) == train_mixture(moved, experts)
+    assert moved.get_global_grad_norm() == resident.get_global_grad_norm()
     masters = moved.master_state_dict()
-    assert equal(kept.master_state_dict(), masters)
+    assert equal(resident.master_state_dict(), masters)
     changed = {name for name in masters if not torch.equal(masters[name], before[name])}
     assert changed == {name for name in masters if name.startswith(("first", "twice")) or name[:9] in
                        {"experts.0", "experts.1", "experts.3"}}  # fmt: skip
-    assert equal(kept.state_dict(), moved.state_dict())
+    assert equal(resident.state_dict(), moved.state_dict())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -116,13 +116,13 @@ def test_activation_checkpointing(
     def run(checkpointed: bool, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
         torch.manual_seed(2)
         engine = start(Stack(checkpointed), threshold=0, **options)
-        seen = []
+        losses = []
         for step in range(3):
             loss = engine(inputs(step).requires_grad_())
-            seen.append(loss.item())
+            losses.append(loss.item())
             engine.backward(loss)
             engine.step()
-        return seen, engine.master_state_dict()
+        return losses, engine.master_state_dict()
 
     losses, masters = run(False)
     recomputed, same = run(True, **placement)
@@ -158,8 +158,8 @@ def test_an_exception_in_forward_or_backward_leaves_the_engine_usable(
         with pytest.raises(KeyboardInterrupt):
             disturbed.backward(disturbed(inputs(9), 1))
         disturbed.module.fail = ""
-        held = [group.name for group in disturbed._groups if group.residency.name == "UNSHARDED"]
-        assert held == [], f"still unsharded after an exception in {where}"
+        unsharded = [group.name for group in disturbed._groups if group.residency.name == "UNSHARDED"]
+        assert unsharded == [], f"still unsharded after an exception in {where}"
     assert train_mixture(disturbed, [0, 1, 2]) == train_mixture(calm, [0, 1, 2])
     assert equal(disturbed.master_state_dict(), calm.master_state_dict())
 

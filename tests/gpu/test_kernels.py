@@ -111,19 +111,19 @@ def test_places_beyond_32_bits() -> None:
 @pytest.mark.parametrize("target", CODES)
 def test_accumulate(target: torch.dtype, source: torch.dtype, overwrite: bool, way: str) -> None:
     """A cast keeps what a NaN carries: torch's is another, which no step can tell."""
-    grad, held = every_kind(source), every_kind(target)
-    held = held[torch.randperm(len(held), generator=torch.Generator().manual_seed(1))]
-    on_gpu, grad_there = held.cuda(), grad.cuda()
+    grad, accumulated = every_kind(source), every_kind(target)
+    accumulated = accumulated[torch.randperm(len(accumulated), generator=torch.Generator().manual_seed(1))]
+    on_gpu, grad_there = accumulated.cuda(), grad.cuda()
     with no_wait():
         device_kernels.accumulate(on_gpu, grad_there, overwrite=overwrite)
     kernels.accumulate(
-        held.data_ptr(), CODES[target], grad.data_ptr(), CODES[source], len(grad), overwrite=overwrite
+        accumulated.data_ptr(), CODES[target], grad.data_ptr(), CODES[source], len(grad), overwrite=overwrite
     )
-    found = on_gpu.cpu()
+    result = on_gpu.cpu()
     if way == "torch operations":
-        assert torch.equal(found.isnan(), held.isnan())
-        found, held = found.nan_to_num(nan=0), held.nan_to_num(nan=0)
-    assert_same_bits(found, held)
+        assert torch.equal(result.isnan(), accumulated.isnan())
+        result, accumulated = result.nan_to_num(nan=0), accumulated.nan_to_num(nan=0)
+    assert_same_bits(result, accumulated)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -133,17 +133,17 @@ def test_reduce(target: torch.dtype, source: torch.dtype, overwrite: bool, way: 
     generator, any_of = torch.Generator().manual_seed(1), [every_kind(dtype) for dtype in (target, source)]
     for count, numel in ((1, 50_001), (8, 50_001), (257, 999)):
         places = torch.randint(1 << 16, (count + 1, numel), generator=generator)
-        held, sources = any_of[0][places[0]], list(any_of[1][places[1:]])
-        total, there = held.cuda(), [each.cuda() for each in sources]
+        reduced, sources = any_of[0][places[0]], list(any_of[1][places[1:]])
+        total, there = reduced.cuda(), [each.cuda() for each in sources]
         with no_wait():
             device_kernels.reduce(total, there, 1 / 3, overwrite=overwrite)
         from_c = CODES[target], [each.data_ptr() for each in sources], CODES[source], numel
-        kernels.reduce(held.data_ptr(), *from_c, 1 / 3, overwrite=overwrite)
-        found = total.cpu()
+        kernels.reduce(reduced.data_ptr(), *from_c, 1 / 3, overwrite=overwrite)
+        result = total.cpu()
         if way == "torch operations" or count == 257:  # more than a launch takes
-            assert torch.equal(found.isnan(), held.isnan())
-            found, held = found.nan_to_num(nan=0), held.nan_to_num(nan=0)
-        assert_same_bits(found, held)
+            assert torch.equal(result.isnan(), reduced.isnan())
+            result, reduced = result.nan_to_num(nan=0), reduced.nan_to_num(nan=0)
+        assert_same_bits(result, reduced)
 
 
 RULES: dict[str, Callable[[int], Rule]] = {
@@ -180,20 +180,20 @@ def segment_of(
 ) -> Segment:
     """In host memory, with what a step changes to itself: a split ``param``, bfloat16 ``state``, an ``out``."""
     dtype = torch.float32 if state_format is StateFormat.FP32 else torch.bfloat16
-    kept = [tensor.to(dtype, copy=True) for tensor in state]
+    states = [tensor.to(dtype, copy=True) for tensor in state]
     if not split:
         rounded = None if out is None else torch.zeros_like(param, dtype=out)
-        return Segment(rule, param.clone(), kept, grad, rounded, None, state_format, first_index)
+        return Segment(rule, param.clone(), states, grad, rounded, None, state_format, first_index)
     half, remainder = param.bfloat16(), param.to(torch.int16)
     kernels.split(half.data_ptr(), remainder.data_ptr(), param.data_ptr(), param.numel())
-    return Segment(rule, half, kept, grad, None, remainder, state_format, first_index)
+    return Segment(rule, half, states, grad, None, remainder, state_format, first_index)
 
 
 def arrays_of(segment: Segment) -> dict[str, Tensor]:
     """What a step changes."""
-    found = {"param": segment.param, "remainder": segment.remainder, "out": segment.out}
-    found |= {f"state {i}": tensor for i, tensor in enumerate(segment.state)}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    arrays = {"param": segment.param, "remainder": segment.remainder, "out": segment.out}
+    arrays |= {f"state {i}": tensor for i, tensor in enumerate(segment.state)}
+    return {name: tensor for name, tensor in arrays.items() if tensor is not None}
 
 
 def on_gpu(segment: Segment) -> Segment:
@@ -295,11 +295,14 @@ SPECIAL = torch.tensor(
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_every_format_at_the_edges(name: str, split: bool, way: str) -> None:
     """Each special parameter with each special gradient and state: what a GPU flushes or approximates would show."""
-    param, grad, kept = (t.flatten() for t in torch.meshgrid(SPECIAL, SPECIAL, SPECIAL, indexing="ij"))
+    param, grad, moment = (t.flatten() for t in torch.meshgrid(SPECIAL, SPECIAL, SPECIAL, indexing="ij"))
     for state_format in StateFormat:
         how = {"state_format": state_format, "split": split}
         assert_same_steps(
-            [segment_of(param, [kept, kept.abs()], grad.to(dtype), RULES[name](3), **how) for dtype in CODES]
+            [
+                segment_of(param, [moment, moment.abs()], grad.to(dtype), RULES[name](3), **how)
+                for dtype in CODES
+            ]
         )
 
 

@@ -76,14 +76,14 @@ class Owned:
         torch.cuda.synchronize()
         (trace,) = [each for each in torch.cuda.memory._snapshot()["device_traces"] if each]
         torch.cuda.memory._record_memory_history(None)
-        now, held = 0, dict[int, int]()
+        now, allocated = 0, dict[int, int]()
         for entry in trace:
             if entry["action"] == "alloc" and self._is_ours(entry["frames"]):
-                held[entry["addr"]] = entry["size"]
+                allocated[entry["addr"]] = entry["size"]
                 now += entry["size"]
                 self.most = max(self.most, now)
             elif entry["action"] == "free_completed":  # what a side stream uses still is owned still
-                now -= held.pop(entry["addr"], 0)
+                now -= allocated.pop(entry["addr"], 0)
 
     def _is_ours(self, frames: list[dict[str, Any]]) -> bool:
         inside = (str(Path(torch.__file__).parent), "<")
@@ -265,7 +265,7 @@ def test_reads_land_in_the_pinned_arena_and_are_copied_from_there(
     swap_in, to_device = SwapSpace.swap_in, Copies.to_device
     copied = 0
 
-    def seen(slab: SwapSpace, extent: Any, lease: Any, **options: Any) -> Any:
+    def note_read(slab: SwapSpace, extent: Any, lease: Any, **options: Any) -> Any:
         landed.append((lease.address, lease.nbytes))
         return swap_in(slab, extent, lease, **options)
 
@@ -279,7 +279,7 @@ def test_reads_land_in_the_pinned_arena_and_are_copied_from_there(
         assert torch.equal(target.cpu(), source)
         return arrived
 
-    monkeypatch.setattr(SwapSpace, "swap_in", seen)
+    monkeypatch.setattr(SwapSpace, "swap_in", note_read)
     monkeypatch.setattr(Copies, "to_device", from_pinned)
     for _ in range(4):
         one_step(engine)

@@ -49,14 +49,14 @@ def little_memory(spare: int = SPARE) -> Iterator[None]:
 @contextmanager
 def no_memory() -> Iterator[None]:
     """Within the block torch gets nothing of the device, not even out of what it has reserved."""
-    taken: list[Tensor] = []
+    blocks: list[Tensor] = []
     with little_memory(spare=0):
         for nbytes in (16 << 20, 1 << 20, 64 << 10, 512):
             with suppress(torch.OutOfMemoryError):
                 while True:
-                    taken.append(torch.empty(nbytes, dtype=torch.uint8, device=DEVICE))
+                    blocks.append(torch.empty(nbytes, dtype=torch.uint8, device=DEVICE))
         yield
-        taken.clear()
+        blocks.clear()
 
 
 def large_batch() -> tuple[Tensor, Tensor]:
@@ -86,8 +86,8 @@ def test_a_program_that_lowers_its_batch_goes_on_with_the_same_bits(
                 note = _run_out(tried, large, where)
                 gc.collect()
                 torch.cuda.synchronize()
-                held = torch.cuda.memory_allocated() - before
-                assert held < 1 << 20, "the batch that was too large is there still"
+                nbytes = torch.cuda.memory_allocated() - before
+                assert nbytes < 1 << 20, "the batch that was too large is there still"
                 assert f"of a device_budget of {'1.00' if 'few' in placement else '64.00'} MiB" in note
             engine.backward(engine(*batch))
             engine.step()

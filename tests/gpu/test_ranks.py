@@ -51,15 +51,20 @@ def ranks(count: int, *arguments: str, **environment: str) -> list[subprocess.Po
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    said = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), **environment}
-    said |= {"LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "2"}
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        **environment,
+    }
+    variables |= {"LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "2"}
     return [
         subprocess.Popen(
             [sys.executable, __file__, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | said | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(count)
     ]
@@ -82,39 +87,41 @@ def of_two_gpus() -> None:
 def test_nccl_runs_on_the_streams_that_it_is_told_on(cuda: None) -> None:
     """NCCL alone with itself: what is told after an event comes after it, and compute goes on meanwhile."""
     (process,) = ranks(1, "alone")
-    (told,) = outputs([process])
-    assert process.returncode == 0, told
-    assert told.endswith("alone\n"), told
+    (output,) = outputs([process])
+    assert process.returncode == 0, output
+    assert output.endswith("alone\n"), output
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_every_stage_and_placement_gives_the_same_bits(nvme: Path, precision: str) -> None:
     """Also when every collective begins late, and every copy."""
     processes = ranks(2, "places", str(nvme), precision)
-    told = outputs(processes)
-    assert [process.returncode for process in processes] == [0, 0], "\n----\n".join(told)
-    digests = [line.split()[1] for each in told for line in each.splitlines() if line.startswith("digest ")]
-    assert len(digests) == 2 * (len(PLACES if precision == "bf16" else FEW) + len(FEW)), "\n----\n".join(told)
+    texts = outputs(processes)
+    assert [process.returncode for process in processes] == [0, 0], "\n----\n".join(texts)
+    digests = [line.split()[1] for each in texts for line in each.splitlines() if line.startswith("digest ")]
+    assert len(digests) == 2 * (len(PLACES if precision == "bf16" else FEW) + len(FEW)), "\n----\n".join(
+        texts
+    )
     if not FAKE:  # whose square roots are not rounded as those of our kernels
-        assert len(set(digests)) == 1, "\n----\n".join(told)
+        assert len(set(digests)) == 1, "\n----\n".join(texts)
 
 
 def test_compute_is_told_of_everything_while_other_ranks_are_slow(nvme: Path) -> None:
     """No collective, and nothing that ranks agree on, makes the CPU wait for its GPU."""
     of_two_gpus()
     processes = ranks(2, "quiet", str(nvme))
-    told = outputs(processes)
-    if "torch's own" in told[0]:
-        pytest.skip(told[0].splitlines()[-1])
-    assert [process.returncode for process in processes] == [0, 0], "\n----\n".join(told)
+    texts = outputs(processes)
+    if "torch's own" in texts[0]:
+        pytest.skip(texts[0].splitlines()[-1])
+    assert [process.returncode for process in processes] == [0, 0], "\n----\n".join(texts)
 
 
 def test_a_rank_that_dies_ends_the_other_with_its_name(nvme: Path) -> None:
     """The other's GPU waits in NCCL, and its CPU for the GPU: neither would ever end."""
     of_two_gpus()
-    told, _ = outputs(ranks(2, "die", str(nvme)))
-    assert "lost: [TIER-RANK-LOST] rank 1 (host" in told, told
-    assert "closed" in told.splitlines(), told
+    output, _ = outputs(ranks(2, "die", str(nvme)))
+    assert "lost: [TIER-RANK-LOST] rank 1 (host" in output, output
+    assert "closed" in output.splitlines(), output
 
 
 # ---- what ranks run ----
@@ -151,8 +158,8 @@ def alone() -> None:
     assert gather.ended is not None
     assert not gather.ended.done(), "compute was waited for, or the gather did not wait"
     collectives.finish(gather, "gather")
-    seen = whole.clone()
-    assert seen.eq(1.0).all(), "compute did not wait for the gather, or the gather not for the copy"
+    copy = whole.clone()
+    assert copy.eq(1.0).all(), "compute did not wait for the gather, or the gather not for the copy"
 
     brought = bring(shard, 2.0)
     collectives.announce("gather 'a'", foreseen=True)
@@ -274,7 +281,7 @@ def die(nvme: str) -> None:
         print(f"lost: {error}\nclosed", flush=True)
 
 
-def main(what: str, *arguments: str) -> None:
+def main(scenario: str, *arguments: str) -> None:
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.use_deterministic_algorithms(True)
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
@@ -289,11 +296,11 @@ def main(what: str, *arguments: str) -> None:
             patch.setattr(collectives, "check_apart", lambda gpus: None)
             for name in (GATHERS, "all_to_all_single"):
                 patch.setattr(dist, name, through_cpus(getattr(dist, name)))
-        if what == "places":
+        if scenario == "places":
             places(*arguments, patch=patch)
         else:
-            {"alone": alone, "quiet": quiet, "die": die}[what](*arguments)
-    print(what)
+            {"alone": alone, "quiet": quiet, "die": die}[scenario](*arguments)
+    print(scenario)
 
 
 if __name__ == "__main__":

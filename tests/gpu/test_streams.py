@@ -44,8 +44,8 @@ def model(small_model: type[nn.Module]) -> Callable[[Delays | None], nn.Module]:
 
     def build(delays: Delays | None) -> nn.Module:
         torch.manual_seed(3)
-        made = small_model()
-        return made if delays is None else delays.hold_up(made)
+        network = small_model()
+        return network if delays is None else delays.hold_up(network)
 
     return build
 
@@ -59,7 +59,7 @@ def renamed(run: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "held",
+    "settings",
     [
         pytest.param({"only": ("fetch", "offload", "update", "save"), "cycles": ALWAYS}, id="late copies"),
         pytest.param({"only": ("compute",), "cycles": ALWAYS}, id="slow compute"),
@@ -73,17 +73,17 @@ def test_streams_that_are_held_up_change_no_bit(
     same: Callable[..., None],
     model: Callable[[Delays | None], nn.Module],
     placement: str,
-    held: dict[str, Any],
+    settings: dict[str, Any],
 ) -> None:
     """The CPU runs ahead: what it frees, reuses or overwrites may still have work queued on it."""
     options = PLACEMENTS[placement]
     early = options.get("step_in_backward", False)
     habit = {
-        "accumulation": 2 if held.get("seed") == 2 and not early else 1,
+        "accumulation": 2 if settings.get("seed") == 2 and not early else 1,
         "clip": options.get("clip", 1.0),
     }
     reference = train(3, model(None), **habit)
-    with Delays(**{"seed": 0} | held) as delays:
+    with Delays(**{"seed": 0} | settings) as delays:
         run = train(3, model(delays), **(options | habit))
     same(renamed(run), reference, placement)
     assert delays.count["copies", "to_host"] >= 3 * LAYERS
@@ -133,13 +133,13 @@ def test_an_evaluation_that_is_still_queued_sees_parameters_of_before_the_step(
 
     def evaluations(delays: Delays | None, **options: Any) -> list[float]:
         engine = start(model(delays), **options)
-        found = []
+        losses = []
         for tokens, targets in micro_batches(4):
             engine.backward(engine(tokens, targets))
             with torch.no_grad():
-                found.append(engine(tokens, targets))
+                losses.append(engine(tokens, targets))
             engine.step()
-        return [loss.item() for loss in found]
+        return [loss.item() for loss in losses]
 
     expected = evaluations(None)
     with Delays(0, only=("compute",), cycles=ALWAYS) as delays:

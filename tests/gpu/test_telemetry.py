@@ -28,13 +28,13 @@ Sleep = Callable[[float], None]
 @pytest.fixture
 def sleep() -> Sleep:
     """``sleep(seconds)`` holds the current stream up for about so long. The CPU goes on."""
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):  # the clock is up the second time
         began.record()
         torch.cuda._sleep(50_000_000)
-        ended.record()
-        ended.synchronize()
-    rate = 50_000_000 / (began.elapsed_time(ended) / 1e3)
+        end.record()
+        end.synchronize()
+    rate = 50_000_000 / (began.elapsed_time(end) / 1e3)
     return lambda seconds: torch.cuda._sleep(round(seconds * rate))
 
 
@@ -73,9 +73,12 @@ def test_phases_are_the_gpus(sleep: Sleep) -> None:
         sleep(seconds)
     assert clock.seconds == {"idle": 0.0}
     torch.cuda.synchronize()
-    told = [clock.seconds[phase] for phase in ("forward", "backward", "step")]
-    spent = [ended.seconds_since(began) for began, ended in pairwise(marks)]
-    assert all(abs(one - other) < CLOSE for one, other in zip(told, spent, strict=True)), (told, spent)
+    phases = [clock.seconds[phase] for phase in ("forward", "backward", "step")]
+    spent = [end.seconds_since(began) for began, end in pairwise(marks)]
+    assert all(abs(reported - other) < CLOSE for reported, other in zip(phases, spent, strict=True)), (
+        phases,
+        spent,
+    )
 
 
 def test_an_engine_tells_what_went_over_its_link_and_when(start: Callable[..., Any], tmp_path: Path) -> None:
@@ -101,14 +104,14 @@ def test_an_engine_tells_what_went_over_its_link_and_when(start: Callable[..., A
     free, total = torch.cuda.mem_get_info()
     assert device.available is not None and device.available <= total
     assert abs(device.available - free) < total / 20, "what is free, as far as others did not change it"
-    told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    (step,) = (one for one in told if one.get("cat") == "step")
-    copies = [one for one in told if one.get("cat") in ("h2d", "d2h")]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (step,) = (event for event in events if event.get("cat") == "step")
+    copies = [event for event in events if event.get("cat") in ("h2d", "d2h")]
     assert copies
     # Not before the step or long behind it: the two clocks were compared at its end.
-    first, last = min(one["ts"] for one in copies), max(one["ts"] + one["dur"] for one in copies)
+    first, last = min(copy["ts"] for copy in copies), max(copy["ts"] + copy["dur"] for copy in copies)
     assert step["ts"] - 1e6 * step["dur"] < first < last < step["ts"] + 2 * step["dur"] + 1e4
-    assert sum(one["args"]["bytes"] for one in copies if one["cat"] == "d2h") == gradients
+    assert sum(copy["args"]["bytes"] for copy in copies if copy["cat"] == "d2h") == gradients
 
 
 def test_room_is_told_without_the_driver(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

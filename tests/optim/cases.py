@@ -180,11 +180,11 @@ class Problem:
             stepped[begin:end] = True
         batch.run(self.kind.grad_scale)
         assert arrays.guards_hold(), f"{self.kind}: written outside the range"
-        for name, got in arrays.by_name.items():
-            bits = got.dtype.str.replace("f", "u")
-            wanted = np.where(stepped, self.after[name].view(bits), self.before[name].view(bits))
-            if not same_bits(got.view(bits), wanted):
-                at = np.flatnonzero(got.view(bits) != wanted)
+        for name, array in arrays.by_name.items():
+            bits = array.dtype.str.replace("f", "u")
+            expected_bits = np.where(stepped, self.after[name].view(bits), self.before[name].view(bits))
+            if not same_bits(array.view(bits), expected_bits):
+                at = np.flatnonzero(array.view(bits) != expected_bits)
                 raise AssertionError(
                     f"{self.kind}: {name} differs at {at[:5]} of {self.numel}, {len(at)} in all"
                 )
@@ -266,7 +266,7 @@ def expected(kind: Kind, before: Arrays, first_index: int) -> Arrays:
 
 
 @functools.lru_cache(maxsize=8)
-def made(kind: Kind, n: int, seed: int = 0, first_index: int = 0, hard: bool = True) -> Problem:
+def problem_of(kind: Kind, n: int, seed: int = 0, first_index: int = 0, hard: bool = True) -> Problem:
     """As `make`, kept for the next instruction set: parametrize so that it varies fastest."""
     return make(kind, n, seed, first_index=first_index, hard=hard)
 

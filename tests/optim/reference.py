@@ -100,8 +100,8 @@ def l2(g: F32, p: F32, weight_decay: float) -> F32:
 
 
 def toward(a: F32, b: F32, beta: float) -> F32:
-    weight, kept = f32(1 - beta), f32(beta)
-    moved: F32 = a + (b - a) * weight if kept >= 0.5 else a * kept + b * weight
+    weight, rest = f32(1 - beta), f32(beta)
+    moved: F32 = a + (b - a) * weight if rest >= 0.5 else a * rest + b * weight
     return moved
 
 

@@ -192,12 +192,12 @@ def errors(optimizer: str, hyper: dict[str, Any], seed: int = 0) -> dict[str, tu
     return named
 
 
-def assert_not_larger(error: tuple[F64, F64], *, each: float, mean: float, what: str) -> None:
+def assert_not_larger(error: tuple[F64, F64], *, each: float, mean: float, label: str) -> None:
     """Ours over torch's: for each statistic, and in the geometric mean."""
     ours, torchs = (np.maximum(x, 1e-300) for x in error)
     ratio = ours / torchs
     text = ", ".join(f"{n} {r:.3f}" for n, r in zip(STATISTICS, ratio, strict=True))
-    assert ratio.max() <= each and np.exp(np.log(ratio).mean()) <= mean, f"{what}: {text}"
+    assert ratio.max() <= each and np.exp(np.log(ratio).mean()) <= mean, f"{label}: {text}"
 
 
 ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
@@ -214,13 +214,13 @@ def test_adam_is_not_farther_from_float64_than_torch_fused(decoupled: bool, chan
     L2; exp_avg_sq 0.06 with beta2 = 0.999. exp_avg alone is 1.09, in 2^-26 of the gradient: torch's vector
     code fuses multiply and add, one rounding less; without that the two are equal."""
     error = errors("adam", ADAM | changed | {"decoupled": decoupled})
-    assert_not_larger(error["param"], each=1.1, mean=1.02, what="param")
-    assert_not_larger(error["exp_avg_sq"], each=1.1, mean=0.8, what="exp_avg_sq")
-    assert_not_larger(error["exp_avg"], each=1.3, mean=1.15, what="exp_avg")
+    assert_not_larger(error["param"], each=1.1, mean=1.02, label="param")
+    assert_not_larger(error["exp_avg_sq"], each=1.1, mean=0.8, label="exp_avg_sq")
+    assert_not_larger(error["exp_avg"], each=1.3, mean=1.15, label="exp_avg")
     if decoupled and changed.get("weight_decay") != 0:
-        assert_not_larger(error["param"], each=0.95, mean=0.15, what="param")
+        assert_not_larger(error["param"], each=0.95, mean=0.15, label="param")
     if "beta2" not in changed:
-        assert_not_larger(error["exp_avg_sq"], each=1, mean=0.1, what="exp_avg_sq")
+        assert_not_larger(error["exp_avg_sq"], each=1, mean=0.1, label="exp_avg_sq")
 
 
 SGD = {"lr": 0.01, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 1e-4}
@@ -240,7 +240,7 @@ SGD = {"lr": 0.01, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight
 )
 def test_sgd_and_adagrad_are_as_near_as_torch_fused(optimizer: str, hyper: dict[str, Any]) -> None:
     for name, error in errors(optimizer, hyper).items():
-        assert_not_larger(error, each=1.1, mean=1.03, what=name)
+        assert_not_larger(error, each=1.1, mean=1.03, label=name)
 
 
 @pytest.mark.parametrize(
@@ -249,5 +249,5 @@ def test_sgd_and_adagrad_are_as_near_as_torch_fused(optimizer: str, hyper: dict[
 def test_lion_is_nearer_than_the_papers_form(beta1: float, beta2: float, weight_decay: float) -> None:
     """A sign may turn where its argument is nearly 0, and then counts for two steps: hence the room in one of nine."""
     error = errors("lion", {"lr": 1e-4, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay})
-    assert_not_larger(error["param"], each=1.5, mean=0.2 if weight_decay else 1, what="param")
-    assert_not_larger(error["exp_avg"], each=1.3, mean=0.4, what="exp_avg")
+    assert_not_larger(error["param"], each=1.5, mean=0.2 if weight_decay else 1, label="param")
+    assert_not_larger(error["exp_avg"], each=1.3, mean=0.4, label="exp_avg")

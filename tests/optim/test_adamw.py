@@ -54,8 +54,8 @@ def test_step_adamw_equals_the_formula_and_writes_out(
     hyper = HYPER | {"weight_decay": 0.1, "step": 1, "decoupled": decoupled, "grad_scale": 0.25}
     expected = reference.adamw(*before, **hyper)
     step_adamw(p, m, v, g, out=out, grad_scale=0.25, decoupled=decoupled, **OPTIONS)
-    for got, want in zip((p, m, v), expected, strict=True):
-        assert same_bits(got.numpy(), want)
+    for result, want in zip((p, m, v), expected, strict=True):
+        assert same_bits(result.numpy(), want)
     if out_dtype is torch.bfloat16 and out is not None:
         assert same_bits(out.view(torch.uint16).numpy(), reference.round_parameter(expected[0], True))
     elif out is not None:

@@ -33,11 +33,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
-def assert_same_but_for_nan(got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_same_but_for_nan(result: torch.Tensor, want: torch.Tensor) -> None:
     """torch's NaN patterns differ between its scalar and its vector code: only NaN-ness is compared."""
-    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(result.isnan(), want.isnan())
     keep = ~want.isnan()
-    assert torch.equal(bits(got)[keep], bits(want)[keep])
+    assert torch.equal(bits(result)[keep], bits(want)[keep])
 
 
 def hard_floats(n: int, seed: int) -> torch.Tensor:

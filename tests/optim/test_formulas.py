@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from optim_cpu import kernels
 from optim_cpu.kernels import DType, StateFormat, StepBatch
 
-from .cases import FORMATS, Kind, address, every_length, expected, made, make, make_special, pieces, same_bits
+from .cases import (
+    FORMATS,
+    Kind,
+    address,
+    every_length,
+    expected,
+    make,
+    make_special,
+    pieces,
+    problem_of,
+    same_bits,
+)
 
 STOCHASTIC = StateFormat.BF16_STOCHASTIC
 LENGTH, EVERY_LENGTH = every_length(100)  # three pairs of the widest vectors, and a rest
@@ -67,7 +78,7 @@ def test_every_format_at_every_length(isa: str, loop: str) -> None:
         kind = LOOPS[loop].like(layout)
         if not kind.state_count and kind.state_format is not StateFormat.FP32:
             continue
-        made(kind, LENGTH, 1).check(EVERY_LENGTH, offset=1)
+        problem_of(kind, LENGTH, 1).check(EVERY_LENGTH, offset=1)
 
 
 @pytest.mark.parametrize("layout", STEPPED_ALIKE, ids=str)
@@ -96,7 +107,7 @@ def test_every_combination_of_special_values(loop: str) -> None:
 @pytest.mark.parametrize("offset", [0, 1, 3, 31])
 def test_a_large_output_streams_past_the_cache(isa: str, offset: int, out_dtype: DType | None) -> None:
     for n in ((1 << 18) + 77, (1 << 18) - 1):
-        made(Kind(grad_dtype=DType.BF16, out_dtype=out_dtype), n, 3).check(offset=offset)
+        problem_of(Kind(grad_dtype=DType.BF16, out_dtype=out_dtype), n, 3).check(offset=offset)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
@@ -104,8 +115,8 @@ def test_threads_change_no_bit(isa: str, threads: int) -> None:
     kernels.set_thread_count(threads)
     plain = Kind(grad_dtype=DType.BF16, out_dtype=DType.BF16)
     for kind in (plain, Kind("lion", state_format=STOCHASTIC, split=True)):
-        made(kind, 5 * (1 << 15) + 13, 4).check()
-        made(kind, 9 * (1 << 15), 4).check()
+        problem_of(kind, 5 * (1 << 15) + 13, 4).check()
+        problem_of(kind, 9 * (1 << 15), 4).check()
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -113,7 +124,7 @@ def test_cutting_anywhere_changes_no_bit(isa: str, loop: str) -> None:
     """Tiles, blocks and vectors end elsewhere then; stochastic rounding follows the index, not the place."""
     first = (1 << 32) - 100_000
     kind = LOOPS[loop].but(state_format=STOCHASTIC, out_dtype=DType.BF16)
-    problem = made(kind, 200_000, 5, first)
+    problem = problem_of(kind, 200_000, 5, first)
     for cuts in (
         [0, 200_000],
         [0, 1, 17, 4096, 99_999, 100_001, 131_072, 200_000],
@@ -126,7 +137,7 @@ def test_cutting_anywhere_changes_no_bit(isa: str, loop: str) -> None:
 def test_an_index_passes_2_to_the_32(isa: str, before_the_turn: int) -> None:
     for upper in (1, 7, 1 << 31):
         first = (upper << 32) - before_the_turn
-        made(Kind(state_format=STOCHASTIC, changed=(("seed", 99),)), 3000, 6, first).check()
+        problem_of(Kind(state_format=STOCHASTIC, changed=(("seed", 99),)), 3000, 6, first).check()
 
 
 @given(
@@ -177,7 +188,7 @@ def test_a_batch_equals_its_segments_alone(
     """Segments of different rules and formats share tiles; each comes out as if stepped alone."""
     kernels.set_instruction_set(name)
     kernels.set_thread_count(threads)
-    batch, kept = StepBatch(1), []
+    batch, problems = StepBatch(1), []
     for i, (n, kind, layout) in enumerate(
         zip(sizes, itertools.cycle(kinds), itertools.cycle(layouts), strict=False)
     ):
@@ -185,19 +196,19 @@ def test_a_batch_equals_its_segments_alone(
         problem = make(kind, n, i, first_index=i << 20)
         arrays = problem.before.copy()
         problem.add_to(batch, batch.add_rule(kind.rule()), arrays, 0, n)
-        kept.append((problem, arrays))
+        problems.append((problem, arrays))
     assert len(batch) == len(sizes)
     batch.run(0.5)
-    for problem, arrays in kept:
+    for problem, arrays in problems:
         assert arrays.guards_hold()
-        for name_, got in arrays.by_name.items():
-            assert same_bits(got, problem.after[name_]), (str(problem.kind), name_)
+        for name_, array in arrays.by_name.items():
+            assert same_bits(array, problem.after[name_]), (str(problem.kind), name_)
 
 
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize("n", [1001, (1 << 18) + 5])
 def test_out_may_be_the_gradient(isa: str, dtype: DType, n: int) -> None:
-    problem = made(Kind(grad_dtype=dtype, out_dtype=dtype), n, 8)
+    problem = problem_of(Kind(grad_dtype=dtype, out_dtype=dtype), n, 8)
     arrays = problem.before.copy(1)
     arrays.by_name["out"] = arrays["grad"]
     batch = StepBatch()
@@ -217,13 +228,13 @@ def test_a_batch_keeps_its_segments_from_step_to_step() -> None:
     second = make(problem.kind.but(step=4, lr=1e-2), 777, 10, hard=False)
     for name in ("param", "state0", "state1"):
         second.before.by_name[name] = arrays[name].copy()
-    wanted = expected(second.kind, second.before, 0)
+    after = expected(second.kind, second.before, 0)
     batch.set_rule(rule, second.kind.rule())
     batch.set_grad(0, address(second.before["grad"]))
     batch.run(second.kind.grad_scale)
     for name in ("param", "state0", "state1"):
-        assert same_bits(arrays[name], wanted[name])
+        assert same_bits(arrays[name], after[name])
     batch.clear()
     assert len(batch) == 0
     batch.run(1.0)
-    assert same_bits(arrays["param"], wanted["param"])
+    assert same_bits(arrays["param"], after["param"])

@@ -75,18 +75,18 @@ def test_a_nan_gradient_makes_its_element_nan_at_once_and_no_other(
     problem.add_to(batch, batch.add_rule(kind.rule()), arrays, 0, 300)
     batch.run(kind.grad_scale)
     other = np.delete(np.arange(300), at)
-    for name, got in arrays.by_name.items():
+    for name, array in arrays.by_name.items():
         if name == "grad":
             continue
         if name == "remainder":
-            assert (got[at] == 0).all()
-        elif got.dtype == np.float16:
-            assert (got[at].view(np.uint16) == 0x7E00).all()
-        elif got.dtype == np.uint16:
-            assert (got[at] == 0x7FC0).all()
+            assert (array[at] == 0).all()
+        elif array.dtype == np.float16:
+            assert (array[at].view(np.uint16) == 0x7E00).all()
+        elif array.dtype == np.uint16:
+            assert (array[at] == 0x7FC0).all()
         else:
-            assert (got[at].view(np.uint32) == QUIET_NAN).all()
-        assert same_bits(got[other], problem.after[name][other])
+            assert (array[at].view(np.uint32) == QUIET_NAN).all()
+        assert same_bits(array[other], problem.after[name][other])
         assert not np.isnan(problem.after[name][other]).any()
 
 
@@ -185,7 +185,7 @@ def test_a_parameter_beyond_its_output_is_infinite_there(isa: str) -> None:
     """Halves reach 65504; bfloat16 rounds what is nearer to 2^128 than to its largest number."""
     p = np.array([65503, 65519.99, 65520, -65520, 3.3895314e38, 3.39e38, 3.4e38, -3.4e38], np.float32)
     g, out = np.zeros(len(p), np.float32), np.zeros(len(p), np.uint16)
-    for dtype, wanted in (
+    for dtype, value in (
         (DType.FP16, [0x7BFF, 0x7BFF, 0x7C00, 0xFC00, 0x7C00, 0x7C00, 0x7C00, 0xFC00]),
         (DType.BF16, [0x4780, 0x4780, 0x4780, 0xC780, 0x7F7F, 0x7F7F, 0x7F80, 0xFF80]),
     ):
@@ -196,7 +196,7 @@ def test_a_parameter_beyond_its_output_is_infinite_there(isa: str) -> None:
             out_dtype=dtype,
         )  # fmt: skip
         batch.run()
-        assert out.tolist() == wanted
+        assert out.tolist() == value
 
 
 # Hyperparameters at their edges
@@ -258,8 +258,8 @@ def test_beta2_0_is_the_sign_of_the_moment() -> None:
 def test_eps_0_needs_a_gradient() -> None:
     """0 over 0 is NaN, here as in torch."""
     run = Run("adam", [1.0, 1.0], PLAIN_ADAM | {"eps": 0.0})
-    got = run.step([0.0, 1e-18])
-    assert bits(got)[0] == QUIET_NAN and got[1] == pytest.approx(0.999)
+    result = run.step([0.0, 1e-18])
+    assert bits(result)[0] == QUIET_NAN and result[1] == pytest.approx(0.999)
     q = torch.nn.Parameter(torch.ones(1))
     q.grad = torch.zeros(1)
     torch.optim.Adam([q], eps=0.0).step()

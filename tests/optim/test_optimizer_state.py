@@ -300,7 +300,7 @@ def wrong(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda s: s["state"][1].update(exp_avg=torch.zeros(5)),
          r"state 'exp_avg' of parameter 1 of param group 0 \('b', shape \(2, 3\)\) is of shape \(5,\)"),
@@ -317,14 +317,14 @@ def wrong(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         (lambda s: s["param_groups"][0]["params"].pop(), "doesn't match the size"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_and_the_optimizer_goes_on(change: Any, said: str) -> None:
+def test_what_does_not_fit_is_refused_and_the_optimizer_goes_on(change: Any, message: str) -> None:
     straight = parameters([(4,), (2, 3)])
     params = twins(straight)
     a, b = optim_cpu.AdamW(straight), optim_cpu.AdamW(zip("ab", params, strict=True))
     give_gradients(straight, params, seed=0)
     a.step()
     b.step()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         b.load_state_dict(wrong(change))
     a.step()
     b.step()
@@ -336,23 +336,23 @@ def test_hooks_of_loading_and_saving_see_plain_tensors() -> None:
     optimizer = optim_cpu.AdamW(params)
     give_gradients(params, seed=0)
     optimizer.step()
-    seen = []
+    types = []
 
     def rename(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
-        seen.append(type(saved["state"][0]["master"]))
+        types.append(type(saved["state"][0]["master"]))
         saved["state"][0] = {**saved["state"][0], "exp_avg": torch.full((4,), 2.0)}
         return saved
 
     optimizer.register_load_state_dict_pre_hook(rename)
-    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(type(o.state[params[0]]["exp_avg"])))
+    optimizer.register_load_state_dict_post_hook(lambda o: types.append(type(o.state[params[0]]["exp_avg"])))
     optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == [torch.Tensor, torch.Tensor]
+    assert types == [torch.Tensor, torch.Tensor]
     assert optimizer.state[params[0]]["exp_avg"].tolist() == [2.0] * 4
     assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
 
 
-@pytest.mark.parametrize("what", ["step", "array", "parameter", "all", "key", "in place"])
-def test_state_changed_by_hand_counts(what: str) -> None:
+@pytest.mark.parametrize("change", ["step", "array", "parameter", "all", "key", "in place"])
+def test_state_changed_by_hand_counts(change: str) -> None:
     """Replacing or clearing state between steps does what it says, though the batch was built before."""
     params = parameters([(6,)])
     optimizer = optim_cpu.AdamW(params, weight_decay=0)
@@ -362,20 +362,20 @@ def test_state_changed_by_hand_counts(what: str) -> None:
     state = optimizer.state[params[0]]
     before = params[0].detach().clone()
     expected_step, moment, square = 4.0, state["exp_avg"].clone(), state["exp_avg_sq"].clone()
-    if what == "step":
+    if change == "step":
         state["step"] = torch.tensor(10.0)
         expected_step = 11.0
-    elif what == "array":
+    elif change == "array":
         state["exp_avg"] = torch.zeros(6)
         moment = torch.zeros(6)
-    elif what == "in place":
+    elif change == "in place":
         state["step"].fill_(20)
         state["exp_avg"].zero_()
         expected_step, moment = 21.0, torch.zeros(6)
     else:
-        if what == "parameter":
+        if change == "parameter":
             optimizer.state[params[0]] = {}
-        elif what == "all":
+        elif change == "all":
             optimizer.state.clear()
         else:
             state.clear()

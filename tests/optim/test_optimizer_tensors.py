@@ -46,10 +46,10 @@ def test_a_16_bit_parameter_is_its_float32_master_rounded(name: str, dtype: torc
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("kept", ["", "+bf16"])
-def test_a_split_master_is_a_whole_one_to_the_bit(name: str, kept: str) -> None:
+@pytest.mark.parametrize("moments", ["", "+bf16"])
+def test_a_split_master_is_a_whole_one_to_the_bit(name: str, moments: str) -> None:
     runs = []
-    for state_format in ("split" + kept, kept[1:] or "fp32"):
+    for state_format in ("split" + moments, moments[1:] or "fp32"):
         params = parameters(dtype=torch.bfloat16)
         optimizer = ours(name, params, state_format=state_format, **OPTIONS[name])
         for i in range(20):
@@ -199,14 +199,14 @@ def orders(shape: tuple[int, ...]) -> dict[str, Tensor]:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     wide = torch.zeros(*shape[:-1], 2 * shape[-1])
     wide[..., ::2] = x
-    made = {
+    tensors = {
         "contiguous": x,
         "transposed": x.transpose(0, 1).contiguous().transpose(0, 1),
         "gaps": wide[..., ::2],
     }
     if len(shape) == 4:
-        made["channels_last"] = x.contiguous(memory_format=torch.channels_last)
-    return made
+        tensors["channels_last"] = x.contiguous(memory_format=torch.channels_last)
+    return tensors
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 5, 6), (5, 1), (1, 7), (6, 5), (1, 1, 3, 1)])
@@ -288,7 +288,7 @@ def replaced(grad: Tensor) -> Callable[[Parameter], Tensor]:
 
 @pytest.mark.parametrize("built", [False, True])
 @pytest.mark.parametrize(
-    ("param", "grad", "error", "said"),
+    ("param", "grad", "error", "message"),
     [
         (torch.ones(4, dtype=torch.float64), torch.ones_like, TypeError, "is torch.float64; it must be float32, bf"),
         (torch.ones(4, dtype=torch.complex64), torch.ones_like, TypeError, "is torch.complex64; it must be"),
@@ -301,7 +301,7 @@ def replaced(grad: Tensor) -> Callable[[Parameter], Tensor]:
     ],
 )  # fmt: skip
 def test_what_cannot_be_stepped_is_named_and_nothing_is_touched(
-    param: Tensor, grad: Any, error: type[Exception], said: str, built: bool
+    param: Tensor, grad: Any, error: type[Exception], message: str, built: bool
 ) -> None:
     good = parameters([(3,)])[0]
     bad = Parameter(param)
@@ -313,10 +313,10 @@ def test_what_cannot_be_stepped_is_named_and_nothing_is_touched(
         bad.grad = torch.ones(4)
         optimizer.step()
     before, state = good.detach().clone(), copy.deepcopy(dict(optimizer.state[good]))
-    made = grad(bad)
-    if bad.grad is not made:
-        bad.grad = made
-    with pytest.raises(error, match=said) as raised:
+    gradient = grad(bad)
+    if bad.grad is not gradient:
+        bad.grad = gradient
+    with pytest.raises(error, match=message) as raised:
         optimizer.step()
     assert "parameter 0 of param group 1 ('layer.0.weight', shape (4,))" in str(raised.value)
     assert torch.equal(good, before)

@@ -97,7 +97,7 @@ def test_arguments_are_torchs_in_name_order_and_default(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("option", "value", "said"),
+    ("option", "value", "message"),
     [
         ("lr", -1.0, "lr must be 0 or more"), ("lr", torch.ones(2), "lr must be a number or a tensor of one element"),
         ("weight_decay", -0.5, "weight_decay must be 0 or more"), ("betas", (1.0, 0.9), "beta1 must be at least 0"),
@@ -113,17 +113,17 @@ def test_arguments_are_torchs_in_name_order_and_default(name: str) -> None:
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_by_name_wherever_they_come(
-    name: str, option: str, value: Any, said: str
+    name: str, option: str, value: Any, message: str
 ) -> None:
     make = getattr(optim_cpu, name)
     if option not in inspect.signature(make).parameters:
         with pytest.raises(TypeError, match=option):
             make(parameters(), **{option: value})
         return
-    with pytest.raises(ValueError, match=rf"{name}, param group 0: ([a-z]+: )?{said}"):
+    with pytest.raises(ValueError, match=rf"{name}, param group 0: ([a-z]+: )?{message}"):
         make(parameters(), **{option: value})
     optimizer = make(parameters([(2,)]))
-    with pytest.raises(ValueError, match=rf"{name}, param group 1: ([a-z]+: )?{said}"):
+    with pytest.raises(ValueError, match=rf"{name}, param group 1: ([a-z]+: )?{message}"):
         optimizer.add_param_group({"params": parameters([(3,)]), option: value})
     assert len(optimizer.param_groups) == 1
     if option in ("amsgrad", "capturable", "differentiable", "initial_accumulator_value"):
@@ -131,7 +131,7 @@ def test_bad_options_are_refused_by_name_wherever_they_come(
     (param,) = optimizer.param_groups[0]["params"]
     before, param.grad = param.detach().clone(), torch.ones(2)
     good, optimizer.param_groups[0][option] = optimizer.param_groups[0][option], value
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert torch.equal(param, before)
     optimizer.param_groups[0][option] = good
@@ -400,10 +400,10 @@ def test_a_forked_child_steps_as_its_parent() -> None:
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        got = pipe.read()
+        content = pipe.read()
     assert os.waitpid(child, 0)[1] == 0
     optimizer.step()
-    assert got == params[0].detach().numpy()[-50:].tobytes()
+    assert content == params[0].detach().numpy()[-50:].tobytes()
 
 
 def test_an_interrupt_during_the_run_counts_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,8 +468,8 @@ def test_a_removed_parameter_is_let_go() -> None:
     give_gradients(params, seed=0)
     optimizer.step()
     moment = weakref.ref(optimizer.state[params[0]]["exp_avg"])
-    gone = optimizer.param_groups[0]["params"].pop(0)
-    del optimizer.state[gone]
+    removed = optimizer.param_groups[0]["params"].pop(0)
+    del optimizer.state[removed]
     optimizer.step()
     assert moment() is None
 
@@ -503,8 +503,8 @@ def test_an_unknown_instruction_set_is_told_at_once_and_the_first_step_loads_no_
         "o = optim_cpu.AdamW([p], state_format='bf16'); o.step(); o.zero_grad(); o.load_state_dict(o.state_dict())\n"
         "print(int(o.state[p]['step']), 'torch._dynamo' in sys.modules)"
     )
-    told, first_step = run_python(code, TIERING_ISA="mmx").splitlines()
-    assert "TIERING_ISA is 'mmx'" in told
+    warning, first_step = run_python(code, TIERING_ISA="mmx").splitlines()
+    assert "TIERING_ISA is 'mmx'" in warning
     assert first_step == "1 False"
 
 

@@ -260,9 +260,9 @@ def test_flush_to_zero_neither_leaks_in_nor_is_lost(isa: str, flushed_subnormals
     p, m, v, g = (x.copy() for x in tiny)
     for threads in (1, 3):
         kernels.set_thread_count(threads)
-        got = [p.copy(), m.copy(), v.copy()]
-        step(*got, g, DType.FP32)
-        assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+        arrays = [p.copy(), m.copy(), v.copy()]
+        step(*arrays, g, DType.FP32)
+        assert all(same_bits(a, b) for a, b in zip(arrays, expected, strict=True))
         assert kernels.sum_of_squares(g.ctypes.data, DType.FP32, n) == squares
     assert np.count_nonzero(expected[1].view(np.uint32)) > n // 2
     # Scalars as well: a subnormal step size, and a subnormal gradient scale.

@@ -28,11 +28,12 @@ def reduce(
     target: Array, target_dtype: DType, sources: list[Array], source_dtype: DType, **how: Any
 ) -> Array:
     """A new target; the one given, and the sources, stay as they are."""
-    made = target.copy()
+    result = target.copy()
+    addresses = [address(x) for x in sources]
     kernels.reduce(
-        address(made), target_dtype, [address(x) for x in sources], source_dtype, len(target), how.pop("factor"), **how
-    )  # fmt: skip
-    return made
+        address(result), target_dtype, addresses, source_dtype, len(target), how.pop("factor"), **how
+    )
+    return result
 
 
 def expected(
@@ -48,9 +49,9 @@ def numbers(seed: int, n: int, dtype: DType, *, hard: bool = True) -> Array:
     """Of one magnitude, so that sums round; `hard` ones are also subnormal, huge, infinite or NaN."""
     rng = np.random.default_rng([seed, n])
     x = rng.standard_normal(n, dtype=np.float32)
-    made = encode(hard_mix(rng, n, x, reference.adversarial(rng, n)) if hard else x, dtype)
-    made.setflags(write=False)
-    return made
+    encoded = encode(hard_mix(rng, n, x, reference.adversarial(rng, n)) if hard else x, dtype)
+    encoded.setflags(write=False)
+    return encoded
 
 
 @pytest.mark.parametrize(("target_dtype", "source_dtype"), PAIRS)
@@ -60,8 +61,8 @@ def test_equals_the_written_formula(isa: str, count: int, target_dtype: DType, s
         target = numbers(100, n, target_dtype)
         sources = [numbers(i, n, source_dtype) for i in range(count)]
         how = {"factor": 1 / count, "overwrite": overwrite}
-        got = reduce(target, target_dtype, sources, source_dtype, **how)
-        assert same_bits(got, expected(target, target_dtype, sources, source_dtype, **how)), (n, overwrite)
+        result = reduce(target, target_dtype, sources, source_dtype, **how)
+        assert same_bits(result, expected(target, target_dtype, sources, source_dtype, **how)), (n, overwrite)
 
 
 def test_the_order_of_the_sources_is_visible_in_the_last_bits() -> None:
@@ -76,11 +77,13 @@ def test_the_order_of_the_sources_is_visible_in_the_last_bits() -> None:
     assert np.count_nonzero(forwards != pairs * np.float32(0.25)) > 1000
 
     halves = [encode(x, DType.BF16) for x in sources]
-    got = reduce(np.zeros(n, np.uint16), DType.BF16, halves, DType.BF16, **how)
+    result = reduce(np.zeros(n, np.uint16), DType.BF16, halves, DType.BF16, **how)
     rounded = encode(decode(halves[0], DType.BF16) + decode(halves[1], DType.BF16), DType.BF16)
     for x in halves[2:]:
         rounded = encode(decode(rounded, DType.BF16) + decode(x, DType.BF16), DType.BF16)
-    assert np.count_nonzero(got != encode(decode(rounded, DType.BF16) * np.float32(0.25), DType.BF16)) > 100
+    assert (
+        np.count_nonzero(result != encode(decode(rounded, DType.BF16) * np.float32(0.25), DType.BF16)) > 100
+    )
 
 
 def test_the_sum_is_formed_before_it_is_scaled_and_added() -> None:
@@ -89,12 +92,13 @@ def test_the_sum_is_formed_before_it_is_scaled_and_added() -> None:
     target = numbers(100, n, dtype, hard=False)
     sources = [numbers(i, n, dtype, hard=False) for i in range(3)]
     third = np.float32(1 / 3)
-    got = reduce(target, dtype, sources, dtype, factor=1 / 3, overwrite=False)
-    assert same_bits(got, target + (sources[0] + sources[1] + sources[2]) * third)
+    result = reduce(target, dtype, sources, dtype, factor=1 / 3, overwrite=False)
+    assert same_bits(result, target + (sources[0] + sources[1] + sources[2]) * third)
     assert (
-        np.count_nonzero(got != target + (sources[0] * third + sources[1] * third + sources[2] * third)) > 100
+        np.count_nonzero(result != target + (sources[0] * third + sources[1] * third + sources[2] * third))
+        > 100
     )
-    assert np.count_nonzero(got != (target + sources[0] * third) + (sources[1] + sources[2]) * third) > 100
+    assert np.count_nonzero(result != (target + sources[0] * third) + (sources[1] + sources[2]) * third) > 100
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
@@ -105,8 +109,8 @@ def test_threads_and_tiles_change_no_bit(isa: str, threads: int, overwrite: bool
     sources = [numbers(i, n, DType.BF16) for i in range(5)]
     kernels.set_thread_count(threads)
     how = {"factor": 0.2, "overwrite": overwrite}
-    got = reduce(target, DType.BF16, sources, DType.BF16, **how)
-    assert same_bits(got, expected(target, DType.BF16, sources, DType.BF16, **how))
+    result = reduce(target, DType.BF16, sources, DType.BF16, **how)
+    assert same_bits(result, expected(target, DType.BF16, sources, DType.BF16, **how))
 
 
 @given(
@@ -127,22 +131,22 @@ def test_any_alignment_and_nothing_outside(
     rooms = [numbers(i, n + 80, source_dtype) for i, _ in enumerate(skips[1:])]
     sources = [room[skip : skip + n] for room, skip in zip(rooms, skips[1:], strict=True)]
     room = numbers(100, n + 80, target_dtype).copy()
-    wanted = room.copy()
+    expected_room = room.copy()
     inside = slice(skips[0], skips[0] + n)
     how = {"factor": factor, "overwrite": overwrite}
-    wanted[inside] = expected(room[inside], target_dtype, sources, source_dtype, **how)
+    expected_room[inside] = expected(room[inside], target_dtype, sources, source_dtype, **how)
     kernels.reduce(
         address(room[inside]), target_dtype, [address(x) for x in sources], source_dtype, n, factor, overwrite=overwrite
     )  # fmt: skip
-    assert same_bits(room, wanted)
+    assert same_bits(room, expected_room)
 
 
 def test_many_sources_which_may_be_the_same_memory(isa: str) -> None:
     x = numbers(1, 1000, DType.FP16, hard=False)
     zeros = np.zeros(1000, np.float32)
     how = {"factor": 1 / 4096, "overwrite": True}
-    got = reduce(zeros, DType.FP32, [x] * 4096, DType.FP16, **how)
-    assert same_bits(got, expected(zeros, DType.FP32, [x] * 4096, DType.FP16, **how))
+    result = reduce(zeros, DType.FP32, [x] * 4096, DType.FP16, **how)
+    assert same_bits(result, expected(zeros, DType.FP32, [x] * 4096, DType.FP16, **how))
 
 
 @pytest.mark.parametrize("target_dtype", list(DType))
@@ -155,10 +159,10 @@ def test_one_source_is_a_cast_or_an_accumulation(isa: str, target_dtype: DType, 
     kernels.accumulate(address(added), target_dtype, address(x), source_dtype, n, overwrite=False)
     kernels.cast(address(copied), target_dtype, address(x), source_dtype, n)
     assert same_bits(reduce(target, target_dtype, [x], source_dtype, factor=1, overwrite=False), added)
-    got = reduce(target, target_dtype, [x], source_dtype, factor=1, overwrite=True)
+    result = reduce(target, target_dtype, [x], source_dtype, factor=1, overwrite=True)
     number = ~np.isnan(decode(x, source_dtype))
     assert number.any() and not number.all()
-    assert same_bits(got[number], copied[number])
+    assert same_bits(result[number], copied[number])
 
 
 QUIET_NAN = {DType.FP32: 0x7FC00000, DType.BF16: 0x7FC0, DType.FP16: 0x7E00}
@@ -181,10 +185,10 @@ def test_where_numbers_end(isa: str, target_dtype: DType, overwrite: bool) -> No
     ]
     first, second = np.array(columns * 20, np.float32).T.copy()
     zeros = np.zeros(len(first), NUMPY_TYPE[target_dtype])
-    got = reduce(zeros, target_dtype, [first, second], DType.FP32, factor=0.5, overwrite=overwrite)
-    bits = got.view(np.uint32 if target_dtype is DType.FP32 else np.uint16).reshape(20, -1)
+    result = reduce(zeros, target_dtype, [first, second], DType.FP32, factor=0.5, overwrite=overwrite)
+    bits = result.view(np.uint32 if target_dtype is DType.FP32 else np.uint16).reshape(20, -1)
     assert (bits[:, :3] == QUIET_NAN[target_dtype]).all()
-    wide = decode(got, target_dtype).reshape(20, -1)
+    wide = decode(result, target_dtype).reshape(20, -1)
     smallest = 2.0**-149 if target_dtype is DType.FP32 else 0.0
     assert (wide[:, 3:] == [np.inf, -np.inf, np.inf, 0, 0, smallest]).all()
     assert (np.signbit(wide[:, 6]) == overwrite).all() and not np.signbit(wide[:, 7]).any()
@@ -196,11 +200,11 @@ def test_where_numbers_end(isa: str, target_dtype: DType, overwrite: bool) -> No
 def test_the_factor_is_rounded_to_float32(isa: str) -> None:
     x = numbers(1, 1000, DType.FP32, hard=False)
     how: dict[str, Any] = {"overwrite": True}
-    got = reduce(x, DType.FP32, [x], DType.FP32, factor=1 / 3, **how)
-    assert same_bits(got, x * np.float32(1 / 3))
+    result = reduce(x, DType.FP32, [x], DType.FP32, factor=1 / 3, **how)
+    assert same_bits(result, x * np.float32(1 / 3))
     tiny: F32 = np.full(100, 2.0**127, np.float32)
-    got = reduce(tiny, DType.FP32, [tiny], DType.FP32, factor=2.0**-140, **how)
-    assert (got == 2.0**-13).all()
+    result = reduce(tiny, DType.FP32, [tiny], DType.FP32, factor=2.0**-140, **how)
+    assert (result == 2.0**-13).all()
 
 
 @pytest.mark.parametrize(

@@ -257,8 +257,8 @@ def test_after_a_refusal_the_batch_steps_as_before() -> None:
             batch.set_grad(0, 3)
     problem.add_to(batch, rule, arrays, 100, 300)
     batch.run(problem.kind.grad_scale)
-    for name, got in arrays.by_name.items():
-        assert same_bits(got, problem.after[name])
+    for name, array in arrays.by_name.items():
+        assert same_bits(array, problem.after[name])
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ def patterns(uppers: Array) -> F32:
 
 def assert_reversible(x: F32) -> None:
     param, remainder = split(x)
-    wanted = reference.canonical(x)
-    assert same_bits(join(param, remainder), wanted)
-    assert same_bits(param, reference.f32_to_bf16_away(wanted))
+    canonical = reference.canonical(x)
+    assert same_bits(join(param, remainder), canonical)
+    assert same_bits(param, reference.f32_to_bf16_away(canonical))
     alone = np.empty_like(param)
     kernels.split(address(alone), 0, address(x), len(x))
     assert same_bits(alone, param)
@@ -78,11 +78,11 @@ def test_a_parameter_is_the_nearest_bfloat16_ties_away_from_zero() -> None:
     x[::3] = (x[::3] & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
     for bits in (x, x | np.uint32(0x80000000)):
         value = bits.view(np.float32)
-        got = reference.bf16_to_f32(split(value)[0]).astype(np.float64)
+        result = reference.bf16_to_f32(split(value)[0]).astype(np.float64)
         below = (bits & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
         above = ((bits & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32).astype(np.float64)
         to_below, to_above = np.abs(value - below), np.abs(above - value)
-        assert np.array_equal(got, np.where(to_above <= to_below, above, below))
+        assert np.array_equal(result, np.where(to_above <= to_below, above, below))
 
 
 @given(
@@ -93,8 +93,8 @@ def test_any_length_at_any_address_and_nothing_outside(n: int, skip: int, name: 
     x = reference.adversarial(np.random.default_rng(n), n + 80)
     param, remainder = np.full(n + 80, 0xABCD, np.uint16), np.full(n + 80, 0x1234, np.int16)
     kernels.split(address(param[skip:]), address(remainder[40:]), address(x[17:]), n)
-    wanted = reference.split(x[17 : 17 + n])
-    assert same_bits(param[skip : skip + n], wanted[0]) and same_bits(remainder[40 : 40 + n], wanted[1])
+    halves = reference.split(x[17 : 17 + n])
+    assert same_bits(param[skip : skip + n], halves[0]) and same_bits(remainder[40 : 40 + n], halves[1])
     back = np.full(n + 80, 7, np.float32)
     kernels.join(address(back[skip:]), address(param[skip:]), address(remainder[40:]), n)
     assert same_bits(back[skip : skip + n], reference.canonical(x[17 : 17 + n]))
@@ -107,8 +107,8 @@ def test_threads_share_the_work(isa: str, threads: int) -> None:
     kernels.set_thread_count(threads)
     x = reference.adversarial(np.random.default_rng(4), 5 * (1 << 15) + 13)
     param, remainder = split(x)
-    wanted = reference.split(x)
-    assert same_bits(param, wanted[0]) and same_bits(remainder, wanted[1])
+    halves = reference.split(x)
+    assert same_bits(param, halves[0]) and same_bits(remainder, halves[1])
     assert same_bits(join(param, remainder), reference.canonical(x))
 
 
@@ -166,9 +166,9 @@ def test_tensors_split_and_join() -> None:
     x = torch.from_numpy(reference.adversarial(np.random.default_rng(6), 1200)).reshape(30, 40)
     param, remainder = formats.split(x)
     assert (param.dtype, remainder.dtype, param.shape) == (torch.bfloat16, torch.int16, x.shape)
-    wanted = reference.split(x.numpy().reshape(-1))
-    assert same_bits(param.view(torch.uint16).numpy().reshape(-1), wanted[0])
-    assert same_bits(remainder.numpy().reshape(-1), wanted[1])
+    halves = reference.split(x.numpy().reshape(-1))
+    assert same_bits(param.view(torch.uint16).numpy().reshape(-1), halves[0])
+    assert same_bits(remainder.numpy().reshape(-1), halves[1])
     back = formats.join(param, remainder)
     assert back.shape == x.shape
     assert same_bits(back.numpy().reshape(-1), reference.canonical(x.numpy().reshape(-1)))

@@ -42,11 +42,11 @@ def with_rest(upper: int, rest: int, n: int = N) -> F32:
     return np.full(n, upper << 16 | rest, np.uint32).view(np.float32)
 
 
-def ups(x: F32, got: U16) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def ups(x: F32, rounded_up: U16) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which were rounded away from zero; all others were cut."""
     down = (x.view(np.uint32) >> 16).astype(np.uint16)
-    assert ((got == down) | (got == down + 1)).all()
-    return np.asarray(got != down)
+    assert ((rounded_up == down) | (rounded_up == down + 1)).all()
+    return np.asarray(rounded_up != down)
 
 
 def assert_share(hits: int, n: int, share: float) -> None:
@@ -69,8 +69,8 @@ def test_the_mean_of_ordinary_numbers_is_kept() -> None:
     """Over two million roundings of both arrays the error has mean 0 within what its spread allows."""
     rng = np.random.default_rng(2)
     x = rng.standard_normal(1 << 21, dtype=np.float32)
-    for exact, got in zip((x, x * x), rounded(x), strict=True):
-        error = reference.bf16_to_f32(got).astype(np.float64) - exact
+    for exact, result in zip((x, x * x), rounded(x), strict=True):
+        error = reference.bf16_to_f32(result).astype(np.float64) - exact
         assert abs(error.mean()) <= SIGMAS * error.std() / np.sqrt(len(x))
         assert error.std() > 1e-4
     plain = reference.bf16_to_f32(reference.f32_to_bf16(x)).astype(np.float64) - x
@@ -82,7 +82,7 @@ def test_both_arrays_round_by_bits_of_their_own() -> None:
     x = np.full(N, np.sqrt(np.float32(1 + 2.0**-8)), np.float32)
     share = [int(exact.view(np.uint32)[0] & 0xFFFF) / 65536 for exact in (x, x * x)]
     assert 0.2 < share[0] < 0.3 and share[1] == 0.5
-    up = [ups(exact, got) for exact, got in zip((x, x * x), rounded(x), strict=True)]
+    up = [ups(exact, result) for exact, result in zip((x, x * x), rounded(x), strict=True)]
     for u, p in zip(up, share, strict=True):
         assert_share(int(u.sum()), N, p)
     assert_share(int((up[0] & up[1]).sum()), N, share[0] * share[1])
@@ -143,9 +143,9 @@ def test_what_a_bfloat16_holds_stays(isa: str) -> None:
     x = (upper << 16).view(np.float32)
     for step in range(1, 20):
         m, _ = rounded(x, step=step)
-        wanted = np.where(np.isnan(x), 0x7FC0, upper)
-        wanted[0x8000] = 0  # 0 + -0 is 0: this one does not get as far as the rounding
-        assert np.array_equal(m, wanted)
+        expected = np.where(np.isnan(x), 0x7FC0, upper)
+        expected[0x8000] = 0  # 0 + -0 is 0: this one does not get as far as the rounding
+        assert np.array_equal(m, expected)
 
 
 def averages(gradients: F32, state_format: StateFormat, n: int, start: float = 0.0) -> np.ndarray[Any, Any]:

@@ -41,13 +41,13 @@ def publishing() -> Iterator[Publish]:
 @pytest.fixture
 def sidecar(directory: Path) -> Iterator[Sidecar]:
     """A real ``tierd`` of ``directory``. Of another one, or with arguments: ``processes.tierd``."""
-    with tierd(directory) as one:
-        yield one
+    with tierd(directory) as process:
+        yield process
 
 
 @pytest.fixture(scope="session")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     """A real engine that trains, for tests that look and do not touch; to stop or kill one: ``processes.train``."""
     home = tmp_path_factory.mktemp("training")
-    with train(home, home / "run") as one:
-        yield one
+    with train(home, home / "run") as process:
+        yield process

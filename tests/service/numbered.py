@@ -33,7 +33,7 @@ def _filled(kind: Any, number: int) -> Any:
         case origin if origin is Literal:
             return inside[number % len(inside)]
         case origin if origin in (Union, UnionType):
-            return _filled(next(one for one in inside if one is not NoneType), number)
+            return _filled(next(argument for argument in inside if argument is not NoneType), number)
         case origin if origin is list:
             return [_filled(inside[0], number) for _ in range(1 + number % 5)]
         case origin if origin is dict:

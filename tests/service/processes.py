@@ -99,9 +99,9 @@ def tierd(directory: Path, *more: str, **environment: str) -> Iterator[Sidecar]:
     """A sidecar of ``directory`` on a free port of 127.0.0.1, with ``more`` arguments."""
     command = ("-m", "service.cli", "--port", "0", "--dir", str(directory), *more)
     with running(*command, **environment) as (process, line):
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found, line or process.communicate()[1]
-        yield Sidecar(process, found[0])
+        match = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert match, line or process.communicate()[1]
+        yield Sidecar(process, match[0])
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def train(
 ) -> Iterator[Training]:
     """A small model that trains in a process of its own, ``pause`` seconds between its steps, until told to stop."""
     home.mkdir(parents=True, exist_ok=True)
-    given = {"home": str(home), "directory": str(directory), "name": name, "pause": pause, "steps": steps}
-    with running("-c", TRAINER, json.dumps(given), TIERING_DEVICE="cpu", OMP_NUM_THREADS="1") as (
+    settings = {"home": str(home), "directory": str(directory), "name": name, "pause": pause, "steps": steps}
+    with running("-c", TRAINER, json.dumps(settings), TIERING_DEVICE="cpu", OMP_NUM_THREADS="1") as (
         process,
         line,
     ):

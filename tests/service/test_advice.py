@@ -131,8 +131,8 @@ def read(**counted: Any) -> dict[str, Any]:
 
 
 def configured(*settings: SettingStatus, **more: Any) -> list[RankView]:
-    told = ConfigurationStatus("ds.json", "", settings=list(settings), **more)
-    return [rank(described=replace(DESCRIBED, configuration=told))]
+    configuration = ConfigurationStatus("ds.json", "", settings=list(settings), **more)
+    return [rank(described=replace(DESCRIBED, configuration=configuration))]
 
 
 def planned_as(host: int, budget: int) -> list[RankView]:
@@ -164,7 +164,7 @@ def on_gpu(
     updating = waited.pop("updating", 0.0)
     plan = replace(PLAN, tiers=[PlannedTier(where, 4 * GIB, GIB, {"optimizer state": GIB})])
     device = TierStatus("device", 20 * GIB, 80 * GIB, 20 * GIB, 20 * GIB, available=free)
-    copied = [replace(one, h2d_bytes=6 * GB, d2h_bytes=2 * GB) for one in steps(*[1.0] * 3, **waited)]
+    copied = [replace(step, h2d_bytes=6 * GB, d2h_bytes=2 * GB) for step in steps(*[1.0] * 3, **waited)]
     link = LinkStatus(
         CopyStatus(average_bytes_per_second=h2d), CopyStatus(average_bytes_per_second=d2h), measured
     )
@@ -198,8 +198,8 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
     ("slower-now", live(steps=steps(*[0.3] * 20, *[0.5] * 11)), live(steps=steps(*[0.3] * 20, *[0.5] * 9)), "10 steps"),
     (
         "program-bound",
-        live(steps=[replace(one, update=0.0) for one in BASE.steps]),
-        live(steps=[replace(one, update=0.2) for one in BASE.steps]),
+        live(steps=[replace(step, update=0.0) for step in BASE.steps]),
+        live(steps=[replace(step, update=0.2) for step in BASE.steps]),
         "40 % of the step is outside",
     ),
     ("io-errors", live(**read(errors=2, errors_by_errno={"EIO": 2})), live(**read()), "2 reads of /nvme failed"),
@@ -257,27 +257,27 @@ def test_a_healthy_run_needs_no_advice() -> None:
     assert of(*two()) == []
 
 
-@pytest.mark.parametrize(("code", "having", "without", "says"), CASES, ids=[one[0] for one in CASES])
+@pytest.mark.parametrize(("code", "having", "without", "says"), CASES, ids=[case[0] for case in CASES])
 def test_it_fires_on_what_has_it_and_not_on_its_neighbour(
     code: str, having: list[RankView], without: list[RankView], says: str
 ) -> None:
-    (found,) = [one for one in of(*having) if one.code == code]
-    assert says in found.text
-    assert found.remedy
-    assert ("other nodes" in found.remedy) == any(
-        one.snapshot and one.snapshot.world_size > 2 for one in having
+    (advice,) = [advice for advice in of(*having) if advice.code == code]
+    assert says in advice.text
+    assert advice.remedy
+    assert ("other nodes" in advice.remedy) == any(
+        view.snapshot and view.snapshot.world_size > 2 for view in having
     )
-    assert code not in {one.code for one in of(*without)}
+    assert code not in {advice.code for advice in of(*without)}
 
 
 def test_the_gravest_comes_first_and_what_ranks_say_alike_is_said_once() -> None:
     engine = IoEngineStatus("threads", passed_over={"io_uring": "EPERM"})
     both = replace(BASE, world_size=2, local_world_size=2, io_engine=engine, loss=math.nan)
-    found = of(
+    findings = of(
         rank(replace(both, io=[path("/a"), replace(path(), direct=False)])),
         rank(replace(both, rank=1)),
     )
-    assert [(one.code, one.severity, one.ranks) for one in found] == [
+    assert [(advice.code, advice.severity, advice.ranks) for advice in findings] == [
         ("loss-not-finite", "error", []),
         ("io-buffered", "warning", [0]),
         ("io-passed-over", "info", [0, 1]),
@@ -297,13 +297,15 @@ def test_the_gravest_comes_first_and_what_ranks_say_alike_is_said_once() -> None
 def test_the_remedy_for_slower_steps_and_stragglers_is_of_their_reason(
     changed: dict[str, Any], why: str
 ) -> None:
-    slow = [replace(one, **changed) for one in steps(*[2.0] * 3)]
-    (found,) = [one for one in of(*live(steps=[*BASE.steps[:8], *slow])) if one.code == "slower-now"]
-    assert why in found.remedy
+    slow = [replace(step, **changed) for step in steps(*[2.0] * 3)]
+    (advice,) = [
+        advice for advice in of(*live(steps=[*BASE.steps[:8], *slow])) if advice.code == "slower-now"
+    ]
+    assert why in advice.remedy
     if why != "other ranks":
-        told = of(*two(steps=[replace(one, **changed) for one in steps(*[2.0] * 11)]))
-        (found,) = [one for one in told if one.code == "straggler"]
-        assert {"disks": "disk", "the program": "its program"}.get(why, why) in found.remedy
+        findings = of(*two(steps=[replace(step, **changed) for step in steps(*[2.0] * 11)]))
+        (advice,) = [advice for advice in findings if advice.code == "straggler"]
+        assert {"disks": "disk", "the program": "its program"}.get(why, why) in advice.remedy
 
 
 def remedy(
@@ -318,31 +320,34 @@ def remedy(
     plan = replace(PLAN, moved_by_format=formats or {}, host_without_nvme=needed)
     described = replace(DESCRIBED, configuration=configuration, plan=plan)
     waits = replace(BASE, tiers=[host, DISK], steps=steps(*[2.0] * 3, **bound))
-    (found,) = of(rank(waits, described))
-    return found.remedy
+    (advice,) = of(rank(waits, described))
+    return advice.remedy
 
 
 def test_the_remedy_for_copies_is_the_device_memory_that_is_there() -> None:
-    def told(**changed: Any) -> Advice:
-        (found,) = [one for one in of(*on_gpu(**copying, **changed)) if one.code == "link-bound"]
-        return found
+    def link_bound(**changed: Any) -> Advice:
+        (advice,) = [advice for advice in of(*on_gpu(**copying, **changed)) if advice.code == "link-bound"]
+        return advice
 
     others = "copies to or from GPUs, or uses the host's memory bandwidth"
     batch = "a larger micro-batch copies the parameters once for more samples"
     # Of 80 GiB a twentieth is spared; two ranks have a GPU each, and budgets are the node's.
     named = '26.0 GiB of device memory are free: tiering.device_budget "%dGiB" keeps more data on the device'
-    assert told().remedy == f"{named % 46}; {batch}"
-    assert told(ranks=2).remedy.startswith(named % 92)
-    assert told(ranks=2).ranks == [0, 1]
-    assert told(h2d=24e9).remedy == f"{named % 46} and lets copies start earlier; {batch}", "a link with room"
-    assert (
-        told(free=7 * GIB).remedy == f"the device has no memory for a larger tiering.device_budget; {batch}"
+    assert link_bound().remedy == f"{named % 46}; {batch}"
+    assert link_bound(ranks=2).remedy.startswith(named % 92)
+    assert link_bound(ranks=2).ranks == [0, 1]
+    assert link_bound(h2d=24e9).remedy == f"{named % 46} and lets copies start earlier; {batch}", (
+        "a link with room"
     )
-    assert told(measured=11 * GB).remedy == told().remedy
-    assert told(measured=12 * GB).remedy == f"check what else {others}; {told().remedy}"
-    assert told(measured=12 * GB).text.endswith("20 %; 12.0 GB/s were measured in each direction")
-    assert told(h2d=3e9, d2h=1e9).text.startswith("the step is bound by copies to the device and back:")
-    assert "6.0 GB to the device at 0 B/s" in told(h2d=0.0).text
+    assert (
+        link_bound(free=7 * GIB).remedy
+        == f"the device has no memory for a larger tiering.device_budget; {batch}"
+    )
+    assert link_bound(measured=11 * GB).remedy == link_bound().remedy
+    assert link_bound(measured=12 * GB).remedy == f"check what else {others}; {link_bound().remedy}"
+    assert link_bound(measured=12 * GB).text.endswith("20 %; 12.0 GB/s were measured in each direction")
+    assert link_bound(h2d=3e9, d2h=1e9).text.startswith("the step is bound by copies to the device and back:")
+    assert "6.0 GB to the device at 0 B/s" in link_bound(h2d=0.0).text
 
 
 def test_the_remedy_for_nvme_is_the_memory_that_is_there() -> None:
@@ -443,9 +448,9 @@ def train(home: Path, host_budget: str, width: int, count: int) -> tuple[RankVie
 
 
 def named_budget(shown: RankView) -> str:
-    (found,) = [one for one in of(shown) if one.code == "nvme-bound"]
-    named = re.search(r'set tiering.host_budget to "(\w+)"', found.remedy)
-    assert named is not None, found.remedy
+    (advice,) = [advice for advice in of(shown) if advice.code == "nvme-bound"]
+    named = re.search(r'set tiering.host_budget to "(\w+)"', advice.remedy)
+    assert named is not None, advice.remedy
     return named[1]
 
 
@@ -476,12 +481,12 @@ def test_who_follows_the_advice_waits_less(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("TIERING_DEVICE", "cpu")
     shown, end = train(tmp_path, "64MiB", 640, 8)
     end()
-    if "nvme-bound" not in {one.code for one in of(shown)}:
+    if "nvme-bound" not in {advice.code for advice in of(shown)}:
         pytest.skip("this machine's disk keeps up with the model: there is nothing to advise")
     then, end = train(tmp_path, named_budget(shown), 640, 8)
     end()
     assert on_nvme(then) == 0 < on_nvme(shown)
-    assert "nvme-bound" not in {one.code for one in of(then)}
+    assert "nvme-bound" not in {advice.code for advice in of(then)}
 
 
 @settings(max_examples=40, deadline=None)
@@ -490,7 +495,7 @@ def test_who_follows_the_advice_waits_less(tmp_path: Path, monkeypatch: pytest.M
     st.none() | st.builds(Description),
     st.sampled_from(["live", "stale", "silent", "torn"]),
 )
-def test_no_page_makes_it_raise(told: Snapshot, described: Description | None, state: Any) -> None:
-    run = RunView("gpt-1", "gpt", (RankView(0, state, "why", 0.1, told, described), rank()))
-    assert all(one.text and "\n" not in one.code for one in advise(run))
+def test_no_page_makes_it_raise(snapshot: Snapshot, described: Description | None, state: Any) -> None:
+    run = RunView("gpt-1", "gpt", (RankView(0, state, "why", 0.1, snapshot, described), rank()))
+    assert all(advice.text and "\n" not in advice.code for advice in advise(run))
     assert rendered(status(View(1.0, (run,))), 80, ASCII)

@@ -142,15 +142,15 @@ def test_the_schema_is_that_of_its_examples(client: TestClient) -> None:
     answering = examples.example_responses()
     assert set(schema["paths"]) == {*answering, "/v1/events", "/metrics"}
     for path in answering:
-        told = schema["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
-        jsonschema.validate(told["example"], told["schema"] | {"components": schema["components"]})
-        assert told["example"] == answering[path].model_dump(mode="json")
+        content = schema["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
+        jsonschema.validate(content["example"], content["schema"] | {"components": schema["components"]})
+        assert content["example"] == answering[path].model_dump(mode="json")
     for name, model in schema["components"]["schemas"].items():
         for field, properties in model.get("properties", {}).items():
             if name.endswith(("Summary", "History", "Health", "Readiness")) or name == "RankStatus":
                 assert "description" in properties or field in UNDERSTOOD, f"{name}.{field}"
-    asked = {"/v1/tiers", "/v1/bandwidth", "/v1/steps", "/v1/config", "/v1/plan", "/v1/history"}
-    for path in asked:
+    paths = {"/v1/tiers", "/v1/bandwidth", "/v1/steps", "/v1/config", "/v1/plan", "/v1/history"}
+    for path in paths:
         assert {"200", "404", "422", "503"} <= set(schema["paths"][path]["get"]["responses"])
     rank = schema["components"]["schemas"]["RankStatus"]["properties"]
     assert rank["state"]["enum"] == ["live", "silent", "stale", "newer-version", "torn", "unreadable"]
@@ -161,7 +161,7 @@ UNDERSTOOD = {"rank", "state", "ready", "name", "version"}
 
 @pytest.mark.usefixtures("writer")
 def test_what_is_not_here_or_not_understood_is_refused_in_words(client: TestClient) -> None:
-    for path, status, told in (
+    for path, status, message in (
         ("/v1/runs/nothing", 404, "/v1/runs lists the runs that have one"),
         (f"/v1/runs/{SNAPSHOT.run_name}", 404, f"use an id: {SNAPSHOT.run_id}"),
         ("/v1/tiers?run=nothing", 404, "no run with this id"),
@@ -184,7 +184,7 @@ def test_what_is_not_here_or_not_understood_is_refused_in_words(client: TestClie
     ):
         answer = client.get(path)
         assert answer.status_code == status
-        assert told in answer.json()["detail"]
+        assert message in answer.json()["detail"]
         assert len(answer.content) < 200
     for path in ("/docs", "/redoc", "/v1", "/../etc/passwd", "/v1/tiers/", "/page/../app.py"):
         assert client.get(path).status_code == 404
@@ -277,9 +277,9 @@ def test_a_lost_directory_is_a_503_with_the_reason_until_it_is_back(
         assert [answer.status_code for answer in answers] == [503] * 4
         health = client.get("/healthz")
         assert (health.status_code, client.get("/livez").status_code) == (503, 200)
-        (told,) = {answer.json()["detail"] for answer in answers} | {*health.json()["reasons"]}
-        assert health.json()["directory_problem"] == told
-        return told
+        (problem,) = {answer.json()["detail"] for answer in answers} | {*health.json()["reasons"]}
+        assert health.json()["directory_problem"] == problem
+        return problem
 
     assert get(client, "/v1/status")["runs"] == []
     assert not directory.exists(), "who only looks makes nothing"
@@ -342,10 +342,10 @@ def test_however_many_ask_the_pages_are_read_once(directory: Path, monkeypatch: 
 
 def test_a_directory_that_hangs_is_an_answer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread waits for it, whoever asks, and what it finds in the end is told."""
-    find, asked, answers = find_status_files, [], threading.Event()
+    find, requests, answers = find_status_files, [], threading.Event()
 
     def hanging(asked_for: Path) -> list[StatusFile]:
-        asked.append(asked_for)
+        requests.append(asked_for)
         answers.wait()
         return find(asked_for)
 
@@ -356,7 +356,7 @@ def test_a_directory_that_hangs_is_an_answer(directory: Path, monkeypatch: pytes
         for _ in range(3):
             with pytest.raises(TelemetryError, match="has not answered for"):
                 await watch.now()
-        assert asked == [directory]
+        assert requests == [directory]
         answers.set()
         monkeypatch.setattr("service.watch.READ_TIMEOUT", 20)
         assert (await watch.now()).runs == ()

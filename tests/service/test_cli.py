@@ -40,8 +40,8 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_taken_port_is_one_clear_line(directory: Path, refused: Callable[..., str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         assert refused("--port", str(port), "--dir", str(directory)) == (
             f"tierd: cannot listen on 127.0.0.1 port {port}: "
             "the port is in use, perhaps by another tierd; choose another --port"
@@ -147,9 +147,9 @@ def test_a_token_comes_from_a_file_or_else_the_environment(tmp_path: Path) -> No
     ],
 )
 def test_contradictions_are_told(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stop:
         service.cli.main(arguments.split())
-    assert ended.value.code == 2
+    assert stop.value.code == 2
     output, errors = capsys.readouterr()
     assert (output, message in errors) == ("", True), errors
 
@@ -167,9 +167,9 @@ def test_it_prints_what_ships_with_it(capsys: pytest.CaptureFixture[str]) -> Non
 def test_looking_once_loads_no_server(tmp_path: Path) -> None:
     """Scripts ask often, and half of their waiting would be for that."""
     (tmp_path / "run").mkdir(mode=0o700)
-    asked = f"import sys, service.cli; service.cli.main(['--once', '--dir', {str(tmp_path / 'run')!r}])"
+    script = f"import sys, service.cli; service.cli.main(['--once', '--dir', {str(tmp_path / 'run')!r}])"
     done = subprocess.run(
-        [sys.executable, "-c", f"{asked}; print(*sys.modules)"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"{script}; print(*sys.modules)"], capture_output=True, text=True, check=True
     )
     assert "service.terminal.rendering" in done.stdout
     assert not {"fastapi", "uvicorn", "prometheus_client", "torch"} & set(done.stdout.split())

@@ -33,9 +33,9 @@ def shape(line: str) -> object:
 
     def of(value: object) -> object:
         if isinstance(value, dict):
-            return {key: of(one) for key, one in value.items()}
+            return {key: of(entry) for key, entry in value.items()}
         if isinstance(value, list):
-            return [of(one) for one in value]
+            return [of(entry) for entry in value]
         if value is None or isinstance(value, int | float):
             return "figure"  # null in a second in which nothing was published
         return type(value).__name__
@@ -70,17 +70,17 @@ def test_every_path_is_told(directory: Path) -> None:
 
 
 def test_every_code_of_advice_is_told() -> None:
-    told = {
+    codes = {
         code
         for row in re.findall(r"^\| (`.*?`) \|", section("Advice"), re.MULTILINE)
         for code in row.split("`")[1::2]
     }
-    assert told == {case[0] for case in CASES}
+    assert codes == {case[0] for case in CASES}
     sources = "".join(
         source.read_text(encoding="utf-8") for source in (ROOT / "service" / "advice").glob("*.py")
     )
     in_code = set(re.findall(r'(?:error|warning|info)\(\s*"([a-z-]+)"', sources))
-    assert in_code <= told
+    assert in_code <= codes
     assert len(in_code) > 15
 
 

@@ -79,9 +79,9 @@ def rendered() -> list[int]:
 
 @pytest.fixture
 def events(directory: Path, rendered: list[int]) -> Events:
-    def render(view: Any, wanted: str | None) -> bytes:
+    def render(view: Any, run_id: str | None) -> bytes:
         rendered.append(view.readings)
-        runs = [run for run in view.runs if wanted in (None, run.id)]
+        runs = [run for run in view.runs if run_id in (None, run.id)]
         return json.dumps({"steps": [snapshot.step for run in runs for snapshot in run.snapshots]}).encode()
 
     return Events(Watch(directory, max_age=0.001), ViewCache(), render, keepalive_seconds=0.05)

@@ -31,7 +31,7 @@ def test_each_figure_is_a_metric_with_the_labels_of_where_it_is() -> None:
         rooms: Annotated[list[Room], Label("side", "left")]
 
     families = {family.name: family for family in families_of(Street)}
-    assert {(one.name, one.kind, one.help, one.labels) for one in families.values()} == {
+    assert {(family.name, family.kind, family.help, family.labels) for family in families.values()} == {
         ("house_lamps", "gauge", "Lamps.", ("side", "room")),
         ("house_visits_total", "counter", "Visits.", ("side", "room", "day", "who")),
     }
@@ -66,9 +66,9 @@ def test_a_metric_has_one_text_and_one_set_of_labels() -> None:
 
 
 def test_every_figure_of_a_snapshot_is_in_the_status_with_its_text() -> None:
-    told = RankStatus.model_json_schema()["properties"]
+    properties = RankStatus.model_json_schema()["properties"]
     for name, figure in figures(Snapshot).items():
-        assert name == "stalls_by_phase" or told[name]["description"] == figure.help
+        assert name == "stalls_by_phase" or properties[name]["description"] == figure.help
         assert not figure.metric or figure.help in {
             family.help for family in SNAPSHOT_METRICS if family.name == figure.metric
         }

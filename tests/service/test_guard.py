@@ -68,10 +68,10 @@ def test_a_name_that_is_not_ours_gets_no_answer(directory: Path, access: Access,
 @pytest.mark.parametrize("hosts", [[], ["localhost", "localhost"], ["localhost", "evil.example"]])
 def test_a_request_names_one_host(directory: Path, hosts: list[str]) -> None:
     headers = [(b"host", host.encode()) for host in hosts]
-    assert asked(Guard(create_app(Watch(directory))), "GET", "/livez", headers) == (400, True)
+    assert answer_of(Guard(create_app(Watch(directory))), "GET", "/livez", headers) == (400, True)
 
 
-def asked(app: Any, method: str, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, bool]:
+def answer_of(app: Any, method: str, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, bool]:
     """The status of an answer, and whether it has a body, to a request that no client library would send."""
     sent: list[dict[str, Any]] = []
 
@@ -118,23 +118,23 @@ def test_what_a_request_may_carry_is_bounded(client: TestClient) -> None:
 
 def test_head_is_answered_wherever_get_is(client: TestClient) -> None:
     for path in routes(client):
-        got, head = client.get(path), client.head(path)
+        answer, head = client.get(path), client.head(path)
         same = (head.status_code, head.headers.get("content-type"), head.content)
-        assert same == (got.status_code, got.headers.get("content-type"), b""), path
-        assert ("content-length" in head.headers) == ("content-length" in got.headers)
+        assert same == (answer.status_code, answer.headers.get("content-type"), b""), path
+        assert ("content-length" in head.headers) == ("content-length" in answer.headers)
 
 
 def test_a_stream_ends_at_once_for_who_asks_for_its_head() -> None:
-    ended = []
+    ends = []
 
     async def stream(_scope: object, _receive: object, send: Callable[[Any], Any]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(3):
             await send({"type": "http.response.body", "body": b"event", "more_body": True})
-        ended.append(True)
+        ends.append(True)
 
-    assert asked(Guard(stream), "HEAD", "/v1/events", [(b"host", b"localhost")]) == (200, False)
-    assert ended
+    assert answer_of(Guard(stream), "HEAD", "/v1/events", [(b"host", b"localhost")]) == (200, False)
+    assert ends
 
 
 def test_every_answer_keeps_a_browser_to_itself(client: TestClient) -> None:
@@ -194,9 +194,9 @@ def test_pages_of_other_sites_get_no_data(client: TestClient) -> None:
 def test_only_the_token_opens_what_holds_data(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judged = []
 
-    def compare(given: bytes, token: bytes) -> bool:
-        judged.append(given)
-        return hmac.compare_digest(given, token)
+    def compare(candidate: bytes, token: bytes) -> bool:
+        judged.append(candidate)
+        return hmac.compare_digest(candidate, token)
 
     monkeypatch.setattr(
         service.http.guard, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)})

@@ -126,9 +126,9 @@ def test_an_update_that_stops_anywhere_mixes_nothing(
 
 
 def test_writers_without_pause_are_read_whole(tmp_path: Path) -> None:
-    seen: dict[int, set[float]] = {0: set(), 1: set()}
+    steps_by_rank: dict[int, set[float]] = {0: set(), 1: set()}
     with ExitStack() as open_writers:
-        for rank in seen:
+        for rank in steps_by_rank:
             command = [sys.executable, "-c", WRITER, str(tmp_path), str(rank)]
             writer = open_writers.enter_context(
                 subprocess.Popen(
@@ -138,8 +138,8 @@ def test_writers_without_pause_are_read_whole(tmp_path: Path) -> None:
             open_writers.callback(writer.kill)
             assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
         end = time.monotonic() + 60
-        while min(map(len, seen.values())) < 30:
-            assert time.monotonic() < end, seen
+        while min(map(len, steps_by_rank.values())) < 30:
+            assert time.monotonic() < end, steps_by_rank
             for page in find_status_files(tmp_path):
                 reading = page.read()
                 assert reading.state in ("live", "torn"), reading.reason
@@ -147,7 +147,7 @@ def test_writers_without_pause_are_read_whole(tmp_path: Path) -> None:
                     (number,) = numbers(reading.snapshot)
                     assert reading.snapshot == numbered(Snapshot, int(number))
                     assert reading.description == numbered(Description, 7)
-                    seen[page.rank].add(number)
+                    steps_by_rank[page.rank].add(number)
 
 
 # --- headers that lie ------------------------------------------------------------------------------------
@@ -190,18 +190,18 @@ def test_a_header_that_lies_shows_nothing_else_and_costs_nothing(
             file.truncate(length)
     if not alive:
         os.close(writer._fd)
-    asked: list[int] = []
+    sizes: list[int] = []
     pread = os.pread
 
     def counting(fd: int, size: int, offset: int) -> bytes:
-        asked.append(size)
+        sizes.append(size)
         return pread(fd, size, offset)
 
     with mock.patch.object(os, "pread", counting):
         reading = the_page(directory).read()
     assert is_whole(reading, 5) or (reading.state == "live" and header["length"] == 0)
     assert reading.description in (None, numbered(Description, 7))
-    assert max(asked) <= MIB
+    assert max(sizes) <= MIB
     if alive:
         writer.close()
 
@@ -308,13 +308,13 @@ def hostile(value: Any) -> st.SearchStrategy[Any]:
 
 def lies(kind: type[Snapshot | Description]) -> st.SearchStrategy[Lies]:
     """Places in such a record, and what stands there in place of the truth."""
-    found = st.sampled_from(list(places(json.loads(numbered(kind, 5).to_json()))))
-    return st.lists(found.flatmap(lambda one: st.tuples(st.just(one[0]), hostile(one[1]))), max_size=3)
+    paths = st.sampled_from(list(places(json.loads(numbered(kind, 5).to_json()))))
+    return st.lists(paths.flatmap(lambda place: st.tuples(st.just(place[0]), hostile(place[1]))), max_size=3)
 
 
-def told(kind: type[Snapshot | Description], replaced: Lies) -> bytes:
+def page_of(kind: type[Snapshot | Description], replaced: Lies) -> bytes:
     whole = json.loads(numbered(kind, 5).to_json())
-    for path, lie in sorted(replaced, key=lambda one: -len(one[0])):  # a part before what it is part of
+    for path, lie in sorted(replaced, key=lambda item: -len(item[0])):  # a part before what it is part of
         holder = whole
         for key in path[:-1]:
             holder = holder[key]
@@ -343,8 +343,8 @@ def ask_everything(directory: Path) -> dict[str, Any]:
         for route in routes(app):
             if not isinstance(route, APIRoute) or not route.include_in_schema or route.path == "/v1/events":
                 continue
-            for one in runs[:2] if "{run_id}" in route.path else [{}]:
-                answer = client.get(route.path.replace("{run_id}", quote(one.get("id", ""), safe="")))
+            for run in runs[:2] if "{run_id}" in route.path else [{}]:
+                answer = client.get(route.path.replace("{run_id}", quote(run.get("id", ""), safe="")))
                 if answer.status_code == 200 and route.response_model is not None:
                     TypeAdapter(route.response_model).validate_json(answer.content)
                     strict(answer.text)
@@ -357,8 +357,8 @@ def ask_everything(directory: Path) -> dict[str, Any]:
                 answers[route.path] = answer
         assert app.openapi()["paths"].keys() - answers.keys() <= {"/v1/events", "/v1/runs/{run_id}"}
         assert len(list(text_string_to_metric_families(answers["/metrics"].text))) > 10
-        asked = client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}).text
-        assert len(list(openmetrics.text_string_to_metric_families(asked))) > 10
+        text = client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}).text
+        assert len(list(openmetrics.text_string_to_metric_families(text))) > 10
     return answers
 
 
@@ -372,7 +372,7 @@ def test_whatever_pages_say_is_answered(tmp_path: Path, pages: list[tuple[Lies, 
     directory = tmp_path / f"{time.monotonic_ns()}"
     with ExitStack() as forgeries:
         for number, (snapshot, description) in enumerate(pages):
-            records = told(Snapshot, snapshot), told(Description, description)
+            records = page_of(Snapshot, snapshot), page_of(Description, description)
             forgeries.enter_context(forged(directory, f"run{number % 3}", *records))
         answers = ask_everything(directory)
     assert sum(len(run["ranks"]) for run in answers["/v1/status"].json()["runs"]) == 8

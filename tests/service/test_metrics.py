@@ -48,13 +48,13 @@ Series = dict[tuple[str, tuple[tuple[str, str], ...]], str]
 
 def series(families: Iterable[Metric]) -> Series:
     """Values, spelled out so that NaN is itself, by name and labels; none of them twice."""
-    found: Series = {}
+    values: Series = {}
     for family in families:
         for sample in family.samples:
             key = sample.name, tuple(sorted(sample.labels.items()))
-            assert key not in found
-            found[key] = repr(float(sample.value))
-    return found
+            assert key not in values
+            values[key] = repr(float(sample.value))
+    return values
 
 
 def both(view: View) -> Series:
@@ -62,43 +62,41 @@ def both(view: View) -> Series:
     text, openmetrics = render(view, None)[0].decode(), render(view, ACCEPT_OPENMETRICS)[0].decode()
     assert openmetrics.endswith("# EOF\n")
 
-    def of_training(found: Series) -> Series:  # the sidecar's own CPU time moves on
-        return {key: value for key, value in found.items() if not key[0].startswith("process_")}
+    def of_training(samples: Series) -> Series:  # the sidecar's own CPU time moves on
+        return {key: value for key, value in samples.items() if not key[0].startswith("process_")}
 
     samples = of_training(series(parse_text(text)))
     assert samples == of_training(series(parse_openmetrics(openmetrics)))
     return samples
 
 
-def of(found: Series, name: str, /, **labels: str) -> float:
+def of(samples: Series, name: str, /, **labels: str) -> float:
     """The value of the one series of that name that has these labels among its own."""
     (value,) = (
-        value
-        for (known, has), value in found.items()
-        if known == name and labels.items() <= dict(has).items()
+        value for (key, has), value in samples.items() if key == name and labels.items() <= dict(has).items()
     )
     return float(value)
 
 
-def names(found: Series) -> set[str]:
-    return {name for name, _ in found}
+def names(samples: Series) -> set[str]:
+    return {name for name, _ in samples}
 
 
 def test_a_full_view_fills_every_family_and_passes_the_linter() -> None:
     text = render(FULL, None)[0].decode()
-    told = {family.name: family for family in parse_text(text)}
+    metrics = {family.name: family for family in parse_text(text)}
     for families, subject in (
         (SIDECAR_METRICS, ()),
         (RUN_METRICS, ("run",)),
         ((RANK_UP, *RANK_METRICS, *SNAPSHOT_METRICS, *PLAN_METRICS), ("run", "rank")),
     ):
         for family in families:
-            metric = told[family.name.removesuffix("_total")]
+            metric = metrics[family.name.removesuffix("_total")]
             assert metric.samples, family.name
             assert metric.type == ("gauge" if family.kind == "info" else family.kind)
             assert set(metric.samples[0].labels) - {"le"} == {*subject, *family.labels}
             assert family.help.endswith(".")
-    assert "process_resident_memory_bytes" in told  # of the sidecar
+    assert "process_resident_memory_bytes" in metrics  # of the sidecar
     promtool("check", "metrics", stdin=text)
 
 
@@ -191,8 +189,8 @@ def test_the_values_are_those_of_the_page() -> None:
     latency = {f"tiering_swap_latency_seconds_{part}" for part in ("bucket", "count", "sum")}
     advised = {"tiering_run_warnings"}  # which they are is the advice's to say
     assert names(samples) == {name for name, _, _ in expected} | latency | advised
-    told = series(parse_text(render(FULL, None, subscribers=3)[0].decode()))
-    assert of(told, "tiering_sidecar_subscribers") == 3
+    values = series(parse_text(render(FULL, None, subscribers=3)[0].decode()))
+    assert of(values, "tiering_sidecar_subscribers") == 3
 
 
 def test_latencies_are_cumulative_and_nothing_falls_outside() -> None:
@@ -220,8 +218,8 @@ def test_of_a_dead_rank_only_that_it_is_down_is_told() -> None:
     samples = both(View(5.0, (RunView("gpt", "gpt", (FIRST, dead)),)))
     assert {name for name, labels in samples if ("rank", "1") in labels} == {"tiering_rank_up"}
     assert of(samples, "tiering_rank_up", rank="1") == 0
-    ended = both(View(5.0, (RunView("gpt", "gpt", (dead,)),)))
-    assert {name for name, labels in ended if ("run", "gpt") in labels} == {"tiering_rank_up"}
+    last_samples = both(View(5.0, (RunView("gpt", "gpt", (dead,)),)))
+    assert {name for name, labels in last_samples if ("run", "gpt") in labels} == {"tiering_rank_up"}
 
 
 def test_a_page_that_cannot_be_read_is_no_rank_that_is_gone() -> None:
@@ -260,9 +258,9 @@ def test_of_pages_of_one_rank_the_living_one_counts() -> None:
     ],
 )
 def test_the_form_is_the_one_that_is_asked_for(accept: str | None, content_type: str) -> None:
-    body, told = render(FULL, accept)
-    assert told == content_type
-    assert body.endswith(b"# EOF\n") == (told == OPENMETRICS)
+    body, header = render(FULL, accept)
+    assert header == content_type
+    assert body.endswith(b"# EOF\n") == (header == OPENMETRICS)
 
 
 numbers = st.floats() | st.integers(-1, 1 << 62)
@@ -312,11 +310,11 @@ def test_whatever_a_view_holds_both_forms_can_be_read_back(view: View) -> None:
     samples = both(view)
     counters = [float(value) for (name, _), value in samples.items() if name.endswith("_total")]
     assert all(math.isfinite(value) and value >= 0 for value in counters)
-    told = {float(value) for (name, labels), value in samples.items() if name == "tiering_steps_total"}
-    known = {
+    totals = {float(value) for (name, labels), value in samples.items() if name == "tiering_steps_total"}
+    steps = {
         float(rank.snapshot.step) for run in view.runs for rank in run.ranks if rank.snapshot is not None
     }
-    assert told <= known
+    assert totals <= steps
 
 
 def test_counters_of_a_training_engine_only_rise(training: Training) -> None:

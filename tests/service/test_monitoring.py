@@ -38,15 +38,15 @@ LABELS = {sample.name: {*sample.labels, *SCRAPED} for sample in TOLD} | {"up": s
 
 def expressions() -> list[tuple[str, str]]:
     """Of the dashboard, with its variables filled in, and their legends."""
-    found = []
+    queries = []
     for panel in PANELS:
         for target in panel["targets"]:
             expression = target["expr"].replace("$__rate_interval", "1m")
             for variable in DASHBOARD["templating"]["list"]:
                 expression = expression.replace(f"${variable['name']}", ".*")
             assert "$" not in expression
-            found.append((expression, target["legendFormat"]))
-    return found
+            queries.append((expression, target["legendFormat"]))
+    return queries
 
 
 def as_input() -> list[dict[str, str]]:
@@ -65,42 +65,44 @@ def test_every_query_of_the_dashboard_and_the_docs_finds_something(tmp_path: Pat
     section = DOCS.read_text(encoding="utf-8").partition("## Queries")[2].partition("\n## ")[0]
     documented = re.findall(r"^    ([^#\s].*)$", section, re.MULTILINE)
     assert len(documented) > 3
-    asked = [
+    tests = [
         {
             "expr": f"count({expression}) > bool 0",
             "eval_time": "5m",
             "exp_samples": [{"labels": "{}", "value": 1}],
         }
-        for expression in (*(one for one, _ in expressions()), *documented)
+        for expression in (*(query for query, _ in expressions()), *documented)
     ]
-    test = {"interval": "15s", "input_series": as_input(), "promql_expr_test": asked}
+    test = {"interval": "15s", "input_series": as_input(), "promql_expr_test": tests}
     (tmp_path / "test.yaml").write_text(json.dumps({"evaluation_interval": "15s", "tests": [test]}))
     promtool("test", "rules", tmp_path / "test.yaml")
 
 
 def test_legends_name_labels_that_are_left() -> None:
     for expression, legend in expressions():
-        left = re.search(r"\bby \(([^)]*)\)", expression)
+        labels = re.search(r"\bby \(([^)]*)\)", expression)
         metric = re.search(r"\b(tiering|process)_\w+", expression)
         assert metric is not None
-        known = set(left[1].split(", ")) if left else set() if "sum(" in expression else LABELS[metric[0]]
-        assert set(re.findall(r"{{(\w+)}}", legend)) <= known, expression
+        allowed = (
+            set(labels[1].split(", ")) if labels else set() if "sum(" in expression else LABELS[metric[0]]
+        )
+        assert set(re.findall(r"{{(\w+)}}", legend)) <= allowed, expression
 
 
 def test_panels_lie_beside_each_other_and_say_what_they_show() -> None:
-    def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
+    def overlap(first: dict[str, int], other: dict[str, int]) -> bool:
         return (
-            one["x"] < other["x"] + other["w"]
-            and other["x"] < one["x"] + one["w"]
-            and one["y"] < other["y"] + other["h"]
-            and other["y"] < one["y"] + one["h"]
+            first["x"] < other["x"] + other["w"]
+            and other["x"] < first["x"] + first["w"]
+            and first["y"] < other["y"] + other["h"]
+            and other["y"] < first["y"] + first["h"]
         )
 
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 30
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
-    for one, other in combinations(panels, 2):
-        assert not overlap(one["gridPos"], other["gridPos"]), (one["title"], other["title"])
+    for first, other in combinations(panels, 2):
+        assert not overlap(first["gridPos"], other["gridPos"]), (first["title"], other["title"])
     for panel in PANELS:
         assert panel["title"]
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
@@ -111,18 +113,18 @@ def test_panels_lie_beside_each_other_and_say_what_they_show() -> None:
 
 def test_the_variables_ask_for_labels_that_are_told() -> None:
     for variable in DASHBOARD["templating"]["list"][1:]:
-        asked = re.fullmatch(r"label_values\((\w+)({.*})?, (\w+)\)", variable["query"]["query"])
-        assert asked is not None
-        assert asked[3] in LABELS[asked[1]]
-        assert set(re.findall(r"(\w+)=~", asked[2] or "")) <= LABELS[asked[1]]
+        query = re.fullmatch(r"label_values\((\w+)({.*})?, (\w+)\)", variable["query"]["query"])
+        assert query is not None
+        assert query[3] in LABELS[query[1]]
+        assert set(re.findall(r"(\w+)=~", query[2] or "")) <= LABELS[query[1]]
 
 
 def test_prometheus_accepts_the_rules_and_their_tests_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As an operator gets them."""
-    for what, file in FILES.items():
-        assert main(what) == 0
+    for kind, file in FILES.items():
+        assert main(kind) == 0
         (tmp_path / file).write_text(capsys.readouterr().out, encoding="utf-8")
     assert json.loads((tmp_path / FILES["dashboard"]).read_text(encoding="utf-8")) == DASHBOARD
     promtool("check", "rules", tmp_path / FILES["alerts"])
@@ -132,10 +134,10 @@ def test_prometheus_accepts_the_rules_and_their_tests_pass(
 def test_every_alert_is_seen_to_fire_and_not_to_fire() -> None:
     fires, rests = set(), set()
     for test in RULE_TESTS:
-        for one in test["alert_rule_test"]:
-            fired = [" ".join(map(str, alert["exp_labels"].values())) for alert in one["exp_alerts"]]
-            fires |= {one["alertname"]} if fired else set()
-            rests |= {one["alertname"]} if len(fired) < len(test["input_series"]) else set()
+        for case in test["alert_rule_test"]:
+            fired = [" ".join(map(str, alert["exp_labels"].values())) for alert in case["exp_alerts"]]
+            fires |= {case["alertname"]} if fired else set()
+            rests |= {case["alertname"]} if len(fired) < len(test["input_series"]) else set()
     assert fires == rests == {rule["alert"] for rule in RULES}
 
 
@@ -146,10 +148,10 @@ def test_rules_ask_for_what_is_told_and_speak_plainly() -> None:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"].keys() == {"summary", "description"}
         for pattern in re.findall(r'code!~"([^"]*)"', rule["expr"]):
-            assert all(any(re.fullmatch(one, code) for code in CODES) for one in pattern.split("|"))
+            assert all(any(re.fullmatch(part, code) for code in CODES) for part in pattern.split("|"))
         metrics = re.findall(r"\b(tiering_\w+|up)\b(?:{([^}]*)})?", rule["expr"])
         assert metrics
         for metric, selector in metrics:
-            asked = set(re.findall(r"(\w+)=~?", selector))
+            labels = set(re.findall(r"(\w+)=~?", selector))
             words = " ".join(rule["annotations"].values())
-            assert asked | set(re.findall(r"\$labels\.(\w+)", words)) <= LABELS[metric], rule["alert"]
+            assert labels | set(re.findall(r"\$labels\.(\w+)", words)) <= LABELS[metric], rule["alert"]

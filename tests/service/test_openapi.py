@@ -41,8 +41,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run directory with two runs, one of two ranks, a key in their configuration, and a file beside it."""
     home = tmp_path_factory.mktemp("home")
     (home / "precious.page").write_text("top secret")
-    given = {"train_batch_size": 4, "comet": {"enabled": False, "api_key": "top secret"}}
-    described = replace(DESCRIPTION, configuration=load(given)[1].status())
+    settings = {"train_batch_size": 4, "comet": {"enabled": False, "api_key": "top secret"}}
+    described = replace(DESCRIPTION, configuration=load(settings)[1].status())
     with ExitStack() as pages:
         for run, ranks in (("gpt-1a2b3c4d", 2), ("other-5e6f7a8b", 1)):
             for rank in range(ranks):
@@ -62,27 +62,27 @@ def test_every_answer_is_as_the_schema_says(app: FastAPI) -> None:
     schema: OpenApiSchema = schemathesis.openapi.from_asgi(
         "/openapi.json", app, headers={"host": "localhost"}
     )
-    seen: dict[str, set[int]] = {}
+    statuses: dict[str, set[int]] = {}
 
     def judge(case: schemathesis.Case) -> None:
         answer = case.call(headers={"host": "localhost"})
         case.validate_response(answer, excluded_checks=MEANT.get(answer.status_code))
-        seen.setdefault(case.operation.path, set()).add(answer.status_code)
+        statuses.setdefault(case.operation.path, set()).add(answer.status_code)
 
     few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-    for found in schema.exclude(path="/v1/events").get_all_operations():  # a stream does not end
-        operation = found.ok()
+    for result in schema.exclude(path="/v1/events").get_all_operations():  # a stream does not end
+        operation = result.ok()
         takes = {parameter.name: KNOWN[parameter.name] for parameter in operation.query}
         inside = {parameter.name: KNOWN[parameter.name] for parameter in operation.path_parameters}
         for wrong in ({}, {"run": "none"}, {"rank": "x"}):
             judge(operation.Case(query={**takes, **wrong} if takes else {}, path_parameters=inside))
-        assert seen[operation.path] & {200, 503}
-        assert {404, 422} <= seen[operation.path] or "rank" not in takes
+        assert statuses[operation.path] & {200, 503}
+        assert {404, 422} <= statuses[operation.path] or "rank" not in takes
         if operation.path in SAME:
             continue
         for mode in GenerationMode if takes else [GenerationMode.POSITIVE]:
             few(given(operation.as_strategy(generation_mode=mode))(judge))()
-    assert {path for path, statuses in seen.items() if 503 in statuses} == {"/readyz", "/healthz"}, (
+    assert {path for path, codes in statuses.items() if 503 in codes} == {"/readyz", "/healthz"}, (
         "a rank of the other run has no status file"
     )
 

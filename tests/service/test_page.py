@@ -73,23 +73,26 @@ class Visit:
     def check(self) -> None:
         """No rule of accessibility is broken, nothing sticks out at the side, no number is none."""
         self.page.evaluate(AXE)
-        found = self.page.evaluate(
+        report = self.page.evaluate(
             "tags => axe.run(document, {runOnly: {type: 'tag', values: tags}, resultTypes: ['violations']})",
             TAGS,
         )
         broken = [
-            (one["id"], [(node["html"][:120], node["failureSummary"]) for node in one["nodes"][:3]])
-            for one in found["violations"]
+            (
+                violation["id"],
+                [(node["html"][:120], node["failureSummary"]) for node in violation["nodes"][:3]],
+            )
+            for violation in report["violations"]
         ]
         assert broken == []
-        assert found["passes"], "axe looked at nothing"
+        assert report["passes"], "axe looked at nothing"
         assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        told = self.text("body")
+        text = self.text("body")
         for words in self.page.locator(
             "#warnings, #found"
         ).all_inner_texts():  # which explain what null and NaN mean
-            told = told.replace(words, "") if words else told
-        assert not re.search(r"NaN|undefined|null|\[object", told)
+            text = text.replace(words, "") if words else text
+        assert not re.search(r"NaN|undefined|null|\[object", text)
 
 
 # What the oldest browsers that docs/tools/sidecar.md names do not have is missing here, too (Safari 17.5, Firefox 120).
@@ -142,18 +145,22 @@ def visit(browser: Any) -> Iterator[Open]:
         context = browser.new_context(viewport={"width": 1280, "height": 900})
         contexts.append(context)
         context.add_init_script(OLDEST + script)
-        context.route("**/v1/events*", lambda one: one.continue_(url=one.request.url.replace("=1", "=0.25")))
+        context.route(
+            "**/v1/events*", lambda route: route.continue_(url=route.request.url.replace("=1", "=0.25"))
+        )
         page = context.new_page()
         faults: list[str] = []
 
-        def told(message: Any) -> None:
+        def on_console(message: Any) -> None:
             if message.type in ("error", "warning") and not (forgiven and re.search(forgiven, message.text)):
                 faults.append(message.text)
 
         origin = "/".join(url.split("/")[:3]) + "/"
-        page.on("console", told)
+        page.on("console", on_console)
         page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("request", lambda one: one.url.startswith((origin, "data:")) or faults.append(one.url))
+        page.on(
+            "request", lambda request: request.url.startswith((origin, "data:")) or faults.append(request.url)
+        )
         page.goto(url)
         visits.append(Visit(page, faults))
         return visits[-1]
@@ -161,27 +168,27 @@ def visit(browser: Any) -> Iterator[Open]:
     yield opened
     for context in contexts:
         context.close()
-    assert [one.faults for one in visits] == [[]] * len(visits)
+    assert [visit.faults for visit in visits] == [[]] * len(visits)
 
 
 @pytest.fixture(scope="module")
 def watched(training: Training) -> Iterator[Sidecar]:
     """The sidecar of an engine that trains."""
-    with tierd(training.directory) as one:
-        yield one
+    with tierd(training.directory) as process:
+        yield process
 
 
 def test_its_files_are_a_fixed_table() -> None:
     served = read_files()
     page = served["index.html"].content.decode()
     assert "index.html" in served
-    wanted = set(re.findall(r'(?:src|href)="/page/([^"]+)"', page))
-    wanted |= {
+    paths = set(re.findall(r'(?:src|href)="/page/([^"]+)"', page))
+    paths |= {
         name
         for file in served.values()
         for name in re.findall(r'^import .* from "\./([^"]+)";$', file.content.decode(), re.MULTILINE)
     }
-    assert wanted == set(served) - {"index.html"}
+    assert paths == set(served) - {"index.html"}
     assert not re.search(r"<style|style=|\son\w+=|<script>", page)
     assert set(re.findall(r"@[a-z-]+|:?[a-z-]+\(", served["tierd.css"].content.decode())) == set(
         STYLES.split()
@@ -189,40 +196,40 @@ def test_its_files_are_a_fixed_table() -> None:
 
 
 def test_a_run_is_shown_while_it_trains(visit: Open, watched: Sidecar) -> None:
-    seen = visit(watched.url)
-    seen.shows("#name", "small-gpt")
-    seen.shows("#state", "Training")
-    seen.moves(2)
+    tab = visit(watched.url)
+    tab.shows("#name", "small-gpt")
+    tab.shows("#state", "Training")
+    tab.moves(2)
     # What stands still is what the JSON says.
     (run,) = watched.get("/v1/status")["runs"]
     nvme = next(tier for tier in run["ranks"][0]["tiers"] if tier["name"] == "nvme")
-    seen.shows("[aria-label='Tier nvme']", f"{nvme['used'] / MIB:.2f}\u00a0MiB of")
-    seen.shows("#plan", "as planned")
-    seen.shows("#paths", run["ranks"][0]["io"][0]["path"])
-    seen.shows("#ranks", re.compile(r"live.*just now"))
-    seen.shows("#bandwidth figcaption", re.compile(r"Over \d+ seconds?: read \d.*B/s"))
-    assert "Over" in seen.page.locator("#stall .plot").get_attribute("aria-label")
-    assert seen.page.title().startswith("small-gpt · step ")
+    tab.shows("[aria-label='Tier nvme']", f"{nvme['used'] / MIB:.2f}\u00a0MiB of")
+    tab.shows("#plan", "as planned")
+    tab.shows("#paths", run["ranks"][0]["io"][0]["path"])
+    tab.shows("#ranks", re.compile(r"live.*just now"))
+    tab.shows("#bandwidth figcaption", re.compile(r"Over \d+ seconds?: read \d.*B/s"))
+    assert "Over" in tab.page.locator("#stall .plot").get_attribute("aria-label")
+    assert tab.page.title().startswith("small-gpt · step ")
     # Somebody is at work here, while the figures go on.
-    seen.page.locator("#settings > summary").click()
-    seen.page.locator("#search").fill("run_name")
-    seen.shows("#found", "small-gpt")
-    seen.page.locator("#stall summary").click()
-    seen.page.evaluate("getSelection().selectAllChildren(document.getElementById('name'))")
-    seen.page.locator(".steps").focus()
-    seen.page.keyboard.press("ArrowLeft")
-    chosen, scrolled = seen.text(".step-told h3"), seen.page.evaluate("scrollY")
+    tab.page.locator("#settings > summary").click()
+    tab.page.locator("#search").fill("run_name")
+    tab.shows("#found", "small-gpt")
+    tab.page.locator("#stall summary").click()
+    tab.page.evaluate("getSelection().selectAllChildren(document.getElementById('name'))")
+    tab.page.locator(".steps").focus()
+    tab.page.keyboard.press("ArrowLeft")
+    chosen, scrolled = tab.text(".step-told h3"), tab.page.evaluate("scrollY")
     assert "last" not in chosen
-    seen.page.evaluate("for (const each of document.querySelectorAll('#ranks tr')) each.known = true")
-    seen.moves(3)
-    assert seen.text(".step-told h3") == chosen
-    assert seen.page.evaluate("document.activeElement.className") == "steps"
-    assert seen.page.evaluate("[getSelection().toString(), scrollY]") == ["small-gpt", scrolled]
-    assert seen.page.locator("#stall details").get_attribute("open") is not None
-    assert seen.page.locator("#found tbody tr").count() == 1
-    assert seen.page.evaluate("[...document.querySelectorAll('#ranks tr')].every(each => each.known)")
+    tab.page.evaluate("for (const each of document.querySelectorAll('#ranks tr')) each.known = true")
+    tab.moves(3)
+    assert tab.text(".step-told h3") == chosen
+    assert tab.page.evaluate("document.activeElement.className") == "steps"
+    assert tab.page.evaluate("[getSelection().toString(), scrollY]") == ["small-gpt", scrolled]
+    assert tab.page.locator("#stall details").get_attribute("open") is not None
+    assert tab.page.locator("#found tbody tr").count() == 1
+    assert tab.page.evaluate("[...document.querySelectorAll('#ranks tr')].every(each => each.known)")
     # What is copied or sent is drawn from the moment at which something is; and then, without NVMe, nothing of that.
-    assert seen.page.evaluate("""async () => {
+    assert tab.page.evaluate("""async () => {
         const {charts, Series} = await import("/page/charts.js");
         const [chart] = charts(), drawn = [];
         for (const moved of [[1, 2, null, 0, 0], [0, 0, null, null, 5], [0, 2, 7, 8, 0]]) {
@@ -236,25 +243,25 @@ def test_a_run_is_shown_while_it_trains(visit: Open, watched: Sidecar) -> None:
 
 
 def test_it_suits_everybody(visit: Open, watched: Sidecar) -> None:
-    seen = visit(watched.url)
-    seen.moves(1)
-    seen.page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
-    seen.shows("#found", "zero_optimization.stage")
+    tab = visit(watched.url)
+    tab.moves(1)
+    tab.page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    tab.shows("#found", "zero_optimization.stage")
     # Contrasts are those of a theme, everything else is of a width: two of the four pairs find what four would.
     for scheme, ground, width in (("light", "rgb(246, 247, 249)", 1280), ("dark", "rgb(13, 15, 19)", 360)):
-        seen.page.emulate_media(color_scheme=scheme)
-        seen.page.set_viewport_size({"width": width, "height": 900})
-        assert seen.page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
-        seen.check()
+        tab.page.emulate_media(color_scheme=scheme)
+        tab.page.set_viewport_size({"width": width, "height": 900})
+        assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+        tab.check()
 
 
 def test_the_keyboard_reaches_everything(visit: Open, watched: Sidecar) -> None:
-    seen = visit(watched.url)
-    seen.moves(1)
+    tab = visit(watched.url)
+    tab.moves(1)
     reached = []
     for _ in range(40):
-        seen.page.keyboard.press("Tab")
-        name, visible = seen.page.evaluate(
+        tab.page.keyboard.press("Tab")
+        name, visible = tab.page.evaluate(
             "(() => { const {activeElement: at} = document; return [at.id || at.className || at.textContent.trim(), "
             "getComputedStyle(at).outlineStyle !== 'none']; })()"
         )
@@ -264,59 +271,59 @@ def test_the_keyboard_reaches_everything(visit: Open, watched: Sidecar) -> None:
         assert visible, f"the focus on {name} cannot be seen"
     assert reached[:3] == ["skip", "brand", "theme"]
     assert {"steps", "As a table", "wide", "All settings in effect", "Metrics"} <= set(reached)
-    seen.page.locator(".steps").focus()
+    tab.page.locator(".steps").focus()
     # At once, since the oldest of the recent steps is none of them after the next.
-    selected, told, label = seen.page.evaluate("""() => {
+    selected, text, label = tab.page.evaluate("""() => {
         const steps = document.querySelector(".steps"), oldest = steps.firstElementChild;
         steps.dispatchEvent(new KeyboardEvent("keydown", {key: "Home", bubbles: true}));
         const told = document.querySelector(".step-told h3").textContent;
         return [oldest.getAttribute("aria-selected"), told, oldest.getAttribute("aria-label")];
     }""")
     assert selected == "true"
-    assert told in label
-    seen.page.keyboard.press("Escape")
-    seen.shows(".step-told h3", "the last one")
+    assert text in label
+    tab.page.keyboard.press("Escape")
+    tab.shows(".step-told h3", "the last one")
     # The theme chosen is there again after a reload.
-    seen.page.locator("#theme").focus()
+    tab.page.locator("#theme").focus()
     for theme in ("light", "dark"):
-        seen.page.keyboard.press("Enter")
-        assert seen.page.locator("html").get_attribute("data-theme") == theme
-    seen.page.reload()
-    assert seen.page.locator("html").get_attribute("data-theme") == "dark"
+        tab.page.keyboard.press("Enter")
+        assert tab.page.locator("html").get_attribute("data-theme") == theme
+    tab.page.reload()
+    assert tab.page.locator("html").get_attribute("data-theme") == "dark"
 
 
 def test_a_token_is_asked_for_and_a_sidecar_that_goes_is_found_again(visit: Open, training: Training) -> None:
     secret = "a-token-of-some-length"
     with tierd(training.directory, TIERD_TOKEN=secret) as first:
-        seen = visit(first.url, forgiven="401|ERR_")
-        seen.shows("#token-title", "requires a token")
-        seen.check()
+        tab = visit(first.url, forgiven="401|ERR_")
+        tab.shows("#token-title", "requires a token")
+        tab.check()
         for token, answer in (
             ("pasted\u2013badly", "This token has invalid"),
             ("not-this-one", "refused this token"),
             (secret, ""),
         ):
-            assert seen.page.evaluate("document.activeElement.id") == "token-text"
-            seen.page.keyboard.type(token)
-            seen.page.keyboard.press("Enter")
-            seen.shows("#token-refused", answer)
-        seen.moves(1)
-        seen.page.reload()
-        seen.moves(1)
-        assert secret not in seen.page.url
+            assert tab.page.evaluate("document.activeElement.id") == "token-text"
+            tab.page.keyboard.type(token)
+            tab.page.keyboard.press("Enter")
+            tab.shows("#token-refused", answer)
+        tab.moves(1)
+        tab.page.reload()
+        tab.moves(1)
+        assert secret not in tab.page.url
         first.process.send_signal(signal.SIGKILL)
-        seen.shows("#trouble", re.compile(r"does not respond.*Training is not affected"))
-        seen.shows("#news", "does not respond")
-        told = seen.step()
-        seen.check()
-        with seen.page.expect_request("**/v1/events*"):
-            seen.page.locator("#retry").click()
+        tab.shows("#trouble", re.compile(r"does not respond.*Training is not affected"))
+        tab.shows("#news", "does not respond")
+        step = tab.step()
+        tab.check()
+        with tab.page.expect_request("**/v1/events*"):
+            tab.page.locator("#retry").click()
     with tierd(training.directory, "--port", first.url.rpartition(":")[2], TIERD_TOKEN=secret):
-        seen.page.evaluate("document.getElementById('retry').click()")  # it may have come back by itself
-        sync_api.expect(seen.page.locator("#trouble")).to_be_hidden(timeout=20_000)
-        seen.shows("#news", "responds again")
-        seen.moves(1)
-        assert seen.step() > told
+        tab.page.evaluate("document.getElementById('retry').click()")  # it may have come back by itself
+        sync_api.expect(tab.page.locator("#trouble")).to_be_hidden(timeout=20_000)
+        tab.shows("#news", "responds again")
+        tab.moves(1)
+        assert tab.step() > step
 
 
 SNAPSHOT = Snapshot(
@@ -353,46 +360,46 @@ DESCRIBED = Description(
 def test_what_pages_say_stays_text_and_runs_come_and_go(
     sidecar: Sidecar, directory: Path, publishing: Publish, visit: Open
 ) -> None:
-    seen = visit(sidecar.url)
-    seen.shows("#nothing", "No run yet")
-    seen.shows("#where", str(directory))
-    seen.check()
+    tab = visit(sidecar.url)
+    tab.shows("#nothing", "No run yet")
+    tab.shows("#where", str(directory))
+    tab.check()
     first = publishing(directory, SNAPSHOT, DESCRIBED)
-    seen.shows("#name", MARKUP)
-    seen.shows("#facts", "diverged")
-    seen.shows("#tiers", "110 % of budget")
-    seen.shows(
+    tab.shows("#name", MARKUP)
+    tab.shows("#facts", "diverged")
+    tab.shows("#tiers", "110 % of budget")
+    tab.shows(
         "#tiers",
         "torch has 3.00\u00a0MiB of GPU memory in tensors, peak 4.00\u00a0MiB, and 5.00",
     )
-    seen.shows("#copies", "to the device0\u00a0B/s50.0\u00a0GB/s0\u00a0B/s7.00\u00a0GB12")
-    seen.shows("#copies", "from the device0\u00a0B/s0\u00a0B/s20.0\u00a0GB/s1.00\u00a0GB3")
-    seen.shows("#copies", "Measured before: 51.0\u00a0GB/s each way.")
-    seen.shows("#ranks", "to device")
-    seen.shows("#facts", "Copying0\u00a0B/s")
+    tab.shows("#copies", "to the device0\u00a0B/s50.0\u00a0GB/s0\u00a0B/s7.00\u00a0GB12")
+    tab.shows("#copies", "from the device0\u00a0B/s0\u00a0B/s20.0\u00a0GB/s1.00\u00a0GB3")
+    tab.shows("#copies", "Measured before: 51.0\u00a0GB/s each way.")
+    tab.shows("#ranks", "to device")
+    tab.shows("#facts", "Copying0\u00a0B/s")
     (directory / f"{MARKUP[:4]}.1.junk.page").write_bytes(b"TIERPAGE" + bytes(99))
     second = publishing(directory, replace(SNAPSHOT, rank=1, local_rank=1, steps=[]))
     publishing(
         directory, replace(SNAPSHOT, run_name="other", run_id="other-1", world_size=1, local_world_size=1)
     )
-    seen.page.locator("#settings > summary").click()
-    seen.shows("#found", MARKUP)
-    seen.page.locator("#rank").select_option("1")
-    seen.shows("#steps", "No step has ended yet")
-    seen.shows("#bandwidth-title", "of all ranks")
-    seen.shows("#facts", "Step time\u2013")
-    assert "rank=1" in seen.page.url
-    seen.check()
-    seen.page.locator("#run").select_option(label="other")
-    seen.shows("#name", "other")
-    link = seen.page.url
+    tab.page.locator("#settings > summary").click()
+    tab.shows("#found", MARKUP)
+    tab.page.locator("#rank").select_option("1")
+    tab.shows("#steps", "No step has ended yet")
+    tab.shows("#bandwidth-title", "of all ranks")
+    tab.shows("#facts", "Step time\u2013")
+    assert "rank=1" in tab.page.url
+    tab.check()
+    tab.page.locator("#run").select_option(label="other")
+    tab.shows("#name", "other")
+    link = tab.page.url
     assert link.endswith("#run=other-1")
-    seen.page.locator("#run").select_option(label=MARKUP)
-    seen.shows("#name", MARKUP)
-    assert seen.page.evaluate("window.hacked") is None
-    assert seen.page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    tab.page.locator("#run").select_option(label=MARKUP)
+    tab.shows("#name", MARKUP)
+    assert tab.page.evaluate("window.hacked") is None
+    assert tab.page.evaluate("document.querySelectorAll('main img, main script').length") == 0
     first.close()
-    seen.shows("#state", "Degraded")
+    tab.shows("#state", "Degraded")
     second.close()
     other = visit(link, script=BLOCKED)
     other.shows("#name", "other")
@@ -400,6 +407,6 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     other.shows("#elsewhere", "long-gone")
     other.page.locator("#theme").click()
     other.shows("#theme", "Light")
-    seen.shows("#ended", MARKUP)
-    seen.shows("#elsewhere", MARKUP)
-    seen.check()
+    tab.shows("#ended", MARKUP)
+    tab.shows("#elsewhere", MARKUP)
+    tab.check()

@@ -15,8 +15,8 @@ SNAPSHOT = Snapshot("gpt", 0, 1, 1, 0.0)
 def test_the_first_step_of_a_run_says_nothing_of_those_that_follow() -> None:
     first = StepRecord(1, 10.0, stall=9.0, stalls={"parameters": 9.0})
     later = [StepRecord(step, 0.25, stall=0.02, stalls={"staging": 0.02}) for step in range(2, 33)]
-    found = recent_steps(replace(SNAPSHOT, steps=[first, *later]))
-    assert found is not None
-    assert (found.steps, found.seconds, dict(found.causes)) == (31, 0.25, {"staging": pytest.approx(0.08)})
-    assert found.share == pytest.approx(0.08)
+    recent = recent_steps(replace(SNAPSHOT, steps=[first, *later]))
+    assert recent is not None
+    assert (recent.steps, recent.seconds, dict(recent.causes)) == (31, 0.25, {"staging": pytest.approx(0.08)})
+    assert recent.share == pytest.approx(0.08)
     assert recent_steps(replace(SNAPSHOT, steps=[first])) is None

@@ -75,10 +75,10 @@ def closed(client: socket.socket) -> bool:
 def test_it_ends_at_once_while_streams_are_open(directory: Path) -> None:
     ask = HEAD.replace(b"/livez", b"/v1/events") + b"\r\n"
     with tierd(directory) as sidecar, connected(sidecar, ask) as client, connected(sidecar, ask) as other:
-        for one in (client, other):
+        for sock in (client, other):
             received = b""
             while b"event: status" not in received:
-                received += one.recv(4096)
+                received += sock.recv(4096)
         ended_well(sidecar.process)
 
 
@@ -109,7 +109,7 @@ def test_who_dawdles_is_cut_off(directory: Path) -> None:
             deaf.settimeout(30)
             endless = itertools.repeat((HEAD.replace(b"/livez", b"/openapi.json") + b"\r\n") * 100)
             with pytest.raises((BrokenPipeError, ConnectionResetError)):
-                all(deaf.sendall(asked) is None for asked in endless)
+                all(deaf.sendall(request) is None for request in endless)
         assert sidecar.get("/livez") == {"status": "ok"}
         ended_well(process)
 
@@ -127,7 +127,7 @@ def test_no_crowd_of_clients_takes_the_machine_from_training(sidecar: Sidecar) -
         idle = [open_ones.enter_context(connected(sidecar)) for _ in range(700)]
         assert sidecar.get("/livez") == {"status": "ok"}
         assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < 600, "before any of them is late"
-        assert all(closed(one) for one in idle[:150]), "those that waited longest made room"
+        assert all(closed(client) for client in idle[:150]), "those that waited longest made room"
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     ended_well(process)
 
@@ -165,9 +165,9 @@ def test_what_is_no_request_is_refused_without_a_word(sidecar: Sidecar) -> None:
 def test_another_address_wants_the_token_and_says_so(directory: Path) -> None:
     command = ("-m", "service.cli", "--host", "0.0.0.0", "--port", "0", "--dir", str(directory))
     with running(*command, TIERD_TOKEN=TOKEN) as (process, line):
-        found = re.fullmatch(r"tierd: http://0\.0\.0\.0:(\d+)/ shows the runs in .*", line)
-        assert found, line or process.communicate()[1]
-        url = f"http://127.0.0.1:{found[1]}"
+        match = re.fullmatch(r"tierd: http://0\.0\.0\.0:(\d+)/ shows the runs in .*", line)
+        assert match, line or process.communicate()[1]
+        url = f"http://127.0.0.1:{match[1]}"
         assert Sidecar(process, url).get("/livez") == {"status": "ok"}
         with pytest.raises(urllib.error.HTTPError) as refused:
             Sidecar(process, url).get("/v1/runs")

@@ -236,14 +236,14 @@ class Screen:
     fd: int
     unread: str = ""
 
-    def until(self, wanted: str) -> str:
+    def until(self, text: str) -> str:
         """What it writes up to ``wanted``, after what was asked for before."""
         end = time.monotonic() + 30
-        while wanted not in self.unread:
+        while text not in self.unread:
             assert time.monotonic() < end, self.unread
             if select.select([self.fd], [], [], 1)[0]:
                 self.unread += os.read(self.fd, 1 << 16).decode(errors="replace")
-        written, _, self.unread = self.unread.partition(wanted)
+        written, _, self.unread = self.unread.partition(text)
         return written
 
     def size(self, rows: int, columns: int) -> None:
@@ -296,8 +296,8 @@ def test_top_follows_the_size_of_a_terminal_and_gives_it_back(screen: Screen) ->
     assert "stalls of recent steps" not in screen.until("more lines: make the win")
     os.write(screen.fd, b"xq")
     for leave in ("\x03", None):
-        gone = screen.until("left 0, restored True")
-        assert "\x1b[?1049l" in gone and "\x1b[?25h" in gone
+        output = screen.until("left 0, restored True")
+        assert "\x1b[?1049l" in output and "\x1b[?25h" in output
         screen.until("q quits")
         if leave:
             os.write(screen.fd, leave.encode())

@@ -26,16 +26,16 @@ from .processes import Sidecar, tierd, train, until
 @contextmanager
 def hammered(sidecar: Sidecar) -> Iterator[None]:
     """Ask it again and again meanwhile; every answer must be a 200."""
-    over, failures, asked = threading.Event(), [], 0
+    over, failures, requests = threading.Event(), [], 0
 
     def ask() -> None:
-        nonlocal asked
+        nonlocal requests
         while not over.is_set():
             for path in ("/v1/status", "/metrics", "/v1/history", "/v1/plan"):
                 try:
                     with urllib.request.urlopen(sidecar.url + path, timeout=20) as answer:
                         answer.read()
-                    asked += 1
+                    requests += 1
                 except OSError as error:
                     failures.append((path, error))
             over.wait(0.01)
@@ -44,8 +44,8 @@ def hammered(sidecar: Sidecar) -> Iterator[None]:
     asking.start()
     try:
         yield
-        before = asked
-        until(lambda: asked > before + 8)
+        before = requests
+        until(lambda: requests > before + 8)
     finally:
         over.set()
         asking.join()
@@ -96,9 +96,9 @@ def test_it_follows_an_engine_that_is_stopped_goes_on_and_is_killed(tmp_path: Pa
             until(lambda: sidecar.states() == [])
             assert list(pages.iterdir()) == []
             until(lambda: sidecar.get("/v1/runs")["ended"] != [])
-            (ended,) = sidecar.get("/v1/runs")["ended"]
-            assert (ended["id"], ended["how"], ended["ranks_live"]) == (run["id"], "died", 0)
-            assert (ended["step"], ended["ended_at"]) >= (stopped_at, ended["started_at"])
+            (closed_run,) = sidecar.get("/v1/runs")["ended"]
+            assert (closed_run["id"], closed_run["how"], closed_run["ranks_live"]) == (run["id"], "died", 0)
+            assert (closed_run["step"], closed_run["ended_at"]) >= (stopped_at, closed_run["started_at"])
         sidecar.process.send_signal(signal.SIGTERM)
         _, log = sidecar.process.communicate(timeout=30)
         assert re.fullmatch(

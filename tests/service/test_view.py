@@ -56,8 +56,8 @@ def page(file_name: str, rank: int) -> StatusFile:
 def lost(reading: tuple[StatusFile, StatusReading], state: str = "stale") -> tuple[StatusFile, StatusReading]:
     """The same page, of which nothing is left but its last words (if it is stale)."""
     file, status = reading
-    left = status.snapshot if state == "stale" else None
-    return file, replace(status, state=state, snapshot=left, reason=f"it is {state}")
+    snapshot = status.snapshot if state == "stale" else None
+    return file, replace(status, state=state, snapshot=snapshot, reason=f"it is {state}")
 
 
 def view(*readings: tuple[StatusFile, StatusReading]) -> View:
@@ -71,13 +71,13 @@ def shown(of: View) -> list[tuple[str, list[tuple[int, str]]]]:
 def test_runs_are_told_apart_by_their_ids_and_stand_in_order() -> None:
     """Two starts of one name, the later one first among the pages, and a run of another name."""
     later, earlier = ("gpt-aa", 1), ("gpt-zz", 900)
-    found = view(
+    shown_view = view(
         *(live(rank, run_id=run_id, pid=pid, local=2) for run_id, pid in (later, earlier) for rank in (1, 0)),
         live(name="bert", run_id="bert-1"),
     )
     both = [(0, "live"), (1, "live")]
-    assert shown(found) == [("bert-1", [(0, "live")]), ("gpt-zz", both), ("gpt-aa", both)]
-    assert [run.name for run in found.runs] == ["bert", "gpt", "gpt"]
+    assert shown(shown_view) == [("bert-1", [(0, "live")]), ("gpt-zz", both), ("gpt-aa", both)]
+    assert [run.name for run in shown_view.runs] == ["bert", "gpt", "gpt"]
 
 
 def test_a_page_that_cannot_be_read_is_filed_with_the_others_of_its_run() -> None:
@@ -109,21 +109,21 @@ def test_how_many_ranks_should_be_here(reported: list[tuple[int, int]], expected
 
 
 def test_a_filter_that_leaves_nothing_says_what_there_is() -> None:
-    found = view(live(0, local=2), live(1), live(0, name="bert", run_id="bert-1"))
-    assert [(run.id, [rank.rank for rank in run.ranks]) for run in found.select(rank=1)] == [
+    shown_view = view(live(0, local=2), live(1), live(0, name="bert", run_id="bert-1"))
+    assert [(run.id, [rank.rank for rank in run.ranks]) for run in shown_view.select(rank=1)] == [
         ("bert-1", []),
         ("gpt-1", [1]),
     ]
-    assert [run.id for run in found.select("gpt-1", 0)] == ["gpt-1"]
-    assert found.select() == found.runs
-    for asked, told in (
+    assert [run.id for run in shown_view.select("gpt-1", 0)] == ["gpt-1"]
+    assert shown_view.select() == shown_view.runs
+    for query, message in (
         (("gpt", None), "use an id: gpt-1"),
         (("nothing", None), "/v1/runs lists"),
         ((None, 7), "rank 7 has no status file"),
         (("bert-1", 1), "rank 1 has no status file"),
     ):
-        with pytest.raises(NotHereError, match=told):
-            found.select(*asked)
+        with pytest.raises(NotHereError, match=message):
+            shown_view.select(*query)
 
 
 def test_what_is_news() -> None:
@@ -141,24 +141,24 @@ def test_what_is_news() -> None:
 
 
 def test_an_answer_is_made_once_of_each_view() -> None:
-    made: list[str] = []
-    kept, one = ViewCache(), view()
+    keys: list[str] = []
+    cache, first = ViewCache(), view()
     for key in ("a", "b", "a"):
-        assert kept.get(one, key, lambda key=key: made.append(key) or key.upper()) == key.upper()
-    assert made == ["a", "b"]
+        assert cache.get(first, key, lambda key=key: keys.append(key) or key.upper()) == key.upper()
+    assert keys == ["a", "b"]
     for number in range(1000):
-        assert kept.get(one, number, lambda number=number: number) == number
-    assert len(kept._values) < 300, "whoever asks for ever new things fills no memory"
-    assert kept.get(view(), "a", lambda: "newer") == "newer"
+        assert cache.get(first, number, lambda number=number: number) == number
+    assert len(cache._values) < 300, "whoever asks for ever new things fills no memory"
+    assert cache.get(view(), "a", lambda: "newer") == "newer"
 
 
 def test_what_takes_long_is_made_aside_once_for_all_who_wait(directory: Path) -> None:
-    made: list[View] = []
+    views: list[View] = []
 
     def make(of: View) -> int:
         time.sleep(0.05)
-        made.append(of)
-        return len(made)
+        views.append(of)
+        return len(views)
 
     async def scene() -> None:
         aside = BackgroundRenderer(Watch(directory, max_age=0), make)
@@ -173,7 +173,7 @@ def test_what_takes_long_is_made_aside_once_for_all_who_wait(directory: Path) ->
     asyncio.run(scene())
 
 
-def ended(
+def ended_run(
     reading: tuple[StatusFile, StatusReading], how: str, *figures: str, rank: int = 0, step: int = 12
 ) -> tuple[StatusFile, StatusReading]:
     """The same status file, after the rank has published how its run ended."""
@@ -186,30 +186,30 @@ def ended(
 LOST = ("TIER-RANK-LOST", "rank 1 failed in forward")
 ENDS = {
     "finished": (
-        [ended(live(0, local=2), "finished"), ended(live(1, local=2), "finished")],
+        [ended_run(live(0, local=2), "finished"), ended_run(live(1, local=2), "finished")],
         ("finished", ""),
         "has finished at step 12",
     ),
     "preempted": (
-        [ended(live(0, local=2), "preempted", "SIGTERM"), ended(live(1, local=2), "finished")],
+        [ended_run(live(0, local=2), "preempted", "SIGTERM"), ended_run(live(1, local=2), "finished")],
         ("preempted", "SIGTERM"),
         "has been stopped at step 12: SIGTERM",
     ),
     "the innocent rank is not blamed": (
         [
-            ended(live(0, local=2), "failed", *LOST, rank=1),
-            ended(live(1, local=2), "failed", "KeyError", "'x'", rank=1),
+            ended_run(live(0, local=2), "failed", *LOST, rank=1),
+            ended_run(live(1, local=2), "failed", "KeyError", "'x'", rank=1),
         ],
         ("failed", "rank 1: KeyError: 'x'"),
         "has failed at step 12: rank 1: KeyError: 'x'",
     ),
     "a rank that torchrun ended is not blamed": (
-        [lost(live(0, local=2)), ended(live(1, local=2), "failed", "KeyError", "'x'", rank=1)],
+        [lost(live(0, local=2)), ended_run(live(1, local=2), "failed", "KeyError", "'x'", rank=1)],
         ("failed", "rank 1: KeyError: 'x'"),
         "has failed at step 12: rank 1: KeyError: 'x'",
     ),
     "a rank that was killed": (
-        [ended(live(0, local=2), "failed", *LOST, rank=1), lost(live(1, local=2))],
+        [ended_run(live(0, local=2), "failed", *LOST, rank=1), lost(live(1, local=2))],
         ("failed", "rank 1: TIER-RANK-LOST: rank 1 failed in forward"),
         "has failed at step 12: rank 1: TIER-RANK-LOST: rank 1 failed in forward",
     ),
@@ -218,25 +218,25 @@ ENDS = {
 
 @pytest.mark.parametrize("case", ENDS)
 def test_the_end_of_a_run_is_what_its_pages_say(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    pages, told, line = ENDS[case]
+    pages, verdict, line = ENDS[case]
     caplog.set_level("INFO", "service")
     chronicle = RunLog()
     chronicle.add(view(live(0, local=2), live(1, local=2)))
     for readings in (pages, pages, []):  # pages stay for a while
         chronicle.add(view(*readings))
     (run,) = chronicle.ended
-    assert (run.how, run.why, run.step) == (*told, 12)
+    assert (run.how, run.why, run.step) == (*verdict, 12)
     assert [advice.code for advice in run.warnings] == ["run-ended"] * (run.how in ("failed", "died"))
     assert caplog.messages[1:] == [f"run gpt (gpt-1) {line}"]
     assert (caplog.records[1].levelname == "WARNING") is (run.how == "failed")
 
 
 def test_a_run_that_has_finished_is_no_run_any_more_and_one_that_failed_stays_for_a_while() -> None:
-    (left,) = view(ended(live(), "finished")).closed
-    assert left.id == "gpt-1" and view(ended(live(), "finished")).runs == ()
-    (failed,) = view(ended(live(), "failed", "TIER-IO", "EIO")).runs
+    (run,) = view(ended_run(live(), "finished")).closed
+    assert run.id == "gpt-1" and view(ended_run(live(), "finished")).runs == ()
+    (failed,) = view(ended_run(live(), "failed", "TIER-IO", "EIO")).runs
     assert failed.state == "ended"
-    (advice,) = status(view(ended(live(), "failed", "TIER-IO", "EIO"))).runs[0].warnings
+    (advice,) = status(view(ended_run(live(), "failed", "TIER-IO", "EIO"))).runs[0].warnings
     assert (advice.severity, advice.code) == ("error", "run-ended")
     assert advice.text == "the run has failed after step 12: rank 0: TIER-IO: EIO"
 
@@ -245,7 +245,7 @@ def test_a_run_that_was_too_short_to_be_seen_is_told_once(caplog: pytest.LogCapt
     caplog.set_level("INFO", "service")
     chronicle = RunLog()
     for _ in range(3):
-        chronicle.add(view(*(ended(live(run_id=f"gpt-{number}"), "finished") for number in range(12))))
+        chronicle.add(view(*(ended_run(live(run_id=f"gpt-{number}"), "finished") for number in range(12))))
     assert len(caplog.messages) == 12 and len(chronicle.ended) == 10
 
 
@@ -253,8 +253,8 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
     caplog.set_level("INFO", "service")
     chronicle = RunLog()
     both = [live(0, local=2), live(1)]
-    one, none = [both[0], lost(both[1])], [lost(both[0]), lost(both[1])]
-    for second in (both[:1], both, both, one, both, one, one, both, both, none, none, [], []):
+    partial, none = [both[0], lost(both[1])], [lost(both[0]), lost(both[1])]
+    for second in (both[:1], both, both, partial, both, partial, partial, both, both, none, none, [], []):
         chronicle.add(view(*second))
     assert [record.getMessage() for record in caplog.records] == [
         "run gpt (gpt-1) started: 1 of its 2 ranks on this node",
@@ -353,9 +353,9 @@ def test_history_comes_from_counters_over_the_time_between_publications() -> Non
     # Rank 1 is stopped from here on: what rank 0 does is known, and then nothing is.
     history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 3))
     history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 4))
-    known, unknown = history.of("gpt-1")[2:]
-    assert (known.read, known.used["host"], unknown.read) == (pytest.approx(100.0), 5, None)
-    assert (known.h2d, known.d2h) == (None, None), "the CPU is the device of the one that is left"
+    steady, unknown = history.of("gpt-1")[2:]
+    assert (steady.read, steady.used["host"], unknown.read) == (pytest.approx(100.0), 5, None)
+    assert (steady.h2d, steady.d2h) == (None, None), "the CPU is the device of the one that is left"
 
 
 def test_a_clock_that_is_set_back_makes_no_time_run_backwards(monkeypatch: pytest.MonkeyPatch) -> None:

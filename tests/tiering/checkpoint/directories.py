@@ -37,8 +37,8 @@ def record(path: Path, content: str = "", run: str = OURS) -> None:
 
 
 def recorded(path: Path) -> str:
-    what: str = read_sealed(path / MANIFEST)["what"]
-    return what
+    kind: str = read_sealed(path / MANIFEST)["what"]
+    return kind
 
 
 def names(directory: CheckpointDirectory) -> set[str]:

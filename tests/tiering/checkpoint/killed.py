@@ -54,8 +54,8 @@ def save(path: Path, number: int) -> None:
 def check(path: Path, saved: int) -> tuple[int, int]:
     """The save that is found, and how many partial ones are there. Save ``saved`` had returned, perhaps none since."""
     directory = CheckpointDirectory(path)
-    found = directory.find()
-    number = -1 if found is None else number_of(found)
+    latest = directory.find()
+    number = -1 if latest is None else number_of(latest)
     assert number in (saved, saved + 1), f"save {number} is found, and {saved} had returned"
     places = {each.tag: directory.find(each.tag) or path for each in directory.tags()}
     for tag, place in places.items():
@@ -104,7 +104,7 @@ def killed_before(nth: int, first: str | None = None) -> Iterator[None]:
 
 
 def at_operations(path: Path, first: str | None = None) -> Counter[str]:
-    told: Counter[str] = Counter()
+    tally: Counter[str] = Counter()
     number = 0
     for nth in itertools.count():
         survived = 0
@@ -115,7 +115,7 @@ def at_operations(path: Path, first: str | None = None) -> Counter[str]:
                     save(path, number)
 
             if died(forked(dies)):
-                note(told, path, number - 1)
+                note(tally, path, number - 1)
                 assert not died(forked(lambda number=number: save(path, number)))
             else:
                 survived += 1
@@ -123,12 +123,12 @@ def at_operations(path: Path, first: str | None = None) -> Counter[str]:
             assert len(CheckpointDirectory(path).tags()) <= KEEP
             number += 1
         if survived == 2:
-            return told
+            return tally
     raise AssertionError
 
 
 def at_moments(path: Path, times: int, seed: int) -> Counter[str]:
-    told: Counter[str] = Counter()
+    tally: Counter[str] = Counter()
     choose = random.Random(seed)
     before = time.perf_counter()
     assert not died(forked(lambda: save(path, 0)))
@@ -149,10 +149,10 @@ def at_moments(path: Path, times: int, seed: int) -> Counter[str]:
         assert died(pid)
         saved += len(os.read(mine, 1 << 16))
         os.close(mine)
-        saved = note(told, path, saved)
+        saved = note(tally, path, saved)
     save(path, saved + 1)
     assert check(path, saved + 1) == (saved + 1, 0)
-    return told
+    return tally
 
 
 def stops(path: Path, saves: int, synced: bool) -> None:
@@ -178,10 +178,10 @@ def stops(path: Path, saves: int, synced: bool) -> None:
     stop()
 
 
-def note(told: Counter[str], path: Path, saved: int) -> int:
+def note(tally: Counter[str], path: Path, saved: int) -> int:
     """Check, and count what is found; returns it."""
     number, partials = check(path, saved) if path.exists() else (-1, 0)
-    told.update({"kills": 1, "old": number == saved, "new": number != saved, "partials": partials > 0})
+    tally.update({"kills": 1, "old": number == saved, "new": number != saved, "partials": partials > 0})
     return number
 
 

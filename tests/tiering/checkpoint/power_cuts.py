@@ -120,9 +120,9 @@ class Disk:
         if inode not in directories:
             return {self.contents[inode]} if inode in self.contents else {b"", self.later.get(inode, b"")}
         pending = self.pending.get(inode, [])
-        found: set[Tree | bytes] = set()
-        for kept in itertools.product([False, True], repeat=len(pending)):
-            names = self.after(inode, list(itertools.compress(pending, kept)))
+        states: set[Tree | bytes] = set()
+        for mask in itertools.product([False, True], repeat=len(pending)):
+            names = self.after(inode, list(itertools.compress(pending, mask)))
             choices = []
             for name, child in names.items():
                 assert child is not None
@@ -131,8 +131,8 @@ class Disk:
                     {frozenset({("file", b"")})} if ".partial-" in name else self.possible(child, directories)
                 )
                 choices.append([(name, option) for option in options])
-            found |= {frozenset(entries) for entries in itertools.product(*choices)}
-        return found
+            states |= {frozenset(entries) for entries in itertools.product(*choices)}
+        return states
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Recording:
     def crashes(self, events: Sequence[Event]) -> dict[Crash, None]:
         """What power cuts may leave if these events are all there were."""
         disk = Disk(later={e.inode: e.content for e in self.events if isinstance(e, Synced) and e.content})
-        found: dict[Crash, None] = {}
+        crashes: dict[Crash, None] = {}
         returned: int | None = None
         for event in events:
             disk.apply(event)
@@ -152,5 +152,5 @@ class Recording:
                 returned = event.number
             over = event is self.events[-1]
             last = frozenset({returned} if over else {returned, (returned or 0) + 1})
-            found |= dict.fromkeys((tree, last) for tree in disk.possible(self.root, self.directories))
-        return found
+            crashes |= dict.fromkeys((tree, last) for tree in disk.possible(self.root, self.directories))
+        return crashes

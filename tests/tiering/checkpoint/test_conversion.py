@@ -78,10 +78,10 @@ def write(
                 directory / file_name("rank", rank, ranks, "json"),
                 {"buffers": list(BUFFERS) if buffers is None else buffers},
             )
-            specs = [TensorSpec(name, "U32", (found.size,)) for name, found in sums.items()]
+            specs = [TensorSpec(name, "U32", (array.size,)) for name, array in sums.items()]
             writer = TensorFileWriter(directory / file_name("checksums", rank, ranks), specs, output=output)
-            for found in sums.values():
-                writer.append(found)
+            for array in sums.values():
+                writer.append(array)
             writer.close()
     Manifest(
         run="",
@@ -109,32 +109,32 @@ def _write(
     specs = [
         TensorSpec(name, STORED_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()
     ]
-    found: list[np.ndarray] = []
+    pieces: list[np.ndarray] = []
     writer = TensorFileWriter(
-        path, specs, metadata, output=output, on_sums=lambda page, each: found.append(each.copy())
+        path, specs, metadata, output=output, on_sums=lambda page, each: pieces.append(each.copy())
     )
     for value in tensors.values():
         if value.numel():
             writer.append(value.contiguous().flatten().view(torch.uint8).numpy())
     writer.close()
-    sums[path.name] = np.concatenate(found)
+    sums[path.name] = np.concatenate(pieces)
 
 
-def same(one: Tensors, other: Tensors) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name].dtype == value.dtype
-        and one[name].shape == value.shape
-        and one[name].flatten().view(torch.uint8).equal(value.flatten().view(torch.uint8))
+def same(first: Tensors, other: Tensors) -> bool:
+    return first.keys() == other.keys() and all(
+        first[name].dtype == value.dtype
+        and first[name].shape == value.shape
+        and first[name].flatten().view(torch.uint8).equal(value.flatten().view(torch.uint8))
         for name, value in other.items()
     )
 
 
 def rounded(values: Tensors, dtype: torch.dtype) -> Tensors:
-    made = {}
+    results = {}
     for name, value in values.items():
-        made[name] = torch.empty_like(value, dtype=dtype)
-        round_parameters(value, made[name])
-    return made | BUFFERS
+        results[name] = torch.empty_like(value, dtype=dtype)
+        round_parameters(value, results[name])
+    return results | BUFFERS
 
 
 def convert(*arguments: Any) -> int:
@@ -169,20 +169,20 @@ def test_masters_are_rounded_as_the_engine_rounds_them(
     """What is beyond the range of fp16 is counted."""
     assert convert(checkpoint, tmp_path / "out", "--dtype", word) == 0
     assert same(load_file(tmp_path / "out" / "model.safetensors"), rounded(values, dtype))
-    told = capsys.readouterr().err
-    assert ("3 elements of 'awkward' are too large for fp16" in told) == (word == "fp16")
+    message = capsys.readouterr().err
+    assert ("3 elements of 'awkward' are too large for fp16" in message) == (word == "fp16")
 
 
 def test_shards_are_those_that_an_index_names(tmp_path: Path, checkpoint: Path, values: Tensors) -> None:
     assert convert(checkpoint, tmp_path / "out", "--max-shard-size", "12KB") == 0
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == {*values, *BUFFERS}
-    found = {}
+    tensors = {}
     for shard in set(index["weight_map"].values()):
         loaded = load_file(tmp_path / "out" / shard)
         assert {index["weight_map"][name] for name in loaded} == {shard}
-        found |= loaded
-    assert same(found, {name: value.float() for name, value in values.items()} | BUFFERS)
+        tensors |= loaded
+    assert same(tensors, {name: value.float() for name, value in values.items()} | BUFFERS)
 
 
 def test_what_a_checkpoint_excludes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,8 +193,8 @@ def test_what_a_checkpoint_excludes_is_told(tmp_path: Path, capsys: pytest.Captu
     replace(whole, excluded=base).write(source)
     assert convert(source, tmp_path / "out") == 0
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"adapter", *BUFFERS}
-    assert "frozen parameters are excluded from" in (told := capsys.readouterr().err)
-    assert ": 1, the first 'base.weight'; the model that loads it must have them" in told
+    assert "frozen parameters are excluded from" in (message := capsys.readouterr().err)
+    assert ": 1, the first 'base.weight'; the model that loads it must have them" in message
 
 
 def test_frozen_parameters_may_stay_behind(tmp_path: Path, checkpoint: Path, values: Tensors) -> None:
@@ -229,12 +229,12 @@ def test_a_config_is_told_the_dtype(tmp_path: Path, checkpoint: Path) -> None:
         assert written == {"model_type": "llama", "dtype": "bfloat16", "limit": float("inf")}
 
 
-@pytest.mark.parametrize("what", ["a parameter", "a buffer"])
+@pytest.mark.parametrize("kind", ["a parameter", "a buffer"])
 def test_a_flipped_byte_is_found_and_nothing_is_left(
-    tmp_path: Path, values: Tensors, what: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, values: Tensors, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write(tmp_path / "global_step3", values)
-    file = source / file_name({"a parameter": "weights", "a buffer": "rank"}[what], 0, 1)
+    file = source / file_name({"a parameter": "weights", "a buffer": "rank"}[kind], 0, 1)
     content = bytearray(file.read_bytes())
     content[PAGE + 1] ^= 4
     file.write_bytes(content)
@@ -273,7 +273,7 @@ def test_a_full_disk_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["{checkpoint}", "{full}"], "exists and is not an empty directory; name a new one"),
         (["{checkpoint}", "{file}"], "exists and is not an empty directory; name a new one"),
@@ -286,7 +286,11 @@ def test_a_full_disk_leaves_nothing(
     ],
 )
 def test_wrong_questions_are_answered_in_a_line(
-    tmp_path: Path, checkpoint: Path, arguments: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    checkpoint: Path,
+    arguments: Sequence[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     places = {name: tmp_path / name for name in ("full", "file", "new")} | {
         "checkpoint": checkpoint,
@@ -299,14 +303,14 @@ def test_wrong_questions_are_answered_in_a_line(
     assert convert(*(each.format(**places) for each in arguments)) == 2
     error = capsys.readouterr().err.replace("\n", "")
     assert error.startswith("tiering convert: [TIER-CONFIG]")
-    assert re.search(told, error)
+    assert re.search(message, error)
     assert not (tmp_path / "new").exists() and (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.fixture
 def weights(tmp_path: Path) -> tuple[Path, Tensors]:
     """As transformers saves a model in bf16, in two shards."""
-    made = {
+    tensors = {
         "embed.weight": torch.randn(900, 700).bfloat16(),
         "norm.weight": torch.ones(7, dtype=torch.bfloat16),
         "head.weight": torch.randn(3, 5),
@@ -318,17 +322,17 @@ def weights(tmp_path: Path) -> tuple[Path, Tensors]:
     shards = {"embed.weight": 1} | dict.fromkeys(["norm.weight", "head.weight", "norm.num_batches"], 2)
     names = {name: f"model-{number:05}-of-00002.safetensors" for name, number in shards.items()}
     for file in set(names.values()):
-        save_file({name: made[name] for name, where in names.items() if where == file}, place / file)
+        save_file({name: tensors[name] for name, where in names.items() if where == file}, place / file)
     (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    return place, made
+    return place, tensors
 
 
 def test_weights_become_a_checkpoint_that_is_whole(tmp_path: Path, weights: tuple[Path, Tensors]) -> None:
-    source, made = weights
+    source, tensors = weights
     assert convert(source, tmp_path / "checkpoints") == 0
-    found = CheckpointDirectory(tmp_path / "checkpoints").find()
-    assert found == tmp_path / "checkpoints" / "global_step0"
-    checkpoint = open_checkpoint(found)
+    path = CheckpointDirectory(tmp_path / "checkpoints").find()
+    assert path == tmp_path / "checkpoints" / "global_step0"
+    checkpoint = open_checkpoint(path)
     assert list(damages(checkpoint)) == []
     manifest = checkpoint.manifest
     assert (manifest.step, manifest.kinds, manifest.world_size) == (0, (), 1)
@@ -342,7 +346,8 @@ def test_weights_become_a_checkpoint_that_is_whole(tmp_path: Path, weights: tupl
     assert convert(tmp_path / "checkpoints", tmp_path / "again") == 0
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert same(
-        again, {name: value.float() if value.is_floating_point() else value for name, value in made.items()}
+        again,
+        {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()},
     )
 
 
@@ -353,8 +358,8 @@ def test_a_single_file_becomes_a_checkpoint_beside_others(tmp_path: Path) -> Non
         assert convert(*arguments) == 0
         assert convert(*arguments) == 1  # it is there
     assert [each.tag for each in CheckpointDirectory(tmp_path / "all").tags()] == ["one", "two"]
-    found = open_checkpoint(tmp_path / "all" / "two")
-    assert load_file(found.path / file_name("weights", 0, 1))["a"].tolist() == [torch.inf] * 3
+    checkpoint = open_checkpoint(tmp_path / "all" / "two")
+    assert load_file(checkpoint.path / file_name("weights", 0, 1))["a"].tolist() == [torch.inf] * 3
 
 
 def test_a_disk_too_full_for_a_checkpoint_keeps_none_of_it(
@@ -404,13 +409,13 @@ def test_neither_direction_loads_torch_and_progress_is_on_stderr(
 def test_windows_bound_what_is_in_memory(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = []
+    sizes = []
     original = conversion._in_dtype
 
-    def record(raw: np.ndarray, stored: str, wanted: str) -> tuple[np.ndarray, int]:
-        taken.append(raw.size)
-        return original(raw, stored, wanted)
+    def record(raw: np.ndarray, stored: str, target: str) -> tuple[np.ndarray, int]:
+        sizes.append(raw.size)
+        return original(raw, stored, target)
 
     monkeypatch.setattr(conversion, "_in_dtype", record)
     assert convert(checkpoint, tmp_path / "out", "--dtype", "bf16") == 0
-    assert max(taken) == conversion.WINDOW_BYTES < 1300 * 1000 * 4
+    assert max(sizes) == conversion.WINDOW_BYTES < 1300 * 1000 * 4

@@ -94,16 +94,16 @@ def check(crash: Crash, scratch: Path, another: Path) -> None:
     build(tree, root)
     directory = CheckpointDirectory(root / BELOW)
     try:
-        found = directory.find()
-        assert (None if found is None else number_of(found)) in last
+        latest = directory.find()
+        assert (None if latest is None else number_of(latest)) in last
         for saved in directory.tags():
             number_of(directory.find(saved.tag) or root)
         for tag in ("global_step3", "new"):
             partial = directory.begin(tag, run=RUN)
             shutil.copytree(another, partial, dirs_exist_ok=True)
             directory.commit(partial, tag, run=RUN)
-            found = directory.find()
-            assert found == directory.path / tag and number_of(found) == ANOTHER
+            latest = directory.find()
+            assert latest == directory.path / tag and number_of(latest) == ANOTHER
         assert directory.partials() == []
     finally:
         directory.close()

@@ -71,7 +71,7 @@ def inspect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
-def told(inspect: Inspect, *arguments: str | Path) -> dict[str, Any]:
+def report_of(inspect: Inspect, *arguments: str | Path) -> dict[str, Any]:
     answer: dict[str, Any] = json.loads(inspect(*arguments, "--json")[1])
     assert answer["schema_version"] == answer["schema"] == 1
     return answer
@@ -110,7 +110,7 @@ def test_all_that_is_known_as_json(checkpoints: Path, inspect: Inspect) -> None:
     partial = CheckpointDirectory(checkpoints)
     (partial.begin("global_step300", run=RUN) / "weights").write_bytes(bytes(5000))
     partial.close()
-    answer = told(inspect, checkpoints)
+    answer = report_of(inspect, checkpoints)
     listing = answer["directory"]
     assert [(each["tag"], each["step"], each["damage"]) for each in listing["checkpoints"]] == [
         ("global_step100", 100, None),
@@ -119,18 +119,18 @@ def test_all_that_is_known_as_json(checkpoints: Path, inspect: Inspect) -> None:
     assert listing["latest"] == "global_step200" and listing["lost"] is None
     assert [*listing["partials"].values()] == [5000]
     sizes = {file.name: file.stat().st_size for file in (checkpoints / "global_step200").iterdir()}
-    found = answer["checkpoint"]
-    assert found["bytes"] == listing["checkpoints"][1]["bytes"] == sum(sizes.values())
+    checkpoint = answer["checkpoint"]
+    assert checkpoint["bytes"] == listing["checkpoints"][1]["bytes"] == sum(sizes.values())
     checked = {
         name: size for name, size in sizes.items() if name.endswith("tensors") and "checksums" not in name
     }
-    assert found["bytes_checked"] == sum(checked.values())
-    assert found["whole"] is True and found["damage"] == []
-    assert found["kinds"] == {
+    assert checkpoint["bytes_checked"] == sum(checked.values())
+    assert checkpoint["whole"] is True and checkpoint["damage"] == []
+    assert checkpoint["kinds"] == {
         "weights": {"dtypes": {"F32": 3}, "bytes": 4 * 4507},
         "exp_avg": {"dtypes": {"F32": 3}, "bytes": 4 * 4507},
     }
-    about = found["about"]
+    about = checkpoint["about"]
     assert about.pop("files") == {name: size for name, size in sizes.items() if name != MANIFEST}
     assert about == {
         "save": Manifest.read(checkpoints / "global_step200").save,
@@ -149,22 +149,22 @@ def test_all_that_is_known_as_json(checkpoints: Path, inspect: Inspect) -> None:
 
 def test_what_a_checkpoint_excludes(checkpoints: Path, inspect: Inspect) -> None:
     path = checkpoints / "global_step100"
-    found = Manifest.read(path)
+    manifest = Manifest.read(path)
     (path / MANIFEST).unlink()
     base = {f"base.{index}": StoredParameter((1000, 1000), "BF16", False, 0) for index in range(3)}
-    replace(found, excluded=base).write(path)
+    replace(manifest, excluded=base).write(path)
     code, out, _ = inspect(path)
     assert code == 0
     assert (
         "are excluded, 3 of 3,000,000 elements, the first base.0: the model that loads it must have them"
         in out
     )
-    about = told(inspect, path)["checkpoint"]["about"]
+    about = report_of(inspect, path)["checkpoint"]["about"]
     assert (about["elements"], about["excluded_parameters"], about["excluded_elements"]) == (4507, 3, 3000000)
     (path / MANIFEST).unlink()
-    rest = {name: each for name, each in found.parameters.items() if name != "bias"}
+    rest = {name: each for name, each in manifest.parameters.items() if name != "bias"}
     replace(
-        found, parameters=rest, excluded={"bias": replace(found.parameters["bias"], trained=False)}
+        manifest, parameters=rest, excluded={"bias": replace(manifest.parameters["bias"], trained=False)}
     ).write(path)
     code, out, _ = inspect(path)
     assert code == 1 and "weights of 'bias', which checkpoint.json does not list" in out
@@ -179,12 +179,12 @@ def test_one_checkpoint_alone(checkpoints: Path, inspect: Inspect, how: str) -> 
     assert out.startswith(
         "global_step100: step 100, saved 2026-11-22T08:00:00+00:00 by 1 rank, Lion in bf16\n"
     )
-    assert told(inspect, *where)["directory"] is None
+    assert report_of(inspect, *where)["directory"] is None
 
 
 def test_without_latest_it_is_the_newest(checkpoints: Path, inspect: Inspect) -> None:
     (checkpoints / LATEST).unlink()
-    answer = told(inspect, checkpoints)
+    answer = report_of(inspect, checkpoints)
     assert answer["directory"]["latest"] is None
     assert answer["checkpoint"]["about"]["step"] == 200
 
@@ -224,7 +224,7 @@ def test_each_flipped_byte_is_found_and_named(checkpoints: Path, inspect: Inspec
         f"  {WEIGHTS_2}, page 1 (layers.0.weight): CRC32C mismatch",
         f"  {WEIGHTS_2}, page 2 (layers.0.weight, layers.1.weight): CRC32C mismatch",
     ]
-    answer = told(inspect, checkpoints)
+    answer = report_of(inspect, checkpoints)
     assert answer["loading"] is None
     assert answer["checkpoint"]["damage"][1] == {
         "file": WEIGHTS_2,
@@ -239,7 +239,7 @@ def test_a_quick_look_reads_no_page(checkpoints: Path, inspect: Inspect) -> None
     code, out, _ = inspect(checkpoints, "--quick")
     assert code == 0
     assert "Without --quick, all checksums are compared, too." in out
-    assert told(inspect, checkpoints, "--quick")["checkpoint"]["bytes_checked"] == 0
+    assert report_of(inspect, checkpoints, "--quick")["checkpoint"]["bytes_checked"] == 0
 
 
 def test_a_file_of_many_windows(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_what_is_missing_or_cut_off_is_named_file_by_file(checkpoints: Path, ins
         "  exp_avg-00001-of-00002.safetensors: it cannot be read: No such file or directory",
         f"  {WEIGHTS_2}: it has {size - 1} bytes, not {size}",
     ]
-    answer = told(inspect, checkpoints)
+    answer = report_of(inspect, checkpoints)
     assert [each["step"] for each in answer["directory"]["checkpoints"]] == [100, None]
 
 
@@ -323,7 +323,7 @@ def test_a_number_too_large_in_one_record_leaves_the_others(checkpoints: Path, i
 def test_a_record_that_is_damaged_is_listed_and_another_programs_is_not(
     checkpoints: Path, inspect: Inspect
 ) -> None:
-    whole = [each["tag"] for each in told(inspect, checkpoints)["directory"]["checkpoints"]]
+    whole = [each["tag"] for each in report_of(inspect, checkpoints)["directory"]["checkpoints"]]
     record = checkpoints / whole[0] / MANIFEST
     record.write_bytes(record.read_bytes()[:-100])
     (checkpoints / "thesis").mkdir()
@@ -355,7 +355,7 @@ def test_a_latest_that_is_gone(checkpoints: Path, inspect: Inspect) -> None:
     code, out, _ = inspect(checkpoints)
     assert code == 1
     assert f"No checkpoint to resume from: {checkpoints / LATEST} names 'global_step300'" in out
-    answer = told(inspect, checkpoints)
+    answer = report_of(inspect, checkpoints)
     assert answer["checkpoint"] is None and "names 'global_step300'" in answer["directory"]["lost"]
 
 
@@ -498,7 +498,7 @@ def test_a_model_that_does_not_fit_gets_remedies(
     assert code == 0  # it is whole
     assert "It cannot be loaded here. [TIER-PLAN]" in out
     assert "Each of these changes makes it fit:\n  - " in out
-    loading = told(inspect, checkpoints)["loading"]
+    loading = report_of(inspect, checkpoints)["loading"]
     assert loading["fits"] is False and loading["remedies"]
 
 
@@ -511,4 +511,4 @@ def test_what_cannot_be_planned_says_why(
     code, out, _ = inspect(checkpoints)
     assert code == 0
     assert "The memory to load it here cannot be planned: [TIER-SPACE] nvme_path /dev/shm is on tmpfs" in out
-    assert told(inspect, checkpoints)["loading"]["problem"].startswith("[TIER-SPACE]")
+    assert report_of(inspect, checkpoints)["loading"]["problem"].startswith("[TIER-SPACE]")

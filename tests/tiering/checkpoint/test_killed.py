@@ -24,7 +24,7 @@ def directory(memory: Path) -> Iterator[Path]:
         yield Path(place) / "checkpoints"
 
 
-def told(*arguments: object) -> dict[str, int]:
+def counts_of(*arguments: object) -> dict[str, int]:
     """What the program counted. A checkpoint that was lost ends it."""
     ran = subprocess.run(
         [sys.executable, str(SCRIPT), *map(str, arguments)],
@@ -38,15 +38,15 @@ def told(*arguments: object) -> dict[str, int]:
     return counted
 
 
-@pytest.mark.parametrize(("what", "kills", "each"), [("operations", 80, 10), ("renames", 20, 2)])
-def test_killed_before_each_operation(directory: Path, what: str, kills: int, each: int) -> None:
-    counted = told(what, directory)
+@pytest.mark.parametrize(("moment", "kills", "each"), [("operations", 80, 10), ("renames", 20, 2)])
+def test_killed_before_each_operation(directory: Path, moment: str, kills: int, each: int) -> None:
+    counted = counts_of(moment, directory)
     assert counted["kills"] > kills
     assert min(counted["old"], counted["new"], counted["partials"]) > each
 
 
 def test_killed_at_any_moment(directory: Path) -> None:
-    counted = told("moments", directory, 60, 20261122)
+    counted = counts_of("moments", directory, 60, 20261122)
     assert counted["kills"] == 60
     assert min(counted["old"], counted["new"], counted["partials"]) > 0
 
@@ -54,7 +54,7 @@ def test_killed_at_any_moment(directory: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_thousands_of_moments(directory: Path, seed: int) -> None:
-    assert told("moments", directory, 1000, seed)["kills"] == 1000
+    assert counts_of("moments", directory, 1000, seed)["kills"] == 1000
 
 
 def test_the_program_loads_no_torch() -> None:

@@ -130,9 +130,9 @@ def test_each_changed_byte_is_found(data: st.DataObject) -> None:
     value = data.draw(st.integers(0, 255).filter(lambda value: value != text[place]))
     changed = text[:place] + bytes([value]) + text[place + 1 :]
     try:
-        found = manifest.parse(changed)
-        same = found["content"] == content and found["crc32"] == manifest._sum(content)
-        refused = found.keys() != {"crc32", "content"} or found["crc32"] != manifest._sum(found["content"])
+        record = manifest.parse(changed)
+        same = record["content"] == content and record["crc32"] == manifest._sum(content)
+        refused = record.keys() != {"crc32", "content"} or record["crc32"] != manifest._sum(record["content"])
     except (ValueError, TypeError, KeyError, AttributeError, manifest.FormatError):
         return
     assert refused or same  # white space alone

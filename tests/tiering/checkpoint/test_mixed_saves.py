@@ -49,9 +49,9 @@ def assert_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     message = str(caught.value)
     assert "files of two saves are mixed in this directory" in message
     assert any(f"{path / name} is damaged:" in message for name in names_of(path)), message
-    found = inspect(path)
-    assert not found.whole
-    assert all("files of two saves are mixed" in damage.problem for damage in found.damage), found.damage
+    report = inspect(path)
+    assert not report.whole
+    assert all("files of two saves are mixed" in damage.problem for damage in report.damage), report.damage
     for arguments in (["inspect", str(path)], ["convert", str(path), str(tmp_path / "converted")]):
         assert cli.main(arguments) == 1
         assert "files of two saves are mixed" in "".join(capsys.readouterr())

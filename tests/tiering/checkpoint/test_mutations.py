@@ -38,13 +38,13 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def loaded(path: Path) -> dict[str, Any]:
     """All that a load could read of the checkpoint ``path``; it names what is wrong otherwise."""
     checkpoint = open_checkpoint(path)
-    found: dict[str, Any] = {"step": checkpoint.manifest.step, "parameters": checkpoint.manifest.parameters}
+    content: dict[str, Any] = {"step": checkpoint.manifest.step, "parameters": checkpoint.manifest.parameters}
     for kind, files in {"weights": checkpoint.weights, **checkpoint.states}.items():
-        found[kind] = tensors_of(files)
+        content[kind] = tensors_of(files)
     for number in range(checkpoint.manifest.world_size):
         rank = checkpoint.rank(number)
-        found[f"rank {number}"] = rank.content, rank.buffers, tensors_of(rank.tensors)
-    return found
+        content[f"rank {number}"] = rank.content, rank.buffers, tensors_of(rank.tensors)
+    return content
 
 
 def tensors_of(files: WeightFiles) -> dict[str, bytes]:
@@ -68,7 +68,7 @@ def assert_found_or_harmless(saves: tuple[Path, Path], tmp_path: Path, count: in
     for number in range(count):
         done = mutations.apply(tmp_path / "edited", number)
         try:
-            found = loaded(tmp_path / "edited")
+            content = loaded(tmp_path / "edited")
         except (CheckpointError, WeightsError):
             counts["found"] += 1
             assert not inspect(tmp_path / "edited").whole, f"seed {seed}, {done}: inspect calls it whole"
@@ -76,13 +76,13 @@ def assert_found_or_harmless(saves: tuple[Path, Path], tmp_path: Path, count: in
             counts["harmless"] += 1
             # Of checkpoint.json the content is sealed, and of all other files each byte is.
             assert MANIFEST in done, f"seed {seed}, {done}: nobody has noticed"
-            assert found == whole, f"seed {seed}, {done}: it loads, with something else"
+            assert content == whole, f"seed {seed}, {done}: it loads, with something else"
             assert inspect(tmp_path / "edited").whole, f"seed {seed}, {done}: inspect calls it damaged"
         try:
-            made = converted(tmp_path / "edited", tmp_path / f"converted{number}")
+            tensors = converted(tmp_path / "edited", tmp_path / f"converted{number}")
         except (CheckpointError, WeightsError):
             continue
-        assert made == weights, f"seed {seed}, {done}: it converts, to something else"
+        assert tensors == weights, f"seed {seed}, {done}: it converts, to something else"
     return counts
 
 

@@ -97,9 +97,9 @@ def found_after_each(image: Path, *, synced: bool = True) -> set[tuple[int, tupl
 
 @pytest.mark.slow
 def test_what_ext4_leaves_is_whole(image: Path) -> None:
-    found = found_after_each(image)
-    assert {saved for saved, _ in found} == set(range(-1, SAVES))
-    assert {(0, 0), (0, 1), (1, 0), (1, 1)} <= {what for _, what in found}
+    states = found_after_each(image)
+    assert {saved for saved, _ in states} == set(range(-1, SAVES))
+    assert {(0, 0), (0, 1), (1, 0), (1, 1)} <= {kind for _, kind in states}
 
 
 @pytest.mark.slow

@@ -79,9 +79,9 @@ def test_threads_that_save_at_once_are_one_after_the_other(checkpoints: Checkpoi
     for thread in threads:
         thread.join()
     assert failed == []
-    found = tags(checkpoints)
-    assert found
-    assert all((checkpoints.path / tag / "weights").read_text() == f"weights of {tag}" for tag in found)
+    complete = tags(checkpoints)
+    assert complete
+    assert all((checkpoints.path / tag / "weights").read_text() == f"weights of {tag}" for tag in complete)
     assert checkpoints.partials() == []
     for directory in directories:
         directory.close()
@@ -225,11 +225,11 @@ def test_where_there_are_no_locks_nothing_of_others_is_swept(
     with failing(monkeypatch, run_lock.fcntl, "flock", 0, errno.ENOSYS):
         checkpoints.lock()
     assert "has no locks (Function not implemented): two runs that save there are not detected" in caplog.text
-    left = checkpoints.begin("global_step1", run=OURS)
+    partial = checkpoints.begin("global_step1", run=OURS)
     checkpoints.close()
     with failing(monkeypatch, run_lock.fcntl, "flock", 0, errno.ENOLCK):
         save(checkpoints, "global_step1")
-    assert checkpoints.partials() == [left]
+    assert checkpoints.partials() == [partial]
     checkpoints.close()
     with (
         failing(monkeypatch, run_lock.fcntl, "flock", 0, errno.EIO),

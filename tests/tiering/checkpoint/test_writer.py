@@ -31,8 +31,8 @@ def written(path: Path, output: Output, tensors: dict[str, np.ndarray], cuts: li
     specs = [TensorSpec(name, "F32", tensor.shape) for name, tensor in tensors.items()]
     sums = np.zeros(pages_of(specs, {"a": "5"}), dtype="<u4")
 
-    def put(page: int, found: np.ndarray) -> None:
-        sums[page : page + found.size] = found
+    def put(page: int, values: np.ndarray) -> None:
+        sums[page : page + values.size] = values
 
     file = TensorFileWriter(path, specs, {"a": "5"}, output=output, on_sums=put)
     content = b"".join(tensor.tobytes() for tensor in tensors.values())
@@ -56,9 +56,9 @@ def test_whatever_is_appended_in_whatever_pieces(
     }
     with Output() as output:
         sums = written(path, output, tensors, cuts)
-    found = load_file(path)
-    assert found.keys() == tensors.keys()
-    assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
+    assert all(np.array_equal(loaded[name], tensors[name]) for name in tensors)
     content = np.fromfile(path, np.uint8)
     (length,) = struct.unpack("<Q", content[:8].tobytes())
     assert (8 + length) % PAGE == 0, "tensors do not begin on a page"

@@ -165,10 +165,10 @@ def test_json_has_everything(check: Check) -> None:
     code, out, _ = check(
         GOOD | {"steps_per_print": float("inf"), "flops_profiler": {"enabled": False}}, "--json"
     )
-    told = json.loads(out, parse_constant=pytest.fail)
-    assert (told["schema_version"], told["version"], told["exit_code"], code) == (1, 1, 0, 0)
-    assert told["counts"] == {"honoured": 4, "mapped": 0, "no effect": 1, "deprecated": 0, "refused": 0}
-    assert told["keys"][-1] == {
+    report = json.loads(out, parse_constant=pytest.fail)
+    assert (report["schema_version"], report["version"], report["exit_code"], code) == (1, 1, 0, 0)
+    assert report["counts"] == {"honoured": 4, "mapped": 0, "no effect": 1, "deprecated": 0, "refused": 0}
+    assert report["keys"][-1] == {
         "key": "flops_profiler",
         "value": {"enabled": False},
         "class": "no effect",
@@ -177,12 +177,12 @@ def test_json_has_everything(check: Check) -> None:
         "off": True,
         "line": 10,
     }
-    defaults = {each["key"]: each["value"] for each in told["defaults"]}
+    defaults = {each["key"]: each["value"] for each in report["defaults"]}
     assert defaults["gradient_clipping"] == 1.0
     assert "bf16.enabled" not in defaults, "it selects one of three precisions, and has no default"
     assert defaults["train_micro_batch_size_per_gpu"] == 4
     assert defaults["zero_optimization.offload_optimizer.device"] == "none"
-    assert not {each["key"] for each in told["keys"]} & set(defaults)
+    assert not {each["key"] for each in report["keys"]} & set(defaults)
 
 
 def test_narrow_terminals_have_a_line_for_what_it_does(check: Check) -> None:
@@ -206,25 +206,25 @@ def test_whoever_reads_may_have_seen_enough(tmp_path: Path) -> None:
     os.close(reads)
     for flags in ([], ["--json"]):
         command = [sys.executable, "-m", "tiering.cli", "check", str(file), *flags]
-        ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
-        assert (ended.returncode, ended.stderr) == (141, "")
+        process = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+        assert (process.returncode, process.stderr) == (141, "")
     os.close(writes)
 
 
 def test_a_configuration_may_come_from_another_program() -> None:
     command = [sys.executable, "-m", "tiering.cli", "check", "-", "--json"]
-    ended = subprocess.run(command, input=json.dumps(GOOD), capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert json.loads(ended.stdout)["outcome"].startswith("batch 4")
+    process = subprocess.run(command, input=json.dumps(GOOD), capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert json.loads(process.stdout)["outcome"].startswith("batch 4")
 
 
 def test_names_reach_a_terminal_as_it_can_show_them() -> None:
     file = json.dumps(GOOD | {"ключ": 1, "\x1b[31mred": 2, "": 3, "a.b": 4}, ensure_ascii=False)
     command = [sys.executable, "-m", "tiering.cli", "check", "-"]
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "140"}
-    ended = subprocess.run(command, input=file.encode(), capture_output=True, env=environment, check=False)
-    assert ended.returncode == 1
-    assert r"\u043a\u043b\u044e\u0447" in ended.stdout.decode("ascii")
-    assert b"\x1b" not in ended.stdout + ended.stderr
-    keys = [line.split(": ")[2] for line in ended.stderr.decode().splitlines()]
+    process = subprocess.run(command, input=file.encode(), capture_output=True, env=environment, check=False)
+    assert process.returncode == 1
+    assert r"\u043a\u043b\u044e\u0447" in process.stdout.decode("ascii")
+    assert b"\x1b" not in process.stdout + process.stderr
+    keys = [line.split(": ")[2] for line in process.stderr.decode().splitlines()]
     assert keys == [r"\u043a\u043b\u044e\u0447", r'"\u001b[31mred"', '""', '"a.b"']

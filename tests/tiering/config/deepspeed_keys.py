@@ -134,7 +134,7 @@ def plain(default: Any) -> dict[str, Any]:
     return {}
 
 
-def found(path: str) -> Any:
+def member(path: str) -> Any:
     """The class at the dotted ``path``, of torch or of DeepSpeed."""
     module, _, name = (path if path.startswith("torch.") else f"deepspeed.{path}").rpartition(".")
     return getattr(__import__(module, fromlist=[name]), name)
@@ -161,11 +161,11 @@ def fields(model: Any, prefix: str) -> dict[str, dict[str, Any]]:
 
 def parameters(path: str, skip: int) -> dict[str, dict[str, Any]]:
     """What the class at ``path`` takes, after the first ``skip``."""
-    given = list(inspect.signature(found(path)).parameters.values())[skip:]
+    arguments = list(inspect.signature(member(path)).parameters.values())[skip:]
     return {
-        one.name: plain(one.default) if one.default is not inspect.Parameter.empty else {"required": True}
-        for one in given
-        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        each.name: plain(each.default) if each.default is not inspect.Parameter.empty else {"required": True}
+        for each in arguments
+        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
     }
 
 
@@ -173,13 +173,13 @@ def main() -> None:
     import deepspeed
     from deepspeed.runtime import config as reader
 
-    asked = Asked({**READ, "train_batch_size": {}})
-    asked["train_batch_size"] = 1
+    config = Asked({**READ, "train_batch_size": {}})
+    config["train_batch_size"] = 1
     for name, path in MODELS.items():
-        Asked.noted.update(fields(found(path), f"{name}."))
-    reader.DeepSpeedConfig(asked)
-    asked["zero_optimization"] = True
-    reader.get_zero_config(asked)
+        Asked.noted.update(fields(member(path), f"{name}."))
+    reader.DeepSpeedConfig(config)
+    config["zero_optimization"] = True
+    reader.get_zero_config(config)
     pipeline = reader.get_pipeline_config({})
     Asked.noted |= {f"pipeline.{name}": plain(default) for name, default in pipeline.items()}
     Asked.noted |= {key: {"default": default} for key, default in ELSEWHERE.items()}
@@ -192,7 +192,7 @@ def main() -> None:
         kind: {path.rpartition(".")[2]: parameters(path, 1) for path in paths}
         for kind, paths in OPTIMIZERS.items()
     }
-    told = {
+    table = {
         "deepspeed": deepspeed.__version__,
         "keys": {key: Asked.noted[key] for key in sorted({*Asked.noted} - sections - {*removed})},
         "removed": sorted(removed),
@@ -201,8 +201,8 @@ def main() -> None:
         "taken": TAKEN,
         "schedules": {name: parameters(f"runtime.lr_schedules.{name}", 1) for name in SCHEDULES},
     }
-    KEYS.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"{len(told['keys'])} keys of DeepSpeed {told['deepspeed']} in {KEYS}", file=sys.stderr)
+    KEYS.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(f"{len(table['keys'])} keys of DeepSpeed {table['deepspeed']} in {KEYS}", file=sys.stderr)
 
 
 if __name__ == "__main__":

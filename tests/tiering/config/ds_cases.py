@@ -93,8 +93,8 @@ def without(path: str, base: dict[str, Any] = MINIMAL) -> dict[str, Any]:
 
 
 def entry(report: KeyReport, key: str) -> KeyEntry:
-    (found,) = [entry for entry in report.entries if entry.key == key]
-    return found
+    (entry,) = [entry for entry in report.entries if entry.key == key]
+    return entry
 
 
 def refusal(config: dict[str, Any], world_size: int = 1) -> str:

@@ -79,9 +79,9 @@ def content(shape: Shape) -> dict[str, Any]:
     return read
 
 
-def names(given: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def names(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """The dotted paths of all keys that are no sections."""
-    for name, value in given.items():
+    for name, value in section.items():
         if isinstance(value, dict) and value:
             yield from names(value, f"{prefix}{name}.")
         else:
@@ -94,8 +94,8 @@ def _read(path: Path) -> Shape:
     for text, comment in _lines(path):
         if not sections and not text:
             _take(shape, comment)
-        elif found := _KEY.match(text):
-            name, value = found.groups()
+        elif match := _KEY.match(text):
+            name, value = match.groups()
             if fate := _FATE.match(comment):
                 verdict, auto, words = fate.groups()
                 origin = Origin.AUTO if auto else Origin.FILE
@@ -112,26 +112,26 @@ def _read(path: Path) -> Shape:
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Each line without and with only its comment."""
     for line in path.read_text(encoding="utf-8").splitlines():
-        found = _COMMENT.search(line)
-        yield (line[: found.start()] if found else line).strip(), found[1].strip() if found else ""
+        match = _COMMENT.search(line)
+        yield (line[: match.start()] if match else line).strip(), match[1].strip() if match else ""
 
 
 def _take(shape: Shape, comment: str) -> None:
-    found = _KNOWN.match(comment)
-    if found is None:
+    match = _KNOWN.match(comment)
+    if match is None:
         return
-    what, _, name = found[1].partition(" ")
-    if what == "argument":
-        shape.arguments[name] = json.loads(found[2])
-    elif what == "environment":
-        shape.environment[name] = found[2]
-    elif what == "gives":
-        shape.gives[name] = json.loads(found[2])
-    elif what == "absent":
-        shape.absent[name] = found[2]
-    elif what == "replaced":
-        shape.replaced.append(found[2])
-    elif what == "dtype":
-        shape.dtype = found[2]
+    kind, _, name = match[1].partition(" ")
+    if kind == "argument":
+        shape.arguments[name] = json.loads(match[2])
+    elif kind == "environment":
+        shape.environment[name] = match[2]
+    elif kind == "gives":
+        shape.gives[name] = json.loads(match[2])
+    elif kind == "absent":
+        shape.absent[name] = match[2]
+    elif kind == "replaced":
+        shape.replaced.append(match[2])
+    elif kind == "dtype":
+        shape.dtype = match[2]
     else:
-        setattr(shape, what, int(found[2]))
+        setattr(shape, kind, int(match[2]))

@@ -190,14 +190,14 @@ def test_defaults_are_deepspeeds() -> None:
 
 def _sections(model: type[BaseModel]) -> set[type[BaseModel]]:
     """``model`` and every section below it, also where it is one of several or may be missing."""
-    found = {model}
+    models = {model}
     kinds = [info.annotation for info in model.model_fields.values()]
     while kinds:
         kind = kinds.pop()
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found |= _sections(kind)
+            models |= _sections(kind)
         kinds += get_args(kind)
-    return found
+    return models
 
 
 def test_every_field_is_described() -> None:
@@ -329,11 +329,11 @@ def test_only_a_bf16_parameter_is_half_of_its_master(state: str, precision: str)
     if precision == "bf16" or not state.startswith("split"):
         assert tiers_of({"state": state}, precision=precision).state == state
         return
-    ((key, told),) = problems({"state": state}, precision=precision)
+    ((key, message),) = problems({"state": state}, precision=precision)
     remedy = "bf16" if state == "split+bf16" else "fp32"
     assert key == "tiering.state"
-    assert f"{state!r} with precision {precision}: only a bf16 parameter is" in told
-    assert f"set bf16.enabled to true, or state to {remedy!r}" in told
+    assert f"{state!r} with precision {precision}: only a bf16 parameter is" in message
+    assert f"set bf16.enabled to true, or state to {remedy!r}" in message
 
 
 IN_BACKWARD = {"step_in_backward": True}
@@ -351,9 +351,9 @@ IN_BACKWARD = {"step_in_backward": True}
     ],
 )
 def test_what_needs_all_gradients_forbids_steps_in_backward(values: dict[str, object], message: str) -> None:
-    ((key, told),) = problems(IN_BACKWARD, **values)
+    ((key, text),) = problems(IN_BACKWARD, **values)
     assert key == "tiering.step_in_backward"
-    assert re.search(message, told)
+    assert re.search(message, text)
     assert not tiers_of({}, **values).step_in_backward
 
 
@@ -372,8 +372,8 @@ def test_steps_in_backward_are_taken_where_nothing_forbids_them(values: dict[str
 
 
 def test_every_key_that_does_not_suit_is_told_at_once() -> None:
-    told = problems(IN_BACKWARD | {"state": "split"}, precision="fp16", gradient_clipping=1.0)
-    assert [key for key, _ in told] == ["tiering.state", *["tiering.step_in_backward"] * 2]
+    messages = problems(IN_BACKWARD | {"state": "split"}, precision="fp16", gradient_clipping=1.0)
+    assert [key for key, _ in messages] == ["tiering.state", *["tiering.step_in_backward"] * 2]
 
 
 def test_values_are_read_as_written_in_files() -> None:
@@ -436,7 +436,7 @@ def test_every_schedule_has_its_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "read"),
+    ("setting", "read"),
     [
         ("/x", (Path("/x"),)),
         (["/x"], (Path("/x"),)),
@@ -445,8 +445,8 @@ def test_every_schedule_has_its_parameters() -> None:
         ("~/x", (Path.home() / "x",)),
     ],
 )
-def test_nvme_path_is_one_directory_or_several(given: object, read: tuple[Path, ...]) -> None:
-    assert OffloadConfig.model_validate({"device": "nvme", "nvme_path": given}).nvme_path == read
+def test_nvme_path_is_one_directory_or_several(setting: object, read: tuple[Path, ...]) -> None:
+    assert OffloadConfig.model_validate({"device": "nvme", "nvme_path": setting}).nvme_path == read
 
 
 def test_swap_directories_are_those_of_sections_on_nvme_each_once(

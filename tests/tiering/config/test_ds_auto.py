@@ -14,10 +14,10 @@ from .ds_cases import MINIMAL, changed, entry, refusal
 
 
 def test_auto_that_only_a_trainer_can_fill_is_refused() -> None:
-    told = refusal(changed("optimizer.params.lr", "auto"))
+    message = refusal(changed("optimizer.params.lr", "auto"))
     assert (
         "optimizer.params.lr: 'auto' needs a trainer's argument: set a number, or pass initialize(args=...)"
-        in told
+        in message
     )
     for path in ("zero_optimization.stage", "steps_per_print", "dataloader_drop_last"):
         assert f"{path}: 'auto' is only for keys that a trainer fills in; set a value" in refusal(
@@ -26,7 +26,7 @@ def test_auto_that_only_a_trainer_can_fill_is_refused() -> None:
 
 
 def test_auto_is_filled_in_from_what_is_known() -> None:
-    given = {
+    settings = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -50,7 +50,7 @@ def test_auto_is_filled_in_from_what_is_known() -> None:
         "warmup_ratio": 0.1,
         "max_steps": 105,
     }
-    config, report = load(given, world_size=4, context=LoadContext(arguments=arguments, dtype="bf16"))
+    config, report = load(settings, world_size=4, context=LoadContext(arguments=arguments, dtype="bf16"))
     assert {
         entry.origin for entry in report.entries if entry.key not in {"optimizer.type", "scheduler.type"}
     } == {Origin.AUTO}
@@ -72,16 +72,16 @@ def test_auto_is_filled_in_from_what_is_known() -> None:
     with pytest.raises(
         ConfigError, match=r"total_num_steps: 'auto' .* initialize\(args=...\) with max_steps"
     ):
-        load(given, context=LoadContext(arguments=arguments | {"max_steps": -1, "warmup_steps": 5}))
+        load(settings, context=LoadContext(arguments=arguments | {"max_steps": -1, "warmup_steps": 5}))
 
 
 def test_sections_that_initialize_replaces_ask_for_nothing() -> None:
-    given = MINIMAL | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    config, report = load(given, context=LoadContext(replaced=frozenset({"optimizer"})))
+    settings = MINIMAL | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    config, report = load(settings, context=LoadContext(replaced=frozenset({"optimizer"})))
     assert config.optimizer is None
     assert entry(report, "optimizer.params.lr").note == "replaced by the optimizer passed to initialize()"
     # a name that is wrong stays wrong
-    wrong = given | {"optimizer": {"type": "AdamW", "params": {"lerning_rate": 1}}}
+    wrong = settings | {"optimizer": {"type": "AdamW", "params": {"lerning_rate": 1}}}
     with pytest.raises(ConfigError, match=r"optimizer\.params\.lerning_rate: unknown key"):
         load(wrong, context=LoadContext(replaced=frozenset({"optimizer"})))
 
@@ -187,7 +187,7 @@ def test_a_trainer_that_evaluates_in_16_bits_computes_in_them() -> None:
 
 
 def test_the_filled_configuration_has_no_auto() -> None:
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "steps_per_print": None,
@@ -207,7 +207,7 @@ def test_the_filled_configuration_has_no_auto() -> None:
         arguments={"per_device_train_batch_size": 3, "learning_rate": 0.25, "warmup_steps": 4},
         replaced=frozenset({"scheduler"}),
     )
-    _, report = load(given, world_size=2, context=context)
+    _, report = load(settings, world_size=2, context=context)
     assert report.filled == {
         "train_batch_size": 6,
         "train_micro_batch_size_per_gpu": 3,
@@ -220,4 +220,4 @@ def test_the_filled_configuration_has_no_auto() -> None:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 160},
         "tiering": {"host_budget": "auto"},
     }
-    assert given["bf16"] == {"enabled": "auto"}
+    assert settings["bf16"] == {"enabled": "auto"}

@@ -40,7 +40,7 @@ def test_a_long_configuration_in_base64_is_no_path(wrapped: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         (None, "not NoneType"),
         (b"{}", "not bytes"),
@@ -49,15 +49,15 @@ def test_a_long_configuration_in_base64_is_no_path(wrapped: bool) -> None:
         (json.dumps(WHOLE) * 10, r"\.\.\..*No such file"),
     ],
 )
-def test_what_is_no_configuration_is_told_in_a_line(given: Any, message: str) -> None:
+def test_what_is_no_configuration_is_told_in_a_line(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        examine(given)
+        examine(settings)
     assert len(str(caught.value)) < 400
 
 
 def test_values_of_other_libraries_are_those_of_json() -> None:
     """As OmegaConf and numpy have them: mappings and sequences that are no dict and no list, scalars, arrays."""
-    given = UserDict(
+    settings = UserDict(
         WHOLE
         | {
             "train_batch_size": np.float32(8),
@@ -69,15 +69,17 @@ def test_values_of_other_libraries_are_those_of_json() -> None:
             ),
         }
     )
-    assert load(given)[0] == load(WHOLE)[0]
+    assert load(settings)[0] == load(WHOLE)[0]
     pair = np.array([1, 2])  # to ask whether it equals something raises
     for path in ("gradient_clipping", "amp", "steps_per_print"):
-        for said, told in ((pair, {}), ("auto", {"max_grad_norm": pair})):
-            _, report = examine({"train_batch_size": 8, path: said}, context=LoadContext(arguments=told))
+        for value, arguments in ((pair, {}), ("auto", {"max_grad_norm": pair})):
+            _, report = examine(
+                {"train_batch_size": 8, path: value}, context=LoadContext(arguments=arguments)
+            )
             assert [entry.key for entry in report.refused] == [path]
-    known = LoadContext(arguments={"learning_rate": np.float32(0.5), "max_steps": np.int64(9)})
+    context = LoadContext(arguments={"learning_rate": np.float32(0.5), "max_steps": np.int64(9)})
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
-    config, _ = load(adam(lr="auto") | {"scheduler": schedule}, context=known)
+    config, _ = load(adam(lr="auto") | {"scheduler": schedule}, context=context)
     assert config.optimizer is not None
     assert config.optimizer.lr == 0.5
 
@@ -87,17 +89,17 @@ def test_what_holds_itself_is_no_configuration(tmp_path: Path) -> None:
     circle["datastates_ckpt"] = {"of": circle}
     file = tmp_path / "deep.json"
     file.write_text('{"checkpoint": ' * 600 + "1" + "}" * 600, encoding="utf-8")
-    for given in (circle, file):
+    for settings in (circle, file):
         with pytest.raises(ConfigError, match="nested deeper than 100 levels"):
-            examine(given)
+            examine(settings)
 
 
-def given(**changes: Any) -> dict[str, Any]:
+def settings(**changes: Any) -> dict[str, Any]:
     return {"train_batch_size": 8} | changes
 
 
 def adam(kind: str = "Adam", **params: Any) -> dict[str, Any]:
-    return given(optimizer={"type": kind, "params": params})
+    return settings(optimizer={"type": kind, "params": params})
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_the_old_section_counts_where_the_new_one_is_not_there(
 ) -> None:
     """DeepSpeed 0.19 does not look at "bfloat16" if there is "bf16": what it trains in fp32 must not be bf16 here."""
     both: dict[str, Any] = {"bf16": section, "bfloat16": {"enabled": True}}
-    config, report = examine(given(**(dict(reversed(both.items())) if old_first else both)))
+    config, report = examine(settings(**(dict(reversed(both.items())) if old_first else both)))
     assert (config.precision if config else None) == precision
     if config is None:
         assert [entry.key for entry in report.refused] == ["bfloat16.enabled"]
@@ -143,7 +145,7 @@ def test_torchs_decay_is_for_the_class_that_deepspeed_makes(
 
 @pytest.mark.parametrize("value", [False, None, 0])
 def test_null_is_false_where_true_is_the_default(value: object) -> None:
-    for config in (adam(bias_correction=value), given(managed_gradient_accumulation=value)):
+    for config in (adam(bias_correction=value), settings(managed_gradient_accumulation=value)):
         _, report = examine(config)
         assert [entry.problem() for entry in report.refused if "delete the line" in entry.note]
     assert load(adam(bias_correction=True))[0] == load(adam())[0]
@@ -164,12 +166,12 @@ def test_the_name_of_a_class_is_no_name_of_an_optimizer(name: str, message: str)
 
 
 def test_one_beta_of_a_trainer_leaves_the_other_at_its_default() -> None:
-    for told, betas in (
+    for arguments, betas in (
         ({"adam_beta1": 0.8}, (0.8, 0.999)),
         ({"adam_beta2": 0.95}, (0.9, 0.95)),
         ({}, (0.9, 0.999)),
     ):
-        config, _ = load(adam(betas="auto"), context=LoadContext(arguments=told))
+        config, _ = load(adam(betas="auto"), context=LoadContext(arguments=arguments))
         assert config.optimizer is not None
         assert config.optimizer.betas == betas
 
@@ -179,15 +181,17 @@ def test_one_beta_of_a_trainer_leaves_the_other_at_its_default() -> None:
 def test_arguments_that_are_no_numbers_are_told_by_their_name(name: str, value: object) -> None:
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
     arguments = {"max_steps": 10, "warmup_steps": 0, "warmup_ratio": 0.1} | {name: value}
-    _, report = examine(given(scheduler=schedule), context=LoadContext(arguments=arguments))
+    _, report = examine(settings(scheduler=schedule), context=LoadContext(arguments=arguments))
     assert report.refused
     assert all(f"args.{name}" in entry.note for entry in report.refused)
 
 
 def test_the_batch_of_the_whole_is_what_the_trainer_has() -> None:
     """Where only train_batch_size is there, trainers fill in the product of theirs."""
-    known = LoadContext(arguments={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
-    config, report = load({"train_batch_size": "auto"}, world_size=3, context=known)
+    trainer_context = LoadContext(
+        arguments={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    )
+    config, report = load({"train_batch_size": "auto"}, world_size=3, context=trainer_context)
     assert (config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps) == (
         24,
         4,
@@ -196,7 +200,7 @@ def test_the_batch_of_the_whole_is_what_the_trainer_has() -> None:
     assert [(entry.value, entry.note) for entry in report.entries] == [
         (24, "computed from the other batch keys")
     ]
-    context = replace(known, strict=False)
+    context = replace(trainer_context, strict=False)
     config, _ = load({"train_batch_size": "auto", "gradient_accumulation_steps": 5}, context=context)
     assert (config.train_batch_size, config.gradient_accumulation_steps) == (20, 5)
 
@@ -221,7 +225,7 @@ def test_a_path_that_is_not_used_need_not_be_there(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
     for device in ("cpu", "none", None):
         section = {"nvme_path": "${SLURM_TMPDIR}/swap"} | ({"device": device} if device else {})
-        config, report = load(given(zero_optimization={"stage": 3, "offload_param": section}))
+        config, report = load(settings(zero_optimization={"stage": 3, "offload_param": section}))
         assert config.zero.offload_param.nvme_path == ()
         assert report.without_effect == ()
 
@@ -229,7 +233,7 @@ def test_a_path_that_is_not_used_need_not_be_there(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("path", ["~nobody-here/swap", ["/a", "~nobody-here/swap"]])
 def test_a_home_that_nobody_has_is_told_by_its_key(path: object) -> None:
     section = {"device": "nvme", "nvme_path": path}
-    _, report = examine(given(zero_optimization={"stage": 3, "offload_param": section}))
+    _, report = examine(settings(zero_optimization={"stage": 3, "offload_param": section}))
     assert [(entry.key, "'~nobody-here/swap'" in entry.note) for entry in report.refused] == [
         ("zero_optimization.offload_param.nvme_path", True)
     ]
@@ -237,7 +241,7 @@ def test_a_home_that_nobody_has_is_told_by_its_key(path: object) -> None:
 
 def test_the_directory_of_telemetry_may_be_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    config, _ = load(given(tiering={"telemetry": {"dir": "~/runs"}}))
+    config, _ = load(settings(tiering={"telemetry": {"dir": "~/runs"}}))
     assert config.tiering.telemetry.dir == Path("/home/me/runs")
 
 
@@ -251,13 +255,13 @@ def test_the_directory_of_telemetry_may_be_at_home(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_people_write_is_told_with_the_remedy(changes: dict[str, Any], message: str) -> None:
-    _, report = examine(given(**changes))
+    _, report = examine(settings(**changes))
     assert [message in entry.note for entry in report.refused] == [True]
 
 
 def test_a_name_that_begins_with_an_underscore_is_a_remark() -> None:
     config, report = load(
-        given(_comment="for the big node", zero_optimization={"_note": {"of": "ours"}, "stage": 2})
+        settings(_comment="for the big node", zero_optimization={"_note": {"of": "ours"}, "stage": 2})
     )
     assert config.zero.stage == 2
     remarks = {entry.key for entry in report.entries if entry.note == "comment: its name starts with _"}
@@ -268,18 +272,18 @@ def test_a_schedule_of_no_steps_has_no_effect_where_there_is_no_optimizer() -> N
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 0, "warmup_num_steps": 0}}
     config, report = load({"train_batch_size": 1, "scheduler": schedule})
     assert config.scheduler is None and not report.refused
-    _, trained = examine(given(scheduler=schedule, **adam(lr=1e-3)))
+    _, trained = examine(settings(scheduler=schedule, **adam(lr=1e-3)))
     assert [entry.key for entry in trained.refused] == ["scheduler.params.total_num_steps"]
 
 
 def test_parameters_that_a_stage_keeps_are_told_and_no_reason_to_fail() -> None:
     offload = {"offload_param": {"device": "nvme", "nvme_path": "$UNSET_HERE/x"}}
-    config, report = load(given(zero_optimization={"stage": 2, **offload}))
-    assert config.zero == load(given(zero_optimization={"stage": 2}))[0].zero
+    config, report = load(settings(zero_optimization={"stage": 2, **offload}))
+    assert config.zero == load(settings(zero_optimization={"stage": 2}))[0].zero
     assert [entry.key for entry in report.without_effect] == ["zero_optimization.offload_param.device"]
-    assert load(given(zero_optimization=offload))[0].zero.stage == 0
+    assert load(settings(zero_optimization=offload))[0].zero.stage == 0
     for wrong in ({"device": "disk"}, {"device": "cpu", "buffers": 4}):  # is still told
-        _, report = examine(given(zero_optimization={"stage": 2, "offload_param": wrong}))
+        _, report = examine(settings(zero_optimization={"stage": 2, "offload_param": wrong}))
         assert len(report.refused) == 1
 
 

@@ -22,16 +22,16 @@ def test_a_file_gets_its_report(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     for variable, value in shape.environment.items():
         monkeypatch.setenv(variable, value)
     config, report = examine(shape.path, world_size=shape.ranks, context=shape.known)
-    told = {entry.key: entry for entry in report.entries}
-    assert len(told) == len(report.entries)
-    assert {(key, str(told[key].verdict), str(told[key].origin)) for key in told.keys() - shape.absent} == {
-        (key, str(fate.verdict), str(fate.origin)) for key, fate in shape.fates.items()
-    }
+    entries = {entry.key: entry for entry in report.entries}
+    assert len(entries) == len(report.entries)
+    assert {
+        (key, str(entries[key].verdict), str(entries[key].origin)) for key in entries.keys() - shape.absent
+    } == {(key, str(fate.verdict), str(fate.origin)) for key, fate in shape.fates.items()}
     expected = shape.absent | {key: fate.words for key, fate in shape.fates.items()}
-    assert {key: words for key, words in expected.items() if words not in told[key].note} == {}
+    assert {key: words for key, words in expected.items() if words not in entries[key].note} == {}
     # what is not in the report by itself is part of a section that is
     for key in names(content(shape)):
-        assert any(key == known or key.startswith(f"{known}.") for known in told), key
+        assert any(key == entry or key.startswith(f"{entry}.") for entry in entries), key
 
     if config is None:
         assert {entry.key for entry in report.refused} == shape.refused != set()

@@ -112,13 +112,13 @@ def test_defaults_are_deepspeeds() -> None:
 
 
 def test_what_deepspeed_does_by_default_is_never_refused() -> None:
-    asked = {
+    defaults = {
         key: about["default"]
         for key, about in THERE.items()
         if "default" in about and key in KEYS and KEYS[key].verdict is KeyVerdict.REFUSED
     }
-    assert len(asked) > 15
-    assert [key for key, default in asked.items() if not KEYS[key].requests_nothing(default)] == []
+    assert len(defaults) > 15
+    assert [key for key, default in defaults.items() if not KEYS[key].requests_nothing(default)] == []
 
 
 # Random keys and values in the files of ``ds_files/``
@@ -127,14 +127,14 @@ def test_what_deepspeed_does_by_default_is_never_refused() -> None:
 def free(section: str) -> bool:
     """Whether the names in ``section`` are the user's own, or of a feature that nobody has any more."""
     return any(
-        f"{section}.".startswith(f"{known}.") for known in (*DEEPSPEED["open"], *DEEPSPEED["removed"], *OLD)
+        f"{section}.".startswith(f"{entry}.") for entry in (*DEEPSPEED["open"], *DEEPSPEED["removed"], *OLD)
     )
 
 
-def sections(given: dict[str, Any], path: str = "") -> Iterator[str]:
+def sections(section: dict[str, Any], path: str = "") -> Iterator[str]:
     """The dotted paths of all objects in ``given``, the whole first."""
     yield path
-    for name, value in given.items():
+    for name, value in section.items():
         if isinstance(value, dict):
             yield from sections(value, f"{path}.{name}" if path else name)
 
@@ -170,13 +170,13 @@ def test_an_unknown_key_anywhere_is_refused_by_its_name(place: tuple[str, str], 
         return
     shape = shapes()[file]
     _, before = examine(FILES[file], world_size=shape.ranks, context=shape.known)
-    given = with_value(FILES[file], key, True)
-    config, report = examine(given, world_size=shape.ranks, context=shape.known)
+    settings = with_value(FILES[file], key, True)
+    config, report = examine(settings, world_size=shape.ranks, context=shape.known)
     assert config is None
     spelled = key.removesuffix(name) + (name if name.isprintable() else json.dumps(name))
     assert {entry.key for entry in report.refused} == {spelled} | {entry.key for entry in before.refused}
-    (told,) = [entry.note for entry in report.refused if entry.key == spelled]
-    assert told.startswith("unknown key; ")
+    (note,) = [entry.note for entry in report.refused if entry.key == spelled]
+    assert note.startswith("unknown key; ")
 
 
 def test_one_letter_less_is_told_with_the_right_name() -> None:
@@ -186,12 +186,12 @@ def test_one_letter_less_is_told_with_the_right_name() -> None:
         if free(section):
             continue
         wrong = f"{name[: len(name) // 2]}{name[len(name) // 2 + 1 :]}"  # without the letter in its middle
-        given: dict[str, Any] = {wrong: True}
+        settings: dict[str, Any] = {wrong: True}
         for above in reversed(section.split(".") if section else []):
-            given = {above: given}
-        _, report = examine({"train_batch_size": 1} | given)
-        told = {entry.key: entry.note for entry in report.refused}
-        note = told.get(f"{section}.{wrong}" if section else wrong, "taken in silence")
+            settings = {above: settings}
+        _, report = examine({"train_batch_size": 1} | settings)
+        notes = {entry.key: entry.note for entry in report.refused}
+        note = notes.get(f"{section}.{wrong}" if section else wrong, "taken in silence")
         if not re.fullmatch(rf"unknown key; did you mean ([a-z_0-9.]+ or )?([a-z_0-9.]+\.)?{name}\?", note):
             untold[key] = note
     assert untold == {}
@@ -200,11 +200,11 @@ def test_one_letter_less_is_told_with_the_right_name() -> None:
 @given(st.lists(st.sampled_from(LEAVES), min_size=1, max_size=4))
 def test_auto_anywhere_is_filled_in_or_refused(places: list[tuple[str, str]]) -> None:
     file = places[0][0]
-    given = FILES[file]
+    settings = FILES[file]
     for path in [path for name, path in places if name == file]:
-        given = with_value(given, path, "auto")
+        settings = with_value(settings, path, "auto")
     shape = shapes()[file]
-    config, report = examine(given, world_size=shape.ranks, context=shape.known)
+    config, report = examine(settings, world_size=shape.ranks, context=shape.known)
     assert (config is None) == bool(report.refused)
     assert all(entry.note for entry in report.refused)
     if config is not None:
@@ -219,10 +219,10 @@ def test_auto_is_the_default_where_deepspeed_drops_the_word() -> None:
     for key in THERE:
         if key.startswith(dropped) and key in KEYS and key != "zero_optimization.stage":
             *above, name = key.split(".")
-            given: Any = {name: "auto"}
+            settings: Any = {name: "auto"}
             for section in reversed(above):
-                given = {section: given}
-            config, _ = examine({"train_batch_size": 1} | given)
+                settings = {section: settings}
+            config, _ = examine({"train_batch_size": 1} | settings)
             if config != load({"train_batch_size": 1})[0]:
                 wrong.append(key)
     assert wrong == []

@@ -60,11 +60,11 @@ def test_a_usual_zero3_nvme_file_passes() -> None:
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
+    keys = []
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        found += leaves(value, f"{key}.") if isinstance(value, dict) and key in SECTIONS else [key]
-    return found
+        keys += leaves(value, f"{key}.") if isinstance(value, dict) and key in SECTIONS else [key]
+    return keys
 
 
 def test_the_report_holds_every_given_key_in_order() -> None:
@@ -240,23 +240,23 @@ def test_what_cannot_change_the_numbers_is_let_be_with_a_reason(path: str, value
     base = changed("train_batch_size", 2)
     config, report = load(changed(path, value, base), world_size=2)
     assert config == load(base, world_size=2)[0]
-    assert [(found.key, found.verdict) for found in report.without_effect] == [(path, KeyVerdict.NO_EFFECT)]
+    assert [(entry.key, entry.verdict) for entry in report.without_effect] == [(path, KeyVerdict.NO_EFFECT)]
     assert why in report.without_effect[0].note
 
 
 def test_a_sum_of_gradients_is_their_average_in_one_process_only() -> None:
-    given = changed("gradient_allreduce_op", "sum", changed("train_batch_size", 3))
-    assert load(given)[0] == load(changed("train_batch_size", 3))[0]
-    message = refusal(given, world_size=3)
+    settings = changed("gradient_allreduce_op", "sum", changed("train_batch_size", 3))
+    assert load(settings)[0] == load(changed("train_batch_size", 3))[0]
+    message = refusal(settings, world_size=3)
     assert "gradient_allreduce_op: 'sum' is not supported in this version" in message
     assert "multiply the loss by 3" in message
 
 
 @pytest.mark.parametrize(
-    ("given", "read"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), (None, "auto")]
+    ("setting", "read"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), (None, "auto")]
 )
-def test_gradients_between_ranks_have_a_dtype(given: str | None, read: str) -> None:
-    config, _ = load(changed("communication_data_type", given))
+def test_gradients_between_ranks_have_a_dtype(setting: str | None, read: str) -> None:
+    config, _ = load(changed("communication_data_type", setting))
     assert config.tiering.reduce_dtype == read
     assert load(changed("tiering.reduce_dtype", read))[0] == config
     assert "one of fp32, bf16, fp16 is needed, not 'int8'" in refusal(
@@ -274,16 +274,16 @@ def test_ranks_wait_for_each_other_as_long_as_configured() -> None:
 
 
 def test_steps_in_backward_are_for_one_process() -> None:
-    given = changed("tiering.step_in_backward", True, UNCLIPPED | {"train_batch_size": 2})
-    assert load(given)[0].tiering.step_in_backward
-    message = refusal(given, world_size=2)
+    settings = changed("tiering.step_in_backward", True, UNCLIPPED | {"train_batch_size": 2})
+    assert load(settings)[0].tiering.step_in_backward
+    message = refusal(settings, world_size=2)
     assert "tiering.step_in_backward: true with 2 ranks is not supported in this version" in message
     assert "set step_in_backward to false, or run one process" in message
 
 
 def test_leaf_modules_are_honoured() -> None:
-    given = {"classes": "Experts", "name_suffixes": ["mlp", "moe"]}
-    config, report = load(changed("zero_optimization.leaf_module", given))
+    section = {"classes": "Experts", "name_suffixes": ["mlp", "moe"]}
+    config, report = load(changed("zero_optimization.leaf_module", section))
     leaf = config.zero.leaf_module
     assert (leaf.classes, leaf.names, leaf.name_suffixes) == (("Experts",), (), ("mlp", "moe"))
     assert entry(report, "zero_optimization.leaf_module.classes").verdict is KeyVerdict.HONOURED
@@ -344,11 +344,11 @@ def test_two_keys_for_one_setting_must_agree() -> None:
 
 
 def test_what_the_io_engine_can_do_is_honoured() -> None:
-    given: dict[str, Any] = json.loads(json.dumps(ZERO3_NVME))
-    given["zero_optimization"]["offload_param"]["nvme_path"] = ["/nvme0", "/nvme1"]
-    given["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/nvme2"
-    given["tiering"] = {"verify": True, "io": {"engine": "io_uring", "registered": False}}
-    config, report = load(given)
+    settings: dict[str, Any] = json.loads(json.dumps(ZERO3_NVME))
+    settings["zero_optimization"]["offload_param"]["nvme_path"] = ["/nvme0", "/nvme1"]
+    settings["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/nvme2"
+    settings["tiering"] = {"verify": True, "io": {"engine": "io_uring", "registered": False}}
+    config, report = load(settings)
     assert config.zero.offload_param.nvme_path == (Path("/nvme0"), Path("/nvme1"))
     assert config.zero.offload_optimizer.nvme_path == (Path("/nvme2"),)
     assert (config.tiering.verify, config.tiering.io.engine, config.tiering.io.registered) == (
@@ -394,8 +394,8 @@ def test_sections_must_be_sections() -> None:
 
 
 def test_problems_between_sections_are_told_by_the_key_of_the_tiers() -> None:
-    given = changed("tiering.step_in_backward", True, without("bf16", ZERO3_NVME))
-    message = refusal(changed("tiering.state", "split", given))
+    settings = changed("tiering.step_in_backward", True, without("bf16", ZERO3_NVME))
+    message = refusal(changed("tiering.state", "split", settings))
     assert message.startswith("[TIER-CONFIG] 2 problems")
     assert "tiering.state: 'split' with precision fp32: " in message
     assert "tiering.step_in_backward: true with gradient_clipping 1: " in message
@@ -409,13 +409,13 @@ def test_the_state_format_is_honoured() -> None:
 
 @pytest.mark.parametrize("section", ["bf16", "bfloat16"])
 def test_checks_of_all_gradients_forbid_steps_in_backward(section: str) -> None:
-    given = changed(f"{section}.enabled", True, UNCLIPPED)
-    both = changed("tiering.step_in_backward", True, given)
+    settings = changed(f"{section}.enabled", True, UNCLIPPED)
+    both = changed("tiering.step_in_backward", True, settings)
     key = f"{section}.check_grad_overflow"
     assert load(both)[0].tiering.step_in_backward
     config, report = load(changed(key, False, both))
-    assert config.tiering.step_in_backward and key not in {one.key for one in report.without_effect}
-    assert not load(changed(key, True, given))[1].refused
+    assert config.tiering.step_in_backward and key not in {entry.key for entry in report.without_effect}
+    assert not load(changed(key, True, settings))[1].refused
     message = refusal(changed(key, True, both))
     assert f"{key}: True with tiering.step_in_backward" in message
     assert "set check_grad_overflow to false, or step_in_backward to false" in message

@@ -73,14 +73,14 @@ def test_a_page_tells_every_value_in_effect_and_its_origin_but_no_secret() -> No
     )
     text = Description(configuration=report.status()).to_json()
     assert "xyzzy" not in text
-    told = Description.from_json(text).configuration
-    assert told is not None
-    assert told.outcome == report.outcome
-    settings = {setting.key: setting for setting in told.settings}
+    configuration = Description.from_json(text).configuration
+    assert configuration is not None
+    assert configuration.outcome == report.outcome
+    settings = {setting.key: setting for setting in configuration.settings}
     assert len(settings) == len(report.entries) + len(report.defaults)
     clipping, micro = settings["gradient_clipping"], settings["train_micro_batch_size_per_gpu"]
     assert (clipping.value, clipping.origin, clipping.verdict) == (0.5, "file", "honoured")
     assert (micro.value, micro.origin) == (config.micro_batch_size, "auto")
     stage = settings["zero_optimization.stage"]
     assert (stage.value, stage.origin) == (config.zero.stage, "default")
-    assert json.dumps([one.value for one in told.settings]).count(HIDDEN) == 2
+    assert json.dumps([setting.value for setting in configuration.settings]).count(HIDDEN) == 2

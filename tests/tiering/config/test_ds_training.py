@@ -53,12 +53,12 @@ def test_a_rule_by_its_name_in_any_case(kind: str) -> None:
     ],
 )
 def test_the_numbers_of_a_rule(kind: str, params: dict[str, Any], fields: dict[str, Any]) -> None:
-    found = read(optimizer=optimizer(kind, **params)).optimizer
-    assert found is not None
-    given = {"adam_w_mode": "decoupled"}
-    expected = {given.get(name, name): value for name, value in params.items()} | fields
-    assert found == OptimizerConfig.model_validate({"type": kind} | expected)
-    assert {name: getattr(found, name) for name in fields} == fields
+    config = read(optimizer=optimizer(kind, **params)).optimizer
+    assert config is not None
+    renamed = {"adam_w_mode": "decoupled"}
+    expected = {renamed.get(name, name): value for name, value in params.items()} | fields
+    assert config == OptimizerConfig.model_validate({"type": kind} | expected)
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize("section", [None, {}, {"type": None}])
@@ -79,29 +79,29 @@ def test_a_key_that_a_rule_does_not_have_is_named(kind: str) -> None:
     for key in (key for key in KEYS if key.startswith(prefix)):
         name = key.removeprefix(prefix)
         _, report = examine({"train_batch_size": 1, "optimizer": optimizer(kind, **{name: 0.5})})
-        told = {entry.key: entry.note for entry in report.refused}.get(key, "")
-        assert told.startswith(f"{kind} has no {name}; it has lr, ") == (
+        note = {entry.key: entry.note for entry in report.refused}.get(key, "")
+        assert note.startswith(f"{kind} has no {name}; it has lr, ") == (
             name not in PARAMS_BY_TYPE["optimizer"][kind]
         )
 
 
 def test_the_parameters_of_a_rule_are_those_of_torch() -> None:
     for kind in ("SGD", "Adagrad", "AdamW"):
-        made = getattr(torch.optim, kind)([torch.nn.Parameter(torch.zeros(1))]).defaults
+        defaults = getattr(torch.optim, kind)([torch.nn.Parameter(torch.zeros(1))]).defaults
         # adam_w_mode, torch_adam and the like are DeepSpeed's own
         own = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
         own |= {"max_grad_norm", "amsgrad"} if kind == "Adagrad" else {"max_grad_norm"}
-        known = set(PARAMS_BY_TYPE["optimizer"][kind]) - own
-        assert known == made.keys() - {"decoupled_weight_decay"}
+        parameters = set(PARAMS_BY_TYPE["optimizer"][kind]) - own
+        assert parameters == defaults.keys() - {"decoupled_weight_decay"}
         if kind != "AdamW":
-            assert RULES[kind] == {name: made[name] for name in RULES[kind]}
+            assert RULES[kind] == {name: defaults[name] for name in RULES[kind]}
 
 
 def test_torchs_adamw_has_a_decay_of_its_own() -> None:
     def decay(kind: str, **params: Any) -> float:
-        found = read(optimizer=optimizer(kind, **params)).optimizer
-        assert found is not None
-        return found.weight_decay
+        config = read(optimizer=optimizer(kind, **params)).optimizer
+        assert config is not None
+        return config.weight_decay
 
     torchs = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).defaults["weight_decay"]
     assert decay("AdamW", torch_adam=True) == torchs == 0.01
@@ -113,11 +113,11 @@ def test_torchs_adamw_has_a_decay_of_its_own() -> None:
 
 def test_what_a_rule_cannot_do_is_refused() -> None:
     assert "not supported in this version" in refused(optimizer={"type": "Muon"})["optimizer.type"]
-    told = refused(optimizer={"type": "Adamax"})["optimizer.type"]
-    assert "the kernels are AdamW, Adam, Lion, Adagrad, SGD." in told
-    assert "initialize(optimizer=torch.optim.Adamax(...))" in told
-    told = refused(optimizer=optimizer("SGD", nesterov=True))
-    assert told == {"optimizer": "nesterov requires momentum > 0 and dampening 0"}
+    message = refused(optimizer={"type": "Adamax"})["optimizer.type"]
+    assert "the kernels are AdamW, Adam, Lion, Adagrad, SGD." in message
+    assert "initialize(optimizer=torch.optim.Adamax(...))" in message
+    message = refused(optimizer=optimizer("SGD", nesterov=True))
+    assert message == {"optimizer": "nesterov requires momentum > 0 and dampening 0"}
     assert (
         "negate the loss" in refused(optimizer=optimizer("SGD", maximize=True))["optimizer.params.maximize"]
     )
@@ -141,12 +141,12 @@ def test_a_schedule_is_read(kind: str, params: dict[str, Any]) -> None:
     scheduler = read(scheduler={"type": kind, "params": params}).scheduler
     assert scheduler is not None
     assert (scheduler.type, scheduler.params) == (kind, PARAMS[kind].model_validate(params))
-    found = {
+    outcomes = {
         entry[0]
         for key, entry in verdicts(scheduler={"type": kind, "params": params}).items()
         if key.startswith("scheduler.") and key != "scheduler.params"
     }
-    assert found == {KeyVerdict.HONOURED}
+    assert outcomes == {KeyVerdict.HONOURED}
 
 
 def test_lists_become_tuples_and_whole_numbers_whole() -> None:
@@ -170,17 +170,17 @@ def test_without_a_schedule_there_is_none(section: object) -> None:
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
 def test_auto_is_what_a_trainer_would_fill_in(kind: str) -> None:
-    given = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 5}
-    given |= {"total_num_steps": 9} if kind == "WarmupDecayLR" else {}
-    scheduler = read(scheduler={"type": kind, "params": given}).scheduler
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 5}
+    params |= {"total_num_steps": 9} if kind == "WarmupDecayLR" else {}
+    scheduler = read(scheduler={"type": kind, "params": params}).scheduler
     assert scheduler is not None
     dumped = scheduler.params.model_dump()
     assert (dumped["warmup_min_lr"], dumped["warmup_max_lr"]) == (0.0, None)  # None: the optimizer's rate
-    note = verdicts(scheduler={"type": kind, "params": given})["scheduler.params.warmup_max_lr"]
+    note = verdicts(scheduler={"type": kind, "params": params})["scheduler.params.warmup_max_lr"]
     assert note == (KeyVerdict.HONOURED, "the optimizer's rate, as trainers fill in")
-    told = refused(scheduler={"type": kind, "params": given | {"warmup_num_steps": "auto"}})
+    notes = refused(scheduler={"type": kind, "params": params | {"warmup_num_steps": "auto"}})
     remedy = "'auto' needs a trainer's argument: set a number, or pass initialize(args=...) with warmup_steps"
-    assert told == {"scheduler.params.warmup_num_steps": remedy}
+    assert notes == {"scheduler.params.warmup_num_steps": remedy}
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_what_is_wrong_with_a_schedule(section: dict[str, Any], key: str, messag
     if not key:
         assert read(scheduler=section).scheduler is not None  # how many groups there are is not known here
         return
-    ((found, note),) = refused(scheduler=section).items()
-    assert found == f"scheduler.{key}"
+    ((refused_key, note),) = refused(scheduler=section).items()
+    assert refused_key == f"scheduler.{key}"
     assert message in note
 
 
@@ -277,9 +277,9 @@ def test_a_fixed_loss_scale_needs_none_of_the_rest() -> None:
 def test_without_fp16_its_section_asks_for_nothing(enabled: dict[str, bool]) -> None:
     section = enabled | {"loss_scale": 128, "loss_scale_window": 0, "auto_cast": True}
     assert read(fp16=section, bf16={"enabled": True}) == read(bf16={"enabled": True})
-    told = verdicts(fp16=section)
-    assert {told[f"fp16.{name}"][0] for name in section.keys() - {"enabled"}} == {KeyVerdict.NO_EFFECT}
-    assert "loss scaling belongs to fp16, which is not enabled" in told["fp16.loss_scale"][1]
+    entries = verdicts(fp16=section)
+    assert {entries[f"fp16.{name}"][0] for name in section.keys() - {"enabled"}} == {KeyVerdict.NO_EFFECT}
+    assert "loss scaling belongs to fp16, which is not enabled" in entries["fp16.loss_scale"][1]
 
 
 def test_inputs_are_cast_by_the_key_of_the_enabled_precision() -> None:
@@ -300,25 +300,25 @@ def test_inputs_are_cast_by_the_key_of_the_enabled_precision() -> None:
 
 
 def test_wrong_loss_scales_are_told_by_their_key() -> None:
-    def told(**section: Any) -> dict[str, str]:
+    def messages(**section: Any) -> dict[str, str]:
         return refused(fp16={"enabled": True} | section)
 
-    assert "greater than or equal to 0" in told(loss_scale=-1)["fp16.loss_scale"]
-    assert "valid number" in told(loss_scale=True)["fp16.loss_scale"]
-    assert "whole number" in told(hysteresis=1.5)["fp16.hysteresis"]
-    assert "below its minimum 8" in told(initial_scale_power=2, min_loss_scale=8)["fp16"]
-    assert "did you mean loss_scale_window?" in told(loss_scale_windw=8)["fp16.loss_scale_windw"]
+    assert "greater than or equal to 0" in messages(loss_scale=-1)["fp16.loss_scale"]
+    assert "valid number" in messages(loss_scale=True)["fp16.loss_scale"]
+    assert "whole number" in messages(hysteresis=1.5)["fp16.hysteresis"]
+    assert "below its minimum 8" in messages(initial_scale_power=2, min_loss_scale=8)["fp16"]
+    assert "did you mean loss_scale_window?" in messages(loss_scale_windw=8)["fp16.loss_scale_windw"]
 
 
 def test_one_precision_at_a_time() -> None:
-    told = refused(fp16={"enabled": True}, bf16={"enabled": True})
-    assert told == {"bf16.enabled": 'true contradicts fp16.enabled, which is "fp16"; remove one of them'}
+    messages = refused(fp16={"enabled": True}, bf16={"enabled": True})
+    assert messages == {"bf16.enabled": 'true contradicts fp16.enabled, which is "fp16"; remove one of them'}
     assert read(fp16={"enabled": True}, bf16={"enabled": False}).precision == "fp16"
     assert read(fp16={"enabled": False}, bf16={"enabled": True}).precision == "bf16"
     assert read(fp16={"enabled": False}, bf16={"enabled": False}).precision == "fp32"
     assert read(data_types={"param_dtype": "torch.bfloat16"}, bf16={"enabled": True}).precision == "bf16"
-    told = refused(data_types={"param_dtype": "float32"}, bf16={"enabled": True})
-    assert "contradicts" in told["bf16.enabled"]
+    messages = refused(data_types={"param_dtype": "float32"}, bf16={"enabled": True})
+    assert "contradicts" in messages["bf16.enabled"]
 
 
 def test_autocast() -> None:
@@ -386,8 +386,8 @@ def test_a_share_of_the_optimizer_state() -> None:
 def test_a_stage_that_does_not_partition_is_told() -> None:
     zero: dict[str, Any] = {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/a"}}
     assert read(zero_optimization=zero).zero.offload_param.device == "none"
-    told = verdicts(zero_optimization=zero)["zero_optimization.offload_param.device"]
-    assert told == (
+    verdict = verdicts(zero_optimization=zero)["zero_optimization.offload_param.device"]
+    assert verdict == (
         KeyVerdict.NO_EFFECT,
         "stage 2 keeps parameters on the device, as in DeepSpeed; stage 3 can offload",
     )

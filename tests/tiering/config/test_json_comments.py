@@ -22,13 +22,13 @@ WRITTEN = """\
 
 
 def test_comments_and_trailing_commas_are_left_out_and_nothing_moves() -> None:
-    made = plain(WRITTEN)
-    assert json.loads(made) == {
+    result = plain(WRITTEN)
+    assert json.loads(result) == {
         "a": 1,
         "b": {"c": [{"x": 1}, 2], "url": "http://x#y"},
         "d.e": 'a " // b',
     }
-    assert [len(line) for line in made.split("\n")] == [len(line) for line in WRITTEN.split("\n")]
+    assert [len(line) for line in result.split("\n")] == [len(line) for line in WRITTEN.split("\n")]
 
 
 def test_keys_know_their_lines() -> None:
@@ -75,6 +75,6 @@ def _paths(value: Any, above: tuple[str, ...] = ()) -> Any:
 
 @given(st.text(alphabet='{}[],:"/*#\\ \n1ab'))
 def test_no_text_is_too_odd(text: str) -> None:
-    made = plain(text)
-    assert len(made) == len(text)
-    assert made.count("\n") == text.count("\n")
+    result = plain(text)
+    assert len(result) == len(text)
+    assert result.count("\n") == text.count("\n")

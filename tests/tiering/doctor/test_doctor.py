@@ -36,7 +36,7 @@ NVIDIA = {
 
 
 @pytest.mark.parametrize(
-    ("check", "files", "verdict", "found", "remedy"),
+    ("check", "files", "verdict", "text", "remedy"),
     [
         (limits.memlock, {}, NOTE, "8.00 MiB", "memlock=-1"),
         (limits.memlock, {"proc/self/limits": UNLIMITED}, OK, "unlimited", ""),
@@ -219,11 +219,11 @@ NVIDIA = {
     ],
 )
 def test_the_machine(
-    tmp_path: Path, check: Callable[[Path], Finding], files: Files, verdict: Verdict, found: str, remedy: str
+    tmp_path: Path, check: Callable[[Path], Finding], files: Files, verdict: Verdict, text: str, remedy: str
 ) -> None:
     finding = check(machine(tmp_path, files))
     assert finding.verdict is verdict, finding
-    assert found in finding.found
+    assert text in finding.found
     assert remedy in finding.remedy
     assert bool(finding.remedy) is (verdict is not OK)
 

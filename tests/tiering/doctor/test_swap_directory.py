@@ -39,7 +39,7 @@ def backing(
 
 
 @pytest.mark.parametrize(
-    ("mounted", "copied", "verdict", "found"),
+    ("mounted", "copied", "verdict", "text"),
     [
         (backing(), None, OK, "ext4, rw"),
         (backing("tmpfs", "memory"), None, PROBLEM, "tmpfs, which is in RAM"),
@@ -52,10 +52,10 @@ def backing(
         (backing("xfs", "disk", "sync"), None, NOTE, "sync"),
     ],
 )
-def test_file_systems(mounted: Backing, copied: bool | None, verdict: Verdict, found: str) -> None:
+def test_file_systems(mounted: Backing, copied: bool | None, verdict: Verdict, text: str) -> None:
     finding = swap_directory.file_system(mounted, copied)
     assert (finding.verdict, bool(finding.remedy)) == (verdict, verdict is not OK)
-    assert found in finding.found
+    assert text in finding.found
 
 
 FAST = Drive(
@@ -65,7 +65,7 @@ HARD_DISK = Drive("sda", transport="sata", rotational=True, scheduler="bfq")
 
 
 @pytest.mark.parametrize(
-    ("drive", "found"),
+    ("drive", "text"),
     [
         (FAST, None),
         (replace(FAST, rotational=True, transport="virtio"), None),  # hypervisors report any disk so
@@ -78,11 +78,11 @@ HARD_DISK = Drive("sda", transport="sata", rotational=True, scheduler="bfq")
         (Drive("zram0"), "memory posing"),
     ],
 )
-def test_drives(drive: Drive, found: str | None) -> None:
+def test_drives(drive: Drive, text: str | None) -> None:
     finding = swap_directory.drive(backing(drives=(drive,)))
     assert drive.name in finding.found
-    assert finding.verdict is (OK if found is None else NOTE)
-    assert found is None or (found in finding.found and finding.remedy)
+    assert finding.verdict is (OK if text is None else NOTE)
+    assert text is None or (text in finding.found and finding.remedy)
 
 
 def test_links_and_schedulers() -> None:
@@ -161,7 +161,7 @@ def test_a_swap_file_is_really_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trial", "verdict", "found"),
+    ("trial", "verdict", "text"),
     [
         (Trial(), OK, "O_DIRECT work"),
         (Trial(direct=False), NOTE, "no O_DIRECT"),
@@ -171,10 +171,10 @@ def test_a_swap_file_is_really_made(tmp_path: Path) -> None:
         (Trial(error=errno.EIO), PROBLEM, "EIO"),
     ],
 )
-def test_what_a_swap_file_was_given(trial: Trial, verdict: Verdict, found: str) -> None:
+def test_what_a_swap_file_was_given(trial: Trial, verdict: Verdict, text: str) -> None:
     finding = judge_trial(trial)
     assert (finding.verdict, bool(finding.remedy)) == (verdict, verdict is not OK)
-    assert found in finding.found
+    assert text in finding.found
 
 
 def test_space() -> None:

@@ -109,11 +109,11 @@ def test_an_nvme_drive_with_its_link(machine: Machine) -> None:
     machine.device(f"{disk.relative_to(machine.sysfs)}/nvme1n1p2", "259:7", {"partition": "2"})
     machine.mount("259:7 / DATA rw,noatime shared:1 master:2 - xfs /dev/nvme1n1p2 rw,noatime,logbsize=256k")
     machine.mount("7777:1 / / rw - ext4 /dev/sda1 rw")
-    found = machine.behind(machine.data / "deeper" / "not there yet")
-    assert found.file_system == FileSystem(
+    backing = machine.behind(machine.data / "deeper" / "not there yet")
+    assert backing.file_system == FileSystem(
         "xfs", "disk", "/dev/nvme1n1p2", str(machine.data), ("rw", "noatime", "logbsize=256k")
     )
-    (drive,) = found.drives
+    (drive,) = backing.drives
     assert drive == Drive(
         "nvme1n1",
         transport="pcie",
@@ -128,8 +128,8 @@ def test_an_nvme_drive_with_its_link(machine: Machine) -> None:
         "nvme1n1, SAMSUNG MZWLO3T8HCLS-00A07, firmware OPPA1B5Q, 3841 GB, PCIe 5.0 x4, 15.8 GB/s, NUMA node 1,"
         " scheduler none, max_sectors_kb 128, write through cache"
     )
-    assert drive.disks == found.disks == (drive,)
-    assert "S7PYNE0W400000" not in json.dumps(asdict(found))
+    assert drive.disks == backing.disks == (drive,)
+    assert "S7PYNE0W400000" not in json.dumps(asdict(backing))
 
 
 @pytest.mark.parametrize(
@@ -230,19 +230,19 @@ def test_a_stack_is_told_down_to_its_disks(machine: Machine) -> None:
     for upper, lower in [(raid, first), (raid, part), (volume, raid), (crypt, volume)]:
         machine.link(f"{upper.relative_to(machine.sysfs)}/slaves/{lower.name}", lower)
     machine.mount("253:1 / DATA rw - ext4 /dev/mapper/swap rw")
-    found = machine.behind()
-    (drive,) = found.drives
+    backing = machine.behind()
+    (drive,) = backing.drives
     layers = []
     while drive.members:
         layers.append((drive.name, drive.layer))
         drive = drive.members[0]
     assert layers == [("dm-1", "crypt"), ("dm-0", "LVM"), ("md0", "raid0")]
-    assert [disk.name for disk in found.disks] == ["nvme0n1", "nvme1n1"]
-    assert [disk.numa_node for disk in found.disks] == [0, 1]
-    assert io_counters(found.drives[0].members[0].members[0], machine.sysfs) == (4096, 3072)
-    assert io_counters(found.disks[0], machine.sysfs) is None
+    assert [disk.name for disk in backing.disks] == ["nvme0n1", "nvme1n1"]
+    assert [disk.numa_node for disk in backing.disks] == [0, 1]
+    assert io_counters(backing.drives[0].members[0].members[0], machine.sysfs) == (4096, 3072)
+    assert io_counters(backing.disks[0], machine.sysfs) is None
     machine.write(f"{first.relative_to(machine.sysfs)}", {"stat": STAT.format(read=0, written=0)})
-    assert io_counters(found.disks[0], machine.sysfs) is None
+    assert io_counters(backing.disks[0], machine.sysfs) is None
 
 
 def test_a_mount_that_lies_hidden_under_another_is_not_meant(machine: Machine) -> None:
@@ -253,8 +253,8 @@ def test_a_mount_that_lies_hidden_under_another_is_not_meant(machine: Machine) -
 
 
 def test_a_loop_in_a_stack_ends(machine: Machine) -> None:
-    one = machine.device("devices/virtual/block/dm-0", "253:0")
-    machine.link("devices/virtual/block/dm-0/slaves/dm-0", one)
+    device = machine.device("devices/virtual/block/dm-0", "253:0")
+    machine.link("devices/virtual/block/dm-0/slaves/dm-0", device)
     machine.mount("253:0 / DATA rw - ext4 /dev/dm-0 rw")
     assert [disk.name for disk in machine.behind().disks] == ["dm-0"]
 
@@ -286,11 +286,11 @@ def test_an_overlay_has_its_upper_directorys_drive(machine: Machine, tmp_path: P
     upper.mkdir()
     machine.mount(f"0:60 / DATA rw - overlay overlay rw,lowerdir=/l1:/l2,upperdir={upper},workdir=/w")
     machine.mount(f"259:0 / {tmp_path} rw - ext4 /dev/nvme0n1 rw")
-    found = machine.behind()
-    assert found.file_system.kind == "overlay"
-    assert found.file_system.upper == FileSystem("ext4", "disk", "/dev/nvme0n1", str(tmp_path), ("rw",))
-    assert [drive.name for drive in found.drives] == ["nvme0n1"]
-    assert str(found.file_system) == f"overlay on overlay at {machine.data} (rw)"
+    backing = machine.behind()
+    assert backing.file_system.kind == "overlay"
+    assert backing.file_system.upper == FileSystem("ext4", "disk", "/dev/nvme0n1", str(tmp_path), ("rw",))
+    assert [drive.name for drive in backing.drives] == ["nvme0n1"]
+    assert str(backing.file_system) == f"overlay on overlay at {machine.data} (rw)"
     upper.rmdir()  # a container does not see it
     assert machine.behind().file_system.upper is None
     assert machine.behind().drives == ()
@@ -309,9 +309,9 @@ def test_no_drive_is_behind_networks_and_memory(
     machine: Machine, number: str, mounted: str, kind: str
 ) -> None:
     machine.mount(f"{number} / DATA rw,relatime - {mounted}")
-    found = machine.behind()
-    assert (found.file_system.kind, found.drives) == (kind, ())
-    assert str(found.file_system).endswith("(rw,relatime)")
+    backing = machine.behind()
+    assert (backing.file_system.kind, backing.drives) == (kind, ())
+    assert str(backing.file_system).endswith("(rw,relatime)")
 
 
 def test_nothing_told_is_nothing_found(machine: Machine, tmp_path: Path) -> None:
@@ -329,9 +329,9 @@ def test_nothing_told_is_nothing_found(machine: Machine, tmp_path: Path) -> None
 
 
 def test_here(tmp_path: Path) -> None:
-    found = behind(tmp_path)
-    assert found.file_system.kind != "unknown"
-    assert tmp_path.resolve().is_relative_to(found.file_system.mount_point)
-    for drive in found.drives:
+    backing = behind(tmp_path)
+    assert backing.file_system.kind != "unknown"
+    assert tmp_path.resolve().is_relative_to(backing.file_system.mount_point)
+    for drive in backing.drives:
         counted = io_counters(drive)
         assert counted is None or min(counted) >= 0

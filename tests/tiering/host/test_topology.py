@@ -129,9 +129,9 @@ def test_a_machine_that_tells_nothing_is_one_node_of_single_cores(tmp_path: Path
     st.dictionaries(st.integers(0, 40), st.integers(0, 40)),
 )
 def test_shares_cover_each_mask_and_overlap_only_if_they_must(
-    asked: list[tuple[set[int], int | None]], node_of: dict[int, int], core_of: dict[int, int]
+    masks: list[tuple[set[int], int | None]], node_of: dict[int, int], core_of: dict[int, int]
 ) -> None:
-    places = [Place(tuple(sorted(cpus)), node) for cpus, node in asked]
+    places = [Place(tuple(sorted(cpus)), node) for cpus, node in masks]
     given_out = share_out(places, Machine(node_of, core_of))
     for mask in {place.cpus for place in places}:
         parts = [share.cpus for share, place in zip(given_out, places, strict=True) if place.cpus == mask]
@@ -207,10 +207,10 @@ def test_an_arena_prefers_its_node() -> None:
     node = min(Machine.read().node_of.values(), default=0)
     arena = Arena.map(1 << 20, "host", numa_node=node)
     policies = {line.split()[0]: line.split()[1] for line in maps.read_text().splitlines()}
-    found = policies[f"{arena.address:x}"]
-    if found == "default" and not topology.prefer_node(arena.address, arena.capacity, node):
+    policy = policies[f"{arena.address:x}"]
+    if policy == "default" and not topology.prefer_node(arena.address, arena.capacity, node):
         pytest.skip("mbind is denied here")
-    assert found in (f"prefer:{node}", f"prefer=relative:{node}")
+    assert policy in (f"prefer:{node}", f"prefer=relative:{node}")
 
 
 def test_a_node_that_is_not_there_is_no_error() -> None:

@@ -188,14 +188,14 @@ def test_with_no_memory_to_spare_it_is_nothing(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """100 GiB are free everywhere; the list says where it was asked."""
-    asked: list[Path] = []
+    directories: list[Path] = []
 
     def free_bytes(directory: Path) -> int:
-        asked.append(directory)
+        directories.append(directory)
         return 100 * GIB
 
     monkeypatch.setattr(swap_file, "free_bytes", free_bytes)
-    return asked
+    return directories
 
 
 def test_swap_space_is_what_is_free_in_a_directory_that_will_do(
@@ -228,7 +228,7 @@ def test_a_budget_that_nobody_set_says_where_it_comes_from(spare: int, tmp_path:
     auto = resolve_budgets(TiersConfig(), device_memory=None, nvme_paths=[tmp_path]).sources
     assert auto[Tier.NVME] == f"95% of the free space in {tmp_path}"
     assert auto[Tier.HOST] == auto[Tier.DEVICE] == "80% of the host's memory, less memory in use"
-    given = TiersConfig(host_budget=1 << 30, nvme_budget=1 << 30)
-    on_gpu = resolve_budgets(given, device_memory=1 << 30, nvme_paths=[tmp_path])
+    tiers = TiersConfig(host_budget=1 << 30, nvme_budget=1 << 30)
+    on_gpu = resolve_budgets(tiers, device_memory=1 << 30, nvme_paths=[tmp_path])
     assert on_gpu.sources == {Tier.DEVICE: "half of the GPU's free memory"}
     assert least_of([on_gpu, on_gpu]).sources == on_gpu.sources

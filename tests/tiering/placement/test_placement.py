@@ -64,9 +64,9 @@ def test_state_is_counted_by_the_tensors_that_the_update_rule_keeps(moments: int
 
 def test_a_group_in_fp32_among_others_in_16_bits() -> None:
     """Its parameters are the masters, as in a model in fp32; a slot has room for the largest of each kind."""
-    one, *others = example().groups
+    first, *others = example().groups
     load = example(
-        groups=(replace(one, param_bytes=4 * NUMEL, fp32=True), *others), state_tensors=2, split=True
+        groups=(replace(first, param_bytes=4 * NUMEL, fp32=True), *others), state_tensors=2, split=True
     )
     plan = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY))
     assert plan.contents(NVME) == {
@@ -98,7 +98,7 @@ def test_a_share_of_the_state_stays_on_the_device_with_its_gradients() -> None:
     """The first groups stay, with gradients and state, as far as they fit; the others may go to NVMe."""
     sizes = (2 * NUMEL, 4 * NUMEL, NUMEL, 3 * NUMEL)
     groups = tuple(GroupSizes(f"g{i}", 2 * size, size) for i, size in enumerate(sizes))
-    kept = {
+    tiers = {
         0.0: (0, 1, 2, 3),
         0.3: (0, 1, 2),
         0.35: (0, 1),
@@ -106,7 +106,7 @@ def test_a_share_of_the_state_stays_on_the_device_with_its_gradients() -> None:
         0.85: (2,),
         1.0: (),
     }
-    for ratio, expected in kept.items():
+    for ratio, expected in tiers.items():
         load = example(groups=groups, offload_param=DEVICE, offload_ratio=ratio)
         plan = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY))
         stays = sum(sizes[i] for i in expected)
@@ -239,8 +239,8 @@ def test_a_group_used_twice_is_read_twice_and_is_kept_first() -> None:
     assert make_plan(load, Budgets(PLENTY, PLENTY, PLENTY)).nvme_traffic() == (4 * NUMEL * 6, 2 * NUMEL * 3)
     needed = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY)).total(HOST)
     room = replace(load, cache_in_host=True)
-    kept = [make_plan(room, Budgets(PLENTY, needed + n * 2 * NUMEL, PLENTY)).param_tiers for n in (0, 1, 2)]
-    assert kept == [(NVME, NVME, NVME), (NVME, HOST, NVME), (NVME, HOST, HOST)]
+    tiers = [make_plan(room, Budgets(PLENTY, needed + n * 2 * NUMEL, PLENTY)).param_tiers for n in (0, 1, 2)]
+    assert tiers == [(NVME, NVME, NVME), (NVME, HOST, NVME), (NVME, HOST, HOST)]
 
 
 def test_a_trained_group_is_kept_before_a_frozen_one_that_saves_less() -> None:
@@ -334,9 +334,9 @@ def test_slots_shrink_with_the_budget_to_leave_it_to_what_is_kept() -> None:
     )
     for room, numel in sizes:
         plan = make_plan(load, Budgets(PLENTY, fixed + window + room, PLENTY))
-        held = 12 + (2 if NVME in plan.grad_tiers else 0)
+        bytes_per_element = 12 + (2 if NVME in plan.grad_tiers else 0)
         slots = max(FEWEST_SLOTS, min(USUAL_SLOTS, room // 3 // (numel * 14)))
-        assert (plan.staging.slots, plan.staging.slot_bytes) == (slots, numel * held)
+        assert (plan.staging.slots, plan.staging.slot_bytes) == (slots, numel * bytes_per_element)
 
 
 def test_a_group_larger_than_the_devices_room_is_kept_whatever_the_host_budget() -> None:
@@ -365,8 +365,10 @@ def test_checksums_are_part_of_the_host_budget(files: int) -> None:
     assert plan.total(HOST) == plain.total(HOST) + expected
     assert f"checksums {expected / 1024:.2f} KiB" in str(plan)
     assert plain.checksum_bytes == 0 and "checksums" not in plain.contents(HOST)
-    kept = make_plan(replace(load, verified_files=files, cache_in_host=True), Budgets(PLENTY, PLENTY, PLENTY))
-    assert (kept.total(NVME), kept.checksum_bytes) == (0, 0)
+    cached = make_plan(
+        replace(load, verified_files=files, cache_in_host=True), Budgets(PLENTY, PLENTY, PLENTY)
+    )
+    assert (cached.total(NVME), cached.checksum_bytes) == (0, 0)
 
 
 def test_a_budget_that_nobody_set_says_where_it_comes_from() -> None:

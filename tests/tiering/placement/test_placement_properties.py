@@ -87,16 +87,16 @@ def test_the_share_that_leaves_the_device_is_as_configured_but_for_whole_groups(
     assert set(load.optimizer_tiers) <= {DEVICE, load.offload_optimizer}
     if load.offload_optimizer is DEVICE:
         return
-    left = sum(size for size, kept in zip(sizes, stays, strict=True) if not kept)
-    spare = left - math.ceil(load.offload_ratio * sum(sizes))  # more than was asked to leave
+    moved_bytes = sum(size for size, stay in zip(sizes, stays, strict=True) if not stay)
+    spare = moved_bytes - math.ceil(load.offload_ratio * sum(sizes))  # more than was asked to leave
     assert spare >= 0
-    skipped = [size for size, kept in zip(sizes, stays, strict=True) if size and not kept]
+    skipped = [size for size, stay in zip(sizes, stays, strict=True) if size and not stay]
     assert all(size > spare for size in skipped)  # any other group would have been too much
-    assert sum(sizes) == left or load.offload_ratio < 1
+    assert sum(sizes) == moved_bytes or load.offload_ratio < 1
     # The first groups come first: whatever was skipped did not fit beside those kept before it.
     allowed = sum(sizes) - math.ceil(load.offload_ratio * sum(sizes))
     for index, size in enumerate(sizes):
-        before = sum(size for size, kept in zip(sizes[:index], stays[:index], strict=True) if kept)
+        before = sum(size for size, stay in zip(sizes[:index], stays[:index], strict=True) if stay)
         assert not size or bool(stays[index]) == (before + size <= allowed)
 
 
@@ -162,12 +162,12 @@ def what_visits_a_gpu_can_and_is_as_much_as_asked_for(load: Workload, plan: Plan
     if load.device_is_host:
         assert not visiting
         must = could = []
-    asked = load.update_on_device * sum(tile.numel for tile in could)
+    target = load.update_on_device * sum(tile.numel for tile in could)
     chosen = [tile for tile in visiting if tile.tier is HOST]
     assert [tile for tile in visiting if tile.tier is not HOST] == must
     assert chosen in ([], could[: len(chosen)])
     if chosen:  # in whole tiles
-        assert sum(tile.numel for tile in chosen[:-1]) < asked <= sum(tile.numel for tile in chosen)
+        assert sum(tile.numel for tile in chosen[:-1]) < target <= sum(tile.numel for tile in chosen)
     window = plan.update_window
     assert window.slots >= 2 if visiting else window == Staging()
     for tile in visiting:
@@ -276,9 +276,9 @@ def eighty_columns_hold_the_table_and_its_formats(load: Workload, plan: Plan) ->
     shown = " ".join(" ".join(lines).split())
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
     trained = sum(group.trainable_numel for group in load.groups)
-    told = len(plan.moved_by_format) > 1 and trained > 0
-    assert ("by tiering.state:" in shown) == told
-    for name, moved in plan.moved_by_format.items() if told else ():
+    shows_formats = len(plan.moved_by_format) > 1 and trained > 0
+    assert ("by tiering.state:" in shown) == shows_formats
+    for name, moved in plan.moved_by_format.items() if shows_formats else ():
         mark = " (this)" if name == load.state_format else ""
         assert f" {name} {moved / trained:.1f}{mark}" in shown
 

@@ -126,13 +126,13 @@ def test_gradients_have_room_to_be_reduced(load: Workload, limits: Budgets) -> N
         (stays_open if group.persistent or index in parents else passing).append(
             group.trainable_numel * itemsize * copies
         )
-    one = max(passing)
+    largest = max(passing)
     if load.stage >= 2:
-        least = ReductionRoom(sum(stays_open), one, max(*stays_open, 2 * one))
-        usual = ReductionRoom(least.opened, 2 * one, least.exchanged + one)
+        least = ReductionRoom(sum(stays_open), largest, max(*stays_open, 2 * largest))
+        usual = ReductionRoom(least.opened, 2 * largest, least.exchanged + largest)
     else:
-        least = ReductionRoom(exchanged=max(*stays_open, one))
-        usual = ReductionRoom(exchanged=least.exchanged + one)
+        least = ReductionRoom(exchanged=max(*stays_open, largest))
+        usual = ReductionRoom(exchanged=least.exchanged + largest)
     assert plan.reduction in (least, usual)
     assert all(room % PAGE == 0 for room in (least.opened, least.collected, least.exchanged))
     if plan.reduction != usual:

@@ -26,8 +26,8 @@ Plan = Callable[..., tuple[int, str, str]]
 
 def answered(plan: Plan, *arguments: str | Path) -> dict[str, Any]:
     _, out, _ = plan(*arguments, "--json")
-    told: dict[str, Any] = json.loads(out)
-    return told
+    answer: dict[str, Any] = json.loads(out)
+    return answer
 
 
 class Block(nn.Module):

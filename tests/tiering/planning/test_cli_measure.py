@@ -49,7 +49,7 @@ def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(saved_rates.Others, "share", lambda others: 0.0)  # other tests may be at work
 
     def instead(make: Callable[..., Measurement]) -> Callable[..., Measurement]:
-        def made(*arguments: Any, **options: Any) -> Measurement:
+        def measure_stand_in(*arguments: Any, **options: Any) -> Measurement:
             real = make(*arguments, **options)
 
             def run(tell: Tell) -> Rates:
@@ -58,7 +58,7 @@ def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
             return replace(real, run=run)
 
-        return made
+        return measure_stand_in
 
     monkeypatch.setattr(plan_for.measure, "of_cpu", instead(plan_for.measure.of_cpu))
     monkeypatch.setattr(plan_for.measure, "of_disks", instead(plan_for.measure.of_disks))
@@ -73,7 +73,7 @@ def test_what_was_measured_is_taken_while_it_is_what_is_asked(
     disk.mkdir()
     other.mkdir()
 
-    def asked(*arguments: str | Path) -> tuple[list[str], str]:
+    def lines_of(*arguments: str | Path) -> tuple[list[str], str]:
         """What was measured for it, and what was said."""
         measured.clear()
         code, out, err = plan(*SMALL, "--json", "--measure", disk, *arguments)
@@ -81,24 +81,24 @@ def test_what_was_measured_is_taken_while_it_is_what_is_asked(
         assert json.loads(out)["rates"] == EVERYTHING
         return list(measured), err
 
-    everything, said = asked()
+    everything, err = lines_of()
     assert everything == ["CPU", "disks", "device"]
-    assert said.splitlines() == ["measuring: CPU", "measuring: disks", "measuring: device"]
-    again, said = asked()
+    assert err.splitlines() == ["measuring: CPU", "measuring: disks", "measuring: device"]
+    again, err = lines_of()
     assert again == []
-    (taken,) = said.splitlines()
+    (note,) = err.splitlines()
     today = f"{datetime.now().astimezone():%Y-%m-%d}"
-    assert taken.startswith("reused measurements: CPU of") and taken.count(today) == 3
-    assert taken.endswith("--measure-again repeats them")
-    assert asked("--measure-again")[0] == everything
-    assert asked("--state", "split")[0] == ["CPU"]
-    assert asked("--tokens", "64")[0] == ["device"]
-    assert asked("--micro-batches", "2")[0] == ["CPU"]  # gradients in fp32
+    assert note.startswith("reused measurements: CPU of") and note.count(today) == 3
+    assert note.endswith("--measure-again repeats them")
+    assert lines_of("--measure-again")[0] == everything
+    assert lines_of("--state", "split")[0] == ["CPU"]
+    assert lines_of("--tokens", "64")[0] == ["device"]
+    assert lines_of("--micro-batches", "2")[0] == ["CPU"]  # gradients in fp32
     # Of two directories in any order, and not of one of them.
-    assert asked("--measure", disk, other)[0] == ["disks"]
-    assert asked("--measure", other, disk)[0] == []
-    assert asked("--measure", other)[0] == ["disks"]
-    assert asked()[0] == []
+    assert lines_of("--measure", disk, other)[0] == ["disks"]
+    assert lines_of("--measure", other, disk)[0] == []
+    assert lines_of("--measure", other)[0] == ["disks"]
+    assert lines_of()[0] == []
     assert {path.stat().st_mode & 0o777 for path in cache.iterdir()} == {0o600}
     assert cache.stat().st_mode & 0o777 == cache.parent.stat().st_mode & 0o777 == 0o700
 
@@ -107,18 +107,18 @@ def test_what_was_measured_beside_others_says_so_then_and_later(
     plan: Plan, measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saved_rates.Others, "share", lambda others: 0.43)
-    said = plan(*SMALL, "--measure", tmp_path)[2]
-    assert "disks: measured while other processes used 43% of the CPUs" in said.splitlines()
+    err = plan(*SMALL, "--measure", tmp_path)[2]
+    assert "disks: measured while other processes used 43% of the CPUs" in err.splitlines()
     monkeypatch.setattr(saved_rates.Others, "share", lambda others: 0.0)
-    (taken,) = plan(*SMALL, "--measure", tmp_path)[2].splitlines()
-    assert taken.count("(while other processes used 43% of the CPUs)") == 3
+    (note,) = plan(*SMALL, "--measure", tmp_path)[2].splitlines()
+    assert note.count("(while other processes used 43% of the CPUs)") == 3
     later = SimpleNamespace(
         now=lambda zone: datetime.now(zone) + timedelta(minutes=61), fromisoformat=datetime.fromisoformat
     )
     with monkeypatch.context() as patch:
         patch.setattr(saved_rates, "datetime", later)
-        said = plan(*SMALL, "--measure", tmp_path)[2]
-    assert said.splitlines() == ["measuring: CPU", "measuring: disks", "measuring: device"]
+        err = plan(*SMALL, "--measure", tmp_path)[2]
+    assert err.splitlines() == ["measuring: CPU", "measuring: disks", "measuring: device"]
     assert "others" not in plan(*SMALL, "--measure", tmp_path, "--measure-again")[2]
 
 
@@ -190,18 +190,18 @@ def test_another_machine_with_the_same_home_measures_for_itself(
     assert measured == ["CPU", "disks", "device"]
 
 
-@pytest.mark.parametrize(("days", "taken"), [(6.9, True), (7.1, False), (-0.1, False)])
+@pytest.mark.parametrize(("days", "reused"), [(6.9, True), (7.1, False), (-0.1, False)])
 def test_what_is_a_week_old_is_measured_again(
-    plan: Plan, measured: list[str], cache: Path, tmp_path: Path, days: float, taken: bool
+    plan: Plan, measured: list[str], cache: Path, tmp_path: Path, days: float, reused: bool
 ) -> None:
     plan(*SMALL, "--measure", tmp_path)
     measured.clear()
     for path in cache.iterdir():
-        told = json.loads(path.read_text())
-        told["measured"] = (datetime.now(UTC) - timedelta(days=days)).isoformat()
-        path.write_text(json.dumps(told))
+        rates = json.loads(path.read_text())
+        rates["measured"] = (datetime.now(UTC) - timedelta(days=days)).isoformat()
+        path.write_text(json.dumps(rates))
     plan(*SMALL, "--measure", tmp_path)
-    assert measured == ([] if taken else ["CPU", "disks", "device"])
+    assert measured == ([] if reused else ["CPU", "disks", "device"])
 
 
 @pytest.mark.parametrize(
@@ -295,40 +295,40 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 def test_what_does_not_fit_is_not_measured_and_that_is_said(
     plan: Plan, measured: list[str], tmp_path: Path
 ) -> None:
-    kept = tmp_path / "rates.json"
-    code, _, err = plan(*SMALL, "--host-budget", "1MiB", "--measure", tmp_path, "--save-rates", kept)
+    path = tmp_path / "rates.json"
+    code, _, err = plan(*SMALL, "--host-budget", "1MiB", "--measure", tmp_path, "--save-rates", path)
     assert code == 1
     assert "no rates were measured, because the model does not fit" in err
-    assert not kept.exists() and measured == []
+    assert not path.exists() and measured == []
 
 
 def test_measured_rates_are_saved_and_read_back(plan: Plan, measured: list[str], tmp_path: Path) -> None:
-    kept = tmp_path / "rates.json"
+    path = tmp_path / "rates.json"
     for _ in range(2):  # those that were just measured, and those that were known
-        kept.unlink(missing_ok=True)
-        code, out, _ = plan(*SMALL, "--measure", tmp_path, "--save-rates", kept)
+        path.unlink(missing_ok=True)
+        code, out, _ = plan(*SMALL, "--measure", tmp_path, "--save-rates", path)
         assert code == 0
         assert "Predicted step" in out
-        told = answered(plan, *SMALL, "--rates", kept, "--nvme-read", "9GB/s")["rates"]
-        assert told == EVERYTHING | {"nvme_read": 9e9}
+        rates = answered(plan, *SMALL, "--rates", path, "--nvme-read", "9GB/s")["rates"]
+        assert rates == EVERYTHING | {"nvme_read": 9e9}
     assert measured == ["CPU", "disks", "device"]
 
 
 def test_what_is_measured_is_what_the_workload_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    calls: list[object] = []
 
     def cpu_rates(*, tell: Tell, **arithmetic: object) -> Rates:
-        asked.append(arithmetic)
+        calls.append(arithmetic)
         return Rates(optimizer=1.0)
 
     def disk_rates(directories: list[Path], *, tell: Tell, **options: object) -> Rates:
-        asked.append((directories, options["io"]))
+        calls.append((directories, options["io"]))
         return Rates(nvme_read=1.0)
 
     def of_device(
         device: torch.device, dtype: torch.dtype, *, tell: Tell, tokens: int, seconds: float
     ) -> Rates:
-        asked.append((device.type, dtype, tokens))
+        calls.append((device.type, dtype, tokens))
         return Rates(flops=2.0)
 
     monkeypatch.setattr(plan_for.measure, "cpu_rates", cpu_rates)
@@ -337,10 +337,10 @@ def test_what_is_measured_is_what_the_workload_asks(tmp_path: Path, monkeypatch:
     config = configured(tmp_path, fits=True, state="bf16")
     load = tiering.plan_for(model=Model(), config=config).workload
     io = IoConfig(queue_depth=3, allow_memory_file_system=True)
-    told = tiering.measure_rates(tmp_path, workload=load, tokens=32, io=io)
-    assert told == Rates(optimizer=1.0, nvme_read=1.0, flops=2.0)
+    rates = tiering.measure_rates(tmp_path, workload=load, tokens=32, io=io)
+    assert rates == Rates(optimizer=1.0, nvme_read=1.0, flops=2.0)
     arithmetic = {"state_format": "bf16", "state_tensors": 2, "grad_itemsize": 4, "seconds": 0.5}
-    assert asked == [arithmetic, ([tmp_path], io), ("cpu", torch.bfloat16, 32)]
+    assert calls == [arithmetic, ([tmp_path], io), ("cpu", torch.bfloat16, 32)]
     monkeypatch.setenv("TIERING_DEVICE", "cpu")  # planning for a GPU where there is none
     assert tiering.measure_rates(workload=load, on_gpu=True) == Rates(optimizer=1.0)
 
@@ -363,11 +363,11 @@ def test_the_machine_is_told_from_what_the_kernel_says(tmp_path: Path) -> None:
         machine.cpu_identity(tmp_path / "none") == machine.cpu_model(tmp_path / "none") == os.uname().machine
     )
     assert conditions.machine_id(tmp_path / "none") == ""
-    one, other = (tmp_path / name for name in ("one", "other"))
-    one.write_text("0123456789abcdef\n")
+    first, other = (tmp_path / name for name in ("one", "other"))
+    first.write_text("0123456789abcdef\n")
     other.write_text("fedcba9876543210\n")
-    told = conditions.machine_id(one)
-    assert len(told) == 16 and told != conditions.machine_id(other) and "0123456789" not in told
+    identity = conditions.machine_id(first)
+    assert len(identity) == 16 and identity != conditions.machine_id(other) and "0123456789" not in identity
     mine = sorted(os.sched_getaffinity(0))
     for cpu in mine:
         for index, level, size in ((0, 1, "48K"), (3, 3, "32768K")):

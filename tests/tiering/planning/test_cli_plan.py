@@ -33,7 +33,7 @@ def test_a_size_is_planned_and_foreseen_without_torch() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    for told in (
+    for text in (
         "Placement plan",
         "Predicted step",
         "bounded by",
@@ -41,7 +41,7 @@ def test_a_size_is_planned_and_foreseen_without_torch() -> None:
         "hide NVMe",
         "Drive life",
     ):
-        assert any(told in line for line in lines), told
+        assert any(text in line for line in lines), text
 
 
 @pytest.mark.parametrize("columns", [79, 60, 40, 24])
@@ -60,29 +60,29 @@ def test_a_narrow_terminal_cuts_no_figure(plan: Plan, columns: int, monkeypatch:
 
 
 def test_json_is_in_bytes_and_seconds(plan: Plan) -> None:
-    told = answered(plan, *SMALL, *RATES, "--tokens", "1000", "--tbw", "600")
-    assert (told["schema"], told["fits"], told["refusal"], told["remedies"]) == (1, True, None, [])
-    assert told["parameters"] == 61_281_920
-    assert told["budgets"] == {"device": 100 << 20, "host": 300 << 20, "nvme": 2 << 30}
-    tiers = told["plan"]["tiers"]
+    answer = answered(plan, *SMALL, *RATES, "--tokens", "1000", "--tbw", "600")
+    assert (answer["schema"], answer["fits"], answer["refusal"], answer["remedies"]) == (1, True, None, [])
+    assert answer["parameters"] == 61_281_920
+    assert answer["budgets"] == {"device": 100 << 20, "host": 300 << 20, "nvme": 2 << 30}
+    tiers = answer["plan"]["tiers"]
     for tier in ("device", "host", "nvme"):
-        assert 0 < tiers[tier]["planned"] == sum(tiers[tier]["contents"].values()) <= told["budgets"][tier]
+        assert 0 < tiers[tier]["planned"] == sum(tiers[tier]["contents"].values()) <= answer["budgets"][tier]
     # All state, of 12 bytes an element and its padding, is somewhere.
     state = sum(tiers[tier]["contents"].get("optimizer state", 0) for tier in tiers)
-    assert 12 * told["parameters"] <= state <= 12.1 * told["parameters"]
-    seconds = told["forecast"]["seconds"]
-    assert seconds == pytest.approx(sum(phase["seconds"] for phase in told["forecast"]["phases"]))
-    assert told["forecast"]["tokens_per_second"] == pytest.approx(1000 / seconds)
-    written = told["plan"]["nvme_written"] * 86_400 / seconds
-    assert told["forecast"]["nvme_written_per_day"] == pytest.approx(written)
-    life = told["forecast"]["drive_life"]
+    assert 12 * answer["parameters"] <= state <= 12.1 * answer["parameters"]
+    seconds = answer["forecast"]["seconds"]
+    assert seconds == pytest.approx(sum(phase["seconds"] for phase in answer["forecast"]["phases"]))
+    assert answer["forecast"]["tokens_per_second"] == pytest.approx(1000 / seconds)
+    written = answer["plan"]["nvme_written"] * 86_400 / seconds
+    assert answer["forecast"]["nvme_written_per_day"] == pytest.approx(written)
+    life = answer["forecast"]["drive_life"]
     assert life == pytest.approx(600e12 / written * 86_400)
     for text in ("600TB", "0.6PB"):
         assert (
             answered(plan, *SMALL, *RATES, "--tokens", "1000", "--tbw", text)["forecast"]["drive_life"]
             == life
         )
-    assert told["rates"] == {
+    assert answer["rates"] == {
         "flops": 1e12,
         "nvme_read": 4e9,
         "nvme_write": 2e9,
@@ -113,17 +113,17 @@ def test_a_size_without_its_unit_is_refused(
 
 
 def test_a_rate_that_is_missing_is_named_as_its_option(plan: Plan) -> None:
-    told = answered(plan, *SMALL)["unforeseen"]
+    message = answered(plan, *SMALL)["unforeseen"]
     assert re.search(
-        r"needs the rate '(\w+)': set it \(tiering plan --[a-z-]+\), measure it \(--measure DIR\)", told
+        r"needs the rate '(\w+)': set it \(tiering plan --[a-z-]+\), measure it \(--measure DIR\)", message
     )
 
 
 def test_the_names_in_json_are_those_of_its_schema(plan: Plan) -> None:
     """Programs read them: one that goes, or changes its meaning, makes another schema."""
-    told = answered(plan, *SMALL, *RATES)
-    assert told["schema_version"] == told["schema"] == 1
-    assert {name: sorted(told[name]) for name in ("budgets", "plan", "forecast")} == {
+    answer = answered(plan, *SMALL, *RATES)
+    assert answer["schema_version"] == answer["schema"] == 1
+    assert {name: sorted(answer[name]) for name in ("budgets", "plan", "forecast")} == {
         "budgets": ["device", "host", "nvme"],
         "plan": ["nvme_moved_by_state", "nvme_read", "nvme_written", "sent", "tiers", "updated"],
         "forecast": [
@@ -138,11 +138,11 @@ def test_the_names_in_json_are_those_of_its_schema(plan: Plan) -> None:
             "tokens_that_hide",
         ],
     }
-    assert [phase["name"] for phase in told["forecast"]["phases"]] == ["forward", "backward", "step"]
-    assert [sorted(phase) for phase in told["forecast"]["phases"]] == 3 * [
+    assert [phase["name"] for phase in answer["forecast"]["phases"]] == ["forward", "backward", "step"]
+    assert [sorted(phase) for phase in answer["forecast"]["phases"]] == 3 * [
         ["bound", "busy", "name", "seconds", "stalled"]
     ]
-    assert sorted(told.keys() - {"schema_version", "schema", "budgets", "plan", "forecast"}) == [
+    assert sorted(answer.keys() - {"schema_version", "schema", "budgets", "plan", "forecast"}) == [
         "fits",
         "gpu_memory",
         "micro_batch_tokens",
@@ -168,7 +168,8 @@ def test_attention_takes_its_time_by_the_length_of_sequences(plan: Plan) -> None
         for length in ("4096", "1024")
     )
     computed = [
-        sum(phase["busy"].get("compute", 0) for phase in told["forecast"]["phases"]) for told in (long, short)
+        sum(phase["busy"].get("compute", 0) for phase in answer["forecast"]["phases"])
+        for answer in (long, short)
     ]
     assert computed[0] - computed[1] == pytest.approx(3 * 2 * 4 * 640 * (4096 - 1024) * 4096 / 1e12)
     assert answered(plan, *SMALL, *RATES, "--tokens", "4096") == long
@@ -180,9 +181,9 @@ def test_what_does_not_fit_says_what_would_and_that_does(plan: Plan) -> None:
     assert code == 1
     assert "Does not fit. [TIER-PLAN] nvme needs" in out
     assert "  - state 'split+bf16'" in out
-    told = answered(plan, *tight, "--host-budget", "300MiB")
-    offers = {tuple(offer["change"]): offer for offer in told["remedies"]}
-    assert told["plan"] is None
+    answer = answered(plan, *tight, "--host-budget", "300MiB")
+    offers = {tuple(offer["change"]): offer for offer in answer["remedies"]}
+    assert answer["plan"] is None
     more = offers[("tiering.nvme_budget",)]["change"]["tiering.nvme_budget"]
     assert plan(*tight, "--host-budget", "300MiB", "--nvme-budget", more)[0] == 0
     assert plan(*tight, "--host-budget", "300MiB", "--nvme-budget", more - (1 << 20))[0] == 1
@@ -216,7 +217,7 @@ def test_every_remedy_put_into_the_configuration_makes_it_fit(
 ) -> None:
     monkeypatch.setattr(budgets_of_this_machine, "host_memory", lambda: (1 << 30, 0))
 
-    def asked(change: dict[str, Any]) -> dict[str, Any]:
+    def answer_to(change: dict[str, Any]) -> dict[str, Any]:
         """The plan of the configuration with ``change``."""
         sections: dict[str, dict[str, Any]] = {
             "zero_optimization": {
@@ -242,17 +243,17 @@ def test_every_remedy_put_into_the_configuration_makes_it_fit(
         }
         file = tmp_path / "ds_config.json"
         file.write_text(json.dumps(config))
-        wanted = change.get("ranks", ranks)
-        nodes = wanted // ranks  # further ranks have budgets of their own, on nodes like the first
-        arguments = ["--params", "60M", "--config", file, "--ranks", wanted, "--nodes", nodes]
+        rank_count = change.get("ranks", ranks)
+        nodes = rank_count // ranks  # further ranks have budgets of their own, on nodes like the first
+        arguments = ["--params", "60M", "--config", file, "--ranks", rank_count, "--nodes", nodes]
         return answered(plan, *arguments, *(["--gpu", gpu] if gpu else []))
 
-    told = asked({})
-    assert not told["fits"]
-    changed = {key.rpartition(".")[2] for offer in told["remedies"] for key in offer["change"]}
+    answer = answer_to({})
+    assert not answer["fits"]
+    changed = {key.rpartition(".")[2] for offer in answer["remedies"] for key in offer["change"]}
     assert changed >= set(offered.split())
-    for offer in told["remedies"]:
-        assert asked(offer["change"])["fits"], offer["text"]
+    for offer in answer["remedies"]:
+        assert answer_to(offer["change"])["fits"], offer["text"]
 
 
 def test_no_more_is_offered_than_a_gpu_has(plan: Plan, tmp_path: Path) -> None:
@@ -280,9 +281,9 @@ def test_a_missing_rate_is_told_and_the_plan_stands(plan: Plan) -> None:
     assert code == 0
     assert "No step time: " in out
     assert "'flops'" in out
-    told = answered(plan, *SMALL)
-    assert told["forecast"] is None
-    assert "'flops'" in told["unforeseen"]
+    answer = answered(plan, *SMALL)
+    assert answer["forecast"] is None
+    assert "'flops'" in answer["unforeseen"]
 
 
 def test_a_configuration_is_honoured_and_the_command_line_goes_before_it(plan: Plan, tmp_path: Path) -> None:
@@ -300,11 +301,11 @@ def test_a_configuration_is_honoured_and_the_command_line_goes_before_it(plan: P
             }
         )
     )
-    told = answered(plan, "--params", "60M", "--config", config)
-    assert (told["micro_batches"], told["state"], told["budgets"]["host"]) == (2, "fp32", 4 << 30)
-    kept = told["plan"]["tiers"]["host"]["contents"]["optimizer state"]
-    assert kept == pytest.approx(8 * told["parameters"], rel=0.01)  # a master and one moment
-    told = answered(
+    answer = answered(plan, "--params", "60M", "--config", config)
+    assert (answer["micro_batches"], answer["state"], answer["budgets"]["host"]) == (2, "fp32", 4 << 30)
+    state_bytes = answer["plan"]["tiers"]["host"]["contents"]["optimizer state"]
+    assert state_bytes == pytest.approx(8 * answer["parameters"], rel=0.01)  # a master and one moment
+    answer = answered(
         plan,
         "--params",
         "60M",
@@ -317,7 +318,7 @@ def test_a_configuration_is_honoured_and_the_command_line_goes_before_it(plan: P
         "--host-budget",
         "2GiB",
     )
-    assert (told["micro_batches"], told["state"], told["budgets"]["host"]) == (3, "bf16", 2 << 30)
+    assert (answer["micro_batches"], answer["state"], answer["budgets"]["host"]) == (3, "bf16", 2 << 30)
 
 
 def test_an_optimizer_that_nobody_names_is_assumed_to_be_adamw(plan: Plan, tmp_path: Path) -> None:
@@ -326,9 +327,9 @@ def test_an_optimizer_that_nobody_names_is_assumed_to_be_adamw(plan: Plan, tmp_p
     code, out, err = plan("--params", "60M", "--config", config, "--device-budget", "4GiB", "--json")
     assert code == 0
     assert "names no optimizer; AdamW is assumed" in err
-    told = json.loads(out)
-    held = told["plan"]["tiers"]["device"]["contents"]["optimizer state"]
-    assert held == pytest.approx(12 * told["parameters"], rel=0.01)
+    answer = json.loads(out)
+    state_bytes = answer["plan"]["tiers"]["device"]["contents"]["optimizer state"]
+    assert state_bytes == pytest.approx(12 * answer["parameters"], rel=0.01)
 
 
 def test_a_swap_directory_that_is_not_here_needs_a_budget(plan: Plan, tmp_path: Path) -> None:
@@ -358,9 +359,9 @@ def test_a_setting_of_nothing_is_refused(wrong: dict[str, Any], tmp_path: Path) 
 
 
 def test_ranks_share_the_budgets_of_their_node(plan: Plan) -> None:
-    told = answered(plan, *SMALL, "--ranks", "4", "--nodes", "2")
-    assert (told["ranks"], told["ranks_per_node"]) == (4, 2)
-    assert told["budgets"] == {"device": 50 << 20, "host": 150 << 20, "nvme": 1 << 30}
+    answer = answered(plan, *SMALL, "--ranks", "4", "--nodes", "2")
+    assert (answer["ranks"], answer["ranks_per_node"]) == (4, 2)
+    assert answer["budgets"] == {"device": 50 << 20, "host": 150 << 20, "nvme": 1 << 30}
     code, _, err = plan(*SMALL, "--ranks", "4", "--nodes", "3")
     assert code == 2
     assert "4 ranks cannot be divided over 3 nodes" in err
@@ -369,17 +370,17 @@ def test_ranks_share_the_budgets_of_their_node(plan: Plan) -> None:
 
 
 def test_a_profile_brings_budgets_and_rates(plan: Plan) -> None:
-    told = answered(plan, "--params", "13B", "--profile", "rtx4090", "--nvme-read", "1GB/s")
+    answer = answered(plan, "--params", "13B", "--profile", "rtx4090", "--nvme-read", "1GB/s")
     profile = PROFILES["rtx4090"]
-    assert told["budgets"] == {
+    assert answer["budgets"] == {
         "device": profile.device.memory_bytes // 2,
         "host": int(0.8 * profile.host_bytes),
         "nvme": int(0.95 * profile.nvme_bytes),
     }
-    assert told["rates"]["flops"] == profile.device.flops
-    assert told["rates"]["nvme_read"] == 1e9
-    assert told["forecast"]["drive_life"] > 0
-    assert told["gpu_memory"] == profile.device.memory_bytes
+    assert answer["rates"]["flops"] == profile.device.flops
+    assert answer["rates"]["nvme_read"] == 1e9
+    assert answer["forecast"]["drive_life"] > 0
+    assert answer["gpu_memory"] == profile.device.memory_bytes
     code, _, err = plan("--params", "13B", "--profile", "abacus")
     assert code == 2
     assert "unknown profile 'abacus'; use one of rtx4090," in err
@@ -392,9 +393,9 @@ def test_a_profile_does_not_know_the_network_between_nodes(plan: Plan) -> None:
     between = answered(plan, *ranks, "--nodes", "2")
     assert "network" not in between["rates"]
     assert "'network'" in between["unforeseen"]
-    given = answered(plan, *ranks, "--nodes", "2", "--network", "25GB/s")
-    assert given["rates"]["network"] == 25e9
-    assert given["forecast"]["seconds"] > 0
+    answer = answered(plan, *ranks, "--nodes", "2", "--network", "25GB/s")
+    assert answer["rates"]["network"] == 25e9
+    assert answer["forecast"]["seconds"] > 0
 
 
 @pytest.mark.parametrize(
@@ -424,7 +425,7 @@ def test_a_wrong_question_is_exit_code_2(
 ) -> None:
     try:
         code, _, err = plan(*arguments)
-    except SystemExit as left:  # argparse
-        code, err = left.code, capsys.readouterr().err
+    except SystemExit as stop:  # argparse
+        code, err = stop.code, capsys.readouterr().err
     assert code == 2
     assert words in " ".join(err.split())

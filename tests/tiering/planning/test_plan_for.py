@@ -108,11 +108,11 @@ def test_a_token_computes_with_the_experts_that_it_is_sent_to(
         **shape, **options, num_experts_per_tok=2, intermediate_size=96, vocab_size=100
     )
     config.save_pretrained(tmp_path)
-    told = answered(plan, "--model", tmp_path, *SMALL[2:], *RATES, "--tokens", "1000", "--sequence", "1")
-    computed = sum(phase["busy"].get("compute", 0) for phase in told["forecast"]["phases"])
+    answer = answered(plan, "--model", tmp_path, *SMALL[2:], *RATES, "--tokens", "1000", "--sequence", "1")
+    computed = sum(phase["busy"].get("compute", 0) for phase in answer["forecast"]["phases"])
     experts = 2 * 8 * 3 * 64 * 96
     # The last term is attention over sequences of one token.
-    expected = 6 * (told["parameters"] - 0.75 * experts) + 3 * 2 * 2 * 64
+    expected = 6 * (answer["parameters"] - 0.75 * experts) + 3 * 2 * 2 * 64
     assert computed * 1e12 / 1000 == pytest.approx(expected, rel=0.02)  # padding of small groups
 
 
@@ -188,8 +188,8 @@ def test_a_workload_knows_the_name_of_its_compute_dtype(precision: str) -> None:
 @pytest.mark.parametrize("state", ["fp32", "split", "bf16", "split+bf16"])
 def test_formats_of_state_are_those_of_the_engine(state: str) -> None:
     config = with_changes(usual_config(Path()), tiers={"state": state})
-    kept, form = configured_state(config), update_rules.state_form(state)
-    assert (kept.split, kept.moment_itemsize) == (form.split, form.format.itemsize)
+    configuration, form = configured_state(config), update_rules.state_form(state)
+    assert (configuration.split, configuration.moment_itemsize) == (form.split, form.format.itemsize)
 
 
 def test_changes_of_a_configuration_are_checked() -> None:

@@ -160,11 +160,11 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
         path.mkdir()
     descriptors = set(Path("/proc/self/fd").iterdir())
     legs: list[measure.Leg] = []
-    told = measure.of_disks(paths, nbytes=2 << 20, seconds=0.01).run(legs.append)
-    assert {leg.name: leg.rate for leg in legs} == told.as_dict()
+    rates = measure.of_disks(paths, nbytes=2 << 20, seconds=0.01).run(legs.append)
+    assert {leg.name: leg.rate for leg in legs} == rates.as_dict()
     written = {leg.name: leg.written for leg in legs}
     assert written["nvme_read"] == 0 < written["nvme_mixed"] and written["nvme_write"] > 2 << 20
-    assert set(told.as_dict()) == {"nvme_read", "nvme_write", "nvme_mixed"}
+    assert set(rates.as_dict()) == {"nvme_read", "nvme_write", "nvme_mixed"}
     assert [list(path.iterdir()) for path in paths] == [[], []]
     assert set(Path("/proc/self/fd").iterdir()) == descriptors
 
@@ -193,10 +193,10 @@ def test_the_cpu_is_measured_in_each_format(
             return super().add(numel, rule, **segment)
 
     monkeypatch.setattr(measure, "StepBatch", Batch)
-    told = measure.measure(
+    rates = measure.measure(
         state_format=state_format, state_tensors=state_tensors, grad_itemsize=grad_itemsize, seconds=0.001
     )
-    assert set(told.as_dict()) == {"optimizer", "gradients", "host_copy", "checksum"}
+    assert set(rates.as_dict()) == {"optimizer", "gradients", "host_copy", "checksum"}
     (segment,) = batches
     assert bool(segment["remainder"]) is ("split" in state_format)
     assert bool(segment["out"]) is ("split" not in state_format)
@@ -240,8 +240,8 @@ def test_a_named_machine_can_be_forecast(profile: Profile) -> None:
     ranks = profile.devices
     load = example(device_is_host=False, fetch_by_copy=True, world_size=ranks, reduce_itemsize=2)
     plan = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY))
-    told = forecast(plan, profile.rates(load), tokens=1024, local_ranks=ranks)
-    assert told.seconds > 0 and told.drive_days(profile.endurance) is not None
+    estimate = forecast(plan, profile.rates(load), tokens=1024, local_ranks=ranks)
+    assert estimate.seconds > 0 and estimate.drive_days(profile.endurance) is not None
     assert profile.drive.name in str(profile) and profile.device.name in str(profile)
 
 

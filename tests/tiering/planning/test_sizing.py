@@ -21,7 +21,7 @@ def test_what_no_plan_could_list_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "hidden", "layers", "intermediate", "params"),
+    ("text", "hidden", "layers", "intermediate", "params"),
     [
         ("7B", 4096, 32, 11008, 6_738_415_616),  # Llama 2 7B, to the parameter
         ("13B", 5120, 40, 13824, 13_015_864_320),  # Llama 2 13B
@@ -29,17 +29,17 @@ def test_what_no_plan_could_list_is_refused() -> None:
     ],
 )
 def test_published_shapes_come_out(
-    asked: str, hidden: int, layers: int, intermediate: int, params: int
+    text: str, hidden: int, layers: int, intermediate: int, params: int
 ) -> None:
-    assert decoder(parse_count(asked)) == Decoder(hidden, layers, intermediate)
-    assert decoder(parse_count(asked)).params == params
+    assert decoder(parse_count(text)) == Decoder(hidden, layers, intermediate)
+    assert decoder(parse_count(text)).params == params
 
 
 @given(st.floats(math.log(12e6), math.log(19e12)))
 def test_any_size_has_a_shape_within_five_percent(exponent: float) -> None:
-    asked = int(math.exp(exponent))
-    shape = decoder(asked)
-    assert abs(shape.params - asked) <= 0.05 * asked
+    count = int(math.exp(exponent))
+    shape = decoder(count)
+    assert abs(shape.params - count) <= 0.05 * count
     assert shape.hidden % 128 == shape.intermediate % 256 == 0
     assert shape.heads * 128 == shape.hidden
     assert shape.layers >= 2

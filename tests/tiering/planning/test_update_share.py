@@ -48,11 +48,11 @@ def load(**changes: object) -> Workload:
 def test_the_gpu_gets_as_much_as_both_are_done_with_together(
     rates: dict[str, float | None], share: float
 ) -> None:
-    known = replace(RATES, **rates)
-    assert best_share(load(), AMPLE, known) == share
+    all_rates = replace(RATES, **rates)
+    assert best_share(load(), AMPLE, all_rates) == share
     if share:
         planned = make_plan(load(update_on_device=share), AMPLE)
-        step = forecast(planned, replace(known, flops=1e30, gradients=1e30), tokens=1).step
+        step = forecast(planned, replace(all_rates, flops=1e30, gradients=1e30), tokens=1).step
         on_device = max(step.busy[MachinePart.DEVICE_LINK], step.busy[MachinePart.COMPUTE])
         both = step.busy[MachinePart.HOST_MEMORY] if "host_memory" in rates else on_device
         assert step.seconds == pytest.approx(max(both, step.busy[MachinePart.OPTIMIZER]))
@@ -64,8 +64,8 @@ def test_the_cpu_has_what_no_gpu_reaches() -> None:
     streamed = load(offload_optimizer=NVME, cache_in_host=True)
     half = make_plan(streamed, AMPLE).total(HOST) - 100 * NUMEL * 12 // 2
     limits = replace(AMPLE, host=half)
-    kept = [tile for tile in make_plan(streamed, limits).sub_groups if tile.tier is HOST]
-    assert 30 < len(kept) < 60
+    tiles = [tile for tile in make_plan(streamed, limits).sub_groups if tile.tier is HOST]
+    assert 30 < len(tiles) < 60
     assert best_share(streamed, limits, RATES) == 1.0
     assert best_share(streamed, limits, replace(RATES, optimizer=4.0)) < 1.0
 
@@ -83,8 +83,8 @@ def test_the_command_says_who_updates_what_and_that_it_is_faster(plan: Plan) -> 
     here = ["--params=60M", "--gpu=24GiB", "--device-budget=2GiB", "--host-budget=8GiB", "--nvme-budget=0"]
     rates = ["--flops=100T", "--gradients=8G", "--host-copy=10GB/s", "--device-link=16GB/s"]
     cpu_alone = answered(plan, *here, *rates[:3], "--optimizer=0.5G", "--device-link=1")
-    asked = [*here, *rates, "--optimizer=0.5G"]
-    both = answered(plan, *asked)
+    arguments = [*here, *rates, "--optimizer=0.5G"]
+    both = answered(plan, *arguments)
     updated = both["plan"]["updated"]
     assert set(updated) == {"by the CPU", "visiting the device"}
     assert updated["visiting the device"] / sum(updated.values()) == pytest.approx(0.7, abs=0.05)
@@ -92,5 +92,5 @@ def test_the_command_says_who_updates_what_and_that_it_is_faster(plan: Plan) -> 
     assert set(cpu_alone["plan"]["updated"]) == {"by the CPU"}
     step = next(phase for phase in both["forecast"]["phases"] if phase["name"] == "step")
     assert step["seconds"] < 0.4 * sum(updated.values()) / 12 / 0.5e9
-    _, out, _ = plan(*asked)
+    _, out, _ = plan(*arguments)
     assert "visiting the device" in out and "by the CPU" in out

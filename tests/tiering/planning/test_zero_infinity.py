@@ -45,9 +45,9 @@ def test_the_table_of_memory_requirements(size: Size) -> None:
         (size.hidden, "state_working"), paper.model_state_working_memory(size.hidden)
     )
     assert round(working / paper.GB, 2) == size.state_working
-    kept = paper.activation_working_memory(paper.SEQUENCES_PER_GPU, SEQUENCE, size.hidden, size.heads)
-    assert kept / paper.GB == pytest.approx(size.activation_working, abs=0.0051)
-    all_kept = kept * size.layers * paper.GPUS_PER_NODE
+    activations = paper.activation_working_memory(paper.SEQUENCES_PER_GPU, SEQUENCE, size.hidden, size.heads)
+    assert activations / paper.GB == pytest.approx(size.activation_working, abs=0.0051)
+    all_kept = activations * size.layers * paper.GPUS_PER_NODE
     assert all_kept / paper.TB == pytest.approx(size.activations, abs=0.0051)
     inputs = paper.activation_checkpoints(paper.CHECKPOINTED_PER_NODE, SEQUENCE, size.hidden, size.layers)
     assert inputs / paper.TB == pytest.approx(size.checkpoints, abs=0.0051)
@@ -123,17 +123,17 @@ def test_what_the_forecast_makes_of_the_papers_machine(trillion: Plan) -> None:
         nvme_read=row.slow_memory, nvme_write=row.slow_memory, nvme_mixed=row.slow_memory, flops=row.peak,
         network=row.between_devices, device_link=fast, optimizer=fast, gradients=fast,
     )  # fmt: skip
-    told = forecast(trillion, rates, tokens=tokens, checkpointed=True)
-    compute = sum(phase.busy[MachinePart.COMPUTE] for phase in told.phases)
+    estimate = forecast(trillion, rates, tokens=tokens, checkpointed=True)
+    compute = sum(phase.busy[MachinePart.COMPUTE] for phase in estimate.phases)
     assert compute == pytest.approx(paper.operations(tokens, size.layers, size.hidden) / row.peak)
-    network = sum(phase.busy[MachinePart.NETWORK] for phase in told.phases)
+    network = sum(phase.busy[MachinePart.NETWORK] for phase in estimate.phases)
     numel = paper.params(size.layers, size.hidden)
     assert network == pytest.approx(6 * numel * (1 - 1 / DEVICES) / row.between_devices)
-    assert told.forward.bound is MachinePart.COMPUTE and told.backward.bound is MachinePart.COMPUTE
+    assert estimate.forward.bound is MachinePart.COMPUTE and estimate.backward.bound is MachinePart.COMPUTE
     nvme = sum(trillion.nvme_traffic()) / row.slow_memory
-    assert compute <= told.seconds <= compute + nvme
+    assert compute <= estimate.seconds <= compute + nvme
     # Parameters move while the device computes; state does not. The paper counts 32 bytes of it, ours has 24.
-    assert told.efficiency > paper.efficiency(tokens / 4, DEVICES * row.slow_memory, row.peak) > 0.9
+    assert estimate.efficiency > paper.efficiency(tokens / 4, DEVICES * row.slow_memory, row.peak) > 0.9
 
 
 def test_more_bandwidth_per_device_by_more_devices(trillion: Plan) -> None:

@@ -218,11 +218,11 @@ def test_a_lease_takes_the_room_that_comes_free_first(arena: Arena) -> None:
 
 
 def test_a_lease_takes_what_another_thread_releases_while_a_transfer_runs(arena: Arena) -> None:
-    slow, held = Transfer(), arena.lease(2 * PAGE, "held")
+    slow, blocking = Transfer(), arena.lease(2 * PAGE, "held")
     arena.lease(2 * PAGE, "slow").retire(slow)
     caller = Caller(arena, 2 * PAGE)
     assert slow.awaited.wait(20)
-    held.release()
+    blocking.release()
     lease = caller.result()
     assert isinstance(lease, Lease)
     assert lease.offset == 0
@@ -264,14 +264,14 @@ def test_a_lease_waits_for_other_threads(arena: Arena, how: str, monkeypatch: py
         return wait(timeout)
 
     monkeypatch.setattr(arena._changed, "wait", announce)
-    held = arena.lease(4 * PAGE, "held")
+    blocking = arena.lease(4 * PAGE, "held")
     caller = Caller(arena, 4 * PAGE)
     assert waiting.wait(20)
     if how == "release":
-        held.release()
+        blocking.release()
     else:
         transfer = Transfer()
-        held.retire(transfer)
+        blocking.retire(transfer)
         transfer.ended.set()
     lease = caller.result()
     assert isinstance(lease, Lease)
@@ -279,9 +279,9 @@ def test_a_lease_waits_for_other_threads(arena: Arena, how: str, monkeypatch: py
 
 
 def test_every_waiting_thread_is_served(arena: Arena) -> None:
-    held = [arena.lease(PAGE, "held") for _ in range(4)]
+    leases = [arena.lease(PAGE, "held") for _ in range(4)]
     callers = [Caller(arena, PAGE) for _ in range(8)]
-    for lease in held:
+    for lease in leases:
         lease.release()
     for _ in callers:  # what one gives back serves another
         served = next(result for result in _results(callers) if result.nbytes)
@@ -312,12 +312,12 @@ def test_what_one_caller_collects_serves_another(arena: Arena) -> None:
     assert arena.by_kind == {"caller": 4 * PAGE}
 
 
-@pytest.mark.parametrize("ended", [True, False], ids=["ended before", "awaited"])
-def test_an_error_surfaces_once_and_the_room_is_free(arena: Arena, ended: bool) -> None:
+@pytest.mark.parametrize("is_done", [True, False], ids=["ended before", "awaited"])
+def test_an_error_surfaces_once_and_the_room_is_free(arena: Arena, is_done: bool) -> None:
     error = failed()
     transfer = Transfer(error)
     arena.lease(4 * PAGE, "staging").retire(transfer)
-    if ended:
+    if is_done:
         transfer.ended.set()
         with pytest.raises(SwapError) as caught:
             arena.lease(4 * PAGE, "staging")
@@ -363,9 +363,9 @@ def test_starving_says_who_holds_what(arena: Arena, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(arena_module, "STARVED_AFTER_SECONDS", 0.05)
     arena.lease(PAGE, "gone").release()
     parameters = [arena.lease(PAGE, "parameters")]
-    held = arena.lease(PAGE, "gradients")
+    blocking = arena.lease(PAGE, "gradients")
     parameters.append(arena.lease(PAGE, "parameters"))
-    held.release()
+    blocking.release()
     with pytest.raises(ArenaError) as caught:
         arena.lease(3 * PAGE, "state")
     assert str(caught.value) == (
@@ -378,11 +378,11 @@ def test_starving_says_who_holds_what(arena: Arena, monkeypatch: pytest.MonkeyPa
 def test_progress_is_not_starvation(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline is for silence: room that came back, though too little, starts it anew."""
     timeouts: list[float | None] = []
-    held = [arena.lease(PAGE, "held") for _ in range(4)]
+    leases = [arena.lease(PAGE, "held") for _ in range(4)]
 
     def wait(timeout: float | None = None) -> bool:
         timeouts.append(timeout)
-        arena._restore(held.pop())  # another thread's release, while this one waits
+        arena._restore(leases.pop())  # another thread's release, while this one waits
         return True
 
     monkeypatch.setattr(arena._changed, "wait", wait)

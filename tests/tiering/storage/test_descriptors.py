@@ -25,15 +25,15 @@ from tiering.weights.tensor_file import Output, TensorFileWriter, TensorSpec
 IO = IoConfig(engine="threads")
 
 
-def held(path: Path) -> set[str]:
+def open_names(path: Path) -> set[str]:
     """The files below ``path`` that this process has open."""
-    found = set()
+    names = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # that of the list itself
             target = descriptor.readlink()
             if path in target.parents:
-                found.add(target.name)
-    return found
+                names.add(target.name)
+    return names
 
 
 def held_by_child(path: Path) -> str:
@@ -41,7 +41,7 @@ def held_by_child(path: Path) -> str:
     pid = os.fork()
     if pid == 0:
         try:
-            os.write(write, repr(sorted(held(path))).encode())
+            os.write(write, repr(sorted(open_names(path))).encode())
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
@@ -60,12 +60,12 @@ def test_a_child_has_none_of_what_is_saved_and_loaded(tmp_path: Path) -> None:
         with closing(SumsFile(tmp_path / "sums", {"new": 1})), WeightReader(weights, IO) as reader:
             reader.read(tensor, 0, tensor.numel)
             sums = next(iter(weights.sums)).name.replace("weights", "checksums")
-            assert held(tmp_path) == {"new", "sums", tensor.file.name, sums}
+            assert open_names(tmp_path) == {"new", "sums", tensor.file.name, sums}
             assert held_by_child(tmp_path) == "[]"
-            assert held(tmp_path) == {"new", "sums", tensor.file.name, sums}
+            assert open_names(tmp_path) == {"new", "sums", tensor.file.name, sums}
         writer.abandon()
     del weights, reader
-    assert held(tmp_path) == set()
+    assert open_names(tmp_path) == set()
 
 
 def test_a_child_forked_while_a_swap_file_is_made_has_none_of_it(
@@ -80,9 +80,9 @@ def test_a_child_forked_while_a_swap_file_is_made_has_none_of_it(
     monkeypatch.setattr(swap_file, "_fallocate", fork_and_reserve)
     with closing(SwapFile(tmp_path, PAGE)):
         assert in_child == ["[]"]
-        assert len(held(tmp_path)) == 1
+        assert len(open_names(tmp_path)) == 1
         assert held_by_child(tmp_path) == "[]"
-    assert held(tmp_path) == set()
+    assert open_names(tmp_path) == set()
 
 
 def test_a_swap_file_that_could_not_be_made_closes_no_other_file_in_a_child(
@@ -112,7 +112,7 @@ def test_closed_is_closed(tmp_path: Path) -> None:
     assert not os.get_inheritable(fd)
     close_alone(fd)
     close_alone(fd)
-    assert held(tmp_path) == set()
+    assert open_names(tmp_path) == set()
 
 
 MANY = """
@@ -131,9 +131,9 @@ def test_a_checkpoint_of_more_files_than_the_limit(tmp_path: Path) -> None:
     with Output(IO) as output:
         write_checkpoint(tmp_path, 1, output, ranks=40)
 
-    def told(hard: int) -> str:
+    def output_of(hard: int) -> str:
         command = [sys.executable, "-c", MANY, str(tmp_path), str(hard)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    assert told(1024) == "True True\n"
-    assert told(64).startswith("False False") and "Too many open files" in told(64)
+    assert output_of(1024) == "True True\n"
+    assert output_of(64).startswith("False False") and "Too many open files" in output_of(64)

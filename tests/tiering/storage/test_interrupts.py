@@ -169,12 +169,12 @@ def test_every_signal_whose_handler_raises_waits(handlers: None, number: int) ->
 
 
 def test_every_signal_that_is_held_is_answered(handlers: None) -> None:
-    heard = []
-    before = signal.signal(signal.SIGHUP, lambda number, frame: heard.append(number))
+    numbers = []
+    before = signal.signal(signal.SIGHUP, lambda number, frame: numbers.append(number))
     try:
         with pytest.raises(RAISED):
             hold_for(0, signal.SIGALRM, signal.SIGHUP, signal.SIGTERM)
-        assert heard == [signal.SIGHUP]
+        assert numbers == [signal.SIGHUP]
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -42,18 +42,18 @@ class Bitmap:
 )
 def test_like_a_bitmap(size: int, moves: list[tuple[bool, int, bool, int]]) -> None:
     ranges, bitmap = FreeRanges(size), Bitmap(size)
-    held: list[tuple[int, int]] = []
+    model: list[tuple[int, int]] = []
     for take, amount, placed, pick in moves:
-        if take or not held:
+        if take or not model:
             fits = bitmap.fits(amount)
             at = pick % (size + 1) if placed else None
             start = ranges.take(amount, at=at)
             assert start == ((fits[0] if fits else None) if at is None else (at if at in fits else None))
             if start is not None:
                 bitmap.mark(start, amount, free=False)
-                held.append((start, amount))
+                model.append((start, amount))
         else:
-            start, given_back = held.pop(pick % len(held))
+            start, given_back = model.pop(pick % len(model))
             ranges.give(start, given_back)
             bitmap.mark(start, given_back, free=True)
         assert ranges._ranges == bitmap.runs()

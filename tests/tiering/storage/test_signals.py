@@ -101,8 +101,8 @@ def until(striker: Striker, instants: int, call: Callable[[int], object]) -> Non
 def test_an_arena_loses_nothing(instants: int) -> None:
     """Leases that a signal takes from their holder in the middle come back; those that are held stay whole."""
     arena = Arena.map(16 * PAGE, "staging")
-    kept = [arena.lease(2 * PAGE, "kept", at=place * PAGE) for place in (0, 7, 14)]
-    for lease in kept:
+    leases = [arena.lease(2 * PAGE, "kept", at=place * PAGE) for place in (0, 7, 14)]
+    for lease in leases:
         lease.view[:] = b"k" * lease.nbytes
     with striking(3) as striker:
 
@@ -124,7 +124,7 @@ def test_an_arena_loses_nothing(instants: int) -> None:
             assert {hole.offset for hole in holes} == {2 * PAGE, 9 * PAGE}
 
         until(striker, instants, use)
-    assert all(bytes(lease.view) == b"k" * lease.nbytes for lease in kept)
+    assert all(bytes(lease.view) == b"k" * lease.nbytes for lease in leases)
 
 
 @strikes(40)
@@ -161,10 +161,10 @@ def test_a_write_that_a_signal_ends_is_whole_or_told(swap: Swap, instants: int) 
                 assert "between two of its pieces" in str(refused)
                 swap.write(mark)
                 there = mark
-            found = swap.look()
-            assert set(found) in ({there}, {mark})
-            assert len(found) == PAGES * PAGE
-            there = found[0]
+            content = swap.look()
+            assert set(content) in ({there}, {mark})
+            assert len(content) == PAGES * PAGE
+            there = content[0]
 
         until(striker, instants, write)
 
@@ -180,16 +180,16 @@ def test_a_file_whose_writing_a_signal_ends_is_given_up_whole(
 
         def write(turn: int) -> None:
             path = tmp_path / str(turn)
-            made: list[TensorFileWriter] = []
+            writers: list[TensorFileWriter] = []
 
             def save() -> None:
-                made.append(TensorFileWriter(path, tensors, output=output))
-                made[0].append(content)
+                writers.append(TensorFileWriter(path, tensors, output=output))
+                writers[0].append(content)
 
             striker.during(save, 4e-3)
-            for file in made:
+            for file in writers:
                 file.abandon()
-            assert (output.windows.used, output.aio.stats()[-1].write.in_flight if made else 0) == (0, 0)
+            assert (output.windows.used, output.aio.stats()[-1].write.in_flight if writers else 0) == (0, 0)
             path.unlink(missing_ok=True)
 
         until(striker, instants, write)

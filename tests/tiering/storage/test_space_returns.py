@@ -27,7 +27,7 @@ Ending = Callable[..., Path]
 @pytest.fixture
 def ending(small_disk: Callable[[int], Path]) -> Iterator[Ending]:
     """A disk full of files that nobody can see, as the kernel holds them; each goes after so many seconds."""
-    held: list[SwapFile] = []
+    swap_files: list[SwapFile] = []
     timers: list[threading.Timer] = []
 
     def fill(*seconds: float) -> Path:
@@ -36,8 +36,8 @@ def ending(small_disk: Callable[[int], Path]) -> Iterator[Ending]:
         metadata = 4 * MIB if len(seconds) > 1 else 0
         share = (free_bytes(disk) - metadata) // len(seconds) // PAGE * PAGE
         for delay in seconds:
-            held.append(SwapFile(disk, share))
-            timers.append(threading.Timer(delay, held[-1].close))
+            swap_files.append(SwapFile(disk, share))
+            timers.append(threading.Timer(delay, swap_files[-1].close))
         for timer in timers:
             timer.start()
         return disk
@@ -46,7 +46,7 @@ def ending(small_disk: Callable[[int], Path]) -> Iterator[Ending]:
     for timer in timers:
         timer.cancel()
         timer.join()
-    for file in held:
+    for file in swap_files:
         file.close()
 
 

@@ -328,17 +328,17 @@ def test_random_interleavings_read_what_was_written_last(
         slab.swap_out(extent, filled(arena, bytes(content))).wait()
     pending: list[tuple[Ticket, Lease, bytes | None]] = []
     for _ in range(200):
-        which, start = rng.randrange(3), rng.randrange(8)
+        number, start = rng.randrange(3), rng.randrange(8)
         offset, nbytes = start * PAGE, rng.randint(1, 8 - start) * PAGE
         lease = arena.lease(nbytes, "transfer")
         if rng.random() < 0.5:
             lease.view[:] = rng.randbytes(16) * (nbytes // 16)
-            model[which][offset : offset + nbytes] = lease.view
-            ticket = slab.swap_out(extents[which], lease, offset=offset, priority=rng.randrange(3))
+            model[number][offset : offset + nbytes] = lease.view
+            ticket = slab.swap_out(extents[number], lease, offset=offset, priority=rng.randrange(3))
             pending.append((ticket, lease, None))
         else:
-            ticket = slab.swap_in(extents[which], lease, offset=offset, priority=rng.randrange(3))
-            pending.append((ticket, lease, bytes(model[which][offset : offset + nbytes])))
+            ticket = slab.swap_in(extents[number], lease, offset=offset, priority=rng.randrange(3))
+            pending.append((ticket, lease, bytes(model[number][offset : offset + nbytes])))
         while len(pending) > rng.randrange(24):
             settle(*pending.pop(rng.randrange(len(pending))))
     for transfer in pending:
@@ -358,15 +358,15 @@ def settle(ticket: Ticket, lease: Lease, expected: bytes | None) -> None:
 
 def poisoned(slab: SlabFile, extent: Extent, arena: Arena) -> list[int]:
     """The pages of ``extent`` that cannot be read; the others hold what ``content`` put there."""
-    found = []
+    pages = []
     for page in range(extent.nbytes // PAGE):
         try:
-            held = read(slab, extent, arena, page * PAGE, PAGE)
+            data = read(slab, extent, arena, page * PAGE, PAGE)
         except SwapError:
-            found.append(page)
+            pages.append(page)
         else:
-            assert held == content(page, page + 1)
-    return found
+            assert data == content(page, page + 1)
+    return pages
 
 
 def content(first: int, last: int) -> bytes:
@@ -400,7 +400,7 @@ def test_a_failed_write_poisons_its_range_and_no_other(
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "left"),
+    ("first", "last", "pages"),
     [
         (2, 5, []),
         (0, 6, []),
@@ -412,12 +412,12 @@ def test_a_failed_write_poisons_its_range_and_no_other(
     ],
 )
 def test_rewriting_heals_what_it_covers(
-    engine: str, open_slab: OpenSlab, arena: Arena, first: int, last: int, left: list[int]
+    engine: str, open_slab: OpenSlab, arena: Arena, first: int, last: int, pages: list[int]
 ) -> None:
     slab, extent, _ = broken(open_slab, arena)
     assert poisoned(slab, extent, arena) == [2, 3, 4]
     slab.swap_out(extent, filled(arena, content(first, last)), offset=first * PAGE).wait()
-    assert poisoned(slab, extent, arena) == left
+    assert poisoned(slab, extent, arena) == pages
 
 
 def test_a_write_that_is_refused_heals_nothing(open_slab: OpenSlab, arena: Arena) -> None:

@@ -64,20 +64,20 @@ def test_urged_reads_never_overtake_slow_writes(open_slab: OpenSlab, arena: Aren
     model = [bytearray(8 * PAGE) for _ in extents]
     for turn in range(50):
         writes, reads = [], []
-        for which in rng.sample(range(4), 4):
+        for number in rng.sample(range(4), 4):
             start = rng.randrange(8) if turn else 0
             nbytes = rng.randint(1, 8 - start) * PAGE if turn else 8 * PAGE
             lease = arena.lease(nbytes, "out")
             lease.view[:] = rng.randbytes(32) * (nbytes // 32)
-            model[which][start * PAGE : start * PAGE + nbytes] = lease.view
-            writes.append((slab.swap_out(extents[which], lease, offset=start * PAGE), lease))
-        for which in rng.choices(range(4), k=6):
+            model[number][start * PAGE : start * PAGE + nbytes] = lease.view
+            writes.append((slab.swap_out(extents[number], lease, offset=start * PAGE), lease))
+        for number in rng.choices(range(4), k=6):
             start = rng.randrange(8)
             nbytes = rng.randint(1, 8 - start) * PAGE
             lease = arena.lease(nbytes, "in")
-            expected = bytes(model[which][start * PAGE : start * PAGE + nbytes])
+            expected = bytes(model[number][start * PAGE : start * PAGE + nbytes])
             reads.append(
-                (slab.swap_in(extents[which], lease, offset=start * PAGE, priority=2), lease, expected)
+                (slab.swap_in(extents[number], lease, offset=start * PAGE, priority=2), lease, expected)
             )
         rng.shuffle(reads)
         for ticket, lease, expected in reads:
@@ -270,15 +270,15 @@ def test_two_processes_in_one_directory_never_meet(engine: str, tmp_path: Path) 
         command = [sys.executable, "-c", NEIGHBOUR, str(tmp_path), engine, str(rank)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    with start(0) as one, start(1) as other:
-        for process in (one, other):
+    with start(0) as first, start(1) as other:
+        for process in (first, other):
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         assert list(tmp_path.iterdir()) == []
-        for process in (one, other):
+        for process in (first, other):
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        for process in (one, other):
+        for process in (first, other):
             assert process.communicate(timeout=60)[0] == "wrong 0\n"
             assert process.returncode == 0

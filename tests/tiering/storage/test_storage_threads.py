@@ -59,10 +59,10 @@ class Worker:
             self.failures.append(error)
 
     def submit(self) -> None:
-        which, start = self.rng.randrange(len(self.shared)), self.rng.randrange(PAGES)
+        number, start = self.rng.randrange(len(self.shared)), self.rng.randrange(PAGES)
         nbytes = self.rng.randint(1, PAGES - start) * PAGE
         shared, lease, priority = (
-            self.shared[which],
+            self.shared[number],
             self.arena.lease(nbytes, "transfer"),
             self.rng.randrange(3),
         )
@@ -72,12 +72,12 @@ class Worker:
             with shared.lock:
                 ticket = shared.slab.swap_out(shared.extent, lease, offset=here.start, priority=priority)
                 shared.content[here] = lease.view
-            self.open.append(Transfer(ticket, lease, which, None))
+            self.open.append(Transfer(ticket, lease, number, None))
         else:
             with shared.lock:
                 ticket = shared.slab.swap_in(shared.extent, lease, offset=here.start, priority=priority)
                 expected = bytes(shared.content[here])
-            self.open.append(Transfer(ticket, lease, which, expected))
+            self.open.append(Transfer(ticket, lease, number, expected))
 
     def look_at(self, transfer: Transfer) -> None:
         how = self.rng.randrange(4)

@@ -74,7 +74,9 @@ def test_a_transfer_of_some_rows_has_no_more_pieces_per_path(shares: list[int], 
     rows = -(-nbytes * stripes.rows // stripes.nbytes) + 1  # a row may end a page per path early
     for path in range(len(shares)):
         assert sum(piece.path == path for piece in pieces) <= rows
-    assert all(one.path != after.path for one, after in pairwise(pieces)), "adjoining pieces are one transfer"
+    assert all(piece.path != after.path for piece, after in pairwise(pieces)), (
+        "adjoining pieces are one transfer"
+    )
 
 
 @pytest.mark.parametrize("shares", [[900 * MIB], [0, 900 * MIB, 0]])
@@ -141,34 +143,36 @@ def test_dividing_loses_nothing(total: int, weights: list[int]) -> None:
 )
 def test_extents_fill_the_plan_to_the_last_page(planned: list[int], sizes: list[int]) -> None:
     plan = [pages * PAGE for pages in planned]
-    left = plan[:]
+    room_left = plan[:]
     for pages in [*sizes, sum(planned)]:
-        nbytes = min(pages * PAGE, sum(left))
+        nbytes = min(pages * PAGE, sum(room_left))
         if not nbytes:
             break
-        shares = shares_of(nbytes, left, plan)
+        shares = shares_of(nbytes, room_left, plan)
         assert shares is not None and sum(shares) == nbytes
-        assert all(0 <= share <= room and share % PAGE == 0 for share, room in zip(shares, left, strict=True))
-        before = left
-        left = [room - share for room, share in zip(left, shares, strict=True)]
+        assert all(
+            0 <= share <= room and share % PAGE == 0 for share, room in zip(shares, room_left, strict=True)
+        )
+        before = room_left
+        room_left = [room - share for room, share in zip(room_left, shares, strict=True)]
         if nbytes >= SMALLEST_STRIPED:
             for share, room in zip(shares, before, strict=True):
                 assert abs(share - nbytes * room / sum(before)) < PAGE + 1
         elif max(before) >= nbytes:
             assert sorted(shares)[-1] == nbytes  # whole
-    assert left == [0] * len(plan) or sum(sizes) < sum(planned)
-    assert shares_of(sum(left) + PAGE, left, plan) is None
+    assert room_left == [0] * len(plan) or sum(sizes) < sum(planned)
+    assert shares_of(sum(room_left) + PAGE, room_left, plan) is None
 
 
 def test_small_extents_go_to_the_emptiest_path() -> None:
     plan = [40 * MIB, 10 * MIB]
-    left, went = plan[:], []
+    room_left, went = plan[:], []
     for _ in range(50):
-        shares = shares_of(MIB, left, plan)
+        shares = shares_of(MIB, room_left, plan)
         assert shares is not None
         went.append(shares.index(MIB))
-        left = [room - share for room, share in zip(left, shares, strict=True)]
-        assert abs(left[0] / plan[0] - left[1] / plan[1]) <= MIB / 10 / MIB  # emptied at one pace
+        room_left = [room - share for room, share in zip(room_left, shares, strict=True)]
+        assert abs(room_left[0] / plan[0] - room_left[1] / plan[1]) <= MIB / 10 / MIB  # emptied at one pace
     assert (went.count(0), went.count(1)) == (40, 10)
 
 

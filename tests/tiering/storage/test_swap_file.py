@@ -44,9 +44,9 @@ def swap_file_in() -> Iterator[Callable[[Path, int], SwapFile]]:
     with ExitStack() as stack:
 
         def make(directory: Path, nbytes: int) -> SwapFile:
-            made = SwapFile(directory, nbytes)
-            stack.callback(made.close)
-            return made
+            swap_file = SwapFile(directory, nbytes)
+            stack.callback(swap_file.close)
+            return swap_file
 
         yield make
 
@@ -340,9 +340,9 @@ def test_a_real_quota(mounted: Callable[..., Path]) -> None:
         SwapFile(home, 40 * MIB)
     assert "but the disk quota does not allow them (EDQUOT); raise the quota" in str(caught.value)
     assert list(home.iterdir()) == []
-    made = SwapFile(home, 10 * MIB)
-    assert os.fstat(made.fd).st_blocks * 512 >= 10 * MIB
-    made.close()
+    swap_file = SwapFile(home, 10 * MIB)
+    assert os.fstat(swap_file.fd).st_blocks * 512 >= 10 * MIB
+    swap_file.close()
 
 
 def test_the_limit_of_a_file(tmp_path: Path) -> None:
@@ -362,11 +362,11 @@ def test_the_limit_of_a_file(tmp_path: Path) -> None:
 
 
 def test_resizing(swap_file_in: Callable[..., SwapFile], tmp_path: Path) -> None:
-    made = swap_file_in(tmp_path, 3 * MIB)
+    swap_file = swap_file_in(tmp_path, 3 * MIB)
     for nbytes in (MIB, 5 * MIB, 0, PAGE):
-        made.resize(nbytes)
-        status = os.fstat(made.fd)
-        assert made.nbytes == status.st_size == nbytes
+        swap_file.resize(nbytes)
+        status = os.fstat(swap_file.fd)
+        assert swap_file.nbytes == status.st_size == nbytes
         assert nbytes <= status.st_blocks * 512 <= nbytes + MIB
 
 
@@ -440,7 +440,7 @@ def test_without_nameless_files(
     names: list[Path] = []
     real = os.open
 
-    def seen(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+    def note_open(path: Any, flags: int, *rest: Any, **options: Any) -> int:
         if tmpfile(flags):
             raise OSError(code, os.strerror(code))
         fd = real(path, flags, *rest, **options)
@@ -449,7 +449,7 @@ def test_without_nameless_files(
             assert flags & os.O_EXCL and rest == (0o600,)
         return fd
 
-    monkeypatch.setattr(os, "open", seen)
+    monkeypatch.setattr(os, "open", note_open)
     for _ in range(2):
         round_trip(tmp_path, 4 * PAGE, direct=True)
     assert len(set(names)) == 2

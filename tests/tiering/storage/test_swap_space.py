@@ -42,10 +42,10 @@ def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> list[Path]:
-    made = [tmp_path / name for name in "abc"]
-    for path in made:
+    directories = [tmp_path / name for name in "abc"]
+    for path in directories:
         path.mkdir()
-    return made
+    return directories
 
 
 @pytest.fixture
@@ -124,16 +124,16 @@ def test_on_one_path_a_transfer_is_one_ticket(
     monkeypatch.setattr(swap_space, "measure", None)  # nothing to compare with
     space = open_space({"parameters": (8 * PAGE, paths[:1]), "optimizer state": (5 * PAGE, paths[:1])})
     assert (len(space.slabs), space.capacity, space.weights) == (1, 13 * PAGE, {})
-    one = space.allocate(8 * PAGE, ("w",), "parameters")
+    extent = space.allocate(8 * PAGE, ("w",), "parameters")
     other = space.allocate(5 * PAGE, ("m",), "optimizer state")
     content = random.Random(1).randbytes(8 * PAGE)
-    ticket = write(space, one, arena, content)
+    ticket = write(space, extent, arena, content)
     assert not isinstance(ticket, StripedTicket)
     ticket.wait()
-    assert read(space, one, arena, PAGE, 3 * PAGE) == content[PAGE : 4 * PAGE]
-    assert (on_disk(one), on_disk(other)) == (content, bytes(5 * PAGE))
+    assert read(space, extent, arena, PAGE, 3 * PAGE) == content[PAGE : 4 * PAGE]
+    assert (on_disk(extent), on_disk(other)) == (content, bytes(5 * PAGE))
     assert space.used == space.capacity
-    assert one.place_of(PAGE + 3) == f"byte {PAGE + 3} of the swap file in {paths[0]}"
+    assert extent.place_of(PAGE + 3) == f"byte {PAGE + 3} of the swap file in {paths[0]}"
     assert other.place_of(0) == f"byte {8 * PAGE} of the swap file in {paths[0]}"
 
 
@@ -194,10 +194,12 @@ def test_bytes_lie_where_the_stripes_say(
         assert (ticket.nbytes, ticket.wait()) == (extent.nbytes, extent.nbytes)
     assert [on_disk(extent) for extent in extents] == contents
     for _ in range(40):
-        which = rng.randrange(2)
-        offset = rng.randrange(extents[which].nbytes // PAGE) * PAGE
-        nbytes = rng.randint(1, extents[which].nbytes - offset)  # tails of any length
-        assert read(space, extents[which], arena, offset, nbytes) == contents[which][offset : offset + nbytes]
+        number = rng.randrange(2)
+        offset = rng.randrange(extents[number].nbytes // PAGE) * PAGE
+        nbytes = rng.randint(1, extents[number].nbytes - offset)  # tails of any length
+        assert (
+            read(space, extents[number], arena, offset, nbytes) == contents[number][offset : offset + nbytes]
+        )
     space.allocate(51 * PAGE, ("last",), "state")
     assert space.used == space.capacity
     with pytest.raises(SwapSpaceError) as caught:
@@ -216,8 +218,8 @@ def test_the_bandwidth_is_kept_and_told(
     space = open_space({"state": (400 * PAGE, paths[:2]), "parameters": (7 * PAGE, paths[2:])})
     assert space.weights == {paths[0]: 3 * 10**9, paths[1]: 10**9}
     assert [slab.capacity for slab in space.slabs] == [300 * PAGE, 100 * PAGE, 7 * PAGE]
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert said == [
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert messages == [
         f"swap space in {paths[0]}: 1.17 MiB, 2.79 GiB/s measured",
         f"swap space in {paths[1]}: 400.00 KiB, 953.67 MiB/s measured",
         f"swap space in {paths[2]}: 28.00 KiB, not measured",
@@ -386,16 +388,16 @@ def test_random_interleavings_read_what_was_written_last(
         write(space, extent, arena, bytes(content)).wait()
     pending: list[tuple[Transfer, Lease, bytes]] = []
     for _ in range(150):
-        which, start = rng.randrange(3), rng.randrange(24)
+        number, start = rng.randrange(3), rng.randrange(24)
         offset, nbytes = start * PAGE, rng.randint(1, min(12, 24 - start)) * PAGE
         if rng.random() < 0.5:
             content = rng.randbytes(16) * (nbytes // 16)
-            model[which][offset : offset + nbytes] = content
-            write(space, extents[which], arena, content, offset)
+            model[number][offset : offset + nbytes] = content
+            write(space, extents[number], arena, content, offset)
         else:
             lease = arena.lease(nbytes, "in")
-            ticket = space.swap_in(extents[which], lease, offset=offset, priority=rng.randrange(3))
-            pending.append((ticket, lease, bytes(model[which][offset : offset + nbytes])))
+            ticket = space.swap_in(extents[number], lease, offset=offset, priority=rng.randrange(3))
+            pending.append((ticket, lease, bytes(model[number][offset : offset + nbytes])))
         while len(pending) > rng.randrange(24):
             settle(*pending.pop(rng.randrange(len(pending))))
     for transfer in pending:
@@ -431,8 +433,8 @@ def test_writes_by_two_threads_come_in_one_order_on_every_path(
             start.wait()
             space.swap_out(extent, lease).wait()
             start.wait()
-            kept = on_disk(extent)
-            assert kept in (b"a" * extent.nbytes, b"b" * extent.nbytes)
+            content = on_disk(extent)
+            assert content in (b"a" * extent.nbytes, b"b" * extent.nbytes)
 
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -649,8 +651,8 @@ def test_measuring_stays_within_the_span_and_its_bounds(
             fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
             os.ftruncate(fd, span)
             files.append((aio.add_file(fd, direct=True, name=str(number)), span, fd))
-        found = bandwidth.measure(aio, [(file, span) for file, span, _ in files])
-        assert all(rate > 0 for rate in found)
+        rates = bandwidth.measure(aio, [(file, span) for file, span, _ in files])
+        assert all(rate > 0 for rate in rates)
         for (_, span, fd), stats in zip(files, aio.stats(), strict=True):
             assert os.fstat(fd).st_size == span
             assert 0 < stats.read.bytes < MIB + span, "more than the block that reaches beyond"

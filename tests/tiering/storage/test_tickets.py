@@ -39,10 +39,10 @@ def failure(code: int) -> SwapError:
 
 def test_it_is_done_when_every_part_is() -> None:
     log: list[str] = []
-    one, two = Part(log, "one", 3), Part(log, "two", 4)
-    both = AllOf([one, two])
+    first, two = Part(log, "one", 3), Part(log, "two", 4)
+    both = AllOf([first, two])
     assert not both.done()
-    one.wait()
+    first.wait()
     assert not both.done()
     assert both.wait() == 7
     assert both.done()

@@ -26,7 +26,7 @@ from tiering.tierbench.result import Result, Row, Sample
 MIB = 1 << 20
 
 
-def asked(*directories: Path, **others: object) -> BenchRequest:
+def request(*directories: Path, **others: object) -> BenchRequest:
     usual = {"runtime": 0.05, "size": 8 * MIB, "bs": 64 << 10, "iodepth": 4}
     return BenchRequest(directories, **(usual | others))
 
@@ -53,9 +53,9 @@ class Told:
 
 
 def test_a_run_tells_what_was_asked_what_was_used_and_what_it_means(tmp_path: Path) -> None:
-    told = Told()
-    result = bench.run(asked(tmp_path, verify=True, params=10**9, command="tierbench x"), told)
-    assert [name for name, _ in told.phases] == ["writing once", "read", "write", "mixed", "verifying"]
+    watcher = Told()
+    result = bench.run(request(tmp_path, verify=True, params=10**9, command="tierbench x"), watcher)
+    assert [name for name, _ in watcher.phases] == ["writing once", "read", "write", "mixed", "verifying"]
     assert [row.rw for row in result.rows] == ["read", "write", "rw"]
     assert not result.interrupted
     assert result.command == "tierbench x"
@@ -64,21 +64,21 @@ def test_a_run_tells_what_was_asked_what_was_used_and_what_it_means(tmp_path: Pa
     assert result.written_bytes == 8 * MIB + sum(row.write.bytes for row in result.rows)
     assert result.read_bytes == 8 * MIB + sum(row.read.bytes for row in result.rows)
     assert result.verified_bytes == result.read_bytes
-    (found,) = result.targets
-    assert found.directory == str(tmp_path)
-    assert found.backing == drives.behind(tmp_path)
-    assert found.free_bytes > 0
+    (target,) = result.targets
+    assert target.directory == str(tmp_path)
+    assert target.backing == drives.behind(tmp_path)
+    assert target.free_bytes > 0
     assert result.verdict is not None
     assert result.verdict.params == pytest.approx(1e9, rel=0.05)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_result_survives_json(tmp_path: Path) -> None:
-    result = bench.run(asked(tmp_path, rws=("read", "randrw")))
+    result = bench.run(request(tmp_path, rws=("read", "randrw")))
     (tmp_path / "a.json").write_text(result.to_json())
     assert Result.load(tmp_path / "a.json") == result
-    told = json.loads(result.to_json())
-    assert (told["schema_version"], told["kind"]) == (1, "bench")
+    data = json.loads(result.to_json())
+    assert (data["schema_version"], data["kind"]) == (1, "bench")
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_what_is_no_result(tmp_path: Path, content: str, words: str) -> None:
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, others: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        asked(tmp_path, **others)
+        request(tmp_path, **others)
 
 
 def test_more_memory_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "host_memory", lambda: (3 << 30, 1 << 30))
-    usual = asked(
+    usual = request(
         tmp_path, size=None, bs=16 * MIB, iodepth=20, rws=("read",), runtime=0.01, max_write=700 * MIB
     )
     assert bench.run(usual).rows
@@ -142,17 +142,17 @@ def test_what_poses_as_a_disk_has_no_verdict(tmp_path: Path, monkeypatch: pytest
     loop = Drive("dm-0", layer="crypt", members=(Drive("loop0", layer="loop", members=(below,)),))
     real = drives.behind(tmp_path)
     monkeypatch.setattr(drives, "behind", lambda *_: dataclasses.replace(real, drives=(loop,)))
-    found = bench.run(asked(tmp_path, rws=("read", "write")))
-    assert found.rows and (found.verdict, found.config) == (None, {})
+    result = bench.run(request(tmp_path, rws=("read", "write")))
+    assert result.rows and (result.verdict, result.config) == (None, {})
     assert (
         f"{tmp_path}: loop0 is a file that appears as a disk: the figures are those of memory and"
-        in "".join(found.notes)
+        in "".join(result.notes)
     )
-    assert "no verdict for training" in found.notes[-1]
+    assert "no verdict for training" in result.notes[-1]
 
 
 def test_buffered_figures_have_no_verdict(tmp_path: Path) -> None:
-    result = bench.run(asked(tmp_path, direct=False, rws=("read", "write")))
+    result = bench.run(request(tmp_path, direct=False, rws=("read", "write")))
     assert (result.verdict, result.config) == (None, {})
     assert any("buffered figures include the page cache" in note for note in result.notes)
 
@@ -164,11 +164,11 @@ def test_ctrl_c_ends_a_run_with_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, rows: list[str]
 ) -> None:
     monkeypatch.setattr(load, "SAMPLE_SECONDS", 0.001)
-    told = Told(interrupt=phase)
-    result = bench.run(asked(tmp_path, size=64 * MIB), told)
+    watcher = Told(interrupt=phase)
+    result = bench.run(request(tmp_path, size=64 * MIB), watcher)
     assert result.interrupted
     assert [row.rw for row in result.rows] == rows
-    assert told.phases[-1][0] == phase
+    assert watcher.phases[-1][0] == phase
     assert all(row.complete for row in result.rows[:-1])
     assert rows or not any("too few" in note for note in result.notes)
     assert Result.model_validate_json(result.to_json()) == result
@@ -176,14 +176,14 @@ def test_ctrl_c_ends_a_run_with_what_there_is(
 
 def test_without_a_size_two_seconds_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "PREPARATION_SECONDS", 0.002)
-    told = Told()
-    result = bench.run(asked(tmp_path, size=None, rws=("read",)), told)
-    assert told.phases[0] == ("writing once", 0.002)
+    watcher = Told()
+    result = bench.run(request(tmp_path, size=None, rws=("read",)), watcher)
+    assert watcher.phases[0] == ("writing once", 0.002)
     assert 0 < result.settings.size < 1 << 30
 
 
 def test_max_write_covers_the_preparation_too(tmp_path: Path) -> None:
-    result = bench.run(asked(tmp_path, size=None, max_write=20 * MIB, runtime=5.0, rws=("write", "rw")))
+    result = bench.run(request(tmp_path, size=None, max_write=20 * MIB, runtime=5.0, rws=("write", "rw")))
     assert result.settings.size == 10 * MIB
     assert result.written_bytes <= 20 * MIB
     assert [row.rw for row in result.rows] == ["write", "rw"]
@@ -191,17 +191,17 @@ def test_max_write_covers_the_preparation_too(tmp_path: Path) -> None:
     written = [row.write.bytes for row in result.rows]
     assert max(written) - min(written) <= 4 * MIB  # a part each
     with pytest.raises(ConfigError, match=r"--max-write 256\.00 KiB is too little"):
-        bench.run(asked(tmp_path, max_write=256 << 10))
+        bench.run(request(tmp_path, max_write=256 << 10))
 
 
 def test_past_the_write_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "INTERVAL_SECONDS", 0.05)
-    told = Told()
+    watcher = Told()
     result = bench.run(
-        asked(tmp_path, size=None, sustained=True, max_write=40 * MIB, runtime=20.0, rws=("read",)), told
+        request(tmp_path, size=None, sustained=True, max_write=40 * MIB, runtime=20.0, rws=("read",)), watcher
     )
-    assert [name for name, _ in told.phases] == ["sustained write", "read"]
-    (announced,) = told.announced
+    assert [name for name, _ in watcher.phases] == ["sustained write", "read"]
+    (announced,) = watcher.announced
     assert announced == (
         "writes at most 36.00 MiB (37748736 bytes) in at most 20 s, and stops earlier if the rate has fallen and"
         " is steady; --max-write and --runtime change these limits"
@@ -220,7 +220,7 @@ def test_past_the_write_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_bad_transfer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = FaultPlan((Fault("read", first=5, error=5),))
     monkeypatch.setattr(load, "AioContext", partial(AioContext, fault=failing))
-    result = bench.run(asked(tmp_path, rws=("write", "read", "rw"), verify=True))
+    result = bench.run(request(tmp_path, rws=("write", "read", "rw"), verify=True))
     assert result.failure is not None and result.verified_bytes is None
     assert "EIO (Input/output error)" in result.failure
     assert [row.rw for row in result.rows] == ["write"]
@@ -230,11 +230,13 @@ def test_a_bad_transfer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_mix_that_is_not_even_tells_no_step_of_both_at_once(tmp_path: Path) -> None:
-    result = bench.run(asked(tmp_path, rwmixread=90))
+    result = bench.run(request(tmp_path, rwmixread=90))
     rates = {row.rw: row.rate for row in result.rows}
-    told = result.verdict
-    assert told is not None
-    assert told.seconds == pytest.approx(told.read_bytes / rates["read"] + told.write_bytes / rates["write"])
+    verdict = result.verdict
+    assert verdict is not None
+    assert verdict.seconds == pytest.approx(
+        verdict.read_bytes / rates["read"] + verdict.write_bytes / rates["write"]
+    )
     assert "--rwmixread is not 50" in result.notes[-1]
 
 
@@ -242,15 +244,15 @@ def test_a_full_disk_is_told_before_anything_is_written(small_disk: Callable[[in
     disk = small_disk(32 * MIB)
     (disk / "other").write_bytes(bytes(20 * MIB))
     with pytest.raises(UnsafeTargetError, match="would leave less than a tenth of the free space"):
-        bench.run(asked(disk, size=16 * MIB))
-    result = bench.run(asked(disk, size=None))
+        bench.run(request(disk, size=16 * MIB))
+    result = bench.run(request(disk, size=None))
     assert 0 < result.settings.size < 2 * MIB
     assert {path.name for path in disk.iterdir()} <= {"other", "lost+found"}
 
 
-def behind(kind: str, *found: Drive) -> Backing:
+def behind(kind: str, *drives: Drive) -> Backing:
     type_ = {"network": "nfs4", "overlay": "overlay"}.get(kind, "ext4")
-    return Backing(FileSystem(type_, kind, "source", "/mnt", ("rw",)), found)
+    return Backing(FileSystem(type_, kind, "source", "/mnt", ("rw",)), drives)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_what_lowers_the_worth_of_figures_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backing: Backing, words: str | None
 ) -> None:
     monkeypatch.setattr(drives, "behind", lambda directory: backing)
-    notes = bench.run(asked(tmp_path, rws=("read",))).notes
+    notes = bench.run(request(tmp_path, rws=("read",))).notes
     assert [note for note in notes if note.startswith(f"{tmp_path}: ")] == (list(notes) if words else [])
     assert words is None or words in notes[0]
 
@@ -282,7 +284,7 @@ def test_what_others_move_on_the_drive_is_told(tmp_path: Path, monkeypatch: pyte
     counted = iter([(1000, 2000), (1000 + 3 * 10**9, 2000 + 10**9)])
     monkeypatch.setattr(drives, "behind", lambda directory: behind("disk", Drive("nvme0n1")))
     monkeypatch.setattr(drives, "io_counters", lambda drive: next(counted))
-    result = bench.run(asked(tmp_path))
+    result = bench.run(request(tmp_path))
     assert result.targets[0].others_read == 3 * 10**9 - result.read_bytes
     assert result.targets[0].others_written == 10**9 - result.written_bytes
 
@@ -307,7 +309,7 @@ def test_what_we_move_is_ours_where_directories_are_unlike(
     monkeypatch.setattr(Load, "close", close)
     for name in counted:
         (tmp_path / name).mkdir()
-    result = bench.run(asked(*(tmp_path / name for name in counted), rws=("read",)))
+    result = bench.run(request(*(tmp_path / name for name in counted), rws=("read",)))
     # Without the ramp time, the fast directory would wait for the end of the late one.
     assert result.settings.ramp_time == bench.RAMP_SECONDS
     assert counted["fast"][0] > counted["late"][0] > 0
@@ -315,7 +317,7 @@ def test_what_we_move_is_ours_where_directories_are_unlike(
 
 
 def test_the_configuration_trains(tmp_path: Path) -> None:
-    block = bench.run(asked(tmp_path, ioengine="threads", rws=("read",))).config
+    block = bench.run(request(tmp_path, ioengine="threads", rws=("read",))).config
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

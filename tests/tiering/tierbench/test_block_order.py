@@ -21,22 +21,22 @@ def blocks_of(stretch: BlockRange, bs: int) -> list[int]:
 @given(
     first=st.integers(0, 100),
     count=st.integers(1, 200),
-    asked=st.integers(1, 50),
+    amount=st.integers(1, 50),
     shuffled=st.booleans(),
     passes=st.integers(1, 3),
 )
 def test_a_pass_visits_each_block_once(
-    first: int, count: int, asked: int, shuffled: bool, passes: int
+    first: int, count: int, amount: int, shuffled: bool, passes: int
 ) -> None:
     bs = 4096
     walk = BlockOrder(first, count, bs, shuffled=shuffled, seed=7)
     visited: list[int] = []
     for done in range(passes):
-        seen: list[int] = []
+        order: list[int] = []
         while walk.passes == done:
-            seen += blocks_of(walk.next_blocks(asked), bs)
-        assert sorted(seen) == list(range(first, first + count))
-        visited += seen
+            order += blocks_of(walk.next_blocks(amount), bs)
+        assert sorted(order) == list(range(first, first + count))
+        visited += order
     if not shuffled:
         assert visited == list(range(first, first + count)) * passes
     for at in range(len(visited) - count + 1):

@@ -41,7 +41,7 @@ def in_terminal(columns: int, *arguments: str | Path) -> tuple[int, str]:
         [*TIERBENCH, *map(str, arguments)], stdin=follower, stdout=follower, stderr=follower, env=environment
     ) as process:
         os.close(follower)
-        told = b""
+        output = b""
         while True:
             try:
                 part = os.read(leader, 65536)
@@ -49,23 +49,23 @@ def in_terminal(columns: int, *arguments: str | Path) -> tuple[int, str]:
                 break
             if not part:
                 break
-            told += part
+            output += part
     os.close(leader)
-    return process.returncode, told.decode()
+    return process.returncode, output.decode()
 
 
-def shown(told: str) -> list[str]:
+def shown(output: str) -> list[str]:
     """The lines as they stay on the screen, without what moves the cursor or sets colours."""
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", told)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
     return [line.split("\r")[-1] for line in plain.replace("\r\n", "\n").split("\n")]
 
 
 @pytest.mark.parametrize("columns", [80])
 def test_a_terminal_gets_one_screen_and_moving_progress(tmp_path: Path, columns: int) -> None:
-    code, told = in_terminal(columns, tmp_path, *SHORT, "--runtime", "0.3")
-    lines = shown(told)
+    code, output = in_terminal(columns, tmp_path, *SHORT, "--runtime", "0.3")
+    lines = shown(output)
     assert code == 0
-    assert "\x1b[" in told
+    assert "\x1b[" in output
     # Only a command to paste, which names the directory, may be wider.
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= columns
     assert len(lines) <= 60
@@ -124,9 +124,9 @@ def test_ctrl_c_prints_what_there_is_and_leaves_nothing(tmp_path: Path, number: 
         assert process.poll() is None, process.stderr.read()
     time.sleep(0.3)
     process.send_signal(number)
-    told, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=20)
     assert process.returncode == exits.INTERRUPTED
-    result = Result.model_validate_json(told)
+    result = Result.model_validate_json(output)
     assert result.interrupted
     assert [(row.rw, row.complete) for row in result.rows] == [("read", False)]
     assert result.rows[0].bytes > 0
@@ -161,28 +161,28 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     short = [*SHORT, "--rw", "read,write"]
     assert ran(tmp_path, *short) == (exits.OK, "")
-    code, told = ran(tmp_path, *short, "--fail-under", "1TiB/s")
+    code, output = ran(tmp_path, *short, "--fail-under", "1TiB/s")
     assert code == exits.BELOW
-    assert re.search(r"tierbench: read: \d+\.\d\d GB/s is below --fail-under 1099\.51 GB/s", told)
+    assert re.search(r"tierbench: read: \d+\.\d\d GB/s is below --fail-under 1099\.51 GB/s", output)
     assert ran(tmp_path, *short, "--fail-under", "1K/s")[0] == exits.OK
-    code, told = ran("/dev/null", *short)
-    assert (code, told.count("\n")) == (exits.UNSAFE, 1)
-    assert "is a device" in told
-    code, told = ran(tmp_path / "missing", *short)
+    code, output = ran("/dev/null", *short)
+    assert (code, output.count("\n")) == (exits.UNSAFE, 1)
+    assert "is a device" in output
+    code, output = ran(tmp_path / "missing", *short)
     assert code == exits.USAGE
-    assert "create it (mkdir -p" in told
+    assert "create it (mkdir -p" in output
     assert ran(tmp_path / "a\x1b[2Jb", *short)[1].count("a\\x1b[2Jb") == 2
-    code, told = ran(tmp_path, *short, "--bs", "1MB")
+    code, output = ran(tmp_path, *short, "--bs", "1MB")
     assert code == exits.USAGE
-    assert "1000000 bytes" in told
+    assert "1000000 bytes" in output
     for *wrong, words in (
         ["--params", "7X", "--params: invalid number of parameters '7X'"],
         ["--params", "1", "no decoder of 1 parameters"],
         ["--plot", str(tmp_path / "a.txt"), "a.txt"],
     ):
-        code, told = ran(tmp_path, *short, *wrong)
+        code, output = ran(tmp_path, *short, *wrong)
         assert code == exits.USAGE, wrong
-        assert words in told
+        assert words in output
 
 
 @pytest.mark.parametrize(

@@ -48,19 +48,19 @@ def noisy(rate: float, *, seed: int) -> Row:
     )
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+def report_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
     assert cli.main(["compare", *arguments, "--json"]) == code
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
 
 
 def commands() -> str:
     """The command lines of all processes."""
-    told = []
+    names = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            told.append(process.read_text(errors="replace"))
-    return "\n".join(told)
+            names.append(process.read_text(errors="replace"))
+    return "\n".join(names)
 
 
 class TestResults:
@@ -70,11 +70,11 @@ class TestResults:
             settings=results.NVME.settings.model_copy(update={"iodepth": 32}),
             machine=results.NVME.machine.model_copy(update={"kernel": "Linux 6.6.1"}),
         )
-        found = said(capsys, saved("a", results.NVME), saved("b", slower), saved("c", results.NVME))
-        assert (found["kind"], found["schema_version"]) == ("compare", 1)
-        assert [file["label"] for file in found["files"]] == ["A", "B", "C"]
-        read, write, mixed = found["windows"]
-        assert [window["name"] for window in found["windows"]] == ["read", "write", "mixed"]
+        report = report_of(capsys, saved("a", results.NVME), saved("b", slower), saved("c", results.NVME))
+        assert (report["kind"], report["schema_version"]) == ("compare", 1)
+        assert [file["label"] for file in report["files"]] == ["A", "B", "C"]
+        read, write, mixed = report["windows"]
+        assert [window["name"] for window in report["windows"]] == ["read", "write", "mixed"]
         assert [side["label"] for side in write["others"]] == ["B", "C"]
         second, third = write["others"]
         assert second["ratio"] == pytest.approx(0.8, rel=1e-3)
@@ -84,7 +84,7 @@ class TestResults:
         assert second["cpu_ratio"] == pytest.approx(1.0, rel=1e-3)
         assert third["ratio"] == read["others"][0]["ratio"] == 1.0
         assert [side["label"] for side in mixed["others"]] == ["C"]
-        notes = found["notes"]
+        notes = report["notes"]
         assert "B: iodepth is 32 instead of 16" in notes
         assert "B: the machine's kernel is Linux 6.6.1 instead of Linux 6.18.5" in notes
         assert "mixed: not in B" in notes
@@ -108,7 +108,7 @@ class TestResults:
     ) -> None:
         base = saved("a", results.result(rows=(noisy(10e9, seed=1),)))
         other = saved("b", results.result(rows=(noisy(8.9e9, seed=2),)))
-        assert said(capsys, base, other, "--fail-under", "0.9")["windows"][0]["others"][0]["ratio"] < 0.9
+        assert report_of(capsys, base, other, "--fail-under", "0.9")["windows"][0]["others"][0]["ratio"] < 0.9
         assert cli.main(["compare", base, other, "--fail-under", "1.2"]) == exits.BELOW
         assert "read, B: 0.890 is below --fail-under 1.2" in capsys.readouterr().err
 
@@ -117,16 +117,16 @@ class TestResults:
     ) -> None:
         direct, buffered = saved("direct", results.NVME), saved("buffered", results.BUFFERED)
         assert cli.main(["compare", buffered, direct]) == exits.USAGE
-        told = capsys.readouterr().err
-        assert f"{direct} was measured with O_DIRECT and {buffered} through the page cache" in told
+        message = capsys.readouterr().err
+        assert f"{direct} was measured with O_DIRECT and {buffered} through the page cache" in message
 
     def test_a_window_in_which_nothing_moved_has_no_ratio(
         self, saved: Any, capsys: pytest.CaptureFixture[str]
     ) -> None:
         stalled = results.result(rows=(results.row("read", read=13.42e9), results.row("write")))
-        found = said(capsys, saved("a", stalled), saved("b", results.NVME))
-        assert [window["name"] for window in found["windows"]] == ["read"]
-        assert "write: not in A" in found["notes"]
+        report = report_of(capsys, saved("a", stalled), saved("b", results.NVME))
+        assert [window["name"] for window in report["windows"]] == ["read"]
+        assert "write: not in A" in report["notes"]
 
     def test_what_cannot_be_compared_is_told(self, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
         whole = saved("a", results.NVME)
@@ -161,18 +161,18 @@ class TestBesideFio:
         monkeypatch.setattr(fio, "version", lambda: "fio-0")
         monkeypatch.setattr(fio, "run", fake)
         limit = 64 * MIB
-        found = said(
+        report = report_of(
             capsys, "--fio", str(tmp_path), "--rw", "write", "--bs", "4k", "--iodepth", "1", "--size", "1M",
             "--runtime", "10ms", "--pairs", "1000", "--max-write", "64M", "--quiet",
         )  # fmt: skip
-        (window,) = found["windows"]
+        (window,) = report["windows"]
         ours = sum(pair["ours"]["written_bytes"] for pair in window["pairs"])
         assert 1 <= len(window["pairs"]) < 1000
-        assert ours + 5_000_000 * (len(window["pairs"]) + 1) + MIB <= found["written_bytes"] <= limit
+        assert ours + 5_000_000 * (len(window["pairs"]) + 1) + MIB <= report["written_bytes"] <= limit
         assert may[0] <= limit - MIB
         assert may[-1] >= 1.5 * 5_000_000
         assert may == sorted(may, reverse=True)
-        assert "--max-write 64.00 MiB" in found["notes"][0]
+        assert "--max-write 64.00 MiB" in report["notes"][0]
 
     def test_a_run_that_fails_ends_it_with_the_pairs_until_then(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -197,9 +197,9 @@ class TestBesideFio:
         assert "\nread: too few pairs for a result\n" in out
         assert err == "tierbench compare: [TIER-FIO] fio's job failed: \\x1b[2JInput/output error\n"
         runs = 0
-        found = said(capsys, *arguments[1:], code=exits.FAILED)
-        assert found["failure"].startswith("[TIER-FIO] fio's job failed") and not found["interrupted"]
-        assert [len(window["pairs"]) for window in found["windows"]] == [3]
+        report = report_of(capsys, *arguments[1:], code=exits.FAILED)
+        assert report["failure"].startswith("[TIER-FIO] fio's job failed") and not report["interrupted"]
+        assert [len(window["pairs"]) for window in report["windows"]] == [3]
         fails_at = runs + 1
         assert cli.main(arguments) == exits.FAILED
         assert capsys.readouterr().out == ""
@@ -209,10 +209,10 @@ class TestBesideFio:
         load = ["--rw", "randrw", "--bs", "64k", "--iodepth", "4", "--numjobs", "2", "--size", "8M"]
         turns = ["--pairs", "2", "--runtime", "60ms", "--json"]
         assert cli.main(["compare", "--fio", str(tmp_path), *load, *turns]) == 0
-        told = capsys.readouterr()
-        found = FioComparison.model_validate_json(told.out)
-        assert (found.schema_version, found.kind) == (1, "compare-fio")
-        (window,) = found.windows
+        captured = capsys.readouterr()
+        report = FioComparison.model_validate_json(captured.out)
+        assert (report.schema_version, report.kind) == (1, "compare-fio")
+        (window,) = report.windows
         ratios = [pair.ours.rate / pair.fio.rate for pair in window.pairs]
         assert len(ratios) == 2
         assert window.rate.point == pytest.approx((ratios[0] * ratios[1]) ** 0.5)
@@ -222,9 +222,9 @@ class TestBesideFio:
             assert sum(side.written_bytes for side in sides) > 0
             assert all(side.nbytes % (64 << 10) == 0 and side.seconds >= 0.05 for side in sides)
         written = sum(side.written_bytes for pair in window.pairs for side in (pair.fio, pair.ours))
-        assert found.written_bytes > written + 2 * 8 * MIB  # the files, and a round that does not count
+        assert report.written_bytes > written + 2 * 8 * MIB  # the files, and a round that does not count
         assert window.fio_command.count(f"--filename=/proc/{os.getpid()}/fd/") == 2
-        assert "will be written" in told.err
+        assert "will be written" in captured.err
         assert list(tmp_path.iterdir()) == []
 
     @needs_fio
@@ -232,11 +232,13 @@ class TestBesideFio:
         command = [sys.executable, "-m", "tiering.tierbench.cli", "compare", "--fio", str(tmp_path)]
         command += ["--rw", "read", "--bs", "64k", "--size", "4M", "--runtime", "50ms", "--pairs", "10000"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            seen: set[str] = set()  # that of its version and runs: after the third, a pair has been counted
+            processes: set[str] = (
+                set()
+            )  # that of its version and runs: after the third, a pair has been counted
             give_up = time.monotonic() + 60
-            while len(seen) < 5 and time.monotonic() < give_up and process.poll() is None:
+            while len(processes) < 5 and time.monotonic() < give_up and process.poll() is None:
                 for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
-                    seen.update(children.read_text().split())
+                    processes.update(children.read_text().split())
                 time.sleep(0.005)
             process.send_signal(signal.SIGINT)
             out, errors = process.communicate(timeout=60)

@@ -98,7 +98,7 @@ def test_the_file_is_replaced_at_once_and_is_read_as_it_was_meant(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"a": 1', "cannot be edited: it is not valid JSON"),
         ("[]", "it is not a JSON object"),
@@ -109,14 +109,14 @@ def test_the_file_is_replaced_at_once_and_is_read_as_it_was_meant(tmp_path: Path
     ],
 )
 def test_what_cannot_be_edited_is_told_and_left_alone(
-    tmp_path: Path, text: str | bytes | None, said: str
+    tmp_path: Path, text: str | bytes | None, message: str
 ) -> None:
     file = tmp_path / "ds.json"
     before = text.encode() if isinstance(text, str) else text
     if before is not None:
         file.write_bytes(before)
     for edit in (check, write):
-        with pytest.raises(ConfigError, match=said) as refused:
+        with pytest.raises(ConfigError, match=message) as refused:
             edit(file, BLOCK)
         assert "--write-config" in str(refused.value)
     assert before is None or file.read_bytes() == before

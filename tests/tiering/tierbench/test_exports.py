@@ -58,31 +58,33 @@ def series(result: Result) -> dict[tuple[str, frozenset[tuple[str, str]]], float
     """By name and labels, none of which is there twice."""
     families = list(text_string_to_metric_families(exports.as_prom(result)))
     assert all(family.name.startswith("tierbench_") and family.documentation for family in families)
-    found = [sample for family in families for sample in family.samples]
-    told = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in found}
-    assert len(told) == len(found)
-    return told
+    samples = [sample for family in families for sample in family.samples]
+    values = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+    assert len(values) == len(samples)
+    return values
 
 
 def test_prometheus_is_told_of_each_directory() -> None:
-    told = series(results.TWO)
+    values = series(results.TWO)
     row = results.TWO.rows[3]
     where = {"directory": "/mnt/nvme1/swap", "device": "nvme1n1", "rw": "rw", "direction": "write"}
     latency = row.paths[1].write.latency
     assert latency is not None
-    assert told["tierbench_bytes_per_second", frozenset(where.items())] == (
+    assert values["tierbench_bytes_per_second", frozenset(where.items())] == (
         row.paths[1].write.bytes / row.seconds
     )
     for quantile, value in (("0.5", latency.p50), ("0.999", latency.p999), ("1", latency.max)):
-        assert told["tierbench_latency_seconds", frozenset((where | {"quantile": quantile}).items())] == value
+        assert (
+            values["tierbench_latency_seconds", frozenset((where | {"quantile": quantile}).items())] == value
+        )
     run = ("directory", ",".join(results.PATHS))
-    assert told["tierbench_timestamp_seconds", frozenset([run])] == 1_795_354_620
-    assert told["tierbench_write_cache_bytes", frozenset([run])] == 20e9
+    assert values["tierbench_timestamp_seconds", frozenset([run])] == 1_795_354_620
+    assert values["tierbench_write_cache_bytes", frozenset([run])] == 20e9
     assert (
-        told["tierbench_cpu_seconds", frozenset([run, ("rw", "sustained")])]
+        values["tierbench_cpu_seconds", frozenset([run, ("rw", "sustained")])]
         == results.TWO.rows[0].cpu_seconds
     )
-    about = next(dict(labels) for name, labels in told if name == "tierbench_info")
+    about = next(dict(labels) for name, labels in values if name == "tierbench_info")
     assert about["schema_version"] == str(SCHEMA_VERSION) and about["iodepth"] == "16"
 
 
@@ -93,10 +95,10 @@ def test_prometheus_gets_names_back_as_they_were() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is of Debian's package prometheus")
 def test_promtool_has_nothing_to_say() -> None:
     for result in (*results.ALL, ODD_NAMED):
-        said = subprocess.run(
+        process = subprocess.run(
             ["promtool", "check", "metrics"], input=exports.as_prom(result), capture_output=True, text=True
         )
-        assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
+        assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("result", results.ALL)

@@ -19,7 +19,7 @@ def test_three_digits_are_kept_and_no_exponent_is_written(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         (figures.number(0.0), "0"),
         (figures.number(9.999), "10.0"),
@@ -39,8 +39,8 @@ def test_three_digits_are_kept_and_no_exponent_is_written(value: float) -> None:
         (figures.legible("a\x1b[2J\n[b]"), "a\\x1b[2J\\n[b]"),
     ],
 )
-def test_what_is_written(text: str, said: str) -> None:
-    assert text == said
+def test_what_is_written(text: str, expected: str) -> None:
+    assert text == expected
 
 
 def test_the_window_of_sustained_has_a_name_of_its_own() -> None:
@@ -56,8 +56,8 @@ def test_the_window_of_sustained_has_a_name_of_its_own() -> None:
 
 
 def test_the_load_is_told_in_words_of_fio() -> None:
-    told = figures.load(results.VIRTIO)
-    assert told == "bs 1M (1048576 bytes), iodepth 16, numjobs 1, size 4G, O_DIRECT"
+    text = figures.load(results.VIRTIO)
+    assert text == "bs 1M (1048576 bytes), iodepth 16, numjobs 1, size 4G, O_DIRECT"
     assert figures.load(results.BUFFERED).endswith("buffered (page cache and drive together)")
     skewed = results.NVME.model_copy(
         update={"settings": results.NVME.settings.model_copy(update={"rwmixread": 70, "size": 3 << 19})}

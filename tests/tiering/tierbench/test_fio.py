@@ -41,12 +41,12 @@ def fio_output(**changes: Any) -> str:
 
 class TestReport:
     def test_both_directions_count_over_the_longer_time(self) -> None:
-        found = fio.parse(fio_output())
-        assert (found.read_bytes, found.written_bytes) == (3_000_000_000, 1_004_000_000)
-        assert found.seconds == pytest.approx(1.004)
-        assert found.cpu_seconds == pytest.approx(0.025 * 16)  # percent of the time of all jobs added up
-        assert found.rate == pytest.approx(3.98805e9, rel=1e-5)
-        assert found.cpu_per_gb == pytest.approx(0.4 / 4.004)
+        reading = fio.parse(fio_output())
+        assert (reading.read_bytes, reading.written_bytes) == (3_000_000_000, 1_004_000_000)
+        assert reading.seconds == pytest.approx(1.004)
+        assert reading.cpu_seconds == pytest.approx(0.025 * 16)  # percent of the time of all jobs added up
+        assert reading.rate == pytest.approx(3.98805e9, rel=1e-5)
+        assert reading.cpu_per_gb == pytest.approx(0.4 / 4.004)
 
     def test_notes_before_the_json_are_skipped(self) -> None:
         notes = "note: both iodepth >= 1 and synchronous I/O engine are selected\n"
@@ -82,16 +82,21 @@ class TestCommand:
 
     def test_threads_share_the_file_out(self) -> None:
         job = dataclasses.replace(JOB, rw="randrw")
-        found = set(fio.command(job, "threads", (), 0.25))
+        arguments = set(fio.command(job, "threads", (), 0.25))
         share = job.size // 16
-        assert {"--ioengine=psync", "--numjobs=16", f"--size={share}", f"--offset_increment={share}"} <= found
-        assert {"--rw=randrw", "--rwmixread=50", "--runtime=250ms"} <= found
+        assert {
+            "--ioengine=psync",
+            "--numjobs=16",
+            f"--size={share}",
+            f"--offset_increment={share}",
+        } <= arguments
+        assert {"--rw=randrw", "--rwmixread=50", "--runtime=250ms"} <= arguments
 
     def test_each_file_is_a_job_of_its_own(self) -> None:
         job = dataclasses.replace(JOB, paths=("/a:b", "/c"), rw="write")
-        found = fio.command(job, "libaio", (), 0.5, write_limit=4 << 20)
-        assert found[-4:] == ["--name=peer", r"--filename=/a\:b", "--name=peer", "--filename=/c"]
-        assert f"--rate=,{4 << 20}" in found  # for half a second, by two jobs
+        arguments = fio.command(job, "libaio", (), 0.5, write_limit=4 << 20)
+        assert arguments[-4:] == ["--name=peer", r"--filename=/a\:b", "--name=peer", "--filename=/c"]
+        assert f"--rate=,{4 << 20}" in arguments  # for half a second, by two jobs
 
     def test_a_missing_fio_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
@@ -129,15 +134,15 @@ class TestRun:
         assert list(tmp_path.iterdir()) == []
 
     def test_never_writes_more_than_it_may(self, job: FioJob) -> None:
-        found = fio.run(job, "libaio", (), 0.3, write_limit=1 << 20)
-        assert found.read_bytes == 0
-        assert 0 < found.written_bytes <= 1 << 20
-        assert found.written_bytes % BLOCK == 0
+        reading = fio.run(job, "libaio", (), 0.3, write_limit=1 << 20)
+        assert reading.read_bytes == 0
+        assert 0 < reading.written_bytes <= 1 << 20
+        assert reading.written_bytes % BLOCK == 0
 
     def test_its_words_are_told_when_it_fails(self, job: FioJob) -> None:
-        gone = dataclasses.replace(job, paths=(job.paths[0] + "999",))
+        absent = dataclasses.replace(job, paths=(job.paths[0] + "999",))
         with pytest.raises(fio.FioError, match=r"status 1: .*file creation disallowed"):
-            fio.run(gone, "libaio", (), 0.1)
+            fio.run(absent, "libaio", (), 0.1)
 
     def test_ctrl_c_ends_it(self, job: FioJob) -> None:
         def interrupt() -> None:
@@ -156,10 +161,10 @@ class TestRun:
 
 def holders(path: str) -> list[str]:
     """Other processes that have the file open."""
-    wanted, found = Path(path).stat(), []
+    target, names = Path(path).stat(), []
     for process in Path("/proc").glob("[0-9]*"):
         for descriptor in process.glob("fd/*") if process.name != str(os.getpid()) else ():
             with contextlib.suppress(OSError):
-                if os.path.samestat(descriptor.stat(), wanted):
-                    found.append(process.name)
-    return found
+                if os.path.samestat(descriptor.stat(), target):
+                    names.append(process.name)
+    return names

@@ -45,9 +45,9 @@ def test_an_interruption_is_noted_and_what_was_before_comes_back() -> None:
 def test_what_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Interrupts() as told:
+        with Interrupts() as signals:
             signal.raise_signal(signal.SIGINT)
-            assert not told.received
+            assert not signals.received
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -66,19 +66,19 @@ def test_a_second_one_ends_the_process_but_not_one_that_was_passed_on(name: str)
 def test_every_command_takes_its_end_as_ctrl_c(
     command: str, name: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard = []
+    names = []
 
     def run(options: argparse.Namespace) -> int:
         assert options.command == f"tierbench {command} DIR"
         try:
             signal.raise_signal(name)
         except KeyboardInterrupt:
-            heard.append(name)
+            names.append(name)
             signal.raise_signal(name)  # once more, as `timeout` does
         return exits.INTERRUPTED
 
     monkeypatch.setattr(importlib.import_module(f"tiering.tierbench.{cli.MODULES[command]}"), "run", run)
     before = signal.getsignal(name)
     assert cli.main([command, "DIR"]) == exits.INTERRUPTED
-    assert heard == [name]
+    assert names == [name]
     assert signal.getsignal(name) is before

@@ -43,8 +43,8 @@ def work_files(*directories: Path, size: int = 16 * MIB, **others: object) -> Wo
 
 @pytest.mark.parametrize("rw", READ_WRITE)
 def test_what_a_window_counts_adds_up(tmp_path: Path, rw: ReadWrite) -> None:
-    asked = settings()
-    with work_files(tmp_path) as file, Load(file, asked) as load:
+    load_settings = settings()
+    with work_files(tmp_path) as file, Load(file, load_settings) as load:
         assert load.lay_out().write.bytes == 16 * MIB == file.written_bytes
         row = load.run(rw, seconds=SECONDS)
     assert bool(row.read.bytes) is reads(rw)
@@ -52,41 +52,41 @@ def test_what_a_window_counts_adds_up(tmp_path: Path, rw: ReadWrite) -> None:
     assert row.seconds >= SECONDS
     assert row.complete
     for _, traffic in row.directions():
-        assert traffic.bytes == traffic.ops * asked.bs
+        assert traffic.bytes == traffic.ops * load_settings.bs
         assert traffic.latency is not None
-        told = traffic.latency
-        assert 0 < told.p50 <= told.p95 <= told.p99 <= told.p999 <= told.max <= row.seconds
+        latency = traffic.latency
+        assert 0 < latency.p50 <= latency.p95 <= latency.p99 <= latency.p999 <= latency.max <= row.seconds
     assert (file.read_bytes, file.written_bytes) == (row.read.bytes, row.write.bytes + 16 * MIB)
     assert [path.directory for path in row.paths] == [str(tmp_path)]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_samples_tell_of_all_that_was_moved(tmp_path: Path) -> None:
-    seen: list[float] = []
+    shares: list[float] = []
 
     def watch(sample: Sample, share: float) -> None:
-        seen.append(share)
+        shares.append(share)
 
     with work_files(tmp_path) as file, Load(file, settings()) as load:
         load.lay_out()
         row = load.run("rw", seconds=0.35, watch=watch)
     ends = [sample.at for sample in row.samples]
-    told = sum(
+    nbytes = sum(
         sample.rate * (sample.at - before) for sample, before in zip(row.samples, [0.0, *ends], strict=False)
     )
-    assert told <= row.bytes * 1.001
-    assert told >= row.bytes * ends[-1] / row.seconds * 0.5
-    assert seen == sorted(seen)
-    assert len(seen) >= 3
-    assert 0.8 < seen[-1] <= 1.0
+    assert nbytes <= row.bytes * 1.001
+    assert nbytes >= row.bytes * ends[-1] / row.seconds * 0.5
+    assert shares == sorted(shares)
+    assert len(shares) >= 3
+    assert 0.8 < shares[-1] <= 1.0
 
 
 def test_a_mix_has_the_share_of_reads_that_was_asked_for(tmp_path: Path) -> None:
-    asked = settings(rwmixread=75, bs=4096, iodepth=4)
-    with work_files(tmp_path) as file, Load(file, asked) as load:
+    load_settings = settings(rwmixread=75, bs=4096, iodepth=4)
+    with work_files(tmp_path) as file, Load(file, load_settings) as load:
         load.lay_out()
         row = load.run("rw", seconds=0.2)
-    _, blocks = slots(asked, 16 * MIB)
+    _, blocks = slots(load_settings, 16 * MIB)
     ops = row.read.ops + row.write.ops
     assert abs(row.read.ops - 0.75 * ops) <= 2 * blocks  # as near as requests can come
 
@@ -102,9 +102,9 @@ def test_several_directories_and_jobs_add_up(tmp_path: Path) -> None:
     assert [path.directory for path in row.paths] == [str(place) for place in places]
     for way in ("read", "write"):
         assert all(getattr(path, way).ops for path in row.paths)
-        for what in ("bytes", "ops"):
-            parts = [getattr(getattr(path, way), what) for path in row.paths]
-            assert sum(parts) == getattr(getattr(row, way), what)
+        for figure in ("bytes", "ops"):
+            parts = [getattr(getattr(path, way), figure) for path in row.paths]
+            assert sum(parts) == getattr(getattr(row, way), figure)
 
 
 def one_late_drive(monkeypatch: pytest.MonkeyPatch, delay: float) -> None:
@@ -203,11 +203,11 @@ def test_ctrl_c_leaves_what_there_is_and_all_can_go_on(tmp_path: Path) -> None:
 def test_ctrl_c_while_the_queue_empties_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = load_module._LaneThreads.__exit__
+    end_threads = load_module._LaneThreads.__exit__
 
     def leave(crew: load_module._LaneThreads, *error: object) -> None:
         signal.raise_signal(signal.SIGINT)
-        left(crew, *error)
+        end_threads(crew, *error)
 
     monkeypatch.setattr(load_module._LaneThreads, "__exit__", leave)
     threads = threading.active_count()
@@ -219,10 +219,10 @@ def test_ctrl_c_while_the_queue_empties_loses_nothing(
 
 
 def test_threads_that_cannot_start_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, left = threading.Thread.start, iter([True, False])
+    start, successes = threading.Thread.start, iter([True, False])
 
     def limited(thread: threading.Thread) -> None:
-        if not next(left):
+        if not next(successes):
             raise RuntimeError("can't start new thread")
         start(thread)
 
@@ -255,16 +255,16 @@ def on_drive(file: WorkFiles) -> Path:
 
 
 def pages(file: WorkFiles) -> list[bytes]:
-    told = on_drive(file).read_bytes()
-    return [told[at : at + 4096] for at in range(0, len(told), 4096)]
+    data = on_drive(file).read_bytes()
+    return [data[at : at + 4096] for at in range(0, len(data), 4096)]
 
 
 @pytest.mark.parametrize("rw", ["rw", "randrw", "randwrite"])
 @pytest.mark.parametrize("size", [1 * MIB, 16 * MIB])
 def test_right_bytes_are_not_called_wrong(tmp_path: Path, rw: ReadWrite, size: int) -> None:
     """No block is read, or written again, while a write to it is under way."""
-    asked = settings(size=size, verify=True, bs=4096, rwmixread=70, iodepth=32)
-    with work_files(tmp_path, size=size) as file, Load(file, asked) as load:
+    load_settings = settings(size=size, verify=True, bs=4096, rwmixread=70, iodepth=32)
+    with work_files(tmp_path, size=size) as file, Load(file, load_settings) as load:
         load.lay_out()
         assert load.run(rw, seconds=0.15).bytes > 0
         assert load.check().read.bytes == size
@@ -287,8 +287,8 @@ def test_with_verify_every_pass_writes_other_bytes(tmp_path: Path) -> None:
 def test_data_does_not_compress(tmp_path: Path) -> None:
     with work_files(tmp_path, size=4 * MIB) as file, Load(file, settings(size=4 * MIB)) as load:
         load.lay_out()
-        told = on_drive(file).read_bytes()
-    assert len(zlib.compress(told, 1)) > 0.99 * len(told)
+        data = on_drive(file).read_bytes()
+    assert len(zlib.compress(data, 1)) > 0.99 * len(data)
 
 
 def test_a_file_system_without_o_direct_is_not_measured_as_if_it_had(
@@ -353,19 +353,21 @@ rates = st.lists(st.tuples(st.floats(0.05, 0.4), st.floats(0, 1e9)), min_size=1,
 
 
 @given(rates)
-def test_the_worst_second_is_the_least_of_all_stretches_of_a_second(told: list[tuple[float, float]]) -> None:
+def test_the_worst_second_is_the_least_of_all_stretches_of_a_second(
+    stretches: list[tuple[float, float]],
+) -> None:
     at, samples = 0.0, []
-    for took, rate in told:
+    for took, rate in stretches:
         at += took
         samples.append(Sample(at=at, read=rate, write=0.0))
     starts = [0.0, *(sample.at for sample in samples)]
-    found = []
+    rates = []
     for last in range(len(samples)):
         for first in reversed(range(last + 1)):  # the shortest stretch of a second that ends there
             took = samples[last].at - starts[first]
             if took >= 1.0:
                 moved = sum(samples[i].read * (samples[i].at - starts[i]) for i in range(first, last + 1))
-                found.append(moved / took)
+                rates.append(moved / took)
                 break
     worst = worst_second(samples)
-    assert worst == (pytest.approx(min(found), abs=1e-3) if found else None)
+    assert worst == (pytest.approx(min(rates), abs=1e-3) if rates else None)

@@ -40,7 +40,7 @@ def test_a_panel_shows_a_window() -> None:
     assert cliff.get_xdata()[0] == pytest.approx(3.3, abs=0.1)
     assert "write cache full" not in {line.get_label() for panel in panels[1:] for line in panel.get_lines()}
     title = picture.get_suptitle()
-    assert all(said in title for said in ("/mnt/nvme0/swap", "SAMSUNG", "bs 1M", "O_DIRECT", "io_uring"))
+    assert all(part in title for part in ("/mnt/nvme0/swap", "SAMSUNG", "bs 1M", "O_DIRECT", "io_uring"))
 
 
 @drawn
@@ -67,12 +67,12 @@ def test_what_cannot_be_is_refused_before(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"pip install 'tiering\[bench\]'"):
         plot.check(tmp_path / "rates.png")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    for path, said in (
+    for path, message in (
         (tmp_path / "rates.jpeg", r"\.png or \.svg"),
         (tmp_path / "nowhere" / "rates.png", "nowhere"),
         (tmp_path, r"\.png or \.svg"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             plot.check(path)
     (tmp_path / "directory.png").mkdir()
     with pytest.raises(ConfigError, match=r"directory\.png cannot be written"):

@@ -207,8 +207,8 @@ def test_figures_beside_plain_windows_have_one_basis() -> None:
     """Of the second round's windows the mix is missing: nothing of it is compared with reads and writes in turn."""
     step = Turn("step", 1000, 1000)
     turn = TurnResult(step, seconds=25.0, read=1000, written=1000, stalled=0.0, computed=0.0, complete=True)
-    known, unknown = Rates(nvme_read=100.0, nvme_write=100.0, nvme_mixed=100.0), Rates(100.0, 100.0)
-    (phase,) = results([step], [Round((turn,), known), Round((turn,), unknown)], known)
+    complete, unknown = Rates(nvme_read=100.0, nvme_write=100.0, nvme_mixed=100.0), Rates(100.0, 100.0)
+    (phase,) = results([step], [Round((turn,), complete), Round((turn,), unknown)], complete)
     assert phase.plain_seconds == pytest.approx(20.0)
     assert phase.ratios == pytest.approx([20.0 / 25.0])
     (phase,) = results([step], [Round((turn,), unknown)], unknown)

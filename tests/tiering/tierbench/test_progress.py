@@ -38,8 +38,8 @@ def test_quiet_says_nothing_and_data_has_stdout_to_itself(capsys: pytest.Capture
     a_run(Progress(quiet=True))
     assert capsys.readouterr() == ("", "")
     a_run(Progress())
-    said = capsys.readouterr()
-    assert said.out == "" and len(said.err.splitlines()) == 4
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 4
 
 
 @pytest.mark.parametrize(("encoding", "bar"), [("utf-8", "━━━━━━━━╌╌╌╌╌╌╌╌"), ("ascii", "########--------")])

@@ -14,11 +14,11 @@ from tiering.tierbench.spread import Estimate
 class TestBootstrap:
     def test_interval_of_a_known_distribution(self) -> None:
         values = np.random.default_rng(7).normal(5.0, 2.0, size=400)
-        found = bootstrap(values, np.mean)
+        estimate = bootstrap(values, np.mean)
         half = 1.96 * values.std() / math.sqrt(400)  # what the central limit theorem says of the mean
-        assert found.point == pytest.approx(values.mean())
-        assert found.low == pytest.approx(values.mean() - half, abs=0.02)
-        assert found.high == pytest.approx(values.mean() + half, abs=0.02)
+        assert estimate.point == pytest.approx(values.mean())
+        assert estimate.low == pytest.approx(values.mean() - half, abs=0.02)
+        assert estimate.high == pytest.approx(values.mean() + half, abs=0.02)
 
     def test_is_the_same_each_time(self) -> None:
         assert bootstrap([1.0, 2.0, 7.0], np.median) == bootstrap([1.0, 2.0, 7.0], np.median)
@@ -34,26 +34,26 @@ class TestBootstrap:
         source = np.random.default_rng(3)
         inside = 0
         for _ in range(60):
-            found = bootstrap(source.normal(0.0, 1.0, size=40), np.mean)
-            inside += found.low <= 0.0 <= found.high
+            estimate = bootstrap(source.normal(0.0, 1.0, size=40), np.mean)
+            inside += estimate.low <= 0.0 <= estimate.high
         assert 52 <= inside <= 60  # 57 expected
 
 
 class TestCompare:
     def test_pairs_are_divided_pair_by_pair(self) -> None:
-        found = compare([2.0, 3.0, 8.0], [1.0, 1.0, 2.0])
-        assert found.median.point == pytest.approx(3.0)
-        assert found.mean.point == pytest.approx(24 ** (1 / 3))
-        assert (found.smallest, found.largest) == (pytest.approx(2.0), pytest.approx(4.0))
-        assert found.pairs == 3
+        comparison = compare([2.0, 3.0, 8.0], [1.0, 1.0, 2.0])
+        assert comparison.median.point == pytest.approx(3.0)
+        assert comparison.mean.point == pytest.approx(24 ** (1 / 3))
+        assert (comparison.smallest, comparison.largest) == (pytest.approx(2.0), pytest.approx(4.0))
+        assert comparison.pairs == 3
 
     def test_double_and_half_cancel_out(self) -> None:
         assert compare([2.0, 1.0], [1.0, 2.0]).mean.point == pytest.approx(1.0)
 
     def test_a_swing_of_both_sides_does_not_widen_the_interval(self) -> None:
         swings = [1.0, 3.0, 0.5, 2.0]
-        found = compare([0.9 * swing for swing in swings], swings)
-        assert (found.median.low, found.median.high) == (pytest.approx(0.9), pytest.approx(0.9))
+        comparison = compare([0.9 * swing for swing in swings], swings)
+        assert (comparison.median.low, comparison.median.high) == (pytest.approx(0.9), pytest.approx(0.9))
 
 
 def test_everyone_is_first_in_turn_and_the_first_round_is_dropped() -> None:
@@ -63,6 +63,6 @@ def test_everyone_is_first_in_turn_and_the_first_round_is_dropped() -> None:
         order.append(name)
         return len(order)
 
-    found = take_turns(2, {"a": lambda: side("a"), "b": lambda: side("b")})
+    results = take_turns(2, {"a": lambda: side("a"), "b": lambda: side("b")})
     assert order == ["a", "b", "b", "a", "a", "b"]
-    assert found == {"a": [4, 5], "b": [3, 6]}
+    assert results == {"a": [4, 5], "b": [3, 6]}

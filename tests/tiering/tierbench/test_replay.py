@@ -286,14 +286,14 @@ def test_a_turn_that_was_ended_leaves_nothing_to_the_next(
     lasts = 0
 
     def ending(method: Callable[..., None]) -> Callable[..., None]:
-        def ended(self: Transfers, *arguments: Any) -> None:
+        def replacement(self: Transfers, *arguments: Any) -> None:
             nonlocal lasts
             lasts -= 1
             if self.deadline is not None and lasts < 0:
                 raise Ended
             method(self, *arguments)
 
-        return ended
+        return replacement
 
     for method in ("check", "wait"):
         monkeypatch.setattr(Transfers, method, ending(getattr(Transfers, method)))
@@ -302,9 +302,9 @@ def test_a_turn_that_was_ended_leaves_nothing_to_the_next(
         whole = Counter(recorded(replay))
         for turn, looks in zip((*replay.turns, replay.turns[-1]), (3, 8, 1, 5, 9, 20), strict=True):
             lasts = looks
-            taken = replay.replay_turn(turn, deadline=math.inf)
-            assert not taken.complete
-            assert taken.turns < 1
+            replayed = replay.replay_turn(turn, deadline=math.inf)
+            assert not replayed.complete
+            assert replayed.turns < 1
         replay.settle()
         for arena in (replay._tiles.staging, replay._gradients.window, *replay._fetches.arenas):
             whole_arena = arena.try_lease(arena.capacity, "all")

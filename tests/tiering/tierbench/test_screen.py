@@ -52,7 +52,7 @@ def test_one_drive_is_one_screen(width: int, most: int) -> None:
 
 def test_the_header_says_what_was_measured_and_how() -> None:
     text = " ".join(shown(results.NVME).split())
-    for said in (
+    for part in (
         "/mnt/nvme0/swap, xfs on /dev/nvme0n1 at /mnt/nvme0, 1.21 TiB free",
         "nvme0n1, SAMSUNG MZWLO3T8HCLS-00A07, firmware OPPA1B5Q, 3841 GB, PCIe 5.0 x4, 15.8 GB/s, NUMA node 0,",
         "scheduler none",
@@ -60,7 +60,7 @@ def test_the_header_says_what_was_measured_and_how() -> None:
         "bs 1M (1048576 bytes), iodepth 16, numjobs 1, size 4G, O_DIRECT",
         "128 CPUs",
     ):
-        assert said in text
+        assert part in text
     assert "not in use io_uring: Operation not permitted" in " ".join(shown(results.VIRTIO).split())
     assert "swap, overlay on overlay at /, written to ext4 on /dev/nvme0n1 at /var" in shown(
         results.BUFFERED, 120

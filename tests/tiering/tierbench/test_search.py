@@ -29,38 +29,40 @@ def verdicts(truth: Callable[[Cell], float], count: int = 12, **how: float) -> l
 
 def test_the_optimum_of_a_quiet_drive_is_found_and_the_search_ends_by_itself() -> None:
     drive = FakeDrive(peaked, noise=0.01, swings=False)
-    sweep, ended = played(drive)
-    told = sweep.verdict()
-    assert peaked(told.recommended.cell) > 0.95 * 1.6
-    assert told.recommended.cell.ioengine == "libaio"
-    assert told.best.ratio.low < peaked(told.best.cell) / peaked(HOME) < told.best.ratio.high
-    assert not told.keeps_defaults
-    assert told.why.startswith("its rate is 1.")
-    assert ended == "more readings would not change the result"
+    sweep, reason = played(drive)
+    verdict = sweep.verdict()
+    assert peaked(verdict.recommended.cell) > 0.95 * 1.6
+    assert verdict.recommended.cell.ioengine == "libaio"
+    assert verdict.best.ratio.low < peaked(verdict.best.cell) / peaked(HOME) < verdict.best.ratio.high
+    assert not verdict.keeps_defaults
+    assert verdict.why.startswith("its rate is 1.")
+    assert reason == "more readings would not change the result"
     assert drive.now < 60
     assert len(sweep.readings) < len(list(GRID)) / 2  # most settings never needed a window
 
 
 def test_a_drive_that_swings_twofold_still_shows_what_suits_it() -> None:
-    found = verdicts(peaked)
-    assert not any(told.keeps_defaults for told in found)
-    assert sum(peaked(told.recommended.cell) > 1.2 * peaked(HOME) for told in found) >= 10
+    outcomes = verdicts(peaked)
+    assert not any(verdict.keeps_defaults for verdict in outcomes)
+    assert sum(peaked(verdict.recommended.cell) > 1.2 * peaked(HOME) for verdict in outcomes) >= 10
 
 
 def test_where_nothing_is_better_the_defaults_are_kept() -> None:
-    assert sum(told.keeps_defaults for told in verdicts(flat)) >= 11
-    assert sum(told.keeps_defaults for told in verdicts(suited)) >= 11
-    assert sum(told.keeps_defaults for told in verdicts(flat, noise=0.3)) >= 11  # luck makes heroes of some
+    assert sum(verdict.keeps_defaults for verdict in verdicts(flat)) >= 11
+    assert sum(verdict.keeps_defaults for verdict in verdicts(suited)) >= 11
+    assert (
+        sum(verdict.keeps_defaults for verdict in verdicts(flat, noise=0.3)) >= 11
+    )  # luck makes heroes of some
     busy = verdicts(flat, count=36, noise=0.03, disturbed=0.3, swings=False)
-    assert sum(told.keeps_defaults for told in busy) >= 33
+    assert sum(verdict.keeps_defaults for verdict in busy) >= 33
 
-    (told, *_) = verdicts(flat, noise=0.01, swings=False)
-    assert len(told.alike) == len(told.standings)
-    assert told.flat("bs") == (128 * K, 4 * M)
-    assert told.flat("iodepth") == (4, 64)
-    (told, *_) = verdicts(suited, noise=0.01, swings=False)
-    assert told.flat("bs") == (M, M)
-    assert told.why == "no setting is faster"
+    (verdict, *_) = verdicts(flat, noise=0.01, swings=False)
+    assert len(verdict.alike) == len(verdict.standings)
+    assert verdict.flat("bs") == (128 * K, 4 * M)
+    assert verdict.flat("iodepth") == (4, 64)
+    (verdict, *_) = verdicts(suited, noise=0.01, swings=False)
+    assert verdict.flat("bs") == (M, M)
+    assert verdict.why == "no setting is faster"
 
 
 def test_each_setting_is_measured_beside_the_reference_in_fair_shares() -> None:
@@ -98,12 +100,12 @@ def test_an_end_in_the_middle_leaves_a_verdict() -> None:
     for windows in (1, 2, 3, 7):
         drive = FakeDrive(peaked)
         drive.windows = windows
-        sweep, ended = played(drive)
-        assert ended == "it is enough"
+        sweep, reason = played(drive)
+        assert reason == "it is enough"
         assert sweep.verdict().keeps_defaults  # nothing has been measured often enough
     drive = FakeDrive(peaked)
-    sweep, ended = played(drive, budget=20)
-    assert ended == "the time limit was reached"
+    sweep, reason = played(drive, budget=20)
+    assert reason == "the time limit was reached"
     assert 18 <= drive.now <= 20
 
 
@@ -122,31 +124,31 @@ def test_of_settings_that_are_as_fast_the_one_with_least_cpu_and_then_memory_is_
         lean: [reading(1.50e9, cpu=0.005)] * 4,
         small: [reading(1.30e9, cpu=0.001)] * 4,
     }
-    told = judged(rates)
-    assert told.best.cell == fast
-    assert told.recommended.cell == lean
-    assert "of 2 settings that are as fast" in told.why
+    verdict = judged(rates)
+    assert verdict.best.cell == fast
+    assert verdict.recommended.cell == lean
+    assert "of 2 settings that are as fast" in verdict.why
     rates[small] = [reading(1.49e9, cpu=0.0051)] * 4
     assert judged(rates).recommended.cell == small  # CPU alike, less memory
     rates[small._replace(ioengine="io_uring")] = [reading(1.48e9, cpu=0.0052)] * 4
     assert judged(rates).recommended.cell.ioengine == "io_uring"  # as "auto" finds it
-    assert [each.cell for each in told.front] == [fast, lean, small]
-    assert HOME not in [each.cell for each in told.front]
+    assert [each.cell for each in verdict.front] == [fast, lean, small]
+    assert HOME not in [each.cell for each in verdict.front]
 
 
 def test_what_noise_could_set_apart_is_as_fast() -> None:
     fast, lean = (Cell("libaio", bs, 16, registered=True) for bs in (2 * M, 4 * M))
     scattered = [1.0, 0.9, 1.1, 0.95, 1.05]
 
-    def told(rate: float) -> Cell:
+    def recommended(rate: float) -> Cell:
         rates = {
             fast: [reading(2e9 * each, cpu=0.010) for each in scattered],
             lean: [reading(rate * each, cpu=0.005) for each in scattered],
         }
         return judged(rates).recommended.cell
 
-    assert told(1.85e9) == lean
-    assert told(1.5e9) == fast
+    assert recommended(1.85e9) == lean
+    assert recommended(1.5e9) == fast
 
 
 def test_a_gain_that_is_small_or_not_sure_is_none() -> None:
@@ -155,9 +157,9 @@ def test_a_gain_that_is_small_or_not_sure_is_none() -> None:
     assert judged({cell: [reading(rate * 1e9) for rate in (0.7, 1.3, 1.2, 0.8, 1.6)]}).why.endswith(
         "which is within noise"
     )
-    told = judged({cell: [reading(2e9)] * 2})
-    assert told.keeps_defaults
-    assert "fewer than 3 times" in told.why
+    verdict = judged({cell: [reading(2e9)] * 2})
+    assert verdict.keeps_defaults
+    assert "fewer than 3 times" in verdict.why
 
 
 @given(
@@ -170,10 +172,10 @@ def test_a_swing_that_a_window_shares_with_its_references_changes_nothing(
     cells = [Cell("threads", M, 4, registered=True), Cell("libaio", M, 8, registered=True)]
 
     def rates(factors: list[float]) -> dict[Cell, list[Reading]]:
-        found: dict[Cell, list[Reading]] = {cell: [] for cell in cells}
+        readings: dict[Cell, list[Reading]] = {cell: [] for cell in cells}
         for place, (factor, ratio) in enumerate(zip(factors, ratios, strict=True)):
-            found[cells[place % 2]].append(reading(1e9 * factor * ratio, 1e9 * factor, 1.1e9 * factor))
-        return found
+            readings[cells[place % 2]].append(reading(1e9 * factor * ratio, 1e9 * factor, 1.1e9 * factor))
+        return readings
 
     still, swung = judged(rates([1.0] * 12)), judged(rates(swings))
     assert swung.recommended.cell == still.recommended.cell
@@ -186,8 +188,8 @@ def test_a_swing_that_a_window_shares_with_its_references_changes_nothing(
 def test_readings_during_which_the_drive_changed_never_count() -> None:
     cell = Cell("libaio", M, 16, registered=True)
     disturbed = reading(3e9, before=1e9, after=2e9)
-    told = Sweep(GRID, {cell: [reading(1e9), disturbed, disturbed]}, [reading(1e9)]).standings()[0]
-    assert (told.ratio.point, told.readings) == (pytest.approx(1.0), 1)
+    standing = Sweep(GRID, {cell: [reading(1e9), disturbed, disturbed]}, [reading(1e9)]).standings()[0]
+    assert (standing.ratio.point, standing.readings) == (pytest.approx(1.0), 1)
     sweep = Sweep(GRID, {cell: [disturbed]}, [reading(1e9)], rounds=1)
     assert sweep.standings() == [] and sweep.cells_without_reading() == [cell]
     assert cell in sweep.next_round(), "it is measured again"
@@ -197,10 +199,10 @@ def test_readings_during_which_the_drive_changed_never_count() -> None:
 def test_a_reference_that_moved_next_to_nothing_is_none(references: tuple[float, float]) -> None:
     cell = Cell("libaio", 512 * K, 8, registered=True)
     stalled = reading(0.9e9, *references)
-    told = Sweep(GRID, {cell: [stalled] * 5}, [reading(1e9)] * 4 + [reading(references[0])]).verdict()
-    assert told.keeps_defaults and told.standings == (told.reference,)
-    told = Sweep(GRID, {cell: [stalled] * 5 + [reading(0.9e9)] * 3}, [reading(1e9)] * 4).verdict()
-    (standing,) = (each for each in told.standings if each.cell == cell)
+    verdict = Sweep(GRID, {cell: [stalled] * 5}, [reading(1e9)] * 4 + [reading(references[0])]).verdict()
+    assert verdict.keeps_defaults and verdict.standings == (verdict.reference,)
+    verdict = Sweep(GRID, {cell: [stalled] * 5 + [reading(0.9e9)] * 3}, [reading(1e9)] * 4).verdict()
+    (standing,) = (each for each in verdict.standings if each.cell == cell)
     assert (standing.ratio.point, standing.rate, standing.readings) == (pytest.approx(0.9), 0.9e9, 3)
 
 

@@ -66,17 +66,17 @@ def test_a_cache_is_found_within_a_tenth_of_its_end(fall: float, before: int, af
         each * 3 * GB / (fall if place >= before else 1)
         for place, each in enumerate(noise(before + after, seed))
     ]
-    found = find_cache_end(samples(rates))
-    assert found is not None
-    assert found.cached_bytes == pytest.approx(sum(rates[:before]) * 0.1, rel=0.1)
-    assert found.burst == pytest.approx(sum(rates[:before]) / before, rel=0.15)
-    assert found.sustained == pytest.approx(sum(rates[before:]) / after, rel=0.15)
+    end = find_cache_end(samples(rates))
+    assert end is not None
+    assert end.cached_bytes == pytest.approx(sum(rates[:before]) * 0.1, rel=0.1)
+    assert end.burst == pytest.approx(sum(rates[:before]) / before, rel=0.15)
+    assert end.sustained == pytest.approx(sum(rates[before:]) / after, rel=0.15)
 
 
 def test_a_cache_of_two_levels_is_sustained_at_the_last() -> None:
     rates = [each * GB * level for level in (6, 1, 0.4) for each in noise(200, seed=int(level * 10))]
-    found = find_cache_end(samples(rates))
-    assert found is not None and found.sustained == pytest.approx(0.4 * GB, rel=0.1)
+    end = find_cache_end(samples(rates))
+    assert end is not None and end.sustained == pytest.approx(0.4 * GB, rel=0.1)
 
 
 def test_what_swings_has_no_cache() -> None:
@@ -94,20 +94,20 @@ def test_what_swings_has_no_cache() -> None:
 
 
 def test_an_end_that_is_not_clear_is_told() -> None:
-    def said(rates: Sequence[float]) -> str:
+    def text_of(rates: Sequence[float]) -> str:
         row = window(rates)
         return describe(row, judge(row))
 
-    assert said([3 * GB] * 100 + [GB] * 300) == (
+    assert text_of([3 * GB] * 100 + [GB] * 300) == (
         "the write cache was full after 30.0 GB: 3.00 GB/s before, 1.00 GB/s after"
     )
-    assert said([2 * GB] * 400) == (
+    assert text_of([2 * GB] * 400) == (
         "no end of a write cache in 80.0 GB: 2.00 GB/s in the first half of the time, 2.00 GB/s in the second"
     )
-    assert said(([3 * GB] * 60 + [GB] * 60) * 4).startswith(
+    assert text_of(([3 * GB] * 60 + [GB] * 60) * 4).startswith(
         "no clear end of a write cache in 96.0 GB: the rate varied between 1.00 and 3.00 GB/s"
     )
-    assert said([]).startswith("no end of a write cache in 0.0 GB")  # interrupted at once
+    assert text_of([]).startswith("no end of a write cache in 0.0 GB")  # interrupted at once
 
 
 class FakeWorkFiles:
@@ -135,22 +135,22 @@ class FakeLoad:
 
 def test_writing_ends_once_the_rate_is_steady_after_a_fall() -> None:
     load: Any = FakeLoad([3 * GB] * 100 + [GB] * 2900, max_write=10**15)
-    seen: list[float] = []
-    row, told = run(load, seconds=300, watch=lambda sample, share: seen.append(share))
-    assert told.cached_bytes == 30 * GB
-    assert (told.burst, told.sustained) == (pytest.approx(3 * GB), pytest.approx(GB))
-    assert 40 <= row.seconds <= 43 and len(seen) == len(row.samples)  # 10 s until the fall, and 30 s of it
-    assert told.written_bytes == row.write.bytes
+    shares: list[float] = []
+    row, result = run(load, seconds=300, watch=lambda sample, share: shares.append(share))
+    assert result.cached_bytes == 30 * GB
+    assert (result.burst, result.sustained) == (pytest.approx(3 * GB), pytest.approx(GB))
+    assert 40 <= row.seconds <= 43 and len(shares) == len(row.samples)  # 10 s until the fall, and 30 s of it
+    assert result.written_bytes == row.write.bytes
     assert load.work_files.max_write == 10**15
 
     load = FakeLoad([3 * GB] * 100 + [GB, 2 * GB] * 50 + [0.2 * GB] * 2800)
-    row, told = run(load, seconds=300)
+    row, result = run(load, seconds=300)
     # The row is that of the later fall.
-    assert 50 <= row.seconds <= 53 and told.sustained == pytest.approx(0.2 * GB, rel=0.01)
+    assert 50 <= row.seconds <= 53 and result.sustained == pytest.approx(0.2 * GB, rel=0.01)
 
     load = FakeLoad([2 * GB] * 3000)
-    row, told = run(load, seconds=60)
-    assert 59.9 <= row.seconds <= 60.1 and told.cached_bytes is None and load.work_files.max_write is None
+    row, result = run(load, seconds=60)
+    assert 59.9 <= row.seconds <= 60.1 and result.cached_bytes is None and load.work_files.max_write is None
 
 
 def test_bytes_are_bounded_by_the_drive_what_is_free_and_wear(

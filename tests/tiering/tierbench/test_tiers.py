@@ -86,26 +86,26 @@ def test_every_leg_is_told_with_what_it_counts(run: Run, disk: Path, tmp_path: P
         ),
         *("measuring: CPU", "measuring: disks"),
     ]
-    told = json.loads(out)
-    assert (told["schema_version"], told["kind"], told["interrupted"]) == (1, "tiers", False)
-    assert sorted(told) == [
+    report = json.loads(out)
+    assert (report["schema_version"], report["kind"], report["interrupted"]) == (1, "tiers", False)
+    assert sorted(report) == [
         *("date", "interrupted", "kind", "legs", "machine", "notes", "saved", "schema_version"),
         *("settings", "targets", "version", "written_bytes"),
     ]
-    assert [leg["name"] for leg in told["legs"]] == NVME + CPU  # from the drive to the device
-    assert all(sorted(leg) == ["name", "rate", "threads", "unit", "use"] for leg in told["legs"])
-    assert all(leg["rate"] > 0 for leg in told["legs"])
-    units = {leg["name"]: leg["unit"] for leg in told["legs"]}
+    assert [leg["name"] for leg in report["legs"]] == NVME + CPU  # from the drive to the device
+    assert all(sorted(leg) == ["name", "rate", "threads", "unit", "use"] for leg in report["legs"])
+    assert all(leg["rate"] > 0 for leg in report["legs"])
+    units = {leg["name"]: leg["unit"] for leg in report["legs"]}
     assert {name for name, unit in units.items() if unit == "elements"} == {"gradients", "optimizer"}
-    threads = {leg["name"]: leg["threads"] for leg in told["legs"]}
+    threads = {leg["name"]: leg["threads"] for leg in report["legs"]}
     assert threads["nvme_read"] == threads["checksum"] == 1
     assert threads["optimizer"] == threads["host_copy"] == measure.kernels.thread_count()
     # Once to have been written, then for at least one slot of a sixth of that in each of the two windows that write.
-    assert told["written_bytes"] >= 4 * MIB + 2 * (4 * MIB // 6 // 4096 * 4096)
-    assert told["targets"][0]["directory"] == str(disk)
-    assert any(note.startswith("no GPU driver was found") for note in told["notes"])
+    assert report["written_bytes"] >= 4 * MIB + 2 * (4 * MIB // 6 // 4096 * 4096)
+    assert report["targets"][0]["directory"] == str(disk)
+    assert any(note.startswith("no GPU driver was found") for note in report["notes"])
     assert list(disk.iterdir()) == []
-    assert told["saved"] and saved(tmp_path) == ["cpu", "disks"]
+    assert report["saved"] and saved(tmp_path) == ["cpu", "disks"]
 
 
 def test_what_is_saved_is_what_a_plan_of_this_machine_takes(
@@ -130,30 +130,30 @@ def test_what_is_saved_is_what_a_plan_of_this_machine_takes(
         "--nvme-budget",
         "2GiB",
     ]
-    asked = ["plan", *sizes, "--measure", str(disk), "--json"]
-    assert tiering.cli.main([*asked, "--state", "split", "--tokens", "256"]) == 0
+    arguments = ["plan", *sizes, "--measure", str(disk), "--json"]
+    assert tiering.cli.main([*arguments, "--state", "split", "--tokens", "256"]) == 0
     captured = capsys.readouterr()
     assert "measuring" not in captured.err and "reused measurements: CPU of" in captured.err
-    known = json.loads(captured.out)["rates"]
-    assert sorted(known) == sorted([*NVME, *CPU, "flops"])
+    rates = json.loads(captured.out)["rates"]
+    assert sorted(rates) == sorted([*NVME, *CPU, "flops"])
     assert "measuring: disks" in run(disk, "--no-save")[2]  # whatever is known, and not kept
-    assert tiering.cli.main([*asked, "--tokens", "256"]) == 0  # another state format
+    assert tiering.cli.main([*arguments, "--tokens", "256"]) == 0  # another state format
     captured = capsys.readouterr()
     assert captured.err.splitlines()[0] == "measuring: CPU"
-    assert json.loads(captured.out)["rates"]["nvme_read"] == known["nvme_read"]
+    assert json.loads(captured.out)["rates"]["nvme_read"] == rates["nvme_read"]
 
 
 def test_the_formats_and_the_load_are_those_asked_for(
     run: Run, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
+    calls: dict[str, Any] = {}
 
     def cpu(*, tell: Tell, **options: Any) -> Rates:
-        asked.update(options)
+        calls.update(options)
         return Rates()
 
     def disks(directories: list[Path], *, tell: Tell, **options: Any) -> Rates:
-        asked.update(options, directories=list(directories))
+        calls.update(options, directories=list(directories))
         return Rates()
 
     monkeypatch.setattr(measure, "cpu_rates", cpu)
@@ -164,9 +164,9 @@ def test_the_formats_and_the_load_are_those_asked_for(
     load = ["--bs=512K", "--iodepth=4", "--ioengine=psync", "--fixedbufs=0"]
     code, out, _ = run(disk, other, *step, *load, "--size", "10M", "--runtime", "40ms")
     assert code == 0
-    io = asked.pop("io")
+    io = calls.pop("io")
     assert (io.engine, io.block_size, io.queue_depth, io.registered) == ("threads", 512 << 10, 4, False)
-    assert asked == {
+    assert calls == {
         "state_format": "bf16",
         "state_tensors": 1,
         "grad_itemsize": 4,
@@ -177,7 +177,7 @@ def test_the_formats_and_the_load_are_those_asked_for(
     }
     assert "bf16 state with 1 moment, gradients in fp32" in out
     run(disk, other)
-    assert asked["nbytes"] == measure.FILE_BYTES
+    assert calls["nbytes"] == measure.FILE_BYTES
     for less in (["--size", "1M"], ["--runtime", "10ms"]):
         before = saved(tmp_path)
         assert "not saved for `tiering plan`" in " ".join(run(disk, *less)[1].split())
@@ -197,29 +197,29 @@ def test_no_more_is_written_than_may_be(
     monkeypatch.setattr(measure._SlotCycle, "run", endless)
     code, out, err = run(disk, "--max-write", "9M", "--json")
     assert code == 0 and err.startswith("tierbench tiers: writes at most 9.00 MiB (9437184 bytes)\n")
-    told = json.loads(out)
+    report = json.loads(out)
     slot = 4 * MIB // 6 // 4096 * 4096
     # Once all, 6 slots of the 13 that 9 MiB have room for, and until half of the others, and all of them, are written.
-    assert told["written_bytes"] == (6 + 3 + 4) * slot
-    assert [leg["name"] for leg in told["legs"]] == NVME + CPU
-    assert "NVMe write and NVMe mixed: ended early, at --max-write 9.00 MiB" in told["notes"]
-    assert told["settings"]["max_write"] == 9 * MIB
-    assert not told["saved"] and saved(tmp_path) == []
+    assert report["written_bytes"] == (6 + 3 + 4) * slot
+    assert [leg["name"] for leg in report["legs"]] == NVME + CPU
+    assert "NVMe write and NVMe mixed: ended early, at --max-write 9.00 MiB" in report["notes"]
+    assert report["settings"]["max_write"] == 9 * MIB
+    assert not report["saved"] and saved(tmp_path) == []
     code, _, err = run(disk, "--max-write", "40K")
     assert code == 2 and "give at least 48.00 KiB" in err
 
 
 def test_a_gpu_has_legs_of_its_own(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, object]] = []
+    calls: list[dict[str, object]] = []
 
     def of_this_machine(**options: object) -> Measurement | None:
-        asked.append(options)
+        calls.append(options)
         return on_device("a GPU", GPU_LEGS)
 
     monkeypatch.setattr(device_rates, "of_this_machine", of_this_machine)
     monkeypatch.setattr(tiers, "DRIVERS", (tmp_path,))
     code, out, _ = run("--dtype", "fp16", "--tokens", "99")
-    assert (code, asked) == (0, [{"on_gpu": True, "compute_dtype": "fp16", "tokens": 99, "seconds": None}])
+    assert (code, calls) == (0, [{"on_gpu": True, "compute_dtype": "fp16", "tokens": 99, "seconds": None}])
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line[:13].strip(): line.split() for line in lines}
@@ -230,8 +230,8 @@ def test_a_gpu_has_legs_of_its_own(run: Run, tmp_path: Path, monkeypatch: pytest
     assert rows["compute"][1:3] == ["400", "TFLOP/s"]
     assert "NVMe read" not in rows and "CPU optimizer" in rows
     assert saved(tmp_path) == ["cpu", "device"]
-    assert run("--device", "none")[0] == 0 and len(asked) == 1
-    assert run("--device", "cpu")[0] == 0 and asked[-1]["on_gpu"] is False
+    assert run("--device", "none")[0] == 0 and len(calls) == 1
+    assert run("--device", "cpu")[0] == 0 and calls[-1]["on_gpu"] is False
 
 
 def test_where_there_is_no_torch_or_no_gpu_that_is_said(
@@ -248,10 +248,10 @@ def test_where_there_is_no_torch_or_no_gpu_that_is_said(
     monkeypatch.setitem(cli.COMMANDS, "tiers", "")
     parser = tiers.argparse.ArgumentParser()
     tiers.add_arguments(parser)
-    found = tiers._TiersOutcome(notes=[])
-    tiers._measure(parser.parse_args([]), [], found)
-    assert any("torch cannot be loaded (No module named 'torch')" in note for note in found.notes)
-    assert [leg.name for leg, _ in found.legs] == ["optimizer", "gradients", "host_copy", "checksum"]
+    outcome = tiers._TiersOutcome(notes=[])
+    tiers._measure(parser.parse_args([]), [], outcome)
+    assert any("torch cannot be loaded (No module named 'torch')" in note for note in outcome.notes)
+    assert [leg.name for leg, _ in outcome.legs] == ["optimizer", "gradients", "host_copy", "checksum"]
 
 
 def test_after_ctrl_c_what_there_is_is_told_and_nothing_is_saved(
@@ -268,10 +268,10 @@ def test_after_ctrl_c_what_there_is_is_told_and_nothing_is_saved(
     monkeypatch.setattr(measure._SlotCycle, "run", interrupted)
     code, out, _ = run(disk, "--json")
     assert code == 130
-    told = json.loads(out)
-    assert told["interrupted"] and not told["saved"]
-    assert [leg["name"] for leg in told["legs"]] == ["nvme_write", *CPU]
-    assert told["written_bytes"] > 4 * MIB
+    report = json.loads(out)
+    assert report["interrupted"] and not report["saved"]
+    assert [leg["name"] for leg in report["legs"]] == ["nvme_write", *CPU]
+    assert report["written_bytes"] > 4 * MIB
     assert list(disk.iterdir()) == [] and saved(tmp_path) == []
     code, out, _ = run(disk)
     assert code == 130
@@ -290,19 +290,19 @@ def test_what_is_unsafe_or_wrong_is_refused_before_anything_is_measured(
         ([disk, "--iodepth", "9999"], 2, "--iodepth is 9999"),
         ([disk, "--size", "9P"], 3, "give a smaller --size"),
     ):
-        got, out, err = run(*arguments)
-        assert (got, out) == (code, ""), err
+        status, out, err = run(*arguments)
+        assert (status, out) == (code, ""), err
         assert words in err and "measuring" not in err
-    held = os.open(disk, os.O_RDONLY)
+    lock_fd = os.open(disk, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        got, _, err = run(disk)
-        assert got == 3 and "another tierbench is running" in err
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        status, _, err = run(disk)
+        assert status == 3 and "another tierbench is running" in err
     finally:
-        os.close(held)
+        os.close(lock_fd)
     monkeypatch.setattr(swap_file, "_takes_direct_transfers", lambda *_: False)
-    got, _, err = run(disk)
-    assert got == 3 and "refuses O_DIRECT" in err
+    status, _, err = run(disk)
+    assert status == 3 and "refuses O_DIRECT" in err
 
 
 def test_the_name_of_a_directory_moves_no_cursor(run: Run, tmp_path: Path) -> None:
@@ -315,9 +315,9 @@ def test_the_name_of_a_directory_moves_no_cursor(run: Run, tmp_path: Path) -> No
 
 def test_what_the_engine_warns_of_is_a_note(run: Run, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a directory would be\n")
-    told = json.loads(run("--json")[1])
-    assert told["saved"] is False
-    assert [note for note in told["notes"] if "the rates could not be saved in" in note]
+    report = json.loads(run("--json")[1])
+    assert report["saved"] is False
+    assert [note for note in report["notes"] if "the rates could not be saved in" in note]
 
 
 def test_without_a_gpu_torch_is_not_loaded(tmp_path: Path) -> None:

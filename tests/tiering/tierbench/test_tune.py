@@ -63,31 +63,31 @@ def test_all_that_was_read_is_told_and_the_block_is_what_is_recommended(
             "4,16",
         ]
     )
-    told = capsys.readouterr()
+    captured = capsys.readouterr()
     assert code == 0
-    assert "set tiering.io" in told.err
-    found = TuningResult.model_validate_json(told.out)
-    assert json.loads(told.out)["schema_version"] == 1
-    assert (found.kind, found.rw, found.size) == ("tune", "rw", 64 * MIB)
-    assert [target.directory for target in found.targets] == [str(where)]
-    tried = {each.cell: each for each in found.tried}
-    assert len(tried) == len(found.tried) >= 3
+    assert "set tiering.io" in captured.err
+    result = TuningResult.model_validate_json(captured.out)
+    assert json.loads(captured.out)["schema_version"] == 1
+    assert (result.kind, result.rw, result.size) == ("tune", "rw", 64 * MIB)
+    assert [target.directory for target in result.targets] == [str(where)]
+    tried = {each.cell: each for each in result.tried}
+    assert len(tried) == len(result.tried) >= 3
     assert {cell.bs for cell in tried} <= {64 << 10, MIB}
     assert {cell.iodepth for cell in tried} <= {4, 16}
-    assert found.defaults.cell[1:] == (MIB, 16, True)
-    assert [each.ratio.point for each in found.tried] == sorted(
-        (each.ratio.point for each in found.tried), reverse=True
+    assert result.defaults.cell[1:] == (MIB, 16, True)
+    assert [each.ratio.point for each in result.tried] == sorted(
+        (each.ratio.point for each in result.tried), reverse=True
     )
-    for each in found.tried:
+    for each in result.tried:
         assert each.readings
         assert each.ratio.low <= each.ratio.point <= each.ratio.high
         assert each.in_flight == each.bs * each.iodepth
-    windows = sum(len(each.readings) for each in found.tried)
-    assert found.written_bytes > 64 * MIB + windows * MIB
-    used = io_of(found.config)
-    assert (used.block_size, used.queue_depth, used.registered) == found.recommended.cell[1:]
-    same = found.recommended.ioengine == found.defaults.ioengine
-    assert used.engine == ("auto" if same else found.recommended.ioengine)
+    windows = sum(len(each.readings) for each in result.tried)
+    assert result.written_bytes > 64 * MIB + windows * MIB
+    used = io_of(result.config)
+    assert (used.block_size, used.queue_depth, used.registered) == result.recommended.cell[1:]
+    same = result.recommended.ioengine == result.defaults.ioengine
+    assert used.engine == ("auto" if same else result.recommended.ioengine)
     assert load(config)[0].tiering.io == used
     assert "// as before" in config.read_text()
     assert not list(where.iterdir())
@@ -96,10 +96,10 @@ def test_all_that_was_read_is_told_and_the_block_is_what_is_recommended(
 def test_max_write_ends_it_and_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tune", str(tmp_path), "--quiet", "--json", "--bs", "1M", "--iodepth", "4"]
     assert cli.main([*arguments, "--runtime", "20", "--max-write", "150M"]) == 0
-    found = TuningResult.model_validate_json(capsys.readouterr().out)
-    assert found.ended == "--max-write 150.00 MiB was reached"
-    assert found.size <= 75 * MIB
-    assert found.written_bytes <= 150 * MIB
+    result = TuningResult.model_validate_json(capsys.readouterr().out)
+    assert result.ended == "--max-write 150.00 MiB was reached"
+    assert result.size <= 75 * MIB
+    assert result.written_bytes <= 150 * MIB
     assert cli.main([*arguments, "--max-write", "20M"]) == 2
     assert "give at least 130.00 MiB" in capsys.readouterr().err
 
@@ -117,9 +117,9 @@ def test_an_engine_that_cannot_start_is_told_and_the_rest_is_swept(
     monkeypatch.setattr(tune, "PREPARATION_SHARE", 20.0)  # files are written whole, however busy the disk is
     arguments = ["tune", str(tmp_path), *QUICK, "--runtime", "0.7", "--iodepth", "4"]
     assert cli.main([*arguments, "--ioengine", "libaio,threads"]) == 0
-    told = capsys.readouterr().out
-    assert "Not measured: libaio: aio-max-nr is used up; raise it." in " ".join(told.split())
-    assert "threads" in told
+    output = capsys.readouterr().out
+    assert "Not measured: libaio: aio-max-nr is used up; raise it." in " ".join(output.split())
+    assert "threads" in output
     assert cli.main([*arguments, "--ioengine", "libaio"]) == 2
     assert "engines that start here: none" in capsys.readouterr().err
 
@@ -141,9 +141,9 @@ def test_ctrl_c_prints_what_there_is_and_writes_no_configuration(
     monkeypatch.setattr(Load, "run", run)
     arguments = ["tune", str(tmp_path), *QUICK, "--iodepth", "4", "--rw", "read", "--runtime", "20"]
     assert cli.main([*arguments, "--write-config", str(config)]) == 130
-    told = capsys.readouterr().out
-    assert told.startswith("interrupted: these are the measurements so far")
-    assert "No recommendation" in told and "to paste into a configuration" not in told
+    output = capsys.readouterr().out
+    assert output.startswith("interrupted: these are the measurements so far")
+    assert "No recommendation" in output and "to paste into a configuration" not in output
     assert config.read_text() == "{}"
     windows = 5  # at the first
     assert cli.main(arguments) == 130
@@ -151,7 +151,7 @@ def test_ctrl_c_prints_what_there_is_and_writes_no_configuration(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--ioengine", "auto"], "auto is the baseline of the comparison"),
         (["--bs", "1000"], "a multiple of 4096"),
@@ -161,16 +161,16 @@ def test_ctrl_c_prints_what_there_is_and_writes_no_configuration(
     ],
 )
 def test_what_cannot_be_swept_is_told_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     try:
         code = cli.main(["tune", str(tmp_path), *arguments])
     except SystemExit as end:
         code = end.code
     assert code == 2
-    told = capsys.readouterr()
-    assert said in told.err
-    assert not told.out
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not captured.out
 
 
 def test_short_preparation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ ROW = Row.model_validate(
 
 
 def printed(sweep: Sweep, width: int) -> str:
-    found = tuning_result.result_of(
+    result = tuning_result.result_of(
         sweep,
         {"io_uring": "forbidden"},
         ended="the time limit was reached",
@@ -213,25 +213,25 @@ def printed(sweep: Sweep, width: int) -> str:
         config={"tiering": {"io": {"engine": "libaio"}}},
     )
     out = io.StringIO()
-    show(found, Console(file=out, width=width))
+    show(result, Console(file=out, width=width))
     return out.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_table_fits_and_says_what_it_comes_to(width: int) -> None:
     sweep, _ = played(FakeDrive(peaked, noise=0.01, swings=False))
-    told = printed(sweep, width)
-    assert max(map(len, told.splitlines())) <= width
-    assert "…" not in told and "\x1b" not in told
-    assert "/odd [name]\\x1b[2J: reads and writes at once" in told.splitlines()
+    table = printed(sweep, width)
+    assert max(map(len, table.splitlines())) <= width
+    assert "…" not in table and "\x1b" not in table
+    assert "/odd [name]\\x1b[2J: reads and writes at once" in table.splitlines()
     rows = [
         line
-        for line in told.splitlines()
+        for line in table.splitlines()
         if line.startswith(("io_uring ", "io_uring,", "libaio ", "threads "))
     ]
     assert 4 <= len(rows) <= tuning_result.ROWS
     assert sum("the defaults" in row for row in rows) == 1
-    text = " ".join(told.split())
+    text = " ".join(table.split())
     best = sweep.verdict().recommended.cell
     assert f"Use {best}: its rate is 1." in text
     assert f"It has {brief(best.in_flight)} in flight and a p99 of" in text
@@ -242,8 +242,8 @@ def test_a_table_fits_and_says_what_it_comes_to(width: int) -> None:
 
 
 def test_that_the_defaults_are_as_good_is_said_and_what_would_be_cheaper() -> None:
-    told = " ".join(printed(played(FakeDrive(flat, noise=0.01, swings=False))[0], 120).split())
-    assert "Keep the defaults, io_uring 1M x 16: no setting is faster." in told
-    assert "blocks of 128K .. 4M (at depth 16) and depths 4 .. 64 (at 1M) are equally fast" in told
+    text = " ".join(printed(played(FakeDrive(flat, noise=0.01, swings=False))[0], 120).split())
+    assert "Keep the defaults, io_uring 1M x 16: no setting is faster." in text
+    assert "blocks of 128K .. 4M (at depth 16) and depths 4 .. 64 (at 1M) are equally fast" in text
     noisy = " ".join(printed(played(FakeDrive(flat, noise=0.3))[0], 120).split())
     assert "a longer --runtime reduces the error" in noisy

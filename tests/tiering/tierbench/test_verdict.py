@@ -54,25 +54,25 @@ def test_what_a_drive_sustains_counts_for_its_writes() -> None:
 @pytest.mark.parametrize(("state", "read", "written"), [("fp32", 12, 14), ("split", 12, 12), ("bf16", 8, 10)])
 def test_a_step_moves_what_its_format_needs(state: str, read: int, written: int) -> None:
     """Per parameter: fp32 master and moments in and out, the 16-bit parameter out; a split master needs it read."""
-    told = verdict.verdict(7_000_000_000, Rates(nvme_read=4 * GB, nvme_write=2 * GB), state=state)
-    assert told is not None
-    assert told.params == pytest.approx(7e9, rel=0.05)
-    assert told.read_bytes / told.params == pytest.approx(read, rel=0.01)
-    assert told.write_bytes / told.params == pytest.approx(written, rel=0.01)
-    assert told.seconds == pytest.approx(told.read_bytes / (4 * GB) + told.write_bytes / (2 * GB))
-    assert told.bound == "writes"
-    assert told.state == state
-    fetches = 2 * 2 * told.params / (4 * GB)  # 16-bit parameters, forward and backward
-    assert told.written_per_day == pytest.approx(
-        told.write_bytes * 86400 / (told.seconds + fetches), rel=0.01
+    answer = verdict.verdict(7_000_000_000, Rates(nvme_read=4 * GB, nvme_write=2 * GB), state=state)
+    assert answer is not None
+    assert answer.params == pytest.approx(7e9, rel=0.05)
+    assert answer.read_bytes / answer.params == pytest.approx(read, rel=0.01)
+    assert answer.write_bytes / answer.params == pytest.approx(written, rel=0.01)
+    assert answer.seconds == pytest.approx(answer.read_bytes / (4 * GB) + answer.write_bytes / (2 * GB))
+    assert answer.bound == "writes"
+    assert answer.state == state
+    fetches = 2 * 2 * answer.params / (4 * GB)  # 16-bit parameters, forward and backward
+    assert answer.written_per_day == pytest.approx(
+        answer.write_bytes * 86400 / (answer.seconds + fetches), rel=0.01
     )
 
 
 @pytest.mark.parametrize(("read", "write", "bound"), [(1, 4, "reads"), (4, 1, "writes"), (12, 14, "both")])
 def test_what_bounds_a_step(read: float, write: float, bound: str) -> None:
-    told = verdict.verdict(10**9, Rates(nvme_read=read * GB, nvme_write=write * GB))
-    assert told is not None
-    assert told.bound == bound
+    answer = verdict.verdict(10**9, Rates(nvme_read=read * GB, nvme_write=write * GB))
+    assert answer is not None
+    assert answer.bound == bound
 
 
 def test_reads_and_writes_at_once_are_as_fast_as_the_mixed_window() -> None:

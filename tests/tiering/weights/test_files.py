@@ -116,21 +116,21 @@ METADATA = st.none() | st.dictionaries(st.text(max_size=4), st.text(max_size=4),
 
 
 def serialized(tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str] | None = None) -> bytes:
-    made = {name: torch.ones(shape).to(DTYPES[dtype]) for name, (dtype, shape) in tensors.items()}
-    return bytes(save(made, metadata))
+    arrays = {name: torch.ones(shape).to(DTYPES[dtype]) for name, (dtype, shape) in tensors.items()}
+    return bytes(save(arrays, metadata))
 
 
 def read_here(content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
-    with tempfile.NamedTemporaryFile(suffix=".safetensors") as made:
-        made.write(content)
-        made.flush()
-        tensors = open_weights(Path(made.name)).tensors.values()
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        file.write(content)
+        file.flush()
+        tensors = open_weights(Path(file.name)).tensors.values()
         return {tensor.name: (tensor.dtype, list(tensor.shape), bytes_of(tensor)) for tensor in tensors}
 
 
 def read_there(content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
     read = safetensors.deserialize(content)
-    return {name: (found["dtype"], found["shape"], bytes(found["data"])) for name, found in read}
+    return {name: (entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in read}
 
 
 @given(TENSORS, METADATA)
@@ -294,9 +294,9 @@ def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
     pointer = tmp_path / "pointer.safetensors"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert "it is a Git LFS pointer, not the file itself; run git lfs pull" in refusal(pointer)
-    gone = tmp_path / "gone.safetensors"
-    gone.symlink_to(tmp_path / "blobs" / "0")
-    assert "it is a symbolic link to a file that does not exist; download it again" in refusal(gone)
+    link = tmp_path / "gone.safetensors"
+    link.symlink_to(tmp_path / "blobs" / "0")
+    assert "it is a symbolic link to a file that does not exist; download it again" in refusal(link)
     page = tmp_path / "page.safetensors"
     page.write_text("<!DOCTYPE html><html>404</html>")
     assert "truncated, or not a safetensors file" in refusal(page)
@@ -313,7 +313,7 @@ def shards(tmp_path: Path) -> Callable[..., Path]:
         for name, header in (
             {"one": {"a": TWO["a"]}, "two": {"b": entry("BF16", [4], 0, 8)}} | others
         ).items():
-            nbytes = max(held["data_offsets"][1] for held in header.values())
+            nbytes = max(entry["data_offsets"][1] for entry in header.values())
             (tmp_path / f"{name}.safetensors").write_bytes(contents(header, bytes(nbytes)))
         if index is None:
             index = {

@@ -103,10 +103,10 @@ def test_any_range_after_any_other(
             tensor = rng.choice(tensors)
             first = rng.randint(0, tensor.numel)
         numel = rng.randint(0, min(tensor.numel - first, rng.choice([10, 1000, 40_000])))
-        taken = reader.read(tensor, first, numel)
-        assert bytes(taken) == expected(tensor, first, numel)
+        values = reader.read(tensor, first, numel)
+        assert bytes(values) == expected(tensor, first, numel)
         if numel:
-            assert ctypes.addressof(ctypes.c_char.from_buffer(taken)) % tensor.itemsize == 0
+            assert ctypes.addressof(ctypes.c_char.from_buffer(values)) % tensor.itemsize == 0
         first += numel
         if first == tensor.numel:
             tensor, first = tensors[(tensors.index(tensor) + 1) % len(tensors)], 0
@@ -120,10 +120,10 @@ def test_what_was_asked_for_stays_until_the_next_read(
     tensor = files.tensors["a"]
     for first in range(0, tensor.numel, 1000):
         numel = min(1000, tensor.numel - first)
-        taken = reader.read(tensor, first, numel)
+        values = reader.read(tensor, first, numel)
         for window in list(reader._filling):
             window.wait()
-        assert bytes(taken) == expected(tensor, first, numel)
+        assert bytes(values) == expected(tensor, first, numel)
 
 
 def test_elements_that_are_not_there(reader_of: Callable[..., WeightReader], files: WeightFiles) -> None:
@@ -175,9 +175,9 @@ def test_nothing_is_read_behind_a_range_that_is_all_that_is_wanted(
     reader_of: Callable[..., WeightReader], files: WeightFiles
 ) -> None:
     c, d = files.tensors["c"], files.tensors["d"]
-    wanted = [(c, 100, 20_000), (d, 500, 4_000)]
-    reader = reader_of(files, order=wanted)
-    for tensor, first, end in wanted:
+    ranges = [(c, 100, 20_000), (d, 500, 4_000)]
+    reader = reader_of(files, order=ranges)
+    for tensor, first, end in ranges:
         for at in range(first, end, 3000):
             numel = min(3000, end - at)
             assert bytes(reader.read(tensor, at, numel)) == expected(tensor, at, numel)
@@ -186,7 +186,7 @@ def test_nothing_is_read_behind_a_range_that_is_all_that_is_wanted(
                     (d, 500 * 8),
                     (d, 500 * 8 + WINDOW),
                 ]
-    assert bytes_read(reader) <= sum((end - first) * t.itemsize + pages(t) for t, first, end in wanted)
+    assert bytes_read(reader) <= sum((end - first) * t.itemsize + pages(t) for t, first, end in ranges)
     at = 19_000  # more than was said
     assert bytes(reader.read(c, at, 31_000)) == expected(c, at, 31_000)
 
@@ -210,8 +210,8 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     with WeightReader(files, IoConfig(), files.tensors.values()) as reader:
         for step, joined in ((4 << 20, 0), (3 << 20, 3 << 20)):
             for first in range(0, size, step):
-                taken = reader.read(files.tensors["big"], first, min(step, size - first))
-                assert not any(taken[:: PAGE // 2])
+                values = reader.read(files.tensors["big"], first, min(step, size - first))
+                assert not any(values[:: PAGE // 2])
             assert reader.nbytes == windows + joined
 
 

@@ -37,7 +37,7 @@ def expected() -> dict[str, bytes]:
     }
 
 
-def found(directory: Path) -> dict[str, bytes]:
+def contents(directory: Path) -> dict[str, bytes]:
     files = open_weights(directory)
     loaded = {name: value.tobytes() for path in files.versions for name, value in load_file(path).items()}
     assert {name: tensor.shape for name, tensor in files.tensors.items()} == {s.name: s.shape for s in SPECS}
@@ -63,7 +63,7 @@ def test_bytes_come_in_any_pieces(tmp_path: Path, max_shard_bytes: int | None, p
     with WeightWriter(tmp_path / "out", SPECS, max_shard_bytes=max_shard_bytes) as writer:
         for first in range(0, CONTENT.size, piece):
             writer.append(CONTENT[first : first + piece])
-    assert found(tmp_path / "out") == expected()
+    assert contents(tmp_path / "out") == expected()
     assert {each.name for each in (tmp_path / "out").iterdir()} == set(writer.files)
 
 
@@ -98,11 +98,11 @@ def test_each_step_is_on_the_disk_before_the_next(tmp_path: Path, monkeypatch: p
         writer.append(CONTENT)
         (writer.folder / "config.json").write_text("{}")
     *shards, index = writer.files
-    seen = next(number for number, what in enumerate(done) if not what.startswith("fsync"))
-    assert set(done[:seen]) == {f"fsync {name}" for name in ("config.json", *writer.files)}
-    assert sorted(done[seen : seen + 2]) == ["unlink model.safetensors", f"unlink {index}"]
+    position = next(number for number, action in enumerate(done) if not action.startswith("fsync"))
+    assert set(done[:position]) == {f"fsync {name}" for name in ("config.json", *writer.files)}
+    assert sorted(done[position : position + 2]) == ["unlink model.safetensors", f"unlink {index}"]
     renamed = [f"rename {name}" for name in ("config.json", *shards)]
-    assert done[seen + 2 :] == ["fsync out", *renamed, "fsync out", f"rename {index}", "fsync out"]
+    assert done[position + 2 :] == ["fsync out", *renamed, "fsync out", f"rename {index}", "fsync out"]
     assert len(shards) > 2
 
 
@@ -168,7 +168,7 @@ def test_what_cannot_be_moved_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(list(writer.folder.iterdir())) == len(writer.files) - nth
     for path in writer.folder.iterdir():
         path.rename(tmp_path / "out" / path.name)
-    assert found(tmp_path / "out") == expected()
+    assert contents(tmp_path / "out") == expected()
 
 
 def test_the_index_counts_bytes_and_sorts_names(tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ HARD_DISK = Drive("sda", transport="sata", rotational=True, scheduler="bfq")
         (Drive("md0", layer="raid0", members=(FAST, FAST)), None),
         (Drive("md0", layer="raid5", members=(FAST, FAST)), "raid5 reads before"),
         (Drive("dm-0", layer="LVM", members=(Drive("dm-1", layer="crypt", members=(FAST,)),)), "encryption"),
-        (Drive("loop0", layer="loop"), "file posing"),
-        (Drive("zram0"), "memory posing"),
+        (Drive("loop0", layer="loop"), "a file that appears as a disk"),
+        (Drive("zram0"), "memory that appears as a disk"),
     ],
 )
 def test_drives(drive: Drive, text: str | None) -> None:

@@ -30,6 +30,7 @@ from zero3.observe.device_rates import settle_update_share
 from zero3.observe.monitors import check_monitors
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
+from zero3.optimizer.tile_stepper import TileStepper
 from zero3.optimizer.tiles import StateLayout, Tile, make_tiles
 from zero3.optimizer.update_rules import OptimizerOptions
 from zero3.params.param_group import ParamGroup
@@ -279,7 +280,8 @@ def _make_optimizer(
         # Adagrad makes its sums when it is constructed; the tiers hold them now.
         client.state.clear()
     options = OptimizerOptions(chosen.param_groups, chosen.defaults, source=client)
-    return TieredOptimizer(chosen.rule, options, tiles, layout, gradients, tiers, replicas)
+    stepper = TileStepper(tiles, layout, gradients, tiers, replicas)
+    return TieredOptimizer(chosen.rule, options, stepper, gradients)
 
 
 def _freeze(params: list[nn.Parameter]) -> None:

@@ -18,7 +18,7 @@ from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.swap_space import StripedExtent, SwapSpace
 from zero3.device import tiers
 from zero3.engine.engine import Engine
-from zero3.optimizer.tiered import TieredOptimizer
+from zero3.optimizer.tile_stepper import TileStepper
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
 
@@ -127,7 +127,7 @@ def test_ctrl_c_in_a_step_waits_for_its_end(
 ) -> None:
     reference = train(3, accumulation=1, **placement)
     engine = start(accumulation=1, **placement)
-    add = TieredOptimizer._add_to_batch
+    add = TileStepper._add_to_batch
     armed = True
 
     def interrupted(*args: Any) -> None:
@@ -137,7 +137,7 @@ def test_ctrl_c_in_a_step_waits_for_its_end(
             signal.raise_signal(signal.SIGINT)
         add(*args)
 
-    monkeypatch.setattr(TieredOptimizer, "_add_to_batch", interrupted)
+    monkeypatch.setattr(TileStepper, "_add_to_batch", interrupted)
     before = signal.getsignal(signal.SIGINT)
     for number, (tokens, targets) in enumerate(micro_batches(3), start=1):
         engine.backward(engine(tokens, targets))
@@ -175,7 +175,7 @@ def test_a_read_ahead_that_fails_again_and_again_keeps_no_slot(
 ) -> None:
     reference = train(1, accumulation=1, **STREAMED)
     engine = start(accumulation=1, **STREAMED)
-    states = {tile.state.extent for tile in engine.optimizer._streamed}
+    states = {tile.state.extent for tile in engine.optimizer._stepper._streamed}
     swap_in = SwapSpace.swap_in
     failing = True
 

@@ -36,7 +36,7 @@ from tiering.placement.placement import make_plan
 from tiering.placement.plan import Plan, Staging
 from tiering.placement.workload import Tier
 from tiering.storage.arena import PAGE
-from zero3.optimizer.tiered import TieredOptimizer
+from zero3.optimizer.tile_stepper import TileStepper
 from zero3.optimizer.tiles import Tile
 from zero3.setup import assembly
 
@@ -229,14 +229,14 @@ def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
     reference = run(case, precision, 2)
     sqrt, stepped = torch.Tensor.sqrt, []
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda t: sqrt(t.double()).float())
-    monkeypatch.setattr(TieredOptimizer, "_tiles_with", lambda self, tile: self._on_device)
-    on_device = TieredOptimizer._step_on_device
+    monkeypatch.setattr(TileStepper, "_tiles_with", lambda self, tile: self._on_device)
+    on_device = TileStepper._step_on_device
 
-    def counted(self: TieredOptimizer, tile: Tile) -> None:
+    def counted(self: TileStepper, tile: Tile) -> None:
         stepped.append(tile)
         on_device(self, tile)
 
-    monkeypatch.setattr(TieredOptimizer, "_step_on_device", counted)
+    monkeypatch.setattr(TileStepper, "_step_on_device", counted)
     moved = run(case, precision, 2, sub_group_size=1)
     assert len(stepped) > 3 * STEPS
     assert differing(moved.masters, reference.masters) == []

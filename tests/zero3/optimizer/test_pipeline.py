@@ -24,7 +24,7 @@ from zero3.device import tiers
 from zero3.device.tiers import Home
 from zero3.device.timeline import StallClock, Timeline
 from zero3.optimizer.slot_transfers import SlotTransfers
-from zero3.optimizer.tiered import TieredOptimizer
+from zero3.optimizer.tile_stepper import TileStepper
 from zero3.optimizer.tiles import Tile
 
 # Alone: each tile is a page of elements' worth of state, parameters and gradients, in extents that do nothing.
@@ -424,7 +424,7 @@ def offsets(engine: Any, home: Home) -> range:
 
 def state_of(engine: Any) -> dict[int, Tile]:
     """The tiles whose state is on NVMe, by the offset of that."""
-    streamed = [tile for tile in engine.optimizer._streamed if tile.state.extent is not None]
+    streamed = [tile for tile in engine.optimizer._stepper._streamed if tile.state.extent is not None]
     return {offsets(engine, tile.state).start: tile for tile in streamed}
 
 
@@ -481,19 +481,19 @@ def test_tiles_in_memory_are_stepped_while_others_are_read(
     slow("read", 1.0, count=USUAL_SLOTS)
     engine = start(Tower(), offload_optimizer="nvme", ratio=0.5, cache_in_host=False, **TILES)
     optimizer, stepped = engine.optimizer, []
-    run = TieredOptimizer._run_batch
+    run = TileStepper._run_batch
 
-    def noted(self: TieredOptimizer, what: str) -> None:
+    def noted(self: TileStepper, what: str) -> None:
         reads = [read for staged in self._pipeline.staged for read in staged.reads]
         stepped.append((what, [read.done() for read in reads]))
         run(self, what)
 
-    monkeypatch.setattr(TieredOptimizer, "_run_batch", noted)
+    monkeypatch.setattr(TileStepper, "_run_batch", noted)
     update(engine, next(inputs(1)))
-    numel = sum(tile.numel for tile in optimizer._in_place)
+    numel = sum(tile.numel for tile in optimizer._stepper._in_place)
     assert stepped[0][0] == f"{numel} elements in memory"
     assert stepped[0][1] == [False] * engine.plan.staging.slots == [False] * USUAL_SLOTS
-    assert len(stepped) == 1 + len(optimizer._streamed) > 1
+    assert len(stepped) == 1 + len(optimizer._stepper._streamed) > 1
 
 
 def test_what_got_no_gradient_is_not_read(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

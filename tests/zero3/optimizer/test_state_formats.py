@@ -41,7 +41,7 @@ from tests.zero3.scales import (
 from tests.zero3.scales import PLACEMENTS as SCATTERED
 from tiering.placement.workload import Tier
 from zero3.device import kernels as device_kernels
-from zero3.optimizer.tiered import TieredOptimizer
+from zero3.optimizer.tile_stepper import TileStepper
 
 Start = Callable[..., Any]
 Differing = Callable[[dict[str, Tensor], dict[str, Tensor]], list[str]]
@@ -123,7 +123,7 @@ def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
     reference = run(CASES[name], accumulation=2, state=state)
     sqrt, stepped = torch.Tensor.sqrt, []
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda t: sqrt(t.double()).float())
-    monkeypatch.setattr(TieredOptimizer, "_tiles_with", lambda self, tile: self._on_device)
+    monkeypatch.setattr(TileStepper, "_tiles_with", lambda self, tile: self._on_device)
     step = device_kernels.step_segments
 
     def counted(segments: Sequence[device_kernels.Segment], grad_scale: float) -> None:

@@ -461,7 +461,7 @@ def test_what_would_be_skipped_in_silence_is_refused(start: Callable[..., Any]) 
         engine.optimizer.step()
     engine.module.frozen.requires_grad_(True)
     with pytest.raises(
-        EngineStateError, match=r"'frozen\.weight' was frozen at initialize.*freeze after init"
+        EngineStateError, match=r"'frozen\.weight' was frozen at initialize.*Unfreeze all parameters"
     ):
         engine.step()
     engine.module.frozen.requires_grad_(False)

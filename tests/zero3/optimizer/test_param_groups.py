@@ -120,7 +120,7 @@ def test_what_was_frozen_at_initialize_is_refused_before_a_pass(
     model.blocks[0].requires_grad_(False)
     engine = start(model, accumulation=1, threshold=0, **placement)
     bias, x = model.get_parameter("blocks.0.1.bias"), next(inputs(1))
-    remedy = "[Ss]tart unfrozen, freeze after initialize.*load_checkpoint"
+    remedy = "Unfreeze all parameters that will be trained.*load_checkpoint"
     with pytest.raises(EngineStateError, match=f"1 parameters.*frozen.*{remedy}"):
         engine.optimizer.add_param_group({"params": bias})
     with pytest.raises(EngineStateError, match="momentum"):

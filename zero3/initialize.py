@@ -103,14 +103,14 @@ def initialize(
     rank, world_size = _join(distributed_port, dist_init_required)
     check_model(model)
     replaced = {"optimizer": optimizer, "scheduler": lr_scheduler}
-    known = LoadContext(
+    context = LoadContext(
         hidden_size=hidden_size_of(getattr(model, "config", None)),
         dtype=_dtype_of(model),
         arguments=args,
         replaced=frozenset(section for section, by in replaced.items() if by is not None),
         strict=strict_args,
     )
-    settings, report = ds_config.load(source, world_size=world_size, context=known)
+    settings, report = ds_config.load(source, world_size=world_size, context=context)
     for entry in report.entries:
         log.debug("config: %s", entry)
     if torch.is_inference_mode_enabled():
@@ -173,8 +173,8 @@ def _scheduler(
     )
 
 
-def _steps(given: object) -> TypeGuard[LRScheduler]:
-    return not isinstance(given, type) and callable(getattr(given, "step", None))
+def _steps(scheduler: object) -> TypeGuard[LRScheduler]:
+    return not isinstance(scheduler, type) and callable(getattr(scheduler, "step", None))
 
 
 def _join(port: int, required: bool | None) -> tuple[int, int]:

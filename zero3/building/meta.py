@@ -101,19 +101,19 @@ def _replaced(
 
     In models of transformers these are all places but the first. In other models either order is common.
     """
-    places, seen = [], set()
+    places, visited = [], set()
     for name, module in model.named_modules():
         for short, param in module._parameters.items():
             if param is None or param not in params:
                 continue
-            if param in seen and not _is_of_transformers(model):
+            if param in visited and not _is_of_transformers(model):
                 raise ConfigError(
                     f"{name}.{short} is tied to another parameter, and both are on the meta device, so it is unknown"
                     f" which initial values they share; {REMEDY}"
                 )
-            if param in seen:
+            if param in visited:
                 places.append((module, short, param))
-            seen.add(param)
+            visited.add(param)
     return places
 
 

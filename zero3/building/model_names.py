@@ -27,17 +27,17 @@ class ModelNames:
             for name, module in self._model.named_modules(remove_duplicate=False)
             if id(module) not in first_modules and name not in self._first
         }
-        seen: set[int] = set()
+        yielded_ids: set[int] = set()
         for name, module in (*self._first.items(), *later.items()):
-            if not remove_duplicate or id(module) not in seen:
-                seen.add(id(module))
+            if not remove_duplicate or id(module) not in yielded_ids:
+                yielded_ids.add(id(module))
                 yield name, module
 
     def parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``named_parameters``."""
-        seen: set[nn.Parameter] = set()
+        yielded: set[nn.Parameter] = set()
         for prefix, module in self.modules(remove_duplicate=remove_duplicate):
             for name, param in module._parameters.items():
-                if param is not None and not (remove_duplicate and param in seen):
-                    seen.add(param)
+                if param is not None and not (remove_duplicate and param in yielded):
+                    yielded.add(param)
                     yield f"{prefix}.{name}" if prefix else name, param

@@ -91,9 +91,9 @@ class Init:
                 tape.may_free(param)
 
         def copied(param: nn.Parameter, memo: dict[int, Any]) -> Any:
-            found = Init._deepcopy(param, memo)
-            tape.may_free(found)
-            return found
+            copied = Init._deepcopy(param, memo)
+            tape.may_free(copied)
+            return copied
 
         nn.Module.register_parameter = register  # type: ignore[method-assign,assignment] # replaced on purpose
         nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign,assignment] # a copied module registers none

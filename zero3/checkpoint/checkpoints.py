@@ -127,7 +127,7 @@ class Checkpoints:
             return
         saver = self._under_way.saver
         try:
-            self._wait_for(saver, saver.ended)
+            self._wait_for(saver, saver.wait_for_end)
         # Ctrl-C, or another rank is lost.
         except BaseException as error:
             self._cancel(error)
@@ -137,7 +137,7 @@ class Checkpoints:
     @property
     def progress(self) -> int:
         """The progress of a background save on this rank: 0 there is none, 1 it is running, 2 its saver has ended."""
-        return 0 if self._under_way is None else 1 + self._under_way.saver.over
+        return 0 if self._under_way is None else 1 + self._under_way.saver.has_ended
 
     def status(self) -> CheckpointStatus:
         """The outcome of the saves so far. Any thread may call it."""

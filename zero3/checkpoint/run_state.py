@@ -350,10 +350,10 @@ def _check_counters(saved: Mapping[str, Any]) -> None:
     scale = saved["loss_scale"]
     counts = {f"engine[{name!r}]": saved[name] for name in ("steps", "samples", "skipped", "micro_steps")}
     counts |= {f"engine['loss_scale'][{name!r}]": scale[name] for name in ("clean", "overflows_left")}
-    for where, value in counts.items():
+    for place, value in counts.items():
         if type(value) is not int or not 0 <= value < MOST:
             raise CheckpointError(
-                f"{where} of the checkpoint is {short.repr(value)}, not a count: it is damaged; load another one (tag=)"
+                f"{place} of the checkpoint is {short.repr(value)}, not a count: it is damaged; load another one (tag=)"
             )
     if not 0 < scale["value"] < math.inf:
         raise CheckpointError(

@@ -101,7 +101,7 @@ class Saver(threading.Thread):
         self._change = threading.Condition()
         self._copied: set[Tile] = set(share.saved_elsewhere)
         self._copied_all = False
-        self._ended = threading.Event()
+        self._end_event = threading.Event()
         self._cancelled = False
         self._copies = None if tiers.streams is None else _Copies(tiers.streams)
         self._reads = Arena.map(AHEAD * WINDOW, "checkpoint")
@@ -119,17 +119,17 @@ class Saver(threading.Thread):
         After Ctrl-C in ``Thread.join``, CPython 3.11 counts the thread as ended while it still runs: so wait for the
         event first.
         """
-        if self._ended.wait(timeout) and self.ident is not None:
+        if self._end_event.wait(timeout) and self.ident is not None:
             super().join()
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the save has ended, with or without an error."""
-        return self._ended.is_set()
+        return self._end_event.is_set()
 
-    def ended(self, within: float) -> bool:
+    def wait_for_end(self, within: float) -> bool:
         """Wait up to ``within`` seconds for the end; returns whether the save has ended."""
-        return self._ended.wait(within)
+        return self._end_event.wait(within)
 
     def result(self) -> RankRecord:
         """The record of the written files. Raises the error that ended the save."""
@@ -176,7 +176,7 @@ class Saver(threading.Thread):
         try:
             self._on_end()
         finally:
-            self._ended.set()
+            self._end_event.set()
 
     def _save(self, output: Output) -> None:
         files: dict[str, tuple[Sequence[TensorSpec], Mapping[str, str]]] = {}

@@ -1,15 +1,15 @@
-"""Storages that torch refuses to read: whatever asks for their memory gets an error.
+"""Storages that torch refuses to read: an access to their memory raises an error.
 
 Note [A closed storage cannot be read]
-    Torch keeps a mark on each storage. While it is set, everything that asks for the address of the memory raises: each
-    kernel, ``numpy()``, ``data_ptr()``, an extension. (CUDA graphs set it for tensors whose memory was taken over.) It
-    costs nothing where it is not set, because torch looks at it either way. Exchanging the memory of two storages
-    exchanges their marks as well (storage_swap.py). So a group's storage is closed once: it is open while it has the
-    memory of a lease, and closed again when it has given that back.
+    Torch keeps a mark on each storage. While the mark is set, each access to the address of the memory raises: by a
+    kernel, ``numpy()``, ``data_ptr()``, or an extension. (CUDA graphs set the mark for tensors that have lost their
+    memory.) The mark costs no time, because torch checks it in any case. An exchange of the memory of two storages also
+    exchanges their marks (storage_swap.py). So a group's storage is closed once: it is open while it has the memory of
+    a lease, and closed again after the lease was returned.
 
-    Builds of torch with CUDA have a function that sets the mark, and a message for the error. Other builds have the
-    mark alone. There its byte in torch's object is found by an experiment on a storage made for that: it lies behind
-    the marks that another function sets, and it counts as found only if reads of that storage fail while it is set.
+    CUDA builds of torch have a function that sets the mark and the message of the error. Other builds have only the
+    mark. There, its byte in torch's object is found by an experiment on a separate storage: the byte lies behind two
+    marks that another function sets, and it is accepted only if reads of that storage fail while it is set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from zero3.device.storage_swap import can_exchange, exchange_pointers
 
 log = logging.getLogger(__name__)
 
-TORCH_MESSAGE = "Cannot access data pointer of Storage that is invalid"  # where torch takes none from us
+TORCH_MESSAGE = (
+    "Cannot access data pointer of Storage that is invalid"  # if torch cannot be given another one
+)
 _FIRST_BYTES = 72  # of torch's object, which is longer
 
 
@@ -44,33 +46,33 @@ def refusal(name: str) -> str:
 
 
 def close_storage(tensor: Tensor, name: str) -> None:
-    """Refuse every read of the storage of ``tensor`` from now on, if torch can; ``name`` is what an error calls it."""
+    """Refuse every read of the storage of ``tensor`` from now on, if torch supports it. Errors contain ``name``."""
     if can_close():
         _close(tensor, refusal(name))
 
 
 class Placeholder:
-    """What the parameters of a group hold while their bytes are elsewhere: a NaN that has their shapes, and is closed.
+    """The value of a group's resharded parameters: a NaN with their shapes, in a closed storage.
 
-    It is open while it is put in a parameter's place, or taken from there: torch's profiler looks at the memory of both
-    in that moment. ``name`` is what an error calls a parameter that is read.
+    The storage is open while a parameter takes or loses this value, because torch's profiler then reads the memory of
+    both. Errors contain ``name``.
     """
 
     def __init__(
         self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device, name: str
     ) -> None:
-        # Both hold the same NaN, and one of them is closed: an exchange opens or closes the storage of the views.
+        # Both hold the same NaN, and one is closed. An exchange opens or closes the storage of the views.
         nan, self._other = (torch.full((), torch.nan, dtype=dtype, device=device) for _ in range(2))
         self.views = [nan.expand(tuple(shape)) for shape in shapes]
         self._nan = nan
         self._closes = can_close()
         self._closed = False
         if self._closes:
-            _close(nan, refusal(name))  # the words stay, the mark goes to and fro
+            _close(nan, refusal(name))  # the message stays with the storage, the mark moves
             exchange_pointers(nan, self._other)
 
     def open(self) -> None:
-        """Let torch look at it."""
+        """Permit reads."""
         if self._closed:
             exchange_pointers(self._nan, self._other)
             self._closed = False
@@ -90,8 +92,8 @@ def explain(error: BaseException) -> None:
 
 @cache
 def can_close() -> bool:
-    """Whether this torch can close a storage, and exchanges the mark with the memory."""
-    with _disable_current_modes():  # a mode that looks at the memory of operands would fail
+    """Whether this version of torch can close a storage, and exchanges the mark with the memory."""
+    with _disable_current_modes():  # a dispatch mode that reads operands would fail
         works = can_exchange() and _closes() and _exchanges_the_mark()
     if not works:
         log.debug(
@@ -108,7 +110,7 @@ def _close(tensor: Tensor, message: str) -> None:
         return
     place = _place_of_mark()
     assert place is not None
-    # For a writer torch looks at the mark only if another one is set, too.
+    # For a write, torch checks the mark only if another mark is set as well.
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     _byte(address + place).value = 1
 
@@ -123,11 +125,11 @@ def _closes() -> bool:
 
 @cache
 def _place_of_mark() -> int | None:
-    """Where in a storage's object the mark is; None if it is not behind the two of a storage that nobody may write."""
+    """The offset of the mark in torch's object of a storage; None if it is not behind the two marks against writes."""
     if not hasattr(torch._C, "_set_throw_on_mutable_data_ptr"):
         return None
     probe = torch.zeros(1, device="cpu")
-    # The address of torch's object for the storage, which lives as long as ``probe``: until the last look below.
+    # The address of torch's object for the storage, which lives as long as ``probe``: until the last access below.
     address = probe.untyped_storage()._cdata
     before = ctypes.string_at(address, _FIRST_BYTES)
     torch._C._set_throw_on_mutable_data_ptr(probe)
@@ -140,7 +142,7 @@ def _place_of_mark() -> int | None:
     mark = _byte(address + place)
     mark.value = 1
     refuses = _refuses(probe)
-    # Before the read below, which must succeed again.
+    # Cleared before the read below, which must succeed again.
     mark.value = 0
     return place if refuses and probe.sum() == 0 else None
 

@@ -1,13 +1,15 @@
-"""Freed memory goes back to the system: the C library would keep what lies between blocks that are still in use."""
+"""Returns freed memory to the system. The C library would keep free blocks between blocks that are in use."""
 
 from __future__ import annotations
 
 import ctypes
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others give back by themselves
+_malloc_trim = getattr(
+    ctypes.CDLL(None), "malloc_trim", None
+)  # of glibc; other C libraries return memory by themselves
 
 
 def trim() -> None:
-    """Give the system what this process has freed. Takes milliseconds."""
+    """Return the freed memory of this process to the system. Takes milliseconds."""
     if _malloc_trim is not None:
         _malloc_trim(0)

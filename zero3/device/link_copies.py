@@ -1,9 +1,9 @@
-"""Copies between a device with memory of its own and the pinned arena: the only place where bytes cross the link.
+"""Copies between a device with its own memory and the pinned arena. All bytes that cross the link go through here.
 
-Each direction has a stream of its own, so that both run at once, beside compute. A copy waits, on its stream, for the
-events it is told of; whoever needs its bytes waits for the event it returns: compute by ``hold_compute``, the CPU by
-the event's ``wait``. How long copies take the device itself says, by timed events that are looked at when they have
-come, and never waited for.
+Each direction has its own stream, so that both directions run at the same time, and in parallel with compute. A copy
+waits on its stream for given events, and returns an event. Users of the bytes wait for this event: compute by
+``hold_compute``, the CPU by the event's ``wait``. Timed events measure the duration of copies on the device. No code
+waits for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero3.device.timeline import StallClock
 
 @dataclass(frozen=True)
 class LinkStats:
-    """What has gone one way since the start, and the device's seconds for it."""
+    """The copies in one direction since the start, and the seconds that the device spent on them."""
 
     bytes: int = 0
     copies: int = 0
@@ -31,7 +31,7 @@ class LinkStats:
 
 
 class _Link:
-    """One direction."""
+    """One direction of the link."""
 
     def __init__(self, stream: Stream, track: Literal["h2d", "d2h"]) -> None:
         self.stream = stream
@@ -39,11 +39,11 @@ class _Link:
         self.nbytes = 0
         self.copies = 0
         self.busy = 0.0
-        self.under_way: deque[tuple[int, Event, Event]] = deque()  # bytes, beginning and end
+        self.under_way: deque[tuple[int, Event, Event]] = deque()  # bytes, begin and end
 
 
 class Copies:
-    """Queues copies, and counts and times those that have ended. Any thread may ask, and copy."""
+    """Queues copies, and counts and times those that have ended. Any thread may call it."""
 
     def __init__(self, streams: Streams, stalls: StallClock) -> None:
         self._stalls = stalls
@@ -54,26 +54,23 @@ class Copies:
     def to_device(
         self, target: Tensor, source: Tensor, *, after: Iterable[Event] = (), kind: str = "copy"
     ) -> Event:
-        """Copy the bytes of ``source``, in pinned memory, to ``target``; both flat, and of one dtype and size.
+        """Copy ``source``, in pinned memory, to ``target``; both are flat and have one dtype and size.
 
-        ``after`` is what must be over before ``target`` is written to. Until the event that is returned has come, the
-        CPU must not change ``source``. ``kind`` says in a trace what they are.
+        The copy begins after the events in ``after``, such as the last use of ``target``. Until the returned event is
+        done, the CPU must not change ``source``. ``kind`` names the bytes in a trace.
         """
         return self._copy(self._to_device, target, source, after, kind)
 
     def to_host(
         self, target: Tensor, source: Tensor, *, after: Iterable[Event] = (), kind: str = "copy"
     ) -> Event:
-        """Copy the bytes of ``source``, on the device, to ``target`` in pinned memory.
-
-        ``after`` is what must be over before ``source`` is read, or ``target`` written to.
-        """
+        """Copy ``source``, on the device, to ``target`` in pinned memory, after the events in ``after``."""
         return self._copy(self._to_host, target, source, after, kind)
 
     def hold_compute(self, event: Event, cause: str) -> None:
-        """What the calling thread lets the device compute from now on runs after ``event``; ``cause`` names its bytes.
+        """Make compute that the calling thread queues from now on wait for ``event``; ``cause`` names its bytes.
 
-        The CPU does not wait, and the copies behind that one are not waited for.
+        The CPU does not wait, and compute does not wait for later copies.
         """
         # Kernels that are queued after an event has come see its bytes, so no wait is needed then.
         if not event.done():
@@ -90,27 +87,27 @@ class Copies:
     def _copy(self, link: _Link, target: Tensor, source: Tensor, after: Iterable[Event], kind: str) -> Event:
         assert target.dtype is source.dtype and target.numel() == source.numel()
         nbytes = target.numel() * target.element_size()
-        # One after the other: two threads' events and copies must not mix on the stream.
+        # With the lock: events and copies of two threads must not mix on the stream.
         with self._lock:
             for event in after:
                 link.stream.wait_for(event)
-            began = link.stream.record(timed=True)
+            start = link.stream.record(timed=True)
             with link.stream.running():
-                # Does not hold the CPU, because the host side lies in the pinned arena. Torch did not allocate that
-                # memory and does not know who uses it: only ``ended`` tells when either side may be changed or freed.
+                # The CPU does not wait here, because the host side is in the pinned arena. Torch did not allocate that
+                # memory and does not track its use: both sides may be changed or freed only after ``end``.
                 target.copy_(source, non_blocking=True)
-            ended = link.stream.record(timed=True)
-            link.under_way.append((nbytes, began, ended))
+            end = link.stream.record(timed=True)
+            link.under_way.append((nbytes, start, end))
             _count(link)
-        self._stalls.timeline.queued(link.track, kind, began, ended, bytes=nbytes)
-        return ended
+        self._stalls.timeline.add_device_span(link.track, kind, start, end, bytes=nbytes)
+        return end
 
 
 def _count(link: _Link) -> None:
-    """Count what has ended by now."""
-    # A stream runs its copies in order: behind one that has not ended, none has.
+    """Count the copies that have ended."""
+    # A stream runs its copies in order: behind a copy that has not ended, none has ended.
     while link.under_way and link.under_way[0][2].done():
-        nbytes, began, ended = link.under_way.popleft()
+        nbytes, start, end = link.under_way.popleft()
         link.nbytes += nbytes
         link.copies += 1
-        link.busy += ended.seconds_since(began)
+        link.busy += end.seconds_since(start)

@@ -1,8 +1,9 @@
-"""Memory of NaN: what a group's storage shows while the group's bytes are elsewhere, if torch cannot refuse its reads.
+"""Memory of NaN: the content of a resharded group's storage, if torch cannot refuse reads of it.
 
-A view of a parameter may outlive its group's stay (a user's hook keeps ``weight.detach()``). Reading it afterwards must
-not end the process, nor give zeros that pass for values. So the storage always has an address: one small block of NaN,
-mapped again and again over as much address space as the largest group takes. Writes go to private copies of its pages.
+A view of a parameter may be kept after its group was resharded (a user's hook keeps ``weight.detach()``). A read of the
+view must neither end the process nor return zeros, which look like values. So the storage always has an address: one
+small block of NaN, mapped repeatedly over as much address space as the largest group takes. Writes go to private copies
+of its pages.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import weakref
 
 log = logging.getLogger(__name__)
 
-BLOCK = 2 << 20  # bytes of real memory behind it
-MAPPINGS = 1 << 14  # of the 65530 that Linux gives a process by default, the most that are used here
+BLOCK = 2 << 20  # bytes of memory that are mapped repeatedly
+MAPPINGS = 1 << 14  # maximum number of mappings; Linux permits 65530 per process by default
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_nan(nbytes: int) -> memoryview | None:
-    """``nbytes`` of address space that read as 0xFF, a NaN in every floating-point dtype; None where it cannot be had.
+    """``nbytes`` of address space that read as 0xFF, a NaN in every floating-point dtype; None if it cannot be mapped.
 
-    It is given back when nothing refers to it any more.
+    The range is unmapped when no object refers to it any more.
     """
     block = max(BLOCK, -(-nbytes // MAPPINGS // BLOCK) * BLOCK)
     size = -(-max(nbytes, 1) // block) * block
@@ -40,8 +41,8 @@ def map_nan(nbytes: int) -> memoryview | None:
         log.debug("cannot reserve %d bytes of address space: %s", size, os.strerror(ctypes.get_errno()))
         return None
     region = (ctypes.c_char * size).from_address(base)
-    # Before the mappings below: also a return without them gives the whole range back. Not at exit, when tensors may
-    # still show these bytes.
+    # Before the mappings below, so that a return without them also unmaps the whole range. Not at exit: tensors may
+    # still show these bytes then.
     weakref.finalize(region, libc.munmap, base, size).atexit = False
     content = os.memfd_create("nan", os.MFD_CLOEXEC)
     try:

@@ -1,7 +1,7 @@
-"""Where the bytes of an unsharded group are in device memory: a lease of the slab, or an allocation of torch's.
+"""Device memory for the bytes of an unsharded group: a lease of the slab, or an allocation of torch.
 
-The slab is the usual place. Where torch cannot exchange the memory of storages, the storage is resized, and the bytes
-are torch's to place: on a GPU in the pool of the stream that allocates them, among activations that come and go.
+The slab is the usual place. If torch cannot exchange the memory of storages, the storage is resized instead. Torch then
+places the bytes: on a GPU in the pool of the stream that allocates them, between activations.
 """
 
 from __future__ import annotations
@@ -22,58 +22,59 @@ KIND = "unsharded groups"
 
 
 class DeviceRoom(ABC):
-    """Room for the bytes of ``flat``: ``take`` it, ``open`` it to write, ``attach`` it to use, ``give_back``.
+    """Memory for the bytes of ``flat``. Calls come in this order: ``take``, ``open``, ``attach``, ``give_back``.
 
-    Until ``take_bytes`` the tensor has memory, with nothing in it, so that views of it can be made.
+    Until ``take_bytes`` the tensor has memory with undefined values, so that views of it can be created.
     """
 
     flat: Tensor
 
     @abstractmethod
     def take_bytes(self, name: str) -> None:
-        """Let the tensor be without memory until ``attach``; ``name`` is what an error about a read calls it."""
+        """Remove the memory of the tensor until ``attach``; ``name`` is its name in an error about a read."""
 
     @abstractmethod
     def take(self, *, at: int | None, wait: bool) -> bool:
-        """Count the room as used; False if there is none, or ArenaError with ``wait``, which helps nobody here."""
+        """Reserve the memory. Without room, returns False, or raises ArenaError if ``wait`` is set."""
 
     @abstractmethod
     def open(self) -> tuple[Tensor, list[Event]]:
-        """The bytes, flat, and what has to be over before they are written to."""
+        """The bytes as a flat tensor, and the events that a write to them must wait for."""
 
     @abstractmethod
     def attach(self) -> None:
-        """Let the flat tensor show the bytes, which are written, as far as compute is concerned."""
+        """Let the flat tensor show the bytes. Compute that is queued from now on runs after they were written."""
 
     @abstractmethod
     def give_back(self, last_use: Event | None) -> None:
-        """Take the bytes away and free the room, which is used until ``last_use``.
+        """Remove the bytes from the tensor and free the memory, which is used until ``last_use``.
 
-        Without it: if the bytes were attached, until compute has done what it was told so far, else no more.
+        With None, bytes that were attached are used until all compute queued so far has run, and other bytes are not
+        used any more.
         """
 
 
 class SlabRoom(DeviceRoom):
-    """A lease of the slab, with whose memory the storage trades its own. It never has memory beside the slab's."""
+    """A lease of the slab. The storage exchanges its memory with the lease, and has no other memory."""
 
     def __init__(self, numel: int, dtype: torch.dtype, slab: DeviceSlab, tiers: Tiers) -> None:
         self._nbytes = numel * dtype.itemsize
-        shown = slab.beginning(self._nbytes).untyped_storage()
-        self.flat = torch.empty(0, dtype=dtype, device=tiers.device).set_(shown, 0, (numel,), (1,))
+        storage = slab.beginning(self._nbytes).untyped_storage()
+        self.flat = torch.empty(0, dtype=dtype, device=tiers.device).set_(storage, 0, (numel,), (1,))
         self._slab = slab
         self._tiers = tiers
         self._lease: Lease | None = None
-        self._bytes: Tensor | None = None  # of the lease; while attached, it has what the flat tensor had
+        self._bytes: Tensor | None = None  # the lease; while attached, the empty memory of the flat tensor
         self._attached = False
 
     def take_bytes(self, name: str) -> None:
         exchange_pointers(self.flat, torch.empty(0, dtype=torch.uint8, device=self.flat.device))
-        # After the exchange, because the mark goes with the memory: it is the empty memory that is closed. ``attach``
-        # trades it for the lease, which is open, and ``give_back`` brings it back.
+        # After the exchange, because the mark belongs to the memory: this closes the empty memory. ``attach`` exchanges
+        # it for the lease, which is open, and ``give_back`` exchanges them again.
         close_storage(self.flat, name)
 
     def take(self, *, at: int | None, wait: bool) -> bool:
-        # Room comes free when compute gives it back, which is waiting here: waiting would be for nothing.
+        # Only this thread frees room, by ``give_back``, so a wait would never end.
         self._lease = (
             self._slab.lease(self._nbytes, KIND, at=at, alone=True)
             if wait
@@ -113,9 +114,9 @@ class SlabRoom(DeviceRoom):
 
 
 class AllocatedRoom(DeviceRoom):
-    """An allocation of torch's, counted in a ledger: the storage is resized to it and back to nothing.
+    """An allocation of torch, counted in a ledger: the storage is resized to its size, and later to 0.
 
-    ``alone``: no other rank has to have room when this one has.
+    ``alone``: other ranks need not have room at the same time.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, ledger: Ledger, tiers: Tiers, *, alone: bool) -> None:
@@ -139,12 +140,12 @@ class AllocatedRoom(DeviceRoom):
             entry.release()
             if wait or not self._alone:
                 raise
-            return False  # what is fetched ahead makes room
+            return False  # the caller drops prefetched groups to free memory
         self._entry = entry
         return True
 
     def open(self) -> tuple[Tensor, list[Event]]:
-        # The memory may be what compute has freed, and uses still.
+        # Torch may return memory that compute has freed, and that queued kernels still use.
         streams = self._tiers.streams
         return self.flat.data.view(torch.uint8), [] if streams is None else [streams.compute.record()]
 
@@ -155,11 +156,11 @@ class AllocatedRoom(DeviceRoom):
         assert self._entry is not None
         streams = self._tiers.streams
         if streams is not None:
-            # It goes back to the pool of the stream that it was allocated on, which is perhaps not this one.
+            # The memory returns to the pool of the stream on which it was allocated, which may be another stream.
             if last_use is not None:
                 streams.compute.wait_for(last_use)
-            # Torch's pool may give the memory to the next allocation at once. With this it waits for what compute has
-            # queued, and so for ``last_use``, which compute waits for.
+            # Torch's pool may use the memory for the next allocation at once. With this, it first waits for the queued
+            # compute, and so for ``last_use``, which compute waits for.
             streams.compute.keep(self.flat)
         self.flat.untyped_storage().resize_(0)
         self._entry.release()
@@ -167,7 +168,7 @@ class AllocatedRoom(DeviceRoom):
 
 
 def room_for(numel: int, dtype: torch.dtype, tiers: Tiers, *, alone: bool) -> DeviceRoom:
-    """Room for a flat tensor, wherever the tiers have it; ``alone``: see AllocatedRoom."""
+    """Room for a flat tensor in the slab, or in a ledger if there is no slab; ``alone``: see AllocatedRoom."""
     working = tiers.working
     if isinstance(working, DeviceSlab):
         return SlabRoom(numel, dtype, working, tiers)

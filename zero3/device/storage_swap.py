@@ -1,4 +1,4 @@
-"""Storages of torch that trade their memory."""
+"""Exchanges of the memory of torch storages."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ log = logging.getLogger(__name__)
 
 
 def exchange_pointers(first: Tensor, second: Tensor) -> None:
-    """Let the storages of two tensors of one device trade their memory and sizes; every view of either follows.
+    """Exchange the memory and the sizes of the storages of two tensors on one device. All their views follow.
 
-    They are of one size, or one of them is empty.
+    The storages have one size, or one of them is empty.
     """
-    # Kernels that a device has queued keep the addresses that they were given. So this orders nothing on the device:
-    # whoever frees the memory waits for an event behind these kernels.
+    # Queued kernels of a device keep their addresses, so this sets no order on the device: code that frees the memory
+    # waits for an event behind these kernels.
     first.untyped_storage()._swap_data_ptr_(second.untyped_storage())  # type: ignore[attr-defined]
 
 
 def apart(part: Tensor) -> Tensor:
-    """A contiguous view as a tensor whose storage begins and ends with it; it keeps the memory of the whole."""
+    """A contiguous view as a tensor that is its whole storage. It keeps the memory of the viewed tensor alive."""
     # The capsule refers to ``part``, and so to the memory of the whole, as long as the new tensor lives.
-    made: Tensor = dlpack.from_dlpack(dlpack.to_dlpack(part))  # type: ignore[attr-defined] # torch does not list it
-    return made
+    tensor: Tensor = dlpack.from_dlpack(dlpack.to_dlpack(part))  # type: ignore[attr-defined] # torch does not list it
+    return tensor
 
 
 @cache
 def can_exchange(device: torch.device = torch.device("cpu")) -> bool:  # noqa: B008 # a constant
-    """Whether this torch can exchange the memory of storages there (a private method, so it is tried)."""
+    """Whether this torch can exchange the memory of storages on ``device``. The method is private, so it is tried."""
     try:
         whole = torch.arange(4, dtype=torch.uint8, device=device)
         first, second = torch.empty(2, dtype=torch.uint8, device=device), apart(whole[2:])

@@ -1,10 +1,10 @@
-"""Streams and events of a compute device whose work is queued: what the engine asks of CUDA, and no more.
+"""Streams and events of a device whose work is queued: the part of CUDA that the engine uses.
 
-The CPU tells the device what to do and runs ahead of it. Work on one stream runs in the order in which it was queued;
-between two streams, and between a stream and the CPU, nothing is in order but what an event puts there. Whoever moves
-bytes says here which events they wait for; everything the engine knows of CUDA's streams is in this file.
+The CPU queues work for the device and runs ahead of it. Work on one stream runs in the order in which it was queued.
+Between two streams, and between a stream and the CPU, only events set an order. Code that moves bytes names the events
+that the bytes wait for. All of the engine's knowledge of CUDA's streams is in this file.
 
-A device without streams (the CPU itself) has no ``Streams``: what is told is done when the call returns.
+The CPU as a device has no ``Streams``: its work is done when the call returns.
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ log = logging.getLogger(__name__)
 
 
 class Event(ABC):
-    """A place in the order of a stream: what was queued there before. A completion on which a lease can retire."""
+    """The end of all work that a stream had queued when the event was recorded. A lease can retire on it."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether all of it has run. Never waits."""
+        """Whether this work has run. Never waits."""
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> int:
-        """Let the CPU wait until all of it has run."""
+        """Let the CPU wait until this work has run."""
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:
-        """Device seconds between two events that are timed and done, 0 if ``earlier`` is the later one."""
+        """Device seconds between two timed events that are done; 0 if ``earlier`` is the later one."""
 
 
 class Stream(ABC):
-    """A queue of the device."""
+    """A queue of work of the device."""
 
     @abstractmethod
     def record(self, *, timed: bool = False) -> Event:
-        """An event behind all that is queued now."""
+        """An event behind all work that is queued now."""
 
     @abstractmethod
     def wait_for(self, event: Event) -> None:
-        """What is queued from now on runs after ``event``. The CPU does not wait."""
+        """Run all work that is queued from now on after ``event``. The CPU does not wait."""
 
     @abstractmethod
     def running(self) -> AbstractContextManager[object]:
-        """A block whose torch operations are queued here."""
+        """A context manager: torch operations in its block are queued on this stream."""
 
     @abstractmethod
     def keep(self, tensor: Tensor) -> None:
-        """The memory of ``tensor``, which torch allocated for another stream, is used by what is queued here so far.
+        """Keep the memory of ``tensor``, which torch allocated for another stream, for the work queued here so far.
 
-        It is not allocated anew before that has run, even if the last reference goes now.
+        Torch does not allocate this memory again before that work has run, even if the last reference disappears.
         """
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Let the CPU wait until all that is queued has run."""
+        """Let the CPU wait until all queued work has run."""
 
 
 class Streams(ABC):
-    """The streams of a device. One for each direction, so that copies run beside compute and beside each other."""
+    """The streams of a device. Each kind of work has its own, so that all kinds run in parallel."""
 
     fetch: Stream
     """To the device: parameters, and state that is updated there."""
     offload: Stream
     """From the device: gradients, and state that was updated there."""
     update: Stream
-    """The optimizer's kernels, where they run beside compute."""
+    """Kernels of the optimizer that run in parallel with compute."""
     save: Stream
     """From the device, into checkpoints."""
     gather: Stream
@@ -82,20 +82,20 @@ class Streams(ABC):
     @property
     @abstractmethod
     def compute(self) -> Stream:
-        """The stream of the calling thread: where its torch operations are queued now."""
+        """The stream on which torch operations of the calling thread are queued now."""
 
     def enter_thread(self) -> None:  # noqa: B027 # only CUDA has a device for each thread
-        """What this thread asks from now on it asks of this device. For threads that torch has not made."""
+        """Make this the device of the calling thread, for threads that torch did not create."""
 
     def synchronize(self) -> None:
-        """Let the CPU wait for all copies, and for the updates between them: host and device memory are about to go."""
-        # Gathers and reductions are not waited for here: a collective that waits for a lost rank never ends.
-        # Collectives.settle comes before this, and breaks such collectives off.
+        """Let the CPU wait for all copies and updates, before host and device memory are freed."""
+        # Without gathers and reductions, because a collective that waits for a lost rank never ends. The caller calls
+        # Collectives.settle before this, which aborts such collectives.
         for stream in (self.fetch, self.update, self.offload, self.save):
             stream.synchronize()
 
     def before_host_changes(self) -> None:
-        """Let the CPU wait for the copies to the device: they may still read what changes in host memory now."""
+        """Let the CPU wait for the copies to the device, before it changes host memory that they may still read."""
         # Only copies on ``fetch`` read host memory. Copies that write to it, on ``offload`` and ``save``, have events
         # of their own, for which the readers of these bytes wait.
         self.fetch.synchronize()
@@ -113,8 +113,8 @@ class CudaEvent(Event):
         return bool(self.handle.query())
 
     def wait(self, timeout: float | None = None) -> int:
-        # CUDA has no wait with a limit, so ``timeout`` has no effect. A caller that wants to look at other transfers in
-        # between (Arena.lease) waits for this event alone.
+        # CUDA has no wait with a limit, so ``timeout`` has no effect. Arena.lease, which otherwise checks other
+        # transfers during a wait, waits for this event alone.
         self.handle.synchronize()
         return 0
 
@@ -170,11 +170,10 @@ class CudaStreams(Streams):
 
     @property
     def compute(self) -> Stream:
-        # Asked at each use: the program may change its stream, and autograd runs each node on the stream of its
-        # forward.
+        # Read at each use: the program may change its stream, and autograd runs each node on the stream of its forward.
         return CudaStream(torch.cuda.current_stream(self._device))
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """The streams of ``device``; None where it is the CPU, on which nothing is queued."""
+    """The streams of ``device``; None for the CPU, which queues no work."""
     return CudaStreams(device) if device.type == "cuda" else None

@@ -1,8 +1,8 @@
 """The tiers of one process, built from a Plan: arenas, swap space, the I/O context, the timeline and its stall clock.
 
-On a CPU the device tier is host memory too: one arena holds what the device budget pays for, another what the host
-budget pays for. On a GPU the device tier is torch's own allocations, counted here, and a slab for what is unsharded;
-the host arena is registered with CUDA as a whole.
+If the CPU is the device, the device tier is host memory too: one arena has the memory of the device budget, another
+one that of the host budget. On a GPU, the device tier consists of allocations of torch, counted here, and a slab for
+unsharded groups. The host arena is registered with CUDA as a whole.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NvmePaths:
-    """Directories of the swap space: those of offload_param for parameters, of offload_optimizer for all else."""
+    """Directories of the swap space: of offload_param for parameters, of offload_optimizer for everything else."""
 
     param: tuple[Path, ...] = ()
     optimizer: tuple[Path, ...] = ()
 
     @property
     def all(self) -> tuple[Path, ...]:
-        """Each of them once."""
+        """All directories, each one once."""
         return tuple(dict.fromkeys((*self.param, *self.optimizer)))
 
 
 @dataclass
 class Home:
-    """Where a flat array of bytes lives: in memory (a uint8 tensor), or on NVMe (an extent)."""
+    """The place of a flat array of bytes: memory (a uint8 tensor), or NVMe (an extent)."""
 
     tensor: Tensor | None = None
     extent: StripedExtent | None = None
-    on_device: bool = False  # in memory that a GPU addresses, and the CPU does not
+    on_device: bool = False  # in the memory of a GPU
 
     @property
     def address(self) -> int:
-        """Address of the first byte in host memory, 0 when the bytes are elsewhere."""
+        """Address of the first byte in host memory; 0 if the bytes are not in host memory."""
         return self.tensor.data_ptr() if self.tensor is not None and self.on_host else 0
 
     @property
@@ -88,7 +88,7 @@ class Ledger:
         self.peak = 0
 
     def try_lease(self, nbytes: int, kind: str, *, at: int | None = None) -> LedgerEntry | None:
-        """Count ``nbytes`` if they fit; ``kind`` and ``at`` matter only where memory has addresses."""
+        """Count ``nbytes`` if they fit. ``kind`` and ``at`` have no effect, because a ledger has no addresses."""
         if self.used + nbytes > self.capacity:
             return None
         self.used += nbytes
@@ -96,7 +96,7 @@ class Ledger:
         return LedgerEntry(self, nbytes)
 
     def lease(self, nbytes: int, kind: str, *, at: int | None = None, alone: bool = True) -> LedgerEntry:
-        """Count ``nbytes``; ArenaError if they do not fit: nothing here comes free by waiting."""
+        """Count ``nbytes``. Raises ArenaError if they do not fit; a wait would not free any."""
         entry = self.try_lease(nbytes, kind)
         if entry is None:
             raise ArenaError(
@@ -107,9 +107,9 @@ class Ledger:
 
 
 class Tiers:
-    """Memory and swap space for ``plan`` on ``device``. ``close`` waits for transfers and gives everything back.
+    """Memory and swap space for ``plan`` on ``device``. ``close`` waits for transfers and frees everything.
 
-    The streams of ``stalls`` are those of a device with memory of its own, None if the CPU is the device.
+    ``stalls`` has the streams of a device with its own memory, or None if the CPU is the device.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Tiers:
         self._arenas: list[Arena] = []
         self._on_gpu: Counter[str] = Counter()
         self._on_nvme: Counter[str] = Counter()
-        self._unpin: weakref.finalize[..., Tiers] | None = None  # lets CUDA forget the arena, once
+        self._unpin: weakref.finalize[..., Tiers] | None = None  # unregisters the arena from CUDA, once
         try:
             io = config.io
             if plan.total(Tier.NVME):
@@ -164,9 +164,9 @@ class Tiers:
             in_arena, "host", pin=register_with_cuda if on_cuda else None, numa_node=self._numa_node
         )
         if on_cuda and self.host.capacity:
-            # Also for tiers that nobody closes: CUDA would refuse pages at this address to whoever maps them next.
+            # Also for tiers that are not closed: otherwise CUDA would refuse the next registration at this address.
             self._unpin = weakref.finalize(self, unregister_with_cuda, self.host.address, self.device)
-            self._unpin.atexit = False  # the end of the process does it, whatever state CUDA is in by then
+            self._unpin.atexit = False  # at exit the process frees it, and CUDA may be in any state
         self.staging = self.host.split(plan.staging.nbytes, "staging")
         self.grad_window = self.host.split(plan.grad_window_bytes, "gradient window")
         self.fetch_window = self.host.split(plan.fetch_window_bytes, "fetch window")
@@ -181,12 +181,12 @@ class Tiers:
             self.working = Ledger(plan.working_bytes, "unsharded groups")
         else:
             self.working = self.device_arena.split(plan.working_bytes, "working")
-        # Where gradients are on their way between ranks: arenas of their own; what a GPU allocates is counted.
+        # Memory of gradients in flight between ranks: separate arenas on a CPU, counted allocations on a GPU.
         self.reduction: dict[str, Arena | Ledger] = {}
         for name in ("opened", "collected", "exchanged"):
             nbytes, kind = getattr(plan.reduction, name), "gradient reduction"
             self.reduction[name] = Ledger(nbytes, kind) if on_gpu else self.device_arena.split(nbytes, kind)
-        # What storages show that have no bytes now, where torch cannot refuse to read them.
+        # The content of storages without bytes, if torch cannot refuse reads of them.
         self.nowhere: memoryview | None = None
         if not by_copy and plan.working_bytes and not closed_storage.can_close():
             self.nowhere = nan_memory.map_nan(max(group.param_bytes for group in plan.workload.groups))
@@ -201,7 +201,7 @@ class Tiers:
         return self.streams is None
 
     def home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
-        """A place of ``nbytes`` on ``tier`` until ``close``. ``kind`` is one of the plan's."""
+        """A home of ``nbytes`` on ``tier`` until ``close``. ``kind`` is a kind of the plan."""
         home = self._make_home(tier, nbytes, kind, names)
         self._homes.append(home)
         return home
@@ -220,7 +220,7 @@ class Tiers:
         return Home(tensor=as_tensor(arena.lease(nbytes, kind))[:nbytes])
 
     def sections(self) -> Iterator[tuple[str, int, str]]:
-        """Directory and offset at which each part of an extent begins, and the kind of state that lives there."""
+        """Directory and offset of each part of each extent, and the kind of its state."""
         for home in self._homes:
             if home.extent is not None:
                 for part in home.extent.parts:
@@ -228,22 +228,21 @@ class Tiers:
 
     @property
     def chunk_bytes(self) -> int:
-        """The most that ``writing`` takes at once for bytes on NVMe."""
+        """The maximum length of one ``writing`` to NVMe."""
         return self.plan.staging.slot_bytes
 
     @contextmanager
     def writing(self, home: Home, offset: int, nbytes: int) -> Iterator[Tensor]:
         """A uint8 tensor in host memory for bytes [offset, offset + nbytes) of ``home``, stored when the block ends.
 
-        Its contents are undefined at first. On NVMe ``offset`` and ``nbytes`` are multiples of 4096, ``nbytes`` at
-        most ``chunk_bytes``; the write may still be in flight afterwards.
+        Its initial content is undefined. On NVMe, ``offset`` and ``nbytes`` are multiples of 4096, and ``nbytes`` is at
+        most ``chunk_bytes``. The write may still be in flight after the block.
         """
         if home.tensor is not None:
             target = home.tensor[offset : offset + nbytes]
             local = target if home.on_host else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             yield local
-            # A copy from memory that is not pinned: it runs behind compute's kernels, and has ended when the call
-            # returns.
+            # A copy from memory that is not pinned runs behind compute's kernels, and has ended when the call returns.
             if local is not target:
                 target.copy_(local)
             return
@@ -251,10 +250,10 @@ class Tiers:
         lease = self.staging.lease(nbytes, "staging")
         try:
             yield as_tensor(lease)[:nbytes]
-            # The extent orders this write behind transfers of the same bytes that are under way.
+            # The extent orders this write behind transfers of the same bytes in flight.
             ticket = self.swap.swap_out(home.extent, lease.part(0, nbytes), offset=offset)
         except BaseException:
-            # A signal handler may have raised after the submission: the memory is released only when no write reads it.
+            # A signal handler may have raised after the submission. The memory is released when no write reads it.
             self.swap.settle(home.extent)
             lease.release()
             raise
@@ -262,7 +261,7 @@ class Tiers:
         lease.retire(ticket)
 
     def load(self, home: Home, offset: int, nbytes: int) -> Tensor:
-        """A copy, in host memory, of bytes [offset, offset + nbytes) of ``home``; any offset and length."""
+        """A copy of bytes [offset, offset + nbytes) of ``home`` in host memory, with any offset and length."""
         if home.tensor is not None:
             # From a device, the copy runs behind the kernels of the current stream, and the CPU waits for it.
             return home.tensor[offset : offset + nbytes].to("cpu", copy=True)
@@ -279,14 +278,14 @@ class Tiers:
         return loaded
 
     def fetch(self, extent: StripedExtent, lease: Lease, *, offset: int = 0) -> None:
-        """Fill ``lease`` from ``offset`` of ``extent`` and wait for that. After an exception the lease is given up."""
+        """Fill ``lease`` from ``offset`` of ``extent`` and wait for the read. An exception releases the lease."""
         assert self.swap is not None
         ticket = None
         try:
             ticket = self.swap.swap_in(extent, lease, offset=offset)
             ticket.wait()
         except BaseException:
-            if ticket is None:  # interrupted, perhaps, with the bytes under way
+            if ticket is None:  # a signal handler may have raised after the submission
                 self.swap.settle(extent)
                 lease.release()
             elif ticket.done():
@@ -296,28 +295,29 @@ class Tiers:
             raise
 
     def occupancy(self, tier: Tier) -> dict[str, int]:
-        """Bytes that the engine owns on ``tier`` now, by kind. Windows count in full: what is not leased is idle."""
+        """Bytes that the engine owns on ``tier`` now, by kind. Windows count whole; their free part is "idle"
+        " windows"."""
         if tier is Tier.NVME:
             return dict(self._on_nvme)
-        held = Counter(self.device_arena.by_kind if tier is Tier.DEVICE else self.host.by_kind)
+        bytes_by_kind = Counter(self.device_arena.by_kind if tier is Tier.DEVICE else self.host.by_kind)
         if tier is Tier.HOST:
-            held["checksums"] = self.plan.checksum_bytes
+            bytes_by_kind["checksums"] = self.plan.checksum_bytes
         if tier is Tier.DEVICE:
-            held.update(self._on_gpu)
+            bytes_by_kind.update(self._on_gpu)
         for window in self._on_device if tier is Tier.DEVICE else self._on_host:
             if isinstance(window, Arena):
                 leased = window.by_kind
-                # The others are parts of an arena, which has counted them.
+                # All windows except the slab are parts of an arena, which has counted them.
                 if not isinstance(window, DeviceSlab):
-                    held[window.name] -= window.capacity
-                held.update(leased)
-                held["idle windows"] += window.capacity - sum(leased.values())
+                    bytes_by_kind[window.name] -= window.capacity
+                bytes_by_kind.update(leased)
+                bytes_by_kind["idle windows"] += window.capacity - sum(leased.values())
             else:
-                held[window.name] += window.used
-        return {kind: nbytes for kind, nbytes in held.items() if nbytes}
+                bytes_by_kind[window.name] += window.used
+        return {kind: nbytes for kind, nbytes in bytes_by_kind.items() if nbytes}
 
     def peak(self, tier: Tier) -> int:
-        """The most bytes that the engine owned on ``tier`` at one time."""
+        """The maximum of the bytes that the engine has owned on ``tier``."""
         if tier is Tier.NVME:
             return self.swap.used if self.swap is not None else 0
         if tier is Tier.HOST:
@@ -327,10 +327,10 @@ class Tiers:
         return self.device_arena.peak + slab + sum(self._on_gpu.values()) + ledgers
 
     def close(self) -> None:
-        """Wait for what is in flight and release the swap space. Idempotent. Raises the first pending I/O error."""
+        """Wait for transfers in flight and free the swap space. Idempotent. Raises the first pending I/O error."""
         try:
             if self.aio is not None:
-                # Each step relies on the one before. After this one, no transfer uses an arena or a descriptor.
+                # The order of these steps matters. After this one, no transfer uses an arena or a descriptor.
                 self.aio.close()
         finally:
             if self.swap is not None:
@@ -340,12 +340,12 @@ class Tiers:
                 try:
                     # Copies may still read or fill pinned memory.
                     self.streams.synchronize()
-                except RuntimeError as error:  # memory must be given back nevertheless
+                except RuntimeError as error:  # the memory must be freed in any case
                     log.error("the device has failed before its queued work has ended: %s", error)
-            # While the pages are still mapped: CUDA finds its registration by their address.
+            # While the pages are still mapped, because CUDA finds its registration by their address.
             if self._unpin is not None:
                 self._unpin()
-            # The engine may be referred to for long; its memory must not wait for that.
+            # References to the engine may exist for long; its memory is freed now.
             for home in self._homes:
                 home.tensor = None
             for arena in self._arenas:
@@ -354,7 +354,7 @@ class Tiers:
 
 
 def _sections(plan: Plan, nvme: NvmePaths) -> dict[str, Section]:
-    """What each kind of state needs on NVMe, and where."""
+    """The bytes and the directories of each kind of state on NVMe."""
     sections = {}
     for kind, nbytes in plan.contents(Tier.NVME).items():
         paths = nvme.param if kind == "parameters" else nvme.optimizer
@@ -367,8 +367,8 @@ def as_tensor(lease: Lease) -> Tensor:
     """The lease's bytes as a uint8 tensor that keeps the arena's memory reachable."""
     if lease.nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    # The tensor refers to the view, and the view to the lease: so the range is not lost while the tensor lives. An
-    # explicit release frees it nevertheless.
+    # The tensor refers to the view, and the view to the lease, so the lease is not dropped while the tensor lives. An
+    # explicit release still frees the range.
     return torch.frombuffer(lease.view, dtype=torch.uint8)
 
 

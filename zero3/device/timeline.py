@@ -1,13 +1,13 @@
-"""What happens when: spans on the clock of the I/O while a trace is recorded, and seconds of phases and stalls.
+"""Times of a run: spans on the clock of the I/O while a trace is recorded, and seconds of phases and stalls.
 
 Note [Stalls and phases on a GPU]
-    The CPU tells a GPU what to compute and runs ahead of it, so that it may wait long for bytes without any harm: as
-    long as the GPU has something left to do. And the GPU waits for a copy while the CPU does not. So a stall there is
-    time on the GPU's own clock: what lies on the stream that computes between two timed events, one behind all that it
-    was told before the wait, one behind the wait. Of a wait of the CPU that is the part in which the GPU ran dry; of a
-    wait on the stream itself, for a copy or a collective, all of it. Phases are timed in the same way: the GPU is in
-    one for as long as it does what it was told in it, or has nothing to do. Events are looked at when they have come
-    and never waited for, so that a stall, and the seconds of a phase, may be told a moment late.
+    The CPU queues work for a GPU and runs ahead of it. A wait of the CPU for bytes therefore costs nothing while the
+    GPU has queued work, and the GPU can wait for a copy while the CPU does not. So a stall on a GPU is measured on the
+    GPU's clock, between two timed events on the compute stream: one behind all work queued before the wait, and one
+    behind the wait. If the CPU waits, this is the part of the wait in which the GPU had no work. If the stream itself
+    waits, for a copy or a collective, it is the whole wait. Phases are timed in the same way: the GPU is in a phase
+    while it does the work that was queued in the phase, and while it has no work. No code waits for these events, so a
+    stall and the seconds of a phase may be counted slightly late.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NOTHING = nullcontext()
 
 @dataclass(slots=True)
 class Span:
-    """Something that took time, in nanoseconds of CLOCK_MONOTONIC. ``ended`` is 0 while it goes on."""
+    """An activity on the CPU, in nanoseconds of CLOCK_MONOTONIC. ``end`` is 0 while the activity lasts."""
 
     track: Track
     name: str
-    began: int
-    ended: int = 0
+    start: int
+    end: int = 0
     args: dict[str, Any] = field(default_factory=dict)
     thread: int = field(default_factory=threading.get_ident)
 
@@ -45,24 +45,25 @@ class Span:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ended = time.monotonic_ns()
+        self.end = time.monotonic_ns()
 
 
 @dataclass(slots=True)
 class DeviceSpan:
-    """Something that took time on a device: what lies between two timed events."""
+    """An activity on a device, between two timed events."""
 
     track: Track
     name: str
-    began: Event
-    ended: Event
+    start: Event
+    end: Event
     args: dict[str, Any]
 
 
 class Timeline:
-    """Spans of any thread, while ``recording``.
+    """Spans of all threads, while ``recording``.
 
-    Who marks often, or has to put a name together, asks ``recording`` first: that is all it costs without a trace.
+    Code that adds spans often, or has to build their names, checks ``recording`` first. Without a trace, this check is
+    the only cost.
     """
 
     def __init__(self) -> None:
@@ -72,11 +73,11 @@ class Timeline:
         self._open: defaultdict[tuple[Track, str], list[Span]] = defaultdict(list)
 
     def start(self) -> None:
-        """Record from now on."""
+        """Begin to record."""
         self.recording = True
 
     def stop(self) -> tuple[list[Span], list[DeviceSpan]]:
-        """Record no more; what was recorded, some of it perhaps not at its end."""
+        """Stop recording. Returns the recorded spans; some of them may not have ended."""
         self.recording = False
         self._open.clear()
         spans, self.spans = self.spans, []
@@ -84,31 +85,31 @@ class Timeline:
         return spans, on_device
 
     def span(self, track: Track, name: str, **args: Any) -> AbstractContextManager[object]:
-        """A block that is a span. ``args`` are shown beside it: bytes, names."""
+        """A context manager that records its block as a span. A trace shows ``args``, such as bytes and names."""
         return self._add(track, name, args) if self.recording else _NOTHING
 
     def begin(self, track: Track, name: str, **args: Any) -> None:
-        """A span that is no block: it lasts until ``end``, the innermost one of its name first."""
+        """Begin a span that lasts until ``end``. Of several spans with one name, the last one ends first."""
         if self.recording:
             self._open[track, name].append(self._add(track, name, args))
 
     def end(self, track: Track, name: str, **args: Any) -> None:
-        """The end of what ``begin`` began. What had begun before the recording is unknown, and stays so."""
-        begun = self._open.get((track, name))
-        if begun:
-            span = begun.pop()
-            span.ended = time.monotonic_ns()
+        """End the span that ``begin`` began. A span that began before the recording is not recorded."""
+        open_spans = self._open.get((track, name))
+        if open_spans:
+            span = open_spans.pop()
+            span.end = time.monotonic_ns()
             span.args |= args
 
-    def waited(self, track: Track, cause: str, began: int, ended: int) -> None:
-        """The CPU has waited."""
+    def add_wait(self, track: Track, cause: str, start: int, end: int) -> None:
+        """Add a wait of the CPU, in nanoseconds of CLOCK_MONOTONIC."""
         if self.recording:
-            self.spans.append(Span(track, cause, began, ended))
+            self.spans.append(Span(track, cause, start, end))
 
-    def queued(self, track: Track, name: str, began: Event, ended: Event, **args: Any) -> None:
-        """A device was told something that lies between these timed events."""
+    def add_device_span(self, track: Track, name: str, start: Event, end: Event, **args: Any) -> None:
+        """Add queued work of a device, between two timed events of its stream."""
         if self.recording:
-            self.on_device.append(DeviceSpan(track, name, began, ended, args))
+            self.on_device.append(DeviceSpan(track, name, start, end, args))
 
     def _add(self, track: Track, name: str, args: dict[str, Any]) -> Span:
         span = Span(track, name, time.monotonic_ns(), args=args)
@@ -117,11 +118,11 @@ class Timeline:
 
 
 class PhaseClock:
-    """The phase that a run is in, and seconds by phase since the first one began, the one under way included.
+    """The current phase of a run, and the seconds of each phase since the first one began, including the current one.
 
-    What the program does between the others is "idle"; what it does before the first, "start", is not counted. A phase
-    within a phase, as a forward in a backward, is not part of the outer one. With ``streams`` the phase is still the
-    program's, but seconds are the device's, as far as it has come to the end of one.
+    The time between phases is the phase "idle". The time before the first phase, "start", is not counted. A phase
+    within another one, such as a forward in a backward, is not part of the outer one. With ``streams``, ``phase`` is
+    still the phase of the program, but seconds are measured on the device, and count when the device ends a phase.
     """
 
     def __init__(self, streams: Streams | None = None) -> None:
@@ -130,19 +131,19 @@ class PhaseClock:
         self._streams = streams
         self._entered = time.perf_counter()
         self._lock = threading.Lock()
-        self._seconds = defaultdict[str, float](float, idle=0.0)  # (lock) without the phase under way
-        self._reached: Event | None = None  # (lock) the last beginning that the device has come to
-        # (lock) phases that the device has yet to end, and their ends
+        self._seconds = defaultdict[str, float](float, idle=0.0)  # (lock) without the current phase
+        self._reached: Event | None = None  # (lock) the last begin of a phase that the device has reached
+        # (lock) Phases that the device has not ended, with their ends.
         self._ahead: deque[tuple[Phase, Event]] = deque()
 
     def enter(self, phase: Phase) -> float:
-        """``phase`` begins, and what was before it ends: now, on the clock of perf_counter."""
+        """End the current phase and begin ``phase``. Returns the time, in seconds of perf_counter."""
         event = None if self._streams is None else self._streams.compute.record(timed=True)
         with self._lock:
             now = time.perf_counter()
             if event is not None:
                 self._ahead.append((self.phase, event))
-                self._look()
+                self._count_ended()
             elif self.phase != "start":
                 self._seconds[self.phase] += now - self._entered
             self.phase, self.since, self._entered = phase, time.time(), now
@@ -150,58 +151,59 @@ class PhaseClock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds so far by phase. Any thread may ask; they never fall."""
+        """Seconds so far by phase, which never decrease. Any thread may read them."""
         with self._lock:
-            self._look()
+            self._count_ended()
             seconds = self._seconds.copy()
             if self.phase != "start" and self._streams is None:
                 seconds[self.phase] += time.perf_counter() - self._entered
         return dict(seconds)
 
-    def _look(self) -> None:
-        """Count what the device has ended; with the lock."""
-        # In their order: the seconds of a phase count when those of all phases before it do.
+    def _count_ended(self) -> None:
+        """Count the phases that the device has ended. The caller holds the lock."""
+        # In order: each phase is measured from the end of the phase before it.
         while self._ahead and self._ahead[0][1].done():
-            phase, ended = self._ahead.popleft()
+            phase, end = self._ahead.popleft()
             if self._reached is not None:
-                self._seconds[phase] += ended.seconds_since(self._reached)
-            self._reached = ended
+                self._seconds[phase] += end.seconds_since(self._reached)
+            self._reached = end
 
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A wait of compute: on the CPU's clock, or where a device computes, between two events there."""
+    """A wait of compute: on the CPU's clock, or, if a device computes, between two events of the device."""
 
     phase: str
     cause: str
-    began: int  # nanoseconds
-    reached: Event | None = None  # the device has done all that it was told before
-    resumed: Event | None = None  # and has waited; None while the CPU waits
-    dry: int | None = None  # when the device was first seen to have reached it
-    nanoseconds: int = 0  # as far as they are known
+    start: int  # nanoseconds
+    reached: Event | None = None  # behind all work that was queued before the wait
+    resumed: Event | None = None  # behind the wait; None while the CPU waits
+    idle_since: int | None = None  # nanoseconds: when the device was first found to be at ``reached``
+    nanoseconds: int = 0  # the duration so far
 
-    def over(self, now: int) -> bool:
-        """Count what there is of it at ``now``; whether that is all."""
+    def update(self, now: int) -> bool:
+        """Set the duration at ``now``. Returns whether the wait has ended."""
         if self.reached is None:
-            self.nanoseconds = now - self.began
+            self.nanoseconds = now - self.start
             return False
         if self.resumed is not None and self.resumed.done():
-            took = round(1e9 * self.resumed.seconds_since(self.reached))
-            self.nanoseconds = max(self.nanoseconds, took)  # two clocks: what was told does not fall
+            duration = round(1e9 * self.resumed.seconds_since(self.reached))
+            # The CPU's clock measured the wait before: a published duration must not decrease.
+            self.nanoseconds = max(self.nanoseconds, duration)
             return True
-        if self.dry is None and self.reached.done():
-            self.dry = time.monotonic_ns()
-        if self.dry is not None:
-            self.nanoseconds = max(self.nanoseconds, now - self.dry)
+        if self.idle_since is None and self.reached.done():
+            self.idle_since = time.monotonic_ns()
+        if self.idle_since is not None:
+            self.nanoseconds = max(self.nanoseconds, now - self.idle_since)
         return False
 
 
 class StallClock:
-    """Seconds that compute waited for bytes, by cause, and by the ``phase`` in which the wait began.
+    """Seconds for which compute waited for bytes, by cause, and by the ``phase`` in which the wait began.
 
-    Threads may wait at the same time; a wait within a wait is part of the outer one, and of its cause. A wait counts
-    while it goes on: who watches from another thread sees a long one grow, not appear when it is over. ``streams`` are
-    those of a device that computes beside the CPU: see Note [Stalls and phases on a GPU].
+    Several threads may wait at the same time. A wait within a wait is part of the outer one, and has its cause. A wait
+    counts while it lasts, so that another thread sees a long wait grow. ``streams`` are the streams of a device that
+    computes: see Note [Stalls and phases on a GPU].
     """
 
     def __init__(self, timeline: Timeline, streams: Streams | None = None) -> None:
@@ -210,12 +212,12 @@ class StallClock:
         self.streams = streams
         self._lock = threading.Lock()
         self._ended: Counter[tuple[str, str]] = Counter()  # (lock) nanoseconds by phase and cause
-        self._under_way: dict[int, _Wait] = {}  # (lock) by thread: those in which the CPU waits
-        self._queued: deque[_Wait] = deque()  # (lock) those whose end the device has yet to reach
+        self._under_way: dict[int, _Wait] = {}  # (lock) by thread: waits of the CPU
+        self._queued: deque[_Wait] = deque()  # (lock) waits whose end the device has not reached
 
     @contextmanager
     def waiting_for(self, cause: str) -> Iterator[None]:
-        """A block in which compute waits."""
+        """A context manager: compute waits in its block, because of ``cause``."""
         thread = threading.get_ident()
         # Without the lock: no other thread adds or removes the entry of this one.
         if thread in self._under_way:
@@ -228,37 +230,38 @@ class StallClock:
             self._end(thread)
 
     def hold(self, event: Event, cause: str) -> None:
-        """What the calling thread tells the device to compute from now on waits there for ``event``.
+        """Make work that the calling thread queues from now on wait on the device for ``event``.
 
-        Within another wait it is told for itself, and that one goes on behind it.
+        Within a wait of the CPU, this wait is counted separately, and the outer one continues behind it.
         """
         assert self.streams is not None
         compute = self.streams.compute
-        # In this order on the stream: ``reached`` comes when the device has nothing else to do, ``resumed`` when
-        # ``event`` has come. The time between them is the stall.
+        # In this order on the stream: the device passes ``reached`` when it has no other work, and ``resumed`` when
+        # ``event`` is done. The time between them is the stall.
         reached = compute.record(timed=True)
         compute.wait_for(event)
         resumed = compute.record(timed=True)
-        held = _Wait(self.phase, cause, time.monotonic_ns(), reached, resumed)
+        wait = _Wait(self.phase, cause, time.monotonic_ns(), reached, resumed)
         with self._lock:
             thread = threading.get_ident()
             if around := self._under_way.get(thread):
                 self._queue(around, reached)
-                self._under_way[thread] = _Wait(around.phase, around.cause, held.began, resumed)
-            self._queue(held, resumed)
+                self._under_way[thread] = _Wait(around.phase, around.cause, wait.start, resumed)
+            self._queue(wait, resumed)
 
     def by_phase(self) -> dict[str, dict[str, float]]:
-        """Seconds so far by phase, and there by cause, those of waits under way included. They never fall."""
+        """Seconds so far by phase and cause, including waits that last. They never decrease."""
         with self._lock:
-            # First, and under the same lock: a wait that is over moves from ``_queued`` to ``_ended``, and counts once.
-            self._look()
-            waited = Counter(self._ended)
+            # Under the same lock, before the sum: a wait that has ended moves from ``_queued`` to ``_ended``, so that
+            # it counts once.
+            self._count_ended()
+            totals = Counter(self._ended)
             now = time.monotonic_ns()
             for wait in (*self._queued, *self._under_way.values()):
-                wait.over(now)
-                waited[wait.phase, wait.cause] += wait.nanoseconds
+                wait.update(now)
+                totals[wait.phase, wait.cause] += wait.nanoseconds
         phases: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        for (phase, cause), nanoseconds in waited.items():
+        for (phase, cause), nanoseconds in totals.items():
             phases[phase][cause] = nanoseconds / 1e9
         return dict(phases)
 
@@ -282,33 +285,34 @@ class StallClock:
             wait = self._under_way.pop(thread, None)
             if wait is None:  # an interrupt came before it began
                 return
-            ended = time.monotonic_ns()  # asked under the lock: whoever asked before it has counted less
+            # Read under the lock: an earlier ``by_phase`` has counted no later time, so the sum does not decrease.
+            end = time.monotonic_ns()
             if resumed is None:
-                self._ended[wait.phase, wait.cause] += ended - wait.began
+                self._ended[wait.phase, wait.cause] += end - wait.start
             else:
                 self._queue(wait, resumed)
-        self.timeline.waited("stall" if resumed is None else "wait", wait.cause, wait.began, ended)
+        self.timeline.add_wait("stall" if resumed is None else "wait", wait.cause, wait.start, end)
 
     def _queue(self, wait: _Wait, resumed: Event) -> None:
-        """The CPU has said all there is to ``wait``; with the lock."""
+        """``wait`` is completely queued on the device. The caller holds the lock."""
         wait.resumed = resumed
         self._queued.append(wait)
         assert wait.reached is not None
-        self.timeline.queued("stall", wait.cause, wait.reached, resumed)
-        self._look()
+        self.timeline.add_device_span("stall", wait.cause, wait.reached, resumed)
+        self._count_ended()
 
-    def _look(self) -> None:
-        """Count what is over on the device; with the lock."""
+    def _count_ended(self) -> None:
+        """Count the waits that have ended on the device. The caller holds the lock."""
         now = time.monotonic_ns()
-        while self._queued and self._queued[0].over(now):
+        while self._queued and self._queued[0].update(now):
             wait = self._queued.popleft()
             self._ended[wait.phase, wait.cause] += wait.nanoseconds
 
 
 def by_cause(phases: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Seconds by cause, of all phases."""
+    """Seconds by cause, the sum of all phases."""
     causes: defaultdict[str, float] = defaultdict(float)
     for waits in phases.values():
-        for cause, waited in waits.items():
-            causes[cause] += waited
+        for cause, seconds in waits.items():
+            causes[cause] += seconds
     return dict(causes)

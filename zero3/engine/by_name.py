@@ -52,40 +52,40 @@ class NamedState:
     def get_fp32_parameter(self, name: str) -> Tensor:
         """A copy of the fp32 master; of a frozen parameter its value."""
         self._ready.check_open("get_fp32_parameter")
-        return self._state.master(*self._parameters.named(name))
+        return self._state.master(*self._parameters.find(name))
 
     def set_fp32_parameter(self, name: str, values: Tensor) -> None:
         """Make ``values`` the master, and the parameter what it rounds to."""
         self._ready.check_open("set_fp32_parameter")
-        group, piece = self._parameters.named(name)
+        group, piece = self._parameters.find(name)
         self._access.before_write(group, piece)
         self._state.set_master(group, piece, self._state.values_of_rank(0, piece, flat_fp32(values, piece)))
 
     def get_fp32_gradient(self, name: str) -> Tensor | None:
         """A copy of the accumulated gradient, unscaled; None if there is none."""
         self._gradients.check_readable("get_fp32_gradient")
-        return self._gradients.get(*self._parameters.named(name))
+        return self._gradients.get(*self._parameters.find(name))
 
     def set_fp32_gradient(self, name: str, values: Tensor) -> None:
         """Replace the accumulated gradient by ``values``, unscaled."""
-        group, piece = self._parameters.named(name)
+        group, piece = self._parameters.find(name)
         self._gradients.check_replaceable("set_fp32_gradient", piece)
         self._gradients.replace(group, piece, self._state.values_of_rank(0, piece, flat_fp32(values, piece)))
 
     def get_fp32_state(self, name: str, key: str) -> Tensor:
         """A copy of the state tensor ``key``."""
         self._ready.check_open("get_fp32_state")
-        group, piece = self._parameters.named(name)
+        group, piece = self._parameters.find(name)
         check_trained(piece)
         return self._state.moment(group, piece, key)
 
     def set_fp32_state(self, name: str, key: str, values: Tensor) -> None:
         """Replace the state tensor ``key``."""
         self._ready.check_open("set_fp32_state")
-        _, piece = self._parameters.named(name)
+        _, piece = self._parameters.find(name)
         check_trained(piece)
         self._state.set_moment(piece, key, self._state.values_of_rank(0, piece, flat_fp32(values, piece)))
 
     def is_trained(self, name: str) -> bool:
         """Whether the parameter is trained, not frozen."""
-        return self._parameters.named(name)[1].trainable
+        return self._parameters.find(name)[1].trainable

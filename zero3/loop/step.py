@@ -137,8 +137,8 @@ class Update:
     @property
     def broken(self) -> str:
         """The reason why training cannot continue, as far as this rank knows, or "". Any thread may read it."""
-        lost = None if self._collectives is None else self._collectives.failure
-        return self.current_step.broken or str(lost or "")
+        failure = None if self._collectives is None else self._collectives.failure
+        return self.current_step.broken or str(failure or "")
 
     def check_usable(self, call: str, *, loads: bool = False) -> None:
         """EngineStateError unless the parameters are of one step on all ranks, or ``call`` loads another step."""

@@ -175,27 +175,29 @@ def _bandwidth(nbytes: dict[str, float], seconds: dict[str, float]) -> float:
 
 
 def _times(interval: Totals) -> str:
-    def shown(seconds: float) -> str:
+    def milliseconds(seconds: float) -> str:
         return f"{1e3 * seconds / interval.steps:.1f}"
 
     phases = {name: interval.phases.get(name, 0.0) for name in ("forward", "backward", "step")}
     # Not below zero: the phases of a GPU are known a moment late.
     phases["between them"] = max(0.0, interval.seconds - sum(phases.values()))
-    parts = ", ".join(f"{name} {shown(seconds)}" for name, seconds in phases.items())
+    parts = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in phases.items())
     causes = ", ".join(
-        f"{cause} {shown(seconds)}" for cause, seconds in interval.stalls.items() if shown(seconds) != "0.0"
+        f"{cause} {milliseconds(seconds)}"
+        for cause, seconds in interval.stalls.items()
+        if milliseconds(seconds) != "0.0"
     )
-    stalled = f"; stalled {shown(sum(interval.stalls.values()))} ({causes})" if causes else ""
-    return f"{shown(interval.seconds)} ms a step: {parts}{stalled}"
+    stalled = f"; stalled {milliseconds(sum(interval.stalls.values()))} ({causes})" if causes else ""
+    return f"{milliseconds(interval.seconds)} ms a step: {parts}{stalled}"
 
 
 def _rates(rates: Sequence[float]) -> str:
     """The learning rate of each param group, or one number if all are equal."""
-    shown = [f"{rate:.4g}" for rate in rates]
-    if len(set(shown)) == 1:
-        return shown[0]
-    more = len(shown) - RATES_SHOWN
-    return " ".join(shown[:RATES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    texts = [f"{rate:.4g}" for rate in rates]
+    if len(set(texts)) == 1:
+        return texts[0]
+    remaining = len(texts) - RATES_SHOWN
+    return " ".join(texts[:RATES_SHOWN]) + (f" and {remaining} more" if remaining > 0 else "")
 
 
 def _decimal(number: float) -> str:

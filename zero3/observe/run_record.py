@@ -215,7 +215,7 @@ class RunRecord:
         self.files = self._stats()
         now, moved, stalls = time.perf_counter(), _moved(self.files), self._tiers.stalls.seconds
         sent, copied = self.sent(), self._copied()
-        stalled = {cause: waited - self._stalls_before.get(cause, 0.0) for cause, waited in stalls.items()}
+        stalled = {cause: seconds - self._stalls_before.get(cause, 0.0) for cause, seconds in stalls.items()}
         seconds, phases = now - self._step_began, self.seconds
         in_phase = {phase: spent - self._seconds_before.get(phase, 0.0) for phase, spent in phases.items()}
         self.elapsed += seconds
@@ -230,7 +230,7 @@ class RunRecord:
                 read_bytes=moved[0] - self._moved_before[0],
                 written_bytes=moved[1] - self._moved_before[1],
                 sent_bytes=sent - self._sent_before,
-                stalls={cause: waited for cause, waited in stalled.items() if waited},
+                stalls={cause: seconds for cause, seconds in stalled.items() if seconds},
                 ended_at=time.time(),
                 h2d_bytes=copied[0] - self._copied_before[0],
                 d2h_bytes=copied[1] - self._copied_before[1],

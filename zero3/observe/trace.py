@@ -108,7 +108,7 @@ class StepTrace:
 def _of_device(device_spans: Sequence[DeviceSpan], stream: Stream) -> Iterator[Span]:
     """Spans of a device on the CPU's clock, after all of them have ended. ``stream`` should have little work queued."""
     for span in device_spans:
-        span.ended.wait()
+        span.end.wait()
     stream.synchronize()
     before = time.monotonic_ns()
     anchor = stream.record(timed=True)
@@ -119,7 +119,7 @@ def _of_device(device_spans: Sequence[DeviceSpan], stream: Stream) -> Iterator[S
         return anchor_time - round(1e9 * anchor.seconds_since(event))
 
     for span in device_spans:
-        yield Span(span.track, span.name, at(span.began), at(span.ended), span.args)
+        yield Span(span.track, span.name, at(span.start), at(span.end), span.args)
 
 
 def _transfers(records: Iterable[TransferRecord], sections: Sequence[tuple[str, int, str]]) -> Iterator[Span]:
@@ -147,17 +147,17 @@ def _chrome(whole: Span, spans: list[Span]) -> dict[str, Any]:
     """The spans that overlap ``whole``, as a Chrome trace. Times are microseconds since the first span began."""
     included = [whole]
     for span in spans:
-        if not span.ended:
-            span.ended = whole.ended
+        if not span.end:
+            span.end = whole.end
             span.args["unfinished"] = True
-        if span.ended <= whole.began or span.began >= whole.ended:
+        if span.end <= whole.start or span.start >= whole.end:
             continue
-        if span.began < whole.began:
+        if span.start < whole.start:
             span.args["runs_over"] = "from the previous step"
-        elif span.ended > whole.ended:
+        elif span.end > whole.end:
             span.args["runs_over"] = "into the next step"
         included.append(span)
-    zero, pid = min(span.began for span in included), os.getpid()
+    zero, pid = min(span.start for span in included), os.getpid()
     events: list[dict[str, Any]] = []
     for number, (title, row) in enumerate(_rows(included), 1):
         head = {"ph": "M", "pid": pid, "tid": number}
@@ -170,8 +170,8 @@ def _chrome(whole: Span, spans: list[Span]) -> dict[str, Any]:
                 "tid": number,
                 "cat": span.track,
                 "name": span.name,
-                "ts": (span.began - zero) / 1e3,
-                "dur": (span.ended - span.began) / 1e3,
+                "ts": (span.start - zero) / 1e3,
+                "dur": (span.end - span.start) / 1e3,
                 "args": span.args,
             }
             for span in row
@@ -189,10 +189,10 @@ class _Row:
 
     def takes(self, span: Span) -> bool:
         """Add ``span``, which begins no earlier than the last one, if it fits this row. Returns whether it did."""
-        while self._around and self._around[-1].ended <= span.began:
+        while self._around and self._around[-1].end <= span.start:
             self._around.pop()
         for outer in self._around:
-            if span.track not in NESTING or span.thread != outer.thread or span.ended > outer.ended:
+            if span.track not in NESTING or span.thread != outer.thread or span.end > outer.end:
                 return False
         self.spans.append(span)
         self._around.append(span)
@@ -204,7 +204,7 @@ def _rows(spans: list[Span]) -> Iterator[tuple[str, list[Span]]]:
     for track, title in ROWS.items():
         rows: list[_Row] = []
         of_track = [span for span in spans if span.track == track]
-        for span in sorted(of_track, key=lambda span: (span.began, -span.ended)):
+        for span in sorted(of_track, key=lambda span: (span.start, -span.end)):
             if not any(row.takes(span) for row in rows):
                 rows.append(_Row())
                 rows[-1].takes(span)

@@ -231,7 +231,9 @@ class OneCycle(Schedule):
         self._decay_step_size = decay_step_size
         self._decay_lr_rate = decay_lr_rate
         self._decay_mom_rate = decay_mom_rate
-        self._cycled = "" if cycle_momentum is False else _momentum_of(optimizer, wanted=bool(cycle_momentum))
+        self._cycled = (
+            "" if cycle_momentum is False else _momentum_of(optimizer, cycles_momentum=bool(cycle_momentum))
+        )
         super().__init__(optimizer)
 
     def step(self, batch_iteration: int | None = None) -> None:
@@ -327,16 +329,16 @@ class _Cycle:
         return place / peak if rising else (place - 1) / (peak - 1)
 
 
-def _momentum_of(optimizer: Optimizer, *, wanted: bool) -> str:
+def _momentum_of(optimizer: Optimizer, *, cycles_momentum: bool) -> str:
     """The option of the param groups that OneCycle cycles, or ""."""
     if all("betas" in group for group in optimizer.param_groups):
         return "betas"
-    if wanted and all(group.get("momentum") for group in optimizer.param_groups):
+    if cycles_momentum and all(group.get("momentum") for group in optimizer.param_groups):
         return "momentum"
     log.warning(
         "OneCycle leaves the momentum as it is: %s has no betas%s",
         type(optimizer).__name__,
-        " and no momentum" if wanted else "; cycle_momentum true cycles a momentum above 0 too",
+        " and no momentum" if cycles_momentum else "; cycle_momentum true cycles a momentum above 0 too",
     )
     return ""
 

@@ -129,7 +129,7 @@ class ParamGroup:
         # Positions whose .data was read: it can be changed without a new version.
         self._aliased: set[int] = set()
         # Whether the parameters show the group's bytes.
-        self._shown = False
+        self._is_shown = False
         # Positions in ``params`` that show a copy (``gathered``): version and address when the copy was set.
         self._copies: dict[int, tuple[int, int]] = {}
         # Of these, positions whose copy must not be changed.
@@ -158,10 +158,10 @@ class ParamGroup:
             raise EngineStateError(
                 f"group {self.name!r} is {self.residency.name}: unshard it before its parameters are shown"
             )
-        if not self._shown:
+        if not self._is_shown:
             # Before the versions are noted: a write to bytes that are gone would otherwise pass for the engine's own.
             self._check_unchanged()
-            self._shown = True
+            self._is_shown = True
             # The placeholder is open while parameters are pointed elsewhere; ``_point_nowhere`` closes it.
             self._absent.open()
             for position, view in enumerate(self._views):
@@ -171,7 +171,7 @@ class ParamGroup:
 
     def hide(self, *, keep_edits: bool = True) -> None:
         """Undo ``show``. With ``keep_edits``, in-place edits are stored; the optimizer writes its updates itself."""
-        if not self._shown or self.residency is Residency.RESIDENT:
+        if not self._is_shown or self.residency is Residency.RESIDENT:
             return
         try:
             # The bytes are still attached, and edits are read from them.
@@ -195,7 +195,7 @@ class ParamGroup:
         """Let the parameter at ``position`` show ``copy`` until ``hide_copy``, whatever the group does."""
         self._absent.open()
         self._point(position, copy)
-        if not self._shown:
+        if not self._is_shown:
             self._absent.close()
         if not modify:
             self._read_only.add(position)
@@ -219,7 +219,7 @@ class ParamGroup:
         del self._copies[position]
         self._read_only.discard(position)
         self._bytes_before.pop(position, None)
-        if self._shown:
+        if self._is_shown:
             self._point(position, self._views[position])
         else:
             self._absent.open()
@@ -229,9 +229,9 @@ class ParamGroup:
         self._versions[position] = self.params[position]._version
 
     @property
-    def shown(self) -> bool:
+    def is_shown(self) -> bool:
         """Whether the parameters show their bytes."""
-        return self._shown
+        return self._is_shown
 
     @property
     def shows_copies(self) -> bool:
@@ -363,7 +363,7 @@ class ParamGroup:
         return {"bytes": self.layout.numel * self.dtype.itemsize, "tensors": names}
 
     def _point_nowhere(self) -> None:
-        self._shown = False
+        self._is_shown = False
         self._aliased.clear()
         self._absent.open()
         for position in range(len(self.params)):

@@ -29,7 +29,7 @@ class _Fetcher:
 
     def __init__(self) -> None:
         self.error: SwapError | None = None  # of a fetch ahead, not raised yet
-        self.kept: set[ParamGroup] = set()  # groups ahead that stay since their last use
+        self.retained: set[ParamGroup] = set()  # groups ahead that stay since their last use
         self._ungathered: deque[ParamGroup] = deque()  # groups ahead that are sharded and not gathered
 
     def is_fetched(self, group: ParamGroup) -> bool:
@@ -54,7 +54,7 @@ class _Fetcher:
 
     def drop(self, group: ParamGroup) -> None:
         self._forget_gather(group)
-        self.kept.discard(group)
+        self.retained.discard(group)
         group.reshard()
 
     def gather(self, group: ParamGroup, *, foreseen: bool) -> None:
@@ -127,8 +127,8 @@ class Prefetcher:
         foreseen = self._ahead.advance(group) and not self._in_doubt
         if group.sharded:
             self._in_doubt = False  # from the agreement below on
-        if group in self._fetcher.kept:
-            self._fetcher.kept.remove(group)
+        if group in self._fetcher.retained:
+            self._fetcher.retained.remove(group)
             if group.sharded:
                 group.spare()
         self._ahead.use(group)
@@ -140,7 +140,7 @@ class Prefetcher:
 
     def keeps(self, group: ParamGroup) -> bool:
         """Whether ``group`` stays unsharded since its last use, until another group needs the room."""
-        return group in self._fetcher.kept
+        return group in self._fetcher.retained
 
     def release(self, group: ParamGroup, *, raised: bool = False) -> None:
         """``group`` is not in use now; ``raised``: an exception has ended its use, on this rank."""
@@ -148,7 +148,7 @@ class Prefetcher:
             return
         if group.stays and not raised and not self._in_doubt and self._ahead.keep(group):
             group.hide()
-            self._fetcher.kept.add(group)
+            self._fetcher.retained.add(group)
         else:
             group.reshard()
         if raised and group.sharded:

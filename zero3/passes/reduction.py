@@ -224,9 +224,9 @@ class GradientReducer:
         self._finish_opening()
         while self._turn < self._before_late:
             self._reduce_next()
-        received = self._reduce_late(ended=True)
+        received = self._reduce_late(backward_ended=True)
         while received is None:
-            received = self._reduce_late(ended=True)
+            received = self._reduce_late(backward_ended=True)
         while self._turn < len(self._order):
             self._reduce_next()
         self._finish_all()
@@ -332,7 +332,7 @@ class GradientReducer:
         if self._turn < self._before_late:
             self._reduce_next()
         else:
-            self._reduce_late(ended=False)
+            self._reduce_late(backward_ended=False)
 
     def _make_open_buffers(self) -> dict[ParamGroup, Tensor]:
         """Buffers of the groups that collect gradients through a whole backward."""
@@ -447,8 +447,8 @@ class GradientReducer:
                 self._order[: self._passing] = [self._groups[index] for index in order]
             self._contradicted = not all(turns.follows(chain, order) for chain in used)
 
-    def _reduce_late(self, *, ended: bool) -> list[int] | None:
-        """Reduce the late gradients of any rank. All ranks meet here, with backward ``ended`` or without room.
+    def _reduce_late(self, *, backward_ended: bool) -> list[int] | None:
+        """Reduce the late gradients of any rank. All ranks call this, with backward ended or without room.
 
         Returns None until backward has ended on all ranks, then the indices of pieces that got a gradient on any rank.
         """
@@ -460,7 +460,7 @@ class GradientReducer:
         late = np.zeros(len(self._groups), dtype=bool)
         late[[group.index for group in self._late]] = True
         order = [group.index for group in self._order_of_readiness()]
-        head = [self._backwards + 1, self._store.last_micro_batch, ended, *order]
+        head = [self._backwards + 1, self._store.last_micro_batch, backward_ended, *order]
         row = np.concatenate(
             [np.array(head, np.int32).view(np.uint8), np.packbits(late), np.packbits(received)]
         )

@@ -246,7 +246,7 @@ class PassSchedule:
         keep = self._progress[group].enclosing | self._until_end
         # First release, then acquire: the plan has room for one block and the groups around it, not for two blocks.
         for done in [live for live in self._live if live is not group and live not in keep]:
-            self._finish(done, left=True, entered=True)
+            self._finish(done, has_left=True, entered=True)
         self._hold_for_backward(group)
 
     def need(self, group: ParamGroup) -> None:
@@ -291,7 +291,7 @@ class PassSchedule:
         self._until_end.clear()
         self._entered = None
         for group in list(self._live):
-            self._finish(group, left=True)
+            self._finish(group, has_left=True)
         # After close() of each group: with several ranks this waits for all reductions that close() has begun.
         self._gradients.close_all()
         self._saved.end_of_backward()
@@ -379,7 +379,7 @@ class PassSchedule:
         if progress.running == 1 and group not in self._live:
             # A recomputation under checkpointing: make room first, as pre_backward does.
             if self.state.in_backward:
-                self._finish_unrelated(group, left=True)
+                self._finish_unrelated(group, has_left=True)
             self._acquire(group)
         group.show()
 
@@ -496,14 +496,14 @@ class PassSchedule:
             for param in group.params:
                 resharded.take_gradient(param)
 
-    def _finish_unrelated(self, group: ParamGroup, *, left: bool = False) -> None:
+    def _finish_unrelated(self, group: ParamGroup, *, has_left: bool = False) -> None:
         """Finish the live groups that neither enclose ``group`` nor lie inside of it."""
         # The node that runs now may hold saved tensors of other groups: their bytes must stay until it ends.
         keep = self._progress[group].enclosing | self._saved.in_use() | self._until_end
         inside = [live for live in self._live if group in self._progress[live].enclosing]
         for done in [live for live in self._live if live not in keep and live not in inside]:
             # A node of the group's own forward that recomputes several blocks (one checkpoint) goes on afterwards.
-            self._finish(done, left=left, entered=left and not self._recomputes_itself(done))
+            self._finish(done, has_left=has_left, entered=has_left and not self._recomputes_itself(done))
 
     def _reset(self) -> None:
         """The pass is over, except for modules whose forward ran a backward and goes on."""
@@ -516,15 +516,15 @@ class PassSchedule:
         self._used.clear()
         self._stepped.clear()
 
-    def _finish(self, group: ParamGroup, *, left: bool = False, entered: bool = False) -> None:
-        """Release ``group``, which the next nodes do not use. ``left``: backward is in another group.
+    def _finish(self, group: ParamGroup, *, has_left: bool = False, entered: bool = False) -> None:
+        """Release ``group``, which the next nodes do not use. ``has_left``: backward is in another group.
 
         ``entered``: backward is done with ``group``, unless it has further forwards to go through.
         """
         if self._timeline.recording:
             self._timeline.end("compute", f"backward {group.name}")
         self._live.remove(group)
-        step = left and self.state is PassState.STEPPING and self._is_final(group)
+        step = has_left and self.state is PassState.STEPPING and self._is_final(group)
         progress = self._progress[group]
         if step:
             self._stepped.add(group)

@@ -434,7 +434,7 @@ class Collectives:
         # Without ``after``: the tensors were written by compute, on the current stream.
         for event in [self._streams.compute.record()] if after is None else after:
             stream.wait_for(event)
-        begun = stream.record(timed=True)
+        start_event = stream.record(timed=True)
         try:
             with stream.running():
                 collective()
@@ -443,7 +443,9 @@ class Collectives:
                 raise self.peers.cause_of(str(error), pending.label, group=pending.group) from error
         pending.end_event = stream.record(timed=True)
         self._groups.queued(pending)
-        self._stalls.timeline.queued("network", pending.label, begun, pending.end_event, bytes=nbytes)
+        self._stalls.timeline.add_device_span(
+            "network", pending.label, start_event, pending.end_event, bytes=nbytes
+        )
         return pending
 
     def _trace(self, pending: Pending, nbytes: int) -> Pending:

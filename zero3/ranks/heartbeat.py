@@ -183,13 +183,13 @@ class Heartbeat:
 
     def describe(self, rank: int) -> str:
         """The rank in an error: ``rank 1 (host a, pid 7)``."""
-        known = self.observed.get(rank)
-        process = self.process if rank == self._rank else known.beat.process if known else None
+        peer = self.observed.get(rank)
+        process = self.process if rank == self._rank else peer.beat.process if peer else None
         return f"rank {rank}" + (f" (host {process.host}, pid {process.pid})" if process else "")
 
     def remarks(self) -> str:
         """The remarks of all ranks, as sentences; empty if there are none."""
-        texts = {rank: known.beat.remark for rank, known in dict(self.observed).items()}
+        texts = {rank: peer.beat.remark for rank, peer in dict(self.observed).items()}
         texts[self._rank] = self.position.remark
         return "".join(
             f" {self.describe(rank)} continued after {texts[rank]}." for rank in sorted(texts) if texts[rank]
@@ -199,36 +199,32 @@ class Heartbeat:
         """The positions of ``ranks`` (by default all), as text. Ranks in the same place are named together."""
         places: defaultdict[str, list[int]] = defaultdict(list)
         for rank in sorted([*self._other_ranks, self._rank]) if ranks is None else ranks:
-            known = self.observed.get(rank)
+            peer = self.observed.get(rank)
             if rank == self._rank:
                 places[self.beat().position()].append(rank)
-            elif known is None:
+            elif peer is None:
                 places["without a sign of life since the start"].append(rank)
             else:
-                places[known.beat.position()].append(rank)
+                places[peer.beat.position()].append(rank)
         return "; ".join(f"{spell(ranks)} {place}" for place, ranks in places.items())
 
     def server_state(self) -> str:
         """The state of the process that serves the store, as text; empty if it cannot be observed from here."""
-        known = self.observed.get(0)
-        if not self.store.served_by_rank_0 or known is None or not known.is_local:
+        peer = self.observed.get(0)
+        if not self.store.served_by_rank_0 or peer is None or not peer.is_local:
             return ""
-        return f" ({self.describe(0)} is in state {known.beat.process.state() or 'gone'})"
+        return f" ({self.describe(0)} is in state {peer.beat.process.state() or 'dead_ranks'})"
 
     def first_closed(self) -> tuple[int, str] | None:
         """The first rank that has closed its engine or ended its program, and which of them it did."""
-        known = sorted(dict(self.observed).items())
-        return next(
-            ((rank, known.beat.activity) for rank, known in known if known.beat.state == "closed"), None
-        )
+        peer = sorted(dict(self.observed).items())
+        return next(((rank, peer.beat.activity) for rank, peer in peer if peer.beat.state == "closed"), None)
 
     def ranks_behind(self, group: str, number: int) -> list[int]:
         """Ranks that have not reached collective ``number`` of ``group``, as far as their beats tell."""
-        known = dict(self.observed)
+        peer = dict(self.observed)
         return [
-            rank
-            for rank in self._other_ranks
-            if rank not in known or known[rank].beat.reached(group) < number
+            rank for rank in self._other_ranks if rank not in peer or peer[rank].beat.reached(group) < number
         ]
 
     # ---- the thread ----
@@ -391,29 +387,29 @@ class Heartbeat:
         return self._other_ranks
 
     def _suspicious(self) -> bool:
-        known = self.observed.get(self._successor)
-        return known is not None and known.silence > self._limits.silence / 4
+        peer = self.observed.get(self._successor)
+        return peer is not None and peer.silence > self._limits.silence / 4
 
     def _read_beats(self, ranks: list[int]) -> None:
         observed = [rank for rank in ranks if rank in self.observed]
         for rank, beat in self.store.read_beats(
             observed, [rank for rank in ranks if rank not in self.observed]
         ).items():
-            known = self.observed.get(rank)
-            if known is None:
-                known = self.observed[rank] = ObservedRank(beat, self._clock, self._clock)
+            peer = self.observed.get(rank)
+            if peer is None:
+                peer = self.observed[rank] = ObservedRank(beat, self._clock, self._clock)
                 self.moves += 1
-            elif beat.count != known.beat.count:
+            elif beat.count != peer.beat.count:
                 if (beat.last, beat.activity, beat.state) != (
-                    known.beat.last,
-                    known.beat.activity,
-                    known.beat.state,
+                    peer.beat.last,
+                    peer.beat.activity,
+                    peer.beat.state,
                 ):
                     self.moves += 1
-                known.update(beat, self._clock)
+                peer.update(beat, self._clock)
                 self._note_computing(beat)
-            known.read_at = self._clock
-            known.is_local = known.is_local or beat.process.is_visible()
+            peer.read_at = self._clock
+            peer.is_local = peer.is_local or beat.process.is_visible()
 
     def _note_computing(self, beat: Beat) -> None:
         """See Note [A rank that computes without a beat]."""
@@ -425,29 +421,29 @@ class Heartbeat:
         """The same for ranks on this host. Ranks that share this process are left out: their CPU time is its own."""
         self._computing = tuple(
             rank
-            for rank, known in self.observed.items()
-            if known.is_local
-            and known.silence > 2 * self._limits.beat
-            and known.beat.process.host == self.process.host
-            and known.beat.process.pid != self.process.pid
-            and known.is_computing(self._clock)
+            for rank, peer in self.observed.items()
+            if peer.is_local
+            and peer.silence > 2 * self._limits.beat
+            and peer.beat.process.host == self.process.host
+            and peer.beat.process.pid != self.process.pid
+            and peer.is_computing(self._clock)
         )
 
     def _judge_processes(self) -> None:
         """A local process that has ended without publishing it is lost at once."""
-        gone = [
-            rank for rank, known in self.observed.items() if known.is_local and known.beat.process.is_dead()
+        dead_ranks = [
+            rank for rank, peer in self.observed.items() if peer.is_local and peer.beat.process.is_dead()
         ]
-        if gone and self.store_lost is None:
-            self._read_beats(gone)  # it may have published its end since the last look
+        if dead_ranks and self.store_lost is None:
+            self._read_beats(dead_ranks)  # it may have published its end since the last look
             self._take_over()
-        gone = [rank for rank in gone if self.observed[rank].beat.state == "running"]
-        if not gone or self.failure is not None:
+        dead_ranks = [rank for rank in dead_ranks if self.observed[rank].beat.state == "running"]
+        if not dead_ranks or self.failure is not None:
             return
         failure = Failure(
-            "lost", gone[0],
-            f"{self._describe_all(gone)} died without an error message, last seen "
-            f"{self.observed[gone[0]].beat.position()}: see its log, and dmesg for an out-of-memory kill; restart"
+            "lost", dead_ranks[0],
+            f"{self._describe_all(dead_ranks)} died without an error message, last seen "
+            f"{self.observed[dead_ranks[0]].beat.position()}: see its log, and dmesg for an out-of-memory kill; restart"
             " from the last checkpoint.",
         )  # fmt: skip
         if self.store_lost is None:
@@ -456,16 +452,16 @@ class Heartbeat:
             self._adopt(failure)
 
     def _judge(self) -> None:
-        for rank, known in self.observed.items():
-            for group, (number, label) in known.beat.last.items():
+        for rank, peer in self.observed.items():
+            for group, (number, label) in peer.beat.last.items():
                 own_label = self.position.label_of(group, number)
                 if own_label is not None and own_label != label:
                     return self._publish(self._order_failure(group, number, rank, label, own_label))
         for group, number, label in self._depends_on():
-            for rank, known in self.observed.items():
-                if known.beat.state == "closed" and known.beat.reached(group) < number:
+            for rank, peer in self.observed.items():
+                if peer.beat.state == "closed" and peer.beat.reached(group) < number:
                     return self._publish(self._closed_failure(rank, group, number, label))
-        running = {rank: known.beat for rank, known in self.observed.items() if known.beat.state == "running"}
+        running = {rank: peer.beat for rank, peer in self.observed.items() if peer.beat.state == "running"}
         before, self._deadlock = (
             self._deadlock,
             deadlock.find(self._rank, running | {self._rank: self.beat()}),
@@ -508,21 +504,21 @@ class Heartbeat:
     def _silent_ranks(self) -> list[int]:
         """Ranks that are silent for too long, with all that fell silent about then: a lost host loses all its ranks."""
         limit = min(self._limits.silence, SIGNS * self._limits.beat) if self._urgent else self._limits.silence
-        running = [(rank, known) for rank, known in self.observed.items() if known.beat.state == "running"]
-        stillness = {rank: known.stillness(self._limits.timeout) for rank, known in running}
+        running = [(rank, peer) for rank, peer in self.observed.items() if peer.beat.state == "running"]
+        stillness = {rank: peer.stillness(self._limits.timeout) for rank, peer in running}
         if all(seconds <= limit for seconds in stillness.values()):
             return []
         return [rank for rank, seconds in stillness.items() if seconds > limit / 2]
 
     def _silence_failure(self, ranks: list[int]) -> Failure:
         first = max(ranks, key=lambda rank: self.observed[rank].stillness(self._limits.timeout))
-        known = self.observed[first]
-        state = known.beat.process.state() if known.is_local else None
+        peer = self.observed[first]
+        state = peer.beat.process.state() if peer.is_local else None
         process = f" (its process still exists, in state {state})" if state else ""
         return Failure(
             "lost", first,
-            f"{self._describe_all(ranks)} gave no sign of life for {known.silence:.0f} s{process}, last seen "
-            f"{known.beat.position()}: check that its host and the network are up; restart from the last "
+            f"{self._describe_all(ranks)} gave no sign of life for {peer.silence:.0f} s{process}, last seen "
+            f"{peer.beat.position()}: check that its host and the network are up; restart from the last "
             "checkpoint. If the rank is only slow, raise tiering.distributed.silence.",
         )  # fmt: skip
 

@@ -73,9 +73,7 @@ def join(device: torch.device, timeout: float) -> World:
     return World(rank, size, local_rank, local_size)
 
 
-def meet(
-    backend: str, timeout: timedelta, where: str = "env://", rank: int = -1, world_size: int = -1
-) -> None:
+def meet(backend: str, timeout: timedelta, url: str = "env://", rank: int = -1, world_size: int = -1) -> None:
     """Make torch's process group of the ranks that meet at ``where``, the URL of a store; -1 is what the URL says.
 
     Raises:
@@ -83,41 +81,41 @@ def meet(
         RankLostError: a rank that has come is gone.
         DistributedError: not all ranks came within ``timeout``.
     """
-    if where == "env://":
+    if url == "env://":
         _check_launcher(rank, world_size)
     make_room_for_sockets(world_size if world_size > 0 else standing()[1])
     try:
-        store, rank, size = _store(where, rank, world_size, timeout)
+        store, rank, size = _store(url, rank, world_size, timeout)
         store = PrefixStore(_name_of_this_start(store, rank, size, timeout.total_seconds()), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(word in str(error) for word in BROKEN):
             raise
-        raise _reason(error, where, timeout.total_seconds()) from error
+        raise _reason(error, url, timeout.total_seconds()) from error
 
 
-def _store(where: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
+def _store(url: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
     """torch's rendezvous: the store, this rank and the number of them, or DistributedError.
 
     A server that accepts connections and says nothing, as another program may, keeps torch beyond its time-out.
     """
     meeting = futures.run_in_thread(
-        lambda: next(rendezvous(where, rank, world_size, timeout=timeout)), "rendezvous"
+        lambda: next(rendezvous(url, rank, world_size, timeout=timeout)), "rendezvous"
     )
     try:
         store, rank, size = meeting.result(timeout.total_seconds() + PATIENCE)
     except TimeoutError as error:
         raise DistributedError(
-            f"the process that listens at {_address(where)} has not answered within {timeout.total_seconds():.0f}"
+            f"the process that listens at {_address(url)} has not answered within {timeout.total_seconds():.0f}"
             " seconds; another program may use this port: check that rank 0 has started, and that its MASTER_PORT is"
             " free"
         ) from error
     return store, rank, size
 
 
-def _address(where: str) -> str:
-    if where != "env://":
-        return where
+def _address(url: str) -> str:
+    if url != "env://":
+        return url
     return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
@@ -134,8 +132,8 @@ def make_room_for_sockets(size: int) -> None:
 
 
 def _check_launcher(rank: int, world_size: int) -> None:
-    given = {"RANK": rank >= 0, "WORLD_SIZE": world_size > 0}
-    missing = [name for name in FROM_LAUNCHER if name not in os.environ and not given.get(name, False)]
+    is_set = {"RANK": rank >= 0, "WORLD_SIZE": world_size > 0}
+    missing = [name for name in FROM_LAUNCHER if name not in os.environ and not is_set.get(name, False)]
     if missing:
         raise ConfigError(
             f"this process is one of several ranks, but {', '.join(missing)} is not set in its environment: start with"
@@ -144,10 +142,10 @@ def _check_launcher(rank: int, world_size: int) -> None:
         )
 
 
-def _reason(error: RuntimeError, where: str, timeout: float) -> ConfigError | DistributedError:
+def _reason(error: RuntimeError, url: str, timeout: float) -> ConfigError | DistributedError:
     """Why ranks could not meet, in words that help."""
     words = str(error).partition("\n")[0]
-    at = _address(where)
+    at = _address(url)
     if "EADDRINUSE" in words:
         return ConfigError(
             f"rank 0 cannot listen at {at}: the port is in use, perhaps by another job. Use another port for each job:"
@@ -216,5 +214,5 @@ def _on_this_node(rank: int, size: int) -> tuple[int, int]:
     store = PrefixStore("tiering hosts", dist.distributed_c10d._get_default_store())
     store.set(str(rank), socket.gethostname())
     hosts = [store.get(str(other)).decode() for other in range(size)]
-    here = [other for other in range(size) if hosts[other] == hosts[rank]]
-    return here.index(rank), len(here)
+    local_ranks = [other for other in range(size) if hosts[other] == hosts[rank]]
+    return local_ranks.index(rank), len(local_ranks)

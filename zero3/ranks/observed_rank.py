@@ -49,13 +49,13 @@ class ObservedRank:
 
     def is_computing(self, clock: float) -> bool:
         """Whether its process, on this host, computes. To be called at every look."""
-        passed = clock - self._measured_at
-        if self._ticks is None or passed >= INTERVAL:
+        elapsed = clock - self._measured_at
+        if self._ticks is None or elapsed >= INTERVAL:
             state, ticks, before = self.beat.process.state(), self.beat.process.cpu_ticks(), self._ticks
             self._ticks, self._measured_at = ticks, clock
             is_running = state is not None and state not in STOPPED
             spent = ticks - before if ticks is not None and before is not None else 0
-            self._computes = is_running and spent > BUSY * TICKS * passed
+            self._computes = is_running and spent > BUSY * TICKS * elapsed
         if self._computes:
             self.computed_at = clock
         return self._computes

@@ -211,18 +211,18 @@ class Peers:
         """
         self.check()
         activity, self._position.activity = self._position.activity, label
-        slice_s, waited = FIRST_SLICE, f"waiting in {label}"
+        slice_s, waiting = FIRST_SLICE, f"waiting in {label}"
         try:
             while not has_ended(slice_s):
                 self._heartbeat.watch()
                 if self._heartbeat.failure is not None:
-                    raise self._final_error(self._heartbeat.failure, waited)
+                    raise self._final_error(self._heartbeat.failure, waiting)
                 slice_s = SLICE
         except RuntimeError as error:
             failure = self._loss_that_broke(label)
             if failure is None:
                 raise
-            raise self._final_error(failure, waited) from error
+            raise self._final_error(failure, waiting) from error
         finally:
             self._position.activity = activity
             self._heartbeat.end_watch()

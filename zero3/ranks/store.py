@@ -114,8 +114,8 @@ class Beat:
         for waits in ("waits", "waits_elsewhere"):
             fields[waits] = tuple(fields[waits]) if fields[waits] else None
         fields["computing"] = tuple(fields["computing"])
-        for said in ("last", "last_elsewhere"):
-            fields[said] = {group: (number, label) for group, (number, label) in fields[said].items()}
+        for key in ("last", "last_elsewhere"):
+            fields[key] = {group: (number, label) for group, (number, label) in fields[key].items()}
         return cls(**fields)
 
     def reached(self, group: str) -> int:
@@ -173,9 +173,9 @@ class RankStore:
     def write_beat(self, rank: int, beat: Beat) -> None:
         self._store.set(f"beat/{rank}", beat.encode())
 
-    def read_beats(self, known: Iterable[int], unknown: Iterable[int]) -> dict[int, Beat]:
-        """The last beats of ranks that have given one (``known``), and of those of ``unknown`` that have by now."""
-        ranks = [*known, *(rank for rank in unknown if self._store.check([f"beat/{rank}"]))]
+    def read_beats(self, readable_ranks: Iterable[int], silent_ranks: Iterable[int]) -> dict[int, Beat]:
+        """The last beats of ``readable_ranks``, which have a beat, and of those ``silent_ranks`` that have one now."""
+        ranks = [*readable_ranks, *(rank for rank in silent_ranks if self._store.check([f"beat/{rank}"]))]
         if not ranks:
             return {}
         texts = self._store.multi_get([f"beat/{rank}" for rank in ranks])

@@ -121,10 +121,10 @@ def described(path: Path) -> nn.Module:
         raise ConfigError(f"{path} does not exist; name a transformers config.json, or the directory of one")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        named = [getattr(transformers, name, None) for name in config.architectures or ()]
+        classes = [getattr(transformers, name, None) for name in config.architectures or ()]
         models = [
             each
-            for each in named
+            for each in classes
             if isinstance(each, type) and issubclass(each, transformers.PreTrainedModel)
         ]
         with torch.device("meta"):

@@ -245,23 +245,23 @@ class Access:
     def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
         """End ``show_values``, and store the changes of ``rank``. Returns why they are refused, or ""."""
         group, position = self.parameters.place_of(param)
-        piece, shown = group.layout.pieces[position], resharded.data_of(param)
+        piece, tensor = group.layout.pieces[position], resharded.data_of(param)
         edited = group.copy_was_edited(position)
         try:
             if not modify:
                 return f"{piece.name!r} was changed without modify=True" if edited else ""
-            has_valid_value = tuple(shown.shape) == piece.shape and shown.is_floating_point()
+            has_valid_value = tuple(tensor.shape) == piece.shape and tensor.is_floating_point()
             # A tensor assigned to .data may have another dtype than the parameter, on one rank alone.
-            dtype = group.dtype if shown.dtype == group.dtype else torch.float32
+            dtype = group.dtype if tensor.dtype == group.dtype else torch.float32
             dtype_on_rank = self._state.dtype_on(rank, piece, dtype if has_valid_value else None)
             if dtype_on_rank is None:
                 return f"{piece.name!r} of shape {piece.shape} has " + (
                     f"another shape or dtype on rank {rank}"
                     if has_valid_value
-                    else f"dtype {shown.dtype} and shape {tuple(shown.shape)} now"
+                    else f"dtype {tensor.dtype} and shape {tuple(tensor.shape)} now"
                 )
             self._prefetcher.drop(group)
-            local_values = shown.reshape(-1) if has_valid_value else torch.empty(piece.numel, device="cpu")
+            local_values = tensor.reshape(-1) if has_valid_value else torch.empty(piece.numel, device="cpu")
             values = self._state.values_of_rank(rank, piece, local_values.to(dtype_on_rank))
             if dtype_on_rank == group.dtype:
                 self._state.store_edit(group, piece, values, in_place=False)

@@ -64,7 +64,7 @@ class Parameters:
                 return name
         raise ConfigError(f"the model no longer has the parameter that was named {planned!r} at initialize")
 
-    def named(self, name: str) -> tuple[ParamGroup, Piece]:
+    def find(self, name: str) -> tuple[ParamGroup, Piece]:
         """The group and the piece of the parameter with the current name ``name``; ConfigError if there is none.
 
         A parameter that the model no longer has keeps its name of initialize, unless another parameter has it now.
@@ -79,7 +79,7 @@ class Parameters:
     def warn_of_new_names(self) -> None:
         """Warn once if modules were moved, because checkpoints keep the names of initialize."""
         renamed = next(
-            (name for name, (group, piece) in self._by_name.items() if self.named(name)[1] is not piece), None
+            (name for name, (group, piece) in self._by_name.items() if self.find(name)[1] is not piece), None
         )
         if renamed is not None and not self._warned_of_names:
             self._warned_of_names = True

@@ -168,7 +168,7 @@ def test_the_compiler_beside_torch(
 ) -> None:
     """Is taken from where NVIDIA's packages have it; what cannot be loaded is passed over."""
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
-    with pytest.raises(cuda_library.UnavailableError, match=r"libnvrtc\.so\.99 is neither"):
+    with pytest.raises(cuda_library.UnavailableError, match=r"libnvrtc\.so\.99 was found neither"):
         cuda_library.nvrtc(99)
     for directory in (tmp_path / "torch" / "lib", tmp_path / "nvidia" / "cu99" / "lib"):
         directory.mkdir(parents=True)

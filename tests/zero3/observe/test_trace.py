@@ -224,17 +224,17 @@ def test_what_a_device_does_lies_where_it_did_it(tmp_path: Path, monkeypatch: py
     first = device.record(timed=True)
     device.works(3)
     copied = device.record(timed=True)
-    timeline.queued("h2d", "parameters", first, copied, bytes=5)
+    timeline.add_device_span("h2d", "parameters", first, copied, bytes=5)
     stalls.hold(Mark(device, device.now + 6 * 10**9), "copies of parameters")
     with stalls.waiting_for("gradients"):
         device.passes(8)
     began = device.record(timed=True)
     device.works(4)
-    timeline.queued("d2h", "gradients", began, device.record(timed=True))
+    timeline.add_device_span("d2h", "gradients", began, device.record(timed=True))
     device.passes(3)
     assert traced.end_step(8)
     assert device.now == 112 * 10**9
-    timeline.queued("d2h", "late", began, began)
+    timeline.add_device_span("d2h", "late", began, began)
     found = [
         (one.row, one.name, *(round(at / 1e6, 6) for at in (one.begin, one.end)), one.args)
         for one in read_trace(tmp_path / "trace.json").events

@@ -52,7 +52,7 @@ class Group:
         self.storage_key = id(self)
         self.device = device
         self.residency = Residency.RESIDENT if index == RESIDENT else Residency.SHARDED
-        self.shown = index == RESIDENT
+        self.is_shown = index == RESIDENT
 
     def advance(self) -> None:
         pass
@@ -76,14 +76,14 @@ class Group:
         if self.residency in (Residency.FETCHING, Residency.UNSHARDED):
             self.device.room += 1
             self.residency = Residency.SHARDED
-            self.shown = False
+            self.is_shown = False
 
     def show(self) -> None:
         assert self.usable
-        self.shown = True
+        self.is_shown = True
 
     def hide(self) -> None:
-        self.shown = self.residency is Residency.RESIDENT
+        self.is_shown = self.residency is Residency.RESIDENT
 
     @property
     def usable(self) -> bool:
@@ -257,10 +257,10 @@ class Autograd:
             if left[0] == 0:
                 raise StoppedError
         for other in (call.group, *call.reads):
-            if not self.groups[other].shown:
+            if not self.groups[other].is_shown:
                 assert other != call.group, "a module runs and its own parameters are not shown"
                 assert self.passes.borrow(self.groups[other])
-            assert self.groups[other].shown
+            assert self.groups[other].is_shown
             self.inside[-1].add(other)
         uses = (call.group, *call.reads)
         nodes.append(Node(uses, [], region, late=call.late))

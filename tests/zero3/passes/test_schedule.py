@@ -40,7 +40,7 @@ class FakeGroup:
         self.entries: list[Any] = []
         self.layout = FlatLayout((), 0, 0)
         self.storage_key = id(self)
-        self.shown = False
+        self.is_shown = False
         self.through_window = device.window is not None
 
     def advance(self) -> None:
@@ -66,13 +66,13 @@ class FakeGroup:
 
     def show(self) -> None:
         assert self.residency is Residency.UNSHARDED
-        self.shown = True
+        self.is_shown = True
 
     def hide(self) -> None:
-        self.shown = False
+        self.is_shown = False
 
     def reshard(self, *, keep_edits: bool = True) -> None:
-        self.shown = False
+        self.is_shown = False
         if self.residency is not Residency.SHARDED:
             self._leave_window()
             self.device.room += 1
@@ -151,7 +151,7 @@ def make(
 
 def call(passes: PassSchedule, group: FakeGroup) -> None:
     passes.pre_forward(group)
-    assert group.usable and group.shown
+    assert group.usable and group.is_shown
     passes.post_forward(group)
 
 

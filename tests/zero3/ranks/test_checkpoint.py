@@ -446,7 +446,7 @@ def uneven(rank: int, nvme: Path, directory: Path, slow: int) -> list[Any]:
         time.sleep(0.4)  # copies are made, so that no step waits for those
 
     def concluded(self: Any) -> None:
-        ends.append(self._under_way.saver.over)
+        ends.append(self._under_way.saver.has_ended)
         conclude(self)
 
     with (

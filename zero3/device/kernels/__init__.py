@@ -1,9 +1,9 @@
 """The optimizers' arithmetic on a device: for state and gradients that are in its memory.
 
-The bits are those of optim_cpu's kernels, by either of two ways: kernels.cu, compiled when it is first needed, which
-passes over memory once (fused.py); or torch operations, some twenty passes, where it cannot be compiled. Everything is
-queued on the calling thread's stream of the tensors' device, and only ``added_up`` waits, by which sums are told.
-Tensors are flat and contiguous.
+The results have the bits of optim_cpu's kernels. There are two implementations: kernels.cu, which is compiled at its
+first use and passes over memory once (fused.py), and torch operations, with about twenty passes, if it cannot be
+compiled. All work is queued on the calling thread's stream of the tensors' device. Only ``added_up``, which returns
+sums to the CPU, waits. Tensors are flat and contiguous.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ def sum_of_squares(flat: Tensor) -> float:
 
 
 def sums_of_squares(flats: Sequence[Tensor]) -> list[float]:
-    """``sum_of_squares`` of each of ``flats``, tensors on one device, which the CPU asks and waits for once.
+    """``sum_of_squares`` of each of ``flats``, which are on one device. The CPU waits once.
 
-    Each is finite exactly when all elements of its tensor are.
+    A sum is finite if and only if all elements of its tensor are finite.
     """
     return added_up(block_squares(flats))
 
 
 def block_squares(flats: Sequence[Tensor]) -> list[Tensor]:
-    """The float64 sums of squares of each one's blocks, on the device. Nobody waits."""
+    """The float64 sums of squares of the blocks of each tensor, on the device. The CPU does not wait."""
     if not flats:
         return []
     counts = [block_count(flat) for flat in flats]
@@ -83,7 +83,7 @@ def block_squares(flats: Sequence[Tensor]) -> list[Tensor]:
 
 
 def added_up(squares: Sequence[Tensor]) -> list[float]:
-    """The sum of each, of tensors that ``block_squares`` has made; the CPU waits for all of them once."""
+    """The sum of each of ``squares``, the results of ``block_squares``. The CPU waits once."""
     if not squares:
         return []
     counts = [len(each) for each in squares]
@@ -91,7 +91,7 @@ def added_up(squares: Sequence[Tensor]) -> list[float]:
 
 
 def _in_order(sums: NDArray[np.float64]) -> float:
-    """Added one after the other, which is what makes an accumulation of a sum: ``np.sum`` adds pairs first."""
+    """The sum of ``sums`` in their order. ``np.add.accumulate`` keeps the order; ``np.sum`` adds pairs."""
     return float(np.add.accumulate(sums)[-1]) if sums.size else 0.0
 
 
@@ -107,14 +107,14 @@ def step(
     state_format: StateFormat = StateFormat.FP32,
     first_index: int = 0,
 ) -> None:
-    """``step_segments`` of a single one."""
+    """``step_segments`` of one segment."""
     step_segments([Segment(rule, param, state, grad, out, remainder, state_format, first_index)], grad_scale)
 
 
 def step_segments(segments: Sequence[Segment], grad_scale: float) -> None:
     """One step of each of ``segments``, on one device, in place, gradients multiplied by float32(``grad_scale``).
 
-    Those of one rule and the same dtypes share a launch, or few.
+    Segments with one rule and the same dtypes share a launch, up to its maximum number of segments.
     """
     if not segments:
         return

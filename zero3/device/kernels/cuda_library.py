@@ -1,7 +1,7 @@
-"""kernels.cu, compiled for the GPU that is there: by NVRTC, which comes with torch, and launched by the driver.
+"""Compiles kernels.cu for the GPU of this machine with NVRTC, which is part of torch, and launches it by CUDA's driver.
 
-Both are called by their C interfaces, which NVIDIA keeps stable; torch has a way to the same for some versions, and
-private. A kernel is compiled when it is first launched, in a fraction of a second; nothing is kept on disk.
+Both are called by their C interfaces, which NVIDIA keeps stable. The interface that torch has for them is private, and
+some versions lack it. A kernel is compiled at its first launch, in a fraction of a second. Nothing is stored on disk.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cu")
 PROBE = "block_squares<0>"
 
-# Where arithmetic is not an intrinsic, too, and against subnormals that are flushed: the defaults, but for -fmad.
+# Exact arithmetic, also where it is not an intrinsic, and no flush of subnormals: the defaults, except -fmad.
 OPTIONS = ("-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-fmad=false")
 
 
 class UnavailableError(Exception):
-    """Kernels cannot be compiled here, or not be loaded; says why."""
+    """Kernels cannot be compiled or loaded on this machine. The message has the reason."""
 
 
 def kernels_of(tensor: Tensor) -> Kernels | None:
-    """The compiled kernels of the GPU that ``tensor`` is on; None where there are none: then torch's have to do."""
+    """The compiled kernels of the GPU that has ``tensor``; None if there are none, and torch operations are used."""
     return _kernels_on(tensor.device) if tensor.is_cuda else None
 
 
@@ -44,18 +44,18 @@ def kernels_of(tensor: Tensor) -> Kernels | None:
 def _kernels_on(device: torch.device) -> Kernels | None:
     try:
         return CompiledKernels(device)
-    except UnavailableError as why:
+    except UnavailableError as error:
         log.warning(
             "the kernels for %s could not be compiled: %s; its optimizer steps run as torch operations, to the same"
             " bits but slower",
             torch.cuda.get_device_name(device),
-            why,
+            error,
         )
         return None
 
 
 class CompiledKernels:
-    """The kernels of one GPU. Any thread may launch: autograd's threads do, too."""
+    """The kernels of one GPU. Any thread may launch them, as the threads of autograd do."""
 
     def __init__(self, device: torch.device) -> None:
         if torch.version.cuda is None:
@@ -67,10 +67,10 @@ class CompiledKernels:
         self._architecture = f"sm_{major}{minor}"
         self._functions: dict[str, c_void_p] = {}
         self._lock = threading.Lock()
-        self._function(PROBE)  # what holds for one holds for all: from here on, a failure is an error
+        self._function(PROBE)  # if one kernel can be compiled, all can: a later failure is an error
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Any]) -> None:
-        """Queue ``kernel`` on the calling thread's stream of the device, as Kernels says."""
+        """Queue ``kernel`` on the calling thread's stream of the device (Kernels.launch)."""
         addresses = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._driver.launch(self._function(kernel), blocks, THREADS, stream, addresses)
@@ -84,12 +84,12 @@ class CompiledKernels:
 
 
 def nvrtc(cuda: int) -> ctypes.CDLL:
-    """The compiler for this major version of CUDA: torch's own, for another may not know the GPU, or the loader's.
+    """The compiler for this major version of CUDA: torch's, or one that the dynamic loader finds.
 
-    Raises UnavailableError.
+    torch's comes first, because another one may not support the GPU. Raises UnavailableError if there is none.
     """
     name = f"libnvrtc.so.{cuda}"
-    for path in _beside_torch(f"libnvrtc-builtins.so.{cuda}*"):  # which it looks for by name alone
+    for path in _beside_torch(f"libnvrtc-builtins.so.{cuda}*"):  # the compiler looks for it by its name
         with contextlib.suppress(OSError):
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
     for path in (*_beside_torch(f"{name}*"), name):
@@ -103,16 +103,16 @@ def nvrtc(cuda: int) -> ctypes.CDLL:
 
 
 def _beside_torch(pattern: str) -> Iterator[str]:
-    """In torch's directory, or in those of NVIDIA's packages."""
+    """Matching files in torch's directory and in those of NVIDIA's packages."""
     packages = Path(torch.__file__).parents[1]
     for directory in ("torch/lib", "nvidia/*/lib"):
         yield from map(str, sorted(packages.glob(f"{directory}/{pattern}")))
 
 
 def compiled(library: ctypes.CDLL, source: str, kernel: str, architecture: str) -> tuple[bytes, bytes]:
-    """The machine code of ``kernel``, a template in ``source`` with its parameters, and the name it has in there.
+    """The machine code of ``kernel`` (a template in ``source``, with its parameters), and its name in that code.
 
-    Raises UnavailableError with the compiler's words.
+    Raises UnavailableError with the output of the compiler.
     """
 
     def call(name: str, *arguments: Any) -> None:
@@ -134,26 +134,27 @@ def compiled(library: ctypes.CDLL, source: str, kernel: str, architecture: str) 
         call("nvrtcGetCUBIN", program, image)
         call("nvrtcGetLoweredName", program, kernel.encode(), byref(name))
         assert name.value is not None
-        return image.raw, name.value  # the name's bytes are a copy: the program's own go with it
+        return image.raw, name.value  # a copy of the name, because the program owns the original
     finally:
         library.nvrtcDestroyProgram(byref(program))
 
 
 def _log_of(library: ctypes.CDLL, program: c_void_p) -> str:
-    """What the compiler said, if it said anything."""
+    """The output of the compiler, after a newline; empty if there is none."""
     size = c_size_t()
     if not program or library.nvrtcGetProgramLogSize(program, byref(size)) or size.value <= 1:
         return ""
-    said = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetProgramLog(program, said)
-    return "\n" + said.value.decode(errors="replace")
+    output = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, output)
+    return "\n" + output.value.decode(errors="replace")
 
 
 class Driver:
-    """What is needed of CUDA's driver, for one device, which torch has initialized. Raises UnavailableError.
+    """The functions of CUDA's driver that are used here, for one device that torch has initialized.
 
-    The driver works in a context, and a thread has one by a call of torch's, if it has made one, for whatever device.
-    So each call here is made in the device's primary context, which is torch's, too; what was current is so again.
+    The driver works in the current context of a thread, which may be missing or belong to another device. So each call
+    here runs in the primary context of the device, which torch uses as well, and then restores the previous context.
+    Raises UnavailableError if the driver cannot be loaded.
     """
 
     def __init__(self, device: int) -> None:
@@ -169,7 +170,7 @@ class Driver:
         self._call("cuDevicePrimaryCtxRetain", byref(self._context), handle)
 
     def load(self, image: bytes, name: bytes) -> c_void_p:
-        """The function ``name`` in ``image``, which stays loaded. Raises UnavailableError."""
+        """The function ``name`` in ``image``, which stays loaded. Raises UnavailableError if it cannot be loaded."""
         module, function = c_void_p(), c_void_p()
         try:
             with self._in_context():

@@ -1,7 +1,7 @@
-"""The optimizers' kernels on a GPU, one pass over memory each: what kernels.cu is launched on.
+"""The optimizers' kernels on a GPU, each one pass over memory: the arguments and launches of kernels.cu.
 
-A launch takes a table of what it works on, and numbers that table's blocks through. The structures are those of
-kernels.cu, field by field.
+A launch takes a table of tensors or segments; the blocks of threads are numbered over the whole table. The structures
+match those of kernels.cu, field by field.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from zero3.device.kernels.segment import Segment
 from zero3.device.kernels.torch_operations import block_count, mix
 
 THREADS = 256
-CHUNK = 4 * THREADS  # elements of a block of threads
-WARPS = THREADS // 32  # of which each sums one block of squares
+CHUNK = 4 * THREADS  # elements per block of threads
+WARPS = THREADS // 32  # each warp sums one block of squares
 MOST_SEGMENTS, MOST_FLATS, MOST_SOURCES = 40, 128, 256
 
 T = TypeVar("T")
@@ -33,12 +33,12 @@ class Kernels(Protocol):
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Any]) -> None:
         """Queue ``kernel``, a template with its parameters, on ``blocks`` blocks of THREADS threads.
 
-        The ``arguments`` are ctypes objects, which may change once this returns.
+        The ``arguments`` are ctypes objects, which may change after this call.
         """
 
 
 class RuleArgument(ctypes.Structure):
-    """``Rule`` of kernels.cu: what it needs of opt_rule, under its names."""
+    """``Rule`` of kernels.cu: fields of opt_rule, with the same names."""
 
     floats = (
         "scale", "decay", "step_size", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
@@ -49,7 +49,7 @@ class RuleArgument(ctypes.Structure):
 
     @classmethod
     def of(cls, rule: Rule, grad_scale: float) -> RuleArgument:
-        """Its numbers are float32 already, and the gradients' scale becomes so here."""
+        """The numbers of ``rule``, which are float32. The product with ``grad_scale`` is rounded to float32 here."""
         numbers = {name: rule.scalar(name) for name in cls.floats}
         numbers["scale"] *= grad_scale
         return cls(**numbers, **{name: int(rule.scalar(name)) for name in cls.ints})
@@ -113,29 +113,29 @@ def reduce(
 
 def block_squares(kernels: Kernels, flats: Sequence[Tensor], sums: Tensor) -> None:
     """``sums`` = the sums of squares of the blocks of all tensors, in their order."""
-    here = sums.data_ptr()
+    address = sums.data_ptr()
     for dtype, of_dtype in groupby((flat for flat in flats if flat.numel()), lambda flat: flat.dtype):
-        for some in _batches(list(of_dtype), MOST_FLATS):
-            table = Flats(count=len(some))
-            for flat, entry in zip(some, table.of, strict=False):
+        for batch in _batches(list(of_dtype), MOST_FLATS):
+            table = Flats(count=len(batch))
+            for flat, entry in zip(batch, table.of, strict=False):
                 assert flat.is_contiguous()
                 entry.data, entry.numel, entry.first = flat.data_ptr(), flat.numel(), table.blocks
                 table.blocks += block_count(flat)
             kernel = f"block_squares<{DTYPES[dtype]:d}>"
-            kernels.launch(kernel, -(-table.blocks // WARPS), [table, c_uint64(here)])
-            here += table.blocks * sums.itemsize
+            kernels.launch(kernel, -(-table.blocks // WARPS), [table, c_uint64(address)])
+            address += table.blocks * sums.itemsize
 
 
 def step(kernels: Kernels, segments: Sequence[Segment], grad_scale: float) -> None:
-    """One step of each of ``segments``, in place; those of one rule and the same dtypes together."""
+    """One step of each of ``segments``, in place. Segments with one rule and the same dtypes share launches."""
     alike: dict[tuple[Rule, str], list[_Segment]] = {}
     for segment in segments:
         alike.setdefault((segment.rule, _step_of(segment)), []).extend(_entries(segment))
     for (rule, kernel), entries in alike.items():
         argument = RuleArgument.of(rule, grad_scale)
-        for some in _batches(entries, MOST_SEGMENTS):
-            table, blocks = Segments(count=len(some)), 0
-            for i, entry in enumerate(some):
+        for batch in _batches(entries, MOST_SEGMENTS):
+            table, blocks = Segments(count=len(batch)), 0
+            for i, entry in enumerate(batch):
                 entry.first = blocks
                 table.of[i] = entry
                 blocks += -(-entry.numel // CHUNK)
@@ -143,7 +143,7 @@ def step(kernels: Kernels, segments: Sequence[Segment], grad_scale: float) -> No
 
 
 def _step_of(segment: Segment) -> str:
-    """The kernel for its optimizer and what it has in memory."""
+    """The kernel for the optimizer, the state and the dtypes of ``segment``."""
     states = segment.rule.state_count
     state_format = segment.state_format if states else StateFormat.FP32
     optimizer, split = int(segment.rule.scalar("optimizer")), segment.remainder is not None
@@ -151,7 +151,7 @@ def _step_of(segment: Segment) -> str:
 
 
 def _entries(segment: Segment) -> Iterator[_Segment]:
-    """One, unless the upper half of the elements' indices changes on the way: the random bits' key depends on it."""
+    """The table entries of ``segment``, one for each upper half of the indices: the random bits' key depends on it."""
     numel, first_index = segment.param.numel(), segment.first_index
     wraps = range((first_index >> 32) + 1 << 32, first_index + numel, 1 << 32)
     tensors = {
@@ -160,7 +160,7 @@ def _entries(segment: Segment) -> Iterator[_Segment]:
         "out": segment.out,
         "remainder": segment.remainder,
     }
-    tensors |= {f"state{i}": tensor for i, tensor in enumerate(segment.kept)}
+    tensors |= {f"state{i}": tensor for i, tensor in enumerate(segment.used_state)}
     for start, stop in pairwise((first_index, *wraps, first_index + numel) if numel else ()):
         key = mix(segment.rule.key + (start >> 32))
         at = start - first_index
@@ -174,6 +174,6 @@ def _entries(segment: Segment) -> Iterator[_Segment]:
         )
 
 
-def _batches(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), most):
-        yield items[start : start + most]
+def _batches(items: Sequence[T], max_length: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), max_length):
+        yield items[start : start + max_length]

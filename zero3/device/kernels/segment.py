@@ -1,4 +1,4 @@
-"""What is stepped together: elements of one parameter, in a device's memory."""
+"""Elements of one parameter in the memory of a device that are updated together."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _STATE_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements that are stepped by one rule, as a segment of ``optim_cpu.kernels.StepBatch``.
+    """Elements that one rule updates, as a segment of ``optim_cpu.kernels.StepBatch``.
 
-    ``param`` is float32, or with ``remainder`` (int16) the bfloat16 half of a split one; ``state`` is float32, or
-    bfloat16 by ``state_format``, and may hold more tensors than the rule has. ``out`` receives the rounded parameter,
-    unless that is split. On ``first_index``, the place of the first element, stochastic rounding depends.
+    ``param`` is float32, or, with ``remainder`` (int16), the bfloat16 half of a split parameter. ``state`` is float32,
+    or bfloat16 by ``state_format``, and may hold more tensors than the rule uses. ``out`` receives the rounded
+    parameter, unless the parameter is split. Stochastic rounding depends on ``first_index``, the index of the first
+    element in the model.
     """
 
     rule: Rule
@@ -38,9 +39,9 @@ class Segment:
     def __post_init__(self) -> None:
         split, state_dtype = self.remainder is not None, _STATE_DTYPES[self.state_format]
         assert self.param.dtype is (torch.bfloat16 if split else torch.float32)
-        assert all(tensor.dtype is state_dtype for tensor in self.kept)
+        assert all(tensor.dtype is state_dtype for tensor in self.used_state)
         assert self.remainder is None or (self.remainder.dtype is torch.int16 and self.out is None)
-        for tensor in (*self.kept, self.grad, self.out, self.remainder):
+        for tensor in (*self.used_state, self.grad, self.out, self.remainder):
             assert tensor is None or (tensor.numel(), tensor.device) == (
                 self.param.numel(),
                 self.param.device,
@@ -48,6 +49,6 @@ class Segment:
             assert tensor is None or tensor.is_contiguous()
 
     @property
-    def kept(self) -> Sequence[Tensor]:
-        """The state tensors that the rule has."""
+    def used_state(self) -> Sequence[Tensor]:
+        """The state tensors that the rule uses."""
         return self.state[: self.rule.state_count]

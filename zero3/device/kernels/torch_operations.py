@@ -1,9 +1,9 @@
-"""The optimizers' kernels as torch operations: what a GPU runs whose own could not be compiled, and any device can.
+"""The optimizers' kernels as torch operations, for any device: used on a GPU if kernels.cu cannot be compiled.
 
-Each torch operation rounds once, and IEEE multiplication, addition, division and square root have one right answer,
-so these give the bits that optim_cpu's kernels give: the formulas, their order, the one NaN that is stored, the formats
-and the hash behind stochastic rounding are written in kernels.h. What is unsigned there is int64 here, or masked:
-torch has no unsigned arithmetic on every device.
+Each torch operation rounds once, and IEEE multiplication, addition, division and square root have one correct result,
+so these operations give the bits of optim_cpu's kernels. kernels.h specifies the formulas, their order, the one NaN
+that is stored, the formats and the hash of stochastic rounding. Unsigned integers of kernels.h are int64 here, or
+masked, because torch lacks unsigned arithmetic on some devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCKS_AT_ONCE = 1024  # bounds the float64 temporaries to 64 MiB
 ELEMENTS_AT_ONCE = 1 << 24  # bounds the temporaries of a step: 64 MiB for each in float32, 128 MiB in int64
 
 WORD, HALF_WORD = (1 << 64) - 1, (1 << 32) - 1
-HALF_BF16 = 0x8000  # below a bf16's last place, half of it
+HALF_BF16 = 0x8000  # half of the last place of a bf16
 
 
 class _Decay(IntEnum):
@@ -41,7 +41,7 @@ Scalar = Callable[[str], float]  # a number of the rule, by its name in opt_rule
 
 
 def block_count(flat: Tensor) -> int:
-    """The blocks of squares that a tensor has, the last one maybe cut short."""
+    """Number of blocks of squares of a tensor; the last one may be shorter."""
     return -(-flat.numel() // BLOCK)
 
 
@@ -54,28 +54,28 @@ def accumulate(target: Tensor, grad: Tensor, *, overwrite: bool) -> None:
 
 
 def reduce(target: Tensor, sources: Sequence[Tensor], factor: float, *, overwrite: bool) -> None:
-    """``target`` = or += ``factor`` times the sum of ``sources``, in float32 and their order, rounded once."""
+    """``target`` = or += ``factor`` times the sum of ``sources``, in float32 and in their order, rounded once."""
     for start in range(0, target.numel(), ELEMENTS_AT_ONCE):
-        here = slice(start, start + ELEMENTS_AT_ONCE)
-        total = sources[0][here].to(torch.float32, copy=True)
+        part = slice(start, start + ELEMENTS_AT_ONCE)
+        total = sources[0][part].to(torch.float32, copy=True)
         for source in sources[1:]:
-            total.add_(source[here])
-        accumulate(target[here], total.mul_(factor), overwrite=overwrite)
+            total.add_(source[part])
+        accumulate(target[part], total.mul_(factor), overwrite=overwrite)
 
 
 def block_squares(flats: Sequence[Tensor], sums: Tensor) -> None:
-    """``sums`` = the sums of squares of the blocks of all tensors, in their order. They are added side by side."""
+    """``sums`` = the sums of squares of the blocks of all tensors, in their order. Blocks are added in parallel."""
     work = sums.new_empty(min(len(sums), BLOCKS_AT_ONCE), BLOCK)
     filled = done = 0
     for flat in flats:
-        taken, count = 0, block_count(flat)
-        while taken < count:
-            here = min(count - taken, len(work) - filled)
-            part = flat[taken * BLOCK : (taken + here) * BLOCK]
-            room = work[filled : filled + here].view(-1)
+        first, count = 0, block_count(flat)
+        while first < count:
+            blocks = min(count - first, len(work) - filled)
+            part = flat[first * BLOCK : (first + blocks) * BLOCK]
+            room = work[filled : filled + blocks].view(-1)
             room[: part.numel()].copy_(part)
             room[part.numel() :].zero_()
-            taken, filled = taken + here, filled + here
+            first, filled = first + blocks, filled + blocks
             if filled == len(work):
                 _fold(work, sums[done : done + filled])
                 done, filled = done + filled, 0
@@ -101,7 +101,7 @@ def round_parameters(master: Tensor, out: Tensor) -> None:
         _round_bf16(master, out, HALF_BF16)
     else:
         out.copy_(master)
-    # A GPU's cast writes another NaN, and the sum above may write none.
+    # The cast of a GPU writes another NaN, and the sum in ``_round_bf16`` may write a number.
     out.masked_fill_(master.isnan(), math.nan)
 
 
@@ -113,7 +113,7 @@ def split(master: Tensor, param: Tensor, remainder: Tensor) -> None:
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 master that ``split`` took apart."""
+    """The float32 master of the halves that ``split`` wrote."""
     return ((param.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
@@ -121,19 +121,19 @@ def step(segment: Segment, grad_scale: float) -> None:
     """One step of ``segment``, in place, its gradient multiplied by float32(``grad_scale``)."""
     rule, remainder, out = segment.rule, segment.remainder, segment.out
     for start in range(0, segment.param.numel(), ELEMENTS_AT_ONCE):
-        here = slice(start, start + ELEMENTS_AT_ONCE)
-        param, kept = segment.param[here], [tensor[here] for tensor in segment.kept]
-        master = param if remainder is None else join(param, remainder[here])
-        wide = [tensor.float() for tensor in kept]  # float32 is not copied: it is stepped in place
-        _step_fp32(rule, master, wide, segment.grad[here], grad_scale)
-        if kept and segment.state_format is not StateFormat.FP32:
+        part = slice(start, start + ELEMENTS_AT_ONCE)
+        param, state = segment.param[part], [tensor[part] for tensor in segment.used_state]
+        master = param if remainder is None else join(param, remainder[part])
+        wide_state = [tensor.float() for tensor in state]  # float32 is not copied: it is updated in place
+        _step_fp32(rule, master, wide_state, segment.grad[part], grad_scale)
+        if state and segment.state_format is not StateFormat.FP32:
             added = _added_below(rule, segment.state_format, segment.first_index + start, master)
-            for tensor, values, below in zip(kept, wide, added, strict=False):
+            for tensor, values, below in zip(state, wide_state, added, strict=False):
                 _round_bf16(values, tensor, below)
         if remainder is not None:
-            split(master, param, remainder[here])
+            split(master, param, remainder[part])
         if out is not None:
-            round_parameters(master, out[here])
+            round_parameters(master, out[part])
 
 
 def _step_fp32(
@@ -154,14 +154,14 @@ def _step_fp32(
 
 
 def _round_bf16(values: Tensor, out: Tensor, below: int | Tensor) -> None:
-    """``out`` = float32 ``values`` (if NaN, the quiet one) with ``below`` added below a bf16's last place, and cut."""
+    """``out`` = float32 ``values`` with ``below`` added to their bits, cut to bf16. A NaN must be the quiet one."""
     out.copy_(((values.view(torch.int32) + below) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def _added_below(
     rule: kernels.Rule, state_format: StateFormat, first_index: int, like: Tensor
 ) -> tuple[int | Tensor, int | Tensor]:
-    """What the first state and the second are rounded by, on the device of ``like`` and as long."""
+    """The ``below`` of ``_round_bf16`` for the first and the second state tensor, as long as ``like``."""
     if state_format is StateFormat.BF16:
         return HALF_BF16, HALF_BF16
     random = _random_bits(rule.key, first_index, like)
@@ -208,7 +208,7 @@ def _lion(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
     direction = exp_avg.clone()
     _move(direction, g, scalar("beta1"), scalar("one_minus_beta1"))
     _move(exp_avg, g, scalar("beta2"), scalar("one_minus_beta2"))
-    own = (direction == 0) | direction.isnan()  # zeros and NaN are their own sign
+    own = (direction == 0) | direction.isnan()  # sign(0) is 0 and sign(NaN) is NaN
     return torch.where(own, direction, direction.sign()) * scalar("step_size")
 
 

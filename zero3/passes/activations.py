@@ -57,9 +57,11 @@ class Activations:
         if key in self._by_address:
             return
         nbytes = storage.nbytes()
+        # The caller holds ``storage``, so its callback cannot come before both fields below are set.
         activation = _Activation(storage, self._on_free)
         activation.key = key
         activation.nbytes = nbytes
+        # Keeps the weak reference, without which torch would not call back.
         self._by_address[key] = activation
         self._used += nbytes
         if self._used > self._peak:
@@ -76,6 +78,7 @@ class Activations:
 
     def _forget_freed(self) -> None:
         while self._freed:
+            # From here to the end of the turn there is no call, at which another thread or Ctrl-C could come in.
             activation = self._freed[0]
             del self._by_address[activation.key]
             self._used -= activation.nbytes

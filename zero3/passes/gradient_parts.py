@@ -111,6 +111,7 @@ def _part_hook(
         events, group = listener(), group_ref()
         if part is None or events is None or group is None or not _is_ours_alone(param, accumulator):
             return None
+        # Where the event's receiver looks for it, and takes it off again: autograd finds no gradient to add to.
         resharded.put_gradient(param, part)
         events.gradient_part(group, piece, param)
         # None in place of the part: autograd adds nothing to the parameter.

@@ -295,6 +295,7 @@ class GradientStore:
         """Backward has left the group: write its window out, as soon as no transfer to the group is in flight."""
         self._receive_finished()
         if self._is_in_flight(group):
+            # Its gradients in flight are still to be added to the window.
             self._closed_groups.add(group)
         else:
             self._write_out(group)
@@ -336,6 +337,7 @@ class GradientStore:
         """The group's gradients were used: release their window without writing it."""
         window = self._windows.pop(group, None)
         if window is not None:
+            # Released and not retired: no transfer uses it.
             window.release()
 
     def _write_out(self, group: ParamGroup) -> None:
@@ -481,7 +483,10 @@ class GradientStore:
                     self._write_out(next(iter(self._windows)))
                 lease = lease or window.lease(home.extent.nbytes, "gradients")
                 if group in self._written_groups:
+                    # Waits, because the next gradient is added to these bytes. The extent orders the read behind the
+                    # write of the same window.
                     self._tiers.fetch(home.extent, lease)
+            # Only now: after an exception above, ``fetch`` has given the lease up.
             self._windows[group] = lease
         return as_tensor(lease)
 
@@ -544,6 +549,7 @@ class GradientStore:
             transfer.lease.release()
         elif square:
             self._square(group, piece)
+        # Backward has left the group, and this was its last transfer.
         if group in self._closed_groups and not self._is_in_flight(group):
             self._closed_groups.remove(group)
             self._write_out(group)

@@ -131,6 +131,8 @@ def watch_backward(outputs: Any, on_first_gradient: Callable[[], None]) -> None:
     """Call ``on_first_gradient`` once per backward pass, when a gradient first reaches a tensor in ``outputs``."""
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if tensors and torch.is_grad_enabled() and not in_transform():
+        # Runs on the thread of autograd, before the first node of the module: early enough to fetch what its nodes
+        # read.
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: on_first_gradient(), mode="any")
 
 
@@ -170,6 +172,9 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> Callable[[], object
     """
     # Only autograd refers to this object, and no frame that an exception's traceback keeps: it is freed with the pass.
     at_end = partial(callback)
+    # Autograd calls it after the last node, on the stream on which the program computed when it called backward. By
+    # then that stream waits for those on which gradients were accumulated, so kernels that the callback queues see all
+    # of them.
     torch.autograd.Variable._execution_engine.queue_callback(at_end)
     return weakref.ref(at_end)
 
@@ -243,6 +248,7 @@ class _Before(OurHook):
     """
 
     def __init__(self) -> None:
+        # Several threads use it without a lock: each operation of the list is one call, which the GIL does not divide.
         self._running: list[int] = []  # thread of each call that has begun
 
     def begin_call(self) -> None:
@@ -270,6 +276,7 @@ class _BeforeForward(_Before):
 
     def run(self, module: nn.Module, args: Any) -> None:
         self.events.begin_forward(torch.is_grad_enabled(), whole=self.whole)
+        # Before anything else that may raise: the hook after the call then ends the forward.
         self.begin_call()
         for group in self.inspected:
             if not group.entries[0].training:
@@ -403,6 +410,7 @@ class _Hooked:
         call = self.module._compiled_call_impl
         if call is self._around:
             return
+        # First: the hooks must not run twice, as torch's and around the compiled call.
         self._unregister()
         if call is None:
             self._around = None

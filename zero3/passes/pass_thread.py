@@ -40,6 +40,7 @@ class PassThread:
         while runs := self._backward() is not None:
             if time.monotonic() > deadline:
                 break
+            # The GIL is free meanwhile, so that the thread of autograd can drop the pass.
             time.sleep(0.001)
         return runs
 

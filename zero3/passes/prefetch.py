@@ -45,6 +45,7 @@ class _Fetcher:
         except SwapError as error:
             self.error = error
             return False
+        # Only once its read has begun: ``gather_ahead`` gathers what is in this queue, in its order.
         if group.sharded:
             self._ungathered.append(group)
         return True
@@ -53,6 +54,7 @@ class _Fetcher:
         return group.through_window
 
     def drop(self, group: ParamGroup) -> None:
+        # First: gather_ahead must not begin to gather a group that has no room.
         self._forget_gather(group)
         self.retained.discard(group)
         group.reshard()
@@ -120,6 +122,7 @@ class Prefetcher:
         if group.residency is Residency.RESIDENT:
             return
         if self._fetcher.error is not None:
+            # Of a fetch ahead, which raises nothing itself. Cleared first, so that it is raised once.
             error, self._fetcher.error = self._fetcher.error, None
             raise error
         self._trace.append(group)
@@ -132,10 +135,14 @@ class Prefetcher:
             if group.sharded:
                 group.spare()
         self._ahead.use(group)
+        # Before look_ahead, which may begin gathers of later groups: every rank begins this one first.
         if group.sharded:
             self._gather(group, expected, foreseen=foreseen)
+        # Before the wait: the next groups are read meanwhile.
         self.look_ahead()
+        # Its bytes may still be on their way; they are valid after this, for compute at least.
         group.wait_for_unshard()
+        # Once more: the read has left the window, which has room for another one.
         self.look_ahead()
 
     def keeps(self, group: ParamGroup) -> bool:
@@ -151,6 +158,7 @@ class Prefetcher:
             self._fetcher.retained.add(group)
         else:
             group.reshard()
+        # The other ranks have met no exception: they may be about to use another group.
         if raised and group.sharded:
             self._in_doubt = True
         self.look_ahead()
@@ -164,6 +172,7 @@ class Prefetcher:
         except SwapError as error:
             self._fetcher.error = error
             return
+        # A gather that the other ranks do not expect would receive the bytes of another group.
         if self._ahead.cursor is None or self._in_doubt:
             return
         self._ahead.look_ahead()
@@ -175,6 +184,7 @@ class Prefetcher:
 
     def forget(self) -> None:
         """Drop all groups ahead: the parameters are about to change, or a pass was abandoned."""
+        # First: below, the order is expected from its beginning again.
         self._doubt_unless_complete()
         self._ahead.drop_all()
         self._trace = []

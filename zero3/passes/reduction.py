@@ -191,6 +191,7 @@ class GradientReducer:
         """No further gradient of ``group`` can arrive in this backward: reduce it when its turn comes."""
         if not self._is_reducing or group not in self._trained:
             return
+        # From here on the order of this backward is known.
         self._finish_opening()
         self._ready.setdefault(group)
         # Take the results of reductions that have ended: it costs no wait, and frees their buffers.
@@ -411,6 +412,7 @@ class GradientReducer:
         """Wait for the oldest reduction, sum up its parts, and add the mean to the store."""
         reduction = self._reductions.popleft()
         group, world = reduction.group, self._collectives.world
+        # If a rank is lost, this raises and the leases stay taken: the transport may still write to them.
         self._collectives.finish(reduction.pending, "reduce")
         if self._replicated:
             self._store.forget_squares(group)

@@ -67,6 +67,7 @@ class SavedTensors:
             self._entered.append((None, _stack()))
             return
         hooks = self.hooks()
+        # Noted only after it: ``leave`` exits as many hooks as were entered.
         hooks.__enter__()
         self._entered.append((hooks, _stack()))
 
@@ -81,6 +82,7 @@ class SavedTensors:
 
     def leave(self) -> None:
         """The forward of the last ``enter`` ends: remove the hooks that it added."""
+        # Taken off first: after an interruption, the next ``leave`` must not pop another one's hooks.
         hooks, stack = self._entered.pop() if self._entered else (None, None)
         # Each exit pops the top of the stack of hooks, whichever hooks these are. After an exception, the user's hooks
         # may be popped before the engine's: then their exit removes the engine's hooks, and this one removes theirs. So
@@ -94,6 +96,7 @@ class SavedTensors:
         if node is not self._node:
             self._node, self._handed_out = node, set()
         self._handed_out.add(group)
+        # Makes room if it must, but not that of groups whose tensors this node has got.
         self._need(group)
 
     @contextmanager
@@ -145,6 +148,7 @@ class _Saved:
 
     def checked(self) -> Tensor:
         """The tensor. RuntimeError, as torch raises without hooks, if it was changed in place since it was saved."""
+        # Under hooks torch does not compare versions itself.
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
@@ -192,6 +196,7 @@ class _Hooks:
         if not isinstance(packed, _Saved):
             return self._unpack_outside(packed)
         if packed.group is not None:
+            # Before the tensor leaves: its storage then has bytes until the node ends.
             self.saved.hand_out(packed.group)
         return packed.checked()
 

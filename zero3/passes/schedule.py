@@ -141,6 +141,7 @@ class PassSchedule:
         The group takes no more memory than that call needs. It is released when the call ends, or with the module if
         the module does not call it.
         """
+        # Noted first: if the use raises, the end of the module takes it back.
         self._forwards[-1].early.append(group)
         self._use(group)
 
@@ -188,6 +189,7 @@ class PassSchedule:
             self._check_not_stepped(group)
         check_transform(group)
         if self._forwards:
+            # Noted first, as an early use is.
             self._forwards[-1].borrowed.append(group)
             self._use(group)
             return True
@@ -441,6 +443,7 @@ class PassSchedule:
 
     def _leave(self, *, raised: bool) -> None:
         """The innermost forward ends: release the groups that it borrowed or unsharded early."""
+        # In the reverse order of ``_enter``.
         self._saved.leave()
         if self._forwards:
             forward = self._forwards.pop()

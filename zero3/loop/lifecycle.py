@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from tiering._interrupts import uninterrupted
 from tiering.errors import EngineStateError
 from tiering.telemetry import Phase
 from zero3.device import closed_storage, out_of_memory
@@ -130,6 +131,7 @@ class Readiness:
         elif self._schedule.state is PassState.FORWARD:
             self._schedule.abandon()
 
+    @uninterrupted
     def give_up_backward(self) -> None:
         """Reset after an exception in backward: the gradients since the last step are dropped."""
         self._schedule.abandon()

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from optim_cpu import kernels
 from optim_cpu.kernels import DType
+from tiering._interrupts import uninterrupted
 from tiering.errors import ConfigError, EngineStateError
 from tiering.storage.arena import Lease
 from tiering.telemetry import COPIES_OF
@@ -365,6 +366,7 @@ class GradientStore:
         } - self._completed_groups:
             self.close(group)
 
+    @uninterrupted
     def reset(self) -> None:
         """Drop all gradients: they were used, or are not needed."""
         if self._reducer is not None:
@@ -377,9 +379,10 @@ class GradientStore:
                 transfer.lease.release()
         self._in_flight_bytes = 0
         self._closed_groups.clear()
-        for lease in self._windows.values():
-            lease.release()
-        self._windows.clear()
+        # Each is forgotten before it is released: a second Ctrl-C is not deferred, and no gradient may be written to a
+        # window that somebody else has.
+        while self._windows:
+            self._windows.popitem()[1].release()
         self._written_groups.clear()
         self._local_pieces.clear()
         self._received_pieces.clear()

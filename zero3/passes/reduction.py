@@ -262,10 +262,11 @@ class GradientReducer:
     def forget(self) -> None:
         """Drop the gradients that wait here. Reductions that were begun are left to end: other ranks take part."""
         self._cut_off = self._cut_off or bool(self._turn or self._reductions)
-        for collected in self._buffers.values():
-            if collected.lease is not None:
-                collected.lease.release()
-        self._buffers.clear()
+        # Each is forgotten before its lease is released, as in GradientStore.reset.
+        while self._buffers:
+            lease = self._buffers.popitem()[1].lease
+            if lease is not None:
+                lease.release()
         self._arrived.clear()
         self._ready.clear()
 

@@ -15,6 +15,7 @@ from tiering._interrupts import deferred_interrupts
 from tiering.errors import EngineStateError, SwapError
 from tiering.storage import arena
 from tiering.storage.aio import AioContext, Fault, FaultPlan
+from tiering.storage.arena import Lease
 from tiering.storage.swap_space import StripedExtent, SwapSpace
 from zero3.device import tiers
 from zero3.engine.engine import Engine
@@ -149,6 +150,42 @@ def test_ctrl_c_in_a_step_waits_for_its_end(
         assert engine.global_steps == number
     assert not armed
     assert signal.getsignal(signal.SIGINT) is before
+    masters = engine.master_state_dict()
+    assert all(torch.equal(masters[name], reference.masters[name]) for name in masters)
+
+
+def test_ctrl_c_while_gradients_are_dropped_drops_each_of_them_once(
+    start: Callable[..., Engine],
+    train: Callable[..., Any],
+    micro_batches: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes after an exception in backward, as soon as the first window of gradients is released."""
+    options = {**STREAMED, "accumulation": 1, "host_budget": "250KiB"}
+    reference, engine = train(1, **options), start(**options)
+    windows, release, armed = engine._tiers.grad_window, Lease.release, True
+
+    def interrupted(lease: Lease) -> None:
+        nonlocal armed
+        release(lease)
+        if armed and lease.arena is windows:
+            armed = False
+            signal.raise_signal(signal.SIGINT)
+
+    def fail(*_: object) -> None:
+        raise OSError("planted")
+
+    monkeypatch.setattr(Lease, "release", interrupted)
+    tokens, targets = next(micro_batches(1))
+    handle = engine.module.blocks[0].register_full_backward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(engine(tokens, targets))
+    assert not armed
+    handle.remove()
+    engine.backward(engine(tokens, targets))
+    engine.step()
+    windows.drain()
+    assert not windows.by_kind
     masters = engine.master_state_dict()
     assert all(torch.equal(masters[name], reference.masters[name]) for name in masters)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import tiering
 from tiering.cli import main
-from tiering.errors import ConfigError
 
 from .architectures import ARCHITECTURES, batches, build
 from .conftest import COMPUTE, Habit, settings
@@ -214,8 +213,12 @@ def test_code_of_the_models_own_comes_along(
     assert_same(loaded.state_dict(), engine.state_dict())
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["mixture", "untied"])
-def test_other_models_are_told_what_to_do(trained: Callable[..., Any], tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"needs a model of transformers or peft.*save_16bit_model"):
-        trained(name).save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
+def test_of_other_models_the_weights_are_written(
+    trained: Callable[..., Any], tmp_path: Path, name: str, precision: str
+) -> None:
+    engine = trained(name, precision)
+    engine.save_pretrained(tmp_path / "saved")
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["model.safetensors"]
+    assert_same(load_file(tmp_path / "saved/model.safetensors"), engine.state_dict())

@@ -95,19 +95,16 @@ class Export:
         model, directory = self._model, Path(save_dir)
         dtype = COMPUTE_DTYPES[self._config.precision]
         if has_adapter(model):
-            adapter = _only_adapter(model)
-            files = partial(_write_adapter_config, model, adapter)
-            self._write(directory, adapter_names(model, adapter), dtype, stem="adapter_model", files=files)
+            for adapter, folder in _adapter_folders(model, directory).items():
+                files = partial(_write_adapter_config, model, adapter)
+                self._write(folder, adapter_names(model, adapter), dtype, stem="adapter_model", files=files)
         elif is_from_transformers(model):
             files = partial(_write_transformers_config, model, dtype)
             self._write(
                 directory, transformers_names(model), dtype, max_shard_bytes=max_shard_bytes, files=files
             )
         else:
-            raise ConfigError(
-                f"save_pretrained needs a model of transformers or peft, whose config describes it, not"
-                f" {type(model).__name__}; save its weights with save_16bit_model(DIR)"
-            )
+            self._write(directory, own_names(model), dtype)
         return directory
 
     def _write(
@@ -229,11 +226,14 @@ def _write_adapter_config(model: Any, adapter: str, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def _only_adapter(model: Any) -> str:
-    adapters = list(model.peft_config)
+def _adapter_folders(model: Any, directory: Path) -> dict[str, Path]:
+    """The folder of each adapter, as peft has them; transformers saves one adapter, without a folder of its own."""
+    adapters = [str(name) for name in model.peft_config]
+    if is_from_peft(model):
+        return {name: directory if name == "default" else directory / name for name in adapters}
     if len(adapters) > 1:
         raise ConfigError(
-            f"save_pretrained writes one adapter, but the model has {', '.join(map(repr, adapters))}; delete the others"
-            " before initialize, or save the whole model with save_16bit_model(DIR)"
+            f"save_pretrained writes one adapter of a transformers model, which has {', '.join(map(repr, adapters))};"
+            " delete the others before initialize, or save the whole model with save_16bit_model(DIR)"
         )
-    return str(adapters[0])
+    return {adapters[0]: directory}

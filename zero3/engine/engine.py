@@ -331,8 +331,9 @@ class Engine:
     def save_pretrained(self, save_dir: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
         """Write a directory that ``from_pretrained`` of transformers or peft loads, in the compute dtype; returns it.
 
-        A model with a peft adapter is saved as the adapter alone. All ranks call this together. Raises ConfigError for
-        models of other libraries, and CheckpointError, on all ranks, if a file cannot be written.
+        Of a model with peft adapters, only the adapters are saved, all but "default" in folders of their own. A model
+        of another library has no configuration: its state_dict is written as model.safetensors. All ranks call this
+        together. Raises CheckpointError, on all ranks, if a file cannot be written.
         """
         return self._files.save_pretrained(save_dir, max_shard_size)
 

@@ -12,7 +12,10 @@ For another class of trainers:
 from __future__ import annotations
 
 import logging
+import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -180,13 +183,14 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
         if not training:
             config.pop("optimizer", None)
         self._dtype = _training_arguments.dtype_of(self.model)
-        self._engine = tiering.initialize(
-            args=_training_arguments.known(self.args, self.model, self.state.max_steps),
-            model=self.model,
-            optimizer=optimizer,
-            config=config,
-            weights=self._tiering_weights,
-        ).engine
+        with _computing_on(self.args.device):
+            self._engine = tiering.initialize(
+                args=_training_arguments.known(self.args, self.model, self.state.max_steps),
+                model=self.model,
+                optimizer=optimizer,
+                config=config,
+                weights=self._tiering_weights,
+            ).engine
         _engines[self.model] = weakref.ref(self._engine), self._dtype
         self._traffic = Traffic(self._engine.snapshot)
         if training:
@@ -323,6 +327,20 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
 
 class TieringTrainer(TieringTrainerMixin, Trainer):  # type: ignore[misc] # not followed by mypy
     """``transformers.Trainer`` on a tiered engine; see TieringTrainerMixin."""
+
+
+@contextmanager
+def _computing_on(device: torch.device) -> Iterator[None]:
+    """Engines that start in the block compute on the device of the Trainer, where its batches are."""
+    before = os.environ.get("TIERING_DEVICE")
+    os.environ["TIERING_DEVICE"] = device.type
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TIERING_DEVICE"]
+        else:
+            os.environ["TIERING_DEVICE"] = before
 
 
 def _missing_files(checkpoint: str) -> str:

@@ -13,29 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tiering.errors import CheckpointError, ConfigError
 
-from .trainers import ADAMW, PLACES, config, llama, reported, tiered
+from .trainers import ADAMW, PLACES, config, different, llama, reported, state, tiered
 
 SCHEDULE = {
     "type": "WarmupDecayLR",
     "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"},
 }
-
-
-def state(trainer: Any) -> dict[str, torch.Tensor]:
-    """Masters and moments by name."""
-    engine = trainer.engine
-    trained = [name for name, param in trainer.model.named_parameters() if param.requires_grad]
-    moments = {
-        f"{kind} of {name}": engine.get_fp32_state(name, kind)
-        for name in trained
-        for kind in engine.state_names
-    }
-    return engine.master_state_dict() | moments
-
-
-def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    names = one.keys() ^ other.keys()
-    return sorted(names | {name for name in one.keys() & other.keys() if not one[name].equal(other[name])})
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -13,9 +13,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
-from tiering.integrations.transformers import TieringTrainer
+from tiering.integrations.transformers import TieringTrainer, TieringTrainerMixin
 
 VOCABULARY, LENGTH = 96, 12
 PLACES: dict[str, dict[str, Any]] = {
@@ -97,6 +106,32 @@ def _parts(output: Path, model: nn.Module | None, **options: Any) -> dict[str, A
     return {"args": arguments(output, **options), **data, **given}
 
 
+class TieredSeq2SeqTrainer(TieringTrainerMixin, Seq2SeqTrainer): ...
+
+
+def t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(3)
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(vocab_size=96, decoder_start_token_id=0, **sizes))
+
+
+def seq2seq(cls: type, output: Path, **more: Any) -> Any:
+    args = Seq2SeqTrainingArguments(
+        str(output),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        learning_rate=1e-3,
+        predict_with_generate=True,
+        generation_max_length=8,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return cls(t5(), args, train_dataset=sentences(16), eval_dataset=sentences(4, seed=8), **more)
+
+
 def reported(trainer: Any) -> list[dict[str, float]]:
     """The figures of the logs that a stock Trainer has as well, in their order."""
     return [
@@ -106,12 +141,30 @@ def reported(trainer: Any) -> list[dict[str, float]]:
     ]
 
 
-def differences(trainer: Any, other: Any, relative: float) -> Iterator[str]:
-    """The reported figures that differ by more than ``relative``; also if one of both lacks some."""
+def state(trainer: Any) -> dict[str, Tensor]:
+    """Masters and moments by name."""
+    engine = trainer.engine
+    trained = [name for name, param in trainer.model.named_parameters() if param.requires_grad]
+    moments = {
+        f"{kind} of {name}": engine.get_fp32_state(name, kind)
+        for name in trained
+        for kind in engine.state_names
+    }
+    return {**engine.master_state_dict(), **moments}
+
+
+def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """The names of tensors that differ in a bit, or that one side lacks."""
+    names = one.keys() ^ other.keys()
+    return sorted(names | {name for name in one.keys() & other.keys() if not one[name].equal(other[name])})
+
+
+def differences(trainer: Any, other: Any, relative: float, absolute: float = 0.0) -> Iterator[str]:
+    """The reported figures that differ by more than both tolerances; also if one of both lacks some."""
     ours, theirs = reported(trainer), reported(other)
     if [list(entry) for entry in ours] != [list(entry) for entry in theirs]:
         yield f"{[list(entry) for entry in ours]} and {[list(entry) for entry in theirs]}"
     for step, (entry, expected) in enumerate(zip(ours, theirs, strict=False)):
         for name in entry:
-            if not abs(entry[name] - expected[name]) <= relative * abs(expected[name]):
+            if not abs(entry[name] - expected[name]) <= max(relative * abs(expected[name]), absolute):
                 yield f"{name} of entry {step} is {entry[name]!r}, not {expected[name]!r}"

@@ -1,0 +1,117 @@
+"""A program: a run that is killed again and again, and resumes each time, against one that is not killed.
+
+    python -m tests.tiering.integrations.lives DIRECTORY RANKS KILLS SEED
+
+Each life is a fork of this process for each rank, which has imported everything. The last line of output is JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .trainers import config, llama, reported, state, tiered
+
+STEPS = 16
+
+
+def life(root: Path, seed: int) -> None:
+    """Train to the end, from the last complete checkpoint if there is one; write what is left to ``root``."""
+    root.mkdir(exist_ok=True)
+    rank = int(os.environ.get("RANK", "0"))
+    # The first model's weights; a resumed run starts from others, and loads those of the checkpoint.
+    resumes = any((path / "trainer_state.json").exists() for path in (root / "out").glob("checkpoint-*"))
+    trainer = tiered(
+        root / "out",
+        config("nvme", root),
+        llama(seed=seed if resumes else 3),
+        max_steps=STEPS,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=3,
+    )
+    trainer.train(resume_from_checkpoint=resumes or None)
+    left = state(trainer)
+    if rank == 0:
+        torch.save({"state": left, "reported": reported(trainer)}, root / "left.pt")
+    trainer.engine.close()
+
+
+def born(root: Path, seed: int, ranks: int) -> list[int]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            with (root.parent / f"{root.name}.log").open("ab") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            if ranks > 1:
+                where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
+                numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ranks)
+                os.environ |= where | {name: str(number) for name, number in numbers.items()}
+            try:
+                life(root, seed)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    return children
+
+
+def ended(children: list[int]) -> bool:
+    """Wait for all; returns whether they ended by themselves. Raises if one failed and none was killed."""
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if -signal.SIGKILL not in codes and any(codes):
+        raise RuntimeError(f"exit codes {codes}")
+    return not any(codes)
+
+
+def main(root: Path, ranks: int, kills: int, seed: int) -> dict[str, Any]:
+    dice = random.Random(seed)
+    root.mkdir(exist_ok=True)
+    began = time.monotonic()
+    assert ended(born(root / "straight", 0, ranks))
+    span = time.monotonic() - began
+    killed, resumed = 0, []
+    while True:
+        children = born(root / "killed", 1 + killed, ranks)
+        if killed < kills:
+            time.sleep(dice.uniform(0.4, 1.0) * span)
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+        if ended(children):
+            break
+        killed += 1
+        steps = [int(path.name.partition("-")[2]) for path in (root / "killed/out").glob("checkpoint-*")]
+        resumed.append(max(steps, default=0))
+    straight, other = (torch.load(root / name / "left.pt") for name in ("straight", "killed"))
+    wrong = [name for name, value in straight["state"].items() if not value.equal(other["state"][name])]
+    return {
+        "wrong": wrong,
+        "tensors": len(other["state"]),
+        "same reports": straight["reported"] == other["reported"],
+        "kills": killed,
+        "after": resumed,
+    }
+
+
+if __name__ == "__main__":
+    outcome = main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    print(json.dumps(outcome))

@@ -1,0 +1,153 @@
+"""TRL's trainers on the engine report what they report without it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tiering.integrations.transformers import TieringTrainerMixin
+
+from .trainers import PLACES, config, differences, llama
+
+# Its trainers need a data set of this library.
+datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+trl = pytest.importorskip("trl", reason="trl is not installed")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+TEXTS = [f"the number after {number} is {number + 1}." for number in range(64)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: number for number, symbol in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=64
+    )
+
+
+class TieredSFTTrainer(TieringTrainerMixin, trl.SFTTrainer): ...
+
+
+class TieredDPOTrainer(TieringTrainerMixin, trl.DPOTrainer): ...
+
+
+class TieredGRPOTrainer(TieringTrainerMixin, trl.GRPOTrainer): ...
+
+
+OPTIONS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "dataloader_pin_memory": False,
+}
+
+
+def from_directory(output: Path) -> LlamaForCausalLM:
+    """A model that remembers its directory, from which trl loads its reference model."""
+    llama(vocab_size=259).save_pretrained(output / "model")
+    return LlamaForCausalLM.from_pretrained(output / "model")
+
+
+def sft(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, **more: Any) -> Any:
+    data = datasets.Dataset.from_list([{"text": text} for text in TEXTS])
+    args = trl.SFTConfig(
+        output_dir=str(output), eval_strategy="steps", eval_steps=4, max_length=32, max_steps=steps, **OPTIONS
+    )
+    parts = {"train_dataset": data, "eval_dataset": data.select(range(6)), "processing_class": tokenizer}
+    return cls(llama(vocab_size=259), args=args, peft_config=peft, **parts, **more)
+
+
+def dpo(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, **more: Any) -> Any:
+    pairs = [{"prompt": text[:-3], "chosen": text[-3:], "rejected": "?" + text[-2:]} for text in TEXTS]
+    args = trl.DPOConfig(output_dir=str(output), max_length=48, max_steps=steps, **OPTIONS)
+    data = datasets.Dataset.from_list(pairs)
+    return cls(
+        from_directory(output),
+        args=args,
+        peft_config=peft,
+        train_dataset=data,
+        processing_class=tokenizer,
+        **more,
+    )
+
+
+def grpo(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, **more: Any) -> Any:
+    data = datasets.Dataset.from_list([{"prompt": text[:12]} for text in TEXTS])
+    args = trl.GRPOConfig(
+        output_dir=str(output),
+        num_generations=2,
+        max_completion_length=6,
+        beta=0.1,
+        max_steps=steps,
+        **OPTIONS,
+    )
+    return cls(
+        from_directory(output),
+        args=args,
+        peft_config=peft,
+        train_dataset=data,
+        processing_class=tokenizer,
+        reward_funcs=length_of_words,
+        **more,
+    )
+
+
+def length_of_words(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(str.isalnum, text))) for text in completions]
+
+
+MAKERS = {
+    "sft": (sft, trl.SFTTrainer, TieredSFTTrainer),
+    "dpo": (dpo, trl.DPOTrainer, TieredDPOTrainer),
+    "grpo": (grpo, trl.GRPOTrainer, TieredGRPOTrainer),
+}
+TIMES = re.compile("time|per_second")
+"""Figures of trl that differ from run to run."""
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("steps", "places"), [(4, ["nvme"]), pytest.param(20, list(PLACES), marks=pytest.mark.slow)]
+)
+def test_a_run_reports_what_trl_reports(
+    steps: int, places: list[str], name: str, adapter: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    make, stock, tiered = MAKERS[name]
+    peft = LoraConfig(**LORA) if adapter else None
+    plain = make(stock, tmp_path / "stock", tokenizer, steps, peft)
+    plain.train()
+    for place in places:
+        settings = config(place, tmp_path)
+        trainer = make(tiered, tmp_path / place, tokenizer, steps, peft, tiering_config=settings)
+        trainer.train()
+        # The loss of GRPO is a sum of terms around 1 that nearly cancel.
+        assert list(differences(trainer, plain, 1e-6, 1e-8 if name == "grpo" else 0.0)) == [], place
+        for entry, expected in zip(trainer.state.log_history, plain.state.log_history, strict=True):
+            figures = {key: value for key, value in expected.items() if not TIMES.search(key)}
+            assert {key: entry[key] for key in figures} == pytest.approx(figures, rel=1e-4, abs=1e-5), place
+        trainer.engine.close()

@@ -43,7 +43,7 @@ RuleName = Annotated[
     BeforeValidator(
         refuse_planned(
             *UNSUPPORTED_OPTIMIZERS,
-            instead="use 'AdamW', or pass a torch optimizer to initialize()",
+            instead="another optimizer changes the training: use 'AdamW', or pass a torch optimizer to initialize()",
         )
     ),
 ]

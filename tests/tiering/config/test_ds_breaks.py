@@ -157,7 +157,15 @@ def test_null_is_false_where_true_is_the_default(value: object) -> None:
         ("FusedAdam", "did you mean 'Adam'?"),
         ("DeepSpeedCPUAdam", "did you mean 'Adam'?"),
         ("torch.optim.AdamW", "did you mean 'AdamW'?"),
-        ("torch.optim.NAdam", "initialize(optimizer=torch.optim.NAdam(...))"),
+        ("torch.optim.NAdam", "pass it as an object: initialize(optimizer=NAdam(...))"),
+        (
+            "OnebitAdam",
+            "'OneBitAdam' is not supported in this version; another optimizer changes the training",
+        ),
+        (
+            "zerooneadam",
+            "'ZeroOneAdam' is not supported in this version; another optimizer changes the training",
+        ),
     ],
 )
 def test_the_name_of_a_class_is_no_name_of_an_optimizer(name: str, message: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tiering.config.fields import ALIGNMENT, whole_number
-from tiering.config.optimizer import RULES
+from tiering.config.optimizer import RULES, UNSUPPORTED_OPTIMIZERS
 from tiering.config.training import MAX_QUEUE_DEPTH
 
 
@@ -54,7 +54,7 @@ def limit_queue_depth(requests: object) -> object:
 
 def update_rule(name: object) -> object:
     """``name`` in the spelling of the schema; DeepSpeed compares names of optimizers in lower case."""
-    rules = {rule.lower(): rule for rule in RULES}
+    rules = {rule.lower(): rule for rule in (*RULES, *UNSUPPORTED_OPTIMIZERS)}
     return rules.get(name.lower(), name) if isinstance(name, str) else name
 
 

@@ -25,8 +25,8 @@ def unknown_optimizer(name: str) -> str:
         if rule := rules.get(bare.removeprefix(prefix).lower()):
             return f"unknown optimizer {name!r}; did you mean {rule!r}?"
     return (
-        f"no kernel for optimizer {bare}; the kernels are {', '.join(RULES)}. Pass any other optimizer to"
-        f" initialize(optimizer=torch.optim.{bare}(...))"
+        f"no kernel for optimizer {bare}; the kernels are {', '.join(RULES)}, which train differently. To keep {bare},"
+        f" pass it as an object: initialize(optimizer={bare}(...))"
     )
 
 

@@ -16,6 +16,7 @@ from optim_cpu.tensor_batch import DTYPES
 class Adam(FusedOptimizer):
     """Adam with L2 decay or, on request, decoupled decay, as torch.optim.Adam; ``amsgrad`` is not supported.
 
+    ``bias_correction=False`` does not correct the moments for their start at zero.
     State: step, exp_avg, exp_avg_sq. ``FusedOptimizer`` describes ``state_format``, ``stochastic_rounding``, ``seed``.
     """
 
@@ -36,6 +37,7 @@ class Adam(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        bias_correction: bool = True,
         state_format: str = "fp32",
         stochastic_rounding: bool = True,
         seed: int = 0,
@@ -52,6 +54,7 @@ class Adam(FusedOptimizer):
             "differentiable": differentiable,
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "bias_correction": bias_correction,
             "state_format": state_format,
             "stochastic_rounding": stochastic_rounding,
             "seed": seed,
@@ -76,6 +79,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        bias_correction: bool = True,
         state_format: str = "fp32",
         stochastic_rounding: bool = True,
         seed: int = 0,
@@ -93,6 +97,7 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
+            bias_correction=bias_correction,
             state_format=state_format,
             stochastic_rounding=stochastic_rounding,
             seed=seed,

@@ -8,7 +8,7 @@ in ``csrc/kernels.h``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from optim_cpu._kernels import ffi, lib
@@ -59,12 +59,14 @@ def adam(
     eps: float,
     weight_decay: float,
     decoupled: bool = True,
+    bias_correction: bool = True,
     maximize: bool = False,
     step: int,
     seed: int = 0,
 ) -> Rule:
     """Adam with decoupled weight decay (AdamW) or, ``decoupled=False``, with L2. State: exp_avg, exp_avg_sq.
 
+    ``bias_correction=False`` does not correct the moments for their start at zero.
     ``step`` is the number of the step, from 1; ``seed`` (64 bits) selects the random bits of stochastic rounding.
     Raises ValueError, which names the argument.
     """
@@ -119,13 +121,15 @@ class UpdateRule:
     """An optimizer of the kernels: the options that it reads from a param group, and the state that it keeps.
 
     Param groups have the options of torch.optim's optimizers, under their names; a number may be a tensor of one
-    element. ``maximize`` and ``seed``, which every rule has, may be missing.
+    element. ``maximize`` and ``seed``, which every rule has, and ``optional`` ones may be missing.
     """
 
     name: str
     # Derives the rule of one step. Its parameters are named like the options; _PARAMETERS has the exceptions.
     rule: Callable[..., Rule]
     options: tuple[str, ...]
+    # Options that torch's optimizers do not have; the rule has their defaults.
+    optional: tuple[str, ...] = field(default=(), kw_only=True)
     # The state arrays of a parameter, in the order of the kernels.
     state: tuple[str, ...]
     # The option without which there is no state.
@@ -136,7 +140,7 @@ class UpdateRule:
     def at(self, options: Mapping[str, Any], step: int) -> Rule:
         """The rule of step number ``step``, from 1. Raises ValueError or TypeError, which names the invalid option."""
         arguments: dict[str, Any] = {}
-        for name in self.options:
+        for name in (*self.options, *(name for name in self.optional if name in options)):
             if name == "betas":
                 beta1, beta2 = options[name]
                 arguments["beta1"], arguments["beta2"] = float(beta1), float(beta2)
@@ -164,7 +168,11 @@ class UpdateRule:
 _PARAMETERS = {"decoupled_weight_decay": "decoupled"}
 
 ADAM = UpdateRule(
-    "Adam", adam, ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"), ("exp_avg", "exp_avg_sq")
+    "Adam",
+    adam,
+    ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"),
+    ("exp_avg", "exp_avg_sq"),
+    optional=("bias_correction",),
 )
 LION = UpdateRule("Lion", lion, ("lr", "betas", "weight_decay"), ("exp_avg",))
 ADAGRAD = UpdateRule(

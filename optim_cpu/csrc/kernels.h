@@ -20,7 +20,8 @@
  *
  *     Adam      m = toward(m, g, beta1)
  *               v = toward(v, g * g, beta2)
- *               u = m / (sqrt(v) * (1 / (size * sqrt(1-beta2^t))) + (eps / size)), size being lr / (1-beta1^t)
+ *               u = m / (sqrt(v) * (1 / (size * sqrt(1-beta2^t))) + (eps / size)), size being lr / (1-beta1^t);
+ *               without bias correction, 1 takes the place of 1-beta1^t and 1-beta2^t
  *     Lion      u = lr * sign(toward(m, g, beta1))          the sign of zero is zero, that of NaN is NaN
  *               m = toward(m, g, beta2)
  *     Adagrad   s = s + g * g
@@ -113,7 +114,7 @@ typedef struct {
 
 /* Each function checks its arguments and derives the float32 scalars. `step` counts from 1. */
 int opt_adam_rule(opt_rule *rule, double lr, double beta1, double beta2, double eps, double weight_decay,
-                  int decoupled, int maximize, int64_t step, uint64_t seed);
+                  int decoupled, int bias_correction, int maximize, int64_t step, uint64_t seed);
 int opt_lion_rule(opt_rule *rule, double lr, double beta1, double beta2, double weight_decay, int maximize,
                   int64_t step, uint64_t seed);
 int opt_adagrad_rule(opt_rule *rule, double lr, double lr_decay, double eps, double weight_decay,

@@ -62,10 +62,12 @@ static NOT_INLINED void derive_betas(opt_rule *rule, double beta1, double beta2)
 }
 
 static NOT_INLINED void derive_adam(opt_rule *rule, double lr, double beta1, double beta2, double eps,
-                                    int64_t step)
+                                    int bias_correction, int64_t step)
 {
-    double size = lr / (1 - pow(beta1, (double)step));
-    double scale = 1 / (size * sqrt(1 - pow(beta2, (double)step)));
+    double first = bias_correction ? 1 - pow(beta1, (double)step) : 1;
+    double second = bias_correction ? 1 - pow(beta2, (double)step) : 1;
+    double size = lr / first;
+    double scale = 1 / (size * sqrt(second));
 
     /* For lr = 0 the step must be 0: an infinite denominator. The infinity is in the eps term, because infinity times
      * v = 0 would be NaN. */
@@ -74,7 +76,7 @@ static NOT_INLINED void derive_adam(opt_rule *rule, double lr, double beta1, dou
 }
 
 int opt_adam_rule(opt_rule *rule, double lr, double beta1, double beta2, double eps, double weight_decay,
-                  int decoupled, int maximize, int64_t step, uint64_t seed)
+                  int decoupled, int bias_correction, int maximize, int64_t step, uint64_t seed)
 {
     int refused = check_rule(rule, lr, weight_decay, step);
 
@@ -89,7 +91,7 @@ int opt_adam_rule(opt_rule *rule, double lr, double beta1, double beta2, double 
     *rule = derive_common(OPT_ADAM, lr, weight_decay, decoupled ? OPT_DECAY_DECOUPLED : OPT_DECAY_L2,
                           maximize, step, seed);
     derive_betas(rule, beta1, beta2);
-    derive_adam(rule, lr, beta1, beta2, eps, step);
+    derive_adam(rule, lr, beta1, beta2, eps, bias_correction, step);
     fp_restore(saved);
     return 0;
 }

@@ -140,7 +140,7 @@ static inline void make_rule(opt_rule *rule, int optimizer, int variant, int64_t
     if (optimizer == ADAM) {
         const double *beta = betas[variant / 3];
         refused = opt_adam_rule(rule, lr, beta[0], beta[1], 1e-8, variant % 3 ? decay : 0, variant % 3 == 1,
-                                maximize, step, seed);
+                                1, maximize, step, seed);
     } else if (optimizer == LION) {
         const double *beta = betas[variant / 2];
         refused = opt_lion_rule(rule, lr, beta[0], beta[1], variant % 2 ? decay : 0, maximize, step, seed);

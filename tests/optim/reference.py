@@ -31,15 +31,17 @@ f32: Any = np.float32  # numpy's annotations take a float32 times an array of th
 
 def adam(
     p: F32, state: State, grad: F32, *, grad_scale: float, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, step: int, decoupled: bool = True, maximize: bool = False, seed: int = 0,
+    weight_decay: float, step: int, decoupled: bool = True, bias_correction: bool = True, maximize: bool = False,
+    seed: int = 0,
 ) -> tuple[F32, State]:  # fmt: skip
     g = scaled(grad, grad_scale, maximize)
     if not decoupled:
         g = l2(g, p, weight_decay)
-    size = lr / (1 - beta1**step)
+    first, second = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1, 1)
+    size = lr / first
     m = toward(state[0], g, beta1)
     v = toward(state[1], g * g, beta2)
-    correction = size * math.sqrt(1 - beta2**step)
+    correction = size * math.sqrt(second)
     if correction > 0 and 1 / correction < BEYOND_F32:
         u = m / (np.sqrt(v) * f32(1 / correction) + f32(eps / size))
     else:  # lr is 0, or nearly

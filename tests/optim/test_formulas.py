@@ -57,6 +57,8 @@ OPTIONS: list[Kind] = [
     ),
     *(LOOPS[name].but(maximize=True) for name in LOOPS),
     *(Kind("adam").but(step=t, decoupled=d) for t in (1, 2, 1000, 10**7) for d in (True, False)),
+    *(Kind("adam").but(bias_correction=False, step=t, decoupled=d) for t in (1, 2, 1000) for d in (True, False)),
+    Kind("adam").but(bias_correction=False, lr=0.0),
     Kind("adam").but(eps=0.0),
     Kind("adam").but(lr=1e30, weight_decay=1e3),
     Kind("adam").but(lr=1e-12),

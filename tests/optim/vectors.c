@@ -139,7 +139,7 @@ static void rule_cases(int unused)
         uint64_t left = 0;
         for (int64_t step = 1; step < 3000000; step += 1 + step / 40) {
             opt_rule rule;
-            CALL(opt_adam_rule(&rule, 1e-3, betas[i], betas[i], 1e-8, 0.1, 1, 0, step, 5));
+            CALL(opt_adam_rule(&rule, 1e-3, betas[i], betas[i], 1e-8, 0.1, 1, 1, 0, step, 5));
             left = digest(left, &rule, sizeof rule);
             CALL(opt_adagrad_rule(&rule, 1e-42, 1e-3, 1e-42, 1e-42, 0, step, 5));
             left = digest(left, &rule, sizeof rule);

@@ -9,7 +9,14 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from .fields import Beta, Number, Section, refuse_planned
 
-_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+_ADAM = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "decoupled": True,
+    "bias_correction": True,
+}
 
 RULES: dict[str, dict[str, object]] = {
     "AdamW": _ADAM,
@@ -67,6 +74,9 @@ class OptimizerConfig(Section):
     weight_decay: Number = Field(default=0.0, description="Weight decay; 0: off.")
     decoupled: StrictBool = Field(
         default=True, description="Adam: decay the weights directly (AdamW), not through the gradient."
+    )
+    bias_correction: StrictBool = Field(
+        default=True, description="Adam: correct the moments for their start at zero."
     )
     momentum: Number = Field(default=0.0, description="SGD: decay of the momentum buffer; 0: no buffer.")
     dampening: Number = Field(

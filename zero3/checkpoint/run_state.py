@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 # Options that describe how this optimizer works, not the progress of its run: a load keeps those of this optimizer.
 _KEPT_OPTIONS = frozenset(
     {
-        *("state_format", "stochastic_rounding", "decoupled_weight_decay"),
+        *("state_format", "stochastic_rounding", "decoupled_weight_decay", "bias_correction"),
         *("fused", "foreach", "capturable", "differentiable"),
     }
 )

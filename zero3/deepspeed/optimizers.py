@@ -41,12 +41,19 @@ class DeepSpeedCPUAdam(optim_cpu.Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _check(self, amsgrad, bias_correction, fp32_optimizer_states)
-        super().__init__(model_params, lr, betas, eps, weight_decay, decoupled_weight_decay=adamw_mode)
+        _check(self, amsgrad, fp32_optimizer_states)
+        super().__init__(
+            *(model_params, lr, betas, eps, weight_decay),
+            decoupled_weight_decay=adamw_mode,
+            bias_correction=bool(bias_correction),
+        )
 
 
 class FusedAdam(_ZeroGrad, torch.optim.Adam):
-    """AdamW, or with ``adam_w_mode`` False Adam with L2 decay; by default without decay, as in DeepSpeed."""
+    """AdamW, or with ``adam_w_mode`` False Adam with L2 decay; by default without decay, as in DeepSpeed.
+
+    ``bias_correction=False`` is for ``initialize``: the optimizer's own ``step``, torch's, raises ConfigError.
+    """
 
     def __init__(
         self,
@@ -60,9 +67,13 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _check(self, amsgrad, bias_correction)
+        _check(self, amsgrad)
         super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=bool(adam_w_mode))
         self.set_grad_none = set_grad_none
+        if not bias_correction:
+            for group in self.param_groups:
+                group["bias_correction"] = False
+            self.register_step_pre_hook(_refuse_torchs_step)
 
 
 class DeepSpeedCPULion(optim_cpu.Lion):
@@ -111,14 +122,17 @@ class DeepSpeedCPUAdagrad(optim_cpu.Adagrad):
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
 
 
-def _check(
-    optimizer: Any, amsgrad: bool = False, bias_correction: bool = True, fp32_states: bool = True
-) -> None:
+def _refuse_torchs_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    raise ConfigError(
+        "FusedAdam(bias_correction=False).step() would be torch's Adam, which corrects the bias; pass the optimizer to"
+        " initialize, or use DeepSpeedCPUAdam"
+    )
+
+
+def _check(optimizer: Any, amsgrad: bool = False, fp32_states: bool = True) -> None:
     name = type(optimizer).__name__
     if amsgrad:
         raise ConfigError(f"{name}(amsgrad=True) is not supported; use torch.optim.AdamW(amsgrad=True)")
-    if not bias_correction:
-        raise ConfigError(f"{name}(bias_correction=False) is not supported; remove the argument")
     if not fp32_states:
         raise ConfigError(
             f'{name}(fp32_optimizer_states=False) is not supported: set "tiering": {{"state": "bf16"}} in the'

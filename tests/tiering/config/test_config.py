@@ -401,7 +401,8 @@ def test_a_stage_moves_only_what_it_partitions(stage: int, param: str, optimizer
 
 
 def test_a_rule_has_the_defaults_of_the_class_that_deepspeed_makes() -> None:
-    adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+    adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    adam |= {"decoupled": True, "bias_correction": True}
     rules: dict[str, dict[str, object]] = {
         "AdamW": adam,
         "Adam": adam,

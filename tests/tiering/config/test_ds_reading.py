@@ -200,7 +200,6 @@ def test_what_would_change_the_numbers_is_refused_with_the_line_to_delete(
         ("zero_optimization.zero_hpz_partition_size", 1),
         ("zero_optimization.cpu_offload", False),
         ("zero_optimization.zenflow", None),
-        ("optimizer.params.bias_correction", True),
         ("optimizer.params.max_grad_norm", 0),
         ("compression_training", {}),
         ("flops_profiler", {"enabled": False, "top_modules": 1}),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tiering as deepspeed
+from tests.zero3.conftest import NVME_STATE
 from tests.zero3.tutorial import WIDTH, net
 from tiering.errors import ConfigError
 
@@ -20,7 +21,9 @@ ADAM = {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1}
 OPTIMIZERS = [
     ("adam", "DeepSpeedCPUAdam", "AdamW", {}, ADAM),
     ("adam", "DeepSpeedCPUAdam", "Adam", {"adamw_mode": False}, ADAM),
+    ("adam", "DeepSpeedCPUAdam", "AdamW", {}, ADAM | {"bias_correction": False}),
     ("adam", "FusedAdam", "AdamW", {}, ADAM),
+    ("adam", "FusedAdam", "AdamW", {}, ADAM | {"bias_correction": False}),
     ("adam", "FusedAdam", "Adam", {"adam_w_mode": False, "set_grad_none": False}, ADAM),
     ("lion", "DeepSpeedCPULion", "Lion", {}, {"lr": 0.01, "weight_decay": 0.1}),
     ("lion", "FusedLion", "Lion", {"set_grad_none": False}, {"lr": 0.01, "weight_decay": 0.1}),
@@ -76,14 +79,34 @@ def test_an_optimizer_that_is_given_is_the_one_that_is_named(
         assert (param - wanted[name]).abs().max() < 1e-6, name
 
 
+def test_moments_without_bias_correction_are_the_same_on_every_tier(start: Callable[..., Any]) -> None:
+    common: dict[str, Any] = {"rule": "AdamW", "precision": "fp32", "accumulation": 1, "clip": 0.0}
+    options = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-12, "weight_decay": 0.0}
+    uncorrected = common | {"optimizer": options | {"bias_correction": False}}
+    on_device = steps(start(net(), **uncorrected))
+    for placement in ({"offload_optimizer": "cpu"}, NVME_STATE | {"cache_in_host": False}):
+        elsewhere = steps(start(net(), **uncorrected, **placement))
+        assert all(torch.equal(value, elsewhere[name]) for name, value in on_device.items())
+    # In the first step the moments are (1 - beta1) g and (1 - beta2) g^2: the step is 3.16 times the corrected one.
+    start_values = steps(start(net(), **common), 0)
+    first = steps(start(net(), **uncorrected), 1)
+    corrected = steps(start(net(), **common, optimizer=options), 1)
+    for name, value in start_values.items():
+        # The corrected first step is the learning rate, where there is a gradient.
+        moved = (corrected[name] - value).abs() > 0.009
+        ratio = (first[name] - value)[moved] / (corrected[name] - value)[moved]
+        assert moved.any() and torch.allclose(ratio, torch.tensor(0.1 / 0.001**0.5), rtol=1e-3), name
+
+
 def test_options_of_optimizers_that_nothing_does_are_refused() -> None:
     params = [nn.Parameter(torch.ones(2))]
     adam = deepspeed.ops.adam
     for kind in (adam.DeepSpeedCPUAdam, adam.FusedAdam):
         with pytest.raises(ConfigError, match=rf"{kind.__name__}\(amsgrad=True\)"):
             kind(params, amsgrad=True)
-        with pytest.raises(ConfigError, match="bias_correction=False"):
-            kind(params, bias_correction=False)
+    params[0].grad = torch.ones(2)
+    with pytest.raises(ConfigError, match="torch's Adam, which corrects the bias; pass the optimizer to"):
+        adam.FusedAdam(params, bias_correction=False).step()
     for kind in (
         adam.DeepSpeedCPUAdam,
         deepspeed.ops.lion.DeepSpeedCPULion,

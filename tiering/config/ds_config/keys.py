@@ -247,7 +247,8 @@ _FILE: Tree = {
             "adam_w_mode": mapped("optimizer.decoupled"),
             **for_each("torch_adam foreach fused capturable", _KERNEL),
             "set_grad_none": _UNUSED,
-            "bias_correction": refused("bias correction is always on", is_request=operator.not_),
+            # DeepSpeed tests whether the value is true.
+            "bias_correction": honoured("optimizer.bias_correction", read=bool),
             "amsgrad": refused("amsgrad is not supported", False),
             "maximize": refused("not supported; negate the loss instead", False),
             "differentiable": refused("not supported in this version", False),

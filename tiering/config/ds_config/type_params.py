@@ -6,7 +6,6 @@ from tiering.config.optimizer import RULES
 from tiering.config.scheduler import PARAMS
 
 _EXTRA_PARAMS = {
-    "bias_correction": "AdamW Adam",
     "torch_adam": "AdamW Adam",
     "decoupled_weight_decay": "Adam",
     "capturable": "AdamW Adam",

@@ -163,12 +163,14 @@ class Collectives:
         if device.type == "cuda":  # see Note [Collectives on a device]
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         transport = TRANSPORTS[device.type]
+        # In one order on all ranks: torch matches process groups of one membership by the order in which they are made.
         self._groups.take("gather", self._new_group(timeout, transport))
         self._groups.take("reduction", self._new_group(timeout, transport))
         self._groups.take("control", self._new_group(timeout, "gloo"))
         self.peers.agree("initialize")
         if device.type == "cuda":
             gpu = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+            # Before NCCL connects, which hangs or fails without naming the ranks.
             check_apart(self.gather_objects(gpu, "compare the GPUs of ranks"))
         if self._streams is not None:
             self._connect_devices(device)
@@ -185,6 +187,7 @@ class Collectives:
         """The next gather is ``label``. If not all ranks have ``foreseen`` it, waits until they agree on it."""
         if foreseen:
             self.check()
+            # Before the gather begins: the beats of this rank tell which gather it has reached.
             self.peers.issue(label, group="gather")
         else:
             self.agree(label)
@@ -203,6 +206,7 @@ class Collectives:
             collective = partial(all_gather, whole, shard, self._groups.of("gather"), async_op=False)
             return self._queue(pending, collective, self._streams.gather, after, whole.nbytes)
         direct = shard.nbytes >= LARGE
+        # The transport uses both tensors until ``finish``.
         pending.works = (
             scatter_shards(as_bytes(whole), as_bytes(shard), self._groups.of("gather"))
             if direct
@@ -220,12 +224,15 @@ class Collectives:
         A device begins it after all work on the current stream. The transport uses both tensors until it has ended.
         """
         self.check()
+        # The program has gone on after a forward that raised, so that ``close`` does not report its exception as the
+        # end.
         self._forward_error = None
         self._count("reduce", sent.nbytes // self.world.size * (self.world.size - 1))
         self.peers.issue(label, group="reduction")
         pending = Pending([], label, "reduction")
         exchange = partial(dist.all_to_all_single, received, sent, group=self._groups.of("reduction"))
         if self._streams is not None:
+            # NCCL keeps no reference to them.
             pending.buffers = received, sent
             return self._queue(pending, exchange, self._streams.reduce, None, sent.nbytes)
         pending.works = [assert_begun(exchange(async_op=True))]
@@ -299,6 +306,7 @@ class Collectives:
     def gather_objects(self, value: T, label: str) -> list[T]:
         """The ``value`` of each rank at ``label``, in the order of ranks. It must be picklable."""
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        # A table of lengths first: the rows below must have one size on all ranks.
         lengths = [int(row[0]) for row in self.table(torch.tensor([pickled.numel()], device="cpu"), label)]
         row = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         row[: pickled.numel()] = pickled
@@ -309,6 +317,7 @@ class Collectives:
 
     def agree(self, label: str) -> None:
         """Wait until all ranks are about to do ``label``. RankOrderError, on every rank, if one is not."""
+        # A failure that is known is raised at once, and not at the end of a wait.
         self.check()
         with self._stalls.waiting_for("agreement"), self._failing():
             self.peers.agree(label, group="gather")
@@ -346,6 +355,7 @@ class Collectives:
         rows = self.table(torch.frombuffer(bytearray(digest), dtype=torch.uint8), f"compare the {kind}")
         if all(torch.equal(row, rows[0]) for row in rows):
             return
+        # All ranks have the same rows, so all of them come here, or none does.
         lines_of_ranks = self.gather_objects(lines, f"exchange the {kind}")
         for rank, lines_of_rank in enumerate(lines_of_ranks):
             if lines_of_rank == lines_of_ranks[0]:
@@ -382,7 +392,9 @@ class Collectives:
         On a device, waits up to ``CLOSE_TIMEOUT`` for the other ranks to close: they may still read its memory.
         """
         if self._forward_error is not None:
+            # First: the other ranks learn the cause while this one still waits for its device.
             self.peers.fail(self._forward_error)
+        # Before the groups end: collectives of this rank may still be running.
         self.settle()
         if self._disconnect.alive:
             if self._failure is not None:
@@ -436,12 +448,14 @@ class Collectives:
             stream.wait_for(event)
         start_event = stream.record(timed=True)
         try:
+            # NCCL runs a collective that is not asynchronous on the current stream, and so behind the events above.
             with stream.running():
                 collective()
         except dist.DistError as error:  # a communicator that was aborted in between, or could not be made
             with self._failing():
                 raise self.peers.cause_of(str(error), pending.label, group=pending.group) from error
         pending.end_event = stream.record(timed=True)
+        # Before the CPU can wait for the device: the thread that watches names what the device waits for.
         self._groups.queued(pending)
         self._stalls.timeline.add_device_span(
             "network", pending.label, start_event, pending.end_event, bytes=nbytes
@@ -456,6 +470,7 @@ class Collectives:
             remaining = list(pending.works)
 
             def count_down(_: object) -> None:
+                # Threads of the transport call this: the operation is one call, which the GIL does not divide.
                 remaining.pop()
                 if not remaining:
                     timeline.end("network", pending.label)
@@ -486,6 +501,7 @@ class Collectives:
         )
         for collective in pending:
             assert collective.end_event is not None
+            # The CPU waits, so that an error of NCCL comes here and not in the first step.
             collective.end_event.wait()
             self.finish(collective, "agreement")
         if whole.tolist() != list(range(size)) or received.tolist() != [n * size + rank for n in range(size)]:

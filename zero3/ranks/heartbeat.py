@@ -127,6 +127,8 @@ class Heartbeat:
     def propose(self, group: str, label: str) -> Proposal:
         """Ask all ranks to confirm that their next collective of ``group`` is ``label``."""
         with self.changed:
+            # The collective is counted first: if another rank proposes it, the thread can answer before it sees this
+            # question.
             self._proposal = Proposal(group, self.position.issue(group, label), label)
             self._poll = POLL[0]
             self.changed.notify_all()
@@ -144,6 +146,7 @@ class Heartbeat:
         """Publish ``failure`` to all ranks, unless another one came first. Returns the first one."""
         with self.changed:
             if self.failure is None:
+                # Only the thread uses the store, so that this one cannot hang in it.
                 self._unposted = failure
                 self.changed.notify_all()
                 self.changed.wait_for(lambda: self.failure or self.store_lost, within)
@@ -242,6 +245,7 @@ class Heartbeat:
                     self._lose_store(str(error).partition("\n")[0])
             else:
                 self._judge_processes()
+            # After the use of the store: a number that stands still tells other threads that it hangs.
             self.turns += 1
             with self.changed:
                 if self._state != "running":
@@ -253,10 +257,13 @@ class Heartbeat:
                 self._write()
             except RuntimeError as error:
                 self._lose_store(str(error).partition("\n")[0])
+        # By this thread, which alone uses the connection.
         self.store.disconnect()
 
     def _lose_store(self, reason: str) -> None:
         with self.changed:
+            # Both under one lock: whoever waits for an answer finds the reason, and a failure that could not be
+            # written.
             self.store_lost = reason
             self.failure = self.failure or self._unposted
             self.changed.notify_all()
@@ -279,6 +286,7 @@ class Heartbeat:
 
     def _turn(self, now: float) -> None:
         with self.changed:
+            # Taken under the lock and used without it: the store may take long.
             question, kicked, self._kicked = self._proposal, self._kicked, False
             unposted, self._unposted = self._unposted, None
         # First: a failure ends the run, and no proposal is answered after it.
@@ -317,6 +325,7 @@ class Heartbeat:
         """``failure`` ends the run. A wait of this rank raises it. If it waits for nothing here, it is logged."""
         with self.changed:
             first = self.failure is None
+            # The first one stays, whichever thread has found it.
             self.failure = self.failure or failure
             self.changed.notify_all()
         unraised = not (self._waiting or self._strict) and self.position.waits is None
@@ -327,6 +336,7 @@ class Heartbeat:
         """Write the proposal, unless that is done, and read how many ranks have confirmed it."""
         group, number = question.group, question.number
         if not question.is_posted:
+            # Before the store is asked: after an error, nothing is proposed twice.
             question.is_posted = True
             # Otherwise another rank has proposed this collective, and _answer has confirmed it.
             if number not in self._answers[group].numbers:
@@ -347,6 +357,7 @@ class Heartbeat:
             number = self.store.proposed_number(group, answers.read_count + 1)
             if number is None:
                 break  # another rank is writing it
+            # Only after its number was read: an index without a number is read again at the next beat.
             answers.read_count += 1
             answers.open_numbers.add(number)
         for number in sorted(answers.open_numbers):
@@ -408,6 +419,7 @@ class Heartbeat:
                     self.moves += 1
                 peer.update(beat, self._clock)
                 self._note_computing(beat)
+            # Of every rank that was read, also without a new beat: silence counts only as far as this rank has looked.
             peer.read_at = self._clock
             peer.is_local = peer.is_local or beat.process.is_visible()
 

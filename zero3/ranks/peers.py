@@ -74,6 +74,7 @@ def has_ended(work: Work, within: float) -> bool:
     except RuntimeError as error:
         if TIMED_OUT not in str(error):
             raise
+        # Only this wait has ended. The collective goes on, and uses its buffers.
         return False
     return True
 
@@ -172,6 +173,7 @@ class Peers:
             DistributedError: as `wait`.
         """
         self.check()
+        # Counts the collective first: this rank may be asked about it before its own question is written.
         question = self._heartbeat.propose(group, label)
         with _Delay(self, group, question.number, label) as delay:
             while not self._heartbeat.confirmed(question, FIRST_SLICE):
@@ -267,6 +269,7 @@ class Peers:
         """This rank ends with ``error``: publish it to the other ranks, unless the run has failed before."""
         if os.getpid() != self._pid or self._closed:
             return
+        # First: the watching thread ends, and does not abort what this rank gives up itself.
         self._closed = True
         self.failed_by = error
         rank, position = self._heartbeat.describe(self.rank), self._heartbeat.beat().position()
@@ -478,11 +481,13 @@ class _Delay:
         self._moves = Stillness(2 * SLICE)
 
     def __enter__(self) -> Self:
+        # A new tuple in one assignment: the heartbeat's thread reads it without a lock.
         self._heartbeat.position.waits = self.group, self.number, self.label
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._heartbeat.position.waits = None
+        # Only the thread that trains counts, and other threads only compare.
         self._heartbeat.position.changes += 1
         if self._watching:
             self._heartbeat.end_watch()

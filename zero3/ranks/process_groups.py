@@ -65,6 +65,7 @@ class ProcessGroups:
     def queued(self, pending: Pending) -> None:
         """The device has queued ``pending``. Forgets earlier collectives of its group that have ended."""
         queued = self._queued[pending.group]
+        # First the new one, which ends the loop below.
         queued.append(pending)
         while queued[0] is not pending and _is_over(queued[0]):
             queued.popleft()
@@ -73,6 +74,8 @@ class ProcessGroups:
         """The label of the first queued collective that has not ended; None if all have. Any thread may call it."""
         if self._streams is not None:
             self._streams.enter_thread()
+        # ``list`` copies a deque in one call, which the GIL does not divide: the thread that trains may change it
+        # meanwhile.
         pending = (each for queued in self._queued.values() for each in list(queued))
         try:
             return next((each.label for each in pending if not _is_over(each)), None)
@@ -93,8 +96,10 @@ class ProcessGroups:
 
     def leave(self) -> None:
         """Destroy the process groups."""
+        # The thread that watches may be breaking the connections: it ends before the groups do.
         with self._severing:
             transport, remaining = self._transport, list(self._groups_by_kind.values())
+            # The references below are the last ones: the threads and sockets of a group end with it.
             self._groups_by_kind.clear()
             if transport and all(group.name() == "nccl" for group in transport):
                 if not self._severed:
@@ -119,8 +124,10 @@ def scatter_shards(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> li
     gloo's own all-gather sends around a ring, through a hidden buffer as large as ``whole``.
     """
     works = []
+    # In the order of their sources on all ranks: the transport matches the operations of a group by their order.
     for rank, part in enumerate(whole.chunk(dist.get_world_size(group))):
         shards = [shard] * dist.get_world_size(group) if rank == dist.get_rank(group) else None
+        # The transport reads ``shard`` and writes ``part`` until the work has ended.
         works.append(dist.scatter(part, shards, group=group, group_src=rank, async_op=True))
     return works
 

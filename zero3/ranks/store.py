@@ -164,6 +164,7 @@ class RankStore:
         address = f" at {host}:{port}" if host else ""
         self.served = f"the rendezvous store{address} (served by {server})"
         clone = getattr(store, "clone", None)  # torch 2.8; an older one shares its connection
+        # A connection of its own: on a shared one, an operation waits until those of other threads have ended.
         self._store = PrefixStore("peers", clone() if clone else store)
 
     def disconnect(self) -> None:
@@ -175,6 +176,7 @@ class RankStore:
 
     def read_beats(self, readable_ranks: Iterable[int], silent_ranks: Iterable[int]) -> dict[int, Beat]:
         """The last beats of ``readable_ranks``, which have a beat, and of those ``silent_ranks`` that have one now."""
+        # Only ranks that have written a beat: ``multi_get`` waits for keys that are missing. A beat is never deleted.
         ranks = [*readable_ranks, *(rank for rank in silent_ranks if self._store.check([f"beat/{rank}"]))]
         if not ranks:
             return {}
@@ -183,6 +185,7 @@ class RankStore:
 
     def post_failure(self, failure: Failure) -> Failure:
         """Publish ``failure``, unless there is one already. Returns the first one."""
+        # The store compares and sets in one operation: the first failure stays, and every rank reads the same one.
         return Failure(**json.loads(self._store.compare_set("failure", "", json.dumps(asdict(failure)))))
 
     def failure(self) -> Failure | None:
@@ -192,12 +195,14 @@ class RankStore:
     def propose(self, group: str, number: int, rank: int, label: str) -> tuple[int, str]:
         """Propose ``label`` as collective ``number`` of ``group``. Returns rank and label of its first proposal."""
         proposal = json.dumps([rank, label])
+        # In one operation, as above: ranks that propose the same collective at once agree on the first proposal.
         first = json.loads(self._store.compare_set(f"proposal/{group}/{number}", "", proposal))
         if first[0] == rank:
             # The index first, then the number: readers stop at an index that has no number yet.
             index = self._store.add(f"proposed/{group}", 1)
             self._store.set(f"proposed/{group}/{index}", str(number))
             if index > MEMORY:
+                # Far behind the last one: no rank reads it any more.
                 self._store.delete_key(f"proposed/{group}/{index - MEMORY}")
         return first[0], first[1]
 
@@ -207,6 +212,7 @@ class RankStore:
 
     def proposed_number(self, group: str, index: int) -> int | None:
         """Number of the collective in proposal ``index``; None if it is not written yet."""
+        # Looked for first: ``get`` waits for a key that is missing.
         key = f"proposed/{group}/{index}"
         return int(self._store.get(key)) if self._store.check([key]) else None
 

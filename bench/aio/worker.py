@@ -14,8 +14,9 @@ import numpy as np
 from frame.child import serve
 from frame.process import cpu_seconds
 
-from tiering.storage.aio import AioContext, Ticket
+from tiering.storage.aio import AioContext
 from tiering.storage.arena import Arena
+from tiering.storage.tickets import Ticket
 from tiering.tierbench.words import is_random
 
 

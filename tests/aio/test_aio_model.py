@@ -23,7 +23,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tiering.errors import SwapError
-from tiering.storage.aio import AioContext, Fault, FaultPlan, Ticket
+from tiering.storage.aio import AioContext, Fault, FaultPlan
+from tiering.storage.tickets import Ticket
 
 PAGE = 4096
 BLOCK, FILE = 2 * PAGE, 12 * PAGE

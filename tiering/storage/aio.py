@@ -1,8 +1,8 @@
 """Asynchronous file I/O: AioContext owns a C context, keeps buffers alive and turns -errno into errors.
 
-Three floors: ``ffi`` and ``lib`` are generated from ``aio_csrc/aio.h``; the private methods of the context call them
-and check every answer; :class:`AioContext` and :class:`Ticket` are the interface for the rest of the project. The GIL
-is never held while C waits, and C knows no Python object.
+Three floors: ``ffi`` and ``lib`` are generated from ``aio_csrc/aio.h``; ``Transfers`` and the context call them and
+check every answer; :class:`AioContext` and :class:`~tiering.storage.tickets.Ticket` are the interface for the rest of
+the project. The GIL is never held while C waits, and C knows no Python object.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Literal, Self, TypedDict, Unpack
+from typing import Literal, Self, Unpack
 
 from tiering._aio import ffi, lib
 from tiering.errors import ConfigError, NotDoneError, SwapError
@@ -27,111 +27,17 @@ from tiering.storage.faults import FaultPlan
 from tiering.storage.io_stats import EngineInfo, FileStats, TransferRecord, engine_info, file_stats
 from tiering.storage.latencies import LatencyHistogram
 from tiering.storage.request import FEW_BEGUN as FEW_BEGUN
-from tiering.storage.request import (
-    KIND_NAMES,
-    KINDS,
-    Buffer,
-    ContextHandle,
-    FailedTicket,
-    Request,
-    Silence,
-    ThreadRequests,
-)
+from tiering.storage.request import KINDS, Buffer, ContextHandle, Request
+from tiering.storage.tickets import Ticket, TransferOptions
+from tiering.storage.transfers import SLICE_NS, Transfers
 
 log = logging.getLogger(__name__)
 
 ENGINES = ("auto", "io_uring", "libaio", "threads")
 
-_POINTER = ffi.typeof("void *")
-_FILE_STATS = ffi.typeof("aio_file_stats *")
-_RESULT = ffi.typeof("aio_result *")
 _FINE_COUNTS = ffi.typeof(f"uint64_t[{lib.AIO_FINE_BUCKETS}]")
 
-# A wait returns to the interpreter this often, so that Ctrl-C is handled.
-_SLICE_NS = 100_000_000
-
 _OPEN_CONTEXTS: weakref.WeakSet[AioContext] = weakref.WeakSet()
-
-
-class TransferOptions(TypedDict, total=False):
-    """Keywords of every transfer: its priority, the tickets it is ordered after, the tensors for the error message."""
-
-    priority: int
-    after: Sequence[Ticket]
-    names: tuple[str, ...]
-
-
-class Ticket:
-    """One transfer. Any thread may use it, any number of times: its result does not change.
-
-    It may be dropped: the buffer stays alive until the transfer is over, and a failure is then raised by a
-    later read, write or flush of the thread that began it, at the latest by ``close``.
-    """
-
-    # No __del__: the interpreter discards an exception that a signal handler raises in one.
-    __slots__ = ("__weakref__", "_context", "_request")
-
-    def __init__(self, context: AioContext, request: Request) -> None:
-        self._context = context
-        self._request = request
-        # Weak: whether the caller has dropped the ticket decides who gets its failure.
-        request.holder = weakref.ref(self)
-
-    def begin(self) -> Self:
-        """Submit a prepared transfer, once. Raises as ``AioContext.read``: then it is done, and no byte was moved.
-
-        An exception that a signal handler raises may come before the submission or after it: ``begun`` says which.
-        """
-        self._context._begin(self._request)
-        return self
-
-    @property
-    def begun(self) -> bool:
-        """Whether the transfer was submitted: its memory is in use until it is done."""
-        return bool(self._request.ticket[0])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to transfer."""
-        return self._request.nbytes
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait, at most ``timeout`` seconds, and return the bytes moved, which are ``nbytes``.
-
-        Raises SwapError if the transfer failed, NotDoneError (a TimeoutError) if it is not over yet.
-        """
-        request = self._request
-        result = request.result
-        if result is None:
-            result = self._context._await(request, timeout)
-        if result < 0:
-            # First: whatever happens to this exception, ``close`` does not raise it again.
-            self._context._mark_reported(request)
-            raise self._context._failure(request, -result)
-        request.is_reported = True
-        return result
-
-    def done(self) -> bool:
-        """Whether ``wait`` returns or raises at once."""
-        request = self._request
-        if request.result is not None:
-            return True
-        return bool(request.ticket[0]) and self._context._collect(request, 0) is not None
-
-    def cancel(self) -> bool:
-        """Cancel the transfer unless a part of it has started; whether it is cancelled: ``wait`` raises ECANCELED then.
-
-        It is done when the transfers that it was ordered after are done. Transfers ordered after a cancelled read
-        continue; those after a cancelled write fail, because they might read bytes that were never written.
-        """
-        return self._context._cancel(self._request)
-
-    def __repr__(self) -> str:
-        request = self._request
-        state = f"result {request.result}"
-        if request.result is None:
-            state = "in flight" if request.id else "not begun"
-        return f"<Ticket {KIND_NAMES[request.kind]} {self.nbytes} bytes at {request.offset}, {state}>"
 
 
 class AioContext:
@@ -174,9 +80,7 @@ class AioContext:
         self.engine = self.info.engine
         self._registered: list[Buffer] = []
         _OPEN_CONTEXTS.add(self)
-        self._live: set[Request] = set()
-        self._unchecked = ThreadRequests()
-        self._recorded: list[TransferRecord] | None = None
+        self._transfers = Transfers(self._owner, self._errors, self._files)
 
     @property
     def info(self) -> EngineInfo:
@@ -252,7 +156,7 @@ class AioContext:
         statement, and then nobody has the ticket of a submitted transfer: store the ticket where it will be waited for,
         and begin it afterwards.
         """
-        return self._prepare(KINDS[kind], file, buffer, offset, nbytes, **options)
+        return self._prepare(Request(KINDS[kind], file, buffer, offset, nbytes), **options)
 
     def read_scattered(
         self,
@@ -296,11 +200,13 @@ class AioContext:
         pieces = tuple(offsets)
         first = pieces[0] if pieces else 0
         nbytes = len(pieces) * nbytes_each
-        return self._prepare(KINDS[kind], file, buffer, first, nbytes, pieces, **options)
+        request = Request(KINDS[kind], file, buffer, first, nbytes)
+        request.pieces = pieces
+        return self._prepare(request, **options)
 
     def flush(self, file: int, *, after: Sequence[Ticket] = ()) -> Ticket:
         """fdatasync: covers the writes that are done when it is issued; pass writes under way in ``after``."""
-        return self._prepare(lib.AIO_FLUSH, file, None, 0, 0, after=after).begin()
+        return self._prepare(Request(lib.AIO_FLUSH, file, None, 0, 0), after=after).begin()
 
     def wait_any(self, tickets: Sequence[Ticket], timeout: float | None = None) -> Ticket:
         """One of ``tickets`` that is done, the first if several are; its ``wait`` returns or raises its result.
@@ -318,7 +224,7 @@ class AioContext:
                 if ticket._request.result is not None:
                     return ticket
             remaining = deadline - time.monotonic()
-            slice_ns = int(max(0.0, min(remaining * 1e9, _SLICE_NS)))
+            slice_ns = int(max(0.0, min(remaining * 1e9, SLICE_NS)))
             place: int = lib.aio_wait_any(self._handle, ids, len(tickets), slice_ns)
             if place >= 0:
                 return tickets[place]
@@ -356,21 +262,14 @@ class AioContext:
 
     def start_recording(self) -> None:
         """Record every transfer that ends, until ``end_recording``."""
-        self._recorded = []
+        self._transfers.start_recording()
 
     def end_recording(self) -> list[TransferRecord]:
         """Wait for all transfers; those that have ended since ``start_recording``, in the order of issue.
 
         Transfers that were never issued are left out. Raises no error of a transfer: its ticket does.
         """
-        try:
-            # A copy: each wait removes its request from the set.
-            for request in list(self._live):
-                if request.id and request.result is None:
-                    self._await(request, None)
-        finally:
-            recorded, self._recorded = self._recorded or [], None
-        return sorted(recorded, key=lambda record: record.issued)
+        return self._transfers.end_recording()
 
     def close(self) -> None:
         """Cancel the transfers that have not started, wait for the others, end the threads. Results and statistics
@@ -386,13 +285,7 @@ class AioContext:
         self._registered.clear()
         if os.getpid() != self._pid:
             return  # a child has no transfers; the parent reports the failures of its own
-        unreported = sorted(self._live, key=lambda request: request.id)
-        # First collect all of them, which releases their buffers: the next loop ends with the first failure.
-        for request in unreported:
-            if request.result is None and request.id:
-                self._collect(request, 0)
-        for request in unreported:
-            self._raise_unreported(request)
+        self._transfers.raise_unreported()
 
     def __enter__(self) -> Self:
         return self
@@ -416,217 +309,28 @@ class AioContext:
 
     def _prepare(
         self,
-        kind: int,
-        file: int,
-        buffer: Buffer | None,
-        offset: int,
-        nbytes: int,
-        pieces: tuple[int, ...] = (),
+        request: Request,
         *,
         priority: int = 0,
         after: Sequence[Ticket] = (),
         names: tuple[str, ...] = (),
     ) -> Ticket:
+        buffer, offset, nbytes = request.buffer, request.offset, request.nbytes
         if buffer is not None and (offset < 0 or not 0 <= nbytes <= buffer.nbytes):
             raise ValueError(
                 f"cannot transfer {nbytes} bytes at offset {offset} with a buffer of {buffer.nbytes}"
             )
-        request = Request(kind, file, buffer, offset, nbytes, priority, names)
-        if pieces:
-            request.pieces = pieces
+        request.priority = priority
+        request.names = names
         if after:
             self._check_own(after)
             request.after = tuple(ticket._request for ticket in after)
-        return Ticket(self, request)
-
-    def _begin(self, request: Request) -> None:
-        assert not request.id and request.result is None, "a transfer is begun once"
-        if self._recorded is not None:
-            request.submitted = time.monotonic_ns()
-        # Before the submission: an interrupt right after it must not free memory that is being transferred.
-        self._live.add(request)
-        try:
-            unchecked = self._unchecked
-            if len(unchecked.requests) >= unchecked.limit:
-                self._raise_dropped(unchecked)
-            code = self._submit(request)
-            if code < 0:
-                raise self._errors.refused(request, -code, request.priority)
-            unchecked.requests.append(request)
-        finally:
-            if not request.id:  # refused, or interrupted before
-                self._live.discard(request)
-                request.result = 0
-
-    def _submit(self, request: Request) -> int:
-        kind, file, buffer, pieces = request.kind, request.file, request.buffer, request.pieces
-        address = ffi.NULL if buffer is None else ffi.cast(_POINTER, buffer.address)
-        earlier = [before.id for before in request.after] if request.after else ffi.NULL
-        n_earlier, priority, ticket = len(request.after), request.priority, request.ticket
-        try:
-            if pieces:
-                n, each = len(pieces), request.nbytes // len(pieces)
-                code: int = lib.aio_submit_scattered(
-                    self._handle, kind, file, address, pieces, n, each, priority, earlier, n_earlier, ticket
-                )
-            else:
-                offset, nbytes = request.offset, request.nbytes
-                code = lib.aio_submit(
-                    self._handle, kind, file, address, offset, nbytes, priority, earlier, n_earlier, ticket
-                )
-        except OverflowError:  # a number exceeds the type of C
-            places = f"offsets {min(pieces)} .. {max(pieces)}" if pieces else f"offset {request.offset}"
-            raise ValueError(
-                f"cannot transfer {request.nbytes} bytes at {places} with priority {priority}: 64 bits do not hold it"
-            ) from None
-        return code
+        return Ticket(self, self._transfers, request)
 
     def _check_own(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             if ticket._context is not self:
                 raise ValueError(f"{ticket!r} belongs to another AioContext; use tickets of one context")
-
-    def _collect(self, request: Request, timeout_ns: int) -> int | None:
-        """The result, or None after the timeout. With the result C forgets a success, and the buffer is released."""
-        result = ffi.new(_RESULT)
-        ticket = request.ticket[0]
-        code = lib.aio_wait(self._handle, ticket, timeout_ns, result)
-        if code == -errno.ETIMEDOUT:
-            return None
-        if code == 0:
-            if result.bytes < 0:
-                request.failed_at = result.offset
-                # C forgets the ticket when no request can be ordered after it any more. Exactly one thread makes the
-                # FailedTicket that releases it: the first one whose claim is stored.
-                claim = object()
-                first = request.__dict__.setdefault("claim", claim) is claim
-                if first:
-                    request.failed_ticket = FailedTicket(self._owner, ticket)
-                request.result = result.bytes
-            else:
-                request.after = ()
-                # Before the release: a thread that finds the ticket released reads the result here.
-                request.result = result.bytes
-                self._live.discard(request)  # a failure stays until a caller has it
-                # -ESTALE: another thread has just released it.
-                first = lib.aio_release(self._handle, ticket) == 0
-            # C has ended with this memory, whose owner may reuse or unmap it now.
-            request.buffer = None
-            if first and self._recorded is not None and result.issued_ns:
-                self._recorded.append(self._record(request, result.issued_ns, result.done_ns))
-        elif code != -errno.ESTALE:
-            raise self._errors.refused(request, -code, 0)
-        return request.result
-
-    def _record(self, request: Request, issued: int, done: int) -> TransferRecord:
-        assert request.result is not None
-        return TransferRecord(
-            kind=KIND_NAMES[request.kind],
-            file=self._files[request.file][0],
-            names=request.names,
-            offset=request.offset,
-            nbytes=request.nbytes,
-            submitted=request.submitted,
-            issued=issued,
-            done=done,
-            error=max(0, -request.result),
-        )
-
-    def _await(self, request: Request, timeout: float | None) -> int:
-        if not request.id:  # nothing is under way
-            return 0
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while True:
-            remaining = deadline - time.monotonic()
-            result = self._collect(request, int(max(0.0, min(remaining * 1e9, _SLICE_NS))))
-            if result is not None:
-                return result
-            if request.silence is None:
-                request.silence = Silence()
-            elif request.silence.is_due() and request.silence.has_lasted(self._ended(request.file)):
-                self._warn_of_silence(request, request.silence.seconds)
-            if remaining <= 0:
-                raise NotDoneError(f"{self._errors.describe(request)} is not done after {timeout} s")
-
-    def _ended(self, file: int) -> int:
-        """Operations of ``file`` that have ended."""
-        raw = ffi.new(_FILE_STATS)
-        lib.aio_stats(self._handle, file, raw)
-        return sum(raw.kind[kind].ops + raw.kind[kind].errors for kind in range(lib.AIO_KINDS))
-
-    def _warn_of_silence(self, request: Request, seconds: float) -> None:
-        log.warning(
-            "waiting for the %s: no transfer of %s has ended for %.0f s; the drive, or the network behind it, may hang:"
-            " see dmesg",
-            self._errors.describe(request),
-            self._files[request.file][0],
-            seconds,
-        )
-
-    def _cancel(self, request: Request) -> bool:
-        if not request.id:
-            return False
-        code = lib.aio_cancel(self._handle, request.id)
-        if code in (-errno.EBUSY, -errno.EALREADY, -errno.ESTALE):
-            return False
-        if code < 0:
-            raise self._errors.refused(request, -code, 0)
-        request.canceled = True
-        return True
-
-    def _raise_dropped(self, unchecked: ThreadRequests) -> None:
-        """Raise the first failure of a ticket that this thread has dropped; forget the requests that are over."""
-        pending: list[Request] = []
-        failed = None
-        for request in unchecked.requests:
-            dropped = request.holder() is None
-            if dropped and request.result is None:
-                self._collect(request, 0)
-            result = request.result
-            if result is not None and (result >= 0 or request.is_reported):
-                continue
-            if dropped and result is not None and failed is None:
-                failed = request
-            else:
-                pending.append(request)  # under way, or its holder may wait for it, or it is raised next time
-        # Before the exception below, which must come once: the failed request is no longer in the list.
-        unchecked.requests, unchecked.limit = pending, FEW_BEGUN + 2 * len(pending)
-        if failed is not None:
-            self._raise_unreported(failed)
-
-    def _raise_unreported(self, request: Request) -> None:
-        """Raise a failure that no caller has. A cancelled request raises nothing: its cause is raised instead."""
-        result = request.result
-        if result is not None and result < 0 and not request.is_reported:
-            self._mark_reported(request)
-            if -result != errno.ECANCELED:
-                raise self._failure(request, -result)
-
-    def _mark_reported(self, request: Request) -> None:
-        """The caller gets the failure of ``request``; ``close`` does not raise it again."""
-        request.is_reported = True
-        self._live.discard(request)
-
-    def _failure(self, request: Request, code: int) -> SwapError:
-        cause = self._cause(request) if code == errno.ECANCELED else None
-        return self._errors.failed(request, code, cause)
-
-    def _cause(self, request: Request) -> SwapError | None:
-        """The failure that cancelled ``request``, if it was ordered after one."""
-        suspects = list(request.after)
-        visited = set(suspects)
-        while suspects:
-            earlier = suspects.pop()
-            if earlier.result is None:
-                self._collect(earlier, 0)
-            if earlier.canceled:
-                return self._failure(earlier, errno.ECANCELED)
-            if earlier.result == -errno.ECANCELED:
-                suspects.extend(set(earlier.after) - visited)
-                visited.update(earlier.after)
-            elif earlier.result is not None and earlier.result < 0:
-                return self._failure(earlier, -earlier.result)
-        return None
 
 
 def _check_options(engine: str, block_size: int, queue_depth: int) -> None:

@@ -21,8 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from tiering.errors import SwapError
-from tiering.storage.aio import AioContext, Ticket
+from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, Lease
+from tiering.storage.tickets import Ticket
 
 SECONDS = 0.1  # of an interval; there are three
 MAX_BYTES = 64 << 20  # written to a file, and moved in an interval

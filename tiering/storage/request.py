@@ -100,6 +100,8 @@ class Request:
     """A submission, with or without a living ticket, until its result is known."""
 
     # Defaults, so that the usual request sets few attributes: every transfer makes one.
+    priority = 0
+    names: tuple[str, ...] = ()
     pieces: tuple[int, ...] = ()  # their offsets in the file, if the transfer is scattered
     after: tuple[Request, ...] = ()  # kept until this request succeeds, to explain why it did not
     result: int | None = None
@@ -118,16 +120,12 @@ class Request:
         buffer: Buffer | None,
         offset: int,
         nbytes: int,
-        priority: int,
-        names: tuple[str, ...],
     ) -> None:
         self.kind = kind
         self.file = file
         self.buffer = buffer
         self.offset = offset
         self.nbytes = nbytes
-        self.priority = priority
-        self.names = names
         # C stores the ticket here before it issues anything. A signal handler that raises while the submission returns
         # discards the returned value, but not this one.
         self.ticket = ffi.new(_TICKET)

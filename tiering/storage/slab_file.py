@@ -20,11 +20,12 @@ from pathlib import Path
 
 from tiering._text import shorten
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.storage.aio import AioContext, Ticket
+from tiering.storage.aio import AioContext
 from tiering.storage.arena import round_up
 from tiering.storage.ranges import FreeRanges
 from tiering.storage.request import Buffer
 from tiering.storage.swap_file import SwapFile, check_directory
+from tiering.storage.tickets import Ticket
 
 _Failure = tuple[int, int, SwapError]
 """The first byte of a range of an extent, its end, and the error of the write that did not replace it."""

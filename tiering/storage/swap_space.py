@@ -25,14 +25,14 @@ from tiering import _logs
 from tiering._text import shorten
 from tiering.config.training import format_size
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.storage.aio import AioContext, Ticket
+from tiering.storage.aio import AioContext
 from tiering.storage.arena import round_up
 from tiering.storage.bandwidth import MAX_BYTES, measure, weights
 from tiering.storage.request import Buffer
 from tiering.storage.slab_file import Extent, SlabFile
 from tiering.storage.striping import Need, Piece, StripeMap, apportion, shares_of
 from tiering.storage.swap_file import check_directory, disk_of, free_by_file_system, too_full, wait_for_space
-from tiering.storage.tickets import StripedTicket, Transfer
+from tiering.storage.tickets import StripedTicket, Ticket, Transfer
 
 log = logging.getLogger(__name__)
 

@@ -24,10 +24,11 @@ from typing import Self
 from tiering._text import shorten
 from tiering.config.training import IoConfig
 from tiering.errors import SwapError, WeightsError
-from tiering.storage.aio import AioContext, Ticket
+from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.descriptors import close_alone, open_alone
 from tiering.storage.io_stats import errno_text
+from tiering.storage.tickets import Ticket
 from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, damaged, unopened
 
 # One window is in use by the caller, two are being read.

@@ -11,8 +11,10 @@ import pytest
 
 from optim_cpu import kernels
 from tiering.errors import SwapError
-from tiering.storage.aio import AioContext, Ticket
+from tiering.storage.aio import AioContext
 from tiering.storage.request import KIND_NAMES
+from tiering.storage.tickets import Ticket
+from tiering.storage.transfers import Transfers
 from zero3.checkpoint.saver import Saver
 from zero3.optimizer.tiles import Tile
 
@@ -111,15 +113,15 @@ class Transfer:
 
 
 def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
-    submit, wait, done, close = AioContext._submit, Ticket.wait, Ticket.done, AioContext.close
+    submit, wait, done, close = Transfers._submit, Ticket.wait, Ticket.done, AioContext.close
     live: list[Transfer] = []
 
     def transfer_of(ticket: Ticket) -> Transfer | None:
         transfer: Transfer | None = getattr(ticket._request, "fake", None)
         return transfer
 
-    def submitted(context: AioContext, request: Any) -> int:
-        code, kind, buffer, nbytes = submit(context, request), request.kind, request.buffer, request.nbytes
+    def submitted(transfers: Transfers, request: Any) -> int:
+        code, kind, buffer, nbytes = submit(transfers, request), request.kind, request.buffer, request.nbytes
         if code >= 0 and buffer is not None and nbytes:
             with device.lock:
                 action = f"{KIND_NAMES[kind]} of NVMe, {', '.join(request.names)[:60]}"
@@ -169,7 +171,7 @@ def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
 
     for name, replacement in {"wait": waited, "done": is_done}.items():
         patch.setattr(Ticket, name, replacement)
-    patch.setattr(AioContext, "_submit", submitted)
+    patch.setattr(Transfers, "_submit", submitted)
     patch.setattr(AioContext, "close", closed)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from tiering.checkpoint import directory
-from tiering.storage.aio import Ticket
+from tiering.storage.tickets import Ticket
 
 OPERATIONS = [
     *((os, name) for name in ("open", "mkdir", "rename", "replace", "unlink", "rmdir")),

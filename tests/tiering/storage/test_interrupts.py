@@ -19,7 +19,7 @@ from tests.signals import HANDLERS, RAISED
 from tiering import _interrupts
 from tiering._interrupts import DEFERRED_SIGNALS, StopRequest, deferred_interrupts
 from tiering.errors import SwapError
-from tiering.storage import aio as aio_module
+from tiering.storage import transfers
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
 from tiering.storage.slab_file import SlabFile
@@ -45,8 +45,8 @@ class Interrupting:
 
 @pytest.fixture
 def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupting]:
-    library = Interrupting(aio_module.lib)
-    monkeypatch.setattr(aio_module, "lib", library)
+    library = Interrupting(transfers.lib)
+    monkeypatch.setattr(transfers, "lib", library)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield library
     signal.signal(signal.SIGINT, before)

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.storage.aio import AioContext, Fault, FaultPlan, Ticket
+from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
 from tiering.storage.slab_file import Extent, SlabFile
 from tiering.storage.swap_file import free_bytes
+from tiering.storage.tickets import Ticket
 
 MIB = 1 << 20
 OpenSlab = Callable[..., SlabFile]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tiering.errors import SwapError
-from tiering.storage.aio import AioContext, Fault, FaultPlan, Ticket
+from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
 from tiering.storage.slab_file import Extent, SlabFile
+from tiering.storage.tickets import Ticket
 
 THREADS, TURNS, PAGES = 16, 40, 8
 

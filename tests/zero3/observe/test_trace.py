@@ -95,8 +95,8 @@ def bytes_at_rest(engine: Engine) -> tuple[int, int]:
     assert aio is not None
     while any(file.read.in_flight or file.write.in_flight for file in aio.stats()):
         pass
-    for request in list(aio._live):
-        aio._await(request, None)
+    for request in list(aio._transfers._live):
+        aio._transfers.wait(request, None)
     return engine._observation.record.moved()
 
 
@@ -301,7 +301,7 @@ def test_without_a_trace_nothing_is_kept(
 
     def at_rest() -> bool:
         idle = timeline.span("kernel", "one") is timeline.span("fetch", "other", bytes=3)
-        return idle and not timeline.recording and not timeline.spans and aio._recorded is None
+        return idle and not timeline.recording and not timeline.spans and aio._transfers._recorded is None
 
     update(engine, batches)
     assert at_rest()

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tiering.errors import SwapError
-from tiering.storage.aio import AioContext, Ticket
+from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, Lease
 from tiering.storage.io_stats import FileStats
 from tiering.storage.latencies import LatencyHistogram
+from tiering.storage.tickets import Ticket
 from tiering.tierbench.load.block_order import BlockOrder, BlockRange
 from tiering.tierbench.load.work_files import WorkFiles
 from tiering.tierbench.result import Settings

@@ -119,9 +119,11 @@ class Fill:
             self._fill(group, sources)
             for param in group.params:
                 param.grad = None
+            # Only after its values are on their way home: this frees the memory of the original parameters.
             group.adopt_parameters()
             # After each group, or the freed memory of all original parameters would stay resident.
             heap.trim()
+        # Waits for the writes: an error of a disk ends ``initialize``, and not the first step.
         self._tiers.staging.drain()
         self._note("")
         for group in groups:
@@ -134,6 +136,7 @@ class Fill:
         """
         for group in groups:
             self._fill(group, sources, keeps=True)
+        # Waits for the writes: an error of a disk ends the load.
         self._tiers.staging.drain()
         self._note("")
 
@@ -246,10 +249,13 @@ class _HomeWriter:
 
         With ``keeps`` the next range has the contents of ``home``; otherwise its contents are undefined at first.
         """
+        # First: the next range may need the staging slot of this one.
         self.end()
+        # Before the window takes a slot: ``load`` needs one, too.
         before = self._tiers.load(home, offset, nbytes) if keeps and not home.on_host else None
         writing = self._tiers.writing(home, offset, nbytes)
         self.bytes = writing.__enter__()
+        # Only now: ``abandon`` ends what has begun.
         self._writing = writing
         if before is not None:
             self.bytes.copy_(before)
@@ -257,6 +263,7 @@ class _HomeWriter:
             self.bytes[gap.start : gap.stop].zero_()
 
     def end(self) -> None:
+        # Forgotten first: if the write raises, ``abandon`` must not end it once more.
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.__exit__(None, None, None)

@@ -94,6 +94,8 @@ class Checkpoints:
         background: bool,
     ) -> Saving:
         """See Engine.save_checkpoint. The engine is idle, and its masters are up to date."""
+        # One save at a time: the earlier one is committed, or has failed, before this one takes memory and the
+        # directory.
         self.finish()
         earlier = self._last_save
         self._stall_timer = StallTimer(self._parts.tiers.stalls)
@@ -109,6 +111,7 @@ class Checkpoints:
                 raise
             # Ctrl-C must not come between the two: a save that is under way has a running saver.
             with deferred_interrupts():
+                # Before the thread starts, which commits this save itself if there is one rank.
                 self._under_way = under_way
                 if self._collectives is not None:
                     uncommitted.add(under_way.saving.path)
@@ -157,6 +160,7 @@ class Checkpoints:
 
     def after_step(self, *, all_written: bool) -> None:
         """A step has ended, in which ranks have exchanged their ``progress``."""
+        # All ranks have read the same numbers in this step, so all of them come to the collectives of the commit.
         if self._under_way is not None and all_written:
             self._finish_together()
 
@@ -168,6 +172,7 @@ class Checkpoints:
         """Finish the running save, and unlock the directory. Raises the error of a save that was not raised yet."""
         try:
             failure = self._collectives.failure if self._collectives is not None else None
+            # After a failure the other ranks do not come to a commit: the save is cancelled instead.
             if failure is None:
                 self._end_earlier()
             elif self._under_way is not None:
@@ -199,9 +204,11 @@ class Checkpoints:
         """Fill the tiers from an open checkpoint, and restore the run; returns the client_state."""
         restore, states = ready.restore, request.states
         began = time.monotonic()
+        # Before the first value changes: if the load does not end, training on these values is refused.
         self._updates.current_step.to_loading()
         self._half_loaded |= restore.filled
         self._together("load the checkpoint", restore.run)
+        # Only after the values are there on all ranks.
         restore.count_steps()
         client_state: dict[str, Any] = {}
 
@@ -215,6 +222,7 @@ class Checkpoints:
         if restore.of_run and states:
             self._run_id = restore.run_id
         self._updates.current_step.to_loaded()
+        # Only now all values are those of one checkpoint.
         self._half_loaded.clear()
         seconds = time.monotonic() - began
         log.log(_logs.once(logging.INFO), "checkpoint %s loaded in %.1f s", ready.path, seconds)
@@ -263,6 +271,7 @@ class Checkpoints:
             )
 
         try:
+            # Two rounds: no rank may write to the directory before rank 0 has made it.
             prepared = self._together("begin a checkpoint", prepare)
             SaveRequest.check_same([rank_request for rank_request, _, _ in prepared])
             _, partial, save = prepared[0]
@@ -326,6 +335,7 @@ class Checkpoints:
         assert under_way is not None and self._directory is not None
         with naming(under_way.partial / MANIFEST):
             manifest = replace(under_way.manifest, files=record.files, digests=record.digests)
+            # The last file, because it makes the directory a checkpoint.
             manifest.write(under_way.partial)
         self._directory.commit(
             under_way.partial,
@@ -340,6 +350,7 @@ class Checkpoints:
         under_way = self._under_way
         assert under_way is not None
         saver = under_way.saver
+        # Its error and its record are final after this.
         saver.join()
         if self._collectives is None:
             # The saver's thread has settled it.
@@ -347,6 +358,7 @@ class Checkpoints:
             return
         try:
             with self._stall_timer.stalling():
+                # Every rank has reported that its files are on disk before rank 0 commits.
                 record = RankRecord.of_all(self._together("save its part of the checkpoint", saver.result))
                 self._together(
                     "commit the checkpoint", lambda: self._commit(record) if self._rank == 0 else None
@@ -361,6 +373,7 @@ class Checkpoints:
         else:
             self._settle(under_way, None)
             self._end(under_way)
+            # After the commit, and after the save has ended for the other ranks.
             self._prune(under_way)
 
     def _settle(self, under_way: RunningSave, error: TieringError | None) -> None:
@@ -369,6 +382,7 @@ class Checkpoints:
         if saving.done:
             return
         if error is not None:
+            # The saver writes no more files, so the directory can be removed.
             self._discard([under_way.partial])
             if under_way.request.background:
                 log.error("the checkpoint %s was not saved: %s", saving.path, error)
@@ -401,6 +415,7 @@ class Checkpoints:
     def _cancel(self, error: BaseException | str) -> None:
         under_way = self._under_way
         assert under_way is not None
+        # Waits for the end of the thread: only then may its directory be removed.
         under_way.saver.cancel()
         self._fail(under_way, error)
 
@@ -418,6 +433,7 @@ class Checkpoints:
 
     def before_change(self, tile: Tile) -> None:
         """A step is about to change ``tile``: wait until a save that is under way has copied it."""
+        # Without a lock: a tile that the saver has copied stays copied.
         if self._under_way is not None and not self._under_way.saver.has_copied(tile):
             self._wait_for_copy(tile)
 

@@ -106,6 +106,7 @@ class Restore:
         buffers = {tensor.file for _, _, tensor in matched.buffers}
         with reading_checkpoint(self._checkpoint.path), ExitStack() as files:
             order = _order(groups, matched.sources)
+            # Before the first value changes: a file that is missing ends the load here.
             self._open(files, matched.files, matched.opened, order, buffers)
             for kind, opened, sources in self._states.values():
                 self._open(files, kind, opened, _order(groups, sources, states=True))
@@ -122,6 +123,7 @@ class Restore:
         with reading_checkpoint(self._checkpoint.path):
             self._matched.fill_buffers()
             if self._parts.tiers.streams is not None:
+                # Copies to the device may still read the homes that are overwritten next.
                 self._parts.tiers.streams.before_host_changes()
             self._parts.fill.refill(self._parts.groups, sources)
 

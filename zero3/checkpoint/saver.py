@@ -98,6 +98,7 @@ class Saver(threading.Thread):
         self._io = io
         self._on_written = on_written
         self._on_end = on_end
+        # Its lock guards the changes of the next two fields. ``has_copied`` reads them without it: they only grow.
         self._change = threading.Condition()
         self._copied: set[Tile] = set(share.saved_elsewhere)
         self._copied_all = False
@@ -154,6 +155,7 @@ class Saver(threading.Thread):
 
     def cancel(self) -> None:
         """Cancel the save, and wait for its end."""
+        # The thread looks at it before it reads the next chunk.
         self._cancelled = True
         self.join()
 
@@ -170,12 +172,17 @@ class Saver(threading.Thread):
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
+        # First: whoever wakes below reads it.
         self.error = error
+        # No read is under way here: ``_copy`` has waited for all of them.
         self._reads.forget_memory()
+        # Before ``on_end``, so that a step does not wait for what that does. After an error there is nothing to copy
+        # any more.
         self._let_all_change()
         try:
             self._on_end()
         finally:
+            # Last: whoever waits for it may use the outcome that ``on_end`` has recorded.
             self._end_event.set()
 
     def _save(self, output: Output) -> None:
@@ -190,6 +197,7 @@ class Saver(threading.Thread):
             for tensor in self._state.tensors.values():
                 writer.append("rank", _bytes(tensor))
             self._copy(writer)
+            # Every byte is in a window or on disk: training need not wait until the files are.
             self._let_all_change()
             self.record = writer.finish(self._state.content, self._note_file)
 
@@ -208,6 +216,7 @@ class Saver(threading.Thread):
                 self._finish(reading.popleft(), writer)
         finally:
             for each in reading:
+                # Reads still fill their windows, and the memory of all windows is dropped after this.
                 each.settle()
 
     def _read(self, chunk: Chunk) -> _Reading:
@@ -222,6 +231,7 @@ class Saver(threading.Thread):
         if self._copies is not None:
             for source in (chunk.source, chunk.upper):
                 if source is not None and source.home.on_device:
+                    # Begun before the step may change the tile: it waits until ``_finish`` has counted it as copied.
                     reading.copied.append((source, *self._copies.begin(source)))
         try:
             for source in sources:
@@ -245,6 +255,7 @@ class Saver(threading.Thread):
         except BaseException:
             reading.settle()
             raise
+        # May be the home itself, in host memory: it must not change before ``append`` has copied it.
         content = _content(chunk.source, reading, 0)
         if chunk.upper is not None:
             at = chunk.source.nbytes if chunk.source.home.extent is not None else 0
@@ -252,11 +263,13 @@ class Saver(threading.Thread):
         elements = content.view(chunk.dtype)
         for first, numel in chunk.parts:
             writer.append(chunk.kind, _bytes(elements[first : first + numel]))
+        # ``append`` has copied the bytes, so the window may be filled again.
         if reading.window is not None:
             reading.window.release()
         self.progress += 1
         if chunk.tile is not None:
             with self._change:
+                # Last: from here on a step may change the tile at home.
                 self._copied.add(chunk.tile)
                 self._change.notify_all()
 
@@ -270,6 +283,7 @@ def _content(source: Range, reading: _Reading, at: int) -> Tensor:
     """The bytes of ``source`` in host memory: its home, a copy from the GPU, or the window from ``at`` on."""
     for on_gpu, content, arrived in reading.copied:
         if on_gpu is source:
+            # The CPU reads these bytes next.
             arrived.wait()
             return content
     if source.home.tensor is not None:
@@ -297,6 +311,7 @@ class _Copies:
 
     def __init__(self, streams: Streams) -> None:
         self._stream = streams.save
+        # Compute changes no state of a tile before it is counted as copied: so one wait, at the beginning, is enough.
         self._stream.wait_for(streams.compute.record())
         # Two for each chunk that is read, because masters may be split; and two for the chunk that is being written.
         self._pinned = [
@@ -308,6 +323,7 @@ class _Copies:
     def begin(self, source: Range) -> tuple[Tensor, Event]:
         """The bytes of ``source``, valid from the event until as many further copies begin as there are buffers."""
         assert source.home.tensor is not None
+        # Its last bytes were copied to a window: there are more buffers than copies whose chunk is not finished.
         into = self._pinned[self._next % len(self._pinned)][: source.nbytes]
         self._next += 1
         with self._stream.running():

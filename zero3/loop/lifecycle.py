@@ -123,6 +123,7 @@ class Readiness:
 
     def give_up_unfinished(self) -> None:
         """Reset a pass that an exception has ended outside the engine's calls (the user's loss.backward())."""
+        # First: it waits until autograd has dropped a backward that an exception has ended.
         self._schedule.check_thread()
         if hooks.in_autograd():
             return
@@ -134,6 +135,7 @@ class Readiness:
     @uninterrupted
     def give_up_backward(self) -> None:
         """Reset after an exception in backward: the gradients since the last step are dropped."""
+        # Before the gradients are dropped: it takes those off the parameters that no sink has accepted yet.
         self._schedule.abandon()
         if self._step.state is not StepState.UPDATED_IN_BACKWARD:
             self._updates.give_up()

@@ -197,6 +197,7 @@ class Update:
 
     def expect(self, *, last: bool) -> None:
         """A backward begins; the ``last`` one before an update starts to read optimizer state."""
+        # Before the first gradient: the store squares the gradients of the last micro-batch as they arrive.
         self._gradients.last_micro_batch = last
         if last and not self.steps_in_backward:
             self._optimizer.expect_step()
@@ -238,6 +239,7 @@ class Update:
 
     def give_up(self) -> None:
         """An exception in backward drops the gradients since the last update."""
+        # First: in every state below, no gradient of the backward is left.
         self._sink.reset()
         reason = f"the backward of step {self.steps + 1} was ended by an exception"
         if self._collectives is not None:
@@ -263,6 +265,7 @@ class Update:
         try:
             scale = self.loss_scale.value
             with self._timeline.span("compute", "norm"):
+                # The CPU waits here until the device has computed the loss.
                 number = None if loss is None else float(loss)
                 sums = self._sum_up("step", number, stop=stop, saving=saving)
             self.norm, self.loss = sums.norm / scale, sums.loss
@@ -303,6 +306,7 @@ class Update:
         rows = self._collectives.table(torch.tensor(local, dtype=torch.float64, device="cpu"), purpose)
         figures = [_RankFigures(*row) for row in rows.tolist()]
         total = 0.0
+        # In the order of ranks: all of them add the same numbers in the same order, and get the same bits.
         for rank, rank_figures in enumerate(figures):
             total += rank_figures.squares
             if rank_figures.steps != self.steps:
@@ -311,6 +315,7 @@ class Update:
                     f" {rank_figures.steps + 1:.0f}: call step() equally often on all ranks"
                 )
         if any(each.options != local.options for each in figures):
+            # All ranks have the same rows, so all of them come to this collective, or none does.
             of_all = self._collectives.gather_objects(options, "exchange the hyperparameters")
             hyperparameters.check_same(of_all, self.steps + 1)
         self._collectives.finish_step()
@@ -326,6 +331,7 @@ class Update:
         )
 
     def _apply(self, norm: float, scale: float) -> None:
+        # Before the state changes: after an error here, nothing is updated yet.
         self._optimizer.prepare()
         try:
             clip = min((limit for limit in (self._clip, self._clip_next) if limit), default=0.0)
@@ -336,6 +342,8 @@ class Update:
                     self._replicas.begin()
                 self._optimizer.step(grad_scale=factor / scale)
                 if self._replicas is not None:
+                    # After the last tile: other ranks wait for the gathers of groups in which this rank had nothing to
+                    # update, too.
                     self._replicas.finish()
             self.current_step.to_idle()
         finally:
@@ -398,4 +406,5 @@ def _count_as_edits(groups: Iterable[ParamGroup]) -> None:
     for group in groups:
         pairs = zip(group.layout.pieces, group.params, strict=True)
         torch.autograd.graph.increment_version([param for piece, param in pairs if piece.trainable])
+        # After the increment, which is no edit of the user's.
         group.note_versions()

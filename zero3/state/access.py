@@ -79,6 +79,7 @@ def gathered(
                 )
             if owner is not None:
                 owner.show_values(param, modify=modify)
+                # Only what is shown is hidden below, also if the next parameter cannot be shown.
                 loans.append((owner, param))
         with ExitStack() as saving:
             for owner in {owner: None for owner, _ in loans}:
@@ -238,6 +239,7 @@ class Access:
             raise EngineStateError(
                 f"{group.layout.pieces[position].name!r} is already gathered; gathered() blocks cannot be nested"
             )
+        # First: while the parameter shows a copy, an earlier edit of its own bytes would go unnoticed.
         self.parameters.store_edits_of_residents(group)
         group.show_copy(position, self.copy_of(param), modify=modify)
         self._schedule.gathers(group)
@@ -246,6 +248,7 @@ class Access:
         """End ``show_values``, and store the changes of ``rank``. Returns why they are refused, or ""."""
         group, position = self.parameters.place_of(param)
         piece, tensor = group.layout.pieces[position], resharded.data_of(param)
+        # Before ``hide_copy``, which forgets the state that it compares with.
         edited = group.copy_was_edited(position)
         try:
             if not modify:
@@ -253,6 +256,8 @@ class Access:
             has_valid_value = tuple(tensor.shape) == piece.shape and tensor.is_floating_point()
             # A tensor assigned to .data may have another dtype than the parameter, on one rank alone.
             dtype = group.dtype if tensor.dtype == group.dtype else torch.float32
+            # All ranks come here, whatever their values are: what follows depends on the answer alone, which is the
+            # same on all.
             dtype_on_rank = self._state.dtype_on(rank, piece, dtype if has_valid_value else None)
             if dtype_on_rank is None:
                 return f"{piece.name!r} of shape {piece.shape} has " + (
@@ -260,6 +265,7 @@ class Access:
                     if has_valid_value
                     else f"dtype {tensor.dtype} and shape {tuple(tensor.shape)} now"
                 )
+            # A group that was fetched ahead has the old values.
             self._prefetcher.drop(group)
             local_values = tensor.reshape(-1) if has_valid_value else torch.empty(piece.numel, device="cpu")
             values = self._state.values_of_rank(rank, piece, local_values.to(dtype_on_rank))
@@ -267,6 +273,7 @@ class Access:
                 self._state.store_edit(group, piece, values, in_place=False)
             else:
                 self._state.set_master(group, piece, values.to("cpu", torch.float32))
+            # After the change: autograd then refuses the backward of a forward that has used the old values.
             torch.autograd.graph.increment_version([param])
             return ""
         finally:
@@ -295,10 +302,12 @@ class Access:
         check_idle(self._schedule, f"a change of {piece.name!r}")
         if self.parameters.lending:
             raise EngineStateError(f"{piece.name!r} cannot be set inside gathered(); edit it in place there")
+        # A group that was fetched ahead has the old values.
         self._prefetcher.drop(group)
         self.parameters.store_edits_of_residents(group)
         position = group.layout.pieces.index(piece)
         torch.autograd.graph.increment_version([group.params[position]])
+        # After the increment, which is no edit of the user's.
         group.note_versions()
 
     def begin_saving(self) -> None:

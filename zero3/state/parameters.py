@@ -132,6 +132,7 @@ class Parameters:
         for position in positions:
             piece = group.layout.pieces[position]
             self._state.store_edit(group, piece, group.view(position).detach().reshape(-1), in_place=True)
+        # Only when all of them are stored: after an exception they count as edits again.
         group.note_versions()
 
     def _check_no_new_parameter(self) -> None:

@@ -103,6 +103,8 @@ class TieredState:
 
     def weight_range(self, group: ParamGroup, piece: Piece, first: int, numel: int) -> Tensor:
         """A copy of ``numel`` elements of a parameter from its ``first`` on, flat, in host memory."""
+        # ``load`` needs staging slots, which tiles may have that were read ahead. And a GPU may still be writing
+        # updates to host memory.
         self._optimizer.release_read_ahead()
         itemsize = group.dtype.itemsize
         if not group.sharded:
@@ -152,6 +154,7 @@ class TieredState:
 
     def set_master(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
         """Set the master to ``values`` (fp32, flat), and the parameter to the rounded values."""
+        # Tiles that were read ahead have the old masters.
         self._optimizer.release_read_ahead()
         if self._layout.for_group(group).master_itemsize and piece.trainable:
             for tile, segment, elements in self._parts(piece):
@@ -177,6 +180,7 @@ class TieredState:
     def set_moment(self, piece: Piece, name: str, values: Tensor) -> None:
         """Replace the state tensor ``name`` by ``values`` (fp32, flat), rounded to nearest if it has 16 bits."""
         number = self._moment_number(name)
+        # Tiles that were read ahead have the old moments.
         self._optimizer.release_read_ahead()
         for tile, segment, elements in self._parts(piece):
             layout = self._layout.for_group(tile.group)
@@ -198,6 +202,7 @@ class TieredState:
         if self._collectives is None:
             return values
         purpose = f"take over {piece.name!r}"
+        # Before the broadcast: a rank that is elsewhere would take these bytes for those of another one.
         self._collectives.agree(purpose)
         received = values.detach().to("cpu", copy=True).contiguous()
         self._collectives.broadcast(received, rank, purpose)
@@ -224,6 +229,7 @@ class TieredState:
         """A copy, in host memory, of the accumulated gradient in its dtype; None if there is none."""
         if not self._gradients.received(piece):
             return None
+        # Gradients may still be on their way from the device, or wait to be added.
         self._gradients.wait_for_transfers()
         self._optimizer.release_read_ahead()
         home, dtype = self._gradients.homes[group.index], self._gradients.dtype_of(group)
@@ -237,12 +243,14 @@ class TieredState:
 
     def set_gradient(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
         """Replace the accumulated gradient by ``values`` (flat, any dtype)."""
+        # A gradient that arrives later would be added to the new values.
         self._gradients.wait_for_transfers()
         self._optimizer.release_read_ahead()
         dtype = self._gradients.dtype_of(group)
         for part in self._stepped_parts(group, piece):
             part_values = values[part.first : part.first + part.numel].to(dtype)
             self._patch(self._gradients.homes[group.index], part.start * dtype.itemsize, part_values)
+        # After the write: from here on the step uses the new values.
         self._sink.replaced(group, piece)
 
     def store_edit(self, group: ParamGroup, piece: Piece, values: Tensor, *, in_place: bool) -> None:
@@ -264,6 +272,7 @@ class TieredState:
                 " without 'split'",
                 piece.name,
             )
+        # Read before the parameter changes: a split master consists of the parameter and of the other half.
         before = self.weight(group, piece).flatten() if halves and not in_place else values
         masters = self.master(group, piece).flatten() if halves and not in_place else values.float()
         self._store_weight(group, piece, values)
@@ -339,6 +348,7 @@ class TieredState:
         """Complete the flat ``values``, elements of ``piece`` from ``start`` on: each rank sends those of its shard."""
         assert self._collectives is not None
         purpose, size = f"read {piece.name!r}", self._collectives.world.size
+        # As in ``values_of_rank``.
         self._collectives.agree(purpose)
         begin = piece.start + start
         for rank in range(size):
@@ -360,6 +370,7 @@ class TieredState:
 
     def _patch(self, home: Home, offset: int, values: Tensor) -> None:
         """Write the bytes of the flat ``values`` at ``offset`` of ``home``; on NVMe, in whole pages."""
+        # A save that is under way must have copied the old values.
         self._before_write()
         # Copies to the device may still read these bytes.
         if self._streams is not None:
@@ -372,6 +383,7 @@ class TieredState:
         for at in range(offset // PAGE * PAGE, end, self._tiers.chunk_bytes):
             size = min(self._tiers.chunk_bytes, end - at)
             first, last = max(at, offset), min(at + size, offset + raw.numel())
+            # The neighbours in the first and the last page, which are written whole.
             page_bytes = self._tiers.load(home, at, size) if last - first < size else None
             with self._tiers.writing(home, at, size) as target:
                 if page_bytes is not None:

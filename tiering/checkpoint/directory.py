@@ -110,6 +110,7 @@ class CheckpointDirectory:
                     )
                 partial = self._partial_name(tag)
                 partial.mkdir()
+                # Before ``_end_save`` below, which lets others take the lock over if no save is under way.
                 self._unfinished.add(partial)
         finally:
             self._end_save()
@@ -130,7 +131,9 @@ class CheckpointDirectory:
             # Without checkpoint.json the directory would not be a checkpoint.
             (partial / MANIFEST).stat()
             replaces = self._check_replaces(tag, run)
+            # Step 1: the names of the files are on disk before the directory gets its tag.
             fsync(partial)
+            # Still step 1: a disk that is full fails here, while nothing is visible.
             new_latest = self._write_latest(tag) if latest else None
             try:
                 replaced = self._publish(partial, tag, new_latest, replaces=replaces)
@@ -141,10 +144,12 @@ class CheckpointDirectory:
         with self._os_errors(
             f"has the complete checkpoint '{tag}', but may lose '{LATEST}' in a power failure"
         ):
+            # Step 3: ``latest`` is on disk before the checkpoint that it named before may be removed.
             fsync(self.path)
         self._remove([replaced] if replaced else [])
         if keep is not None:
             self.prune(tag, run, keep)
+        # Last: from here on another engine may take the lock over.
         self._unfinished.discard(partial)
         self._end_save()
         return self.path / tag
@@ -179,6 +184,7 @@ class CheckpointDirectory:
         hidden = []
         for name in old:
             try:
+                # Step 4: the tag is gone before the first file is removed, see ``_remove``.
                 hidden.append((self.path / name).rename(self._partial_name(name)))
             except OSError as error:
                 log.warning("old checkpoint %s is not removed: %s", self.path / name, error.strerror)
@@ -276,6 +282,7 @@ class CheckpointDirectory:
         with self._os_errors("cannot be written"):
             _create_durably(self.path)
             new = self._lock.acquire()
+        # Without locks, another run may be saving here: what looks like remains may be its save.
         if new and self._lock.exclusive:
             self._restore_replaced()
             self._remove(self.partials())
@@ -309,6 +316,8 @@ class CheckpointDirectory:
         path = self.path / tag
         if self._is_checkpoint(path):
             return path
+        # A replaced name counts only where the tag is missing: otherwise it is the older checkpoint, about to be
+        # removed.
         if os.path.lexists(path):
             return None
         return next(
@@ -357,6 +366,7 @@ class CheckpointDirectory:
         try:
             with file.open("xb") as stream:
                 stream.write(tag.encode())
+                # Its content is on disk before its name is: the rename in ``_publish`` could reach the disk first.
                 stream.flush()
                 os.fsync(stream.fileno())
         except BaseException:
@@ -374,10 +384,13 @@ class CheckpointDirectory:
         if replaced is None:
             partial.rename(place)
         try:
+            # Step 2 is on disk before step 3: after a power failure ``latest`` never names a checkpoint that is not
+            # there.
             fsync(self.path)
             if new_latest:
                 new_latest.rename(self.path / LATEST)
         except BaseException:
+            # Back in the reverse order, so that the tag names one of the two checkpoints at every moment.
             if replaced == partial:
                 _exchange(place, partial)
             else:
@@ -396,6 +409,7 @@ class CheckpointDirectory:
                 raise
         else:
             return partial
+        # Between the two renames no tag leads to the old checkpoint: after a crash ``_place`` finds it by this name.
         replaced = self.path / f".{place.name}.replaced-{secrets.token_hex(4)}"
         place.rename(replaced)
         try:
@@ -426,6 +440,7 @@ class CheckpointDirectory:
         if not partials:
             return
         try:
+            # The new names are on disk before any file goes.
             fsync(self.path)
         except OSError as error:
             log.warning("unneeded directories in %s are not removed: %s", self.path, error.strerror)
@@ -500,6 +515,7 @@ def _create_durably(path: Path) -> None:
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
+        # The name of a directory is an entry of its parent.
         fsync(directory.parent)
     if not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "not a directory")

@@ -87,8 +87,10 @@ class RankWriter:
         """
         assert self._sums is not None
         for writer in self._writers.values():
+            # Returns when the file is on disk: the record below may name only such files.
             writer.close()
             on_file()
+        # After all windows of tensors, whose checksums are in this file.
         sums_digest = self._sums.close()
         path = self._path("rank", "json")
         with naming(path):

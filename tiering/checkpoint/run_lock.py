@@ -67,11 +67,13 @@ class RunLock:
             if new:
                 self._close()
                 self._open()
+            # Under the same lock as the check: in between, another engine could take the lock over.
             self._in_use = True
         return new
 
     def end_save(self) -> None:
         """Marks that no save is under way: another engine of this process may take the lock over."""
+        # One assignment, without the lock: an engine that reads the old value is refused once more.
         self._in_use = False
 
     def release(self) -> None:
@@ -139,6 +141,7 @@ class RunLock:
                     " close(), or save to another directory"
                 )
             log.info("took the lock of %s over from another engine of this process", self.directory)
+            # The lock goes with the open file: the other object loses both at once.
             self._fd, lock._fd, self.exclusive = lock._fd, -1, lock.exclusive
             return
         raise CheckpointError(

@@ -55,6 +55,7 @@ class Publisher:
         """Publish once, then keep publishing until ``close`` or the end of the interpreter."""
         if self._thread is not None or self._closing.is_set():
             raise ValueError("the publisher has already been started; create a new one")
+        # Before the thread exists: a reader that finds the file finds figures in it.
         self.publish_now()
         self._thread = threading.Thread(target=self._run, name="tiering-telemetry", daemon=True)
         self._thread.start()
@@ -73,6 +74,7 @@ class Publisher:
                 self.end()
                 return
             with self._lock:
+                # Under the lock: ``close`` may have closed the writer since the sample was taken.
                 if not self._closing.is_set():
                     self._publish(raw, sampled_at)
         except (TelemetryError, OSError) as error:
@@ -111,12 +113,14 @@ class Publisher:
         """Stop the thread, publish the final snapshot and leave the file for readers. Never raises. Idempotent."""
         if os.getpid() != self._pid or self._closing.is_set():
             return
+        # First: no later sample of the thread may follow the final snapshot.
         self._stop()
         try:
             newest = self._source() or self._baseline
             if newest is not None and self._final_snapshot is not None:
                 with self._lock:
                     self._writer.publish(self._final_snapshot(with_rates(newest, self._baseline, None)))
+                    # Under the lock, as the snapshot: a publication that waits for it then finds ``_closing`` set.
                     self._writer.leave()
         except Exception as error:
             log.debug("the final snapshot of %s could not be published: %s", self._writer.path, error)
@@ -132,6 +136,7 @@ class Publisher:
         atexit.unregister(self.end)
 
     def _stop(self) -> None:
+        # First: it wakes the thread, and ends publications that have not taken the lock yet.
         self._closing.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():

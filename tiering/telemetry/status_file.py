@@ -91,6 +91,7 @@ def checksum(heartbeat_ns: int, payload: bytes) -> int:
 def locked_by_another(fd: int) -> bool:
     """Whether a writer holds the lock of the status file ``fd``. Releases the lock that the test acquires."""
     try:
+        # Shared, so that two readers that test at once do not take each other for the writer.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -161,6 +162,7 @@ def _read(fd: int) -> StatusReading:
         if reading.state != "torn" or not locked_by_another(fd):
             break
         time.sleep(0.001)
+    # Tested after the read: of a live file, the writer was alive when this content was complete.
     if reading.state in ("live", "torn") and not locked_by_another(fd):
         reason = "the writer is gone" if reading.state == "live" else "the writer died during an update"
         if reading.snapshot is not None and reading.snapshot.ended is not None:
@@ -184,6 +186,7 @@ def _read_once(fd: int) -> StatusReading:
     age = max(0, time.time_ns() - header.heartbeat_ns) / 1e9 if header.heartbeat_ns else None
     if header.header_size < HEADER.size or not header.length <= header.capacity <= _MAX_CAPACITY:
         return StatusReading("unreadable", None, None, "the header is invalid")
+    # Between two reads of the header: if both have the same even number, no update began or ended meanwhile.
     payload = os.pread(fd, header.length, header.header_size)
     if header.sequence % 2 or os.pread(fd, HEADER.size, 0) != first:
         return StatusReading("torn", age, None, "an update was in progress during the whole read")
@@ -220,6 +223,7 @@ def _description(fd: int, header: Header) -> Description | None:
     key = (file.st_dev, file.st_ino, header.description_crc, header.description_length)
     description = _descriptions.get(key)
     if description is None:
+        # The writer writes it once, before the file has its name.
         raw = os.pread(fd, header.description_length, header.header_size + header.capacity)
         if zlib.crc32(raw) != header.description_crc:
             return None

@@ -97,7 +97,9 @@ class StatusWriter:
             # Allocate all blocks now: a full disk fails here, not during training.
             os.posix_fallocate(fd, 0, HEADER.size + CAPACITY + len(self._description))
             os.pwrite(fd, self._description, HEADER.size + CAPACITY)
+            # After everything that it describes, and before the name: readers see a complete file.
             os.pwrite(fd, self._header(0, b"").pack(), 0)
+            # After the lock: a file with this name and without a lock counts as that of a dead writer, and is removed.
             unfinished.rename(self.path)
         except OSError as error:
             if fd >= 0:
@@ -127,6 +129,7 @@ class StatusWriter:
         """Create a removed file again, with its directory if necessary: no reader sees writes to a removed file."""
         private_directory(self.path.parent)
         with _forking:
+            # Under the lock of forks: a child closes exactly the descriptor that is in ``_fd``.
             removed_fd, self._fd = self._fd, self._create()
             os.close(removed_fd)
         log.info("status file %s had been removed and was created again", self.path)
@@ -147,8 +150,11 @@ class StatusWriter:
                 self._recreate()
             # Odd also if an exception interrupted the previous update, which left an odd number.
             self._sequence = (self._sequence + 1) | 1
+            # 1. Odd: whoever reads from here on repeats the read.
             os.pwrite(self._fd, SEQUENCE.pack(self._sequence), SEQUENCE_OFFSET)
+            # 2. The payload, which may now be mixed with the old one.
             os.pwrite(self._fd, payload, HEADER.size)
+            # 3. Even again, in one write with the length and the checksum of the payload.
             self._sequence += 1
             os.pwrite(self._fd, self._header(time.time_ns(), payload).pack(), 0)
 
@@ -166,6 +172,7 @@ class StatusWriter:
                 return
             # An error here must not fail training at its end: a file that stays has no lock, and a sweep removes it.
             with suppress(OSError):
+                # While the lock is held: otherwise readers would report the writer as dead before the file is gone.
                 if not keep:
                     self.path.unlink()
                 if self._owns_directory:
@@ -188,6 +195,7 @@ _CLOSED, _ABANDONED = -1, -2
 
 
 def _abandon_inherited() -> None:
+    # Acquired before the fork by the thread that this one is a copy of.
     _forking.release()
     for writer in list(_inherited):
         writer._abandon()

@@ -33,6 +33,7 @@ static int start_backend(aio_context *context, const char *engine)
     for (size_t i = 0; i < sizeof engines / sizeof engines[0]; i++) {
         if (!probing && strcmp(engine, engines[i]->name) != 0)
             continue;
+        /* No lock: the driver thread does not exist yet. */
         context->backend = (struct aio_backend){.ops = engines[i]};
         error = engines[i]->init(&context->backend, context->capacity, context->registered);
         if (error == 0) {
@@ -137,6 +138,8 @@ static void take_down(aio_context *context)
 {
     pthread_mutex_lock(&fork_lock);
     struct aio_backend backend = context->backend;
+    /* Taken out under the lock, so that it is ended once: by the driver, by aio_open after an error, or in a
+     * child by aio_close. */
     context->backend.ops = NULL;
     if (backend.ops)
         backend.ops->exit(&backend, is_foreign(context));
@@ -161,6 +164,8 @@ int aio_open(aio_context **out, const aio_options *options)
     if (!context)
         return -ENOMEM;
     static pthread_once_t once = PTHREAD_ONCE_INIT;
+    /* Before the counter is read: a fork from here on is counted, so that the child finds this context to be its
+     * parent's. */
     pthread_once(&once, watch_forks);
     context->forks = forks;
     context->block_size = options->block_size;
@@ -177,6 +182,7 @@ int aio_open(aio_context **out, const aio_options *options)
         error =
             aio_backend_add_faults(&context->backend, options->faults, options->n_faults, context->capacity);
     if (!error) {
+        /* Before the thread, which takes the lock first. */
         init_lock(context);
         error = aio_thread_start(&context->driver, drive, context);
     }
@@ -213,6 +219,7 @@ int aio_add_file(aio_context *context, int fd, int direct)
 
     int index = -ENOMEM;
     pthread_mutex_lock(&context->lock);
+    /* Under the lock: the driver reads the array, which may move here. The files themselves stay where they are. */
     struct file **files = realloc(context->files, (context->n_files + 1) * sizeof *files);
     if (files) {
         context->files = files;
@@ -246,6 +253,7 @@ int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes)
             context->regions[context->n_regions++] =
                 (struct region){.address = (char *)address + at,
                                 .nbytes = nbytes - at < MAX_REGION_SIZE ? nbytes - at : MAX_REGION_SIZE};
+        /* The driver registers, because it alone may use the backend. It counts n_tried up and broadcasts `any`. */
         aio_wake_driver(context);
         while (context->n_tried < first + n)
             pthread_cond_wait(&context->any, &context->lock);
@@ -371,12 +379,14 @@ int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, aio_resul
             break;
         }
         request = aio_request_find(context, ticket, &error);
+        /* Under the lock under which the request becomes done: the driver signals only requests that are watched. */
         request->watched |= WATCHED_ALONE;
         pthread_cond_t *done = aio_request_signal(context, request);
         waited = timeout_ns < 0 ? pthread_cond_wait(done, &context->lock)
                                 : pthread_cond_timedwait(done, &context->lock, &deadline);
     }
     if (!error)
+        /* Copied under the lock: after it, another thread may release the ticket. */
         *result = (aio_result){.bytes = request->result,
                                .offset = request->result < 0 ? request->failed_at : request->offset,
                                .issued_ns = request->issued_ns,
@@ -394,6 +404,7 @@ static int64_t find_any(aio_context *context, const int64_t *tickets, size_t n)
             return (int64_t)i;
         if (error)
             return error;
+        /* Each of them: whichever is done first wakes this thread. */
         aio_request_find(context, tickets[i], &error)->watched |= WATCHED_AMONG_OTHERS;
     }
     return -ETIMEDOUT;
@@ -509,8 +520,10 @@ int aio_close(aio_context *context)
         return 0;
     context->closed = true;
     pthread_mutex_lock(&context->lock);
+    /* Under one lock with the cancellation: no request can be added behind those that it ends. */
     context->closing = true;
     aio_requests_cancel(context);
+    /* The driver may be asleep with nothing in flight: it looks at `closing` only when it wakes. */
     aio_wake_driver(context);
     pthread_mutex_unlock(&context->lock);
     pthread_join(context->driver, NULL); /* the driver thread takes the backend down before it ends */
@@ -521,6 +534,7 @@ void aio_free(aio_context *context)
 {
     if (!context)
         return;
+    /* Ends the driver: afterwards no thread uses the memory. */
     aio_close(context);
     if (is_foreign(context))
         return; /* at the fork, another thread may have been changing the context: its memory is inconsistent */

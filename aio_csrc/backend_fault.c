@@ -124,6 +124,7 @@ static unsigned fault_reap(struct aio_backend *backend, struct aio_op **ended, u
     n += faulty->inner.ops->reap(&faulty->inner, ended + n, max - n);
     for (unsigned i = first; i < n; i++) {
         struct held *held = &faulty->slots[ended[i]->index];
+        /* The driver knows only the original: the copy stays in its slot until the next operation of this index. */
         held->original->result = ended[i]->result;
         ended[i] = held->original;
     }

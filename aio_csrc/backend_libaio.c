@@ -36,6 +36,7 @@ struct ring {
 static void libaio_exit(struct aio_backend *backend, int forked)
 {
     struct ring *ring = backend->state;
+    /* Waits for all operations. A child has no ring: it belongs to the parent's address space. */
     if (ring->id && !forked)
         syscall(SYS_io_destroy, ring->id);
     if (ring->wake_fd >= 0)
@@ -148,6 +149,8 @@ static unsigned libaio_reap(struct aio_backend *backend, struct aio_op **ended, 
         const struct io_event *event = &ring->events[ring->n_events - 1];
         if (event->obj == (uintptr_t)&ring->wake) {
             eventfd_t count;
+            /* Before the next poll is armed. A wake that this swallows came after its request was queued, and
+             * gather() follows. */
             eventfd_read(ring->wake_fd, &count);
             ring->armed = false;
             continue;

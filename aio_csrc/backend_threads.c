@@ -51,6 +51,7 @@ static void *work(void *argument)
             pthread_cond_wait(&pool->work, &pool->lock);
             pool->n_idle--;
         }
+        /* Also when it is time to stop: operations that were accepted are done first. */
         struct aio_op *op = pool->waiting;
         if (!op)
             break;
@@ -60,12 +61,14 @@ static void *work(void *argument)
         pool->n_waiting--;
         pthread_mutex_unlock(&pool->lock);
 
+        /* Without the lock, which the driver and all other workers need. */
         op->result = transfer(op);
 
         pthread_mutex_lock(&pool->lock);
         if (!pool->ended)
             pthread_cond_signal(&pool->news);
         op->next = pool->ended;
+        /* The result was stored before the lock was taken, under which the driver finds the operation. */
         pool->ended = op;
     }
     pthread_mutex_unlock(&pool->lock);
@@ -80,6 +83,7 @@ static void threads_exit(struct aio_backend *backend, int forked)
         pool->stopping = true;
         pthread_cond_broadcast(&pool->work);
         pthread_mutex_unlock(&pool->lock);
+        /* Until they have ended, they use the lock and this memory. */
         for (unsigned i = 0; i < pool->n_workers; i++)
             pthread_join(pool->workers[i], NULL);
         pthread_cond_destroy(&pool->work);
@@ -154,6 +158,7 @@ static void threads_await(struct aio_backend *backend, int64_t timeout_ns)
     while (!pool->ended && !pool->woken && !timed_out)
         timed_out = timeout_ns < 0 ? pthread_cond_wait(&pool->news, &pool->lock)
                                    : pthread_cond_timedwait(&pool->news, &pool->lock, &deadline);
+    /* Under the lock: a wake after this one ends the next await. */
     pool->woken = false;
     pthread_mutex_unlock(&pool->lock);
 }

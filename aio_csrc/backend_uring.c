@@ -137,6 +137,8 @@ static void make_tables(struct aio_backend *backend, struct ring *ring)
 static void uring_exit(struct aio_backend *backend, int forked)
 {
     struct ring *ring = backend->state;
+    /* Unregistered first: closing the descriptor would release pinned pages and files later, in the background. A
+     * child must not do that: the ring is its parent's, too. */
     if (ring->has_buffers && !forked)
         uring_register(ring->fd, URING_UNREGISTER_BUFFERS, NULL, 0);
     if (ring->has_files && !forked)
@@ -185,6 +187,8 @@ static void enable(struct ring *ring)
     if (!ring->disabled)
         return;
     ring->disabled = false;
+    /* In the driver thread: with SINGLE_ISSUER, the kernel takes submissions only from the thread that has
+     * enabled the ring. */
     uring_register(ring->fd, URING_REGISTER_ENABLE_RINGS, NULL, 0);
 }
 
@@ -218,6 +222,7 @@ static bool is_registered(struct aio_backend *backend, struct ring *ring, const 
 /* The kernel refuses the queued entries (for example, after a new seccomp filter): make the error their result. */
 static void refuse_queued(struct ring *ring, int error)
 {
+    /* From the tail back: the kernel has not consumed these entries, and reads the queue in io_uring_enter only. */
     for (; ring->to_submit; ring->to_submit--) {
         struct aio_op *op = (struct aio_op *)(uintptr_t)ring->sqes[--ring->sq_tail & ring->sq_mask].user_data;
         if (!op) {
@@ -236,6 +241,7 @@ static void enter(struct ring *ring, unsigned at_least, unsigned flags, int64_t 
 {
     struct uring_timespec limit = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
     struct uring_getevents_arg argument = {.ts = timeout_ns > 0 ? (uintptr_t)&limit : 0};
+    /* The entries first, then the tail: the kernel reads all entries before it. */
     __atomic_store_n(ring->shared_sq_tail, ring->sq_tail, __ATOMIC_RELEASE);
     long consumed = syscall(URING_SYS_ENTER, ring->fd, ring->to_submit, at_least, flags | URING_ENTER_EXT_ARG,
                             &argument, sizeof argument);
@@ -262,6 +268,7 @@ static int uring_submit(struct aio_backend *backend, struct aio_op **ops, unsign
             enter(ring, 0, 0, 0); /* await submits the last two */
         struct uring_sqe *sqe = next_sqe(ring);
         sqe->opcode = opcodes[op->kind];
+        /* The driver does not touch the operation until reap returns it. */
         sqe->user_data = (uintptr_t)op;
         sqe->fd = registered ? op->file : op->fd;
         sqe->flags = registered ? URING_SQE_FIXED_FILE : 0;
@@ -297,6 +304,7 @@ static void uring_await(struct aio_backend *backend, int64_t timeout_ns)
     struct ring *ring = backend->state;
     enable(ring);
     arm(ring);
+    /* The head is this thread's own; the tail is the kernel's, loaded before the entries that uring_reap reads. */
     bool ended =
         ring->refused || *ring->shared_cq_head != __atomic_load_n(ring->shared_cq_tail, __ATOMIC_ACQUIRE);
     if (ended && ring->to_submit == 0)
@@ -319,6 +327,8 @@ static unsigned uring_reap(struct aio_backend *backend, struct aio_op **ended, u
             ended[n++] = op;
         } else {
             eventfd_t count;
+            /* Before the next poll is armed. A wake that this swallows came after its request was queued, and
+             * gather() follows. */
             eventfd_read(ring->wake_fd, &count);
             ring->armed = false;
         }

@@ -117,6 +117,8 @@ static struct block *carve(aio_context *context, struct request *request, uint64
         request->issued_ns = now;
     file->turn = request->kind == AIO_READ;
     request->carved += size;
+    /* Before the lock is released: until the block has ended, the request cannot be settled, and its memory is
+     * borrowed. */
     request->in_flight++;
     file->in_flight++;
     if (file->stats.kind[request->kind].in_flight++ == 0)
@@ -154,6 +156,7 @@ static void gather(aio_context *context)
 {
     uint64_t now = aio_now_ns();
     for (unsigned i = 0; i < context->n_files; i++) {
+        /* The array may move in aio_add_file, which needs the lock, too. The files stay where they are. */
         struct file *file = context->files[(context->next_file + i) % context->n_files];
         unsigned depth = depth_of(context);
         struct request *request;
@@ -183,6 +186,8 @@ static unsigned prepare(aio_context *context)
             continue;
         }
         if (block->padded && block->op.kind == AIO_WRITE) {
+            /* The caller's memory does not change before the ticket is done, so it can be copied without the
+             * lock. */
             memcpy(block->bounce, block->data, block->nbytes);
             memset(block->bounce + block->nbytes, 0, AIO_ALIGNMENT - block->nbytes);
         }
@@ -243,6 +248,7 @@ static unsigned judge(aio_context *context, unsigned n_ended)
         struct block *block = (struct block *)context->ended[i];
         block->verdict = judge_transfer(context, block);
         bool read = block->verdict == COMPLETE && block->op.kind == AIO_READ;
+        /* Before the request can be settled: then the caller owns the memory again. */
         if (read && block->padded)
             memcpy(block->data, block->bounce, block->nbytes);
         if (read && context->verify)
@@ -323,6 +329,7 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
     }
     if (block->verdict < 0) {
         if (request->result == 0) {
+            /* The first error stays, whichever block it is of. */
             request->result = block->verdict;
             request->failed_at = block->op.offset;
         }
@@ -331,6 +338,7 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
     }
     context->free_blocks[context->n_free_blocks++] = block;
     block->file->in_flight -= !block->landed;
+    /* Only the last block: while others are in flight, the kernel uses the request's memory. */
     if (--request->in_flight == 0 && request->state == REQUEST_ISSUED) {
         request->done_ns = now;
         aio_request_settle(context, request, request->result ? request->result : (int64_t)request->nbytes);
@@ -398,6 +406,8 @@ static void register_buffers(aio_context *context)
 {
     struct aio_backend *backend = &context->backend;
     while (context->n_tried < context->n_regions) {
+        /* Read with the lock and used without it: only this thread counts n_tried up, and a pending region does
+         * not change. */
         unsigned number = context->n_tried;
         struct region *region = &context->regions[number];
         pthread_mutex_unlock(&context->lock);
@@ -411,6 +421,7 @@ static void register_buffers(aio_context *context)
             context->info.registered_bytes += region->nbytes;
             add_ready(context, region);
         }
+        /* Under one lock with the state of the region, which its caller reads when n_tried has passed it. */
         context->n_tried++;
         pthread_cond_broadcast(&context->any);
     }
@@ -438,6 +449,7 @@ void aio_drive(aio_context *context)
         n_ended = compare(context, n_ended);
 
         pthread_mutex_lock(&context->lock);
+        /* The lock is held again: from here to gather(), a submission needs no wake. */
         context->asleep = false;
         uint64_t now = aio_now_ns();
         for (unsigned i = 0; i < n_ended; i++)

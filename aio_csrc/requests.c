@@ -30,6 +30,7 @@ enum { SLOT_BITS = 20 };
 void aio_wake_driver(aio_context *context)
 {
     if (context->asleep) {
+        /* Only the first request after the driver has gone to sleep pays for the system call. */
         context->asleep = false;
         context->backend.ops->wake(&context->backend);
     }
@@ -43,6 +44,7 @@ static int add_chunk(aio_context *context)
     struct request **chunks = realloc(context->chunks, (context->n_chunks + 1) * sizeof *chunks);
     if (!chunks)
         return -ENOMEM;
+    /* Before the next allocation, which may fail: the old array is gone. */
     context->chunks = chunks;
     struct request *chunk = calloc(REQUESTS_PER_CHUNK, sizeof *chunk);
     if (!chunk)
@@ -129,6 +131,7 @@ static void unlink_edge(struct edge *edge)
  * so that the oldest is on top. */
 static void finish(aio_context *context, struct request *request, int64_t result, struct request **work)
 {
+    /* State and result change under the lock that waiting threads hold when they look. */
     request->state = REQUEST_DONE;
     request->result = result;
     free(request->pieces);
@@ -140,6 +143,7 @@ static void finish(aio_context *context, struct request *request, int64_t result
         pthread_cond_broadcast(&context->any);
     for (struct edge *edge = request->dependents, *next; edge; edge = next) {
         struct request *dependent = edge->dependent;
+        /* Read before the edge is freed. */
         next = edge->next_dependent;
         unlink_edge(edge);
         free(edge);
@@ -157,6 +161,7 @@ static void start(aio_context *context, struct request *work)
 {
     while (work) {
         struct request *request = work;
+        /* Read before append(), which links the request into a queue by the same field. */
         work = request->next;
         if (request->poisoned || request->canceled) {
             finish(context, request, -ECANCELED, &work);
@@ -285,11 +290,13 @@ int64_t aio_request_add(aio_context *context, const struct request *parameters, 
         request->next = next_free;
         return error;
     }
+    /* Only now, when nothing can fail any more, does the slot leave the free list. */
     context->free_requests = next_free;
     /* 2^43 generations: at a million requests per second, one slot lasts a hundred days. */
     request->id = id + (INT64_C(1) << SLOT_BITS);
     request->state = REQUEST_BLOCKED;
     request->next = NULL;
+    /* Before start(), which may finish the request at once and count it down. */
     context->n_live++;
     if (request->n_pending == 0)
         start(context, request);
@@ -309,6 +316,7 @@ static void cancel_queue(aio_context *context, const struct queue *queue)
 {
     for (struct request *request = queue->head, *next; request; request = next) {
         next = request->next; /* stays valid: settling adds no request to a queue, since all are poisoned */
+        /* It runs to its end: its blocks in flight use its memory, and absorb() settles it after the last one. */
         if (request->carved > 0)
             continue;
         aio_request_dequeue(request);
@@ -323,6 +331,7 @@ void aio_requests_cancel(aio_context *context)
         for (unsigned j = 0; j < REQUESTS_PER_CHUNK; j++)
             if (context->chunks[i][j].state < REQUEST_DONE)
                 context->chunks[i][j].poisoned = true;
+    /* After all are poisoned: a request that is settled here must not let one behind it start. */
     for (unsigned i = 0; i < context->n_files; i++)
         for (int queue = 0; queue < 2 * AIO_PRIORITIES; queue++)
             cancel_queue(context, &context->files[i]->queues[queue / 2][queue % 2]);

@@ -121,6 +121,7 @@ static void choose(void)
 
 void aio_checksum(const void *pages, size_t n_pages, uint32_t *out)
 {
+    /* Any thread may be the first one; the table is complete when this returns. */
     pthread_once(&once, choose);
     chosen(pages, n_pages, out);
 }

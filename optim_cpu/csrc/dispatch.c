@@ -78,6 +78,7 @@ int opt_set_instruction_set(const char *name)
 
     if (!table)
         return -ENOTSUP;
+    /* Kernels that run keep the table that they have loaded; later ones take this one. */
     atomic_store(&selected, table);
     return 0;
 }

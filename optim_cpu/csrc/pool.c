@@ -114,6 +114,7 @@ static struct job *find_open_job(void)
 /* Release the mutex, and wake up to FAN_OUT workers if a job has room. Call it after a job was queued or joined. */
 static void unlock_and_wake(void)
 {
+    /* Looked at under the mutex: after it is released, the job may have ended with its caller's stack. */
     const struct job *open = find_open_job();
     int sleepers = !open ? 0 : open->room < FAN_OUT ? open->room : FAN_OUT;
 
@@ -134,11 +135,14 @@ static void *worker(void *unused)
         }
         int thread = job->joined++;
         job->room--;
+        /* Under the mutex: the caller cannot return, and end the life of the job, before this worker has left. */
         job->inside++;
         unlock_and_wake();
         work_on(job, thread);
         pthread_mutex_lock(&pool.mutex);
+        /* All tiles are claimed: another worker would join for nothing, and delay the caller. */
         job->room = 0;
+        /* Under the mutex, which also orders what this worker has written before what the caller reads next. */
         if (--job->inside == 0)
             pthread_cond_broadcast(&pool.left);
     }
@@ -183,6 +187,8 @@ static void enqueue(struct job *job)
     struct job **end = &pool.queue;
 
     pthread_mutex_lock(&pool.mutex);
+    /* Before the job is in the queue, under the same mutex: a new worker waits for the mutex and then finds the
+     * job. */
     start_workers(job->room);
     while (*end)
         end = &(*end)->behind;
@@ -197,7 +203,9 @@ static void dequeue(struct job *job)
     pthread_mutex_lock(&pool.mutex);
     while (*link != job)
         link = &(*link)->behind;
+    /* First off the queue: no worker can join from here on. */
     *link = job->behind;
+    /* Tiles may be claimed and still be computed: the job, on this stack, lives until the last worker has left. */
     while (job->inside)
         pthread_cond_wait(&pool.left, &pool.mutex);
     pthread_mutex_unlock(&pool.mutex);
@@ -209,6 +217,7 @@ static void cut_into_slices(struct job *job, uint64_t tiles, uint64_t threads)
 
     job->slices = (int)slices;
     for (uint64_t i = 0; i < slices; i++) {
+        /* No other thread knows the job yet. */
         atomic_init(&job->slice[i].next, begin);
         begin += tiles / slices + (i < tiles % slices);
         job->slice[i].end = begin;
@@ -234,6 +243,7 @@ void opt_pool_run(opt_tile_function function, void *context, uint64_t tiles)
         work_on(&job, 0);
         return;
     }
+    /* Before the first worker exists: a child that is forked after this one resets the pool. */
     pthread_once(&pool.once, register_at_fork);
     enqueue(&job);
     work_on(&job, 0);
@@ -268,6 +278,7 @@ int opt_thread_count(void)
     threads = affinity_size();
     if (threads > OPT_MAX_THREADS)
         threads = OPT_MAX_THREADS;
+    /* If another thread has set the number meanwhile, its number counts. */
     return atomic_compare_exchange_strong(&pool.threads, &unset, threads) ? threads : unset;
 }
 

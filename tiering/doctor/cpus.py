@@ -11,20 +11,20 @@ from optim_cpu import kernels
 from tiering._text import counted
 from tiering.doctor.finding import Check, Finding, note, problem
 from tiering.host.cgroups import cpu_quota
-from tiering.host.kernel_files import said
+from tiering.host.kernel_files import text_of
 from tiering.host.topology import format_cpus, parse_cpus
 
 
 def own_cpus(root: Path) -> list[int]:
     """The CPUs that this process may run on."""
     match = re.search(
-        r"^Cpus_allowed_list:\s+([\d,-]+)$", said(root / "proc/self/status") or "", re.MULTILINE
+        r"^Cpus_allowed_list:\s+([\d,-]+)$", text_of(root / "proc/self/status") or "", re.MULTILINE
     )
     return parse_cpus(match[1]) if match else []
 
 
 def affinity(root: Path) -> Finding:
-    own, online = own_cpus(root), parse_cpus(said(root / "sys/devices/system/cpu/online") or "")
+    own, online = own_cpus(root), parse_cpus(text_of(root / "sys/devices/system/cpu/online") or "")
     if not own:
         return Finding("unknown")
     cpus = f"{len(own)} of {counted(max(len(own), len(online)), 'CPU')} ({format_cpus(own)})"

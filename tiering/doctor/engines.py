@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tiering.doctor.finding import Finding, note, problem
 from tiering.errors import SwapError
-from tiering.host.kernel_files import number, said
+from tiering.host.kernel_files import number, text_of
 from tiering.storage.aio import ENGINES, AioContext
 
 _SECCOMP_FILTER = "2"
@@ -58,7 +58,7 @@ def _libaio(root: Path) -> str:
 
 def _filtered(root: Path) -> bool:
     """Whether a seccomp filter restricts the system calls of this process."""
-    match = re.search(r"^Seccomp:\s+(\d)$", said(root / "proc/self/status") or "", re.MULTILINE)
+    match = re.search(r"^Seccomp:\s+(\d)$", text_of(root / "proc/self/status") or "", re.MULTILINE)
     return match is not None and match[1] == _SECCOMP_FILTER
 
 

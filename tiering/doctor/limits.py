@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tiering.config.fields import format_size
 from tiering.doctor.finding import Check, Finding, note, problem
-from tiering.host.kernel_files import number, said
+from tiering.host.kernel_files import number, text_of
 
 MIN_OPEN_FILES = 1024
 """Open files that a run may need, with the data workers of its ranks."""
@@ -25,7 +25,7 @@ def memlock(root: Path) -> Finding:
     limit = _limit(root, "Max locked memory")
     if limit is None:
         return Finding("unlimited")
-    memory = re.search(r"^MemTotal:\s+(\d+) kB", said(root / "proc/meminfo") or "", re.MULTILINE)
+    memory = re.search(r"^MemTotal:\s+(\d+) kB", text_of(root / "proc/meminfo") or "", re.MULTILINE)
     if memory and limit >= int(memory[1]) * 1024:
         return Finding(f"{format_size(limit)}, which covers all memory")
     return note(
@@ -77,15 +77,15 @@ def aio_contexts(root: Path) -> Finding:
 
 def _limit(root: Path, name: str) -> int | None:
     """The soft limit ``name`` in /proc/self/limits; None if it is unlimited or missing."""
-    match = re.search(rf"^{name} +(\d+|unlimited) ", said(root / "proc/self/limits") or "", re.MULTILINE)
+    match = re.search(rf"^{name} +(\d+|unlimited) ", text_of(root / "proc/self/limits") or "", re.MULTILINE)
     return int(match[1]) if match and match[1] != "unlimited" else None
 
 
 def _may_lock_all(root: Path) -> bool:
-    if " ".join((said(root / "proc/self/uid_map") or _ALL_USERS).split()) != _ALL_USERS:
+    if " ".join((text_of(root / "proc/self/uid_map") or _ALL_USERS).split()) != _ALL_USERS:
         # A capability inside a user namespace (a rootless container) does not lift the limit.
         return False
-    match = re.search(r"^CapEff:\s+([0-9a-f]+)$", said(root / "proc/self/status") or "", re.MULTILINE)
+    match = re.search(r"^CapEff:\s+([0-9a-f]+)$", text_of(root / "proc/self/status") or "", re.MULTILINE)
     return bool(match and int(match[1], 16) >> _CAP_IPC_LOCK & 1)
 
 

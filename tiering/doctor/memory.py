@@ -9,7 +9,7 @@ from pathlib import Path
 from tiering.config.fields import format_size
 from tiering.doctor.finding import Check, Finding, note
 from tiering.host.cgroups import levels
-from tiering.host.kernel_files import listed, number, said
+from tiering.host.kernel_files import listed, number, text_of
 
 MIN_SHARED = 1 << 30
 """Bytes of /dev/shm that data workers and the collectives between ranks of a node may need."""
@@ -59,7 +59,7 @@ def cgroup_memory(root: Path) -> Finding:
 
 
 def huge_pages(root: Path) -> Finding:
-    text = said(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    text = text_of(root / "sys/kernel/mm/transparent_hugepage/enabled")
     match = re.search(r"\[(\w+)\]", text or "")
     if match is None:
         return note(
@@ -141,7 +141,7 @@ def numa(root: Path) -> Finding:
     nodes = [node for node in listed(root / "sys/devices/system/node") if re.fullmatch(r"node\d+", node.name)]
     memories = []
     for node in nodes:
-        match = re.search(r"MemTotal:\s+(\d+) kB", said(node / "meminfo") or "")
+        match = re.search(r"MemTotal:\s+(\d+) kB", text_of(node / "meminfo") or "")
         memories.append((node.name, int(match[1]) * 1024 if match else 0))
     if len(memories) < 2:
         return Finding("1 node")
@@ -154,7 +154,7 @@ def numa(root: Path) -> Finding:
 
 def _meminfo(root: Path) -> dict[str, int]:
     """The fields of /proc/meminfo in kB, as bytes. Fields that count pages are left out."""
-    text = said(root / "proc/meminfo") or ""
+    text = text_of(root / "proc/meminfo") or ""
     return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
 
 

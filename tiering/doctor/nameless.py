@@ -11,7 +11,7 @@ from pathlib import Path
 from tiering._text import counted
 from tiering.config.fields import format_size
 from tiering.doctor.finding import Finding, Verdict, note
-from tiering.host.kernel_files import listed, said
+from tiering.host.kernel_files import listed, text_of
 from tiering.telemetry import TelemetryError, find_status_files
 
 _NOT_ON_DISK = ("/memfd:", "/dev/", "/SYSV", "/[", "/anon_hugepage", "/proc/")
@@ -51,7 +51,7 @@ def holders(root: Path = Path("/")) -> list[Holder]:
             if status.st_nlink or not stat.S_ISREG(status.st_mode) or file in files:
                 continue
             files.add(file)
-            command = said(process / "comm") or "?"
+            command = text_of(process / "comm") or "?"
             holders.append(Holder(int(process.name), command, *file, status.st_blocks * 512))
     return holders
 

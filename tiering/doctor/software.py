@@ -10,14 +10,14 @@ from pathlib import Path
 
 from tiering._text import counted
 from tiering.doctor.finding import Check, Finding, note, problem
-from tiering.host.kernel_files import listed, said
+from tiering.host.kernel_files import listed, text_of
 
 MIN_KERNEL = (5, 11)
 """The first version with all io_uring features that the I/O engine uses."""
 
 
 def system(root: Path) -> Finding:
-    release = said(root / "proc/sys/kernel/osrelease") or platform.release()
+    release = text_of(root / "proc/sys/kernel/osrelease") or platform.release()
     text = f"Linux {release}, {platform.machine()}"
     version = re.match(r"(\d+)\.(\d+)", release)
     if version is None or (int(version[1]), int(version[2])) >= MIN_KERNEL:
@@ -47,13 +47,13 @@ def packages(root: Path, version: Callable[[str], str] = metadata.version) -> Fi
 
 
 def gpu(root: Path) -> Finding:
-    driver = re.search(r"(\d+(?:\.\d+)+)", said(root / "proc/driver/nvidia/version") or "")
+    driver = re.search(r"(\d+(?:\.\d+)+)", text_of(root / "proc/driver/nvidia/version") or "")
     if driver is None:
         return Finding("no NVIDIA driver: the CPU is the device")
     models = []
     # Read only the model: the file also holds identifiers of the card.
     for card in listed(root / "proc/driver/nvidia/gpus"):
-        model = re.search(r"^Model:\s+(.+)$", said(card / "information") or "", re.MULTILINE)
+        model = re.search(r"^Model:\s+(.+)$", text_of(card / "information") or "", re.MULTILINE)
         models.append(model[1].strip() if model else "unknown model")
     text = f"NVIDIA driver {driver[1]}, {counted(len(models), 'GPU')}" + "".join(
         f", {model}" for model in dict.fromkeys(models)

@@ -19,7 +19,7 @@ from tiering.doctor.cpus import own_cpus
 from tiering.doctor.finding import Finding, note, problem
 from tiering.host.cgroups import io_limits
 from tiering.host.drives import Backing, Drive, behind
-from tiering.host.kernel_files import said
+from tiering.host.kernel_files import text_of
 from tiering.host.topology import format_cpus, parse_cpus
 
 PAGE = 4096
@@ -277,7 +277,7 @@ def numa(backing: Backing, root: Path) -> Finding:
     remote = [
         node
         for node in dict.fromkeys(nodes.values())
-        if (cpus := parse_cpus(said(root / f"sys/devices/system/node/node{node}/cpulist") or ""))
+        if (cpus := parse_cpus(text_of(root / f"sys/devices/system/node/node{node}/cpulist") or ""))
         and not set(cpus) & set(own)
     ]
     if not remote or not own:
@@ -306,7 +306,7 @@ def io_limit(backing: Backing, root: Path) -> Finding:
     # Drive names by device number ("259:0").
     drive_names = {}
     for each in (*backing.drives, *backing.disks):
-        number = said(root / "sys/class/block" / each.name / "dev")
+        number = text_of(root / "sys/class/block" / each.name / "dev")
         if number is not None:
             drive_names[number] = each.name
     limits = [

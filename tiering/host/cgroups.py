@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tiering.host.kernel_files import number, said
+from tiering.host.kernel_files import number, text_of
 
 
 class Level(NamedTuple):
@@ -25,7 +25,7 @@ def levels(controller: str, root: Path = Path("/")) -> list[Level]:
     mounted = root / "sys/fs/cgroup"
     name = "blkio" if controller == "io" else controller
     directories = []
-    for line in (said(root / "proc/self/cgroup") or "").splitlines():
+    for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         inner = Path(path.lstrip("/"))
@@ -47,7 +47,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     shares = []
     for level in levels("cpu", root):
         if level.version == 2:
-            words = (said(level.directory / "cpu.max") or "").split()
+            words = (text_of(level.directory / "cpu.max") or "").split()
             pair = [int(word) for word in words if word.isdecimal()]
         else:
             files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -72,7 +72,7 @@ def io_limits(root: Path = Path("/")) -> Iterator[IoLimit]:
             f"blkio.throttle.{way}_{unit}_device" for unit in ("bps", "iops") for way in ("read", "write")
         )
         for name in ("io.max",) if level.version == 2 else throttles:
-            for line in (said(level.directory / name) or "").splitlines():
+            for line in (text_of(level.directory / name) or "").splitlines():
                 drive, _, text = line.partition(" ")
                 limits = " ".join(word for word in text.split() if not word.endswith("=max"))
                 if limits:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tiering.host.kernel_files import listed, number, said
+from tiering.host.kernel_files import listed, number, text_of
 
 SYSFS = Path("/sys")
 MOUNTINFO = Path("/proc/self/mountinfo")
@@ -205,7 +205,7 @@ def io_counters(drive: Drive, sysfs: Path = SYSFS) -> tuple[int, int] | None:
     A layer counts its own traffic: a mirror half of the writes of its members, an LVM volume nothing of other volumes
     on the same disk.
     """
-    fields = (said(sysfs / "class/block" / drive.name / "stat") or "").split()
+    fields = (text_of(sysfs / "class/block" / drive.name / "stat") or "").split()
     try:
         read_bytes, write_bytes = int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
     except (IndexError, ValueError):
@@ -227,7 +227,7 @@ class _Mount:
 def _mounts(mountinfo: Path) -> list[_Mount]:
     """The mounts, in the format of proc(5); malformed lines are skipped."""
     mounts = []
-    for line in (said(mountinfo) or "").split("\n"):
+    for line in (text_of(mountinfo) or "").split("\n"):
         before, _, after = line.partition(" - ")
         mount, file_system = before.split(" "), after.split(" ")
         if len(mount) < 6 or len(file_system) < 3:
@@ -343,7 +343,7 @@ class _Stack:
             if name and place.exists():
                 return place
         for place in listed(self.sysfs / "class/block"):
-            if said(place / "dm/name") == Path(source).name:
+            if text_of(place / "dm/name") == Path(source).name:
                 return place
         return None
 
@@ -365,16 +365,16 @@ class _Stack:
             members=tuple(self._members(place, depth - 1)) if depth else (),
             transport=_transport(place),
             model=_model(place),
-            firmware=said(place / "device/firmware_rev") or said(place / "device/rev"),
+            firmware=text_of(place / "device/firmware_rev") or text_of(place / "device/rev"),
             nbytes=None if nbytes is None else nbytes * SECTOR,
             link=link,
             best_link=best_link,
             numa_node=_numa_node(place, self.sysfs),
             rotational=_flag(queue / "rotational"),
-            scheduler=_chosen(said(queue / "scheduler")),
+            scheduler=_chosen(text_of(queue / "scheduler")),
             max_sectors_kb=number(queue / "max_sectors_kb"),
             nr_requests=number(queue / "nr_requests"),
-            write_cache=said(queue / "write_cache"),
+            write_cache=text_of(queue / "write_cache"),
             logical_block_size=number(queue / "logical_block_size"),
             discard=None if discard is None else discard > 0,
         )
@@ -384,23 +384,23 @@ class _Stack:
             drive = self.drive(member, depth)
             if drive is not None:
                 yield drive
-        file = said(place / "loop/backing_file")
+        file = text_of(place / "loop/backing_file")
         if file is not None:
             yield from _behind(Path(file).parent, self.sysfs, self.mounts, depth).drives
 
 
 def _layer(place: Path) -> str | None:
     if (place / "md").is_dir():
-        return said(place / "md/level") or "md"
+        return text_of(place / "md/level") or "md"
     if (place / "dm").is_dir():
-        return _LAYERS.get((said(place / "dm/uuid") or "").partition("-")[0], "device mapper")
+        return _LAYERS.get((text_of(place / "dm/uuid") or "").partition("-")[0], "device mapper")
     return "loop" if (place / "loop").is_dir() else None
 
 
 def _model(place: Path) -> str | None:
-    model = said(place / "device/model") or said(place / "device/name")
+    model = text_of(place / "device/model") or text_of(place / "device/name")
     # A name on SCSI, "ATA" on SATA, a PCI number elsewhere.
-    vendor = said(place / "device/vendor")
+    vendor = text_of(place / "device/vendor")
     if model is None or vendor is None or vendor == "ATA" or vendor.startswith("0x"):
         return model
     return f"{vendor} {model}"
@@ -429,7 +429,7 @@ def _origin(place: Path) -> Path:
 def _transport(place: Path) -> str | None:
     controllers = _controllers(place)
     if controllers:
-        return said(controllers[0] / "transport")
+        return text_of(controllers[0] / "transport")
     parts = _origin(place).parts
     return next(
         (name for form, name in _TRANSPORTS if any(form.fullmatch(part) for part in parts)),
@@ -447,13 +447,13 @@ def _links(place: Path) -> tuple[Link | None, Link | None]:
         return link, best if faster else None
     port = next((above for above in _origin(place).parents if re.fullmatch(r"ata\d+", above.name)), None)
     speeds = sorted(port.glob("link*/ata_link/link*/sata_spd")) if port is not None else []
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) Gbps", (said(speeds[0]) or "") if speeds else "")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) Gbps", (text_of(speeds[0]) or "") if speeds else "")
     # SATA encodes 8 bits of data as 10 bits.
     return (Link(f"SATA {match[1]} Gb/s", float(match[1]) * 1e9 / 10), None) if match else (None, None)
 
 
 def _pcie(function: Path, prefix: str) -> Link | None:
-    speed = re.match(r"(\d+(?:\.\d+)?) GT/s", said(function / f"{prefix}_link_speed") or "")
+    speed = re.match(r"(\d+(?:\.\d+)?) GT/s", text_of(function / f"{prefix}_link_speed") or "")
     lanes = number(function / f"{prefix}_link_width")
     if speed is None or lanes not in _PCIE_LANES or float(speed[1]) not in _PCIE:
         return None
@@ -484,7 +484,7 @@ def _chosen(text: str | None) -> str | None:
 
 
 def _flag(path: Path) -> bool | None:
-    return {"0": False, "1": True}.get(said(path) or "")
+    return {"0": False, "1": True}.get(text_of(path) or "")
 
 
 def _target(source: str) -> str:

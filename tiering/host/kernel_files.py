@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 
-def said(path: Path) -> str | None:
+def text_of(path: Path) -> str | None:
     """The stripped text of the file; None if it is empty or cannot be read."""
     try:
         text = path.read_bytes().decode(errors="replace").strip(" \t\r\n\0")
@@ -18,7 +18,7 @@ def said(path: Path) -> str | None:
 
 def number(path: Path) -> int | None:
     """The whole number in the file; None for any other text ("max", "Unknown")."""
-    text = said(path)
+    text = text_of(path)
     return int(text) if text is not None and re.fullmatch(r"-?[0-9]+", text) else None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tiering.config.training import TiersConfig
 from tiering.errors import PlacementError
 from tiering.host import cgroups
-from tiering.host.kernel_files import number, said
+from tiering.host.kernel_files import number, text_of
 from tiering.placement.placement import AMPLE, make_plan
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier, Workload
@@ -150,5 +150,5 @@ def least_of(ranks: Iterable[Budgets]) -> Budgets:
 
 
 def _cached(stat: Path, key: str) -> int:
-    fields = dict(line.split() for line in (said(stat) or "").splitlines())
+    fields = dict(line.split() for line in (text_of(stat) or "").splitlines())
     return int(fields.get(key, 0))

@@ -103,7 +103,7 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     if filled is None:
         # Checksums for all bytes that may go to NVMe: an upper bound, since bytes kept in host memory need none.
         fixed.take(Tier.HOST, checksum_bytes(load, _most_on_nvme(load, param_tiers, grad_tiers)), "checksums")
-        tile, slots = tile_and_slots(load, fixed.left(Tier.HOST), param_tiers, grad_tiers)
+        tile, slots = tile_and_slots(load, fixed.remaining(Tier.HOST), param_tiers, grad_tiers)
         fixed.take(Tier.HOST, slots_for(load, tile, slots, param_tiers, grad_tiers).nbytes, "staging")
         fixed.take(Tier.HOST, grad_window(load, grad_tiers), "gradients on their way to NVMe")
         fixed.check()
@@ -112,13 +112,13 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     least_working = max(
         (_chain_bytes(load, index, filled.params) for index in range(len(load.groups))), default=0
     )
-    tiles, update_window = _visits(load, filled, fixed.left(Tier.DEVICE) - least_working)
+    tiles, update_window = _visits(load, filled, fixed.remaining(Tier.DEVICE) - least_working)
     fixed.take(Tier.DEVICE, update_window.nbytes, "update window")
     working = _working_set(load, filled.params, fixed)
     least, usual = _reduction(load), _reduction(load, ahead=1)
-    fits = usual.nbytes - least.nbytes <= fixed.left(Tier.DEVICE) - working
+    fits = usual.nbytes - least.nbytes <= fixed.remaining(Tier.DEVICE) - working
     reduction = usual if fits else least
-    spare = fixed.left(Tier.DEVICE) - working - (reduction.nbytes - least.nbytes)
+    spare = fixed.remaining(Tier.DEVICE) - working - (reduction.nbytes - least.nbytes)
     plan = Plan(
         workload=load,
         budgets=budgets,
@@ -137,7 +137,7 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
         if plan.total(tier) > budgets.of(tier):
             raise PlacementError(
                 f"{tier.value} needs {format_need(plan.total(tier))} but its budget is"
-                f" {budgets.told(tier)}: {_listed(plan.contents(tier))}; {_room(budgets, tier)}"
+                f" {budgets.text(tier)}: {_listed(plan.contents(tier))}; {_room(budgets, tier)}"
             )
     return plan
 
@@ -184,12 +184,13 @@ def _reduction(load: Workload, *, ahead: int = 0) -> ReductionRoom:
     for group, open_ in zip(load.groups, _stay_open(load), strict=True):
         (opened if open_ else passing).append(load.reduce_buffers(group))
     send = max(send for send, _ in passing)
-    both = max(send + receive for send, receive in passing)
+    send_and_receive = max(send + receive for send, receive in passing)
     last = max(receive + (0 if load.collects else send) for send, receive in opened)
     return ReductionRoom(
         opened=sum(send for send, _ in opened) if load.collects else 0,
         collected=(1 + ahead) * send if load.collects else 0,
-        exchanged=max(last, both) + ahead * (both - send if load.collects else both),
+        exchanged=max(last, send_and_receive)
+        + ahead * (send_and_receive - send if load.collects else send_and_receive),
     )
 
 
@@ -207,11 +208,11 @@ def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]
     This is decided first, because whether a plan exists must not depend on other uses of the budget.
     """
     for index, group in enumerate(load.groups):
-        too_large = _chain_bytes(load, index, param_tiers) > fixed.left(Tier.DEVICE)
+        too_large = _chain_bytes(load, index, param_tiers) > fixed.remaining(Tier.DEVICE)
         fits_in_host = (
             too_large
             and load.computes_in_place(group, Tier.HOST)
-            and group.param_bytes <= fixed.left(Tier.HOST)
+            and group.param_bytes <= fixed.remaining(Tier.HOST)
         )
         if fits_in_host and param_tiers[index] is Tier.NVME:
             param_tiers[index] = Tier.HOST
@@ -223,28 +224,28 @@ class _Room:
 
     def __init__(self, budgets: Budgets) -> None:
         self.budgets = budgets
-        self.taken: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
+        self.used: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
 
-    def take(self, tier: Tier, nbytes: int, what: str) -> None:
+    def take(self, tier: Tier, nbytes: int, use: str) -> None:
         if nbytes:
-            kind = what.split(" of ")[0]
-            self.taken[tier][kind] = self.taken[tier].get(kind, 0) + nbytes
+            kind = use.split(" of ")[0]
+            self.used[tier][kind] = self.used[tier].get(kind, 0) + nbytes
 
-    def left(self, tier: Tier) -> int:
-        return self.budgets.of(tier) - sum(self.taken[tier].values())
+    def remaining(self, tier: Tier) -> int:
+        return self.budgets.of(tier) - sum(self.used[tier].values())
 
     def check(self) -> None:
         for tier in Tier:
-            if self.left(tier) < 0:
-                reduced_later = "local gradients" in self.taken[tier]
+            if self.remaining(tier) < 0:
+                reduced_later = "local gradients" in self.used[tier]
                 slower = {
                     Tier.DEVICE: "use ZeRO stage 2 or 3" if reduced_later else "offload to cpu or nvme",
                     Tier.HOST: "offload to nvme",
                     Tier.NVME: "free disk space",
                 }[tier]
                 raise PlacementError(
-                    f"{tier.value} needs at least {format_need(sum(self.taken[tier].values()))} but its budget is"
-                    f" {self.budgets.told(tier)} ({_listed(self.taken[tier])}); {_room(self.budgets, tier, slower)}"
+                    f"{tier.value} needs at least {format_need(sum(self.used[tier].values()))} but its budget is"
+                    f" {self.budgets.text(tier)} ({_listed(self.used[tier])}); {_room(self.budgets, tier, slower)}"
                 )
 
 
@@ -271,7 +272,7 @@ def _fill_host(
     Unneeded bytes of the gradient window and of slots are used too. ``cache_in_host`` false keeps parameters and state
     out of host memory, but not gradients: these are not offloaded state, they are only spilled.
     """
-    room = fixed.left(Tier.HOST)
+    room = fixed.remaining(Tier.HOST)
     params, grads = list(param_tiers), list(grad_tiers)
     whole = True
 
@@ -436,12 +437,12 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
         chain = _chain_bytes(load, index, param_tiers)
         if chain > least:
             least, deepest = chain, group.name
-    if least > fixed.left(Tier.DEVICE):
+    if least > fixed.remaining(Tier.DEVICE):
         raise PlacementError(
             f"the largest group, {deepest!r}, needs {format_need(least)} on the device while it computes, but"
-            f" {format_size(fixed.left(Tier.DEVICE))} of device_budget {format_size(fixed.budgets.device)} are left"
-            f" ({_listed(fixed.taken[Tier.DEVICE]) or 'no other use is planned'}); raise device_budget to at"
-            f" least {format_need(fixed.budgets.device - fixed.left(Tier.DEVICE) + least)}"
+            f" {format_size(fixed.remaining(Tier.DEVICE))} of device_budget {format_size(fixed.budgets.device)} are"
+            f" left ({_listed(fixed.used[Tier.DEVICE]) or 'no other use is planned'}); raise device_budget to at"
+            f" least {format_need(fixed.budgets.device - fixed.remaining(Tier.DEVICE) + least)}"
         )
     moving = [
         0 if load.computes_in_place(group, tier) else round_up(group.param_bytes)
@@ -451,7 +452,7 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
     enclosing = {group.parent for group in load.groups}
     inner = [nbytes for index, nbytes in enumerate(moving) if index not in enclosing]
     ahead = max(round_up(load.prefetch_bytes), *inner) if load.prefetch_bytes and inner else 0
-    room = fixed.left(Tier.DEVICE) // PAGE * PAGE
+    room = fixed.remaining(Tier.DEVICE) // PAGE * PAGE
     return min(sum(moving), room, least + ahead)
 
 

@@ -39,10 +39,10 @@ class Budgets:
         """These budgets with ``nbytes`` on ``tier``, which then counts as set."""
         device, host, nvme = (nbytes if each is tier else self.of(each) for each in Tier)
         return Budgets(
-            device, host, nvme, {each: said for each, said in self.sources.items() if each is not tier}
+            device, host, nvme, {each: source for each, source in self.sources.items() if each is not tier}
         )
 
-    def told(self, tier: Tier) -> str:
+    def text(self, tier: Tier) -> str:
         """The budget of ``tier`` as text: "17.02 MiB", and its source if it is "auto"."""
         source = self.sources.get(tier)
         return format_size(self.of(tier)) + (f" (auto: {source})" if source else "")
@@ -203,8 +203,10 @@ class Plan:
         """Bytes of optimizer state by the place of their update: the CPU, device memory, or a visit to the device."""
         load, kinds = self.workload, {"by the CPU": 0, "in device memory": 0, "visiting the device": 0}
         for tile in self.sub_groups:
-            kept = tile.tier is Tier.DEVICE and not load.device_is_host
-            place = "in device memory" if kept else "visiting the device" if tile.visits else "by the CPU"
+            is_on_device = tile.tier is Tier.DEVICE and not load.device_is_host
+            place = (
+                "in device memory" if is_on_device else "visiting the device" if tile.visits else "by the CPU"
+            )
             kinds[place] += self.tile_state_bytes(tile)
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
@@ -262,9 +264,9 @@ class Plan:
         trained = sum(self.workload.state_numel(group) for group in self.workload.groups)
         if len(self.moved_by_format) < 2 or not trained:
             return ""
-        now = self.workload.state_format
+        current = self.workload.state_format
         texts = [
-            f"{name} {moved / trained:.1f}{' (this)' if name == now else ''}"
+            f"{name} {moved / trained:.1f}{' (this)' if name == current else ''}"
             for name, moved in self.moved_by_format.items()
         ]
         return f"NVMe bytes per parameter and step, by tiering.state: {', '.join(texts)}"

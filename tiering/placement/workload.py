@@ -266,9 +266,9 @@ class Workload:
         stays = trained - math.ceil(self.offload_ratio * trained)
         tiers = []
         for group in self.groups:
-            kept = 0 < group.trainable_numel <= stays
-            stays -= group.trainable_numel if kept else 0
-            tiers.append(Tier.DEVICE if kept else self.offload_optimizer)
+            stays_on_device = 0 < group.trainable_numel <= stays
+            stays -= group.trainable_numel if stays_on_device else 0
+            tiers.append(Tier.DEVICE if stays_on_device else self.offload_optimizer)
         return tuple(tiers)
 
     @property

@@ -38,9 +38,9 @@ class Remedy:
     budgets: Budgets
 
     def __str__(self) -> str:
-        return ", ".join(self._told(key, value) for key, value in self.change.items())
+        return ", ".join(self._text(key, value) for key, value in self.change.items())
 
-    def _told(self, key: str, value: int | str) -> str:
+    def _text(self, key: str, value: int | str) -> str:
         if key == "ranks":
             return f"{value} ranks, each with these budgets"
         name = key.rpartition("tiering.")[2].removeprefix("zero_optimization.")
@@ -149,20 +149,20 @@ def _slower_tiers(load: Workload) -> Iterator[tuple[dict[str, int | str], Worklo
     if load.whole_groups:
         return
     names = {tier: name for name, tier in OFFLOAD_TIERS.items()}
-    now = (_SLOWER.index(names[load.offload_param]), _SLOWER.index(names[load.offload_optimizer]))
-    steps = product(range(now[0], len(_SLOWER)), range(now[1], len(_SLOWER)))
+    current = (_SLOWER.index(names[load.offload_param]), _SLOWER.index(names[load.offload_optimizer]))
+    steps = product(range(current[0], len(_SLOWER)), range(current[1], len(_SLOWER)))
     for param, optimizer in sorted(steps, key=sum):
         # A GPU that keeps optimizer state does not reach parameters on NVMe.
         unreached = _SLOWER[param] == "nvme" and not load.device_is_host
-        if (param, optimizer) == now or (unreached and not optimizer):
+        if (param, optimizer) == current or (unreached and not optimizer):
             continue
         change: dict[str, int | str] = {}
         stage = max(load.stage, 3 if param else 1)
         if stage != load.stage:
             change["zero_optimization.stage"] = stage
-        if param != now[0]:
+        if param != current[0]:
             change["zero_optimization.offload_param.device"] = _SLOWER[param]
-        if optimizer != now[1]:
+        if optimizer != current[1]:
             change["zero_optimization.offload_optimizer.device"] = _SLOWER[optimizer]
         other = replace(
             load,
@@ -182,9 +182,9 @@ def _more_ranks(load: Workload, budgets: Budgets) -> Iterator[Remedy]:
         return
     ranks = 2 * load.world_size
     while ranks <= MOST_RANKS:
-        more = of_ranks(load, ranks)
-        if fits(more, budgets):
-            yield Remedy({"ranks": ranks}, more, budgets)
+        larger = of_ranks(load, ranks)
+        if fits(larger, budgets):
+            yield Remedy({"ranks": ranks}, larger, budgets)
             return
         ranks *= 2
 
@@ -203,14 +203,14 @@ def _raised_together(load: Workload, budgets: Budgets, local_ranks: int) -> Iter
         yield _raised(load, budgets, together, local_ranks)
 
 
-def _raised(load: Workload, now: Budgets, then: Budgets, local_ranks: int) -> Remedy:
-    return Remedy(_changed(now, then, local_ranks), load, then)
+def _raised(load: Workload, current: Budgets, raised: Budgets, local_ranks: int) -> Remedy:
+    return Remedy(_changed(current, raised, local_ranks), load, raised)
 
 
-def _changed(now: Budgets, then: Budgets, local_ranks: int) -> dict[str, int | str]:
+def _changed(current: Budgets, raised: Budgets, local_ranks: int) -> dict[str, int | str]:
     """The budgets of a node that differ."""
     return {
-        f"tiering.{tier.value}_budget": then.of(tier) * local_ranks
+        f"tiering.{tier.value}_budget": raised.of(tier) * local_ranks
         for tier in Tier
-        if then.of(tier) != now.of(tier)
+        if raised.of(tier) != current.of(tier)
     }

@@ -334,17 +334,20 @@ def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: b
     return Phase(name, max(besides, nvme), bound, max(0.0, nvme - besides), busy)
 
 
-def link_seconds(there: float, back: float, rates: Rates) -> float:
-    """Seconds to copy ``there`` bytes to the device and ``back`` bytes from it.
+def link_seconds(to_device: float, from_device: float, rates: Rates) -> float:
+    """Seconds to copy ``to_device`` bytes to the device and ``from_device`` bytes from it.
 
     Both directions run at the same time until one is finished; then the rest of the other runs alone. Without the rate
     of both together, the directions do not slow each other.
     """
     if rates.device_link is None:
         return 0.0
-    both = min(there, back)
-    together = 2 * both / rates.device_link_both if rates.device_link_both is not None else 0.0
-    return max(together, both / rates.device_link) + (max(there, back) - both) / rates.device_link
+    overlap = min(to_device, from_device)
+    together = 2 * overlap / rates.device_link_both if rates.device_link_both is not None else 0.0
+    return (
+        max(together, overlap / rates.device_link)
+        + (max(to_device, from_device) - overlap) / rates.device_link
+    )
 
 
 def disk_seconds(read: float, written: float, rates: Rates) -> float:
@@ -353,10 +356,10 @@ def disk_seconds(read: float, written: float, rates: Rates) -> float:
     Reads and writes run at the same time until one is finished; then the rest of the other runs alone. Without the
     mixed rate they run one after the other.
     """
-    both = min(read, written) if rates.nvme_mixed is not None else 0.0
-    seconds = 2 * both / rates.nvme_mixed if rates.nvme_mixed is not None else 0.0
+    overlap = min(read, written) if rates.nvme_mixed is not None else 0.0
+    seconds = 2 * overlap / rates.nvme_mixed if rates.nvme_mixed is not None else 0.0
     if rates.nvme_read is not None:
-        seconds += (read - both) / rates.nvme_read
+        seconds += (read - overlap) / rates.nvme_read
     if rates.nvme_write is not None:
-        seconds += (written - both) / rates.nvme_write
+        seconds += (written - overlap) / rates.nvme_write
     return seconds

@@ -112,9 +112,9 @@ def of_disks(
     io: IoConfig | None = None,
     nbytes: int | None = None,
     seconds: float | None = None,
-    most: int | None = None,
+    max_bytes: int | None = None,
 ) -> Measurement:
-    """The measurement of the disks behind ``directories``, used together. ``most``: maximum bytes written in total.
+    """The measurement of the disks behind ``directories``, used together; writes at most ``max_bytes`` in total.
 
     Raises SwapSpaceError if a directory cannot hold swap space.
     """
@@ -128,7 +128,7 @@ def of_disks(
             io=io,
             nbytes=FILE_BYTES if nbytes is None else nbytes,
             seconds=SECONDS if seconds is None else seconds,
-            most=most,
+            max_bytes=max_bytes,
             tell=tell,
         )
 
@@ -174,13 +174,13 @@ def disk_rates(
     io: IoConfig,
     nbytes: int,
     seconds: float,
-    most: int | None = None,
+    max_bytes: int | None = None,
     tell: Tell = quietly,
 ) -> Rates:
     """Measures writes, reads and both, each for ``seconds``, on ``nbytes`` of swap space. Raises like ``measure``.
 
-    ``most``, at least twice ``nbytes``, is the maximum of bytes written in total. Of the bytes that remain after all
-    blocks were written once, writes may use half, and the mixed interval the rest.
+    Writes at most ``max_bytes`` in total, which is at least twice ``nbytes``. Of the bytes that remain after all blocks
+    were written once, the writes may use half, and the mixed interval the rest.
     """
     slot = max(PAGE, min(SLOT_BYTES, nbytes // SLOTS // PAGE * PAGE))
     arena = Arena.map(SLOTS * slot, "measured slots")
@@ -200,8 +200,8 @@ def disk_rates(
             window.run("write", places=window.places)
             rates = {}
             for way in ("write", "read", "mixed"):
-                if most is not None and way != "read":
-                    remaining = most - window.written
+                if max_bytes is not None and way != "read":
+                    remaining = max_bytes - window.written
                     window.room = remaining if way == "mixed" else remaining // 2
                 # The initial writes count as bytes of the write interval.
                 before = 0 if way == "write" else window.written

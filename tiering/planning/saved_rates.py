@@ -64,7 +64,7 @@ class SavedRates:
 
     def __init__(self, cache: Path) -> None:
         self.directory = cache / "tiering" / "rates"
-        self._told = False
+        self._has_warned = False
 
     @classmethod
     def of_user(cls) -> SavedRates:
@@ -135,9 +135,9 @@ class SavedRates:
         return path
 
     def _warn(self, problem: str) -> None:
-        if not self._told:
+        if not self._has_warned:
             log.warning("%s; each command measures them again", problem)
-        self._told = True
+        self._has_warned = True
 
 
 def _read(content: bytes, conditions: Conditions, but_for: Container[str]) -> Record | None:

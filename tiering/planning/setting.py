@@ -97,8 +97,8 @@ def with_changes(
     try:
         return TieringConfig.model_validate(values)
     except ValidationError as problems:
-        told = [
+        messages = [
             f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
             for each in problems.errors()
         ]
-        raise ConfigError("; ".join(told)) from problems
+        raise ConfigError("; ".join(messages)) from problems

@@ -140,14 +140,14 @@ def _shapes(params: int) -> Iterator[Decoder]:
         thinnest = _shape(hidden, 2)
         block = thinnest.params - _shape(hidden, 1).params
 
-        def layers(wanted: float, least: int = thinnest.params, block: int = block) -> float:
-            return 2 + (wanted - least) / block
+        def layers(target: float, least: int = thinnest.params, block: int = block) -> float:
+            return 2 + (target - least) / block
 
-        fewest = max(2, math.ceil(layers(params * (1 - TOLERANCE))))
-        most = math.floor(layers(params * (1 + TOLERANCE)))
+        min_layers = max(2, math.ceil(layers(params * (1 - TOLERANCE))))
+        max_layers = math.floor(layers(params * (1 + TOLERANCE)))
         exact = layers(params)
-        turns = (fewest, most, math.floor(exact), math.ceil(exact), hidden // ASPECT)
-        yield from (_shape(hidden, count) for count in {*turns} if fewest <= count <= most)
+        turns = (min_layers, max_layers, math.floor(exact), math.ceil(exact), hidden // ASPECT)
+        yield from (_shape(hidden, count) for count in {*turns} if min_layers <= count <= max_layers)
 
 
 def _shape(hidden: int, layers: int) -> Decoder:

@@ -344,8 +344,8 @@ class Arena:
 
     def _reclaim_lost(self) -> bool:
         """Free the ranges of lost leases; whether there were any."""
-        lost = any(lease() is None for lease in self._leases.values())
-        if self._forgotten or not (self._stale or lost):
+        has_lost = any(lease() is None for lease in self._leases.values())
+        if self._forgotten or not (self._stale or has_lost):
             return False
         self._stale = True
         self._recount_if_stale()

@@ -157,7 +157,7 @@ class SlabFile:
         """Wait for all transfers of ``extent``. A failed write is raised by the next read of its range."""
         # A copy: other threads may begin transfers meanwhile, for which nobody has asked to wait.
         for transfer in tuple(extent.in_flight):
-            if transfer.ticket.begun:
+            if transfer.ticket.has_begun:
                 with contextlib.suppress(SwapError):
                     transfer.ticket.wait()
 
@@ -204,7 +204,7 @@ class SlabFile:
         """Remove the transfers that have ended; keep the failures of writes."""
         in_flight, failed = extent.in_flight, extent.failed
         # The last transfer was refused, or interrupted before its submission.
-        if in_flight and not in_flight[-1].ticket.begun:
+        if in_flight and not in_flight[-1].ticket.has_begun:
             failed, in_flight = failed + in_flight[-1].replaces, in_flight[:-1]
         pending: list[_Transfer] = []
         for transfer in in_flight:

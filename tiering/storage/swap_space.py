@@ -109,7 +109,7 @@ class SwapSpace:
             name: [by_path.get(index, 0) for index in range(len(self.slabs))]
             for name, by_path in zip(needs, planned, strict=True)
         }
-        self._remaining = {name: list(left) for name, left in self._planned.items()}
+        self._remaining = {name: list(nbytes) for name, nbytes in self._planned.items()}
 
     def allocate(self, nbytes: int, names: tuple[str, ...], section: str) -> StripedExtent:
         """An extent of ``nbytes`` rounded up to 4096 on the paths of ``section``; SwapSpaceError when none is left."""

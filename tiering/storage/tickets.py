@@ -44,13 +44,13 @@ class Ticket:
     def begin(self) -> Self:
         """Submit a prepared transfer, once. Raises as ``AioContext.read``: then it is done, and no byte was moved.
 
-        An exception that a signal handler raises may come before the submission or after it: ``begun`` says which.
+        An exception that a signal handler raises may come before the submission or after it: ``has_begun`` says which.
         """
         self._transfers.begin(self._request)
         return self
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether the transfer was submitted: its memory is in use until it is done."""
         return bool(self._request.ticket[0])
 

@@ -139,8 +139,8 @@ class _BenchRun:
             work_files.max_write = request.max_write
             self._notes += [
                 f"{directory}: {feature}"
-                for directory, lost in work_files.missing_features.items()
-                for feature in lost
+                for directory, features in work_files.missing_features.items()
+                for feature in features
             ]
             with self._load(work_files, size) as load:
                 try:

@@ -327,7 +327,7 @@ def _disk_measurement(options: argparse.Namespace, directories: Sequence[Path], 
                 f"{directory} refuses O_DIRECT, so a measurement would include the page cache; name another directory"
             )
     return measure.of_disks(
-        directories, io=_io_config(options), nbytes=size, seconds=options.runtime, most=options.max_write
+        directories, io=_io_config(options), nbytes=size, seconds=options.runtime, max_bytes=options.max_write
     )
 
 

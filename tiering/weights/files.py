@@ -133,14 +133,14 @@ def open_weights(path: Path | str) -> WeightFiles:
     )
 
 
-def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+def same_bytes(tensor: StoredTensor, other: StoredTensor) -> bool:
     """Whether two stored tensors are bitwise equal."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return False
-    with opened(one.file) as first, opened(other.file) as second:
-        for at in range(0, one.nbytes, _PIECE):
-            nbytes = min(_PIECE, one.nbytes - at)
-            content = _read(first, one.file, one.offset + at, nbytes)
+    with opened(tensor.file) as first, opened(other.file) as second:
+        for at in range(0, tensor.nbytes, _PIECE):
+            nbytes = min(_PIECE, tensor.nbytes - at)
+            content = _read(first, tensor.file, tensor.offset + at, nbytes)
             if content != _read(second, other.file, other.offset + at, nbytes):
                 return False
     return True
@@ -270,7 +270,7 @@ def _check_layout(stored: list[StoredTensor], begin: int, size: int) -> None:
 
 
 def _weights_in(directory: Path) -> Path:
-    """The file of weights or index in ``directory``: the one with the usual name, or the only one."""
+    """The file of weights or index in ``directory``: the one with the usual name, or the only tensor."""
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:

@@ -103,12 +103,12 @@ class _Window:
 
     def drop(self) -> None:
         """Cancels the read, whose data is not needed any more."""
-        if self._ticket is not None and self._ticket.begun:
+        if self._ticket is not None and self._ticket.has_begun:
             self._ticket.cancel()
 
     def settle(self) -> None:
         """Waits until no transfer uses the memory, and ignores errors of the transfer."""
-        if self._ticket is not None and self._ticket.begun:
+        if self._ticket is not None and self._ticket.has_begun:
             with contextlib.suppress(SwapError):
                 self._ticket.wait()
         self._ticket = None
@@ -136,10 +136,12 @@ class WeightReader:
         arena = Arena.map(WINDOWS * room, "weights")
         self._windows_nbytes = arena.nbytes
         self._files = files
-        expected = [_in_bytes(wanted) for wanted in order]
+        expected = [_in_bytes(part) for part in order]
         expected = [(tensor, start, end) for tensor, start, end in expected if start < end]
         self._ends = {tensor: end for tensor, _, end in expected}
-        self._next = {one: (other, start) for (one, _, _), (other, start, _) in pairwise(expected)}
+        self._next = {
+            tensor: (successor, start) for (tensor, _, _), (successor, start, _) in pairwise(expected)
+        }
         self._continues: _Place | None = expected[0][:2] if expected else None
         self._aio = AioContext(
             engine=io.engine,

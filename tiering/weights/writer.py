@@ -54,13 +54,13 @@ class WeightWriter:
         self._stem = stem
         self._metadata = {"format": "pt"} | dict(metadata or {})
         self._shards = _shards(tensors, max_shard_bytes)
-        self._made = [path for path in (directory, *directory.parents) if not path.exists()]
+        self._created = [path for path in (directory, *directory.parents) if not path.exists()]
         self._output = Output(io)
         # Index of the shard that is being written.
         self._number = -1
         self._writer: TensorFileWriter | None = None
         # Bytes of that shard that are not appended yet.
-        self._left = 0
+        self._missing = 0
         # True while files move out of the folder: an earlier set of weights is then incomplete.
         self._moving = False
         self.folder = directory / f".partial-{secrets.token_hex(4)}"
@@ -86,12 +86,12 @@ class WeightWriter:
         """Appends the next bytes of the tensors, in their order."""
         remaining = np.frombuffer(content, dtype=np.uint8)
         while remaining.size:
-            while not self._left:
+            while not self._missing:
                 self._next_shard()
-            piece = remaining[: self._left]
+            piece = remaining[: self._missing]
             assert self._writer is not None
             self._writer.append(piece)
-            self._left -= piece.size
+            self._missing -= piece.size
             remaining = remaining[piece.size :]
 
     def finish(self) -> None:
@@ -118,7 +118,7 @@ class WeightWriter:
             self._output.close()
         if not self._moving:
             shutil.rmtree(self.folder, ignore_errors=True)
-        for path in self._made:
+        for path in self._created:
             # Another process may have written files there.
             with contextlib.suppress(OSError):
                 path.rmdir()
@@ -141,10 +141,10 @@ class WeightWriter:
         shard = self._shards[self._number]
         path = self.folder / self.files[self._number]
         self._writer = TensorFileWriter(path, shard, self._metadata, output=self._output)
-        self._left = sum(tensor.nbytes for tensor in shard)
+        self._missing = sum(tensor.nbytes for tensor in shard)
 
     def _close_shard(self) -> None:
-        assert not self._left, f"{self._left} bytes of {self.files[self._number]} are missing"
+        assert not self._missing, f"{self._missing} bytes of {self.files[self._number]} are missing"
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -181,7 +181,7 @@ class WeightWriter:
                 path.unlink()
         self.folder.rmdir()
         self._moving = False
-        self._made.clear()
+        self._created.clear()
         fsync(self._directory)
 
     def _unwritten(self, error: OSError) -> CheckpointError:

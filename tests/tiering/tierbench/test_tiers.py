@@ -173,7 +173,7 @@ def test_the_formats_and_the_load_are_those_asked_for(
         "seconds": 0.04,
         "directories": [disk, other],
         "nbytes": 10 * MIB,
-        "most": None,
+        "max_bytes": None,
     }
     assert "bf16 state with 1 moment, gradients in fp32" in out
     run(disk, other)

@@ -38,8 +38,8 @@ def load(
     if resolved is None:
         problems = [entry.problem() for entry in report.refused]
         of = f" {report.source}" if report.source else ""
-        many = f"{len(problems)} problems in the configuration{of}:"
-        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+        heading = f"{len(problems)} problems in the configuration{of}:"
+        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([heading, *problems]))
     return resolved, report
 
 

@@ -64,38 +64,38 @@ class Request:
     command: str = "tierbench profile"
 
 
-def run(asked: Request, phases: Phases | None = None) -> Profile:
+def run(request: Request, phases: Phases | None = None) -> Profile:
     """Run the replay. After Ctrl-C the result covers the turns until then.
 
     Raises ConfigError and UnsafeTargetError for requests that are refused, SwapSpaceError if a directory cannot hold
     swap space, SwapError when a transfer fails, KeyboardInterrupt if nothing was replayed before it.
     """
-    directories = target.check_all(asked.directories)
-    config = configured(asked, directories)
-    planned = plan_of_size(asked.params, config, Setting(gpu_memory=asked.gpu_memory), Rates())
+    directories = target.check_all(request.directories)
+    config = configured(request, directories)
+    planned = plan_of_size(request.params, config, Setting(gpu_memory=request.gpu_memory), Rates())
     if planned.plan is None:
         raise ConfigError(f"there is no plan to replay: {planned.refusal}")
     with target.alone_in(directories):
-        return _Run(asked, directories, config, planned.plan, phases).run(planned.model, planned.params)
+        return _Run(request, directories, config, planned.plan, phases).run(planned.model, planned.params)
 
 
-def configured(asked: Request, directories: Sequence[Path]) -> TieringConfig:
+def configured(request: Request, directories: Sequence[Path]) -> TieringConfig:
     """The configuration of the step: the file's, or everything on NVMe, changed by the options of the command line."""
     # The replay does not create the swap space of the model, so no drive has to hold it.
     tiers: dict[str, Any] = {"nvme_budget": BOUNDLESS}
-    if asked.config is None:
+    if request.config is None:
         config = usual_config(directories[0])
-        tiers |= {"host_budget": BOUNDLESS, "cache_in_host": asked.host_budget is not None}
-        tiers |= {"device_budget": BOUNDLESS} if asked.gpu_memory is None else {}
+        tiers |= {"host_budget": BOUNDLESS, "cache_in_host": request.host_budget is not None}
+        tiers |= {"device_budget": BOUNDLESS} if request.gpu_memory is None else {}
     else:
-        config, _ = ds_config.load(asked.config)
+        config, _ = ds_config.load(request.config)
         if config.optimizer is None:
             config = config.model_copy(update={"optimizer": OptimizerConfig()})
-    if asked.host_budget is not None:
-        tiers["host_budget"] = asked.host_budget
-    if asked.state is not None:
-        tiers["state"] = asked.state
-    io_options = {"engine": asked.ioengine, "block_size": asked.bs, "queue_depth": asked.iodepth}
+    if request.host_budget is not None:
+        tiers["host_budget"] = request.host_budget
+    if request.state is not None:
+        tiers["state"] = request.state
+    io_options = {"engine": request.ioengine, "block_size": request.bs, "queue_depth": request.iodepth}
     io = {key: value for key, value in io_options.items() if value is not None}
     if io:
         tiers["io"] = config.tiering.io.model_dump() | io
@@ -107,13 +107,13 @@ class _Run:
 
     def __init__(
         self,
-        asked: Request,
+        request: Request,
         directories: tuple[Path, ...],
         config: TieringConfig,
         plan: Plan,
         phases: Phases | None,
     ) -> None:
-        self._request = asked
+        self._request = request
         self._directories = directories
         self._tiers = config.tiering
         self._plan = plan
@@ -285,8 +285,8 @@ class _Run:
 
     def _between_windows(self) -> Iterator[Round]:
         """The rounds, each with the mean rates of the plain windows before and after it."""
-        for number, taken in enumerate(self._rounds):
-            yield Round(taken, _mean(rates_of(rows) for rows in self._windows[number : number + 2]))
+        for number, turns in enumerate(self._rounds):
+            yield Round(turns, _mean(rates_of(rows) for rows in self._windows[number : number + 2]))
 
     def _remarks(self, replay: Replay) -> Iterator[str]:
         if replay.full:

@@ -71,6 +71,7 @@ class SlabFile:
         try:
             self.file = aio.add_file(self._swap.fd, direct=self._swap.direct, name=str(self.directory))
         except BaseException:
+            # The context has not got the descriptor, so nothing uses it.
             self._swap.close()
             raise
         self._free = FreeRanges(self._swap.nbytes)
@@ -108,6 +109,7 @@ class SlabFile:
         if nbytes <= 0:
             raise ValueError(f"an extent has at least one byte, not {nbytes} ({shorten(names)})")
         size = round_up(nbytes)
+        # Extents of two threads must not overlap: their transfers would not be ordered.
         with self._lock:
             start = self._free.take(size)
             if start is not None:
@@ -150,6 +152,7 @@ class SlabFile:
 
     def mark_failed(self, extent: Extent, offset: int, nbytes: int, error: SwapError) -> None:
         """Let reads of [offset, offset + nbytes) of ``extent`` raise ``error`` until the range is written again."""
+        # A read that begins at the same time comes before it, and is of the old bytes, or after it, and raises.
         with self._lock:
             extent.failed.append((offset, offset + nbytes, error))
 

@@ -78,6 +78,7 @@ class SwapFile:
             if not self._reserves:
                 missing_features.append("no fallocate: a full disk is detected only by a failing write")
             if self.direct and nbytes and not _takes_direct_transfers(self.fd, directory):
+                # Before the I/O context gets the descriptor: ``direct`` tells it which transfers must be aligned.
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 self.direct = False
             if direct and not self.direct:
@@ -101,6 +102,7 @@ class SwapFile:
 
     def _grow(self, nbytes: int) -> None:
         needed = nbytes - self.nbytes
+        # First: a process that was killed may still hold the space, which the kernel frees a moment after its end.
         if not wait_for_space([self.directory], lambda: needed <= free_bytes(self.directory)):
             raise too_full(self.directory, needed, free_bytes(self.directory))
         code = _fallocate(self.fd, nbytes) if self._reserves else errno.EOPNOTSUPP
@@ -184,6 +186,7 @@ def wait_for_space(directories: Sequence[Path], enough: Callable[[], bool]) -> b
         if now > min(grown + PATIENCE_SECONDS, start + LONGEST_WAIT_SECONDS):
             return False
         time.sleep(0.02)
+        # The kernel frees the blocks of a large file little by little: as long as it does, the wait goes on.
         before, free = free, sum(free_by_file_system(directories).values())
         grown = now if free > before else grown
     return True
@@ -254,6 +257,8 @@ def _open(directory: Path, direct: bool) -> tuple[int, bool, bool]:
     """A private file in ``directory``: (descriptor, whether O_DIRECT is in use, whether it never had a name)."""
     try:
         try:
+            # Without a name from the first moment: no crash can leave the file behind, and no other process can open
+            # it.
             return *_open_once_or_twice(directory, os.O_TMPFILE, direct), True
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
@@ -300,6 +305,7 @@ def _takes_direct_transfers(fd: int, directory: Path) -> bool:
     """Write and read a page: some file systems accept O_DIRECT and refuse the transfer, or want larger blocks."""
     with mmap.mmap(-1, PAGE) as page:
         try:
+            # The first page has no owner yet.
             os.pwritev(fd, [page], 0)
             os.preadv(fd, [page], 0)
         except OSError as error:
@@ -337,6 +343,7 @@ def _upper_directory(directory: Path) -> Path | None:
 
 
 def _close_in_child() -> None:
+    # Each descriptor holds the space of a file without a name, also that of a child which never uses it.
     for file in list(_OPEN_FILES):
         file.close()
 

@@ -116,6 +116,7 @@ class SwapSpace:
         if nbytes <= 0:
             raise ValueError(f"an extent has at least one byte, not {nbytes} ({shorten(names)})")
         size = round_up(nbytes)
+        # One lock for the division and for the extents, so that two threads do not count on the same room.
         with self._lock:
             remaining = self._remaining[section]
             # After extents were freed, the free space of a path may be fragmented.
@@ -192,6 +193,7 @@ class SwapSpace:
 
     def settle(self, extent: StripedExtent) -> None:
         """Wait for all transfers of ``extent``. A failed write is raised by the next read of its range."""
+        # Each slab keeps the transfers of its own part.
         for part in extent.parts:
             part.slab.settle(part.extent)
 
@@ -274,6 +276,7 @@ class SwapSpace:
         measured = [index for index in striped if self.slabs[index].capacity]
         if len(measured) > 1:
             measured_rates = weights(
+                # Before the first extent: this overwrites the files.
                 measure(self._aio, [(self.slabs[i].file, self.slabs[i].capacity) for i in measured])
             )
             for index, rate in zip(measured, measured_rates, strict=True):

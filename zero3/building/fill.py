@@ -167,8 +167,10 @@ class Fill:
                 else:
                     ranges = self._shared(param, piece, home.pieces.get(piece.index))
                 for first, values, moments in ranges:
+                    # Both copy the values before the next range is read: it may use the same memory.
                     home.put(piece.index, first, values)
                     state.put(piece.index, first, values, moments)
+            # Here, and not at the next group: the windows hold staging slots.
             home.end()
             state.end()
         except BaseException as error:
@@ -221,6 +223,7 @@ class Fill:
             values = source.read(first, numel)
         else:
             values = torch.empty(numel, dtype=dtype, device="cpu")
+        # Returns when the values have left rank 0, whose source may then reuse its memory.
         self._collectives.broadcast(values, 0, f"send the first values of {name!r}")
         return values
 

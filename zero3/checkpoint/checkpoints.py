@@ -144,6 +144,7 @@ class Checkpoints:
 
     def status(self) -> CheckpointStatus:
         """The outcome of the saves so far. Any thread may call it."""
+        # Read once: the thread that trains may replace it meanwhile.
         save = self._reported_save
         status = CheckpointStatus(under_way=self.progress > 0, saved=self._saved, failed=self._failed)
         if save is None:
@@ -186,6 +187,7 @@ class Checkpoints:
         self, load_dir: Path, tag: str | None, *, strict: bool, states: bool, scheduler: bool
     ) -> tuple[Path | None, dict[str, Any]]:
         """See Engine.load_checkpoint. The engine is idle; afterwards it has no gradients."""
+        # First: the load changes the values that a save is copying.
         self._end_earlier()
         request = LoadRequest(load_dir, tag, strict=strict, states=states, scheduler=scheduler)
         opener = Opener(self._model, self._parts, self._run, self._io, request, frozenset(self._half_loaded))
@@ -304,6 +306,7 @@ class Checkpoints:
 
     def _commit_alone(self) -> None:
         """The saver has written all files. A single rank commits at once, in the saver's thread."""
+        # With several ranks nothing is committed from here: other ranks may still be writing.
         if self._collectives is None:
             assert self._under_way is not None
             self._commit(self._under_way.saver.record)
@@ -400,6 +403,7 @@ class Checkpoints:
 
     def _end(self, under_way: RunningSave) -> None:
         """The save has ended, and its outcome is recorded: training no longer waits for it."""
+        # First: from here on no step waits for this save.
         self._under_way = None
         uncommitted.discard(under_way.saving.path)
         self._last_save = self._reported_save = under_way.saving

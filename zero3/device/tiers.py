@@ -91,6 +91,7 @@ class Ledger:
         """Count ``nbytes`` if they fit. ``kind`` and ``at`` have no effect, because a ledger has no addresses."""
         if self.used + nbytes > self.capacity:
             return None
+        # Without a lock: only one thread at a time runs a pass.
         self.used += nbytes
         self.peak = max(self.peak, self.used)
         return LedgerEntry(self, nbytes)

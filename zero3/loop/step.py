@@ -209,12 +209,14 @@ class Update:
 
     def begin_in_backward(self) -> None:
         """The first gradient of a backward that updates the parameters has arrived."""
+        # Before the state changes: a bad option raises here, and nothing is updated.
         self._tiered_optimizer().begin_in_backward(1.0 / self.loss_scale.value)
         self.current_step.to_updating_in_backward()
 
     def group_done(self, group: ParamGroup, *, final: bool) -> None:
         """The backward of ``group`` has ended; ``final`` gradients are used now."""
         if self.current_step.state is not StepState.UPDATING_IN_BACKWARD:
+            # A staging slot may have come free since the last group.
             self._optimizer.read_ahead()
             return
         with self._tearing():
@@ -232,6 +234,7 @@ class Update:
         if self.current_step.state is StepState.UPDATING_IN_BACKWARD:
             with self._tearing():
                 self._tiered_optimizer().finish_in_backward()
+            # After the last tile: until then, an exception leaves parameters of two steps.
             self.current_step.to_updated_in_backward()
             _count_as_edits(self._groups)
         else:
@@ -280,6 +283,7 @@ class Update:
             else:
                 self.skipped += 1
             self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+            # After the gradients were unscaled with the old value.
             self.loss_scale.update(not finite)
             if not finite:
                 self._log_skipped(scale, sums.bad)
@@ -336,6 +340,7 @@ class Update:
         try:
             clip = min((limit for limit in (self._clip, self._clip_next) if limit), default=0.0)
             factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
+            # From here on, an exception leaves parameters of two steps.
             self.current_step.to_updating()
             with self._tearing(), self._timeline.span("compute", "update"):
                 if self._replicas is not None:

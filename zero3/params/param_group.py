@@ -184,6 +184,7 @@ class ParamGroup:
 
     def give_up_parameters(self) -> None:
         """Close the parameters with the engine: each use raises ResidencyError from now on."""
+        # First: parameters that show copies are closed with the others.
         self._copies.clear()
         self._read_only.clear()
         self._bytes_before.clear()

@@ -186,6 +186,7 @@ class GradientStore:
 
         Raises EngineStateError if the group was already updated in this backward.
         """
+        # Off the parameter first, also if it is refused below: autograd would add the next gradient to it.
         grad = pop_gradient(piece, param)
         if grad is None:
             return
@@ -433,6 +434,7 @@ class GradientStore:
         for (_, piece), squares in zip(at_home, device_kernels.block_squares(flats), strict=True):
             self._block_squares[piece.index] = squares
         indices = [piece.index for _, piece in missing]
+        # The CPU waits for the device here, once for all of them.
         sums = device_kernels.added_up([self._block_squares.pop(index) for index in indices])
         self._squares.update(zip(indices, sums, strict=True))
 

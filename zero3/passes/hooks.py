@@ -366,6 +366,7 @@ class _BeforeTied(_Before):
 
     def __init__(self) -> None:
         super().__init__()
+        # As ``_running``, several threads use it without a lock.
         self._first: list[tuple[int, int]] = []  # for each running call: its thread and first node
 
     def run(self, module: nn.Module, args: Any) -> None:

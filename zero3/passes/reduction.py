@@ -379,6 +379,7 @@ class GradientReducer:
         received, outgoing = room[:numel], room[numel:]
         leases.append(lease)
         if collected is None:
+            # On a device this is queued on compute's stream, as the copies below: the exchange begins behind them.
             outgoing.zero_()
         else:
             for piece in group.layout.pieces:
@@ -483,6 +484,7 @@ class GradientReducer:
             return None
         self._backwards += 1
         self._order = [self._groups[index] for index in heads[0, 3:]]
+        # Only when backward has ended on all ranks: until then the next round tells of these pieces once more.
         self._arrived.clear()
         return np.flatnonzero(np.unpackbits(bits[border:], count=self._pieces)).tolist()
 

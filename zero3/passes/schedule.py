@@ -260,6 +260,7 @@ class PassSchedule:
                 f"a tensor that autograd saved from group {group.name!r} was read outside of backward, where the group"
                 " is not unsharded; read it inside of the module's forward"
             )
+        # Not for the whole method, which is called for each saved tensor and returns above for most.
         with deferred_interrupts():
             self.begin_backward()
             self._finish_unrelated(group)
@@ -298,6 +299,7 @@ class PassSchedule:
         self._gradients.close_all()
         self._saved.end_of_backward()
         self._reset()
+        # After the last release, so that look-ahead goes on with the beginning of the next pass.
         self._prefetcher.end_pass()
         if received or self._gradients.received_elsewhere:
             # On every rank if any rank got a gradient, so that all ranks agree that step() is due.

@@ -231,6 +231,7 @@ class Peers:
 
     def follow_call(self, call: Callable[[], T], label: str) -> T:
         """Run ``call`` on another thread, wait as ``follow`` does, and return its result. A stuck call is abandoned."""
+        # On another thread, because a call of torch that hangs cannot be left.
         future = futures.run_in_thread(call, label)
 
         def has_ended(seconds: float) -> bool:
@@ -404,6 +405,7 @@ class Peers:
                     failure = heartbeat.publish(self._stalled_failure(waiting))
             if failure is not None:
                 if not self._closed:
+                    # Once: the thread ends here.
                     device.abort(str(failure.error()))
                 return
 
@@ -443,6 +445,7 @@ def _sever(group: ProcessGroup) -> None:
     for rank in range(group.size()):
         if rank != group.rank():
             with contextlib.suppress(RuntimeError):
+                # Nobody sends this message: the receive times out, and takes the connection with it.
                 group.recv([torch.empty(1, device="cpu")], rank, SEVERING_TAG).wait(timedelta(milliseconds=1))
 
 

@@ -40,6 +40,7 @@ _live: weakref.WeakSet[Access] = weakref.WeakSet()
 
 def _give_up_in_child() -> None:
     """A forked process does not inherit the arenas: there, use of a parameter raises an error and does not crash."""
+    # Before any other code of the child can use a parameter.
     for access in list(_live):
         access.give_up()
 
@@ -82,6 +83,7 @@ def gathered(
                 # Only what is shown is hidden below, also if the next parameter cannot be shown.
                 loans.append((owner, param))
         with ExitStack() as saving:
+            # These blocks end before the copies are hidden below.
             for owner in {owner: None for owner, _ in loans}:
                 saving.enter_context(owner.saving_copies())
             yield yielded
@@ -160,6 +162,7 @@ class Access:
         if not self._saving:
             return None
         if param not in self._saved:
+            # Kept until the outermost call ends: each name of a tied parameter gets the same copy.
             self._saved[param] = self._state.weight(*self.parameters.piece_of(param))
         return self._saved[param]
 

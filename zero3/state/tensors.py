@@ -131,6 +131,7 @@ class TieredState:
             for start, end in tiles(numel, each):
                 yield self.weight_range(group, piece, first + start, end - start)
             return
+        # As in ``weight_range``.
         self._optimizer.release_read_ahead()
         itemsize = group.dtype.itemsize
         begin = (piece.start + first) * itemsize
@@ -260,6 +261,7 @@ class TieredState:
         is a half of a split master and was edited ``in_place``, the unchanged elements are unknown: then the other half
         of all its elements becomes zero, on every tier.
         """
+        # Tiles that were read ahead have the old masters, and the old parameters.
         self._optimizer.release_read_ahead()
         values = values.cpu()
         layout = self._layout.for_group(group)
@@ -385,6 +387,7 @@ class TieredState:
             first, last = max(at, offset), min(at + size, offset + raw.numel())
             # The neighbours in the first and the last page, which are written whole.
             page_bytes = self._tiers.load(home, at, size) if last - first < size else None
+            # The write may go on after the block: the extent orders later reads of these bytes behind it.
             with self._tiers.writing(home, at, size) as target:
                 if page_bytes is not None:
                     target.copy_(page_bytes)

@@ -88,7 +88,7 @@ def test_whole_steps_are_replayed_and_told(tmp_path: Path, capsys: pytest.Captur
         assert each.plain_seconds is not None
         ratios = [each.plain_seconds / each.seconds] if each.ahead <= AHEAD else []
         assert each.ratios == pytest.approx(ratios)
-    assert profile.written_bytes > profile.space_bytes + 2 * step.write_bytes, "plain windows write, too"
+    assert profile.written_bytes > profile.space_bytes + 2 * step.write_bytes, "plain intervals write, too"
     assert [*directory.iterdir()] == []
 
 
@@ -197,7 +197,7 @@ def test_plain_windows_that_max_write_cuts_short_make_no_figures(
     monkeypatch.setattr(rounds.WorkFiles, "may_write", the_files_and_a_little_more)
     profile = profiled(capsys, tmp_path, "--steps", 1)
     assert [*profile.plain] == ["nvme_read"]
-    assert any("share of --max-write was used up" in note for note in profile.notes)
+    assert any("share of --max-write for plain intervals was used up" in note for note in profile.notes)
     for phase in profile.phases:
         figures = (phase.plain_seconds, phase.ratios, phase.bound)
         assert figures == (None, (), None) if phase.write_bytes else phase.plain_seconds

@@ -31,7 +31,7 @@ AHEAD = 0.1
 
 @dataclass(frozen=True)
 class Round:
-    """Turns that were replayed between plain windows; ``plain`` are the mean rates of the windows before and after."""
+    """Turns that were replayed between plain intervals. ``plain`` has the mean rates of these intervals."""
 
     turns: tuple[TurnResult, ...]
     plain: Rates
@@ -55,11 +55,11 @@ class PhaseResult(ResultPart):
     )
     plain_seconds: float | None = Field(
         default=None,
-        description="Seconds that plain windows would take for the same bytes, at their mean rates.",
+        description="Seconds that plain intervals would take for the same bytes, at their mean rates.",
     )
     ratios: tuple[float, ...] = Field(
         default=(),
-        description="For each round, the rate of the replay divided by the rate of the plain windows before and"
+        description="For each round, the rate of the replay divided by the rate of the plain intervals before and"
         " after it; empty if much was read ahead.",
     )
     bound: Literal["reads", "writes", "both", "kernels"] | None = None
@@ -71,7 +71,7 @@ class PhaseResult(ResultPart):
 
     @property
     def of_plain(self) -> float | None:
-        """The ratio of the replay's rate to that of plain windows: the median of the rounds."""
+        """The ratio of the replay's rate to that of plain intervals: the median of the rounds."""
         return statistics.median(self.ratios) if self.ratios else None
 
 
@@ -93,7 +93,9 @@ class Profile(CommandResult):
     slot_bytes: int
     space_bytes: int = Field(description="Bytes of the swap space, in which extents took turns.")
     phases: tuple[PhaseResult, ...]
-    plain: dict[str, float] = Field(description="Bytes per second of plain windows, by the name of the rate.")
+    plain: dict[str, float] = Field(
+        description="Bytes per second of plain intervals, by the name of the rate."
+    )
 
     @property
     def seconds(self) -> float:
@@ -164,7 +166,7 @@ def _step_seconds(of_phase: Sequence[Turn], results: Sequence[TurnResult]) -> fl
 
 
 def _plain_seconds(read: int, written: int, plain: Rates) -> float | None:
-    """Seconds at the rates of plain windows; None if a rate is missing; that of a mix is measured."""
+    """Seconds at the rates of plain intervals; None if a rate is missing; that of a mix is measured."""
     needed = (
         (read, plain.nvme_read),
         (written, plain.nvme_write),
@@ -254,7 +256,7 @@ def _summary(profile: Profile) -> Iterator[str]:
         at_plain = (
             ""
             if plain_seconds is None
-            else f" Plain windows would take {figures.duration(plain_seconds)} for that."
+            else f" Plain reads and writes would take {figures.duration(plain_seconds)}."
         )
         bound = f", bound by {step.bound}" if step.bound else ""
         yield (
@@ -271,14 +273,14 @@ def _summary(profile: Profile) -> Iterator[str]:
         f"{name.removeprefix('nvme_')} {figures.gb(rate)}" for name, rate in sorted(profile.plain.items())
     )
     if rates:
-        yield f"Plain windows: {rates} GB/s."
+        yield f"Plain reads and writes: {rates} GB/s."
     spread = ", ".join(
         f"{each.name} {min(each.ratios):.2f} to {max(each.ratios):.2f}"
         for each in profile.phases
         if len(each.ratios) > 1
     )
     if spread:
-        yield f"Ratio to plain windows, over the rounds: {spread}."
+        yield f"Ratio to plain reads and writes, over the rounds: {spread}."
     yield from (f"Note: {note}." for note in profile.notes)
     yield (
         f"Total: {figures.nbytes(profile.read_bytes)} read, {figures.nbytes(profile.written_bytes)} written."

@@ -1,7 +1,7 @@
-"""A run of ``tierbench profile``: the replay in rounds, between plain windows over files of the same drives.
+"""A run of ``tierbench profile``: the replay in rounds, between plain intervals over files of the same drives.
 
-The ratio of the replay's rate to the rate of the plain windows is the part of a drive's speed that the engine reaches.
-The speed of disks varies within minutes; rounds let that affect both sides.
+The rate of the replay, divided by the rate of the plain intervals, is the part of a drive's speed that the engine
+reaches. The speed of disks varies within minutes; alternating rounds let that affect both sides.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tiering.tierbench.words import ReadWrite
 
 RUNTIME = 10.0  # seconds of the replay, over all rounds
 ROUNDS = 6
-WINDOW = 0.4  # seconds of each plain window
+WINDOW = 0.4  # seconds of each plain interval
 RAMP = 0.2  # seconds, with several directories: unequal drives do not end a window at the same time
 PLAIN: tuple[ReadWrite, ...] = ("read", "write", "rw")
-PLAIN_BYTES = 1 << 30  # the largest size of the files of plain windows
-PLAIN_SHARE = 4  # plain windows may write 1/4 of --max-write
+PLAIN_BYTES = 1 << 30  # the largest size of the files of plain intervals
+PLAIN_SHARE = 4  # plain intervals may write 1/4 of --max-write
 FILES_SHARE = 4  # 1/4 of that creates the files, the windows themselves write the remaining bytes
 BOUNDLESS = 1 << 60  # bytes of a budget without effect
 
@@ -121,7 +121,7 @@ class _Run:
         self._windows: list[list[Row]] = []  # before the first round, and after each
         self._rounds: list[tuple[TurnResult, ...]] = []
         self._notes: list[str] = []
-        self._is_cut = False  # --max-write has ended a plain window
+        self._is_cut = False  # --max-write has ended a plain interval
 
     def run(self, model: str, params: int) -> Profile:
         request, load = self._request, self._plan.workload
@@ -192,7 +192,7 @@ class _Run:
         )
 
     def _settings(self, size: int, plain_writes: int | None) -> Settings:
-        """The settings of the plain windows, which may write ``plain_writes`` bytes."""
+        """The settings of the plain intervals, which may write ``plain_writes`` bytes."""
         io = self._tiers.io
         file_bytes = PLAIN_BYTES if plain_writes is None else min(PLAIN_BYTES, plain_writes // FILES_SHARE)
         blocks = min(size, file_bytes // len(self._directories)) // io.block_size
@@ -207,7 +207,7 @@ class _Run:
         )
 
     def _measure(self, replay: Replay, windows: Load) -> bool:
-        """Rounds of the replay with plain windows around each; whether Ctrl-C has ended them."""
+        """Rounds of the replay with plain intervals around each; whether Ctrl-C has ended them."""
         request = self._request
         if not any(turn.read + turn.written for turn in replay.turns):
             raise ConfigError(
@@ -233,7 +233,7 @@ class _Run:
         """Windows of reads, writes and both; False if one was interrupted."""
         start, rows = time.monotonic(), list[Row]()
         self._windows.append(rows)
-        watch = self._phase("plain windows", WINDOW * len(PLAIN))
+        watch = self._phase("plain reads and writes", WINDOW * len(PLAIN))
         for rw in PLAIN:
             ramp = windows.settings.ramp_time
             row = windows.run(rw, seconds=WINDOW, ramp=ramp, watch=_since(watch, start))
@@ -284,7 +284,7 @@ class _Run:
         return None if self._phases is None else self._phases.phase(name, seconds)
 
     def _between_windows(self) -> Iterator[Round]:
-        """The rounds, each with the mean rates of the plain windows before and after it."""
+        """The rounds, each with the mean rates of the plain intervals before and after it."""
         for number, turns in enumerate(self._rounds):
             yield Round(turns, _mean(rates_of(rows) for rows in self._windows[number : number + 2]))
 
@@ -294,8 +294,8 @@ class _Run:
             yield f"ended early at --max-write {limit}"
         if self._is_cut:
             yield (
-                "the plain windows' share of --max-write was used up: windows that it cut short do not count, and"
-                " figures that need them are missing"
+                "the share of --max-write for plain intervals was used up: intervals that it cut short do not count,"
+                " and figures that need them are missing"
             )
         if replay.fetches_alone:
             load = self._plan.workload

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tiering.config.ds_config.in_effect import description
-from tiering.config.ds_config.keys import KEYS, SHORT_FORMS
+from tiering.config.ds_config.keys import SHORT_FORMS
+from tiering.config.ds_config.known_keys import KEYS
 from tiering.config.ds_config.verdicts import KeyRule, KeyVerdict
 
 HEADING = "## Every key\n"

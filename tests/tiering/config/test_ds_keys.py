@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.config.ds_config import examine, load, value_of
-from tiering.config.ds_config.keys import KEYS, SECTIONS
+from tiering.config.ds_config.known_keys import KEYS, SECTIONS
 from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
 from tiering.config.ds_config.verdicts import KeyVerdict
 

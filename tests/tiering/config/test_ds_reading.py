@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tiering.config.ds_config import KeyReport, KeyVerdict, Origin, examine, load
-from tiering.config.ds_config.keys import KEYS, SECTIONS
+from tiering.config.ds_config.known_keys import KEYS, SECTIONS
 from tiering.config.training import TieringConfig
 
 from .ds_cases import MINIMAL, UNCLIPPED, ZERO3_NVME, changed, entry, refusal, without

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiering.config.ds_config import KeyVerdict, examine, load
-from tiering.config.ds_config.keys import KEYS
+from tiering.config.ds_config.known_keys import KEYS
 from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
 from tiering.config.optimizer import RULES
 from tiering.config.scheduler import PARAMS

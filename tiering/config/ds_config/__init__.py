@@ -1,11 +1,12 @@
 """Reads a DeepSpeed configuration into the native schema, with a report on every key.
 
-loading.py     reads a file, a dict or base64 text     keys.py        the table of all keys, with the rule of each
-parsing.py     applies the rules, key by key           type_params.py the parameters of each optimizer and scheduler
-auto.py        resolves "auto"                         verdicts.py    the kinds of rules
-trainer.py     the trainer's argument of a key         converters.py  converts values of the file
-in_effect.py   the values that are in effect           messages.py    error texts and suggestions
-key_report.py  prints and exports the report           secrets.py     hides passwords and tokens
+loading.py     reads a file, a dict or base64 text     keys.py        the table of DeepSpeed's keys: the rule of each
+parsing.py     applies the rules, key by key           known_keys.py  all keys by their dotted paths
+auto.py        resolves "auto"                         type_params.py the parameters of each optimizer and scheduler
+trainer.py     the trainer's argument of a key         verdicts.py    the kinds of rules
+in_effect.py   the values that are in effect           converters.py  converts values of the file
+key_report.py  prints and exports the report           messages.py    error texts and suggestions
+secrets.py     hides passwords and tokens
 """
 
 from tiering.config.ds_config.auto import LoadContext

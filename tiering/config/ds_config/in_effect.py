@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiering.config.ds_config.key_report import KeyEntry, Origin
-from tiering.config.ds_config.keys import KEYS
+from tiering.config.ds_config.known_keys import KEYS
 from tiering.config.ds_config.verdicts import KeyRule, KeyVerdict
 from tiering.config.optimizer import RULES
 from tiering.config.scheduler import PARAMS

@@ -1,24 +1,20 @@
 """The table of all DeepSpeed (0.19) keys, nested like its configuration file.
 
 A leaf is a :class:`KeyRule`, the rule of one key. A leaf above DeepSpeed's leaves is the rule of a whole section.
-The keys of the native ``tiering`` block come from the schema.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-
-from pydantic import BaseModel
 
 from tiering.config.ds_config.auto import (
     UNSET,
     Filled,
     argument,
     betas,
-    default,
     of_hidden_size,
     of_precision,
     total_steps,
@@ -40,6 +36,7 @@ from tiering.config.ds_config.verdicts import (
     Tree,
     deprecated,
     for_each,
+    from_schema,
     honoured,
     mapped,
     no_effect,
@@ -49,22 +46,9 @@ from tiering.config.ds_config.verdicts import (
 from tiering.config.monitor import MonitorConfig
 from tiering.config.optimizer import RULES
 from tiering.config.scheduler import PARAMS
-from tiering.config.training import TiersConfig, ZeroConfig
-
-
-def _native(model: type[BaseModel], prefix: str) -> Tree:
-    tree: Tree = {}
-    for name, info in model.model_fields.items():
-        kind: object = info.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            tree[name] = _native(kind, f"{prefix}.{name}")
-        else:
-            tree[name] = honoured(f"{prefix}.{name}")
-    return tree
-
+from tiering.config.training import ZeroConfig
 
 SUB_GROUP = ZeroConfig.model_fields["sub_group_size"].default
-_TO_DEFAULT = default("its default")
 _OPTIMIZER_DEFAULT = Filled(UNSET, "the optimizer's default")
 _NO_DECAY = Filled(0.0, "0, as trainers fill in")
 # The value requests the behaviour that tiering always has.
@@ -222,7 +206,7 @@ _ZERO: Tree = {
     "aio": _AIO,
 }
 
-_FILE: Tree = {
+FILE: Tree = {
     "train_batch_size": honoured("train_batch_size"),
     "train_micro_batch_size_per_gpu": honoured("micro_batch_size"),
     "gradient_accumulation_steps": honoured("gradient_accumulation_steps"),
@@ -364,7 +348,7 @@ _FILE: Tree = {
         "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
         off=_NEVER,
     ),
-    **_native(MonitorConfig, "monitor"),
+    **from_schema(MonitorConfig, "monitor"),
     "communication_data_type": mapped(
         "tiering.reduce_dtype", read=dtype_among("fp32", "bf16", "fp16"), off=(None,)
     ),
@@ -464,41 +448,6 @@ _FILE: Tree = {
     "log_level": no_effect("set TIERING_LOG, or use logging.getLogger", off=(None,)),
 }
 
-
-# DeepSpeed removes "auto" from these sections before it reads them, and so uses the default.
-_DROPS_AUTO = (
-    "zero_optimization.",
-    "fp16.",
-    "bf16.",
-    "bfloat16.",
-    "aio.",
-    *(f"{name}." for name in MonitorConfig.model_fields),
-)
-
-
-def _with_auto(key: str, rule: KeyRule) -> KeyRule:
-    if not key.startswith(_DROPS_AUTO) or key == "zero_optimization.stage":
-        return rule
-    if rule.verdict is KeyVerdict.REFUSED:
-        off = rule.off
-        drops = (lambda value: value == "auto" or off(value)) if callable(off) else (*off, "auto")
-        return replace(rule, off=drops)
-    return rule if rule.auto else replace(rule, auto=_TO_DEFAULT)
-
-
-def _flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, KeyRule]]:
-    for name, key in tree.items():
-        if isinstance(key, KeyRule):
-            yield f"{prefix}{name}", key
-        else:
-            yield from _flat(key, f"{prefix}{name}.")
-
-
-KEYS: dict[str, KeyRule] = {
-    key: _with_auto(key, rule) for key, rule in _flat({**_FILE, "tiering": _native(TiersConfig, "tiering")})
-}
-"""Every known key by its dotted path."""
-
 SHORT_FORMS: dict[str, KeyRule] = {
     "zero_optimization": deprecated(
         'an old form of {"stage": 1}, and {"stage": 0} for false',
@@ -507,10 +456,3 @@ SHORT_FORMS: dict[str, KeyRule] = {
     )
 }
 """The rules of sections that a file may have as a single value."""
-
-SECTIONS: frozenset[str] = frozenset(
-    key.rsplit(".", limit_queue_depth)[0]
-    for key in KEYS
-    for limit_queue_depth in range(1, key.count(".") + 1)
-)
-"""The dotted paths of all sections."""

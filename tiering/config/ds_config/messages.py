@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tiering._text import similar
 from tiering.config.ds_config.auto import KEYS_BY_ARGUMENT
-from tiering.config.ds_config.keys import KEYS, SECTIONS
+from tiering.config.ds_config.known_keys import KEYS, SECTIONS
 from tiering.config.optimizer import RULES
 
 if TYPE_CHECKING:

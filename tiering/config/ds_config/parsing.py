@@ -13,7 +13,8 @@ from tiering._text import similar
 from tiering.config.ds_config.auto import UNSET, Filled, LoadContext, argument, missing_argument
 from tiering.config.ds_config.in_effect import description
 from tiering.config.ds_config.key_report import KeyEntry, Origin, brief
-from tiering.config.ds_config.keys import KEYS, SECTIONS, SHORT_FORMS
+from tiering.config.ds_config.keys import SHORT_FORMS
+from tiering.config.ds_config.known_keys import KEYS, SECTIONS
 from tiering.config.ds_config.messages import AUTO, dotted, reason, suggestion, unknown_optimizer
 from tiering.config.ds_config.trainer import BATCH, MICRO, WARMUP, belong_to, counterpart
 from tiering.config.ds_config.type_params import PARAMS_BY_TYPE

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiering.config.ds_config.auto import ARGUMENT, Filled, LoadContext
 from tiering.config.ds_config.key_report import KeyEntry, Origin
-from tiering.config.ds_config.keys import KEYS
+from tiering.config.ds_config.known_keys import KEYS
 
 MICRO = "train_micro_batch_size_per_gpu"
 BATCH = {

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pydantic import BaseModel
+
 from tiering.config.ds_config.auto import Auto, default
 
 
@@ -51,7 +53,7 @@ class KeyRule:
         return (
             path in self.inside
             or "*" in self.inside
-            or any(f"{for_each}.*" in self.inside for for_each in sections)
+            or any(f"{section}.*" in self.inside for section in sections)
         )
 
     def requests_nothing(self, value: object) -> bool:
@@ -123,3 +125,15 @@ def subsection(section: str, names: str) -> str:
 def for_each(names: str, key: KeyRule) -> Tree:
     """The same rule for each of the ``names``."""
     return dict.fromkeys(names.split(), key)
+
+
+def from_schema(model: type[BaseModel], prefix: str) -> Tree:
+    """A section whose keys are the fields of the native ``model``; ``prefix`` is the path of its native settings."""
+    tree: Tree = {}
+    for name, info in model.model_fields.items():
+        kind: object = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            tree[name] = from_schema(kind, f"{prefix}.{name}")
+        else:
+            tree[name] = honoured(f"{prefix}.{name}")
+    return tree

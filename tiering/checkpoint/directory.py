@@ -30,7 +30,6 @@ A directory is a checkpoint if its checkpoint.json is sealed and has this format
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import logging
 import os
@@ -45,15 +44,12 @@ from tiering.checkpoint.manifest import MANIFEST, run_of
 from tiering.checkpoint.run_lock import RunLock
 from tiering.checkpoint.tags import LATEST, check_tag, is_default_tag, numeric_order, tag_problem
 from tiering.errors import CheckpointError, ConfigError
-from tiering.storage.file_system import fsync, open_regular, remedy
+from tiering.storage.file_system import create_durably, exchange, fsync, open_regular, remedy
 
 log = logging.getLogger(__name__)
 
 _PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{8}", re.DOTALL)
 _REPLACED = re.compile(r"\.(.+)\.replaced-[0-9a-f]{8}", re.DOTALL)
-# Constants of <linux/fs.h>.
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -280,7 +276,7 @@ class CheckpointDirectory:
     def _lock_to_save(self) -> None:
         """Acquires the lock until ``_end_save``. The first time, removes the remains of crashed saves."""
         with self._os_errors("cannot be written"):
-            _create_durably(self.path)
+            create_durably(self.path)
             new = self._lock.acquire()
         # Without locks, another run may be saving here: what looks like remains may be its save.
         if new and self._lock.exclusive:
@@ -392,7 +388,7 @@ class CheckpointDirectory:
         except BaseException:
             # Back in the reverse order, so that the tag names one of the two checkpoints at every moment.
             if replaced == partial:
-                _exchange(place, partial)
+                exchange(place, partial)
             else:
                 place.rename(partial)
                 if replaced is not None:
@@ -403,7 +399,7 @@ class CheckpointDirectory:
     def _swap(self, partial: Path, place: Path) -> Path:
         """Renames ``partial`` to ``place``; returns the new path of the checkpoint that was there."""
         try:
-            _exchange(partial, place)
+            exchange(partial, place)
         except OSError as error:
             if error.errno not in _NO_EXCHANGE:
                 raise
@@ -508,26 +504,3 @@ def _read_start(file: Path, nbytes: int) -> bytes:
         return os.pread(fd, nbytes, 0)
     finally:
         os.close(fd)
-
-
-def _create_durably(path: Path) -> None:
-    """Creates ``path`` and its missing parents, and fsyncs each parent."""
-    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
-    for directory in reversed(missing):
-        directory.mkdir(exist_ok=True)
-        # The name of a directory is an entry of its parent.
-        fsync(directory.parent)
-    if not path.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "not a directory")
-
-
-def _exchange(first: Path, second: Path) -> None:
-    """Exchanges two names atomically with renameat2(2), which Python does not have."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
-        # glibc before 2.28 does not have renameat2.
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
-    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(first), None, str(second))

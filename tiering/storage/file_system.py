@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
 import tempfile
 from pathlib import Path
+
+# Constants of <linux/fs.h>.
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 _MAY_NOT = "save to a writable directory, or change the mode of this one"
 _ANOTHER = "another file has that name: save elsewhere, or move it"
@@ -73,3 +78,26 @@ def replace_content(path: Path, content: bytes) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def create_durably(path: Path) -> None:
+    """Creates ``path`` and its missing parents, and fsyncs each parent."""
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        # The name of a directory is an entry of its parent.
+        fsync(directory.parent)
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "not a directory")
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Exchanges two names atomically with renameat2(2), which Python does not have."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        # glibc before 2.28 does not have renameat2.
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(first), None, str(second))

@@ -194,6 +194,6 @@ if __name__ == "__main__":
         print(json.dumps(at_operations(Path(where))))
     elif mode == "renames":
         with no_exchange():
-            print(json.dumps(at_operations(Path(where), "_exchange")))
+            print(json.dumps(at_operations(Path(where), "exchange")))
     else:
         print(json.dumps(at_moments(Path(where), *map(int, rest))))

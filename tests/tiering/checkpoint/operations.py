@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from tiering.checkpoint import directory
+from tiering.storage import file_system
 from tiering.storage.tickets import Ticket
 
 OPERATIONS = [
@@ -18,7 +19,7 @@ OPERATIONS = [
     *((os, name) for name in ("pwrite", "ftruncate", "truncate", "fsync")),
     (io, "open"),  # Path.open
     (fcntl, "flock"),
-    (directory, "_exchange"),
+    (directory, "exchange"),
     (Ticket, "begin"),
 ]
 
@@ -42,7 +43,7 @@ def intercepted(around: Around) -> Iterator[None]:
 @contextmanager
 def no_exchange() -> Iterator[None]:
     """Two names cannot change places, as on NFS and Lustre, which answer EINVAL."""
-    with mock.patch.object(directory, "_RENAME_EXCHANGE", 1 << 20):
+    with mock.patch.object(file_system, "_RENAME_EXCHANGE", 1 << 20):
         yield
 
 

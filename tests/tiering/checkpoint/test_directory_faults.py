@@ -27,6 +27,7 @@ from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.manifest import MANIFEST
 from tiering.checkpoint.tags import LATEST
 from tiering.errors import CheckpointError
+from tiering.storage import file_system
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ from tiering.errors import CheckpointError
         ("global_step2", os, "rename", 1),  # of the new latest
         ("global_step1", os, "fsync", 0),
         ("global_step1", os, "fsync", 1),
-        ("global_step1", module, "_exchange", 0),
+        ("global_step1", module, "exchange", 0),
         ("global_step1", os, "fsync", 2),
         ("global_step1", os, "rename", 0),
     ],
@@ -93,7 +94,7 @@ def test_the_last_fsync_fails_when_all_is_in_sight(
 @pytest.fixture
 def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on NFS and Lustre, which answer EINVAL."""
-    monkeypatch.setattr(module, "_RENAME_EXCHANGE", 1 << 20)
+    monkeypatch.setattr(file_system, "_RENAME_EXCHANGE", 1 << 20)
 
 
 @pytest.mark.usefixtures("no_exchange")

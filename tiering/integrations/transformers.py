@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -72,6 +72,14 @@ class TieringArguments:
     tiering_config: str | None = field(
         default=None, metadata={"help": "Path of the configuration of the engine, in DeepSpeed's format."}
     )
+
+
+class _Accelerate(NamedTuple):
+    """The methods of a Trainer's Accelerator that the mixin replaces."""
+
+    unwrap_model: Callable[..., nn.Module]
+    backward: Callable[..., None]
+    no_sync: Callable[[nn.Module], AbstractContextManager[None]]
 
 
 class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
@@ -143,9 +151,12 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
         super().create_accelerator_and_postprocess()
         # The engine scales the loss.
         self.accelerator.scaler = None
-        self._unwrap, self._plain_backward = self.accelerator.unwrap_model, self.accelerator.backward
+        self._accelerate = _Accelerate(
+            self.accelerator.unwrap_model, self.accelerator.backward, self.accelerator.no_sync
+        )
         self.accelerator.unwrap_model = self._unwrapped
         self.accelerator.backward = self._backward
+        self.accelerator.no_sync = self._no_sync
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
@@ -161,8 +172,7 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
         engine = self._engine
         if engine is not None and model is engine.as_module():
             model = engine.module
-        unwrapped: nn.Module = self._unwrap(model, *args, **kwargs)
-        return unwrapped
+        return self._accelerate.unwrap_model(model, *args, **kwargs)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         self._start_engine(training)
@@ -235,9 +245,16 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
 
     def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         if self._engine is None:
-            self._plain_backward(loss, **kwargs)
+            self._accelerate.backward(loss, **kwargs)
         else:
             self._engine.backward(loss, **kwargs)
+
+    def _no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        # Accelerate's has no effect in a single process; the engine uses it there, too.
+        engine = self._engine
+        if engine is not None and model is engine.as_module():
+            return engine.no_sync()
+        return self._accelerate.no_sync(model)
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
         # The step clips: max_grad_norm is the configuration's gradient_clipping.
@@ -293,8 +310,9 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
         torch.save(self.args, directory / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # As with DeepSpeed, the base model of an adapter is not in its checkpoints.
         self.engine.save_checkpoint(
-            output_dir, TAG, save_latest=False, exclude_frozen_parameters=hasattr(self.model, "peft_config")
+            output_dir, TAG, exclude_frozen_parameters=hasattr(self.model, "peft_config")
         )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)

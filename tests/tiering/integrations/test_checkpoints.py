@@ -83,7 +83,7 @@ def test_a_checkpoint_is_a_model_too(tmp_path: Path) -> None:
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     assert names == {
         *("config.json", "generation_config.json", "model.safetensors", "training_args.bin"),
-        *("trainer_state.json", "scheduler.pt", "rng_state.pth", "tiering"),
+        *("trainer_state.json", "scheduler.pt", "rng_state.pth", "tiering", "latest"),
     }
     assert different(LlamaForCausalLM.from_pretrained(folder).state_dict(), trainer.engine.state_dict()) == []
     trainer.engine.close()

@@ -70,6 +70,16 @@ def test_each_stage_does(
         assert entry == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_half_precision_follows(
+    half: str, ranks: Pool, plain: list[list[dict[str, float]]], tmp_path: Path
+) -> None:
+    found = ranks.run(run, tmp_path / "out", config("nvme", tmp_path), **STEPS, **{half: True})
+    for entry, expected in zip(found[0], plain[0], strict=True):
+        name = "loss" if "loss" in entry else "eval_loss"
+        assert entry[name] == pytest.approx(expected[name], rel=0.01)
+
+
 class Loaded(TrainerCallback):
     """The state of the engine when training begins."""
 

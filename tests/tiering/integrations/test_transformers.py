@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import HfArgumentParser, TrainerCallback, TrainingArguments
+from transformers import HfArgumentParser, TrainerCallback, TrainingArguments, default_data_collator
 
+import tiering
 from tiering.errors import ConfigError, EngineStateError
 from tiering.integrations.transformers import TieringArguments, TieringTrainer
 
-from .trainers import ADAMW, PLACES, config, differences, llama, reported, sentences, stock, tiered
+from .trainers import ADAMW, PLACES, arguments, config, differences, llama, reported, sentences, stock, tiered
 
 EVALUATED: dict[str, Any] = {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 5}
 
@@ -118,6 +119,66 @@ def test_a_trainer_without_data_to_train_with_only_evaluates(tmp_path: Path) -> 
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
     assert not trainer.engine.optimizer.trains
     trainer.engine.close()
+
+
+def test_parameters_are_updated_in_the_last_backward_of_a_step(tmp_path: Path) -> None:
+    """Which backward is the last one before a step, the Trainer says, also in a single process."""
+    plain = stock(tmp_path / "stock", max_grad_norm=0.0)
+    plain.train()
+    settings = config("nvme", tmp_path, tiering={"step_in_backward": True, "max_skipped_steps": 0})
+    trainer = tiered(tmp_path / "out", settings, max_grad_norm=0.0)
+    trainer.train()
+    for entry, expected in zip(reported(trainer), reported(plain), strict=True):
+        assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    trainer.engine.close()
+
+
+def test_a_process_with_several_gpus_uses_one(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out")
+    args._n_gpu = 2
+    trainer = TieringTrainer(
+        llama(), args, train_dataset=sentences(8), tiering_config=config("cpu", tmp_path)
+    )
+    assert (trainer.args.n_gpu, trainer._train_batch_size) == (1, 2)
+
+
+def test_the_batch_size_is_found_again(tmp_path: Path) -> None:
+    """As accelerate's decorator finds it: the first attempts run out of memory."""
+    attempts: list[int] = []
+
+    def collate(examples: list[Any]) -> Any:
+        attempts.append(len(examples))
+        if len(examples) > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return default_data_collator(examples)
+
+    options: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    trainer = tiered(tmp_path / "out", config("nvme", tmp_path), data_collator=collate, **options)
+    trainer.train()
+    assert attempts[0] == 4
+    assert len(reported(trainer)) == 6
+    trainer.engine.close()
+
+
+def test_save_model_holds_no_model(tmp_path: Path) -> None:
+    with tiering.zero.Init():
+        model = llama(hidden_size=512, intermediate_size=2048, num_hidden_layers=12, vocab_size=4096)
+    nbytes = sum(param.numel() * 4 for param in model.parameters())
+    settings = config("nvme", tmp_path, tiering={"host_budget": "64MiB"})
+    trainer = tiered(tmp_path / "out", settings, model)
+    trainer.save_model(str(tmp_path / "warm"))
+    Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
+    before = resident("VmRSS")
+    trainer.save_model(str(tmp_path / "model"))
+    assert nbytes > 200 << 20
+    assert resident("VmHWM") - before < 64 << 20
+    assert (tmp_path / "model/model.safetensors").stat().st_size > nbytes
+    trainer.engine.close()
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
 def test_predictions_are_those_of_the_stock_trainer(tmp_path: Path) -> None:

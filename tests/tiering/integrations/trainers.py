@@ -98,7 +98,8 @@ def tiered(output: Path, settings: Any, model: nn.Module | None = None, **option
 
 
 def _parts(output: Path, model: nn.Module | None, **options: Any) -> dict[str, Any]:
-    names = ("callbacks", "compute_metrics", "model_init", "optimizers", "train_dataset", "eval_dataset")
+    names = ("callbacks", "compute_metrics", "data_collator", "model_init", "optimizers")
+    names += ("train_dataset", "eval_dataset")
     given = {name: options.pop(name) for name in names if name in options}
     if "model_init" not in given:
         given["model"] = llama() if model is None else model

@@ -43,6 +43,12 @@ def add_arguments(check: argparse.ArgumentParser) -> None:
         help='a transformers config.json, whose sizes resolve "auto"',
     )
     check.add_argument(
+        "--trainer",
+        choices=("hf",),
+        help='accept "auto" where a trainer fills it in: hf is the Trainer of Hugging Face, and what builds on it or on'
+        " Accelerate",
+    )
+    check.add_argument(
         "--args",
         nargs="+",
         default=[],
@@ -104,7 +110,12 @@ def _context(options: argparse.Namespace) -> Any:
         hidden_size = hidden_size_of(model)
         dtypes = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
         dtype = dtypes.get(str(model.get("dtype", model.get("torch_dtype"))))
-    return LoadContext(hidden_size=hidden_size, dtype=dtype, arguments=dict(options.args))
+    return LoadContext(
+        hidden_size=hidden_size,
+        dtype=dtype,
+        arguments=dict(options.args),
+        for_trainer=options.trainer is not None,
+    )
 
 
 def _file(text: str) -> Path:

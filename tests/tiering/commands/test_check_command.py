@@ -161,6 +161,30 @@ def test_auto_is_filled_in_or_somebody_has_to(check: Check, tmp_path: Path) -> N
     assert keys[f"{zero}prefetch_bucket_size"]["here"] == "0.9 h^2, h = 100"
 
 
+def test_a_trainer_will_fill_in_the_rest(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = check(TRAINERS, "--trainer", "hf")
+    assert (code, err) == (0, "")
+    assert (
+        "batch of the trainer, precision of the trainer, ZeRO stage 3, AdamW, gradients clipped at 1" in out
+    )
+    row = next(line.split() for line in out.splitlines() if "optimizer.params.lr" in line)
+    assert row[:4] == ["optimizer.params.lr", '"auto"', "honoured", "trainer"]
+    assert " ".join(row[4:]) == "filled by the trainer: learning_rate"
+    code, out, _ = check(TRAINERS, "--trainer", "hf", "--json", "--args", "learning_rate=2e-5")
+    keys = {each["key"]: each for each in json.loads(out)["keys"]}
+    assert (code, keys["optimizer.params.lr"]["from"], keys["optimizer.params.lr"]["value"]) == (
+        0,
+        "auto",
+        2e-5,
+    )
+    assert (keys["train_batch_size"]["from"], keys["train_batch_size"]["value"]) == ("trainer", "auto")
+    code, _, err = check(TRAINERS.replace('"stage"', '"stagee"'), "--trainer", "hf")
+    assert code == 1 and "did you mean" in err
+    with pytest.raises(SystemExit):
+        check(TRAINERS, "--trainer", "other")
+    assert "invalid choice: 'other'" in capsys.readouterr().err
+
+
 def test_json_has_everything(check: Check) -> None:
     code, out, _ = check(
         GOOD | {"steps_per_print": float("inf"), "flops_profiler": {"enabled": False}}, "--json"

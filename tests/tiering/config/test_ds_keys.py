@@ -35,6 +35,7 @@ OLD = {
     "compile.disable": "likewise",
     "compile.enabled": "likewise",
     "compile.kwargs": "likewise",
+    "fp16.opt_level": "of Apex, which DeepSpeed ignored in this section",
     "seq_parallel_comm_data_type": "its name until seq_parallel_communication_data_type",
     "zero_optimization.cpu_offload_params": "as the guides to stage 3 had it first",
     "zero_optimization.gather_fp16_weights_on_model_save": "the name without stage3_",

@@ -6,7 +6,7 @@ auto.py        resolves "auto"                         type_params.py the parame
 trainer.py     the trainer's argument of a key         verdicts.py    the kinds of rules
 in_effect.py   the values that are in effect           converters.py  converts values of the file
 key_report.py  prints and exports the report           messages.py    error texts and suggestions
-secrets.py     hides passwords and tokens
+assumed.py     unknown arguments of a trainer          secrets.py     hides passwords and tokens
 """
 
 from tiering.config.ds_config.auto import LoadContext

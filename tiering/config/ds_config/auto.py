@@ -22,7 +22,8 @@ class LoadContext:
     ``hidden_size`` is the model's; ``dtype`` is that of its parameters ("fp32", "bf16", "fp16"); ``arguments`` is a
     mapping or namespace of a trainer's arguments; ``replaced`` are the sections that an object passed to
     ``initialize`` replaces. With ``strict`` a value of the file that differs from its argument is refused, if the
-    arguments belong to the file: it has an "auto", or they are a ``TrainingArguments``.
+    arguments belong to the file: it has an "auto", or they are a ``TrainingArguments``. With ``for_trainer`` a trainer
+    fills in each argument that ``arguments``, then a mapping, does not have.
     """
 
     hidden_size: int | None = None
@@ -30,6 +31,7 @@ class LoadContext:
     arguments: Any = None
     replaced: frozenset[str] = frozenset()
     strict: bool = True
+    for_trainer: bool = False
 
     def argument(self, name: str) -> Any:
         """The trainer's argument ``name``, or None."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -87,8 +87,8 @@ def description(path: str) -> str:
 _SCHEMAS = {"optimizer": OptimizerConfig, "scheduler": SchedulerConfig}
 
 
-def summary_of(config: TieringConfig) -> str:
-    """A one-line summary of ``config``."""
+def summary_of(config: TieringConfig, by_trainer: Collection[str] = ()) -> str:
+    """A one-line summary of ``config``. A trainer decides the parts ``by_trainer``: batch, precision, clipping."""
     zero, accumulation, ranks = config.zero, config.gradient_accumulation_steps, config.world_size
     batch = f"batch {config.train_batch_size}"
     if accumulation * ranks > 1:
@@ -97,7 +97,11 @@ def summary_of(config: TieringConfig) -> str:
             f" = {' x '.join(factors[:1] + factors[1:2] * (accumulation > 1) + factors[2:] * (ranks > 1))}"
         )
     autocast = f" under autocast to {config.autocast}" if config.autocast else ""
-    parts = [batch, f"{config.precision}{autocast}", f"ZeRO stage {zero.stage}"]
+    parts = [
+        "batch of the trainer" if "batch" in by_trainer else batch,
+        "precision of the trainer" if "precision" in by_trainer else f"{config.precision}{autocast}",
+        f"ZeRO stage {zero.stage}",
+    ]
     if zero.offload_param.device != "none":
         parts.append(f"parameters on {zero.offload_param.device}")
     if zero.offload_optimizer.device != "none":
@@ -107,5 +111,7 @@ def summary_of(config: TieringConfig) -> str:
         parts.append("Adam as AdamW" if adamw else config.optimizer.type)
     if config.scheduler is not None:
         parts.append(config.scheduler.type)
-    clipping = config.gradient_clipping
-    return ", ".join([*parts, f"gradients clipped at {clipping:g}" if clipping else "no clipping"])
+    clipping = (
+        f"gradients clipped at {config.gradient_clipping:g}" if config.gradient_clipping else "no clipping"
+    )
+    return ", ".join([*parts, "clipping of the trainer" if "clipping" in by_trainer else clipping])

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiering.config.ds_config.secrets import without_secrets
 from tiering.config.ds_config.verdicts import KeyVerdict
@@ -24,13 +24,15 @@ class Origin(StrEnum):
     FILE = "file"
     # The file has "auto".
     AUTO = "auto"
+    # The file has "auto", which a trainer fills in.
+    TRAINER = "trainer"
     # The file does not have the key.
     DEFAULT = "default"
 
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """A key by its dotted path, its value ("auto" resolved), and its verdict.
+    """A key by its dotted path, its value ("auto" resolved, unless a trainer fills it in), and its verdict.
 
     ``note`` describes the effect of the key, or why it is refused and the remedy; ``off`` means that the value requests
     nothing. ``line`` is the line number in the file, from 1, if there is a file.
@@ -134,6 +136,13 @@ _COLOURS = {
     KeyVerdict.DEPRECATED: "magenta",
     KeyVerdict.REFUSED: "bold red",
 }
+# As telemetry has them. An engine starts with the values of the trainer.
+_ORIGINS: dict[Origin, Literal["file", "auto", "default"]] = {
+    Origin.FILE: "file",
+    Origin.AUTO: "auto",
+    Origin.TRAINER: "auto",
+    Origin.DEFAULT: "default",
+}
 SCHEMA_VERSION = 1
 # Columns below which the report is not a table.
 _TABLE_WIDTH = 120
@@ -196,7 +205,7 @@ def _setting(entry: KeyEntry) -> SettingStatus:
     public_value = without_secrets(entry.key, value)
     # A note may quote the value, so a secret value has no note.
     note = as_text(entry.note) if public_value == value else ""
-    return SettingStatus(as_text(entry.key), public_value, entry.origin.value, str(entry.verdict), note)
+    return SettingStatus(as_text(entry.key), public_value, _ORIGINS[entry.origin], str(entry.verdict), note)
 
 
 def _jsonable(value: object) -> Any:

@@ -295,6 +295,7 @@ FILE: Tree = {
         "consecutive_hysteresis": mapped("loss_scale.consecutive_hysteresis"),
         "min_loss_scale": mapped("loss_scale.min_scale"),
         "fp16_master_weights_and_grads": refused("masters are always fp32", False),
+        "opt_level": no_effect("belongs to Apex's mixed precision"),
     },
     "torch_autocast": {
         "enabled": honoured("", off=(False,)),

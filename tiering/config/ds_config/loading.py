@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tiering._strict_json import FormatError, parse, short
+from tiering.config.ds_config.assumed import AssumedArguments, open_parts
 from tiering.config.ds_config.auto import LoadContext
 from tiering.config.ds_config.in_effect import defaults, summary_of, with_default
 from tiering.config.ds_config.key_report import KeyReport, Origin
 from tiering.config.ds_config.messages import dotted
 from tiering.config.ds_config.parsing import Reading
+from tiering.config.ds_config.trainer import BATCH
 from tiering.config.ds_config.verdicts import KeyVerdict
 from tiering.config.json_comments import key_lines, plain
 from tiering.config.json_values import DepthError, values
@@ -54,22 +56,27 @@ def examine(
     lines: dict[tuple[str, ...], int] = {}
     if not isinstance(config, Mapping):
         config, lines, source = _read_json(config)
-    reading = Reading(world_size, context or LoadContext(), lines)
+    context = context or LoadContext()
     try:
-        reading.walk(values(config))
+        settings = values(config)
+        assumed = AssumedArguments(settings, context) if context.for_trainer else None
+        reading = Reading(world_size, assumed.context if assumed else context, lines)
+        reading.walk(settings)
     except DepthError as problem:
         raise ConfigError(f"the configuration is {problem}; no key needs that many") from None
     resolved = reading.resolve()
     entries = tuple(reading.entries.values())
+    if assumed:
+        entries = assumed.mark(entries)
     if resolved is None or any(entry.verdict is KeyVerdict.REFUSED for entry in entries):
         return None, KeyReport(entries, source=source)
     entries_in_effect = tuple(with_default(entry, resolved) for entry in entries)
     by_key = {entry.key: entry.value for entry in entries_in_effect if entry.origin is Origin.AUTO}
     return resolved, KeyReport(
         entries_in_effect,
-        tuple(defaults(resolved, reading.entries)),
+        tuple(each for each in defaults(resolved, reading.entries) if not (assumed and each.key in BATCH)),
         source,
-        summary_of(resolved),
+        summary_of(resolved, set(open_parts(entries))),
         _filled(config, by_key),
     )
 

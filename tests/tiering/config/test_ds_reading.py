@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import io
 import json
 from pathlib import Path
@@ -467,7 +468,8 @@ def test_any_value_anywhere_is_a_config_or_a_config_error(values: dict[str, Any]
         for section in sections:
             node = node.setdefault(section, {}) if isinstance(node, dict) else {}
         if isinstance(node, dict):
-            node[name] = value
+            # A shared empty section would become part of itself.
+            node[name] = copy.deepcopy(value)
     resolved, report = examine(config)
     assert (resolved is None) == bool(report.refused)
     assert all(entry.note for entry in report.refused)

@@ -15,6 +15,7 @@ REPLACED: dict[str, dict[str, str]] = {
     "README.md": {"/local_nvme": "nvme", "4GiB": "64MiB"},
     "checkpoints.md": {"% 500": "% 2", "runs/mine": "runs/7", "global_step3000": "global_step4"},
     "doctor.md": {"/mnt/nvme0 /mnt/nvme1": "nvme", "/var/tmp": "nvme"},
+    "lightning.md": {"/local_nvme": "nvme"},
     "planning.md": {"/mnt/nvme": "nvme"},
     "sizing.md": {"/nvme0 /nvme1": "nvme"},
     "tierbench.md": {"/mnt/nvme0": "nvme", "/local_nvme": "nvme", "DIR": "nvme"},
@@ -178,6 +179,9 @@ PRINTED: set[Key] = {
     ("migrate-from-deepspeed.md", "tiering check old.json"),
 }
 
+# Pages whose Python blocks run in processes of their own: Lightning sets variables and a process group, and warns.
+OWN_PROCESS: set[str] = {"lightning.md"}
+
 # Blocks and commands that take seconds: they run in `make test-all` alone.
 SLOW: set[Key] = {
     ("tierbench.md", "tierbench /mnt/nvme0 --json > before.json"),
@@ -207,6 +211,10 @@ NODES = (
     " train.py"
 )
 NOT_RUN: dict[Key, str] = {
+    (
+        "lightning.md",
+        "pip install 'tiering[lightning]'",
+    ): "installs packages; tests/test_wheel.py installs a wheel",
     ("README.md", "make demo"): "installs an environment; tests/e2e/test_demo.py runs the demo, in small",
     (
         "examples.md",

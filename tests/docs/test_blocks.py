@@ -73,6 +73,11 @@ def names() -> Iterator[dict[str, Any]]:
 
 
 def run_python(block: Block, shared: dict[str, Any]) -> None:
+    if block.page in stand_ins.OWN_PROCESS:
+        command = [sys.executable, "-W", "ignore", "-c", replaced(block.page, block.body)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{block.page}: {block.key}\n{done.stderr}"
+        return
     exec(stand_ins.GIVEN.get(block.key, ""), shared)
     source = replaced(block.page, block.body)
     exec(compile("\n" * block.line + source, str(PAGES[block.page]), "exec"), shared)

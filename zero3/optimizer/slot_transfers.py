@@ -71,7 +71,7 @@ class SlotTransfers:
     def start_gradient_read(self, staged: Staged) -> bool:
         """Start to read the gradient, before all queued reads of state: those started earlier and are needed later."""
         tile, itemsize = staged.tile, self._gradients.dtype_of(staged.tile.group).itemsize
-        if self._gradients.address(tile.group):
+        if self._gradients.windows.address(tile.group):
             return False
         home = self._gradients.homes[tile.group.index]
         grad_at, offset = self._slots.grad_offset, tile.start * itemsize
@@ -136,7 +136,7 @@ class SlotTransfers:
 
     def grad_address(self, tile: Tile, staged: Staged | None) -> int:
         """The address of the tile's gradients during its update."""
-        group = self._gradients.address(tile.group)
+        group = self._gradients.windows.address(tile.group)
         if group:
             return group + tile.start * self._gradients.dtype_of(tile.group).itemsize
         assert staged is not None

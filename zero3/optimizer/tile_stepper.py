@@ -26,7 +26,7 @@ IN_PLACE_NUMEL = 4 << 20
 
 
 class TileStepper:
-    """Steps ``tiles`` with ``gradients``. It is the store's stepper (gradients.Stepper).
+    """Steps ``tiles`` with ``gradients``. It is the stepper of their windows (gradient_windows.Stepper).
 
     ``replicas`` are gathered group by group, each as soon as all of its tiles that are due were stepped.
     """
@@ -73,7 +73,7 @@ class TileStepper:
         self._due_visiting: deque[Tile] = deque()
         self._unfinished: Counter[ParamGroup] = Counter()  # tiles that are due
         self._listener: StepListener | None = None
-        gradients.register_stepper(self)
+        gradients.windows.register_stepper(self)
 
     @property
     def groups(self) -> list[ParamGroup]:
@@ -147,7 +147,7 @@ class TileStepper:
                     self._due_in_place.append(tile)
         if self._in_backward and not self._unfinished[group]:
             # Nothing will be stepped, so no tile releases the window at its end.
-            self._gradients.drop_window(group)
+            self._gradients.windows.drop(group)
 
     def advance(self, *, finish: bool = False) -> None:
         """Step due tiles: those that have arrived, else tiles in memory, else (to ``finish``) wait for bytes.
@@ -273,7 +273,7 @@ class TileStepper:
         self._unfinished[tile.group] -= 1
         if not self._unfinished[tile.group]:
             # Its last tile was updated: nothing reads the gradients any more.
-            self._gradients.drop_window(tile.group)
+            self._gradients.windows.drop(tile.group)
             # In backward, compute does not wait for this copy: it has other kernels to run.
             if not self._in_backward:
                 self._hold_compute()

@@ -1,8 +1,7 @@
 """The accumulated gradients of one rank: received from autograd, added up at their home, and squared for the norm.
 
-A group whose gradients live on NVMe accumulates in a window of host memory. The first gradient of a pass opens the
-window and fills it with the sum of earlier micro-batches. The window is written out when the schedule closes the group.
-A gradient that arrives later (of a tied parameter) opens the window again.
+A group whose gradients live on NVMe accumulates in a window of host memory (see gradient_windows.py). The window is
+written out when the schedule closes the group. A gradient that arrives later (of a tied parameter) opens it again.
 
 From a device with memory of its own, gradients are copied on the offload stream behind compute, several at a time. The
 CPU adds up those that have arrived. It waits for a copy only if no room is left for another one, or if the step needs
@@ -41,6 +40,7 @@ from zero3.device.tiers import Home, Tiers, as_tensor
 from zero3.params import resharded
 from zero3.params.layout import Piece, segments
 from zero3.params.param_group import ParamGroup
+from zero3.passes.gradient_windows import GradientWindows
 
 COPIED_AT_ONCE = 1 << 20
 """Elements that are copied at once from a gradient that is not contiguous, on the CPU."""
@@ -115,13 +115,6 @@ class Reducer(Protocol):
         """Drop the gradients that have not reached the store."""
 
 
-class Stepper(Protocol):
-    """Updates parameters with the gradients of a ``GradientStore``, group by group."""
-
-    def make_room(self) -> bool:
-        """Step a tile whose gradients may hold a window; False if no tile is due."""
-
-
 class GradientStore:
     """The accumulated gradients of ``groups``. ``homes`` follow their order; ``dtype`` is the accumulation dtype.
 
@@ -139,13 +132,12 @@ class GradientStore:
         measured: Mapping[ParamGroup, range] | None = None,
     ) -> None:
         self.homes = homes
+        self.windows = GradientWindows(homes, tiers)
         self.dtype = dtype
         self.last_micro_batch = True  # the engine sets it: this backward completes the accumulation
         self._groups = groups
         self._tiers = tiers
         self._measured = {group: _pieces_within(group, (measured or {}).get(group)) for group in groups}
-        self._windows: dict[ParamGroup, Lease] = {}
-        self._written_groups: set[ParamGroup] = set()  # their extents hold gradients of this accumulation
         self._local_pieces: set[int] = set()  # pieces with a gradient at home or in a transfer, by index
         self._received_pieces = self._local_pieces  # pieces that got a gradient on any rank
         self._squares: dict[int, float] = {}
@@ -156,15 +148,10 @@ class GradientStore:
         self._closed_groups: set[ParamGroup] = set()  # closed, but with gradients in transfers
         self._completed_groups: set[ParamGroup] = set()  # updated, or about to be, while backward runs
         self._reducer: Reducer | None = None
-        self._stepper: Stepper | None = None
 
     def register_reducer(self, reducer: Reducer) -> None:
         """``reducer`` adds gradients to this store. ``reset`` also drops those that it has not added yet."""
         self._reducer = reducer
-
-    def register_stepper(self, stepper: Stepper) -> None:
-        """``stepper`` uses the gradients. It is asked to free a window if there is no room for another one."""
-        self._stepper = stepper
 
     def begin(self, used: Iterable[ParamGroup]) -> None:
         """A backward begins. The store has nothing to prepare."""
@@ -211,8 +198,7 @@ class GradientStore:
 
     def replaced(self, group: ParamGroup, piece: Piece) -> None:
         """Code outside of backward has written the gradient of ``piece`` at its home."""
-        if self.homes[group.index].extent is not None:
-            self._written_groups.add(group)
+        self.windows.note_written(group)
         self._local_pieces.add(piece.index)
         self._received_pieces.add(piece.index)
         self._forget_square(piece)
@@ -244,8 +230,7 @@ class GradientStore:
             for piece in pieces:
                 self._send_reduced(group, piece, parts, factor, overwrite=piece in fresh)
             return
-        flat = home.tensor if home.tensor is not None else self._window(group)
-        target = flat.view(self.dtype_of(group))[: parts[0].numel()]
+        target = self.windows.open(group).view(self.dtype_of(group))[: parts[0].numel()]
         overwrite = len(fresh) == len(pieces)
         # Some pieces already have a gradient, so the sum is added everywhere: the fresh ones begin with zeros.
         for piece in [] if overwrite else fresh:
@@ -300,7 +285,7 @@ class GradientStore:
             # Its gradients in flight are still to be added to the window.
             self._closed_groups.add(group)
         else:
-            self._write_out(group)
+            self.windows.write_out(group)
 
     def has_arrived(self, group: ParamGroup) -> bool:
         """Whether ``complete`` would not wait for transfers of ``group``. Does not wait itself."""
@@ -315,15 +300,10 @@ class GradientStore:
             while self._transfers:
                 self._receive_next()
 
-    def address(self, group: ParamGroup) -> int:
-        """Address of the group's gradients in host memory, 0 if they are on NVMe."""
-        home, window = self.homes[group.index], self._windows.get(group)
-        return window.address if window is not None else home.address
-
     def complete(self, group: ParamGroup) -> None:
         """The group is updated in this backward: ``accumulate`` refuses later gradients of it.
 
-        Its window stays open until ``drop_window``. The squares that the norm needs are computed now, while the
+        Its window stays open until the stepper drops it. The squares that the norm needs are computed now, while the
         gradients are in host memory; those in device memory are read with all others in ``sum_of_squares``.
         """
         if self._is_in_flight(group):
@@ -335,34 +315,10 @@ class GradientStore:
             if piece.index in self._received_pieces and not self._squared_on_device(group, piece):
                 self._square(group, piece)
 
-    def drop_window(self, group: ParamGroup) -> None:
-        """The group's gradients were used: release their window without writing it."""
-        window = self._windows.pop(group, None)
-        if window is not None:
-            # Released and not retired: no transfer uses it.
-            window.release()
-
-    def _write_out(self, group: ParamGroup) -> None:
-        lease = self._windows.pop(group, None)
-        if lease is None:
-            return
-        extent, swap = self.homes[group.index].extent, self._tiers.swap
-        assert extent is not None and swap is not None
-        try:
-            ticket = swap.swap_out(extent, lease, nbytes=extent.nbytes)
-        except BaseException:
-            # Ctrl-C may have come after the write was submitted: wait for it before the memory is used again.
-            swap.settle(extent)
-            lease.release()
-            raise
-        # The write reads the window until the ticket is done.
-        lease.retire(ticket)
-        self._written_groups.add(group)
-
     def close_all(self) -> None:
         """The pass has ended. Transfers that are still in flight are received later."""
         for group in {
-            *self._windows,
+            *self.windows.open_groups,
             *(transfer.group for transfer in self._transfers),
         } - self._completed_groups:
             self.close(group)
@@ -380,11 +336,7 @@ class GradientStore:
                 transfer.lease.release()
         self._in_flight_bytes = 0
         self._closed_groups.clear()
-        # Each is forgotten before it is released: a second Ctrl-C is not deferred, and no gradient may be written to a
-        # window that somebody else has.
-        while self._windows:
-            self._windows.popitem()[1].release()
-        self._written_groups.clear()
+        self.windows.reset()
         self._local_pieces.clear()
         self._received_pieces.clear()
         self._squares.clear()
@@ -413,10 +365,8 @@ class GradientStore:
         squares = []
         for group, pieces in groupby(pairs, key=itemgetter(0)):
             squares += [(piece, self._square(group, piece)) for _, piece in pieces]
-            window = self._windows.pop(group, None)
-            # _square opened it to read: the extent has the same bytes, so nothing is written.
-            if window is not None:
-                window.release()
+            # _square opened its window to read: the extent has the same bytes, so nothing is written.
+            self.windows.drop(group)
         return squares
 
     def _squared_on_device(self, group: ParamGroup, piece: Piece) -> bool:
@@ -447,7 +397,7 @@ class GradientStore:
                 # Through the gradient window, which is free after backward. The staging slots are in use: the step has
                 # begun to read state ahead.
                 dtype = self.dtype_of(group)
-                address = self._open(group) + piece.start * dtype.itemsize
+                address = self.windows.open(group).data_ptr() + piece.start * dtype.itemsize
                 self._squares[piece.index] = kernels.sum_of_squares(
                     address, KERNEL_DTYPES[dtype], piece.numel
                 )
@@ -457,8 +407,8 @@ class GradientStore:
         self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool, square: bool
     ) -> None:
         target_dtype = self.dtype_of(group)
-        address, dtype = self._open(group) + piece.start * target_dtype.itemsize, KERNEL_DTYPES[target_dtype]
-        target = address
+        address = self.windows.open(group).data_ptr() + piece.start * target_dtype.itemsize
+        target, dtype = address, KERNEL_DTYPES[target_dtype]
         for part in flat_parts(grad):
             kernels.accumulate(
                 target, dtype, part.data_ptr(), KERNEL_DTYPES[part.dtype], part.numel(), overwrite=overwrite
@@ -466,34 +416,6 @@ class GradientStore:
             target += part.numel() * target_dtype.itemsize
         if square:
             self._squares[piece.index] = kernels.sum_of_squares(address, dtype, piece.numel)
-
-    def _open(self, group: ParamGroup) -> int:
-        """The address of the group's gradients in host memory, in a window if their home is on NVMe."""
-        home = self.homes[group.index]
-        return home.address if home.tensor is not None else self._window(group).data_ptr()
-
-    def _window(self, group: ParamGroup) -> Tensor:
-        """The group's gradients in a window, as bytes. Waits for room, and for the read of earlier gradients."""
-        home, lease = self.homes[group.index], self._windows.get(group)
-        if lease is None:
-            assert home.extent is not None and self._tiers.swap is not None
-            with self._tiers.stalls.waiting_for("gradients"):
-                window = self._tiers.grad_window
-                while (lease := window.try_lease(home.extent.nbytes, "gradients")) is None:
-                    if self._stepper is not None and self._stepper.make_room():
-                        continue
-                    if not self._windows:
-                        break
-                    # More groups are open than the plan has room for: write the one that was opened first.
-                    self._write_out(next(iter(self._windows)))
-                lease = lease or window.lease(home.extent.nbytes, "gradients")
-                if group in self._written_groups:
-                    # Waits, because the next gradient is added to these bytes. The extent orders the read behind the
-                    # write of the same window.
-                    self._tiers.fetch(home.extent, lease)
-            # Only now: after an exception above, ``fetch`` has given the lease up.
-            self._windows[group] = lease
-        return as_tensor(lease)
 
     def _send_to_host(
         self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool, whole: bool = True
@@ -557,7 +479,7 @@ class GradientStore:
         # Backward has left the group, and this was its last transfer.
         if group in self._closed_groups and not self._is_in_flight(group):
             self._closed_groups.remove(group)
-            self._write_out(group)
+            self.windows.write_out(group)
 
 
 def _pieces_within(group: ParamGroup, elements: range | None) -> list[Piece]:

@@ -123,11 +123,8 @@ class Alone:
         staging = Staging(slots, STATE + 2 * PAGE, STATE, STATE + PAGE)
         self.arena = Arena.map(staging.nbytes, "staging")
         homes = [self._home(f"grads {group.index}", 2 * PAGE, swapped=grads) for group in groups]
-        gradients: Any = SimpleNamespace(
-            homes=homes,
-            dtype_of=lambda group: torch.bfloat16,
-            address=lambda group: self.windows.get(group) or homes[group.index].address,
-        )
+        windows = SimpleNamespace(address=lambda group: self.windows.get(group) or homes[group.index].address)
+        gradients: Any = SimpleNamespace(homes=homes, dtype_of=lambda group: torch.bfloat16, windows=windows)
         timeline = Timeline()
         plan = SimpleNamespace(workload=SimpleNamespace(steps_need_params=reads_params), staging=staging)
         given: Any = SimpleNamespace(

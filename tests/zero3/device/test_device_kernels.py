@@ -339,6 +339,10 @@ def step_in_c(
     batch.run(grad_scale)
 
 
+def step_on_device(grad_scale: float, *segment: Any, **more: Any) -> None:
+    device_kernels.step_segments([Segment(*segment, **more)], grad_scale)
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -357,7 +361,7 @@ def test_every_rule(
     for step in range(1, 4):
         grad = torch.randn(5000, generator=generator).to(half)
         rule = rule_at(step, maximize=maximize)
-        device_kernels.step(rule, ours[0], ours[1:], grad, out=out, grad_scale=0.37)
+        step_on_device(0.37, rule, ours[0], ours[1:], grad, out)
         step_in_c(rule, theirs[0], theirs[1:], grad, out=expected, grad_scale=0.37)
     assert all(map(same_bits, ours, theirs))
     assert same_bits(out, expected)
@@ -388,7 +392,7 @@ def test_every_rule_at_the_edges(
     theirs = [tensor.clone() for tensor in ours]
     for step in range(1, 4):
         rule = rule_at(step, lr=lr, beta=beta, weight_decay=weight_decay)
-        device_kernels.step(rule, ours[0], ours[1:], grad, out=None, grad_scale=1.0)
+        step_on_device(1.0, rule, ours[0], ours[1:], grad)
         step_in_c(rule, theirs[0], theirs[1:], grad)
     for name, one, other in zip(("param", "state 0", "state 1"), ours, theirs, strict=True):
         assert same_bits(one, other), name
@@ -457,7 +461,7 @@ def assert_same_steps(
     for number, grad in enumerate(grads, 1):
         rule = rule_at(number, seed=(1 << 64) - 3)
         how = {"state_format": state_format, "grad_scale": 0.37} | options
-        device_kernels.step(rule, state=ours_kept, grad=grad, out=out, **ours, **how)
+        step_on_device(rule=rule, state=ours_kept, grad=grad, out=out, **ours, **how)
         step_in_c(rule, state=theirs_kept, grad=grad, out=expected, **theirs, **how)
         mine, other = [*ours.values(), *ours_kept, *outs[:1]], [*theirs.values(), *theirs_kept, *outs[1:]]
         assert [same_bits(*pair) for pair in zip(mine, other, strict=True)] == [True] * len(mine), number

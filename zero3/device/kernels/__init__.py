@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from optim_cpu.kernels import Rule, StateFormat
 from zero3.device.kernels import cuda_library, fused, torch_operations
 from zero3.device.kernels.segment import Segment
 from zero3.device.kernels.torch_operations import ELEMENTS_AT_ONCE, block_count, join, round_parameters, split
@@ -30,7 +29,6 @@ __all__ = [
     "reduce",
     "round_parameters",
     "split",
-    "step",
     "step_segments",
     "sum_of_squares",
     "sums_of_squares",
@@ -93,22 +91,6 @@ def added_up(squares: Sequence[Tensor]) -> list[float]:
 def _in_order(sums: NDArray[np.float64]) -> float:
     """The sum of ``sums`` in their order. ``np.add.accumulate`` keeps the order; ``np.sum`` adds pairs."""
     return float(np.add.accumulate(sums)[-1]) if sums.size else 0.0
-
-
-def step(
-    rule: Rule,
-    param: Tensor,
-    state: Sequence[Tensor],
-    grad: Tensor,
-    *,
-    out: Tensor | None,
-    grad_scale: float,
-    remainder: Tensor | None = None,
-    state_format: StateFormat = StateFormat.FP32,
-    first_index: int = 0,
-) -> None:
-    """``step_segments`` of one segment."""
-    step_segments([Segment(rule, param, state, grad, out, remainder, state_format, first_index)], grad_scale)
 
 
 def step_segments(segments: Sequence[Segment], grad_scale: float) -> None:

@@ -47,6 +47,7 @@ class EngineParts(NamedTuple):
     lr_scheduler: LRScheduler | None
 
 
+# The signature is that of DeepSpeed; the last two parameters are new.
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

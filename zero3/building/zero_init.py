@@ -42,6 +42,7 @@ class Init:
     _register = nn.Module.register_parameter
     _deepcopy: Callable[..., Any] = nn.Parameter.__deepcopy__
 
+    # The signature is that of DeepSpeed's zero.Init.
     def __init__(
         self,
         module: nn.Module | None = None,

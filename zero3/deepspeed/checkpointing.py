@@ -28,6 +28,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 non_reentrant_checkpoint = checkpoint
 
 
+# The signature is that of DeepSpeed.
 def configure(
     mpu_: object,
     deepspeed_config: object = None,

@@ -37,6 +37,7 @@ _LAUNCHERS = {
 }
 
 
+# The signature is that of DeepSpeed.
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,

@@ -403,7 +403,7 @@ class RepeatingLoader(Iterator[Any]):
         self.data_iter = iter(self.loader)
 
 
-# The parameters of both functions are those of torch's DataLoader, and the place of the rank.
+# The parameters of both functions are those of torch's DataLoader, with the rank and the number of ranks.
 def make_loader(
     data: Dataset[Any],
     batch_size: int,

@@ -84,7 +84,7 @@ class Update:
     parameters.
     """
 
-    # One parameter for each part of a step: eight.
+    # Eight parameters: an update uses so many parts of a rank, and no two of them are one noun.
     def __init__(
         self,
         config: TieringConfig,

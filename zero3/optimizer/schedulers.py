@@ -205,6 +205,7 @@ class OneCycle(Schedule):
     cycles the momentum of an optimizer such as SGD too, if it has any; False cycles none.
     """
 
+    # The signature is that of DeepSpeed: its parameters are the keys of the configuration.
     def __init__(
         self,
         optimizer: Optimizer,

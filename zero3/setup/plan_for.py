@@ -31,6 +31,7 @@ ATTENTION = ("num_attention_heads", "num_hidden_layers", "hidden_size")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
+# All parameters in one call, for scripts: the first four describe the run, the others the machine and its use.
 def plan_for(
     *,
     model: nn.Module | str | Path,

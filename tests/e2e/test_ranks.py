@@ -12,7 +12,7 @@ from torch import nn
 
 import tiering
 from tests.zero3.ranks.pool import Pool, Pools
-from tests.zero3.ranks.training import Trained, assert_rounding_only, left
+from tests.zero3.ranks.training import Trained, assert_rounding_only, trained_state
 
 from .architectures import batches, build
 from .conftest import Habit, settings
@@ -49,7 +49,7 @@ def train(rank: int, nvme: Path, name: str, stage: int, options: dict[str, Any])
             engine.backward(loss)
             engine.step()
             norms.append(engine.get_global_grad_norm())
-        return left(engine, losses, norms)
+        return trained_state(engine, losses, norms)
 
 
 def train_plainly(name: str, dtype: torch.dtype) -> Trained:

@@ -101,8 +101,8 @@ def config(
 
     def section(kind: str, device: str) -> dict[str, Any]:
         where = nvme[kind] if isinstance(nvme, dict) else nvme
-        given = [str(path) for path in where] if isinstance(where, list) else str(where)
-        return {"device": device} | ({"nvme_path": given} if device == "nvme" else {})
+        directories = [str(path) for path in where] if isinstance(where, list) else str(where)
+        return {"device": device} | ({"nvme_path": directories} if device == "nvme" else {})
 
     usual = {"lr": 1e-3, "weight_decay": 0.1} if rule == "AdamW" else {}
     named = {"optimizer": {"type": rule, "params": usual | (optimizer or {})}} if rule else {}
@@ -166,9 +166,11 @@ def start(nvme: Path) -> Iterator[Callable[..., Engine]]:
             torch.manual_seed(3)
             model = SmallModel()
         settings = config(paths or nvme, **options)
-        given = {"model_parameters": model_parameters} | ({"optimizer": client} if client is not None else {})
-        given |= {"weights": weights, "strict": strict} if weights is not None else {}
-        engine = tiering.initialize(model=model, config=settings, **given).engine
+        arguments = {"model_parameters": model_parameters} | (
+            {"optimizer": client} if client is not None else {}
+        )
+        arguments |= {"weights": weights, "strict": strict} if weights is not None else {}
+        engine = tiering.initialize(model=model, config=settings, **arguments).engine
         engines.append(engine)
         return engine
 
@@ -198,11 +200,12 @@ def train(start: Callable[..., Engine]) -> Callable[..., Trained]:
     return run
 
 
-def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+def same_bits(first: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """The names whose bytes differ, or that only one side has."""
-    names = set(one) ^ set(other)
+    names = set(first) ^ set(other)
     return sorted(
-        names | {name for name in set(one) & set(other) if not _bytes(one[name]).equal(_bytes(other[name]))}
+        names
+        | {name for name in set(first) & set(other) if not _bytes(first[name]).equal(_bytes(other[name]))}
     )
 
 

@@ -185,8 +185,8 @@ def run_engine(
     def begin(**budgets: int) -> Any:
         torch.manual_seed(11)
         model = build()
-        given = groups(model) if groups else None
-        return start(model, model_parameters=given, optimizer=ADAM, **options, **budgets)
+        parameters = groups(model) if groups else None
+        return start(model, model_parameters=parameters, optimizer=ADAM, **options, **budgets)
 
     engine = _in_least_room(begin) if smallest else begin()
     torch.manual_seed(12)
@@ -223,20 +223,20 @@ def _is_enough(plan: Plan, budgets: Budgets) -> bool:
 
 def assert_nothing_held(engine: Any) -> None:
     """Between steps no group is unsharded, and no hooks of ours are in force."""
-    held = [group.name for group in engine._groups if group.residency.name == "UNSHARDED"]
-    assert held == [], f"still unsharded: {held}"
+    unsharded = [group.name for group in engine._groups if group.residency.name == "UNSHARDED"]
+    assert unsharded == [], f"still unsharded: {unsharded}"
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+def differing(first: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """The names whose bytes differ, or that only one side has."""
 
     def raw(tensor: Tensor) -> Tensor:
         return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
-    both = set(one) & set(other)
+    both = set(first) & set(other)
     return sorted(
-        set(one) ^ set(other) | {name for name in both if not raw(one[name]).equal(raw(other[name]))}
+        set(first) ^ set(other) | {name for name in both if not raw(first[name]).equal(raw(other[name]))}
     )
 
 

@@ -97,17 +97,19 @@ class Left:
     def differences(self, other: Left) -> list[str]:
         """What is not the same to the bit."""
         names = {*self.tensors, *other.tensors}
-        found = sorted(name for name in names if not _same(self.tensors.get(name), other.tensors.get(name)))
-        found += [name for name in self.rest if self.rest[name] != other.rest[name]]
+        differences = sorted(
+            name for name in names if not _same(self.tensors.get(name), other.tensors.get(name))
+        )
+        differences += [name for name in self.rest if self.rest[name] != other.rest[name]]
         if self.losses != other.losses:
-            found.append(f"losses {self.losses} and {other.losses}")
-        return found
+            differences.append(f"losses {self.losses} and {other.losses}")
+        return differences
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+def _same(first: Tensor | None, other: Tensor | None) -> bool:
+    if first is None or other is None or first.shape != other.shape or first.dtype != other.dtype:
         return False
-    return one.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8))
+    return first.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8))
 
 
 Begin = Callable[[], Any]
@@ -119,9 +121,9 @@ def straight(begin: Begin, steps: int, train: Train = train) -> Left:
     torch.manual_seed(1)
     engine = begin()
     torch.manual_seed(2)
-    left = Left.by(engine, train(engine, range(steps)))
+    outcome = Left.by(engine, train(engine, range(steps)))
     engine.close()
-    return left
+    return outcome
 
 
 def interrupted(
@@ -150,6 +152,6 @@ def interrupted(
     engine = (elsewhere or begin)()
     path, _ = engine.load_checkpoint(directory)
     assert path == str(saving.path)
-    left = Left.by(engine, losses + train(engine, range(save_at, steps)))
+    outcome = Left.by(engine, losses + train(engine, range(save_at, steps)))
     engine.close()
-    return left
+    return outcome

@@ -231,8 +231,8 @@ def test_the_configuration_is_given_once(tmp_path: Path) -> None:
         {"args": {"deepspeed": usual}},
         {"args": empty, "config": usual},
     ]
-    for given in (*ways, {"config_params": usual}, {"config": path}):
-        engine, *_ = tiering.initialize(model=nn.Linear(4, 4), **given)
+    for arguments in (*ways, {"config_params": usual}, {"config": path}):
+        engine, *_ = tiering.initialize(model=nn.Linear(4, 4), **arguments)
         engine.close()
         assert engine.settings.train_batch_size == 1
     with pytest.raises(ConfigError, match=r"different configurations in config and args.deepspeed_config"):
@@ -303,17 +303,17 @@ def test_the_start_says_what_the_configuration_comes_to(caplog: pytest.LogCaptur
     for _ in range(2):
         engine, *_ = tiering.initialize(model=nn.Linear(4, 4), config=config)
         engine.close()
-    said = [record.getMessage() for record in caplog.records if record.name == "tiering.progress"]
-    assert said == [  # once
+    messages = [record.getMessage() for record in caplog.records if record.name == "tiering.progress"]
+    assert messages == [  # once
         (
             "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1; no effect: reduce_bucket_size;"
             " deprecated: cpu_offload;"
             " run `tiering check FILE` for the reasons"
         )
     ]
-    told = engine._observation.description.configuration
-    assert told.outcome == "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1"
-    assert told.without_effect == ["zero_optimization.reduce_bucket_size"]
+    configuration = engine._observation.description.configuration
+    assert configuration.outcome == "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1"
+    assert configuration.without_effect == ["zero_optimization.reduce_bucket_size"]
 
 
 def test_a_short_last_micro_batch_is_left_out_if_the_configuration_says_so() -> None:

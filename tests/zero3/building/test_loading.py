@@ -80,13 +80,13 @@ def loaded_in_memory(stored: dict[str, Tensor]) -> nn.Module:
 
 def trained(engine: Any) -> list[float]:
     """Losses of two steps, and a sum over the masters after them."""
-    told = []
+    losses = []
     for tokens, targets in batches(4):
         loss = engine(tokens, targets)
-        told.append(loss.item())
+        losses.append(loss.item())
         engine.backward(loss)
         engine.step()
-    return [*told, *(value.double().sum().item() for value in engine.master_state_dict().values())]
+    return [*losses, *(value.double().sum().item() for value in engine.master_state_dict().values())]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -101,8 +101,8 @@ def test_packed_bytes_in_the_compute_dtype_are_kept(
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()
-        kept = engine.state_dict()["1.weight"].view(torch.uint8)
-        assert torch.equal(kept, model[1].codes)
+        weight = engine.state_dict()["1.weight"].view(torch.uint8)
+        assert torch.equal(weight, model[1].codes)
         results.append((losses, engine.state_dict()["1.offset"].tolist()))
     assert results[0] == results[1] == results[2]
     assert results[0][1] != [0.0] * WIDTH

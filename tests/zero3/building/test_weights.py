@@ -58,11 +58,11 @@ def by_name(model: nn.Module, matched: Matched) -> dict[str, Tensor]:
 def assert_takes(model: nn.Module, weights: Path, reference: nn.Module) -> Matched:
     matched = match(model, open_weights(weights))
     assert matched.missing == matched.unexpected == ()
-    taken = by_name(model, matched)
+    values_by_name = by_name(model, matched)
     expected = dict(reference.named_parameters())
-    assert taken.keys() == expected.keys()
+    assert values_by_name.keys() == expected.keys()
     for name, parameter in expected.items():
-        assert torch.equal(taken[name].to(parameter.dtype), parameter.detach()), name
+        assert torch.equal(values_by_name[name].to(parameter.dtype), parameter.detach()), name
     return matched
 
 
@@ -200,10 +200,16 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path, name: str) -> None:
     )
     most = max(matched.sources.values(), key=lambda source: len(source.parts))
     assert len(most.parts) >= 6
-    one = most.parts[0].numel
+    size = most.parts[0].numel
     with matched.reading(IoConfig()):
-        whole = most.read(0, one * len(most.parts))
-        for first, numel in ((0, one), (one, one), (one - 1, 2), (one + 1, 3 * one - 1), (5 * one, one)):
+        whole = most.read(0, size * len(most.parts))
+        for first, numel in (
+            (0, size),
+            (size, size),
+            (size - 1, 2),
+            (size + 1, 3 * size - 1),
+            (5 * size, size),
+        ):
             assert torch.equal(most.read(first, numel), whole[first : first + numel])
     matched = assert_takes(MIXTURES[name](), tmp_path / "native", model)
     assert {len(source.parts) for source in matched.sources.values()} == {1}
@@ -282,9 +288,9 @@ def test_the_exact_name_comes_before_one_with_a_prefix(
     tensors = {name: value.clone() for name, value in model.transformer.state_dict().items()}
     other = {f"transformer.{name}": value + 1 for name, value in tensors.items()}
     save_file(other | tensors, tmp_path / "model.safetensors")
-    taken = by_name(model.transformer, match(model.transformer, open_weights(tmp_path)))
-    assert all(torch.equal(taken[name], tensors[name]) for name in taken)
-    assert len(caplog.messages) == len(taken)
+    values_by_name = by_name(model.transformer, match(model.transformer, open_weights(tmp_path)))
+    assert all(torch.equal(values_by_name[name], tensors[name]) for name in values_by_name)
+    assert len(caplog.messages) == len(values_by_name)
 
 
 def test_names_without_a_partner(saved: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -357,7 +363,7 @@ def test_buffers(saved: Callable[..., Path]) -> None:
     with torch.device("meta"):
         absent = Small()
     for model in (Small(), absent):
-        kept = model.norm.running_mean
+        buffer = model.norm.running_mean
         matched = match(model, open_weights(path))
         assert [name for _, name, _ in matched.buffers] == [
             "running_mean",
@@ -368,7 +374,7 @@ def test_buffers(saved: Callable[..., Path]) -> None:
             matched.fill_buffers()
         assert torch.equal(model.norm.running_mean, mean.float())
         assert torch.equal(model.norm.num_batches_tracked, count)
-        assert (model.norm.running_mean is kept) == (model is not absent)
+        assert (model.norm.running_mean is buffer) == (model is not absent)
 
 
 def test_a_source_reads_only_while_the_files_are_open(saved: Callable[..., Path]) -> None:

@@ -57,8 +57,8 @@ def assert_built_as_ever(build: Callable[[], nn.Module], in_memory: Collection[s
     for name, param in model.named_parameters():
         assert (param.shape, param.dtype) == (expected[name].shape, expected[name].dtype), name
         assert param.requires_grad is expected[name].requires_grad
-        made = param.detach() if name in in_memory else values(param)
-        assert torch.equal(made, expected[name].detach()), name
+        values_of_param = param.detach() if name in in_memory else values(param)
+        assert torch.equal(values_of_param, expected[name].detach()), name
     for name, buffer in ordinary.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
     return model
@@ -178,12 +178,12 @@ class Outspoken(nn.Module):
             # Two operations, so that there is more than one to repeat.
             layer.weight.data = layer.weight.data * 2 + torch.randn(8, 8)
             nn.init.zeros_(self.layers[-1].weight)
-            seen = use(layer.weight)
+            result = use(layer.weight)
             nn.init.ones_(self.layers[-1].weight)  # all else may go now
-            if isinstance(seen, float):
-                nn.init.constant_(self.layers[-1].weight, seen)
-            elif isinstance(seen, Tensor | np.ndarray):
-                seen[0] = 5.0
+            if isinstance(result, float):
+                nn.init.constant_(self.layers[-1].weight, result)
+            elif isinstance(result, Tensor | np.ndarray):
+                result[0] = 5.0
 
 
 @pytest.mark.usefixtures("memory")
@@ -264,19 +264,19 @@ def test_parameters_of_an_earlier_context_can_be_part_of_the_model(start: Start)
 
 def test_memory_goes_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "GROWTH_LIMIT", 1 << 20)
-    seen = []
+    sizes = []
 
     class Wide(nn.Linear):
         def __init__(self) -> None:
             super().__init__(512, 512, bias=False)
             built.append(self)
             with torch._C.DisableTorchFunction():  # or asking would keep them
-                seen.append(sum(layer.weight.untyped_storage().nbytes() for layer in built))
+                sizes.append(sum(layer.weight.untyped_storage().nbytes() for layer in built))
 
     built: list[nn.Module] = []
     with tiering.zero.Init():
         model = nn.ModuleList(Wide() for _ in range(12))
-    assert max(seen) <= 3 << 20, "more than ROOM, and two of the parameters"
+    assert max(sizes) <= 3 << 20, "more than ROOM, and two of the parameters"
     assert all(values(layer.weight).shape == (512, 512) for layer in model)
 
 

@@ -37,22 +37,22 @@ Begin = Callable[..., Any]
 
 @pytest.fixture
 def begin(nvme: Path) -> Iterator[Begin]:
-    """``begin(build, given, **config)`` makes an engine whenever it is called, by default in fp32.
+    """``begin(build, arguments_of, **config)`` makes an engine whenever it is called, by default in fp32.
 
-    ``given`` tells for a model what ``initialize`` takes beside the configuration.
+    ``arguments_of(model)`` are the arguments of ``initialize`` beside the configuration.
     """
     engines: list[Engine] = []
 
     def beginning(
         build: Callable[[], nn.Module] = Model,
-        given: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
+        arguments_of: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
         **options: Any,
     ) -> Callable[[], Engine]:
         settings = config(nvme, **{"precision": "fp32", "accumulation": 1, "threshold": 40, **options})
 
         def make() -> Engine:
             model = build()
-            engine = tiering.initialize(model=model, config=settings, **given(model)).engine
+            engine = tiering.initialize(model=model, config=settings, **arguments_of(model)).engine
             engines.append(engine)
             return engine
 
@@ -117,10 +117,10 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("client", CLIENTS)
 def test_an_optimizer_of_the_users_goes_on(begin: Begin, tmp_path: Path, client: str, precision: str) -> None:
-    def given(model: nn.Module) -> dict[str, Any]:
+    def arguments(model: nn.Module) -> dict[str, Any]:
         return {"optimizer": CLIENTS[client](trained(model))}
 
-    check(begin(given=given, rule=None, precision=precision), tmp_path / "saved", meanwhile=1)
+    check(begin(arguments_of=arguments, rule=None, precision=precision), tmp_path / "saved", meanwhile=1)
 
 
 @pytest.mark.parametrize("save_at", [1, 2, 3, 4, 5])
@@ -131,10 +131,10 @@ def test_the_loss_scale_goes_on_around_skipped_steps(begin: Begin, tmp_path: Pat
         "hysteresis": 2,
         "consecutive_hysteresis": True,
     }
-    left = check(
+    outcome = check(
         begin(precision="fp16", fp16=scale, **STREAMED), tmp_path / "saved", save_at=save_at, steps=8
     )
-    assert 0 < left.rest["steps"][1] < 8, "no step, or every step, was skipped"
+    assert 0 < outcome.rest["steps"][1] < 8, "no step, or every step, was skipped"
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -155,7 +155,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_schedule_of_torchs_goes_on(begin: Begin, tmp_path: Path, scheduler: str) -> None:
-    check(begin(given=lambda _: {"lr_scheduler": SCHEDULERS[scheduler]}), tmp_path / "saved")
+    check(begin(arguments_of=lambda _: {"lr_scheduler": SCHEDULERS[scheduler]}), tmp_path / "saved")
 
 
 def test_param_groups_go_on_each_with_its_options_and_its_parameters_steps(
@@ -171,7 +171,7 @@ def test_param_groups_go_on_each_with_its_options_and_its_parameters_steps(
                     x = x + block(x)
             return nn.functional.cross_entropy(self.head(x).float(), tokens)
 
-    def given(model: nn.Module) -> dict[str, Any]:
+    def arguments(model: nn.Module) -> dict[str, Any]:
         decayed = [param for param in trained(model) if param.dim() > 1]
         rest = [param for param in trained(model) if param.dim() <= 1]
         return {
@@ -181,9 +181,11 @@ def test_param_groups_go_on_each_with_its_options_and_its_parameters_steps(
             ]
         }
 
-    left = check(begin(Sometimes, given, precision="bf16", **MIXED), tmp_path / "saved", steps=8, save_at=4)
-    assert len(set(left.rest["steps of parameters"].values())) > 1
-    assert left.rest["options"][1]["name"] == "undecayed"
+    outcome = check(
+        begin(Sometimes, arguments, precision="bf16", **MIXED), tmp_path / "saved", steps=8, save_at=4
+    )
+    assert len(set(outcome.rest["steps of parameters"].values())) > 1
+    assert outcome.rest["options"][1]["name"] == "undecayed"
 
 
 @pytest.mark.parametrize("options", [{"accumulation": 3}, {"step_in_backward": True, "clip": 0.0}], ids=str)
@@ -229,7 +231,7 @@ def test_a_loader_goes_on_in_the_middle_of_a_pass(begin: Begin, tmp_path: Path) 
                     break
         return losses
 
-    make = begin(given=lambda _: {"training_data": data})
+    make = begin(arguments_of=lambda _: {"training_data": data})
     check(make, tmp_path / "saved", train=train_on_it, steps=10, save_at=3)
     check(make, tmp_path / "again", train=train_on_it, steps=10, save_at=9)
 
@@ -247,7 +249,7 @@ def test_whoever_loads_has_the_weights_to_the_bit_and_the_moments_but_for_roundi
     train(engine, range(3))
     engine.save_checkpoint(tmp_path)
     masters, weights = engine.master_state_dict(), engine.state_dict()
-    kept = moments(engine)
+    moments_before = moments(engine)
     caplog.set_level("INFO", "zero3.checkpoint.restore")
     for other_state, other_place in PLACES:
         caplog.clear()
@@ -259,14 +261,14 @@ def test_whoever_loads_has_the_weights_to_the_bit_and_the_moments_but_for_roundi
         there = other.state_dict()
         assert all(torch.equal(weights[name], there[name]) for name in weights), here
         rounded = "bf16" in other_state and "bf16" not in state
-        told = [line.message for line in caplog.records if "moments" in line.message]
-        assert len(told) == (("bf16" in other_state) != ("bf16" in state)), here
-        assert not rounded or "rounds" in told[0], here
+        messages = [line.message for line in caplog.records if "moments" in line.message]
+        assert len(messages) == (("bf16" in other_state) != ("bf16" in state)), here
+        assert not rounded or "rounds" in messages[0], here
         for name, moment in moments(other).items():
             if rounded:
-                torch.testing.assert_close(moment, kept[name], rtol=2**-7, atol=0)
+                torch.testing.assert_close(moment, moments_before[name], rtol=2**-7, atol=0)
             else:
-                assert torch.equal(moment, kept[name]), f"{name}, {here}"
+                assert torch.equal(moment, moments_before[name]), f"{name}, {here}"
         other.close()
 
 
@@ -295,7 +297,7 @@ def test_a_run_of_another_precision_and_accumulation_takes_the_state_and_begins_
 
 def test_parameters_and_schedule_are_taken_without_the_optimizers_state(begin: Begin, tmp_path: Path) -> None:
     """A schedule that goes on from the rate in the param groups finds the one at which it was saved."""
-    make = begin(given=lambda _: {"lr_scheduler": SCHEDULERS["CosineAnnealingWarmRestarts"]})
+    make = begin(arguments_of=lambda _: {"lr_scheduler": SCHEDULERS["CosineAnnealingWarmRestarts"]})
     engine = make()
     train(engine, range(3))
     engine.save_checkpoint(tmp_path)

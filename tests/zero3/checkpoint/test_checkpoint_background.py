@@ -45,7 +45,7 @@ def holding(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[threading.E
     """The saver stops before it has copied chunk ``after``, until the event is set."""
     let, finish, count = threading.Event(), Saver._finish, 0
 
-    def held(*args: Any) -> None:
+    def hold(*args: Any) -> None:
         nonlocal count
         count += 1
         if count > after:
@@ -53,7 +53,7 @@ def holding(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[threading.E
         finish(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Saver, "_finish", held)
+        patch.setattr(Saver, "_finish", hold)
         try:
             yield let
         finally:
@@ -64,15 +64,15 @@ def loaded(start: Start, directory: Path, **options: Any) -> Left:
     torch.manual_seed(99)
     engine = begin(start, **options)
     engine.load_checkpoint(directory)
-    left = Left.by(engine)
+    outcome = Left.by(engine)
     engine.close()
-    return left
+    return outcome
 
 
-def same_state(left: Left, other: Left) -> list[str]:
-    found = [name for name in left.tensors if not left.tensors[name].equal(other.tensors[name])]
-    return found + [
-        name for name in ("options", "scale", "steps", "schedule") if left.rest[name] != other.rest[name]
+def same_state(outcome: Left, other: Left) -> list[str]:
+    differences = [name for name in outcome.tensors if not outcome.tensors[name].equal(other.tensors[name])]
+    return differences + [
+        name for name in ("options", "scale", "steps", "schedule") if outcome.rest[name] != other.rest[name]
     ]
 
 
@@ -90,10 +90,10 @@ def test_what_is_saved_is_the_state_of_the_call_whatever_is_slow(
         time.sleep(dice.choice([0, 0, 0, 0.002]))
         finish(*args)
 
-    def faulty(**given: Any) -> AioContext:
+    def faulty(**options: Any) -> AioContext:
         kinds: tuple[Literal["read", "write"], ...] = ("read", "write")
         faults = [Fault(kind, first=dice.randrange(1, 60), delay=0.01) for kind in kinds for _ in range(4)]
-        return plain(fault=FaultPlan(tuple(faults)), **given)
+        return plain(fault=FaultPlan(tuple(faults)), **options)
 
     monkeypatch.setattr(Saver, "_finish", slow)
     monkeypatch.setattr(tensor_file, "AioContext", faulty)
@@ -110,10 +110,10 @@ def test_what_is_saved_is_the_state_of_the_call_whatever_is_slow(
     saving.wait()
     after = Left.by(engine, losses)
     engine.close()
-    for tag, left in expected.items():
+    for tag, outcome in expected.items():
         other = begin(start, **options)
         other.load_checkpoint(tmp_path / "saved", tag)
-        assert same_state(left, Left.by(other)) == [], tag
+        assert same_state(outcome, Left.by(other)) == [], tag
         other.close()
     assert after.differences(straight(lambda: begin(start, **options), 6)) == []
 
@@ -210,9 +210,9 @@ def test_a_save_takes_its_own_windows_and_nothing_of_the_tiers(
     engine = begin(start, **STREAMED)
     mapped, plain = [], Arena.map
 
-    def mapping(nbytes: int, name: str, *given: Any, **options: Any) -> Arena:
+    def mapping(nbytes: int, name: str, *arguments: Any, **options: Any) -> Arena:
         mapped.append((name, nbytes))
-        return plain(nbytes, name, *given, **options)
+        return plain(nbytes, name, *arguments, **options)
 
     monkeypatch.setattr(Arena, "map", mapping)
     for number in range(3):

@@ -49,24 +49,24 @@ def test_a_save_in_the_background_is_done_without_another_step(
         while not saving.done and time.monotonic() < deadline:
             time.sleep(0.01)
     assert saving.done
-    told = [record.getMessage() for record in caplog.records if "saved" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "saved" in record.getMessage()]
     if room is None:
         assert saving.error is None
         assert (saving.path / "checkpoint.json").is_file()
         assert saving.nbytes > 0
         assert saving.seconds >= saving.stalled > 0
-        assert [line for line in told if line.startswith(f"checkpoint {saving.path} saved: ")] == told
+        assert [line for line in messages if line.startswith(f"checkpoint {saving.path} saved: ")] == messages
         train(engine, range(1))
         saving.wait()
         engine.close()
     else:
         assert isinstance(saving.error, CheckpointError)
-        assert [line for line in told if "was not saved" in line] == told
+        assert [line for line in messages if "was not saved" in line] == messages
         assert [path.name for path in (tmp_path / "saved").iterdir()] == [".lock"]
         train(engine, range(1))
         with pytest.raises(CheckpointError):
             engine.close()
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 def test_a_save_that_failed_unseen_does_not_hide_what_ends_the_block(
@@ -88,8 +88,8 @@ def test_a_save_that_ranks_never_agreed_on_is_named_when_the_script_ends() -> No
         "import pathlib; from zero3.checkpoint import save_handle as s;"
         " s.uncommitted.add(pathlib.Path('runs/7/global_step500'))"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "checkpoint runs/7/global_step500 is not committed" in ended.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "checkpoint runs/7/global_step500 is not committed" in process.stderr
 
 
 @contextmanager

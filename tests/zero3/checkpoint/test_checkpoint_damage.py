@@ -99,13 +99,13 @@ def test_a_checkpoint_of_version_1_loads_to_the_bit(
     start: Start, spoilt: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     as_version_1(spoilt / "bad", spoilt / "older")
-    found = []
+    outcomes = []
     for tag in ("bad", "older"):
         assert "has no digests" not in caplog.text
         engine = begin(start)
         engine.load_checkpoint(spoilt, tag)
-        found.append(Left.by(engine, train(engine, range(1))))
-    assert found[1].differences(found[0]) == []
+        outcomes.append(Left.by(engine, train(engine, range(1))))
+    assert outcomes[1].differences(outcomes[0]) == []
     assert f"{spoilt / 'older'} has format version 1, which has no digests" in caplog.text
 
 
@@ -158,8 +158,8 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(
     )
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
-        found = [param for param in model.parameters() if param.requires_grad]
-        return [{"params": found[:3]}, {"params": found[3:]}]
+        trained = [param for param in model.parameters() if param.requires_grad]
+        return [{"params": trained[:3]}, {"params": trained[3:]}]
 
     model = Model()
     engine = start(model, model_parameters=groups(model), **SETTINGS)
@@ -331,21 +331,21 @@ def assert_edits_found_or_harmless(start: Start, saved: Path, tmp_path: Path, co
     """Loads either name the damage or give the bits that were saved; returns how many have found some."""
     directory = tmp_path / "edited"
     shutil.copytree(saved, directory)
-    engine, found = begin(start), 0
+    engine, refusals = begin(start), 0
     engine.load_checkpoint(directory, "bad")
-    wanted = Left.by(engine)
+    expected = Left.by(engine)
     mutations = Mutations(saved / "bad", saved / "good", seed, ranks=1)
     for number in range(count):
         done = mutations.apply(directory / "bad", number)
         try:
             engine.load_checkpoint(directory, "bad")
         except CheckpointError:
-            found += 1
+            refusals += 1
             continue
-        differences = Left.by(engine).differences(wanted)
+        differences = Left.by(engine).differences(expected)
         assert set(differences) <= {"norm"}, f"seed {seed}, {done}: {differences}"
     engine.load_checkpoint(directory, "good")
-    return found
+    return refusals
 
 
 def test_edits_are_found_or_load_to_the_bit(start: Start, saved: Path, tmp_path: Path) -> None:
@@ -354,6 +354,6 @@ def test_edits_are_found_or_load_to_the_bit(start: Start, saved: Path, tmp_path:
 
 @pytest.mark.slow
 def test_hundreds_of_edits_are_found_or_load_to_the_bit(start: Start, saved: Path, tmp_path: Path) -> None:
-    found = assert_edits_found_or_harmless(start, saved, tmp_path, 600, seed=4)
-    print(found)
-    assert found > 500
+    refusals = assert_edits_found_or_harmless(start, saved, tmp_path, 600, seed=4)
+    print(refusals)
+    assert refusals > 500

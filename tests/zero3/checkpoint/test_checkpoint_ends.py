@@ -50,12 +50,12 @@ def test_ctrl_c_in_a_save_or_its_wait_leaves_the_last_checkpoint_and_a_whole_eng
     finish = threading.Event()
     copy = Saver._copy
 
-    def held(*args: Any) -> None:
+    def hold(*args: Any) -> None:
         finish.wait(30)
         copy(*args)
 
     for background in (False, True):
-        monkeypatch.setattr(Saver, "_copy", held)
+        monkeypatch.setattr(Saver, "_copy", hold)
         finish.clear()
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         letting = threading.Timer(0.4, finish.set)
@@ -76,7 +76,7 @@ def test_ctrl_c_in_a_load_leaves_an_engine_that_loads_another_one(
     engine = begin(start, **MIXED)
     train(engine, range(2))
     engine.save_checkpoint(tmp_path)
-    kept = Left.by(engine)
+    expected = Left.by(engine)
     for number in (1, 3):
         with interrupting(monkeypatch, Fill, "_own", number), pytest.raises(KeyboardInterrupt):
             engine.load_checkpoint(tmp_path)
@@ -88,7 +88,7 @@ def test_ctrl_c_in_a_load_leaves_an_engine_that_loads_another_one(
             with pytest.raises(EngineStateError, match="load_checkpoint did not end"):
                 call()
         engine.load_checkpoint(tmp_path)
-        assert Left.by(engine).differences(kept) == []
+        assert Left.by(engine).differences(expected) == []
     with interrupting(monkeypatch, Fill, "_own", 2), pytest.raises(KeyboardInterrupt):
         engine.load_checkpoint(tmp_path)
     engine.close()
@@ -145,11 +145,11 @@ def test_a_fork_during_a_save_takes_nothing_with_it(
     engine = begin(start, **STREAMED)
     forked, copy = threading.Event(), Saver._copy
 
-    def held(*args: Any) -> None:
+    def hold(*args: Any) -> None:
         forked.wait(30)
         copy(*args)
 
-    monkeypatch.setattr(Saver, "_copy", held)
+    monkeypatch.setattr(Saver, "_copy", hold)
     saving = engine.save_checkpoint(tmp_path, background=True)
     loader = torch.utils.data.DataLoader(list(range(8)), num_workers=1, multiprocessing_context="fork")
     assert len(list(loader)) == 8

@@ -119,11 +119,11 @@ def test_a_client_state_without_plain_form_leaves_nothing(start: Start, tmp_path
         "scalar": torch.tensor(3),
     }
     engine.save_checkpoint(tmp_path / "saved", client_state=state)
-    _, found = engine.load_checkpoint(tmp_path / "saved")
-    assert found["progress"][0] == 1
-    assert found["progress"][1].dtype is torch.bool
-    assert found["none"].shape == (0, 3)
-    assert found["scalar"].shape == ()
+    _, state_back = engine.load_checkpoint(tmp_path / "saved")
+    assert state_back["progress"][0] == 1
+    assert state_back["progress"][1].dtype is torch.bool
+    assert state_back["none"].shape == (0, 3)
+    assert state_back["scalar"].shape == ()
 
 
 def test_tensors_of_every_dtype_come_back_in_client_state(start: Start, tmp_path: Path) -> None:
@@ -132,11 +132,11 @@ def test_tensors_of_every_dtype_come_back_in_client_state(start: Start, tmp_path
     engine = begin(start)
     state = {str(dtype): torch.ones(3, 2).to(dtype) for dtype in DTYPES}
     engine.save_checkpoint(tmp_path, client_state=state)
-    _, found = engine.load_checkpoint(tmp_path)
-    assert {name: value.dtype for name, value in found.items()} == {
+    _, tensors = engine.load_checkpoint(tmp_path)
+    assert {name: value.dtype for name, value in tensors.items()} == {
         name: value.dtype for name, value in state.items()
     }
-    assert all(found[name].view(torch.uint8).equal(state[name].view(torch.uint8)) for name in state)
+    assert all(tensors[name].view(torch.uint8).equal(state[name].view(torch.uint8)) for name in state)
 
 
 def test_what_cannot_be_a_checkpoint_is_refused_before_anything_is_written(
@@ -219,8 +219,8 @@ def test_a_load_drops_what_was_for_the_parameters_of_before(start: Start, tmp_pa
     early = begin(start, step_in_backward=True, clip=0.0)
     early.backward(early(tokens(1)))
     early.load_checkpoint(tmp_path / "saved")
-    kept = Left.by(engine).tensors
-    assert all(value.equal(kept[name]) for name, value in Left.by(early).tensors.items())
+    before = Left.by(engine).tensors
+    assert all(value.equal(before[name]) for name, value in Left.by(early).tensors.items())
     train(early, range(2))
 
 

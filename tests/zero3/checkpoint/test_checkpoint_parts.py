@@ -60,12 +60,12 @@ def test_a_run_goes_on_without_the_frozen_parameters_of_the_file(
     saving = engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True, background=background)
     losses += train(engine, range(3, 5))
     saving.wait()
-    wanted = Left.by(engine, losses)
+    expected = Left.by(engine, losses)
     engine.close()
     engine = begin(start, **PLACEMENTS[following])
     train(engine, range(10, 11))  # what it trains is another one's until it is loaded
     loaded(engine, tmp_path)
-    assert Left.by(engine, losses[:3] + train(engine, range(3, 5))).differences(wanted) == []
+    assert Left.by(engine, losses[:3] + train(engine, range(3, 5))).differences(expected) == []
 
 
 def test_memory_that_the_cpu_does_not_address_keeps_its_values(
@@ -80,9 +80,9 @@ def test_memory_that_the_cpu_does_not_address_keeps_its_values(
     monkeypatch.setattr(Home, "on_host", property(lambda home: False))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(77))
-    left = loaded(engine, tmp_path)
-    assert [name for name in FROZEN if not left.tensors[f"master of {name}"].equal(masters[name])] == []
-    assert [name for name in FROZEN if not left.tensors[name].equal(masters[name].bfloat16())] == []
+    outcome = loaded(engine, tmp_path)
+    assert [name for name in FROZEN if not outcome.tensors[f"master of {name}"].equal(masters[name])] == []
+    assert [name for name in FROZEN if not outcome.tensors[name].equal(masters[name].bfloat16())] == []
 
 
 def test_what_is_frozen_is_neither_in_the_file_nor_written_when_it_is_loaded(
@@ -108,8 +108,8 @@ def test_what_is_frozen_is_neither_in_the_file_nor_written_when_it_is_loaded(
     for group in engine._state._groups:
         ends = {offset + nbytes for home, offset, nbytes in written if home is group.home}
         assert max(ends, default=0) == group.layout.trainable_numel * group.dtype.itemsize, group.name
-    told = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "was saved without" in told[0].getMessage() and f"and {len(FROZEN) - 3} more" in caplog.text
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "was saved without" in warnings[0].getMessage() and f"and {len(FROZEN) - 3} more" in caplog.text
 
 
 def test_a_parameter_that_was_excluded_and_is_trained_now_keeps_its_master(
@@ -117,21 +117,21 @@ def test_a_parameter_that_was_excluded_and_is_trained_now_keeps_its_master(
 ) -> None:
     begin(start).save_checkpoint(tmp_path, exclude_frozen_parameters=True)
     for state in ("fp32", "split"):
-        found = []
+        outcomes = []
         for options in PLACEMENTS.values():
             engine = begin(start, lambda: Adapted().requires_grad_(), state=state, **options)
             train(engine, range(2))
             masters = {name: engine.get_fp32_parameter(name) for name in FROZEN}
             moved = [name for name in FROZEN if engine.get_fp32_state(name, "exp_avg").any()]
             assert len(moved) == len(FROZEN)
-            left = loaded(engine, tmp_path)
+            outcome = loaded(engine, tmp_path)
             for name in FROZEN:
-                assert left.tensors[f"master of {name}"].equal(masters[name]), name
-                assert not left.tensors[f"exp_avg of {name}"].any()
-            assert left.rest["steps of parameters"] == {}
-            found.append(Left.by(engine, train(engine, range(2))))
+                assert outcome.tensors[f"master of {name}"].equal(masters[name]), name
+                assert not outcome.tensors[f"exp_avg of {name}"].any()
+            assert outcome.rest["steps of parameters"] == {}
+            outcomes.append(Left.by(engine, train(engine, range(2))))
             engine.close()
-        assert all(each.differences(found[0]) == [] for each in found), state
+        assert all(each.differences(outcomes[0]) == [] for each in outcomes), state
 
 
 class Grown(Model):
@@ -154,7 +154,7 @@ def test_what_only_one_side_has_is_left(
     train(engine, range(2))
     engine.save_checkpoint(tmp_path)
     saved = Left.by(engine)
-    found = []
+    outcomes = []
     for options in PLACEMENTS.values():
         engine = begin(start, Grown, seed=2, **options)
         train(engine, range(3))
@@ -164,17 +164,17 @@ def test_what_only_one_side_has_is_left(
             engine.load_checkpoint(tmp_path)
         masters = {name: engine.get_fp32_parameter(name) for name in NEW}
         assert engine.get_fp32_state(NEW[0], "exp_avg").any()
-        left = loaded(engine, tmp_path, load_module_strict=False)
-        for name, value in left.tensors.items():
+        outcome = loaded(engine, tmp_path, load_module_strict=False)
+        for name, value in outcome.tensors.items():
             if "blocks.3" not in name:
                 assert value.equal(saved.tensors[name]), name
-        assert all(left.tensors[f"master of {name}"].equal(masters[name]) for name in NEW)
-        assert not any(left.tensors[f"exp_avg of {name}"].any() for name in NEW)
-        assert set(left.rest["steps of parameters"].values()) == {2}
-        assert len(left.rest["steps of parameters"]) == len(saved.rest["steps of parameters"]) - 1
-        found.append(Left.by(engine, train(engine, range(2, 4))))
+        assert all(outcome.tensors[f"master of {name}"].equal(masters[name]) for name in NEW)
+        assert not any(outcome.tensors[f"exp_avg of {name}"].any() for name in NEW)
+        assert set(outcome.rest["steps of parameters"].values()) == {2}
+        assert len(outcome.rest["steps of parameters"]) == len(saved.rest["steps of parameters"]) - 1
+        outcomes.append(Left.by(engine, train(engine, range(2, 4))))
         engine.close()
-    assert all(each.differences(found[0]) == [] for each in found)
+    assert all(each.differences(outcomes[0]) == [] for each in outcomes)
     assert "2 missing ('blocks.3.weight'; 'blocks.3.bias')" in caplog.text
     assert "1 unexpected ('scale')" in caplog.text
 
@@ -203,7 +203,7 @@ def test_after_a_load_that_failed_only_what_is_still_whole_is_kept(start: Start,
         engine.save_checkpoint(tmp_path, tag, exclude_frozen_parameters="part" in tag)
     spoil(tmp_path / "spoilt whole")
     spoil(tmp_path / "spoilt part")
-    wanted = Left.by(engine)
+    expected = Left.by(engine)
     for failing, message in (
         ("spoilt part", ""),
         ("spoilt whole", "lacks .*which a failed load has already overwritten"),
@@ -214,7 +214,7 @@ def test_after_a_load_that_failed_only_what_is_still_whole_is_kept(start: Start,
             with pytest.raises(CheckpointError, match=message):
                 engine.load_checkpoint(tmp_path, "part")
             engine.load_checkpoint(tmp_path, "whole")
-        assert loaded(engine, tmp_path, tag="part").differences(wanted) == []
+        assert loaded(engine, tmp_path, tag="part").differences(expected) == []
 
 
 def test_what_is_excluded_has_the_shape_of_the_model_s(start: Start, tmp_path: Path) -> None:

@@ -73,12 +73,12 @@ def test_a_checkpoint_that_is_pruned_before_it_is_open_gives_way_to_the_next(
 def test_a_checkpoint_that_is_pruned_once_it_is_open_is_read_to_its_end(
     start: Start, saving: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: dict[str, Any]
 ) -> None:
-    engine, kept = begin(start, **place), Left.by(saving)
+    engine, expected = begin(start, **place), Left.by(saving)
     once_before(Restore, "run", lambda: step_and_save(saving, tmp_path), monkeypatch)
     engine.load_checkpoint(tmp_path)
     assert not (tmp_path / "global_step1").exists()
     assert engine.global_steps == 1
-    assert differences(engine, kept) == []
+    assert differences(engine, expected) == []
 
 
 def test_a_tag_that_is_saved_again_before_it_is_open(

@@ -107,17 +107,17 @@ def test_an_engine_made_anew_saves_where_an_open_one_has_saved(begin: Begin, run
     assert third.global_steps == 5
 
 
-def save_while_saving(one: Engine, other: Engine, directory: Path) -> None:
+def save_while_saving(first: Engine, other: Engine, directory: Path) -> None:
     """``one`` saves in the background, and has not ended when ``other`` begins."""
     let, copy = threading.Event(), Saver._copy
 
-    def held(*args: Any) -> None:
+    def hold(*args: Any) -> None:
         assert let.wait(30)
         copy(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Saver, "_copy", held)
-        saving = one.save_checkpoint(directory, "held", background=True)
+        patch.setattr(Saver, "_copy", hold)
+        saving = first.save_checkpoint(directory, "held", background=True)
         try:
             other.save_checkpoint(directory, "other")
         finally:
@@ -127,9 +127,9 @@ def save_while_saving(one: Engine, other: Engine, directory: Path) -> None:
 
 
 def test_two_models_of_one_program_share_a_directory_by_tags(begin: Begin, runs: Path) -> None:
-    one, other = begin(), begin()
+    first, other = begin(), begin()
     for _ in range(2):
-        train(one, runs, 1, tag="generator")
+        train(first, runs, 1, tag="generator")
         train(other, runs, 1, tag="discriminator")
     assert saved(runs) == {"generator", "discriminator"}
     with pytest.raises(CheckpointError, match="is a checkpoint of another run"):

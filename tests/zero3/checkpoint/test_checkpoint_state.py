@@ -126,9 +126,9 @@ def test_modules_extra_state_comes_back(start: Start, tmp_path: Path) -> None:
     engine.module.counting.seen["amax"].fill_(8)  # type: ignore[operator, union-attr]
     other = begin(start, Counted)
     other.load_checkpoint(tmp_path)
-    seen = other.module.counting.seen
-    assert seen["calls"] == 3  # type: ignore[index]
-    assert seen["amax"].equal(torch.full((2,), 7.0))  # type: ignore[index, union-attr]
+    counts = other.module.counting.seen
+    assert counts["calls"] == 3  # type: ignore[index]
+    assert counts["amax"].equal(torch.full((2,), 7.0))  # type: ignore[index, union-attr]
 
 
 class Buffered(Model):
@@ -291,9 +291,9 @@ def test_a_parameter_that_files_may_leave_out_stays_as_it_is(
     expected = {**saved.master_state_dict(), "extra": engine.get_fp32_parameter("extra")}
     engine.load_checkpoint(tmp_path)
     assert "was saved without 'extra': they keep the values of this model" in caplog.text
-    found = engine.master_state_dict()
-    assert found.keys() == expected.keys()
-    assert all(found[name].equal(master) for name, master in expected.items())
+    masters = engine.master_state_dict()
+    assert masters.keys() == expected.keys()
+    assert all(masters[name].equal(master) for name, master in expected.items())
 
 
 def test_copies_to_the_device_have_ended_before_the_host_changes(
@@ -303,22 +303,22 @@ def test_copies_to_the_device_have_ended_before_the_host_changes(
     engine = begin(start)
     engine.save_checkpoint(tmp_path)
     engine.set_fp32_parameter("frozen", torch.full((32, 32), 2.0))
-    found: list[float] = []
+    values: list[float] = []
 
     class Fetching:
         def before_host_changes(self) -> None:
-            found.append(engine._state.weights(engine.module)["frozen"].max().item())
+            values.append(engine._state.weights(engine.module)["frozen"].max().item())
 
     tiers = copy.copy(engine._checkpoints._parts.tiers)
     monkeypatch.setattr(tiers, "streams", Fetching())
     monkeypatch.setattr(engine._checkpoints, "_parts", replace(engine._checkpoints._parts, tiers=tiers))
     monkeypatch.setattr(engine._state, "_streams", Fetching())
     engine.load_checkpoint(tmp_path)
-    assert found == [2.0]
+    assert values == [2.0]
     assert engine.get_fp32_parameter("frozen").max() != 2.0
     engine.set_fp32_parameter("frozen", torch.full((32, 32), 3.0))
-    assert 3.0 not in found
-    assert len(found) > 1
+    assert 3.0 not in values
+    assert len(values) > 1
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])

@@ -64,7 +64,7 @@ hashable = st.recursive(
 )
 tensors = st.tuples(
     st.sampled_from(sorted(encoding.DTYPES, key=str)), st.lists(st.integers(0, 3), max_size=3)
-).map(lambda made: (torch.arange(27) % 2).reshape(3, 3, 3)[tuple(slice(n) for n in made[1])].to(made[0]))
+).map(lambda drawn: (torch.arange(27) % 2).reshape(3, 3, 3)[tuple(slice(n) for n in drawn[1])].to(drawn[0]))
 arrays = tensors.filter(lambda tensor: tensor.dtype.itemsize > 2).map(lambda tensor: tensor.numpy())
 leaves = (
     hashable
@@ -187,7 +187,7 @@ class Words(list[str]):
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (argparse.Namespace(lr=1), "of class argparse.Namespace, which .+; save vars(client_state['args'])"),
         (Colour.RED, "test_encoding.Colour, which .+; save client_state['args'].value"),
@@ -214,8 +214,8 @@ class Words(list[str]):
     ],
     ids=lambda value: None if isinstance(value, str) else type(value).__name__,
 )
-def test_what_is_refused_is_named_with_what_to_save(value: Any, told: str) -> None:
-    pattern = ".+".join(re.escape(part) for part in told.split(".+"))
+def test_what_is_refused_is_named_with_what_to_save(value: Any, message: str) -> None:
+    pattern = ".+".join(re.escape(part) for part in message.split(".+"))
     with pytest.raises(ConfigError, match=r"client_state\['args'\] is .*" + pattern):
         encoding.encode({"step": 1, "args": value}, {}, "client_state")
 
@@ -239,9 +239,9 @@ def test_a_parameter_that_is_elsewhere_is_not_saved_as_what_stands_for_it(
         encoding.encode({"up": weight}, {})
     with tiering.gathered(weight):
         expected = weight.detach().clone()
-        kept: dict[str, Tensor] = {}
-        encoding.encode({"up": weight}, kept)
-    assert torch.equal(kept["value['up']"], expected)
+        tensors: dict[str, Tensor] = {}
+        encoding.encode({"up": weight}, tensors)
+    assert torch.equal(tensors["value['up']"], expected)
 
 
 def nested(levels: int) -> Any:
@@ -271,7 +271,7 @@ def test_depth_has_a_limit_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize(
-    "held",
+    "value",
     [
         {"$pickle": "gASVAA=="},
         {"$tensor": "missing"},
@@ -314,11 +314,11 @@ def test_depth_has_a_limit_on_both_sides() -> None:
     ],
     ids=json.dumps,
 )
-def test_what_cannot_be_ours_is_named_with_its_place(held: Any) -> None:
-    known = {"there": torch.zeros(1), "half": torch.zeros(1, dtype=torch.bfloat16)}
-    tag = next(iter(held))
+def test_what_cannot_be_ours_is_named_with_its_place(value: Any) -> None:
+    tensors = {"there": torch.zeros(1), "half": torch.zeros(1, dtype=torch.bfloat16)}
+    tag = next(iter(value))
     with pytest.raises(CheckpointError, match=r"client_state\[2\]\['x'\](\[.+\])? has '\$") as caught:
-        encoding.decode([0, 1, {"x": held}], known, "client_state")
+        encoding.decode([0, 1, {"x": value}], tensors, "client_state")
     assert repr(tag) in str(caught.value) and "damaged, or from a newer version" in str(caught.value)
 
 

@@ -43,9 +43,9 @@ def step(engine: Any, count: int = 1) -> None:
 
 @pytest.fixture
 def engine(start: Callable[..., Any]) -> Any:
-    made = start(**STREAMED)
-    step(made)
-    return made
+    engine = start(**STREAMED)
+    step(engine)
+    return engine
 
 
 def untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -108,8 +108,8 @@ def test_a_name_of_a_pickle_gives_safetensors(
     path = engine.save_16bit_model(tmp_path / "out", name)
     assert path == tmp_path / "out" / (written or name)
     assert load_file(path).keys() == load_file(engine.save_16bit_model(tmp_path)).keys()
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [line.startswith(f"{path} was written instead of {name}") for line in told] == [True] * bool(
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.startswith(f"{path} was written instead of {name}") for line in warnings] == [True] * bool(
         written
     )
 
@@ -149,18 +149,18 @@ def test_buffers_are_saved_as_they_are(start: Callable[..., Any], tmp_path: Path
 def test_no_more_than_a_range_is_in_memory(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    sizes = []
     original = TieredState.weight_ranges
 
     def record(*arguments: Any) -> Iterator[Tensor]:
         for values in original(*arguments):
-            asked.append(values.numel())
+            sizes.append(values.numel())
             yield values
 
     monkeypatch.setattr(zero3.checkpoint.export, "RANGE", 5000)
     monkeypatch.setattr(TieredState, "weight_ranges", record)
     saved = load_file(engine.save_16bit_model(tmp_path))
-    assert 2048 <= max(asked) <= 5000 and sum(asked) == sum(value.numel() for value in saved.values())
+    assert 2048 <= max(sizes) <= 5000 and sum(sizes) == sum(value.numel() for value in saved.values())
     monkeypatch.undo()
     assert same_bits(saved, untied(engine.state_dict())) == []
 
@@ -174,7 +174,7 @@ def test_a_full_disk_leaves_nothing_behind_and_training_goes_on(
         monkeypatch.setattr(tiering.weights.tensor_file, "_reserve", lambda fd, nbytes: None)
     engine, other = start(**STREAMED), start(**STREAMED)
     step(engine), step(other)
-    kept = engine.save_16bit_model(tmp_path / "out").read_bytes()
+    content = engine.save_16bit_model(tmp_path / "out").read_bytes()
     step(engine), step(other)
     # These reads wait for all writes, which the limit would refuse.
     (engine.state_dict(), engine.master_state_dict())
@@ -185,7 +185,7 @@ def test_a_full_disk_leaves_nothing_behind_and_training_goes_on(
         assert not engine._tiers.staging.by_kind
     assert not (tmp_path / "new").exists()
     assert {each.name: each.read_bytes() for each in (tmp_path / "out").iterdir()} == {
-        "model.safetensors": kept
+        "model.safetensors": content
     }
     step(engine), step(other)
     assert same_bits(engine.master_state_dict(), other.master_state_dict()) == []
@@ -287,22 +287,22 @@ def test_what_is_killed_between_two_renames_is_no_mixture(
     engine.set_fp32_parameter("lm_head.weight", torch.ones(100, 32))
     engine.set_fp32_parameter("model.embed_tokens.weight", torch.ones(100, 32))
     new = engine.state_dict()
-    seen = []
+    outcomes = []
     replace = Path.replace
 
     def look(path: Path, target: Path) -> Path:
         result = replace(path, target)
         if not {"model.safetensors", "model.safetensors.index.json"} & names(place):
-            seen.append("nothing")
+            outcomes.append("nothing")
         else:
             loaded = hf.LlamaForCausalLM.from_pretrained(place).state_dict()
-            seen.append({True: "old", False: "new"}[same_bits(loaded, old) == []])
-            assert same_bits(loaded, new if seen[-1] == "new" else old) == []
+            outcomes.append({True: "old", False: "new"}[same_bits(loaded, old) == []])
+            assert same_bits(loaded, new if outcomes[-1] == "new" else old) == []
         return result
 
     monkeypatch.setattr(Path, "replace", look)
     engine.save_pretrained(place, max_shard_size="16KB")
-    assert seen[-1] == "new" and set(seen[:-1]) == {"nothing"}
+    assert outcomes[-1] == "new" and set(outcomes[:-1]) == {"nothing"}
 
 
 def test_a_bad_size_is_refused(engine: Any, tmp_path: Path) -> None:
@@ -335,8 +335,8 @@ def test_two_names_of_one_tensor_that_nobody_ties_are_both_saved() -> None:
     model = llama()
     model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight
     saved = {each.name: each for each in own_names(model)}
-    one, two = (saved[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("up", "gate"))
-    assert one.tensor is two.tensor and saved.keys() == model.state_dict().keys()
+    first, two = (saved[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("up", "gate"))
+    assert first.tensor is two.tensor and saved.keys() == model.state_dict().keys()
 
 
 def test_what_is_no_tensor_is_left_out_with_a_word(caplog: pytest.LogCaptureFixture) -> None:

@@ -105,17 +105,17 @@ def test_what_is_no_state_is_an_error(name: str, broken: Any) -> None:
 
 
 def test_other_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    given: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
-        torch.cuda, "set_rng_state", lambda state, device: given.update({device: int(state[0])})
+        torch.cuda, "set_rng_state", lambda state, device: numbers.update({device: int(state[0])})
     )
     states = [torch.tensor([number], dtype=torch.uint8) for number in (7, 8, 9)]
     with caplog.at_level(logging.WARNING):
         random_state.restore({"cuda": states[:2]})
-        assert given == {0: 7, 1: 8} and not caplog.records
+        assert numbers == {0: 7, 1: 8} and not caplog.records
         random_state.restore({"cuda": states})
-    assert given == {0: 7, 1: 8}
+    assert numbers == {0: 7, 1: 8}
     assert "has random states of 3 GPUs, but this process sees 2" in caplog.text
 
 
@@ -123,13 +123,13 @@ def test_the_gpu_that_is_computed_on_goes_on_whatever_its_number_is_now(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Saved by the third of four ranks that saw all GPUs of their node, loaded where each sees its own alone."""
-    given: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     states = [torch.tensor([number], dtype=torch.uint8) for number in (6, 7, 8, 9)]
     for name, answer in {
         "is_initialized": lambda: True,
         "get_rng_state_all": lambda: states,
         "current_device": lambda: 2,
-        "set_rng_state": lambda state, device: given.update({device: int(state[0])}),
+        "set_rng_state": lambda state, device: numbers.update({device: int(state[0])}),
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     tensors: dict[str, Tensor] = {}
@@ -137,7 +137,7 @@ def test_the_gpu_that_is_computed_on_goes_on_whatever_its_number_is_now(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     random_state.restore(saved)
-    assert given == {0: 8}
+    assert numbers == {0: 8}
     with pytest.raises(CheckpointError, match="random state of 'cuda' is invalid"):
         random_state.restore({"cuda": states, "cuda_device": 4})
 

@@ -44,21 +44,21 @@ PLAIN = (type(None), bool, int, float, str, tuple, list, dict)
 
 def parameters(function: Any) -> list[list[str]]:
     """Name, kind and default (as Python writes it; "" for none, "..." for what has no plain form) of each parameter."""
-    found = []
+    rows = []
     for each in inspect.signature(function).parameters.values():
         default = repr(each.default) if isinstance(each.default, PLAIN) else "..."
         without = each.default is inspect.Parameter.empty
-        found.append([each.name, each.kind.name, "" if without else default])
-    return found
+        rows.append([each.name, each.kind.name, "" if without else default])
+    return rows
 
 
 def module_of(package: str, name: str) -> Any:
     """``name`` within ``package``, as a script gets it: an attribute, or a module that it imports."""
-    found = importlib.import_module(package)
+    module = importlib.import_module(package)
     for part in filter(None, name.split(".")):
         package = f"{package}.{part}"
-        found = getattr(found, part, None) or importlib.import_module(package)
-    return found
+        module = getattr(module, part, None) or importlib.import_module(package)
+    return module
 
 
 def main() -> None:

@@ -185,8 +185,8 @@ def test_a_script_that_says_itself_where_an_update_is(
     counted, applied = run(says=False, each=True)
     assert applied == [False, False, True] * 2
     for each in (True, False):
-        said, _ = run(says=True, each=each)
-        assert all(torch.equal(counted[name], said[name]) for name in counted)
+        outspoken, _ = run(says=True, each=each)
+        assert all(torch.equal(counted[name], outspoken[name]) for name in counted)
 
 
 def test_a_boundary_that_comes_early_leaves_nothing_waiting(
@@ -237,8 +237,8 @@ def test_another_batch_size(
     other.set_gradient_accumulation_boundary(True)
     other.backward(other(*batches[5]) / 4, scale_wrt_gas=False)
     other.step()
-    one, two = changed.master_state_dict(), other.master_state_dict()
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    first, two = changed.master_state_dict(), other.master_state_dict()
+    assert all(torch.equal(first[name], two[name]) for name in first)
     with pytest.raises(ConfigError, match="is 2 samples; give a multiple"):
         changed.set_train_batch_size(7)
     with pytest.raises(ConfigError, match="grad_accum_dtype"):
@@ -252,18 +252,18 @@ def test_step_gives_the_schedule_what_it_is_told(
     start: Callable[..., Any], micro_batches: Callable[..., Any]
 ) -> None:
     engine = start(accumulation=1)
-    told: list[Any] = []
+    calls: list[Any] = []
 
     class Schedule(torch.optim.lr_scheduler.LambdaLR):
         def step(self, *args: Any, **kwargs: Any) -> None:
-            told.append(kwargs)
+            calls.append(kwargs)
 
     engine.lr_scheduler = Schedule(engine.optimizer, lambda _: 1.0)
-    told.clear()
+    calls.clear()
     for options in ({}, {"lr_kwargs": {"epoch": 3}}):
         engine.backward(engine(*next(micro_batches(1))))
         engine.step(**options)
-    assert told == [{}, {"epoch": 3}]
+    assert calls == [{}, {"epoch": 3}]
 
 
 def test_a_loader_of_an_engine(start: Callable[..., Any]) -> None:
@@ -289,10 +289,10 @@ def test_a_loss_that_the_engine_was_not_told_is_not_that_of_an_earlier_step(
 ) -> None:
     engine = start(accumulation=1)
     first, second = micro_batches(2)
-    told = engine(*first)
-    engine.backward(told)
+    loss = engine(*first)
+    engine.backward(loss)
     engine.step()
-    assert engine.snapshot().loss == told.item()
+    assert engine.snapshot().loss == loss.item()
     engine(*second).backward()
     engine.step()
     assert engine.snapshot().loss is None

@@ -46,17 +46,17 @@ LAUNCHERS = [
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize(("given", "wanted"), LAUNCHERS, ids=range(len(LAUNCHERS)))
+@pytest.mark.parametrize(("variables", "expected"), LAUNCHERS, ids=range(len(LAUNCHERS)))
 def test_a_launcher_that_is_not_torchrun_is_understood(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], wanted: str
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
 ) -> None:
     for name in (name for names in distributed._LAUNCHERS.values() for name in names if name):
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     distributed.discover(29501, verbose=False)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    assert " ".join(os.environ.get(name, "-") for name in names) == wanted
+    assert " ".join(os.environ.get(name, "-") for name in names) == expected
 
 
 @pytest.mark.usefixtures("one_process")
@@ -64,19 +64,19 @@ def test_jobs_and_steps_of_slurm_have_ports_of_their_own(monkeypatch: pytest.Mon
     """They may be on one node. A port that somebody has chosen stays."""
     slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}
 
-    def port(job: int, step: int, given: int = 29500) -> int:
+    def port(job: int, step: int, usual: int = 29500) -> int:
         with monkeypatch.context() as patch:
             for name, value in (slurm | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).items():
                 patch.setenv(name, value)
             patch.setattr(os, "environ", dict(os.environ))
-            distributed.discover(given, verbose=False)
+            distributed.discover(usual, verbose=False)
             return int(os.environ["MASTER_PORT"])
 
     ports = [port(job, step) for job in (4711, 4712, 4713) for step in (0, 1, 2)]
     assert len(set(ports)) == 9 and all(15000 <= each < 25000 for each in ports)
     assert port(4711, 0) == ports[0], "the same on every rank"
     assert port(4711, 4294967290) in range(15000, 25000)
-    assert port(4711, 0, given=29501) == 29501
+    assert port(4711, 0, usual=29501) == 29501
 
 
 @pytest.mark.usefixtures("one_process")

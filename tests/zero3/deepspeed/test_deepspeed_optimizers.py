@@ -55,11 +55,11 @@ def test_an_optimizer_that_is_given_is_the_one_that_is_named(
     common: dict[str, Any] = {"precision": "fp32", "accumulation": 1, "clip": 0.0}
     engine = start(model, client=kind(model.parameters(), **mode, **options), rule=None, **common)
     assert engine.optimizer_name() == name and len(engine.get_mom()) == 1
-    given = steps(engine)
+    passed = steps(engine)
     if named == "Adam":  # which DeepSpeed reads as AdamW, unless
         options = options | {"adam_w_mode": False}
-    wanted = steps(start(net(), rule=named, optimizer=options, **common))
-    assert [name for name in wanted if not torch.equal(wanted[name], given[name])] == []
+    expected = steps(start(net(), rule=named, optimizer=options, **common))
+    assert [name for name in expected if not torch.equal(expected[name], passed[name])] == []
 
     optimizer = kind(
         alone.parameters(), **mode, **{key: options[key] for key in options if key != "adam_w_mode"}
@@ -76,7 +76,7 @@ def test_an_optimizer_that_is_given_is_the_one_that_is_named(
         optimizer.step()
         optimizer.zero_grad()
     for name, param in alone.named_parameters():
-        assert (param - wanted[name]).abs().max() < 1e-6, name
+        assert (param - expected[name]).abs().max() < 1e-6, name
 
 
 def test_moments_without_bias_correction_are_the_same_on_every_tier(start: Callable[..., Any]) -> None:

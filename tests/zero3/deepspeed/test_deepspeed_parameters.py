@@ -119,14 +119,14 @@ def test_the_weights_of_a_checkpoint_without_an_engine(
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         tools.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
     engine.save_checkpoint(tmp_path / "saved")
-    wanted = {name: engine.get_fp32_parameter(name) for name, _ in model.named_parameters()}
+    expected = {name: engine.get_fp32_parameter(name) for name, _ in model.named_parameters()}
     state = tools.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", tag="global_step0")
-    assert state.keys() == {*wanted, "seen", "head.weight"}
+    assert state.keys() == {*expected, "seen", "head.weight"}
     assert torch.equal(state.pop("seen"), torch.tensor([3, 4]))
     assert state["head.weight"] is state["embedding.weight"], "once in memory"
     assert {value.dtype for value in state.values()} == {torch.float32}, "what is frozen is kept in bf16"
     small_model().load_state_dict(state)
-    assert all(torch.equal(state[name], value) for name, value in wanted.items())
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
     trained = tools.get_fp32_state_dict_from_zero_checkpoint(
         tmp_path / "saved", exclude_frozen_parameters=True
     )
@@ -135,7 +135,7 @@ def test_the_weights_of_a_checkpoint_without_an_engine(
     plain = small_model()
     plain.more = nn.Linear(1, 1)
     assert tools.load_state_dict_from_zero_checkpoint(plain, tmp_path / "saved") is plain
-    assert all(torch.equal(plain.get_parameter(name), value) for name, value in wanted.items())
+    assert all(torch.equal(plain.get_parameter(name), value) for name, value in expected.items())
     assert "keeps its own more.weight, more.bias, and lacks seen" in caplog.text
     with pytest.raises(
         CheckpointError, match=r"no tensor of this DataParallel: .*the model module\.embedding"
@@ -154,7 +154,7 @@ def test_the_weights_of_a_checkpoint_without_an_engine(
     assert open_weights(tmp_path / "trained").tensors.keys() == trained.keys()
     engine.close()
     again = start(small_model(), weights=tmp_path / "out", strict=False, precision="fp32")
-    assert torch.equal(again.get_fp32_parameter("norm.weight"), wanted["norm.weight"])
+    assert torch.equal(again.get_fp32_parameter("norm.weight"), expected["norm.weight"])
     with pytest.raises(ConfigError, match="max_shard_size"):
         tools.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "out", "much")
 

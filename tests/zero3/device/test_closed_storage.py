@@ -54,13 +54,13 @@ class Reading(nn.Module):
 
 
 def by_an_attribute(model: Reading, x: Tensor) -> Tensor:
-    kept: Tensor = model.get_submodule("blocks.0").kept
-    return kept.square().mean()
+    tensor: Tensor = model.get_submodule("blocks.0").kept
+    return tensor.square().mean()
 
 
 def by_an_output(model: Reading, x: Tensor) -> Tensor:
-    found: Tensor = (x @ model.outputs[0].weight).mean()
-    return found
+    mean: Tensor = (x @ model.outputs[0].weight).mean()
+    return mean
 
 
 def past_torch_function(model: Reading, x: Tensor) -> Tensor:
@@ -69,19 +69,19 @@ def past_torch_function(model: Reading, x: Tensor) -> Tensor:
 
 
 def by_numpy(model: Reading, x: Tensor) -> Tensor:
-    kept: Tensor = model.get_submodule("blocks.0").kept
-    return torch.tensor(float(kept.numpy().sum()))
+    tensor: Tensor = model.get_submodule("blocks.0").kept
+    return torch.tensor(float(tensor.numpy().sum()))
 
 
 def by_writing(model: Reading, x: Tensor) -> Tensor:
-    kept: Tensor = model.get_submodule("blocks.0").kept
-    return kept.add_(1).mean()
+    tensor: Tensor = model.get_submodule("blocks.0").kept
+    return tensor.add_(1).mean()
 
 
 ROADS = [by_an_attribute, by_an_output, past_torch_function, by_numpy, by_writing]
 
 
-def made(start: Start, **options: Any) -> Any:
+def engine_of(start: Start, **options: Any) -> Any:
     torch.manual_seed(5)
     return start(Reading(), precision="fp32", accumulation=1, threshold=0, **options)
 
@@ -118,8 +118,8 @@ def test_a_closed_storage_is_open_while_it_has_other_memory() -> None:
 @pytest.mark.parametrize("road", ROADS, ids=lambda road: road.__name__)
 def test_a_read_that_brings_no_bytes_is_an_error(start: Start, road: Reader, prefetch: int) -> None:
     """And what comes after it is as without it."""
-    resident, moving = made(start), made(start, prefetch=prefetch, **STREAMED)
-    undisturbed = made(start)
+    resident, moving = engine_of(start), engine_of(start, prefetch=prefetch, **STREAMED)
+    undisturbed = engine_of(start)
     for number, x in enumerate(inputs(3)):
         if number == 1:
             moving.module.read = road
@@ -137,7 +137,7 @@ def test_a_read_that_brings_no_bytes_is_an_error(start: Start, road: Reader, pre
 
 def test_a_gradient_given_by_a_parameter_that_is_elsewhere(start: Start) -> None:
     """Torch asks nobody about the class of grad_outputs."""
-    engine = made(start, **STREAMED)
+    engine = engine_of(start, **STREAMED)
     x = torch.ones(WIDTH, WIDTH, requires_grad=True)
     weight = engine.module.blocks[0].layer.weight
     with pytest.raises(RuntimeError, match=NAMED):
@@ -146,26 +146,26 @@ def test_a_gradient_given_by_a_parameter_that_is_elsewhere(start: Start) -> None
 
 def test_a_parameter_of_a_closed_engine(start: Start) -> None:
     for placement in ({}, STREAMED):
-        engine = made(start, **placement)
+        engine = engine_of(start, **placement)
         update(engine, torch.ones(2, WIDTH))
-        kept = engine.module.blocks[0].kept
+        tensor = engine.module.blocks[0].kept
         engine.close()
         with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match=NAMED):
             engine.module.blocks[0].layer.weight.norm()
-        del kept
+        del tensor
 
 
 def test_the_profiler_sees_all_shapes(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     """It looks at the memory of whatever is given to an operation of torch."""
 
     def shapes(**options: Any) -> list[str]:
-        engine = made(start, **options)
+        engine = engine_of(start, **options)
         for x in inputs(1):
             update(engine, x)
-        with profile(record_shapes=True, profile_memory=True) as seen:
+        with profile(record_shapes=True, profile_memory=True) as profiler:
             for x in inputs(2):
                 update(engine, x)
-        return [str(event.input_shapes) for event in seen.events() if event.name == "aten::addmm"]
+        return [str(event.input_shapes) for event in profiler.events() if event.name == "aten::addmm"]
 
     assert shapes(prefetch=0, **STREAMED) == shapes()
     assert "Exception" not in capfd.readouterr().err
@@ -173,12 +173,12 @@ def test_the_profiler_sees_all_shapes(start: Start, capfd: pytest.CaptureFixture
 
 @pytest.mark.usefixtures("open_storages")
 def test_where_torch_refuses_nothing_a_kept_view_reads_nan(start: Start) -> None:
-    engine = made(start, **STREAMED)
+    engine = engine_of(start, **STREAMED)
     x = torch.ones(4, WIDTH)
     engine(x)
-    kept = engine.module.blocks[0].kept
-    assert kept.isnan().all() and kept.shape == (WIDTH, WIDTH)
-    kept.add_(1)  # goes nowhere
+    tensor = engine.module.blocks[0].kept
+    assert tensor.isnan().all() and tensor.shape == (WIDTH, WIDTH)
+    tensor.add_(1)  # goes nowhere
     with pytest.raises(EngineStateError, match=r"'blocks\.0\.layer\.weight' was changed in place through"):
         engine(x)
     assert torch.isfinite(engine(x)), "the engine is not usable after that"
@@ -192,6 +192,6 @@ def test_where_torch_refuses_nothing_training_is_the_same(
 ) -> None:
     if not mapped:
         monkeypatch.setattr(nan_memory, "map_nan", lambda nbytes: None)
-    expected, found = made(start), made(start, prefetch=0, **STREAMED)
-    assert [update(expected, x) for x in inputs(3)] == [update(found, x) for x in inputs(3)]
-    assert differing(expected.master_state_dict(), found.master_state_dict()) == []
+    expected, moving = engine_of(start), engine_of(start, prefetch=0, **STREAMED)
+    assert [update(expected, x) for x in inputs(3)] == [update(moving, x) for x in inputs(3)]
+    assert differing(expected.master_state_dict(), moving.master_state_dict()) == []

@@ -119,7 +119,7 @@ def calls(by_gcc: CompiledByGcc, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL
 
 def test_compiled_and_launched(calls: ctypes.CDLL) -> None:
     """By the calls of NVRTC and of the driver, from a thread without a context, on that thread's stream."""
-    found = cuda_library.CompiledKernels(torch.device("cuda", 3))
+    library = cuda_library.CompiledKernels(torch.device("cuda", 3))
     options = ctypes.c_char.in_dll(calls, "last_options")
     assert ctypes.string_at(ctypes.addressof(options)).decode().split() == [
         "--gpu-architecture=sm_90", "-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-fmad=false",
@@ -128,9 +128,9 @@ def test_compiled_and_launched(calls: ctypes.CDLL) -> None:
     sums = torch.empty(4, dtype=torch.float64)
 
     def launch() -> None:
-        fused.block_squares(found, [flat], sums)
-        fused.accumulate(found, target, flat, overwrite=False)
-        fused.accumulate(found, target, flat, overwrite=False)
+        fused.block_squares(library, [flat], sums)
+        fused.accumulate(library, target, flat, overwrite=False)
+        fused.accumulate(library, target, flat, overwrite=False)
 
     thread = threading.Thread(target=launch)
     thread.start()
@@ -146,15 +146,15 @@ def test_what_cannot_be_compiled(
 ) -> None:
     """Is said once, with the compiler's words; and what fails later is an error."""
     device = torch.device("cuda", 5)
-    found = cuda_library.CompiledKernels(device)
+    library = cuda_library.CompiledKernels(device)
     with pytest.raises(
         cuda_library.UnavailableError, match=r'NVRTC_ERROR_COMPILATION\n.*"nothing" is undefined'
     ):
-        found.launch("nothing<0>", 1, [])
+        library.launch("nothing<0>", 1, [])
     with pytest.raises(cuda_library.UnavailableError, match="named symbol not found"):
-        found.launch("accumulate<7, 7, 7>", 1, [])
+        library.launch("accumulate<7, 7, 7>", 1, [])
     with pytest.raises(RuntimeError, match=r"cuLaunchKernel failed: error 1; .*CUDA_LAUNCH_BLOCKING"):
-        found.launch(cuda_library.PROBE, 0, [])
+        library.launch(cuda_library.PROBE, 0, [])
     monkeypatch.setattr(cuda_library, "PROBE", "nothing<0>")
     on_gpu = SimpleNamespace(is_cuda=True, device=device)
     assert [cuda_library.kernels_of(on_gpu) for _ in range(3)] == [None] * 3
@@ -257,15 +257,15 @@ def test_reduce(target: torch.dtype, source: torch.dtype, overwrite: bool, way: 
     for count, numel in ((1, 5000), (5, 5000), (257, 99)):
         places = torch.randint(1 << 16, (count + 1, numel), generator=generator)
         ours, theirs = (any_of[0][places[0]] for _ in range(2))
-        sources, kept = (list(any_of[1][places[1:]]) for _ in range(2))
+        sources, copies = (list(any_of[1][places[1:]]) for _ in range(2))
         device_kernels.reduce(ours, sources, 1 / 3, overwrite=overwrite)
-        from_c = KERNEL_DTYPES[target], [each.data_ptr() for each in kept], KERNEL_DTYPES[source], numel
+        from_c = KERNEL_DTYPES[target], [each.data_ptr() for each in copies], KERNEL_DTYPES[source], numel
         kernels.reduce(theirs.data_ptr(), *from_c, 1 / 3, overwrite=overwrite)
         if way == "torch operations" or count > fused.MOST_SOURCES:
             assert torch.equal(ours.isnan(), theirs.isnan())
             ours, theirs = ours.nan_to_num(nan=0), theirs.nan_to_num(nan=0)
         assert same_bits(ours, theirs)
-        assert all(map(same_bits, sources, kept))
+        assert all(map(same_bits, sources, copies))
 
 
 def adam(step: int, *, lr: float = 1e-3, beta: float = 0.9, weight_decay: float = 0.1, **own: Any) -> Rule:
@@ -343,8 +343,8 @@ def step_on_device(grad_scale: float, *segment: Any, **more: Any) -> None:
     device_kernels.step_segments([Segment(*segment, **more)], grad_scale)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def same_bits(first: Tensor, other: Tensor) -> bool:
+    return torch.equal(first.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -394,8 +394,8 @@ def test_every_rule_at_the_edges(
         rule = rule_at(step, lr=lr, beta=beta, weight_decay=weight_decay)
         step_on_device(1.0, rule, ours[0], ours[1:], grad)
         step_in_c(rule, theirs[0], theirs[1:], grad)
-    for name, one, other in zip(("param", "state 0", "state 1"), ours, theirs, strict=True):
-        assert same_bits(one, other), name
+    for name, mine, other in zip(("param", "state 0", "state 1"), ours, theirs, strict=True):
+        assert same_bits(mine, other), name
     assert ours[0].isnan().any() and not ours[0].isnan().all()
 
 
@@ -406,14 +406,14 @@ def test_round_parameters(dtype: torch.dtype) -> None:
     )
     bits[::2] = bits[::2] & ~0xFFFF | 0x8000  # just between two bf16
     master = bits.to(torch.int32).view(torch.float32)
-    one, other = torch.empty(100_000, dtype=dtype), torch.empty(100_000, dtype=dtype)
-    device_kernels.round_parameters(master, one)
+    first, other = torch.empty(100_000, dtype=dtype), torch.empty(100_000, dtype=dtype)
+    device_kernels.round_parameters(master, first)
     round_parameters(master, other)
-    assert torch.equal(one.isnan(), other.isnan())
-    assert torch.equal(one.nan_to_num(nan=0), other.nan_to_num(nan=0))
+    assert torch.equal(first.isnan(), other.isnan())
+    assert torch.equal(first.nan_to_num(nan=0), other.nan_to_num(nan=0))
     canonical = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000}[dtype]
-    stored = one.view(torch.int32 if dtype is torch.float32 else torch.int16)
-    assert set(stored[one.isnan()].tolist()) == {canonical}
+    stored = first.view(torch.int32 if dtype is torch.float32 else torch.int16)
+    assert set(stored[first.isnan()].tolist()) == {canonical}
 
 
 FORMATS = [
@@ -434,12 +434,12 @@ def by_format(
     param: Tensor, state: list[Tensor], state_format: StateFormat, *, split: bool
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """A float32 parameter and its state as the formats hold them."""
-    kept = [tensor if state_format is StateFormat.FP32 else tensor.bfloat16() for tensor in state]
+    states = [tensor if state_format is StateFormat.FP32 else tensor.bfloat16() for tensor in state]
     if not split:
-        return {"param": param.clone()}, kept
+        return {"param": param.clone()}, states
     halves = {"param": torch.empty_like(param, dtype=torch.bfloat16), "remainder": param.to(torch.int16)}
     kernels.split(halves["param"].data_ptr(), halves["remainder"].data_ptr(), param.data_ptr(), param.numel())
-    return halves, kept
+    return halves, states
 
 
 def assert_same_steps(
@@ -497,9 +497,9 @@ def test_every_format_at_the_edges(
     rule_at: Callable[..., Rule], state_format: StateFormat, split: bool, exact_sqrt: None, way: str
 ) -> None:
     """Each special parameter with each special gradient, twice; state starts from everything, too."""
-    param, grad, kept = (t.flatten() for t in torch.meshgrid(SPECIAL, SPECIAL, SPECIAL, indexing="ij"))
+    param, grad, moment = (t.flatten() for t in torch.meshgrid(SPECIAL, SPECIAL, SPECIAL, indexing="ij"))
     halves = [grad.to(dtype) for dtype in (torch.float32, torch.bfloat16)]
-    ours = assert_same_steps(rule_at, param, [kept, kept.abs()], halves, state_format, split=split)
+    ours = assert_same_steps(rule_at, param, [moment, moment.abs()], halves, state_format, split=split)
     assert ours[0].isnan().any() and not ours[0].isnan().all()
 
 
@@ -565,7 +565,7 @@ def segments(draw: st.DrawFn) -> tuple[list[Segment], list[Segment]]:
         likely = torch.randn(numel, generator=generator)
         return torch.where(torch.rand(numel, generator=generator) < 0.9, likely, bits.view(torch.float32))
 
-    made = []
+    arguments = []
     for _ in range(draw(st.integers(1, 6))):
         numel, split = draw(st.integers(1, 2500)), draw(st.booleans())
         state_format, at = draw(st.sampled_from(StateFormat)), draw(st.integers(0, 3))
@@ -573,23 +573,23 @@ def segments(draw: st.DrawFn) -> tuple[list[Segment], list[Segment]]:
             draw(st.integers(1, 9)), seed=draw(st.integers(0, 9))
         )
         state = [numbers(at + numel), numbers(at + numel).abs()]
-        param, kept = by_format(numbers(at + numel), state, state_format, split=split)
+        param, states = by_format(numbers(at + numel), state, state_format, split=split)
         grad = numbers(at + numel).to(draw(st.sampled_from(list(KERNEL_DTYPES))))
         dtype = draw(st.sampled_from([None, *KERNEL_DTYPES])) if not split else None
         out = None if dtype is None else torch.zeros(at + numel, dtype=dtype)
         first_index = draw(st.sampled_from([0, (1 << 32) - 1000, 3 << 33])) + draw(st.integers(0, 99))
-        made.append((rule, param, kept, grad, out, state_format, first_index, at))
+        arguments.append((rule, param, states, grad, out, state_format, first_index, at))
 
-    def segment(rule: Rule, param: dict[str, Tensor], kept: list[Tensor], grad: Tensor, out: Tensor | None,
+    def segment(rule: Rule, param: dict[str, Tensor], states: list[Tensor], grad: Tensor, out: Tensor | None,
                 state_format: StateFormat, first_index: int, at: int) -> Segment:  # fmt: skip
         fresh = {name: tensor.clone()[at:] for name, tensor in param.items()}
         return Segment(
-            rule=rule, state=[tensor.clone()[at:] for tensor in kept], grad=grad[at:], state_format=state_format,
+            rule=rule, state=[tensor.clone()[at:] for tensor in states], grad=grad[at:], state_format=state_format,
             out=None if out is None else out.clone()[at:], first_index=first_index, **fresh,
         )  # fmt: skip
 
-    one, other = ([segment(*each) for each in made] for _ in range(2))
-    return one, other
+    first, other = ([segment(*each) for each in arguments] for _ in range(2))
+    return first, other
 
 
 @given(drawn=segments(), scale=st.sampled_from([1.0, 0.37, 1 / 65536]))

@@ -39,14 +39,14 @@ def test_copies_count_when_they_have_ended(gpu: FakeDevice) -> None:
     copies, _ = link(gpu)
     pinned = as_tensor(Arena.map(MIB, "host").lease(MIB, "copies"))
     there = torch.empty(MIB, dtype=torch.uint8, device=DEVICE)
-    made = [gpu.streams.compute.record()]
-    first = copies.to_device(there, pinned, after=made)
+    events = [gpu.streams.compute.record()]
+    first = copies.to_device(there, pinned, after=events)
     second = copies.to_device(there[:PAGE], pinned[:PAGE])
     back = copies.to_host(pinned, there, after=[second])
     assert copies.stats() == {"h2d": LinkStats(), "d2h": LinkStats()}
     first.wait()
-    told = copies.stats()["h2d"]
-    assert (told.bytes, told.copies) == (MIB, 1) and told.busy_seconds >= 0
+    statistics = copies.stats()["h2d"]
+    assert (statistics.bytes, statistics.copies) == (MIB, 1) and statistics.busy_seconds >= 0
     back.wait()
     assert [(each.bytes, each.copies) for each in copies.stats().values()] == [(MIB + PAGE, 2), (MIB, 1)]
 

@@ -82,26 +82,26 @@ def test_a_pass_that_runs_out_of_memory_anywhere_leaves_nothing_behind(
         gpu()
     options, batches = (ON_A_GPU if on_gpu else PLACEMENTS)[placement], list(micro_batches(6))
 
-    def made() -> Any:
+    def new_engine() -> Any:
         torch.manual_seed(3)
         engine = start(small_model(16, 2), **options)
         train(engine, batches[:2])  # orders are recorded: from now on groups are fetched ahead
         return engine
 
-    counted, calm, tried = made(), made(), made()
+    counted, calm, tried = new_engine(), new_engine(), new_engine()
     with Exhausted() as operations:
         forward_and_backward(counted, batches[2])
-    told = set()
+    notes = set()
     for number in range(1, operations.count + 1):
         with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory") as caught, Exhausted(number):
             forward_and_backward(tried, batches[2])
-        told.update(getattr(caught.value, "__notes__", []))
+        notes.update(getattr(caught.value, "__notes__", []))
         assert tried._schedule.state is PassState.IDLE
         assert not any(param.grad is not None for param in tried.module.parameters())
-    assert {"in the state before this forward" in note for note in told} == {True, False}
+    assert {"in the state before this forward" in note for note in notes} == {True, False}
     assert all(
         re.match(r"The engine owns [\d.]+ KiB .* device_budget of (16.00 M|256.00 K)iB", note)
-        for note in told
+        for note in notes
     )
     assert (tried.micro_steps, tried.global_steps) == (calm.micro_steps, calm.global_steps)
     train(calm, batches[2:])
@@ -134,38 +134,38 @@ def test_a_step_that_runs_out_of_memory_is_whole_or_says_that_it_is_not(
     if on_gpu:
         gpu()
 
-    def made() -> Any:
+    def new_engine() -> Any:
         torch.manual_seed(3)
         model = small_model(16, 2)
         # Its state is allocated in its first step.
         client = torch.optim.NAdam(model.parameters(), lr=1e-3) if "client" in options else None
         return start(model, **options | {"client": client})
 
-    counted = made()
+    counted = new_engine()
     forward_and_backward(counted, batches[0])
     with Exhausted() as operations:
         counted.step()
-    calm = made()
+    calm = new_engine()
     before = calm.master_state_dict()
     train(calm, batches[1:])
-    found = set()
+    outcomes = set()
     for number in range(1, operations.count + 1, operations.count // 10):
-        engine = made()
+        engine = new_engine()
         forward_and_backward(engine, batches[0])
         with pytest.raises(torch.OutOfMemoryError) as caught, Exhausted(number):
             engine.step()
         (note,) = caught.value.__notes__
         if "No parameter was updated, and the gradients since the last step are lost" in note:
-            found.add("whole")
+            outcomes.add("whole")
             train(engine, batches[1:])
             assert differing(engine.master_state_dict(), calm.master_state_dict()) == []
         else:
-            found.add("torn")
+            outcomes.add("torn")
             assert "initialize the model again from a checkpoint" in note
             with pytest.raises(EngineStateError, match=r"partly updated \(step 1 was ended by OutOfMemory"):
                 engine(*batches[1])
         engine.close()
-    assert found == {"torn", "whole"}
+    assert outcomes == {"torn", "whole"}
     assert differing(before, calm.master_state_dict()) != []
 
 
@@ -180,13 +180,13 @@ def test_what_ran_out_of_memory_keeps_none(
     engine = start(small_model(16, 2), accumulation=1, **STREAMED)
     batch = next(micro_batches(1))
     train(engine, [batch])
-    seen: list[weakref.ref[Any]] = []
+    references: list[weakref.ref[Any]] = []
 
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def note(module: nn.Module, args: Any, output: Tensor) -> None:
-        seen.append(weakref.ref(output.untyped_storage()))
+        references.append(weakref.ref(output.untyped_storage()))
         if where == "backward":
             output.register_hook(fails)
 
@@ -199,8 +199,8 @@ def test_what_ran_out_of_memory_keeps_none(
         with pytest.raises(torch.OutOfMemoryError) as caught:
             forward_and_backward(engine, batch)
         del caught
-        assert len(seen) == 2
-        assert [storage() for storage in seen] == [None, None]
+        assert len(references) == 2
+        assert [storage() for storage in references] == [None, None]
     finally:
         gc.enable()
 
@@ -221,13 +221,13 @@ def test_what_was_fetched_ahead_gives_way_to_what_is_needed(
     sizes = {group.name: group.layout.numel * group.dtype.itemsize for group in calm._groups}
     room = sum(sorted(sizes.values())[-3:])
     assert room < sum(sizes.values())
-    resize, held, refused = torch.UntypedStorage.resize_, Counter[int](), []
+    resize, allocated, refused = torch.UntypedStorage.resize_, Counter[int](), []
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        if nbytes and nbytes + sum(held.values()) - held[storage._cdata] > room:
+        if nbytes and nbytes + sum(allocated.values()) - allocated[storage._cdata] > room:
             refused.append(nbytes)
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        held[storage._cdata] = nbytes
+        allocated[storage._cdata] = nbytes
         return resize(storage, nbytes)
 
     tried = start(accumulation=1, **HOST)

@@ -45,7 +45,7 @@ def run(engine: Any, steps: int = 3) -> None:
         engine.step()
 
 
-def held(engine: Any) -> int:
+def used_bytes(engine: Any) -> int:
     """The most bytes of unsharded groups, those fetched ahead included, at one time."""
     most: int = engine._tiers.working.peak
     return most
@@ -64,7 +64,7 @@ def test_the_peak_is_the_persistent_groups_and_the_deepest_chain_and_the_prefetc
     around = OUTER if outer else 0
     everything = around + BLOCKS * BLOCK
     assert engine.plan.working_bytes == min(everything, around + BLOCK + ahead * BLOCK)
-    assert held(engine) == engine.plan.working_bytes, "room that was planned is not used"
+    assert used_bytes(engine) == engine.plan.working_bytes, "room that was planned is not used"
     (device,) = [tier for tier in engine.snapshot().tiers if tier.name == "device"]
     assert device.peak == engine.plan.working_bytes + PAGE  # the small parameter's page
 
@@ -72,7 +72,7 @@ def test_the_peak_is_the_persistent_groups_and_the_deepest_chain_and_the_prefetc
 def test_the_next_block_is_fetched_however_small_the_prefetch(start: Callable[..., Any]) -> None:
     engine = start(Stack(outer=True), accumulation=1, threshold=100, prefetch=1, **STREAMED)
     run(engine)
-    assert engine.plan.working_bytes == held(engine) == OUTER + 2 * BLOCK
+    assert engine.plan.working_bytes == used_bytes(engine) == OUTER + 2 * BLOCK
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2])
@@ -82,7 +82,7 @@ def test_the_device_budget_caps_the_prefetch(start: Callable[..., Any], spare: i
         Stack(outer=True), accumulation=1, threshold=100, prefetch=10**6, device_budget=budget, **STREAMED
     )
     run(engine)
-    assert engine.plan.working_bytes == held(engine) == budget - PAGE
+    assert engine.plan.working_bytes == used_bytes(engine) == budget - PAGE
 
 
 def test_evaluation_and_generation_take_no_more(start: Callable[..., Any]) -> None:
@@ -92,7 +92,7 @@ def test_evaluation_and_generation_take_no_more(start: Callable[..., Any]) -> No
         for _ in range(3):
             engine(torch.ones(1, WIDTH, dtype=torch.bfloat16))
     run(engine)
-    assert held(engine) == OUTER + 2 * BLOCK
+    assert used_bytes(engine) == OUTER + 2 * BLOCK
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -108,7 +108,7 @@ def test_a_block_that_checkpoints_its_own_forward_takes_no_more(
         x = torch.ones(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
         engine.backward(engine(x))
         engine.step()
-    assert held(engine) == BLOCK
+    assert used_bytes(engine) == BLOCK
 
 
 ROW = 4 * WIDTH * 2  # bytes of an activation in bf16
@@ -139,10 +139,10 @@ def test_activations_are_what_autograd_keeps_and_gone_with_it(
 
 
 @pytest.mark.parametrize(
-    ("placement", "kept"), [(STREAMED, KEPT), ({}, KEPT - ROW)], ids=["by hooks", "by the graph"]
+    ("placement", "nbytes"), [(STREAMED, KEPT), ({}, KEPT - ROW)], ids=["by hooks", "by the graph"]
 )
 def test_checkpointed_activations_are_not_recomputed_to_be_counted(
-    start: Callable[..., Any], placement: dict[str, Any], kept: int
+    start: Callable[..., Any], placement: dict[str, Any], nbytes: int
 ) -> None:
     """The graph does not show what checkpointing itself holds: here, of all that is kept, the first input."""
     model, ran = Stack(outer=False), []
@@ -154,10 +154,10 @@ def test_checkpointed_activations_are_not_recomputed_to_be_counted(
     calls, counted = len(ran), activations(engine)
     counted.backward_of(loss)
     assert len(ran) == calls
-    assert counted.used == kept
+    assert counted.used == nbytes
     engine.backward(loss)
     del loss
-    assert (counted.used, counted.peak) == (0, kept)
+    assert (counted.used, counted.peak) == (0, nbytes)
 
 
 def test_activations_are_shown_beside_the_tiers_and_told_after_the_first_step(
@@ -175,5 +175,7 @@ def test_activations_are_shown_beside_the_tiers_and_told_after_the_first_step(
     for _ in range(2):
         record.end_step()
     assert record.snapshot().activations == ActivationStatus(used=0, peak=KEPT)
-    (told,) = [line.message for line in caplog.records if line.name == "zero3.observe.run_record"]
-    assert told == f"in addition to the tiers, activations of the first step took up to {format_size(KEPT)}"
+    (message,) = [line.message for line in caplog.records if line.name == "zero3.observe.run_record"]
+    assert (
+        message == f"in addition to the tiers, activations of the first step took up to {format_size(KEPT)}"
+    )

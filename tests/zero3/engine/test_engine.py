@@ -33,11 +33,11 @@ def test_experts_frozen_shared_and_unused_modules(
 ) -> None:
     experts = [0, 1, 0, 3, 1, 0]
     original = {name: p.detach().clone() for name, p in mixture().named_parameters()}
-    kept = start(mixture(), accumulation=1, threshold=0)
+    resident = start(mixture(), accumulation=1, threshold=0)
     moved = start(mixture(), accumulation=1, threshold=0, **STREAMED)
-    assert train_mixture(kept, experts) == train_mixture(moved, experts)
+    assert train_mixture(resident, experts) == train_mixture(moved, experts)
     masters = moved.master_state_dict()
-    assert differing(kept.master_state_dict(), masters) == []
+    assert differing(resident.master_state_dict(), masters) == []
     changed = {name for name in masters if not torch.equal(masters[name], original[name])}
     trained = {name for name in masters if name.startswith(("first", "twice")) or name[:9] in
                {"experts.0", "experts.1", "experts.3"}}  # fmt: skip
@@ -81,13 +81,13 @@ def test_a_parameter_that_only_an_earlier_micro_batch_used_joins_the_norm(
 ) -> None:
     """Its gradient is on NVMe by then, and the staging slots are read ahead: the norm must not wait for one."""
     monkeypatch.setattr(arena, "STARVED_AFTER_SECONDS", 2.0)
-    kept = start(mixture(), threshold=0)
+    resident = start(mixture(), threshold=0)
     moved = start(mixture(), threshold=0, host_budget="140KiB", **STREAMED)
     assert Tier.NVME in moved.plan.grad_tiers
-    for engine in (kept, moved):
+    for engine in (resident, moved):
         train_mixture(engine, [0, 1, 1, 2])
-    assert moved.get_global_grad_norm() == kept.get_global_grad_norm()
-    assert differing(kept.master_state_dict(), moved.master_state_dict()) == []
+    assert moved.get_global_grad_norm() == resident.get_global_grad_norm()
+    assert differing(resident.master_state_dict(), moved.master_state_dict()) == []
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -116,14 +116,14 @@ def test_activation_checkpointing(start: Callable[..., Any], micro_batches: Any,
         torch.manual_seed(2)
         engine = start(Stack(checkpointed), accumulation=1, threshold=0, **STREAMED)
         generator = torch.Generator().manual_seed(1)
-        seen = []
+        losses = []
         for _ in range(3):
             x = torch.randn(4, 32, generator=generator).bfloat16().requires_grad_()
             loss = engine(x)
-            seen.append(loss.item())
+            losses.append(loss.item())
             engine.backward(loss)
             engine.step()
-        return seen, engine.master_state_dict()
+        return losses, engine.master_state_dict()
 
     plain, masters = losses(False)
     recomputed, same = losses(True)
@@ -359,8 +359,8 @@ def test_engines_leave_nothing_behind(start: Callable[..., Any], micro_batches: 
         assert list(nvme.iterdir()) == []
         engine.close()
 
-    def count(what: str) -> int:
-        return sum(1 for _ in Path("/proc/self", what).iterdir())
+    def count(kind: str) -> int:
+        return sum(1 for _ in Path("/proc/self", kind).iterdir())
 
     once()
     gc.collect()
@@ -474,10 +474,10 @@ def test_what_was_fetched_ahead_in_vain_is_not_used_after_a_step(
 ) -> None:
     """Expert 0 is trained by the first micro-batch, fetched ahead in the second, not used there, and then updated."""
     experts = [0, 0, 0, 1, 0, 1, 0, 1, 0, 0]
-    kept = start(mixture(), accumulation=2, threshold=0)
+    resident = start(mixture(), accumulation=2, threshold=0)
     moved = start(mixture(), accumulation=2, threshold=0, **STREAMED)
-    assert train_mixture(kept, experts) == train_mixture(moved, experts)
-    assert differing(kept.master_state_dict(), moved.master_state_dict()) == []
+    assert train_mixture(resident, experts) == train_mixture(moved, experts)
+    assert differing(resident.master_state_dict(), moved.master_state_dict()) == []
 
 
 def test_the_next_forward_is_fetched_ahead_when_a_step_ends(
@@ -495,14 +495,14 @@ def test_a_failed_backward_restarts_its_accumulation(
 ) -> None:
     reference = train(1, **STREAMED)
     engine = start(**STREAMED)
-    given = list(micro_batches(2))
-    engine.backward(engine(*given[1]))
+    batches = list(micro_batches(2))
+    engine.backward(engine(*batches[1]))
     engine.step()
-    gone = torch.ones((), requires_grad=True).square()
-    gone.backward()
+    loss = torch.ones((), requires_grad=True).square()
+    loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
-        engine.backward(gone)
-    for tokens, targets in given:
+        engine.backward(loss)
+    for tokens, targets in batches:
         assert engine.global_steps == 0
         engine.backward(engine(tokens, targets))
         engine.step()

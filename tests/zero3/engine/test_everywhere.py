@@ -194,12 +194,12 @@ class Decoder(nn.Module):
             self.norm = nn.LayerNorm(WIDTH)
             self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-        def forward(self, x: Tensor, kept: list[Tensor] | None) -> Tensor:
+        def forward(self, x: Tensor, cache: list[Tensor] | None) -> Tensor:
             query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
-            if kept is not None:
-                if kept:
-                    key, value = torch.cat([kept[0], key], 1), torch.cat([kept[1], value], 1)
-                kept[:] = [key, value]
+            if cache is not None:
+                if cache:
+                    key, value = torch.cat([cache[0], key], 1), torch.cat([cache[1], value], 1)
+                cache[:] = [key, value]
             mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(
                 key.shape[1] - query.shape[1]
             )
@@ -230,10 +230,10 @@ class Decoder(nn.Module):
     def generate(self, tokens: Tensor, count: int) -> Tensor:
         """Calls itself once per token, as a library's generate does."""
         cache: list[list[Tensor]] = [[] for _ in self.layers]
-        given = tokens
+        prompt = tokens
         for _ in range(count):
-            given = self(given, cache)[:, -1:].argmax(-1)
-            tokens = torch.cat([tokens, given], 1)
+            prompt = self(prompt, cache)[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens, prompt], 1)
         return tokens
 
 
@@ -248,10 +248,10 @@ def test_generation_between_steps(start: Start, precision: str) -> None:
             tokens = torch.randint(50, (2, 9), generator=generator)
             if generate:
                 loop.eval()
-                found = loop.module.generate(tokens[:, :3], 6)
-                assert found.equal(plain_copy(loop).generate(tokens[:, :3], 6))
+                generated_tokens = loop.module.generate(tokens[:, :3], 6)
+                assert generated_tokens.equal(plain_copy(loop).generate(tokens[:, :3], 6))
                 loop.train()
-                generated.append(found)
+                generated.append(generated_tokens)
             loss = loop(tokens)
             losses.append(loss.item())
             loop.backward(loss)

@@ -172,9 +172,9 @@ def test_a_forward_without_backward(start: Start) -> None:
     def script(loop: Loop, idle: bool = True) -> list[float]:
         losses = []
         for x in inputs(4):
-            kept = [loop(x, skip=1), loop(-x)] if idle else []
+            outputs = [loop(x, skip=1), loop(-x)] if idle else []
             losses.append(update(loop, x))
-            del kept
+            del outputs
         return losses
 
     run = assert_same_everywhere(start, Tower, script)
@@ -263,20 +263,20 @@ def test_gradients_asked_for_by_autograd_grad(start: Start) -> None:
     """They are returned, and accumulate nowhere."""
 
     def script(loop: Loop, ask: bool = True) -> list[float]:
-        seen = []
+        norms = []
         for x in inputs(4):
             x.requires_grad_()
             if ask:
-                wanted = [x, *loop.module.parameters()]
-                seen += [float(g.double().norm()) for g in torch.autograd.grad(loop(x), wanted)]
+                sources = [x, *loop.module.parameters()]
+                norms += [float(g.double().norm()) for g in torch.autograd.grad(loop(x), sources)]
             loss = loop(x)
             if ask:
                 (of_input,) = torch.autograd.grad(loss, x, retain_graph=True)
-                seen.append(float(of_input.norm()))
-            seen.append(loss.item())
+                norms.append(float(of_input.norm()))
+            norms.append(loss.item())
             loop.backward(loss)
             loop.step()
-        return seen
+        return norms
 
     run = assert_same_everywhere(start, Tower, script)
     undisturbed = run_engine(start, Tower, lambda loop: script(loop, ask=False))
@@ -288,7 +288,9 @@ def test_autocast_over_a_model_kept_in_fp32(start: Start) -> None:
 
     def script(loop: Loop) -> list[float]:
         losses = []
-        loop.module.get_submodule("blocks.1.2").register_forward_hook(lambda *seen: ran_in.add(seen[2].dtype))
+        loop.module.get_submodule("blocks.1.2").register_forward_hook(
+            lambda *arguments: ran_in.add(arguments[2].dtype)
+        )
         for number, x in enumerate(inputs(5)):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = loop(x, skip=number % 4)
@@ -324,17 +326,17 @@ def test_torchs_schedulers_called_by_the_user(start: Start, name: str) -> None:
 
     def script(loop: Loop) -> list[float]:
         scheduler = SCHEDULES[name](loop.optimizer)
-        losses, seen = [], []
+        losses, rates_here = [], []
         for x in inputs(5):
             losses.append(update(loop, x))
-            seen.append(loop.optimizer.param_groups[0]["lr"])
+            rates_here.append(loop.optimizer.param_groups[0]["lr"])
             if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step(losses[-1])
             else:
                 scheduler.step()
-        rates.append(seen)
+        rates.append(rates_here)
         return losses
 
     assert_same_everywhere(start, Tower, script)
     assert len({*rates[0]}) > 1, "the schedule changes nothing"
-    assert all(seen == rates[0] for seen in rates)
+    assert all(rates_of_run == rates[0] for rates_of_run in rates)

@@ -123,9 +123,9 @@ def test_an_interrupt_at_any_moment(start: Start, during: str, number: int, alar
                 interrupted(partial(engine, x), moment, met, number)
             loss = engine(x)
             losses.append(loss.item())
-            ended = during == "backward" and interrupted(partial(engine.backward, loss), moment, met, number)
-            if during != "backward" or ended:
-                engine.backward(engine(x) if ended else loss)
+            failed = during == "backward" and interrupted(partial(engine.backward, loss), moment, met, number)
+            if during != "backward" or failed:
+                engine.backward(engine(x) if failed else loss)
             steps = engine.global_steps
             if during == "step":
                 interrupted(engine.step, moment, met, number)
@@ -195,8 +195,8 @@ class Fragile(Tower):
 
     def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
         x = self.into(x)
-        one, two, three = self.blocks
-        x = x + checkpoint(two, x + one(x), use_reentrant=False)
+        first, two, three = self.blocks
+        x = x + checkpoint(two, x + first(x), use_reentrant=False)
         x = x + three(Failing.apply(x))
         result: Tensor = self.out(x).float().pow(2).mean()
         return result
@@ -253,8 +253,8 @@ def test_what_the_users_own_code_raises(start: Start, where: str, kind: str) -> 
     raised = (
         pytest.raises(ValueError, match="own") if kind == "exception" else pytest.raises(KeyboardInterrupt)
     )
-    given = [x.bfloat16().requires_grad_() for x in inputs(6)]
-    for pair in zip(given[::2], given[1::2], strict=True):
+    inputs_in_16_bits = [x.bfloat16().requires_grad_() for x in inputs(6)]
+    for pair in zip(inputs_in_16_bits[::2], inputs_in_16_bits[1::2], strict=True):
         for failing in (0, 1):
             for x in pair[:failing]:
                 update(disturbed, x)
@@ -330,24 +330,24 @@ def trained_alone(start: Start, name: str, model: nn.Module | None = None) -> di
 def test_two_models_trained_in_turns(start: Start) -> None:
     """Step by step, then one inside of the other's step: one forward between the other's, one backward likewise."""
     expected = {name: trained_alone(start, name) for name in ALONE}
-    one, two = (start(build(), **options) for build, options in ALONE.values())
+    first, two = (start(build(), **options) for build, options in ALONE.values())
     for number, x in enumerate(inputs(6)):
         if number < 2:
-            update(one, x.bfloat16())
+            update(first, x.bfloat16())
             update(two, x)
         elif number < 4:
-            losses = one(x.bfloat16()), two(x)
+            losses = first(x.bfloat16()), two(x)
             two.backward(losses[1])
-            one.backward(losses[0])
-            one.step()
+            first.backward(losses[0])
+            first.step()
             two.step()
         else:
             # One loss over both: a single backward pass runs through the two engines.
-            loss = one(x.bfloat16()) + two(x)
+            loss = first(x.bfloat16()) + two(x)
             loss.backward()
             two.step()
-            one.step()
-    for name, engine in zip(ALONE, (one, two), strict=True):
+            first.step()
+    for name, engine in zip(ALONE, (first, two), strict=True):
         assert differing(engine.master_state_dict(), expected[name]) == [], name
         assert_nothing_held(engine)
 

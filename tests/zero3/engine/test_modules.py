@@ -127,8 +127,8 @@ class Nested(nn.Module):
             super().__init__()
             self.layer = nn.Linear(WIDTH, WIDTH)
 
-        def forward(self, given: dict[str, Any]) -> Bag:
-            x = given["out"][0]
+        def forward(self, outputs: dict[str, Any]) -> Bag:
+            x = outputs["out"][0]
             return Bag([(x, Pair(torch.tanh(self.layer(x)), None))])
 
     class FromBag(nn.Module):
@@ -284,9 +284,9 @@ def test_ways_to_write_a_module(start: Start, way: str) -> None:
     def script(loop: Loop) -> list[float]:
         losses = []
         for x in inputs(4):
-            given = x.to(torch.bfloat16)
+            x_in_16_bits = x.to(torch.bfloat16)
             # Reentrant checkpointing recomputes only what an input's gradient runs through.
-            losses.append(update(loop, given.requires_grad_("reentrantly" in way)))
+            losses.append(update(loop, x_in_16_bits.requires_grad_("reentrantly" in way)))
         return losses
 
     assert_same_everywhere(start, WAYS[way], script, precision="bf16")
@@ -335,9 +335,9 @@ class Checkpointed(nn.Module):
         return mean_square(self.out(x))
 
     def halves(self, again: Callable[..., Tensor], x: Tensor) -> Tensor:
-        one, two, three, four = self.blocks
-        x = again(lambda x: two(x + one(x)), x)
-        return again(lambda x: four(x + three(x)) + one(x), x)
+        first, two, three, four = self.blocks
+        x = again(lambda x: two(x + first(x)), x)
+        return again(lambda x: four(x + three(x)) + first(x), x)
 
 
 # Nested in a reentrant one, a checkpoint first runs without gradients; it is recomputed with them.
@@ -428,10 +428,10 @@ def test_the_users_own_hooks(start: Start, kind: str) -> None:
 
     def script(loop: Loop) -> list[float]:
         layer: Any = loop.module.get_submodule("blocks.1")
-        seen: list[float] = []
+        norms: list[float] = []
 
         def note(*tensors: Any) -> None:
-            seen.extend(float(t.detach().double().norm()) for t in tensors if isinstance(t, Tensor))
+            norms.extend(float(t.detach().double().norm()) for t in tensors if isinstance(t, Tensor))
 
         if kind == "full backward":
             layer.register_full_backward_hook(lambda module, grad_in, grad_out: note(*grad_in, *grad_out))
@@ -452,8 +452,8 @@ def test_the_users_own_hooks(start: Start, kind: str) -> None:
         else:
             layer[0].weight.register_hook(lambda grad: (note(grad), -grad)[1])
         losses = [update(loop, x.to(torch.bfloat16)) for x in inputs(3)]
-        counts.append(len(seen))
-        return losses + seen
+        counts.append(len(norms))
+        return losses + norms
 
     assert_same_everywhere(start, lambda: Checkpointed("", False), script, precision="bf16")
     assert len({*counts}) == 1

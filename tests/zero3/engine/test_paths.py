@@ -26,10 +26,10 @@ PAGE = 4096
 
 @pytest.fixture
 def paths(tmp_path: Path) -> list[Path]:
-    made = [tmp_path / name for name in "abc"]
-    for path in made:
+    directories = [tmp_path / name for name in "abc"]
+    for path in directories:
         path.mkdir()
-    return made
+    return directories
 
 
 @pytest.fixture
@@ -256,8 +256,8 @@ def test_the_arenas_are_registered_if_the_configuration_says_so(
         pytest.skip(f"registering is not possible here: {info.passed_over['registered_buffers']}")
     memory = tiers_.host.capacity + tiers_.device_arena.capacity
     assert info.registered_bytes == (memory if registered else 0)
-    for what in ("registered_buffers", "registered_files"):
-        assert (what in info.flags) == registered
+    for flag in ("registered_buffers", "registered_files"):
+        assert (flag in info.flags) == registered
 
 
 def test_memory_is_swap_space_only_if_it_is_allowed(train: Callable[..., Any]) -> None:

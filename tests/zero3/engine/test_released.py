@@ -67,7 +67,7 @@ def test_training_again_after_release(start: Start, place: str, precision: str) 
     engine.release()
 
     assert_ordinary(model)
-    assert all(one is other for one, other in zip(model.parameters(), params, strict=True))
+    assert all(first is other for first, other in zip(model.parameters(), params, strict=True))
     assert differing(model.state_dict(), weights) == []
     assert plain_step(model) == plain_step(expected)
     assert differing(model.state_dict(), expected.state_dict()) == []

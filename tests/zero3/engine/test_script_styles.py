@@ -36,7 +36,7 @@ def test_an_engine_without_an_optimizer_answers_and_does_not_train(
     trained.step()
     trained.save_checkpoint(tmp_path)
     with torch.no_grad():
-        wanted = [trained(*batch) for batch in batches]
+        expected = [trained(*batch) for batch in batches]
 
     torch.manual_seed(4)
     model = small_model()
@@ -46,7 +46,7 @@ def test_an_engine_without_an_optimizer_answers_and_does_not_train(
     assert not any(param.requires_grad for param in teacher.parameters())
     path, _ = teacher.load_checkpoint(tmp_path)
     assert path is not None
-    assert all(torch.equal(teacher(*batch), loss) for batch, loss in zip(batches, wanted, strict=True))
+    assert all(torch.equal(teacher(*batch), loss) for batch, loss in zip(batches, expected, strict=True))
     assert teacher.plan.workload.state_tensors == 0 and teacher.get_lr() == [0.0]
     for call in (lambda: teacher.backward(torch.zeros((), requires_grad=True)), teacher.step):
         with pytest.raises(EngineStateError, match="without an optimizer"):
@@ -61,10 +61,10 @@ def test_a_teacher_lets_gradients_through() -> None:
     engine = deepspeed.initialize(
         model=critic, config=config | {"tiering": {"telemetry": {"enabled": False}}}
     )[0]
-    given, same = (torch.ones(2, 6, requires_grad=True) for _ in range(2))
-    engine(given).sum().backward()
+    inputs, same = (torch.ones(2, 6, requires_grad=True) for _ in range(2))
+    engine(inputs).sum().backward()
     plain(same).sum().backward()
-    assert given.grad is not None and same.grad is not None and torch.equal(given.grad, same.grad)
+    assert inputs.grad is not None and same.grad is not None and torch.equal(inputs.grad, same.grad)
     engine.close()
 
 
@@ -128,13 +128,13 @@ def engine_of(model: nn.Module, stage: int, **settings: Any) -> Any:
 def test_a_gan_of_two_engines_is_that_of_torch(stage: int) -> None:
     """The critic's zero_grad drops what the generator's loss has left in it, at every stage."""
     models = perceptrons()
-    wanted = gan(
+    expected = gan(
         *models, (Tensor.backward, Tensor.backward), (partial(sgd, models[0]), partial(sgd, models[1]))
     )
     critic, generator = (engine_of(model, stage) for model in perceptrons())
     with critic, generator:
         losses = gan(critic, generator, (critic.backward, generator.backward), (critic.step, generator.step))
-    assert losses == wanted
+    assert losses == expected
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -164,17 +164,17 @@ def test_zero_grad_comes_too_late_for_a_backward_that_steps() -> None:
         assert engine.was_step_applied()
 
 
-@pytest.mark.parametrize("whose", ["engine", "optimizer"])
-def test_zero_grad_while_micro_batches_wait(whose: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("caller", ["engine", "optimizer"])
+def test_zero_grad_while_micro_batches_wait(caller: str, caplog: pytest.LogCaptureFixture) -> None:
     """An engine's leaves them, an optimizer's drops them; both say so once."""
     model = perceptrons()[0]
     before = copy.deepcopy(model)
     with engine_of(model, 0, gradient_accumulation_steps=3) as engine:
         for data in torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(3)):
-            (engine if whose == "engine" else engine.optimizer).zero_grad()
+            (engine if caller == "engine" else engine.optimizer).zero_grad()
             engine.backward(engine(data).square().mean())
             engine.step()
-            if whose == "optimizer":
+            if caller == "optimizer":
                 before.zero_grad()
             (before(data).square().mean() / 3).backward()
         sgd(before)
@@ -182,8 +182,8 @@ def test_zero_grad_while_micro_batches_wait(whose: str, caplog: pytest.LogCaptur
         state = engine.master_state_dict()
     for name, param in before.named_parameters():
         torch.testing.assert_close(state[name], param.detach())
-    assert caplog.text.count("zero_grad() drops the gradients of 1 micro-batches") == (whose == "optimizer")
-    assert caplog.text.count("engine.zero_grad() keeps the gradients") == (whose == "engine")
+    assert caplog.text.count("zero_grad() drops the gradients of 1 micro-batches") == (caller == "optimizer")
+    assert caplog.text.count("engine.zero_grad() keeps the gradients") == (caller == "engine")
 
 
 def test_what_a_wrapper_asks_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
@@ -226,9 +226,9 @@ def test_a_script_that_gathers_what_is_not_there(
     start: Callable[..., Any], differing: Callable[..., list[str]], home: str
 ) -> None:
     engine = start(precision="fp32", offload_param=home, cache_in_host=False)
-    found = {name: maybe_zero_3(param) for name, param in engine.named_parameters()}
+    values = {name: maybe_zero_3(param) for name, param in engine.named_parameters()}
     assert any(hasattr(param, "ds_id") for param in engine.parameters()) == (home == "nvme")
-    assert differing(found, {name: engine.get_fp32_parameter(name) for name in found}) == []
+    assert differing(values, {name: engine.get_fp32_parameter(name) for name in values}) == []
 
 
 def test_one_rank_of_a_launcher_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,8 +281,8 @@ def test_a_module_around_an_engine() -> None:
         wrapped.train()
         engine.backward(wrapped(torch.ones(4, 8)).mean())
         engine.step()
-        kept = wrapped.state_dict()
-        assert torch.equal(kept["module.0.weight"], engine.get_fp32_parameter("0.weight"))
+        state = wrapped.state_dict()
+        assert torch.equal(state["module.0.weight"], engine.get_fp32_parameter("0.weight"))
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])

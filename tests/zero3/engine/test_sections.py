@@ -98,7 +98,7 @@ def test_autocast_by_the_configuration(start: Start, build: type[Tower]) -> None
     def script(loop: Any) -> list[float]:
         ran_in.clear()
         hooked = loop.module.get_submodule("blocks.1.1")
-        hooked.register_forward_hook(lambda *seen: ran_in.append(seen[2].dtype))
+        hooked.register_forward_hook(lambda *arguments: ran_in.append(arguments[2].dtype))
         losses = []
         for x in inputs(4):
             with autocast_of(loop, torch.bfloat16):
@@ -119,7 +119,7 @@ def test_autocast_to_fp16_scales_the_loss(start: Start) -> None:
     scales: list[float] = []
 
     def script(loop: Any) -> list[float]:
-        plain, scale, seen = isinstance(loop, PlainLoop), 65536.0, []
+        plain, scale, figures = isinstance(loop, PlainLoop), 65536.0, []
         scales.clear()
         if plain:
             for p in loop.module.parameters():
@@ -129,7 +129,7 @@ def test_autocast_to_fp16_scales_the_loss(start: Start) -> None:
                 loss = loop(6 * x)
             loop.backward(loss * scale if plain else loss)
             norm = loop.get_global_grad_norm()
-            seen += [loss.item(), norm] if math.isfinite(norm) else [loss.item()]
+            figures += [loss.item(), norm] if math.isfinite(norm) else [loss.item()]
             if plain and not math.isfinite(norm):
                 loop._grads.clear()
                 scale /= 2
@@ -137,7 +137,7 @@ def test_autocast_to_fp16_scales_the_loss(start: Start) -> None:
                 loop.step()
             scales.append(scale if plain else loop.loss_scale.value)
         assert scales == [32768.0, 32768.0, 32768.0, 16384.0, 16384.0]
-        return seen
+        return figures
 
     section = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
     run = assert_same_as_on_the_device(start, Tower, script, sections=section)
@@ -199,8 +199,8 @@ def test_a_skipped_step_leaves_the_schedule(start: Start) -> None:
 
     section = {"scheduler": {"type": "WarmupLR", "params": params}}
     run = assert_same_as_on_the_device(start, Tower, script, sections=section)
-    one, two, three, four, five = expected[1:]
-    assert run.losses == pytest.approx([one, two, two, three, three, four, five])
+    first, two, three, four, five = expected[1:]
+    assert run.losses == pytest.approx([first, two, two, three, three, four, five])
 
 
 class Structured(nn.Module):
@@ -282,22 +282,22 @@ class Weighted(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("kept", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("accum_dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gradients_accumulate_in_the_dtype_of_the_configuration(
-    start: Start, precision: str, kept: str
+    start: Start, precision: str, accum_dtype: str
 ) -> None:
     """Each sum is rounded once, to ``data_types.grad_accum_dtype``; what arrives is in the compute dtype."""
 
     def script(engine: Any) -> list[float]:
-        assert engine.plan.workload.grad_itemsize == DTYPES[kept].itemsize
+        assert engine.plan.workload.grad_itemsize == DTYPES[accum_dtype].itemsize
         losses, expected = [], torch.zeros(3, WIDTH)
         for number, x in enumerate(inputs(12)):
             loss = engine(x[:3])
             losses.append(loss.item())
             engine.backward(loss)
             arrived = (x[:3] / 4).to(DTYPES[precision]).float()
-            expected = (expected + arrived).to(DTYPES[kept]).float()
+            expected = (expected + arrived).to(DTYPES[accum_dtype]).float()
             if number % 4 == 3:
                 for name in engine.master_state_dict():
                     assert torch.equal(engine.get_fp32_gradient(name), expected), name
@@ -306,7 +306,7 @@ def test_gradients_accumulate_in_the_dtype_of_the_configuration(
         assert engine.global_steps == 3
         return losses
 
-    section = {"data_types": {"grad_accum_dtype": kept}}
+    section = {"data_types": {"grad_accum_dtype": accum_dtype}}
     assert_same_as_on_the_device(
         start, Weighted, script, precision=precision, accumulation=4, sections=section
     )

@@ -300,8 +300,8 @@ class Left(NamedTuple):
 
 
 @pytest.fixture
-def left(start: Start, tmp_path: Path) -> Callable[..., Left]:
-    """``left(script, model, placement)`` is what such a run leaves behind."""
+def outcome_of(start: Start, tmp_path: Path) -> Callable[..., Left]:
+    """``outcome_of(script, model, placement)`` is what such a run leaves behind."""
     numbers = itertools.count()
 
     def run(script: str, model: str = "small", placement: str = "device") -> Left:
@@ -328,26 +328,26 @@ _expected: dict[
 
 
 def check(
-    left: Callable[..., Left], gpu: FakeDevice, script: str, placement: str, model: str = "small"
+    outcome_of: Callable[..., Left], gpu: FakeDevice, script: str, placement: str, model: str = "small"
 ) -> None:
     """Nothing is out of order on ``gpu``, and the bits are those of the CPU."""
     key = script, model
     if key not in _expected:
-        _expected[key] = left(*key)
+        _expected[key] = outcome_of(*key)
     with pytest.MonkeyPatch.context() as patch, gpu:
         gpu.run_engines(patch)
-        found = left(*key, placement)
+        outcome = outcome_of(*key, placement)
     assert gpu.operations > 100
-    assert found.losses == _expected[key].losses
-    assert same_bits(found.weights, _expected[key].weights) == []
-    assert same_bits(found.masters, _expected[key].masters) == []
+    assert outcome.losses == _expected[key].losses
+    assert same_bits(outcome.weights, _expected[key].weights) == []
+    assert same_bits(outcome.masters, _expected[key].masters) == []
 
 
 @pytest.mark.parametrize(("placement", "script"), FIRST)
 def test_what_touches_the_same_bytes_is_in_order(
-    left: Callable[..., Left], placement: str, script: str
+    outcome_of: Callable[..., Left], placement: str, script: str
 ) -> None:
-    check(left, FakeDevice(never, never), script, placement)
+    check(outcome_of, FakeDevice(never, never), script, placement)
 
 
 @pytest.mark.parametrize(
@@ -355,11 +355,11 @@ def test_what_touches_the_same_bytes_is_in_order(
     [("host, room for few groups", "streams of the user's"), ("nvme, room for few groups", "failures")],
 )
 def test_without_a_slab(
-    left: Callable[..., Left], monkeypatch: pytest.MonkeyPatch, placement: str, script: str
+    outcome_of: Callable[..., Left], monkeypatch: pytest.MonkeyPatch, placement: str, script: str
 ) -> None:
     """As where torch cannot exchange the memory of storages: torch allocates what is unsharded."""
     monkeypatch.setattr(tiers, "can_exchange", lambda device: False)
-    check(left, FakeDevice(never, never), script, placement)
+    check(outcome_of, FakeDevice(never, never), script, placement)
 
 
 @pytest.mark.slow
@@ -373,16 +373,16 @@ def test_without_a_slab(
 )
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_everything_is_in_order_everywhere(
-    left: Callable[..., Left], placement: str, script: str, answers: str
+    outcome_of: Callable[..., Left], placement: str, script: str, answers: str
 ) -> None:
-    check(left, FakeDevice(*ANSWERS[answers]()), script, placement)
+    check(outcome_of, FakeDevice(*ANSWERS[answers]()), script, placement)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_blocks_that_are_computed_twice(left: Callable[..., Left], placement: str, model: str) -> None:
-    check(left, FakeDevice(never, never), "accumulation", placement, model)
+def test_blocks_that_are_computed_twice(outcome_of: Callable[..., Left], placement: str, model: str) -> None:
+    check(outcome_of, FakeDevice(never, never), "accumulation", placement, model)
 
 
 @pytest.mark.parametrize("placement", ["host, room for few groups", "device"])

@@ -46,9 +46,9 @@ def nobody_waits() -> Iterator[None]:
 
 @pytest.mark.parametrize("call", [torch.Tensor.item, torch.Tensor.tolist, bool, torch.Tensor.cpu])
 def test_a_wait_is_seen(call: Callable[[torch.Tensor], object]) -> None:
-    one = torch.ones(())
+    tensor = torch.ones(())
     with pytest.raises(AssertionError, match="waits"), nobody_waits():
-        call(one)
+        call(tensor)
 
 
 @pytest.mark.parametrize(

@@ -70,16 +70,16 @@ def test_the_norm_is_known_before_the_step(start: Start, precision: str, accumul
     """Of what is accumulated so far, unscaled, before clipping; reading it twice, or never, changes nothing."""
 
     def script(loop: Loop, read: bool = True) -> list[float]:
-        seen = []
+        norms = []
         for number, x in enumerate(inputs(4 * accumulation)):
             loop.backward(loop(x, skip=number % 2))
             if read and number % accumulation == accumulation - 1:
                 norm = loop.get_global_grad_norm()
                 assert norm is not None
                 assert loop.get_global_grad_norm() == norm
-                seen.append(norm)
+                norms.append(norm)
             loop.step()
-        return seen
+        return norms
 
     options: dict[str, Any] = {"precision": precision, "accumulation": accumulation, "clip": 0.05}
     run = assert_same_everywhere(start, Tower, script, **options)
@@ -92,11 +92,11 @@ def test_asking_in_mid_backward_changes_nothing(start: Start) -> None:
 
     def script(loop: Any, ask: bool = True) -> list[float]:
         def look(_: Tensor) -> None:
-            asked.append(loop.get_global_grad_norm())
+            norms.append(loop.get_global_grad_norm())
             with pytest.raises(EngineStateError, match="while a backward is running"):
                 loop.get_fp32_gradient("into.weight")
 
-        asked: list[float | None] = []
+        norms: list[float | None] = []
         handles = [param.register_hook(look) for param in loop.module.parameters() if ask]
         losses = []
         for number, x in enumerate(inputs(6)):
@@ -104,7 +104,7 @@ def test_asking_in_mid_backward_changes_nothing(start: Start) -> None:
             loop.backward(loop(x))
             if number % 2:
                 loop.step()
-        assert len(asked) == 6 * len(handles)
+        assert len(norms) == 6 * len(handles)
         return losses
 
     unasked = run_engine(start, Tower, lambda loop: script(loop, ask=False), smallest=True, **STREAMED)
@@ -116,7 +116,7 @@ def test_asking_in_mid_backward_changes_nothing(start: Start) -> None:
 def test_micro_batches_that_no_step_has_used_are_told_of(
     start: Start, micro_batches: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def told(count: int, *, fails: bool = False) -> int:
+    def warnings_of(count: int, *, fails: bool = False) -> int:
         caplog.clear()
         with suppress(ZeroDivisionError), start(accumulation=3) as engine:
             for batch in micro_batches(count):
@@ -128,9 +128,9 @@ def test_micro_batches_that_no_step_has_used_are_told_of(
             "close() drops the gradients of the last 2 micro-batches, which no step has used: a step needs 3"
         )
 
-    assert told(5) == 1
-    assert told(6) == 0
-    assert told(5, fails=True) == 0
+    assert warnings_of(5) == 1
+    assert warnings_of(6) == 0
+    assert warnings_of(5, fails=True) == 0
 
 
 def test_micro_batches_of_a_backward_that_was_ended_do_not_count(

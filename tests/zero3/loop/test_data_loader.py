@@ -120,11 +120,11 @@ def numbers(batch: Any) -> list[int]:
 def test_one_rank_draws_as_a_loader_of_torch() -> None:
     def passes(loader: DataLoader[Any]) -> list[Any]:
         seed_everything(5)
-        seen: list[Any] = []
+        rows: list[Any] = []
         for _ in range(3):
             for indices, noisy in loader:
-                seen.append((numbers(indices), noisy.tolist(), torch.rand(1).item()))
-        return [*seen, torch.get_rng_state().tolist()]
+                rows.append((numbers(indices), noisy.tolist(), torch.rand(1).item()))
+        return [*rows, torch.get_rng_state().tolist()]
 
     ours = make_loader(Noisy(7), 2, None, rank=0, world_size=1)
     assert passes(ours) == passes(DataLoader(Noisy(7), batch_size=2, shuffle=True))
@@ -314,11 +314,11 @@ def test_data_that_workers_read_goes_on_too(world_size: int) -> None:
     state, drawn = saved([loader.state_dict(), torch.get_rng_state()])
     straight = [numbers(batch) for batch in iterator]
     assert len({*chain(*straight)}) == 12 // world_size
-    for taken in (0, 2):
-        resumed = make_loader(Numbers(12), 2, None, rank=0, world_size=world_size, workers=taken // 2)
-        resumed.load_state_dict(state | {"micro_batches": taken})
+    for count in (0, 2):
+        resumed = make_loader(Numbers(12), 2, None, rank=0, world_size=world_size, workers=count // 2)
+        resumed.load_state_dict(state | {"micro_batches": count})
         torch.set_rng_state(drawn)
-        assert [numbers(batch) for batch in resumed] == straight[taken:]
+        assert [numbers(batch) for batch in resumed] == straight[count:]
 
 
 def test_an_ordered_loader_reads_a_share_as_it_lies() -> None:
@@ -352,11 +352,11 @@ def test_data_that_cannot_be_shuffled_is_an_error(data: Any, words: str) -> None
 
 def resumed_from(loader: TrainingLoader, **layout: Any) -> TrainingLoader:
     """A loader of a new run over the same data, loaded."""
-    made = make_loader(
+    resumed = make_loader(
         loader.dataset, **{"batch_size": 2, "collate_fn": None, "rank": 0, "world_size": 1} | layout
     )
-    made.load_state_dict(saved(loader.state_dict()))
-    return made
+    resumed.load_state_dict(saved(loader.state_dict()))
+    return resumed
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -383,8 +383,8 @@ def test_a_pass_whose_last_batch_was_handed_out_ends_before_the_next() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("taken", [0, 1])
-def test_an_iterator_that_is_in_use_goes_back_with_its_loader(taken: int, world_size: int) -> None:
+@pytest.mark.parametrize("count", [0, 1])
+def test_an_iterator_that_is_in_use_goes_back_with_its_loader(count: int, world_size: int) -> None:
     seed_everything(3)
     loader = make_loader(Numbers(20), 2, None, rank=0, world_size=world_size)
     first = iter(loader)
@@ -392,7 +392,7 @@ def test_an_iterator_that_is_in_use_goes_back_with_its_loader(taken: int, world_
     state, drawn = saved([loader.state_dict(), random_state.capture()])
     expected = [*map(numbers, first), read(loader), read(loader)]
     second = iter(loader)
-    assert len([*islice(second, taken)]) == taken
+    assert len([*islice(second, count)]) == count
     loader.load_state_dict(state)
     random_state.restore(drawn)
     assert [*map(numbers, second), read(loader), read(loader)] == expected
@@ -412,8 +412,8 @@ def test_set_epoch_for_another_pass_begins_that(caplog: pytest.LogCaptureFixture
         whole[epoch] = read(loader)
     order(3)
     next(iter(loader))
-    told = "set_epoch(4) starts that pass and skips the rest of pass 3, in which the checkpoint was saved"
-    for epoch, left_out, warnings in ((3, 2, []), (4, 0, [told])):
+    message = "set_epoch(4) starts that pass and skips the rest of pass 3, in which the checkpoint was saved"
+    for epoch, left_out, warnings in ((3, 2, []), (4, 0, [message])):
         resumed = resumed_from(loader, rank=world_size - 1, world_size=world_size)
         resumed.data_sampler.set_epoch(epoch)
         torch.manual_seed(epoch)
@@ -449,8 +449,8 @@ def test_the_last_batch_of_a_pass_is_left_out_if_it_is_short(world_size: int) ->
     handed = numbers(next(iterator))
     resumed = resumed_from(loader, batch_size=4, world_size=world_size, drop_last=True)
     assert len([*handed, *read(resumed)]) == 4 * len(loader)
-    kept = resumed_from(loader, batch_size=4, world_size=world_size)
-    whole = [*handed, *read(kept)]
+    complete = resumed_from(loader, batch_size=4, world_size=world_size)
+    whole = [*handed, *read(complete)]
     # A pass that had ended stays at its end.
     assert len(whole) == len({*whole}) == (11 if world_size == 1 else 4)
 

@@ -30,9 +30,9 @@ def test_what_a_script_keeps_in_a_group_is_not_compared() -> None:
 
 
 def test_a_digest_is_a_whole_float64_and_tells_the_smallest_difference() -> None:
-    one, other = (digest(described([{"lr": lr}], ["lr"])) for lr in (1e-3, 1e-3 + 2**-62))
-    assert one != other
-    assert one == torch.tensor(one, dtype=torch.float64).item() == int(one) < 2**48
+    first, other = (digest(described([{"lr": lr}], ["lr"])) for lr in (1e-3, 1e-3 + 2**-62))
+    assert first != other
+    assert first == torch.tensor(first, dtype=torch.float64).item() == int(first) < 2**48
 
 
 def test_the_error_names_both_values_and_the_rank() -> None:

@@ -25,12 +25,12 @@ EVERYWHERE = pytest.mark.parametrize("placement", PLACEMENTS)
 
 def everything(engine: Any) -> dict[str, Tensor]:
     """Masters, parameters and state, by name."""
-    found = {f"master.{name}": value for name, value in engine.master_state_dict().items()}
-    found |= {f"param.{name}": value for name, value in engine.state_dict().items()}
+    state = {f"master.{name}": value for name, value in engine.master_state_dict().items()}
+    state |= {f"param.{name}": value for name, value in engine.state_dict().items()}
     for name, _ in engine.module.named_parameters():
         for key in engine.state_names:
-            found[f"{key}.{name}"] = engine.get_fp32_state(name, key)
-    return found
+            state[f"{key}.{name}"] = engine.get_fp32_state(name, key)
+    return state
 
 
 def update(engine: Any, micro_batches: Any, seed: int, *, spoil: bool = False) -> None:
@@ -76,8 +76,8 @@ def test_placement_changes_no_bit_of_fp16_training(
 
     expected, norms = run("device")
     for placement in PLACEMENTS:
-        found, found_norms = run(placement)
-        assert differing(found, expected) == [] and found_norms == norms, placement
+        state, found_norms = run(placement)
+        assert differing(state, expected) == [] and found_norms == norms, placement
 
 
 def test_the_norm_and_the_gradients_are_unscaled(start: Start, micro_batches: Any) -> None:

@@ -282,8 +282,8 @@ def test_other_ways_to_train(start: Start, script: Callable[[Any], list[float]])
 
 def begin(start: Start, model: nn.Module | None = None, **options: Any) -> Any:
     torch.manual_seed(17)
-    given = {"precision": "bf16", "accumulation": 1, "threshold": 0, "optimizer": ADAM} | IN_BACKWARD
-    return start(model or Tower(), **(given | options))
+    settings = {"precision": "bf16", "accumulation": 1, "threshold": 0, "optimizer": ADAM} | IN_BACKWARD
+    return start(model or Tower(), **(settings | options))
 
 
 @pytest.mark.parametrize("place", SHORT.values(), ids=SHORT)

@@ -88,8 +88,8 @@ def test_the_checkpoint_of_the_end_has_what_the_script_wants_back(
         engine.save_checkpoint(tmp_path)
         train(engine, micro_batches)
     epoch = {"epoch": 1}
-    wanted = (lambda: {"epoch": engine.global_steps}) if called else epoch
-    engine.save_and_exit_on(save_dir=tmp_path, client_state=wanted, keep=1)
+    client_state = (lambda: {"epoch": engine.global_steps}) if called else epoch
+    engine.save_and_exit_on(save_dir=tmp_path, client_state=client_state, keep=1)
     os.kill(os.getpid(), signal.SIGUSR1)
     epoch["epoch"] = 3
     with pytest.raises(SystemExit, match="75"):

@@ -28,9 +28,9 @@ def test_operations_are_those_of_parameters_and_tokens(
     build = device_rates.Block
 
     def block(*sizes: int) -> torch.nn.Module:
-        made = build(*sizes)
-        blocks.append(made)
-        return made
+        block = build(*sizes)
+        blocks.append(block)
+        return block
 
     def one_in_two_seconds(call: Callable[[], object], seconds: float) -> float:
         call()
@@ -40,20 +40,20 @@ def test_operations_are_those_of_parameters_and_tokens(
     monkeypatch.setattr(device_rates, "repeated", one_in_two_seconds)
     monkeypatch.setattr(device_rates, "WEIGHTS_BYTES", 3 * 12 * width * width * dtype.itemsize)
     with torch.no_grad():  # whatever surrounds it
-        told = device_rates.measure(CPU, dtype, tokens=tokens, width=width)
+        rates = device_rates.measure(CPU, dtype, tokens=tokens, width=width)
     assert len(blocks) == 3
     matrices = sum(p.numel() for block in blocks for p in block.parameters() if p.ndim == 2)
-    assert told == Rates(flops=6 * matrices * tokens / 2)
+    assert rates == Rates(flops=6 * matrices * tokens / 2)
     assert {p.dtype for block in blocks for p in block.parameters()} == {dtype}
     assert all(p.grad is None for block in blocks for p in block.parameters())  # taken as they came
 
 
 def test_gradients_are_computed_and_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    monkeypatch.setattr(device_rates, "_drop", lambda parameter: taken.append(parameter.grad))
+    gradients = []
+    monkeypatch.setattr(device_rates, "_drop", lambda parameter: gradients.append(parameter.grad))
     device_rates.measure(CPU, torch.float32, tokens=8, width=64, seconds=0)
-    assert len(taken) == 2 * 12 * device_rates.MAX_BLOCKS  # one call to warm up and one that counts
-    assert all(gradient is not None for gradient in taken)
+    assert len(gradients) == 2 * 12 * device_rates.MAX_BLOCKS  # one call to warm up and one that counts
+    assert all(gradient is not None for gradient in gradients)
 
 
 def test_wide_blocks_are_few_and_narrow_ones_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,12 +61,12 @@ def test_wide_blocks_are_few_and_narrow_ones_not_without_end(monkeypatch: pytest
     monkeypatch.setattr(device_rates, "repeated", lambda call, seconds: 1.0)
     build = device_rates.Block
     for width in (64, 1024, 8192):
-        made = []
+        shapes = []
         monkeypatch.setattr(
-            device_rates, "Block", lambda *sizes, made=made: made.append(sizes) or build(64, 1)
+            device_rates, "Block", lambda *sizes, shapes=shapes: shapes.append(sizes) or build(64, 1)
         )
         device_rates.measure(CPU, width=width, tokens=1)
-        counts.append((made[0], len(made)))
+        counts.append((shapes[0], len(shapes)))
     assert counts == [((64, 1), 24), ((1024, 16), 8), ((8192, 128), 2)]
 
 
@@ -130,8 +130,8 @@ def test_calls_side_by_side_take_as_long_as_the_slowest(
     for name in ("Event", "stream", "Stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(clock, name))
     calls = [functools.partial(clock.call, name) for name in took]
-    told = device_rates._calls_per_second_on_streams(calls, torch.device("cuda"), 0.5)
-    assert told == pytest.approx(rate)
+    rate_of_streams = device_rates._calls_per_second_on_streams(calls, torch.device("cuda"), 0.5)
+    assert rate_of_streams == pytest.approx(rate)
     streams = {name: {stream for each, stream in clock.calls if each == name} for name in took}
     assert all(len(each) == 1 for each in streams.values())
     assert len(set.union(*streams.values())) == len(took)  # no two share a stream
@@ -153,7 +153,7 @@ def test_a_gpus_legs_are_told_and_the_slower_way_is_the_planners(monkeypatch: py
         return copy(target, source, non_blocking)
 
     def side_by_side(calls: list[Callable[[], object]], device: torch.device, seconds: float) -> float:
-        assert [what for what, _ in pinned] == ["pinned"]
+        assert [kind for kind, _ in pinned] == ["pinned"]
         copied.append([])
         for call in calls:
             call()
@@ -166,7 +166,7 @@ def test_a_gpus_legs_are_told_and_the_slower_way_is_the_planners(monkeypatch: py
     monkeypatch.setattr(device_rates, "_calls_per_second_on_streams", side_by_side)
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
     legs: list[Leg] = []
-    told = device_rates._memory_rates(CPU, 1.0, legs.append)
+    link_rates = device_rates._memory_rates(CPU, 1.0, legs.append)
     ((_, arena), (last, where)) = pinned
     assert (last, where) == ("unpinned", arena)
     (there,), (back,), both, (within,) = copied
@@ -178,8 +178,10 @@ def test_a_gpus_legs_are_told_and_the_slower_way_is_the_planners(monkeypatch: py
         ("device_both", 2.0 * 2 * link),
         ("device_memory", 100.0 * 2 * scratch),
     ]
-    assert told == Rates(device_link=3.0 * link, device_link_both=4.0 * link, device_memory=200.0 * scratch)
+    assert link_rates == Rates(
+        device_link=3.0 * link, device_link_both=4.0 * link, device_memory=200.0 * scratch
+    )
     pinned.clear()
     with pytest.raises(StopIteration):  # whatever goes wrong, the driver lets go of the memory
         device_rates._memory_rates(CPU, 1.0, legs.append)
-    assert [what for what, _ in pinned] == ["pinned", "unpinned"]
+    assert [kind for kind, _ in pinned] == ["pinned", "unpinned"]

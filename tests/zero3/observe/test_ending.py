@@ -126,7 +126,7 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the pages of each way in one of its name."""
     home = tmp_path_factory.mktemp("ended")
     for way in WAYS:
@@ -143,9 +143,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_last_page_says_how_the_run_ended(way: str, ended: Path) -> None:
+def test_the_last_page_says_how_the_run_ended(way: str, directory: Path) -> None:
     _, status = WAYS[way]
-    (page,) = find_status_files(ended / way)
+    (page,) = find_status_files(directory / way)
     reading = page.read()
     last = reading.snapshot
     assert last is not None and last.ended is not None and reading.state == "stale"
@@ -168,5 +168,5 @@ def test_a_rank_that_another_one_ended_is_not_blamed() -> None:
 def test_a_step_that_failed_is_said_where_nothing_is_under_way() -> None:
     ending = Ending(0)
     ending.settle(None, broken="the update of step 3 was ended by KeyError")
-    ended = ending.final_snapshot(Snapshot("gpt", 0, 1, 1, 0.0)).ended
-    assert ended == EndStatus("failed", "", "the update of step 3 was ended by KeyError")
+    status = ending.final_snapshot(Snapshot("gpt", 0, 1, 1, 0.0)).ended
+    assert status == EndStatus("failed", "", "the update of step 3 was ended by KeyError")

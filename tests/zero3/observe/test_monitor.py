@@ -31,17 +31,17 @@ def whole(**sections: dict[str, Any]) -> TieringConfig:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Monitor]]:
     """``start(**sections)`` is a monitor of rank 0; the default is CSV files in the directory "job"."""
-    made: list[Monitor] = []
+    monitors: list[Monitor] = []
 
     def make(**sections: dict[str, Any]) -> Monitor:
-        asked = sections or {
+        chosen = sections or {
             "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
         }
-        made.append(Monitor(whole(**asked), 0))
-        return made[-1]
+        monitors.append(Monitor(whole(**chosen), 0))
+        return monitors[-1]
 
     yield make
-    for monitor in made:
+    for monitor in monitors:
         monitor.close()
 
 
@@ -70,8 +70,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         def close(self) -> None:
             calls.append(("close",))
 
-    def init(**given: Any) -> Run:
-        calls.append(("init", given))
+    def init(**keywords: Any) -> Run:
+        calls.append(("init", keywords))
         return Run()
 
     def put(name: str, *, run: bool = False) -> list[Any]:
@@ -108,8 +108,8 @@ def test_the_next_run_goes_on_behind_the_last_whole_row(
         monitor = start()
         monitor.write_events([(LR, 0.5, 12)])
         monitor.close()
-        kept = max(1, everything[:length].count(b"\n"))  # the header is written anew
-        assert file.read_bytes() == b"".join(rows[:kept]) + b"12,0.5\r\n", length
+        rows_kept = max(1, everything[:length].count(b"\n"))  # the header is written anew
+        assert file.read_bytes() == b"".join(rows[:rows_kept]) + b"12,0.5\r\n", length
 
 
 def test_long_files_are_cut_where_the_last_row_is_torn(start: Callable[..., Monitor], tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_a_full_disk_is_said_once_and_what_follows_it_is_whole(
             monitor.write_events([(LR, 0.001, samples)])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("csv_monitor could not be written (OSError: ")
-    assert said.endswith("figures are missing there from now on; training continues")
+        (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("csv_monitor could not be written (OSError: ")
+    assert message.endswith("figures are missing there from now on; training continues")
     monitor.write_events([(LR, 0.002, 16)])
     assert (tmp_path / "job" / NAMED_CSV).read_bytes() == b"step,lr\r\n4,0.001\r\n16,0.002\r\n"
 
@@ -181,8 +181,8 @@ def test_one_that_fails_is_left_out_and_the_others_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stand_in("torch.utils.tensorboard")
-    asked = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    monitor = start(tensorboard=asked, csv_monitor=asked)
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    monitor = start(tensorboard=section, csv_monitor=section)
     tried: list[Any] = []
 
     def fails(*event: Any) -> None:
@@ -205,9 +205,9 @@ def test_wandb_gets_a_run_of_ours(stand_in: Callable[..., list[Any]]) -> None:
     monitor.write_events([(LR, 0.001, 4), (STALL, 0.5, 4), (LR, 0.002, 8)])
     monitor.close()
     monitor.close()
-    told = {"project": "deepspeed", "entity": "ours", "group": "tries"}
+    arguments = {"project": "deepspeed", "entity": "ours", "group": "tries"}
     assert calls == [
-        ("init", told | {"config": config.model_dump(mode="json")}),
+        ("init", arguments | {"config": config.model_dump(mode="json")}),
         ("log", {LR: 0.001, STALL: 0.5}, 4),
         ("log", {LR: 0.002}, 8),
         ("finish",),
@@ -261,13 +261,13 @@ def test_a_directory_of_that_name_is_no_library(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    asked = {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "job"}
+    section = {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "job"}
     with pytest.raises(ConfigError, match=r"csv_monitor: cannot write to .*/file/job \(Not a dir"):
-        Monitor(whole(csv_monitor=asked), 0)
+        Monitor(whole(csv_monitor=section), 0)
 
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
-    asked = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    monitor = Monitor(whole(csv_monitor=asked), 1)
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    monitor = Monitor(whole(csv_monitor=section), 1)
     monitor.write_events([(LR, 0.001, 4)])
     assert (monitor.enabled, list(tmp_path.iterdir())) == (False, [])

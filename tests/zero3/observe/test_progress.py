@@ -34,9 +34,9 @@ def start(nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     logger = logging.getLogger(_logs.PROGRESS)
     before = logger.level, list(logger.handlers)
 
-    def make(asked: dict[str, Any], **options: Any) -> Engine:
+    def make(sections: dict[str, Any], **options: Any) -> Engine:
         torch.manual_seed(3)
-        settings = config(nvme, **options) | asked
+        settings = config(nvme, **options) | sections
         engines.append(tiering.initialize(model=SmallModel(), config=settings).engine)
         return engines[-1]
 
@@ -57,7 +57,7 @@ def steps(engine: Engine, count: int, *, bad: int | None = None) -> Iterator[int
         yield number
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The lines about steps; another says at the start what this run is."""
     lines = [record.getMessage() for record in caplog.records if record.name == _logs.PROGRESS]
     return [line for line in lines if line.startswith("step ")]
@@ -84,8 +84,8 @@ def rates(files: list[list[FileStats]], direction: str) -> list[float]:
 
 
 def test_events_are_what_the_record_says(start: Callable[..., Engine], tmp_path: Path) -> None:
-    asked = {"csv_monitor": {"enabled": True, "job_name": "job"}, "wall_clock_breakdown": True}
-    engine = start(asked, **STREAMED)
+    sections = {"csv_monitor": {"enabled": True, "job_name": "job"}, "wall_clock_breakdown": True}
+    engine = start(sections, **STREAMED)
     norms, files = [], [engine._observation.record.files]
     for number in steps(engine, 3):
         norms.append(engine.get_global_grad_norm())
@@ -95,42 +95,42 @@ def test_events_are_what_the_record_says(start: Callable[..., Engine], tmp_path:
     written = table(tmp_path / "job")
     assert written.pop("mine") == {1: 1.0, 2: 2.0, 3: 3.0}
     assert all([*values] == [SAMPLES, 2 * SAMPLES, 3 * SAMPLES] for values in written.values())
-    got = {name: [*values.values()] for name, values in written.items()}
-    told = snapshot.steps
-    assert got.pop("Train_Samples_train_loss")[-1] == snapshot.loss
-    assert got.pop("Train_Samples_lr") == [1e-3] * 3
-    assert got.pop("Train_Samples_gradient_norm") == norms
-    assert got.pop("Tiering_nvme_read_bytes") == [step.read_bytes for step in told]
-    assert got.pop("Tiering_nvme_written_bytes") == [step.written_bytes for step in told]
+    columns = {name: [*values.values()] for name, values in written.items()}
+    steps_of_record = snapshot.steps
+    assert columns.pop("Train_Samples_train_loss")[-1] == snapshot.loss
+    assert columns.pop("Train_Samples_lr") == [1e-3] * 3
+    assert columns.pop("Train_Samples_gradient_norm") == norms
+    assert columns.pop("Tiering_nvme_read_bytes") == [step.read_bytes for step in steps_of_record]
+    assert columns.pop("Tiering_nvme_written_bytes") == [step.written_bytes for step in steps_of_record]
     for phase, attribute in (("forward", "forward"), ("backward", "backward"), ("step", "update")):
-        milliseconds = [1e3 * getattr(step, attribute) for step in told]
-        assert got.pop(f"Train_Samples_elapsed_time_ms_{phase}") == pytest.approx(milliseconds)
-    assert got.pop("Tiering_step_seconds") == pytest.approx([step.seconds for step in told])
-    stalled = [name for name in got if name.startswith("Tiering_stall_seconds_")]
+        milliseconds = [1e3 * getattr(step, attribute) for step in steps_of_record]
+        assert columns.pop(f"Train_Samples_elapsed_time_ms_{phase}") == pytest.approx(milliseconds)
+    assert columns.pop("Tiering_step_seconds") == pytest.approx([step.seconds for step in steps_of_record])
+    stalled = [name for name in columns if name.startswith("Tiering_stall_seconds_")]
     assert "Tiering_stall_seconds_parameters" in stalled
-    causes = zip(*(got.pop(name) for name in stalled), strict=True)
-    assert [sum(seconds) for seconds in causes] == pytest.approx([step.stall for step in told])
+    causes = zip(*(columns.pop(name) for name in stalled), strict=True)
+    assert [sum(seconds) for seconds in causes] == pytest.approx([step.stall for step in steps_of_record])
     for tier in snapshot.tiers:
-        assert got.pop(f"Tiering_used_bytes_{tier.name}")[-1] == tier.used > 0
-    assert got.pop("Tiering_nvme_read_bytes_per_second") == pytest.approx(rates(files, "read"))
-    assert got.pop("Tiering_nvme_written_bytes_per_second") == pytest.approx(rates(files, "write"))
+        assert columns.pop(f"Tiering_used_bytes_{tier.name}")[-1] == tier.used > 0
+    assert columns.pop("Tiering_nvme_read_bytes_per_second") == pytest.approx(rates(files, "read"))
+    assert columns.pop("Tiering_nvme_written_bytes_per_second") == pytest.approx(rates(files, "write"))
     assert min(rates(files, "read")) > 0
-    assert got == {}
+    assert columns == {}
 
 
 def test_lines_come_every_so_many_steps(
     start: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = start({"steps_per_print": 2}, **STREAMED)
-    told = []
+    figures = []
     for number in steps(engine, 5, bad=3):
-        told.append((engine._observation.record.loss, engine.get_global_grad_norm()))
-        assert len(said(caplog)) == number // 2
+        figures.append((engine._observation.record.loss, engine.get_global_grad_norm()))
+        assert len(messages(caplog)) == number // 2
     rate = r"[\d.]+(e\+\d+)?"
     # What is written may still be under way when a line is told.
     moved = rf"NVMe read [\d.]+ [kM]B at {rate} [kMG]B/s, written [\d.]+ [kM]?B at {rate} [kMG]?B/s"
-    for line, number, skipped in zip(said(caplog), (2, 4), ("", ", 1 skipped"), strict=True):
-        loss, norm = told[number - 1]
+    for line, number, skipped in zip(messages(caplog), (2, 4), ("", ", 1 skipped"), strict=True):
+        loss, norm = figures[number - 1]
         start_of_line = f"step {number}{skipped}: loss {loss:.5g}, gradient norm {norm:.4g}, lr 0.001, "
         assert line.startswith(start_of_line)
         assert re.fullmatch(rf"{rate} samples/s, {moved}, stalled [\d.]+ %", line.removeprefix(start_of_line))
@@ -142,25 +142,25 @@ def test_a_line_is_about_the_steps_since_the_last_one(
     engine = start({"steps_per_print": 2}, **STREAMED)
     for _ in steps(engine, 4):
         pass
-    _, line = said(caplog)
-    told = engine.snapshot().steps[-2:]
-    seconds = sum(step.seconds for step in told)
+    _, line = messages(caplog)
+    steps_of_record = engine.snapshot().steps[-2:]
+    seconds = sum(step.seconds for step in steps_of_record)
     assert f" {2 * SAMPLES / seconds:.4g} samples/s" in line
-    assert f"read {sum(step.read_bytes for step in told) / 1e6:.3g} MB" in line
-    assert f"stalled {100 * sum(step.stall for step in told) / seconds:.1f} %" in line
+    assert f"read {sum(step.read_bytes for step in steps_of_record) / 1e6:.3g} MB" in line
+    assert f"stalled {100 * sum(step.stall for step in steps_of_record) / seconds:.1f} %" in line
 
 
 def test_a_batch_that_changes_counts_as_it_is(
     start: Callable[..., Engine], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    asked = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "job_name": "job"}}
-    engine = start(asked, precision="fp32")
+    sections = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "job_name": "job"}}
+    engine = start(sections, precision="fp32")
     for _ in steps(engine, 1):
         pass
     engine.set_train_batch_size(3 * SAMPLES)
     for number in steps(engine, 1):
         assert engine.global_steps == 1 + number
-    (line,) = said(caplog)
+    (line,) = messages(caplog)
     seconds = sum(step.seconds for step in engine.snapshot().steps)
     assert f" {4 * SAMPLES / seconds:.4g} samples/s" in line
     written = table(tmp_path / "job")["Train_Samples_lr"]
@@ -170,11 +170,11 @@ def test_a_batch_that_changes_counts_as_it_is(
 def test_fp16_shows_its_loss_scale(
     start: Callable[..., Engine], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    asked = {"steps_per_print": 1, "csv_monitor": {"enabled": True, "job_name": "job"}}
-    engine = start(asked, precision="fp16", fp16={"initial_scale_power": 4})
+    sections = {"steps_per_print": 1, "csv_monitor": {"enabled": True, "job_name": "job"}}
+    engine = start(sections, precision="fp16", fp16={"initial_scale_power": 4})
     for _ in steps(engine, 1):
         pass
-    (line,) = said(caplog)
+    (line,) = messages(caplog)
     assert ", lr 0.001, loss scale 16, " in line
     assert "NVMe" not in line  # nothing lives there
     written = table(tmp_path / "job")
@@ -193,16 +193,16 @@ def test_the_times_of_each_step_add_up(
         rf"step (\d): {number} ms a step: forward {number}, backward {number}, step {number}, between them {number}"
         rf"; stalled {number} \((?:[a-z ]+ [\d.]+(?:, )?)+\)"
     )
-    for line, told in zip(said(caplog), engine.snapshot().steps, strict=True):
+    for line, step_record in zip(messages(caplog), engine.snapshot().steps, strict=True):
         matched = re.fullmatch(shape, line)
         assert matched, line
         step, whole, *phases, stalled = (float(text) for text in matched.groups())
-        assert (step, whole) == (told.step, pytest.approx(1e3 * told.seconds, abs=0.051))
+        assert (step, whole) == (step_record.step, pytest.approx(1e3 * step_record.seconds, abs=0.051))
         assert phases[:3] == pytest.approx(
-            [1e3 * s for s in (told.forward, told.backward, told.update)], abs=0.051
+            [1e3 * s for s in (step_record.forward, step_record.backward, step_record.update)], abs=0.051
         )
         assert sum(phases) == pytest.approx(whole, abs=0.3)
-        assert stalled == pytest.approx(1e3 * told.stall, abs=0.051)
+        assert stalled == pytest.approx(1e3 * step_record.stall, abs=0.051)
 
 
 def test_nothing_asked_for_is_nothing_done(
@@ -216,7 +216,7 @@ def test_nothing_asked_for_is_nothing_done(
     monkeypatch.setattr(progress, "Totals", None)  # not to be counted
     for _ in steps(engine, 1):
         pass
-    assert (said(caplog), sorted(tmp_path.iterdir())) == ([], before)
+    assert (messages(caplog), sorted(tmp_path.iterdir())) == ([], before)
 
 
 def test_the_first_step_begins_with_its_first_forward(

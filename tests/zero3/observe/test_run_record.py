@@ -55,15 +55,15 @@ def test_a_snapshot_tells_the_io_engine_and_what_went_over_the_path(
     while any(file.read.in_flight or file.write.in_flight for file in engine._tiers.aio.stats()):
         time.sleep(0.001)
     snapshot = engine.snapshot()  # the first one: percentiles are kept for a second
-    told = snapshot.io_engine
+    engine_figures = snapshot.io_engine
     with AioContext(engine=chosen) as like:
-        assert told.name == like.engine
-    if told.name == "io_uring":
-        assert {"registered_buffers", "registered_files"} <= set(told.flags)
+        assert engine_figures.name == like.engine
+    if engine_figures.name == "io_uring":
+        assert {"registered_buffers", "registered_files"} <= set(engine_figures.flags)
         tiers = engine._tiers
-        assert told.registered_bytes == tiers.host.capacity + tiers.device_arena.capacity
+        assert engine_figures.registered_bytes == tiers.host.capacity + tiers.device_arena.capacity
     else:
-        assert (told.flags, told.registered_bytes) == ([], 0)
+        assert (engine_figures.flags, engine_figures.registered_bytes) == ([], 0)
     (path,) = snapshot.io
     for direction in (path.read, path.written):
         assert direction.ops > 0
@@ -73,10 +73,10 @@ def test_a_snapshot_tells_the_io_engine_and_what_went_over_the_path(
         slowest = len(direction.latency_buckets) - 1
         assert 10 <= slowest <= math.log2(60e9)
         assert direction.errors_by_errno == {}
-        told = direction.latency
-        assert 0 < told.p50 <= told.p90 <= told.p99 <= told.p999 <= told.longest
-        assert 2 ** (slowest - 30) < told.longest < 2.0 ** (slowest - 28)  # a nanosecond is about 2^-30 s
-        assert told.longest <= direction.latency_seconds <= direction.ops * told.longest
+        latency = direction.latency
+        assert 0 < latency.p50 <= latency.p90 <= latency.p99 <= latency.p999 <= latency.longest
+        assert 2 ** (slowest - 30) < latency.longest < 2.0 ** (slowest - 28)  # a nanosecond is about 2^-30 s
+        assert latency.longest <= direction.latency_seconds <= direction.ops * latency.longest
     assert 0.0 <= path.queue_full_seconds <= path.read.busy_seconds + path.written.busy_seconds
 
 
@@ -93,18 +93,18 @@ def test_a_step_tells_what_it_came_to_and_what_it_waited_for(
     start: Callable[..., Any], micro_batches: Any
 ) -> None:
     engine = start(**STREAMED, run_name="who.am-I", accumulation=1)
-    said = [engine.snapshot()]
+    snapshots = [engine.snapshot()]
     for tokens, targets in micro_batches(2):
         engine.backward(engine(tokens, targets))
         engine.step()
-        said.append(engine.snapshot())
-    for number, snapshot in enumerate(said):
+        snapshots.append(engine.snapshot())
+    for number, snapshot in enumerate(snapshots):
         assert re.fullmatch("who_am-I-[0-9a-f]{8}", snapshot.run_id)
-        assert snapshot.run_id == said[0].run_id
+        assert snapshot.run_id == snapshots[0].run_id
         assert (snapshot.step, snapshot.global_step, snapshot.samples) == (number, number, 2 * number)
         assert snapshot.learning_rate == 1e-3
-    last = said[-1]
-    assert (said[0].gradient_norm, last.gradient_norm) == (None, engine.get_global_grad_norm())
+    last = snapshots[-1]
+    assert (snapshots[0].gradient_norm, last.gradient_norm) == (None, engine.get_global_grad_norm())
     assert (last.loss_scale, last.skipped_steps, last.phase) == (None, 0, "idle")
     assert last.started_at <= last.steps[0].ended_at < last.steps[1].ended_at <= last.phase_since + 1
     for step in last.steps:
@@ -149,9 +149,9 @@ def test_what_is_between_the_phases_is_idle(
         with record.phase(phase):
             since = 1000 + clock.now
             clock.now += seconds / 2
-            told = record.snapshot()
-            assert (told.phase, told.phase_since, engine._tiers.stalls.phase) == (phase, since, phase)
-            assert told.phase_seconds[phase] == expected[phase] + seconds / 2, "while it goes on"
+            snapshot = record.snapshot()
+            assert (snapshot.phase, snapshot.phase_since, engine._tiers.stalls.phase) == (phase, since, phase)
+            assert snapshot.phase_seconds[phase] == expected[phase] + seconds / 2, "while it goes on"
             with record.phase("forward"):
                 clock.now += 16
             clock.now += seconds / 2
@@ -160,9 +160,9 @@ def test_what_is_between_the_phases_is_idle(
         expected["forward"] += 16
         since = 1000 + clock.now
         clock.now += 100
-        told = record.snapshot()
-        assert (told.phase, told.phase_since, engine._tiers.stalls.phase) == ("idle", since, "idle")
-        assert told.phase_seconds == expected
+        snapshot = record.snapshot()
+        assert (snapshot.phase, snapshot.phase_since, engine._tiers.stalls.phase) == ("idle", since, "idle")
+        assert snapshot.phase_seconds == expected
 
 
 def test_a_skipped_step_and_the_loss_scale_are_told(
@@ -200,11 +200,11 @@ def test_an_engine_describes_its_plan_and_its_configuration(
 ) -> None:
     engine = start(**STREAMED, precision="bf16", state="split", telemetry={"dir": str(tmp_path / "pages")})
     (page,) = find_status_files(tmp_path / "pages")
-    told = page.read().description
-    assert told == engine._observation.description
-    assert told.versions.keys() == {"tiering", "torch", "python", "linux"}
-    assert (told.device, told.versions["torch"]) == ("cpu", torch.__version__)
-    plan, load = told.plan, engine.plan.workload
+    description = page.read().description
+    assert description == engine._observation.description
+    assert description.versions.keys() == {"tiering", "torch", "python", "linux"}
+    assert (description.device, description.versions["torch"]) == ("cpu", torch.__version__)
+    plan, load = description.plan, engine.plan.workload
     for planned in plan.tiers:
         assert planned.by_kind == engine.plan.contents(Tier(planned.name))
         assert planned.planned == sum(planned.by_kind.values()) <= planned.budget
@@ -215,7 +215,9 @@ def test_an_engine_describes_its_plan_and_its_configuration(
     )
     assert plan.parameters == sum(piece.numel for group in engine._groups for piece in group.layout.pieces)
     assert (plan.groups, plan.micro_batches, plan.state_format) == (len(load.groups), 2, "split")
-    settings = {setting.key: (setting.value, setting.origin) for setting in told.configuration.settings}
+    settings = {
+        setting.key: (setting.value, setting.origin) for setting in description.configuration.settings
+    }
     assert settings["tiering.state"] == ("split", "file")
     assert settings["tiering.verify"] == (False, "default")
     assert settings["tiering.nvme_budget"] == (engine.plan.budgets.nvme, "auto")
@@ -240,9 +242,9 @@ def test_an_engine_that_cannot_go_on_says_why(
     assert engine.snapshot().broken == ""
     with pytest.raises(OSError, match="gone"):
         engine.step()
-    told = Snapshot.from_json(engine.snapshot().to_json()).broken
-    assert told.startswith("step 1 was ended by OSError: the disk is gone ?!!!")
-    assert len(told) == 1000
+    reason = Snapshot.from_json(engine.snapshot().to_json()).broken
+    assert reason.startswith("step 1 was ended by OSError: the disk is gone ?!!!")
+    assert len(reason) == 1000
 
 
 def test_saves_are_told(start: Callable[..., Any], tmp_path: Path) -> None:
@@ -270,25 +272,25 @@ def test_free_room_is_asked_for_now_and_then(
     monkeypatch.setattr(free_memory.time, "monotonic", lambda: now)
     monkeypatch.setattr(free_memory, "available_memory", lambda: free)
     monkeypatch.setattr(free_memory, "free_by_file_system", lambda _: {1: free, 2: 7})
-    asked = free_memory.FreeMemory(engine._tiers)
-    for moment, there, told in ((100.0, 5000, 5000), (101.9, 4000, 5000), (102.0, 3000, 3000)):
+    memory = free_memory.FreeMemory(engine._tiers)
+    for moment, there, expected in ((100.0, 5000, 5000), (101.9, 4000, 5000), (102.0, 3000, 3000)):
         now, free = moment, there
-        found = [asked.available(tier) for tier in Tier]
-        assert found == [told, told, told + 7]
+        free_bytes = [memory.available(tier) for tier in Tier]
+        assert free_bytes == [expected, expected, expected + 7]
 
-    def gone(_: object) -> dict[int, int]:
+    def fail(_: object) -> dict[int, int]:
         raise FileNotFoundError
 
     now = 200.0
-    assert asked.device_memory() is None
+    assert memory.device_memory() is None
     counted = {
         "allocated_bytes.all.current": 3,
         "allocated_bytes.all.peak": 9,
         "reserved_bytes.all.current": 10,
     }
     gpu = torch.device("cuda:1")
-    for name, told in (("memory_stats", counted), ("memory_reserved", 4), ("mem_get_info", (60, 100))):
-        monkeypatch.setattr(free_memory.torch.cuda, name, {gpu: told}.__getitem__)
+    for name, expected in (("memory_stats", counted), ("memory_reserved", 4), ("mem_get_info", (60, 100))):
+        monkeypatch.setattr(free_memory.torch.cuda, name, {gpu: expected}.__getitem__)
     on_gpu = free_memory.FreeMemory(SimpleNamespace(device=gpu, device_is_host=False, swap=None))
     monkeypatch.delattr(free_memory.torch.cuda, "mem_get_info")  # while it trains, nobody may ask the driver
     assert on_gpu.device_memory() == DeviceMemoryStatus(allocated=3, peak=9, reserved=10)
@@ -296,8 +298,8 @@ def test_free_room_is_asked_for_now_and_then(
     counted["reserved_bytes.all.current"] = 70
     now = 300.0
     assert on_gpu.available(Tier.DEVICE) == 0, "others have gone, and torch has what they had"
-    monkeypatch.setattr(free_memory, "free_by_file_system", gone)
-    assert asked.available(Tier.NVME) is None
+    monkeypatch.setattr(free_memory, "free_by_file_system", fail)
+    assert memory.available(Tier.NVME) is None
     assert [tier.available is not None for tier in start().snapshot().tiers] == [True, True, False]
     disk = os.statvfs(engine._tiers.swap.directories[0])
     assert engine.snapshot().tiers[2].capacity == disk.f_blocks * disk.f_frsize, "used by others or not"
@@ -385,16 +387,16 @@ def test_on_a_device_a_stall_is_what_it_stands_still(monkeypatch: pytest.MonkeyP
     """The CPU waits for what the device is not out of work for, and runs ahead of what the device waits for."""
     device = QueuedDevice(monkeypatch)
     clock = timeline.StallClock(timeline.Timeline(), device)
-    told: list[dict[str, dict[str, float]]] = []
+    readings: list[dict[str, dict[str, float]]] = []
 
     def look() -> dict[str, dict[str, float]]:
-        found = clock.by_phase()
-        for phase, causes in (told[-1] if told else {}).items():
-            assert all(found[phase][cause] >= seconds for cause, seconds in causes.items())
-        told.append(found)
+        seconds_by_phase = clock.by_phase()
+        for phase, causes in (readings[-1] if readings else {}).items():
+            assert all(seconds_by_phase[phase][cause] >= seconds for cause, seconds in causes.items())
+        readings.append(seconds_by_phase)
         return {
             phase: {cause: pytest.approx(seconds) for cause, seconds in causes.items() if seconds}
-            for phase, causes in found.items()
+            for phase, causes in seconds_by_phase.items()
         }
 
     clock.phase = "forward"
@@ -462,7 +464,9 @@ def test_a_rank_tells_who_it_is_and_what_it_sent(start: Callable[..., Any], tmp_
     snapshot = record.snapshot()
     assert (snapshot.rank, snapshot.world_size) == (1, 4)
     assert (snapshot.local_rank, snapshot.local_world_size, snapshot.node) == (1, 2, socket.gethostname())
-    assert [(one.kind, one.calls, one.sent_bytes) for one in snapshot.collectives] == [
+    assert [
+        (collective.kind, collective.calls, collective.sent_bytes) for collective in snapshot.collectives
+    ] == [
         ("control", 1, 1000),
         ("all-gather", 1, 300),
         ("reduce", 2, 120),
@@ -491,7 +495,7 @@ def test_what_goes_over_the_link_is_told_by_step(
     stats |= {"h2d": LinkStats(1800, 4, 1.0), "d2h": LinkStats(30, 2, 0.25)}
     record.end_step()
     snapshot = record.snapshot()
-    assert [(one.h2d_bytes, one.d2h_bytes, one.forward) for one in snapshot.steps] == [
+    assert [(step.h2d_bytes, step.d2h_bytes, step.forward) for step in snapshot.steps] == [
         (700, 0, 2.0),
         (100, 30, 0.0),
     ]
@@ -517,8 +521,8 @@ def test_an_engine_on_a_device_tells_its_copies_and_waits(
     assert snapshot.link is not None
     assert snapshot.link.d2h.bytes == 2 * trained <= snapshot.link.h2d.bytes
     assert {"copies of parameters", "copies of gradients"} <= set(snapshot.stalls)
-    told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {"h2d", "d2h", "wait"} <= {event.get("cat") for event in told}
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"h2d", "d2h", "wait"} <= {event.get("cat") for event in events}
 
 
 def test_one_rank_alone_sends_nothing(start: Callable[..., Any]) -> None:

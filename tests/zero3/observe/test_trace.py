@@ -235,11 +235,11 @@ def test_what_a_device_does_lies_where_it_did_it(tmp_path: Path, monkeypatch: py
     assert traced.end_step(8)
     assert device.now == 112 * 10**9
     timeline.add_device_span("d2h", "late", began, began)
-    found = [
-        (one.row, one.name, *(round(at / 1e6, 6) for at in (one.begin, one.end)), one.args)
-        for one in read_trace(tmp_path / "trace.json").events
+    spans = [
+        (span.row, span.name, *(round(at / 1e6, 6) for at in (span.begin, span.end)), span.args)
+        for span in read_trace(tmp_path / "trace.json").events
     ]
-    assert found == [
+    assert spans == [
         ("step", "step 8", 0, 11, {}),
         ("waits of the CPU", "gradients", 0, 8, {}),
         ("h2d copies", "parameters", 2, 5, {"bytes": 5}),

@@ -90,7 +90,7 @@ def test_an_optimizer_that_the_kernels_know_is_taken_over(
     groups, dicts = client.param_groups, list(client.param_groups)
     engine = start(model, client=client, rule=None, **settings("bf16", 2), **PLACEMENTS["all on nvme"])
     assert engine.optimizer.param_groups is groups is client.param_groups
-    assert all(one is other for one, other in zip(groups, dicts, strict=True))
+    assert all(group is other for group, other in zip(groups, dicts, strict=True))
     assert [group["kept"] for group in groups] == [0, 1]
     assert not client.state
     run = train_engine(engine, 2)
@@ -118,14 +118,14 @@ def test_a_scheduler_made_for_the_original_steers_what_took_it_over(start: Calla
 
 
 def test_a_function_of_the_parameters_makes_the_optimizer(start: Callable[..., Any]) -> None:
-    model, given = Scales(), []
+    model, calls = Scales(), []
 
     def make(params: Any) -> torch.optim.Optimizer:
-        given.append(list(params))
-        return torch.optim.SGD(given[-1], LR)
+        calls.append(list(params))
+        return torch.optim.SGD(calls[-1], LR)
 
     engine = start(model, client=make, rule=None, **settings())
-    assert list(map(id, given[0])) == list(map(id, trained(model)))
+    assert list(map(id, calls[0])) == list(map(id, trained(model)))
     assert engine.optimizer.rule.name == "SGD"
     other = Scales()
     groups = param_groups(other, {})
@@ -190,11 +190,11 @@ def test_gradients_kept_in_16_bits_reach_a_client_in_fp32(
     start: Callable[..., Any], differing: Callable[..., list[str]]
 ) -> None:
     runs = []
-    for kept in ("fp32", "bf16"):  # of one micro-batch in bf16: the same values
+    for accum_dtype in ("fp32", "bf16"):  # of one micro-batch in bf16: the same values
         model = Scales()
         client = torch.optim.RMSprop(param_groups(model, {}), LR)
-        engine = start(model, client=client, rule=None, grad_accum_dtype=kept, **settings("bf16"))
-        assert engine.plan.workload.grad_itemsize == (4 if kept == "fp32" else 2)
+        engine = start(model, client=client, rule=None, grad_accum_dtype=accum_dtype, **settings("bf16"))
+        assert engine.plan.workload.grad_itemsize == (4 if accum_dtype == "fp32" else 2)
         runs.append(train_engine(engine, 1))
     assert differing(runs[0].masters, runs[1].masters) == []
 
@@ -215,9 +215,9 @@ def test_on_a_gpu_the_cpu_touches_nothing_of_a_clients_step(
     expected = run()
     with FakeDevice() as gpu:
         gpu.run_engines(monkeypatch)
-        found = run()
-    assert differing(found.masters, expected.masters) == []
-    assert differing(found.weights, expected.weights) == []
+        outcome = run()
+    assert differing(outcome.masters, expected.masters) == []
+    assert differing(outcome.weights, expected.weights) == []
 
 
 def test_state_of_a_client_is_saved_and_loaded_in_fp32(start: Callable[..., Any]) -> None:
@@ -226,10 +226,10 @@ def test_state_of_a_client_is_saved_and_loaded_in_fp32(start: Callable[..., Any]
         client = torch.optim.RMSprop(param_groups(model, {}), LR)
         return start(model, client=client, rule=None, **settings("bf16"))
 
-    one, other = begin(), begin()
-    one.backward(one(torch.randn(40, generator=torch.Generator().manual_seed(1)), 9))
-    one.step()
-    saved = one.optimizer.state_dict()
+    first, other = begin(), begin()
+    first.backward(first(torch.randn(40, generator=torch.Generator().manual_seed(1)), 9))
+    first.step()
+    saved = first.optimizer.state_dict()
     saved["param_groups"][1]["lr"] = LR / 4
     other.optimizer.load_state_dict(saved)
     assert {p.dtype for p in other.module.parameters()} == {torch.bfloat16}

@@ -134,9 +134,9 @@ def test_parameters_without_a_gradient_stay_as_they_are(
         for step in range(4):
             engine.backward(engine(x, step % 2))
             engine.step()
-        left = left_by(engine)
+        state = left_by(engine)
         engine.close()
-        return left
+        return state
 
     tiers = {**ON_HOST, "update_on_device": 1.0}
     assert differing(on_gpu(never, trained, **tiers), trained()) == []
@@ -180,11 +180,11 @@ def test_who_uses_what_is_on_its_way_back_waits_for_it(
     def trained(directory: Path, **options: Any) -> list[dict[str, Tensor]]:
         engine = start(**({"accumulation": 1} | habit | options))
         accumulation = engine.settings.gradient_accumulation_steps
-        seen = []
+        states = []
         uses: list[Callable[[int], object]] = [
             lambda step: None,
             lambda step: engine.save_checkpoint(directory, f"at {step}"),
-            lambda step: seen.append(left_by(engine)),
+            lambda step: states.append(left_by(engine)),
             lambda step: edited(engine),
             lambda step: engine.eval()(*next(micro_batches(1))).item(),
         ]
@@ -200,15 +200,15 @@ def test_who_uses_what_is_on_its_way_back_waits_for_it(
             engine.step()
             if (step + 1) % accumulation == 0:
                 uses.pop(0)(step)
-        seen.append(left_by(engine))
+        states.append(left_by(engine))
         engine.load_checkpoint(directory)
-        seen.append(left_by(engine))
+        states.append(left_by(engine))
         engine.close()
-        return seen
+        return states
 
-    seen = on_gpu(never, trained, tmp_path / "gpu", update_on_device=0.5, **tiers)
-    for one, other in zip(seen, trained(tmp_path / "cpu"), strict=True):
-        assert differing(one, other) == []
+    states = on_gpu(never, trained, tmp_path / "gpu", update_on_device=0.5, **tiers)
+    for first, other in zip(states, trained(tmp_path / "cpu"), strict=True):
+        assert differing(first, other) == []
 
 
 def edited(engine: Engine) -> None:

@@ -22,7 +22,7 @@ def begin(start: Start, placement: dict[str, Any], **options: Any) -> Any:
     return start(Tower(), precision="bf16", accumulation=1, threshold=0, **options, **placement)
 
 
-def kept(state: dict[str, Any]) -> Any:
+def round_trip(state: dict[str, Any]) -> Any:
     """``state`` as a script finds it in its file."""
     file = io.BytesIO()
     torch.save(state, file)
@@ -39,7 +39,7 @@ def test_options_are_loaded_after_the_checkpoint_and_not_without(
     for x in batches[:3]:
         update(engine, x)
     engine.optimizer.param_groups[0]["lr"] = 0.5
-    saved = kept(engine.optimizer.state_dict())
+    saved = round_trip(engine.optimizer.state_dict())
     engine.optimizer.param_groups[0]["lr"] = 1e-3
     engine.save_checkpoint(tmp_path / "saved")
     engine.optimizer.load_state_dict(saved)
@@ -65,9 +65,9 @@ def test_options_are_loaded_after_the_checkpoint_and_not_without(
 def test_options_alone_can_be_loaded(start: Start, placement: dict[str, Any]) -> None:
     """Of a fresh engine, without the mark, and of a rule that keeps no state."""
     fresh = begin(start, placement)
-    fresh.optimizer.load_state_dict(kept(fresh.optimizer.state_dict()))
+    fresh.optimizer.load_state_dict(round_trip(fresh.optimizer.state_dict()))
     update(fresh, next(inputs(1)))
-    saved = kept(fresh.optimizer.state_dict())
+    saved = round_trip(fresh.optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 0.25
     del saved["tiers"]
     other = begin(start, placement)
@@ -76,4 +76,6 @@ def test_options_alone_can_be_loaded(start: Start, placement: dict[str, Any]) ->
 
     stateless = begin(start, placement, rule="SGD", optimizer={"lr": 0.1})
     update(stateless, next(inputs(1)))
-    begin(start, placement, rule="SGD").optimizer.load_state_dict(kept(stateless.optimizer.state_dict()))
+    begin(start, placement, rule="SGD").optimizer.load_state_dict(
+        round_trip(stateless.optimizer.state_dict())
+    )

@@ -204,11 +204,11 @@ def test_options_are_loaded_into_the_same_dicts_and_state_is_refused(start: Call
     saved["param_groups"][1]["lr"] = 0.25
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups is groups
-    assert all(one is other for one, other in zip(optimizer.param_groups, dicts, strict=True))
+    assert all(group is other for group, other in zip(optimizer.param_groups, dicts, strict=True))
     assert dicts[1]["lr"] == 0.25
     assert all(
-        one is other
-        for one, other in zip(dicts[0]["params"], param_groups(model, {})[0]["params"], strict=True)
+        param is other
+        for param, other in zip(dicts[0]["params"], param_groups(model, {})[0]["params"], strict=True)
     )
     with pytest.raises(EngineStateError, match="cannot load state onto the tiers"):
         optimizer.load_state_dict({"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []})

@@ -127,10 +127,10 @@ class Alone:
         gradients: Any = SimpleNamespace(homes=homes, dtype_of=lambda group: torch.bfloat16, windows=windows)
         timeline = Timeline()
         plan = SimpleNamespace(workload=SimpleNamespace(steps_need_params=reads_params), staging=staging)
-        given: Any = SimpleNamespace(
+        parts: Any = SimpleNamespace(
             plan=plan, staging=self.arena, swap=self.swap, stalls=StallClock(timeline), timeline=timeline
         )
-        self.transfers = SlotTransfers(gradients, given, is_stepped=lambda piece: True)
+        self.transfers = SlotTransfers(gradients, parts, is_stepped=lambda piece: True)
         self.pipeline = self.transfers.pipeline()
 
     @staticmethod
@@ -480,10 +480,10 @@ def test_tiles_in_memory_are_stepped_while_others_are_read(
     optimizer, stepped = engine.optimizer, []
     run = TileStepper._run_batch
 
-    def noted(self: TileStepper, what: str) -> None:
+    def noted(self: TileStepper, label: str) -> None:
         reads = [read for staged in self._pipeline.staged for read in staged.reads]
-        stepped.append((what, [read.done() for read in reads]))
-        run(self, what)
+        stepped.append((label, [read.done() for read in reads]))
+        run(self, label)
 
     monkeypatch.setattr(TileStepper, "_run_batch", noted)
     update(engine, next(inputs(1)))

@@ -21,8 +21,8 @@ TABLES: list[dict[str, Any]] = DOCUMENT["schedules"]
 
 def make(kind: str, optimizer: Optimizer, params: dict[str, Any]) -> LRScheduler:
     """A schedule by way of a configuration file."""
-    given = {"train_batch_size": 1, "scheduler": {"type": kind, "params": params}}
-    config = ds_config.load(given)[0].scheduler
+    settings = {"train_batch_size": 1, "scheduler": {"type": kind, "params": params}}
+    config = ds_config.load(settings)[0].scheduler
     assert config is not None
     return from_config(config, optimizer)
 
@@ -45,8 +45,8 @@ def test_every_value_is_deepspeeds(table: dict[str, Any]) -> None:
 
 
 def test_the_tables_are_of_these_cases() -> None:
-    told = [(table["type"], table["optimizer"], table["groups"], table["params"]) for table in TABLES]
-    assert told == [tuple(case) for case in CASES]
+    cases = [(table["type"], table["optimizer"], table["groups"], table["params"]) for table in TABLES]
+    assert cases == [tuple(case) for case in CASES]
     assert {case[0] for case in CASES} == set(SCHEDULES)
     assert all(len(table["values"]) == UPDATES + 1 for table in TABLES)
     assert DOCUMENT["deepspeed"] == "0.19.8"
@@ -78,9 +78,9 @@ def test_a_schedule_is_told_which_update_has_been(kind: str) -> None:
     name = "batch_iteration" if kind in ("LRRangeTest", "OneCycle") else "last_batch_iteration"
     optimizer = make_optimizer(table["optimizer"], 2)
     scheduler: Any = make(kind, optimizer, table["params"])
-    for number, given in ((11, {name: 11}), (3, {name: 3}), (4, {})):
+    for number, arguments in ((11, {name: 11}), (3, {name: 3}), (4, {})):
         optimizer.step()
-        scheduler.step(**given)
+        scheduler.step(**arguments)
         assert json.loads(json.dumps(rates_and_momenta(optimizer))) == table["values"][number + 1]
         assert scheduler.state_dict()["last_batch_iteration"] == number
 
@@ -149,13 +149,13 @@ def test_one_cycle_cycles_the_momentum_of_sgd_when_told_to(
     cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 2}
     with caplog.at_level(logging.WARNING):
         scheduler = make("OneCycle", optimizer, cycle | params)
-    left = not params or not momentum
-    assert ("OneCycle leaves the momentum as it is: SGD has no betas" in caplog.text) == left
-    found = [optimizer.param_groups[0]["momentum"]]
+    unchanged = not params or not momentum
+    assert ("OneCycle leaves the momentum as it is: SGD has no betas" in caplog.text) == unchanged
+    momenta = [optimizer.param_groups[0]["momentum"]]
     for _ in range(2):
         update_tensor(optimizer, scheduler)
-        found.append(optimizer.param_groups[0]["momentum"])
-    assert found == expected
+        momenta.append(optimizer.param_groups[0]["momentum"])
+    assert momenta == expected
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,8 @@ def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
     assert_same(moved, reference, differing, "torch operations")
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def same_bits(first: Tensor, other: Tensor) -> bool:
+    return torch.equal(first.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def in_model_order(model: nn.Module, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -377,9 +377,9 @@ def test_what_is_set_by_name_is_what_is_got(start: Start, state: str, place: dic
 
     for key in engine.state_names:
         engine.set_fp32_state(NAME, key, moments)
-        kept = torch.empty(shape, dtype=torch.bfloat16)
-        round_parameters(moments, kept)
-        expected = kept.float() if "bf16" in state else moments
+        in_bf16 = torch.empty(shape, dtype=torch.bfloat16)
+        round_parameters(moments, in_bf16)
+        expected = in_bf16.float() if "bf16" in state else moments
         assert same_bits(engine.get_fp32_state(NAME, key), expected)
     assert same_bits(engine.get_fp32_parameter(NAME), values)
 
@@ -401,18 +401,18 @@ def test_training_goes_on_from_what_was_set(
         torch.manual_seed(21)
         return start(Tower(), accumulation=1, threshold=0, clip=CLIP, state=state, **place)
 
-    one, other = begin(), begin()
+    first, other = begin(), begin()
     batches = list(inputs(4))
     for x in batches[:2]:
-        update(one, x)
-    for name, master in one.master_state_dict().items():
+        update(first, x)
+    for name, master in first.master_state_dict().items():
         other.set_fp32_parameter(name, master)
-        for key in one.state_names:
-            other.set_fp32_state(name, key, one.get_fp32_state(name, key))
-    other.optimizer.steps.update(one.optimizer.steps)
-    assert [update(one, x) for x in batches[2:]] == [update(other, x) for x in batches[2:]]
-    assert differing(one.master_state_dict(), other.master_state_dict()) == []
-    assert differing(one.state_dict(), other.state_dict()) == []
+        for key in first.state_names:
+            other.set_fp32_state(name, key, first.get_fp32_state(name, key))
+    other.optimizer.steps.update(first.optimizer.steps)
+    assert [update(first, x) for x in batches[2:]] == [update(other, x) for x in batches[2:]]
+    assert differing(first.master_state_dict(), other.master_state_dict()) == []
+    assert differing(first.state_dict(), other.state_dict()) == []
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)

@@ -68,9 +68,9 @@ def formed(
                 entry in set(outer.modules()) for outer in other.entries for entry in group.entries
             )
             assert not encloses or other is group or other_position in chain
-    found = {group.name: group for group in groups}
-    assert len(found) == len(groups)
-    return found
+    by_name = {group.name: group for group in groups}
+    assert len(by_name) == len(groups)
+    return by_name
 
 
 def in_group(param: nn.Parameter | None, group: GroupMembers) -> bool:
@@ -257,12 +257,12 @@ def test_a_module_under_two_names_goes_by_the_first() -> None:
 @pytest.mark.parametrize("name", ["root", "persistent"])
 def test_a_module_may_have_a_name_of_ours(name: str) -> None:
     model = Model(**{name: nn.Embedding(1000, 8)}, layers=blocks(2), norm=nn.LayerNorm(9))
-    found = [(group.persistent, names(group), group.entries) for group in form_groups(model, 9)]
+    shapes = [(group.persistent, names(group), group.entries) for group in form_groups(model, 9)]
     small = [member for member, param in model.named_parameters() if param.numel() < 9]
-    assert (False, [f"{name}.weight"], [getattr(model, name)]) in found
-    assert (False, ["norm.weight", "norm.bias"], [model]) in found
-    assert (True, small, []) in found
-    assert len(found) == 5
+    assert (False, [f"{name}.weight"], [getattr(model, name)]) in shapes
+    assert (False, ["norm.weight", "norm.bias"], [model]) in shapes
+    assert (True, small, []) in shapes
+    assert len(shapes) == 5
 
 
 def test_a_module_shared_by_blocks_belongs_to_the_group_around_them() -> None:
@@ -331,7 +331,7 @@ def test_small_parameters_of_a_leaf_persist_as_others_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
+    ("settings", "expected"),
     [
         ({"classes": ["Experts"]}, {"layers.0.moe", "layers.1.moe"}),
         ({"classes": [f"{Experts.__module__}.Experts"]}, {"layers.0.moe", "layers.1.moe"}),
@@ -342,18 +342,18 @@ def test_small_parameters_of_a_leaf_persist_as_others_do() -> None:
     ],
 )
 def test_leaf_modules_are_found_by_class_name_and_suffix(
-    wanted: dict[str, object], expected: set[str], caplog: pytest.LogCaptureFixture
+    settings: dict[str, object], expected: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = routed()
-    found = leaf_modules(model, LeafModulesConfig.model_validate(wanted))
-    assert {name for name, module in model.named_modules() if module in found} == expected
+    modules = leaf_modules(model, LeafModulesConfig.model_validate(settings))
+    assert {name for name, module in model.named_modules() if module in modules} == expected
     assert not caplog.records
 
 
 def test_leaf_modules_that_match_nothing_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    wanted = LeafModulesConfig(classes=["Experts", "MixtralSparseMoeBlock"], names=["layers.7"])
+    settings = LeafModulesConfig(classes=["Experts", "MixtralSparseMoeBlock"], names=["layers.7"])
     with caplog.at_level(logging.WARNING):
-        assert len(leaf_modules(routed(), wanted)) == 2
+        assert len(leaf_modules(routed(), settings)) == 2
     assert caplog.messages == ["leaf_module: no module of the model matches MixtralSparseMoeBlock, layers.7"]
     with pytest.raises(ConfigError, match=r"names 'layers.0.moe.experts', but a ModuleList is never called"):
         leaf_modules(routed(), LeafModulesConfig(name_suffixes=["experts"]))

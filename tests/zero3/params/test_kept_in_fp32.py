@@ -59,15 +59,17 @@ def dtypes(state: dict[str, Tensor]) -> dict[str, torch.dtype]:
 def test_no_placement_changes_a_bit(start: Start, state: str, accumulation: int) -> None:
     expected: Any = None
     for place, options in PLACEMENTS.items():
-        found = train(start(built(), keep_fp32=KEEP, accumulation=accumulation, state=state, **options))
-        expected = expected or found
-        assert found[0] == expected[0], place
-        assert differing(found[1], expected[1]) == differing(found[2], expected[2]) == [], place
-    kept = {name for name, dtype in dtypes(expected[1]).items() if dtype is torch.float32}
-    assert kept == {name for name in expected[1] if "norm" in name or "gate" in name or "head" in name}
-    assert all(torch.equal(expected[1][name], expected[2][name]) for name in kept), "they are their masters"
+        outcome = train(start(built(), keep_fp32=KEEP, accumulation=accumulation, state=state, **options))
+        expected = expected or outcome
+        assert outcome[0] == expected[0], place
+        assert differing(outcome[1], expected[1]) == differing(outcome[2], expected[2]) == [], place
+    fp32_names = {name for name, dtype in dtypes(expected[1]).items() if dtype is torch.float32}
+    assert fp32_names == {name for name in expected[1] if "norm" in name or "gate" in name or "head" in name}
+    assert all(torch.equal(expected[1][name], expected[2][name]) for name in fp32_names), (
+        "they are their masters"
+    )
     before = built().state_dict()
-    assert all(not torch.equal(expected[2][name], before[name]) for name in kept)
+    assert all(not torch.equal(expected[2][name], before[name]) for name in fp32_names)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +77,9 @@ def test_no_placement_changes_a_bit(start: Start, state: str, accumulation: int)
 )
 def test_no_placement_changes_a_bit_of_other_settings(start: Start, options: dict[str, Any]) -> None:
     runs = [train(start(built(), keep_fp32=KEEP, **options, **place)) for place in PLACEMENTS.values()]
-    for found in runs[1:]:
-        assert found[0] == runs[0][0]
-        assert differing(found[1], runs[0][1]) == differing(found[2], runs[0][2]) == []
+    for run in runs[1:]:
+        assert run[0] == runs[0][0]
+        assert differing(run[1], runs[0][1]) == differing(run[2], runs[0][2]) == []
 
 
 def test_steps_in_backward_change_no_bit(start: Start) -> None:
@@ -100,9 +102,9 @@ def test_as_a_plain_loop(start: Start) -> None:
         **PLACEMENTS["nvme"],
     )
     model = built().to(torch.bfloat16)
-    kept = {name: p for name, p in model.named_parameters() if any(word in name for word in KEEP)}
+    fp32_params = {name: p for name, p in model.named_parameters() if any(word in name for word in KEEP)}
     original = dict(built().named_parameters())
-    for name, param in kept.items():
+    for name, param in fp32_params.items():
         param.data = original[name].data.clone()
     (tokens,) = inputs(1)
     loss, expected = engine(tokens), model(tokens)
@@ -110,7 +112,7 @@ def test_as_a_plain_loop(start: Start) -> None:
     engine.backward(loss)
     expected.backward()
     engine.step()
-    for name, param in kept.items():
+    for name, param in fp32_params.items():
         assert torch.equal(engine.get_fp32_parameter(name), param.detach() - 0.5 * param.grad), name
 
 
@@ -171,9 +173,9 @@ def test_checkpoints_go_on_to_the_bit_and_to_other_settings(start: Start, tmp_pa
     for options in (PLACEMENTS["device"], PLACEMENTS["nvme, everything moves"]):
         other = start(built(), keep_fp32=KEEP, state=state, **options)
         other.load_checkpoint(tmp_path / "saved")
-        found = train(other, 2)
-        assert found[0] == expected[0]
-        assert differing(found[2], expected[2]) == []
+        outcome = train(other, 2)
+        assert outcome[0] == expected[0]
+        assert differing(outcome[2], expected[2]) == []
     without = start(built(), state=state, **PLACEMENTS["nvme"])
     without.load_checkpoint(tmp_path / "saved")
     assert differing(without.master_state_dict(), masters) == []
@@ -197,10 +199,10 @@ def test_a_model_without_memory(start: Start) -> None:
     torch.manual_seed(11)
     with tiering.zero.Init():
         model = Routed()
-    found = train(start(model, keep_fp32=KEEP, **PLACEMENTS["nvme"]))
+    outcome = train(start(model, keep_fp32=KEEP, **PLACEMENTS["nvme"]))
     expected = train(start(built(), keep_fp32=KEEP))
-    assert found[0] == expected[0]
-    assert differing(found[2], expected[2]) == []
+    assert outcome[0] == expected[0]
+    assert differing(outcome[2], expected[2]) == []
 
 
 def test_release_gives_both_dtypes_back(start: Start) -> None:
@@ -229,8 +231,10 @@ def test_release_gives_both_dtypes_back(start: Start) -> None:
 def test_patterns(patterns: list[str], names: set[str], nvme: Path) -> None:
     model = Routed()
     settings, _ = ds_config.load(config(nvme, keep_fp32=patterns), world_size=1)
-    kept = kept_in_fp32(model, settings)
-    of_one_layer = {n for n, p in model.named_parameters() if p in kept and ".1." not in n and ".2." not in n}
+    fp32_params = kept_in_fp32(model, settings)
+    of_one_layer = {
+        n for n, p in model.named_parameters() if p in fp32_params and ".1." not in n and ".2." not in n
+    }
     assert of_one_layer == names
     in_fp32, _ = ds_config.load(config(nvme, keep_fp32=patterns, precision="fp32"), world_size=1)
     assert kept_in_fp32(model, in_fp32) == frozenset()
@@ -259,8 +263,8 @@ def test_what_a_model_of_transformers_names(start: Start, precision: str, names:
     model.layers[1]._keep_in_fp32_modules = ["norm"]  # type: ignore[assignment]
     fp16 = {"loss_scale": 64}
     state = start(copy.deepcopy(model), precision=precision, fp16=fp16).state_dict()
-    kept = {name for name, dtype in dtypes(state).items() if dtype is torch.float32}
-    assert kept == {f"layers.1.{name}" for name in names}
+    fp32_names = {name for name, dtype in dtypes(state).items() if dtype is torch.float32}
+    assert fp32_names == {f"layers.1.{name}" for name in names}
     state = start(model, precision=precision, fp16=fp16, keep_fp32=["head.bias"]).state_dict()
     assert [name for name, dtype in dtypes(state).items() if dtype is torch.float32] == ["head.bias"]
 
@@ -301,7 +305,7 @@ def test_a_gpu_gives_the_same_bits(
     with pytest.MonkeyPatch.context() as patch, FakeDevice(never) as gpu:
         gpu.run_engines(patch)
         engine = start(built(), **settings, **ON_GPU[place])
-        found = train(engine, 2)
+        outcome = train(engine, 2)
         engine.close()
-    assert differing(found[1], expected[1]) == differing(found[2], expected[2]) == []
-    assert found[0] == expected[0]
+    assert differing(outcome[1], expected[1]) == differing(outcome[2], expected[2]) == []
+    assert outcome[0] == expected[0]

@@ -36,8 +36,8 @@ def test_the_layout_keeps_its_promises(
 ) -> None:
     layout = laid_out(params, itemsize, world_size)
     given_order = [(10 + i, f"p{i}", shape, trainable) for i, (shape, trainable) in enumerate(params)]
-    wanted = [p for p in given_order if p[3]] + [p for p in given_order if not p[3]]
-    assert [(p.index, p.name, p.shape, p.trainable) for p in layout.pieces] == wanted
+    expected = [p for p in given_order if p[3]] + [p for p in given_order if not p[3]]
+    assert [(p.index, p.name, p.shape, p.trainable) for p in layout.pieces] == expected
 
     end = 0
     for piece in layout.pieces:
@@ -67,14 +67,14 @@ def test_segments_are_found_wherever_a_range_begins(
 ) -> None:
     layout = laid_out(params, 2, 1)
     start, end = sorted(data.draw(st.tuples(st.integers(0, layout.numel), st.integers(0, layout.numel))))
-    wanted = [
+    expected = [
         (piece.index, max(piece.start, start), min(piece.end, end) - max(piece.start, start))
         for piece in layout.pieces
         if max(piece.start, start) < min(piece.end, end)
     ]
     assert [
         (each.piece.index, each.start, each.numel) for each in segments(layout.pieces, start, end)
-    ] == wanted
+    ] == expected
 
 
 def test_segments_look_at_few_pieces_of_a_large_group() -> None:
@@ -90,8 +90,8 @@ def test_segments_look_at_few_pieces_of_a_large_group() -> None:
 
     layout = laid_out([((64, 64), True)] * 1000, 2, 1)
     pieces = Watched(layout.pieces)
-    found = list(segments(pieces, 900 * 4096 + 10, 900 * 4096 + 20))
-    assert [(each.piece.index, each.numel) for each in found] == [(910, 10)]
+    parts = list(segments(pieces, 900 * 4096 + 10, 900 * 4096 + 20))
+    assert [(each.piece.index, each.numel) for each in parts] == [(910, 10)]
     assert pieces.looks < 20
 
 
@@ -141,24 +141,24 @@ def test_shards_hold_every_element_of_every_parameter_once(
 ) -> None:
     layout = laid_out(params, 4, world_size)
     whole = {piece.index: piece for piece in layout.pieces}
-    seen: dict[int, list[int]] = {piece.index: [] for piece in layout.pieces}
+    indices: dict[int, list[int]] = {piece.index: [] for piece in layout.pieces}
     for rank in range(world_size):
-        kept = shard(layout, world_size, rank, trainable_only=trainable_only)
+        kept_shard = shard(layout, world_size, rank, trainable_only=trainable_only)
         prefix, rest = shard_ranges(layout, world_size, rank)
-        assert kept.trainable_numel == len(prefix)
-        assert kept.numel == len(prefix) + (0 if trainable_only else len(rest))
-        for part in kept.pieces:
+        assert kept_shard.trainable_numel == len(prefix)
+        assert kept_shard.numel == len(prefix) + (0 if trainable_only else len(rest))
+        for part in kept_shard.pieces:
             piece = whole[part.index]
             assert (part.name, part.shape, part.trainable) == (piece.name, piece.shape, piece.trainable)
             assert part.start * 4 % 256 == 0
             # What lies at ``start`` of the shard lies here in the whole.
             base = prefix.start if part.trainable else rest.start - len(prefix)
             assert base + part.start == piece.start + part.first
-            assert part.end <= (kept.trainable_numel if part.trainable else kept.numel)
-            seen[part.index] += range(part.first, part.first + part.numel)
-    for index, elements in seen.items():
-        wanted = whole[index].trainable or not trainable_only
-        assert elements == (list(range(whole[index].numel)) if wanted else [])
+            assert part.end <= (kept_shard.trainable_numel if part.trainable else kept_shard.numel)
+            indices[part.index] += range(part.first, part.first + part.numel)
+    for index, elements in indices.items():
+        is_held = whole[index].trainable or not trainable_only
+        assert elements == (list(range(whole[index].numel)) if is_held else [])
 
 
 def test_an_example_by_hand() -> None:
@@ -185,8 +185,8 @@ def test_an_example_by_hand() -> None:
 
 def test_segments_leave_padding_out() -> None:
     pieces = lay_out([(0, "w", (200,), True), (1, "b", (5,), True)], 2).pieces
-    found = [(s.piece.name, s.start, s.numel) for s in segments(pieces, 100, 260)]
-    assert found == [("w", 100, 100), ("b", 256, 4)]
+    parts = [(s.piece.name, s.start, s.numel) for s in segments(pieces, 100, 260)]
+    assert parts == [("w", 100, 100), ("b", 256, 4)]
     assert list(segments(pieces, 200, 256)) == []
 
 

@@ -141,16 +141,18 @@ class Routed(nn.Module):
         return (self.norm(self.layer(x)) + self.bias).sum()
 
 
-@pytest.mark.parametrize("wanted", [None, "fp32", "bf16", "fp16"])
-def test_buffers_keep_their_dtype_unless_told(wanted: str | None) -> None:
+@pytest.mark.parametrize("buffer_dtype", [None, "fp32", "bf16", "fp16"])
+def test_buffers_keep_their_dtype_unless_told(buffer_dtype: str | None) -> None:
     model = Routed()
-    data_types = {} if wanted is None else {"data_types": {"buffer_dtype": wanted}}
+    data_types = {} if buffer_dtype is None else {"data_types": {"buffer_dtype": buffer_dtype}}
     config = {"train_batch_size": 3, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}} | data_types
     with tiering.initialize(model=model, config=config)[0] as engine:
-        told = COMPUTE_DTYPES.get(wanted or "fp32")
-        assert (model.bias.dtype, model.steps.dtype) == (told, torch.int64)
-        assert model.bias.equal(torch.full((4,), 0.1234567).to(told))
-        assert model.norm.running_mean.dtype is (COMPUTE_DTYPES[wanted] if wanted else torch.bfloat16)
-        if wanted in (None, "bf16"):
+        dtype = COMPUTE_DTYPES.get(buffer_dtype or "fp32")
+        assert (model.bias.dtype, model.steps.dtype) == (dtype, torch.int64)
+        assert model.bias.equal(torch.full((4,), 0.1234567).to(dtype))
+        assert model.norm.running_mean.dtype is (
+            COMPUTE_DTYPES[buffer_dtype] if buffer_dtype else torch.bfloat16
+        )
+        if buffer_dtype in (None, "bf16"):
             engine.backward(engine(torch.randn(3, 4, dtype=torch.bfloat16)))
             engine.step()

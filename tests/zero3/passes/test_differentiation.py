@@ -78,18 +78,18 @@ def norms(gradients: Any) -> list[float]:
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_autograd_grad_under_checkpointing(start: Start, checkpoints: str) -> None:
     def script(loop: Loop, ask: bool = True) -> list[float]:
-        seen = []
+        figures = []
         for x in inputs(3):
             if ask:
-                seen += norms(torch.autograd.grad(loop(x), trained(loop.module), allow_unused=True))
+                figures += norms(torch.autograd.grad(loop(x), trained(loop.module), allow_unused=True))
             loss = loop(x)
             if ask:
                 some = list(loop.module.get_submodule("blocks.0").parameters())
-                seen += norms(torch.autograd.grad(loss, some, retain_graph=True))
-            seen.append(loss.item())
+                figures += norms(torch.autograd.grad(loss, some, retain_graph=True))
+            figures.append(loss.item())
             loop.backward(loss)
             loop.step()
-        return seen
+        return figures
 
     build = partial(Checkpointed, checkpoints)
     run = assert_same_everywhere(start, build, script, roomy=True)
@@ -124,19 +124,19 @@ def test_what_autograd_grad_takes(start: Start, checkpoints: str) -> None:
     """Parameters more than once and in a dict, batches of gradients, zeros for what is not used, hooks."""
 
     def script(loop: Loop) -> list[float]:
-        seen: list[float] = []
+        figures: list[float] = []
         named = {name: param for name, param in loop.module.named_parameters() if param.requires_grad}
         weight, unused = named["blocks.2.up.weight"], named["unused.weight"]
         frozen = loop.module.get_parameter("blocks.1.up.bias")
         hook = weight.register_hook(lambda gradient: 2 * gradient)
         for x in inputs(2):
             twice = torch.autograd.grad(loop(x), (weight, named["embedding.weight"], weight))
-            seen += norms(twice)
+            figures += norms(twice)
             assert torch.equal(twice[0], twice[2])
             by_name: Any = torch.autograd.grad(loop(x), named, materialize_grads=True)  # type: ignore[call-overload]
             assert list(by_name) == list(named)
             assert torch.equal(by_name["unused.weight"], torch.zeros(WIDTH, WIDTH))
-            seen += norms(by_name.values())
+            figures += norms(by_name.values())
             with pytest.raises(RuntimeError, match="not have been used in the graph"):
                 torch.autograd.grad(loop(x), [weight, unused])
             with pytest.raises(RuntimeError, match="does not require grad"):
@@ -144,11 +144,11 @@ def test_what_autograd_grad_takes(start: Start, checkpoints: str) -> None:
             if loop.module.checkpoints == "none":  # torch recomputes nothing under vmap
                 of_rows = torch.tensor([1.0, 0.0, -2.0])
                 (batch,) = torch.autograd.grad(loop(x), [weight], of_rows, is_grads_batched=True)
-                seen += norms(batch)
+                figures += norms(batch)
                 assert batch[1].abs().max() == 0 and torch.equal(batch[2], -2 * batch[0])
-            seen.append(update(loop, x))
+            figures.append(update(loop, x))
         hook.remove()
-        return seen
+        return figures
 
     assert_same_everywhere(start, partial(Checkpointed, checkpoints), script, trains=False, roomy=True)
 
@@ -156,6 +156,6 @@ def test_what_autograd_grad_takes(start: Start, checkpoints: str) -> None:
 def test_the_gradient_of_a_parameter_by_itself(start: Start) -> None:
     engine = start(Checkpointed("none"), precision="fp32", accumulation=1, threshold=0, **STREAMED)
     weight = engine.module.blocks[0].up.weight
-    given = torch.full_like(weight, 3.0)
-    (gradient,) = torch.autograd.grad(weight, weight, given)
-    assert torch.equal(gradient, given)
+    incoming = torch.full_like(weight, 3.0)
+    (gradient,) = torch.autograd.grad(weight, weight, incoming)
+    assert torch.equal(gradient, incoming)

@@ -214,16 +214,16 @@ class Autograd:
             self.inside.clear()
         return tape
 
-    def run(self, call: Call, tape: list[Node] | None, region: Call | None, left: list[int] | None) -> None:
+    def run(self, call: Call, tape: list[Node] | None, region: Call | None, budget: list[int] | None) -> None:
         """``call``, under its checkpoint. ``left``: forwards that a recomputation still enters."""
         if call.checkpoint == "reentrant" and tape is not None:
-            self.compute(call, None, None, left)
+            self.compute(call, None, None, budget)
             tape.append(Node((), [], region, reentrant=call))
         else:
-            self.compute(call, tape, call if call.checkpoint == "saved" else region, left)
+            self.compute(call, tape, call if call.checkpoint == "saved" else region, budget)
 
     def compute(
-        self, call: Call, tape: list[Node] | None, region: Call | None, left: list[int] | None
+        self, call: Call, tape: list[Node] | None, region: Call | None, budget: list[int] | None
     ) -> None:
         group: Any = self.groups[call.group]
         encloses = call.group in PARENTS
@@ -232,7 +232,7 @@ class Autograd:
             self.passes.begin_forward(tape is not None, whole=call.group == 0)
         self.passes.pre_forward(group)
         try:
-            self.forward_of(call, tape, region, left)
+            self.forward_of(call, tape, region, budget)
         except Exception:
             # Torch calls such hooks after exceptions, too, but not after KeyboardInterrupt.
             self.passes.post_forward(group)
@@ -248,13 +248,13 @@ class Autograd:
                 self.inside.pop()
 
     def forward_of(
-        self, call: Call, tape: list[Node] | None, region: Call | None, left: list[int] | None
+        self, call: Call, tape: list[Node] | None, region: Call | None, budget: list[int] | None
     ) -> None:
         nodes = tape if tape is not None else []
         self.moment()
-        if left is not None:
-            left[0] -= 1
-            if left[0] == 0:
+        if budget is not None:
+            budget[0] -= 1
+            if budget[0] == 0:
                 raise StoppedError
         for other in (call.group, *call.reads):
             if not self.groups[other].is_shown:
@@ -267,7 +267,7 @@ class Autograd:
         for inner in call.calls:
             self.check_inside()
             try:
-                self.run(inner, tape, region, left)
+                self.run(inner, tape, region, budget)
             except BoomError:
                 if not call.catches:
                     raise
@@ -353,8 +353,8 @@ class Autograd:
     # What must hold between passes.
 
     def check_quiet(self) -> None:
-        held = [group.name for group in self.groups if group.residency is Residency.UNSHARDED]
-        assert held == [], "still unsharded"
+        unsharded = [group.name for group in self.groups if group.residency is Residency.UNSHARDED]
+        assert unsharded == [], "still unsharded"
         fetching = sum(group.residency is Residency.FETCHING for group in self.groups)
         assert self.device.room + fetching == self.total
         assert self.passes.state is PassState.IDLE
@@ -411,8 +411,8 @@ def test_each_forward_with_its_backward(models: list[tuple[Call, ...]]) -> None:
     with autograd() as torch_model:
         for model in models * 2:
             tape = torch_model.forward(model)
-            held = [group.name for group in torch_model.groups if group.residency is Residency.UNSHARDED]
-            assert held == [], "still unsharded between forward and backward"
+            unsharded = [group.name for group in torch_model.groups if group.residency is Residency.UNSHARDED]
+            assert unsharded == [], "still unsharded between forward and backward"
             torch_model.backward(tape)
             torch_model.check_quiet()
             assert torch_model.gradients.received.keys() >= {f"g{use}" for node in tape for use in node.uses}
@@ -488,8 +488,8 @@ def test_whatever_is_raised_at_any_moment(
             torch_model.forward((), grad=False)
         torch_model.check_quiet()
         torch_model.gradients.reset()
-        ended = torch_model.ended
+        ended_before = torch_model.ended
         for model in models:
             torch_model.backward(torch_model.forward(model))
             torch_model.check_quiet()
-        assert torch_model.ended > ended
+        assert torch_model.ended > ended_before

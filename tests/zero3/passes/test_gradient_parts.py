@@ -75,16 +75,16 @@ def tokens_of(step: int) -> Tensor:
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the parts that are taken."""
-    taken: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
     put = resharded.put_gradient
 
     def counted(param: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is not None:
-            taken.append(tuple(gradient.shape))
+            shapes.append(tuple(gradient.shape))
         put(param, gradient)
 
     monkeypatch.setattr(resharded, "put_gradient", counted)
-    return taken
+    return shapes
 
 
 def train(engine: Any, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
@@ -180,13 +180,13 @@ def test_the_whole_gradient_reaches_hooks_of_others(
     start: Callable[..., Any], parts: list[tuple[int, ...]]
 ) -> None:
     model = Tied()
-    seen: list[float] = []
-    model.embedding.weight.register_hook(lambda gradient: seen.append(gradient.double().norm().item()))
+    norms: list[float] = []
+    model.embedding.weight.register_hook(lambda gradient: norms.append(gradient.double().norm().item()))
     engine = start(model, precision="fp32", accumulation=1, threshold=0, clip=0, **STREAMED)
     engine.backward(engine(tokens_of(0)))
     assert parts == []
     norm = engine.get_fp32_gradient("embedding.weight").double().norm().item()
-    assert seen == [pytest.approx(norm, rel=1e-6)]
+    assert norms == [pytest.approx(norm, rel=1e-6)]
 
 
 def test_the_whole_gradient_is_given_where_it_is_asked_for(

@@ -95,8 +95,8 @@ class ReadBySibling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(self.Peeking() for _ in range(3))
-        for one, other in zip(self.blocks, self.blocks[1:], strict=False):
-            one.next.append(other)
+        for first, other in zip(self.blocks, self.blocks[1:], strict=False):
+            first.next.append(other)
 
     def forward(self, x: Tensor) -> Tensor:
         for peeking in self.blocks:
@@ -150,13 +150,13 @@ class ReadsWhatRanLater(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        one, two, three = self.blocks
+        first, two, three = self.blocks
 
         def part(x: Tensor) -> Tensor:
-            return torch.tanh(two(functional.linear(x, one.weight)))
+            return torch.tanh(two(functional.linear(x, first.weight)))
 
         x = checkpoint(part, three(x), use_reentrant=False)
-        return mean_square(one(x))
+        return mean_square(first(x))
 
 
 class Recomputed(nn.Module):
@@ -168,14 +168,14 @@ class Recomputed(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        one, two, three, four = self.blocks
+        first, two, three, four = self.blocks
 
         def part(x: Tensor, this: Any, other: Any) -> Tensor:
             result: Tensor = torch.tanh(this(x)) + functional.linear(x, other.weight, this.bias)
             return result
 
-        x = checkpoint(part, x, one, three, use_reentrant=self.reentrant)
-        x = checkpoint(part, x, two, one, use_reentrant=self.reentrant)
+        x = checkpoint(part, x, first, three, use_reentrant=self.reentrant)
+        x = checkpoint(part, x, two, first, use_reentrant=self.reentrant)
         return mean_square(part(x, four, two))
 
 
@@ -187,13 +187,13 @@ class RecomputedWhileLive(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        one, two, three = self.blocks
+        first, two, three = self.blocks
 
         def part(x: Tensor) -> Tensor:
-            return torch.tanh(two(functional.linear(x, one.weight)))
+            return torch.tanh(two(functional.linear(x, first.weight)))
 
         x = checkpoint(part, three(x), use_reentrant=False)
-        return mean_square(one(x))
+        return mean_square(first(x))
 
 
 class Elsewhere(nn.Module):
@@ -215,9 +215,9 @@ class Elsewhere(nn.Module):
         self.blocks = nn.ModuleList(self.Layer() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        one, two, three, four = self.blocks
+        first, two, three, four = self.blocks
         rows = four.weight[:2]
-        x = three.project(two(one.project(x)))
+        x = three.project(two(first.project(x)))
         x = x + rows.sum(0)
         norm = two.weight.norm().clamp(min=1)
         return mean_square(four(x) / norm)
@@ -265,12 +265,12 @@ def test_reading_what_another_module_holds(start: Start, way: str) -> None:
     def script(loop: Loop) -> list[float]:
         losses = []
         for x in inputs(4):
-            given = x.to(torch.bfloat16).requires_grad_()  # so that all weights are saved
-            losses.append(update(loop, given))
+            x_in_16_bits = x.to(torch.bfloat16).requires_grad_()  # so that all weights are saved
+            losses.append(update(loop, x_in_16_bits))
             with torch.no_grad(), warnings.catch_warnings():
                 # Reentrant checkpoints give this warning.
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-                losses.append(loop(given).item())
+                losses.append(loop(x_in_16_bits).item())
         return losses
 
     assert_same_everywhere(start, WAYS[way], script, precision="bf16", roomy=True)
@@ -280,16 +280,16 @@ def test_hooks_of_the_user_read_parameters(start: Start) -> None:
     """A module's own, after it ran, and those of a module that runs later."""
 
     def script(loop: Loop) -> list[float]:
-        seen: list[float] = []
+        norms: list[float] = []
 
         def note(module: nn.Module, args: Any, out: Tensor) -> None:
             later: Any = loop.module.get_submodule("blocks.2")
             for p in (*module.parameters(), later.weight):
-                seen.append(float(p.detach().double().norm()))
+                norms.append(float(p.detach().double().norm()))
 
         loop.module.get_submodule("blocks.1").register_forward_hook(note)
         losses = [update(loop, x.to(torch.bfloat16)) for x in inputs(3)]
-        return losses + seen
+        return losses + norms
 
     assert_same_everywhere(start, Penalised, script, precision="bf16", roomy=True)
 
@@ -298,18 +298,18 @@ def test_hooks_around_ours_read_the_weight_of_their_block(start: Start) -> None:
     """Before the block is unsharded, and after it was resharded; with the smallest budgets, too."""
 
     def script(loop: Loop) -> list[float]:
-        seen: list[float] = []
+        norms: list[float] = []
 
         def read(module: nn.Module, *_: Any) -> None:
-            seen.append(float(module.get_parameter("3.weight").detach().double().norm()))
+            norms.append(float(module.get_parameter("3.weight").detach().double().norm()))
 
         for number in range(3):
             block = loop.module.get_submodule(f"blocks.{number}")
             block.register_forward_pre_hook(read, prepend=True)
             block.register_forward_hook(read)
         losses = [update(loop, x.requires_grad_()) for x in inputs(3)]
-        assert len(seen) == 18
-        return losses + seen
+        assert len(norms) == 18
+        return losses + norms
 
     assert_same_everywhere(start, Tower, script, trains=False)
 
@@ -317,8 +317,8 @@ def test_hooks_around_ours_read_the_weight_of_their_block(start: Start) -> None:
 def test_a_borrowed_view_that_had_to_make_room_is_never_read_as_something_else(start: Start) -> None:
     class Keeps(Tower):
         def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
-            kept = self.get_parameter("blocks.0.3.weight").t()
-            return super().forward(x, skip) * kept.square().mean()
+            weight = self.get_parameter("blocks.0.3.weight").t()
+            return super().forward(x, skip) * weight.square().mean()
 
     engine = start(Keeps(), precision="fp32", threshold=0, accumulation=1, prefetch=0, **STREAMED)
     (x,) = inputs(1)
@@ -348,16 +348,16 @@ def test_hooks_of_backward_read_the_weight_of_their_block(start: Start, where: s
     """With the smallest budgets, too: the block that backward has left makes room."""
 
     def script(loop: Loop) -> list[float]:
-        seen: list[float] = []
+        norms: list[float] = []
 
         def read(module: nn.Module, *_: Any) -> None:
-            seen.append(float(module.get_parameter("3.weight").detach().double().norm()))
+            norms.append(float(module.get_parameter("3.weight").detach().double().norm()))
 
         for number in range(3):
             READERS[where](loop.module.get_submodule(f"blocks.{number}"), read)
         losses = [update(loop, x.requires_grad_()) for x in inputs(3)]
-        assert len(seen) == 9
-        return losses + seen
+        assert len(norms) == 9
+        return losses + norms
 
     assert_same_everywhere(start, Tower, script, trains=False)
 
@@ -392,14 +392,14 @@ class ReadAfterItRan(nn.Module):
     """Recomputed while backward holds a block: a module calls it, takes a view of its weight, calls another block."""
 
     class Reader(nn.Module):
-        def __init__(self, held: nn.Linear, other: nn.Linear) -> None:
+        def __init__(self, first: nn.Linear, other: nn.Linear) -> None:
             super().__init__()
-            self.blocks = [held, other]  # in a plain list: they belong to the model
+            self.blocks = [first, other]  # in a plain list: they belong to the model
 
         def forward(self, x: Tensor) -> Tensor:
-            held, other = self.blocks
-            x = torch.tanh(held(x))
-            turned = held.weight.t()
+            first, other = self.blocks
+            x = torch.tanh(first(x))
+            turned = first.weight.t()
             x = torch.tanh(other(x))  # its bytes could take the room of those that backward alone holds
             there = turned.untyped_storage().nbytes() > 0 and bool(turned.isfinite().all())
             assert there, "the weight is gone while the module that reads it runs"
@@ -407,14 +407,14 @@ class ReadAfterItRan(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        held, other, wide = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.blocks = nn.ModuleList([held, other, wide])
-        self.reader = self.Reader(held, other)
+        first, other, wide = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.blocks = nn.ModuleList([first, other, wide])
+        self.reader = self.Reader(first, other)
 
     def forward(self, x: Tensor) -> Tensor:
-        held, _, wide = self.blocks
+        first, _, wide = self.blocks
         x = checkpoint(self.reader, wide(x)[:, :WIDTH], use_reentrant=False)
-        return mean_square(held(x))
+        return mean_square(first(x))
 
 
 def test_a_view_of_a_block_that_ran_before_and_that_backward_holds(start: Start) -> None:

@@ -55,14 +55,14 @@ class Ranks:
         self.sent: list[tuple[str, Tensor]] = []
         self.under_way: list[tuple[Tensor, Tensor]] = []
 
-    def exchange(self, received: Tensor, sent: Tensor, what: str) -> Any:
-        self.sent.append((what.split("'")[1], sent.float().clone()))
+    def exchange(self, received: Tensor, sent: Tensor, label: str) -> Any:
+        self.sent.append((label.split("'")[1], sent.float().clone()))
         self.under_way.append((received, sent))
         return sent, sent.clone()
 
-    def announce(self, what: str, *, foreseen: bool) -> None: ...
+    def announce(self, label: str, *, foreseen: bool) -> None: ...
 
-    def gather(self, whole: Tensor, shard: Tensor, what: str) -> Any:
+    def gather(self, whole: Tensor, shard: Tensor, label: str) -> Any:
         return whole, whole.clone()
 
     def is_done(self, pending: Any) -> bool:
@@ -72,7 +72,7 @@ class Ranks:
         sent, as_it_was = pending
         assert torch.equal(sent, as_it_was), "overwritten while it was sent"
 
-    def table(self, mine: Tensor, what: str) -> Tensor:
+    def table(self, mine: Tensor, label: str) -> Tensor:
         return torch.stack([mine] * RANKS)
 
 
@@ -103,8 +103,8 @@ def reducer(groups: list[Group], stage: int, itemsize: int, *, tight: bool) -> t
     except PlacementError:  # there is no more than the least, or nothing at all
         room = make_plan(load, Budgets(most, 0, 0)).reduction
     arenas = {name: Arena.map(getattr(room, name), name) for name in ("opened", "collected", "exchanged")}
-    kept = [torch.float32 if group.in_fp32 else torch.bfloat16 for group in groups]
-    local = [torch.empty(g.numel, dtype=dtype) for g, dtype in zip(groups, kept, strict=True)]
+    dtypes = [torch.float32 if group.in_fp32 else torch.bfloat16 for group in groups]
+    local = [torch.empty(g.numel, dtype=dtype) for g, dtype in zip(groups, dtypes, strict=True)]
     tiers = SimpleNamespace(reduction=arenas, device=torch.device("cpu"), device_is_host=True)
     ranks = Ranks()
     return GradientReducer(
@@ -135,13 +135,13 @@ def arrive(reducer: GradientReducer, group: Group, value: float) -> None:
 
 @st.composite
 def models(draw: st.DrawFn) -> list[Group]:
-    made: list[Group] = []
+    groups: list[Group] = []
     for index in range(draw(st.integers(1, 6))):
         parent = draw(st.none() | st.integers(0, index - 1)) if index else None
         tiles = draw(st.integers(0, 10))
         persistent, in_fp32 = draw(st.integers(0, 5)) == 0, draw(st.integers(0, 3)) == 0
-        made.append(Group(index, RANKS * tiles * SMALLEST_TILE, parent, persistent, in_fp32))
-    return made
+        groups.append(Group(index, RANKS * tiles * SMALLEST_TILE, parent, persistent, in_fp32))
+    return groups
 
 
 kinds = st.sampled_from([(stage, itemsize) for stage in range(4) for itemsize in (2, 4)])

@@ -180,7 +180,7 @@ def test_the_second_pass_fetches_ahead_in_the_recorded_order(
 ) -> None:
     device, groups, passes, _ = make(4, room=2, window=window)
     one_pass(passes, groups, end_callbacks)
-    assert [name for what, name in device.log if what == "fetch"] == [
+    assert [name for kind, name in device.log if kind == "fetch"] == [
         *("g0", "g1", "g2", "g3"),
         *("g3", "g2", "g1", "g0"),
     ]
@@ -200,7 +200,7 @@ def test_each_pass_fetches_every_group_twice_whatever_the_room(
         for _ in range(3):
             device.log.clear()
             one_pass(passes, groups, end_callbacks)
-            fetched = sorted(name for what, name in device.log if what == "fetch")
+            fetched = sorted(name for kind, name in device.log if kind == "fetch")
             assert fetched == sorted(["g0", "g1", "g2", "g3"] * 2), f"room {room}"
             assert device.room == room, "a group is still unsharded after backward"
         assert gradients.closed[-5:] == ["g3", "g2", "g1", "g0", "all"]
@@ -225,7 +225,7 @@ def test_what_passes_a_window_is_never_fetched_in_vain(
             for group in (root, *reversed(blocks)):
                 backward(passes, group)
             end_callbacks.pop()()
-            fetched = sorted(name for what, name in device.log if what == "fetch")
+            fetched = sorted(name for kind, name in device.log if kind == "fetch")
             assert fetched == sorted(["g0", *["g0", "g1", "g2", "g3", "root"] * 2]), f"room {room}"
         assert (device.room, device.window) == (room, window)
 

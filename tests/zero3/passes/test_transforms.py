@@ -30,12 +30,12 @@ def per_sample(loop: Loop, params: dict[str, Tensor], x: Tensor) -> list[float]:
 
 def test_gradients_of_samples_by_copies_of_the_parameters(start: Start) -> None:
     def script(loop: Loop, ask: bool = True) -> list[float]:
-        seen = []
+        figures = []
         for x in inputs(3):
             copies = {name: value.clone() for name, value in loop.module.state_dict().items()}
-            seen += per_sample(loop, copies, x) if ask else []
-            seen.append(update(loop, x))
-        return seen
+            figures += per_sample(loop, copies, x) if ask else []
+            figures.append(update(loop, x))
+        return figures
 
     reference = run_engine(start, Tower, script)
     undisturbed = run_engine(start, Tower, lambda loop: script(loop, ask=False))

@@ -54,14 +54,14 @@ def nvme(tmp_path: Path) -> Path:
 def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Together]]:
     monkeypatch.setattr(zero3.ranks.peers, "FIRST_SLICE", 0.02)
     monkeypatch.setattr(zero3.ranks.peers, "SLICE", 0.05)
-    made: list[Together] = []
+    groups: list[Together] = []
 
     def start(world_size: int = 2, **settings: Any) -> Together:
-        made.append(Together(world_size, **settings))
-        return made[-1]
+        groups.append(Together(world_size, **settings))
+        return groups[-1]
 
     yield start
-    for them in made:
+    for them in groups:
         them.close()
 
 
@@ -74,11 +74,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Ranks are processes, and a case of theirs takes half a second.
     """
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for item in items:
         if not item.path.is_relative_to(Path(__file__).parent) or item.get_closest_marker("slow"):
             continue
         test = item.nodeid.partition("[")[0]
-        if "[" in item.nodeid and seen[test] % SAMPLE:
+        if "[" in item.nodeid and counts[test] % SAMPLE:
             item.add_marker(pytest.mark.slow)
-        seen[test] += 1
+        counts[test] += 1

@@ -135,9 +135,9 @@ class Experts(nn.Module):
         self.router = nn.Linear(WIDTH, 4)
         self.experts = nn.ModuleList(Block(size) for _ in range(4))
 
-    def forward(self, x: Tensor, asked: tuple[int, ...]) -> Tensor:
+    def forward(self, x: Tensor, experts: tuple[int, ...]) -> Tensor:
         shares = self.router(x).softmax(-1)
-        result: Tensor = x + sum(shares[:, expert, None] * self.experts[expert](x) for expert in asked)
+        result: Tensor = x + sum(shares[:, expert, None] * self.experts[expert](x) for expert in experts)
         return result
 
 
@@ -148,10 +148,10 @@ class Mixture(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Experts() for _ in range(3))
 
-    def forward(self, x: Tensor, asked: tuple[int, ...]) -> Tensor:
+    def forward(self, x: Tensor, experts: tuple[int, ...]) -> Tensor:
         x = x.to(self.blocks[0].router.weight.dtype)
         for block in self.blocks:
-            x = block(x, asked)
+            x = block(x, experts)
         return loss_of(x)
 
 
@@ -162,8 +162,8 @@ class OuterExperts(nn.Module):
         super().__init__()
         self.mixture = Experts()
 
-    def forward(self, x: Tensor, asked: tuple[int, ...]) -> Tensor:
-        return loss_of(self.mixture(x.to(self.mixture.router.weight.dtype), asked))
+    def forward(self, x: Tensor, experts: tuple[int, ...]) -> Tensor:
+        return loss_of(self.mixture(x.to(self.mixture.router.weight.dtype), experts))
 
 
 class Choices:

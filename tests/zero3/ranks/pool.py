@@ -96,8 +96,10 @@ class Pool:
         context = nursery()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            said = _environment(rank, world_size, self._store.port) | dict(environment or {})
-            process = context.Process(target=_serve, args=(rank, theirs, self._logs[rank], said), daemon=True)
+            variables = _environment(rank, world_size, self._store.port) | dict(environment or {})
+            process = context.Process(
+                target=_serve, args=(rank, theirs, self._logs[rank], variables), daemon=True
+            )
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -131,24 +133,24 @@ class Pool:
             link.send_bytes(task)
         began = time.monotonic()
         deadline = began + limit
-        found: dict[int, Outcome] = {}
-        while len(found) < self.world_size - len(frozen):
-            waiting = [rank for rank in range(self.world_size) if rank not in found and rank not in frozen]
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < self.world_size - len(frozen):
+            waiting = [rank for rank in range(self.world_size) if rank not in outcomes and rank not in frozen]
             ready = connection.wait(
                 [self._connections[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic())
             )
             if not ready:
-                found |= {rank: self._abort(rank, time.monotonic() - began) for rank in waiting}
+                outcomes |= {rank: self._abort(rank, time.monotonic() - began) for rank in waiting}
             for rank in waiting:
                 if self._connections[rank] in ready:
-                    found[rank] = self._take(rank, time.monotonic() - began)
-                    if not found[rank].fine:
+                    outcomes[rank] = self._take(rank, time.monotonic() - began)
+                    if not outcomes[rank].fine:
                         deadline = min(deadline, time.monotonic() + grace)
         for rank in frozen:
-            found[rank] = Outcome(rank, hung=True, seconds=time.monotonic() - began)
-        self.broken = not all(outcome.fine for outcome in found.values())
+            outcomes[rank] = Outcome(rank, hung=True, seconds=time.monotonic() - began)
+        self.broken = not all(outcome.fine for outcome in outcomes.values())
         return [
-            Outcome(**{**vars(found[rank]), "log": _read(self._logs[rank], starts[rank])})
+            Outcome(**{**vars(outcomes[rank]), "log": _read(self._logs[rank], starts[rank])})
             for rank in range(self.world_size)
         ]
 
@@ -306,7 +308,7 @@ def _read(log: Path, start: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def ended(pids: Sequence[int], within: timedelta = timedelta(seconds=10)) -> bool:
+def all_ended(pids: Sequence[int], within: timedelta = timedelta(seconds=10)) -> bool:
     """Whether all of ``pids`` are gone."""
     deadline = time.monotonic() + within.total_seconds()
     while any(Path(f"/proc/{pid}").exists() for pid in pids):

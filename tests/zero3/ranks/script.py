@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).parents[3]))
-from tests.zero3.ranks.training import Trained, left, start, tokens
+from tests.zero3.ranks.training import Trained, start, tokens, trained_state
 
 
 def main(
@@ -73,7 +73,7 @@ def train(
             if saves:
                 engine.save_checkpoint(out / "saved", keep=2, background=saves == "background")
             write(out / f"step{rank}", str(number + 1).encode())
-        return left(engine, losses, norms)
+        return trained_state(engine, losses, norms)
 
 
 def write(path: Path, content: bytes) -> None:

@@ -41,19 +41,19 @@ def read(rank: int, nvme: Path, **options: Any) -> dict[str, Tensor]:
             engine.backward(engine(*shares[rank]))
             engine.step()
         forward_backward(engine, rank)
-        found = {}
+        values = {}
         for name in NAMES:
-            found[f"{name} master"] = engine.get_fp32_parameter(name)
-            found[f"{name} gradient"] = engine.get_fp32_gradient(name)
+            values[f"{name} master"] = engine.get_fp32_parameter(name)
+            values[f"{name} gradient"] = engine.get_fp32_gradient(name)
             for key in engine.state_names:
-                found[f"{name} {key}"] = engine.get_fp32_state(name, key)
+                values[f"{name} {key}"] = engine.get_fp32_state(name, key)
         with tiering.gathered(engine.module):
-            found |= {f"{n} gathered": p.detach().clone() for n, p in engine.module.named_parameters()}
-        found |= {f"{name} in state_dict": value for name, value in engine.state_dict().items()}
-        found |= {f"{name} in module": value.clone() for name, value in engine.module.state_dict().items()}
-        found |= {f"{name} in masters": value for name, value in engine.master_state_dict().items()}
+            values |= {f"{n} gathered": p.detach().clone() for n, p in engine.module.named_parameters()}
+        values |= {f"{name} in state_dict": value for name, value in engine.state_dict().items()}
+        values |= {f"{name} in module": value.clone() for name, value in engine.module.state_dict().items()}
+        values |= {f"{name} in masters": value for name, value in engine.master_state_dict().items()}
         engine.step()
-        return found
+        return values
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -61,8 +61,8 @@ def test_every_stage_and_rank_reads_the_same(ranks: Ranks, nvme: Path, precision
     expected = ranks(2).run(read, nvme, precision=precision, stage=0)[0]
     assert all(value.any() for value in expected.values()) and len(expected) > 50
     for place, options in PLACES.items():
-        for rank, found in enumerate(ranks(2).run(read, nvme, precision=precision, **options)):
-            assert differing(found, expected) == [], f"{place}, rank {rank}"
+        for rank, values in enumerate(ranks(2).run(read, nvme, precision=precision, **options)):
+            assert differing(values, expected) == [], f"{place}, rank {rank}"
 
 
 def write(rank: int, nvme: Path, **options: Any) -> list[str]:
@@ -83,7 +83,9 @@ def write(rank: int, nvme: Path, **options: Any) -> list[str]:
                 "state": (engine.get_fp32_state(name, "exp_avg_sq"), moment),
                 "weights": (engine.state_dict()[name], value),
             }
-            wrong += [f"{name} {what}" for what, (one, other) in pairs.items() if not torch.equal(one, other)]
+            wrong += [
+                f"{name} {kind}" for kind, (first, other) in pairs.items() if not torch.equal(first, other)
+            ]
         engine.step()
         if torch.equal(engine.get_fp32_parameter(UP), value):
             wrong.append("the step changed nothing")
@@ -102,10 +104,10 @@ def edit(rank: int, nvme: Path, **options: Any) -> dict[str, Tensor]:
         with tiering.gathered(weight, modify=True), torch.no_grad():
             weight[3] = 0.5 + rank
             weight[-1] = -0.25
-        found = {"before": engine.get_fp32_parameter(UP)}
+        values = {"before": engine.get_fp32_parameter(UP)}
         forward_backward(engine, rank)
         engine.step()
-        return found | {"after": engine.get_fp32_parameter(UP), "weight": engine.state_dict()[UP]}
+        return values | {"after": engine.get_fp32_parameter(UP), "weight": engine.state_dict()[UP]}
 
 
 @each_place
@@ -147,8 +149,8 @@ def evaluate(rank: int, nvme: Path, **options: Any) -> Any:
 @each_place
 def test_evaluation_in_between_changes_no_bit(ranks: Ranks, nvme: Path, place: str) -> None:
     expected = ranks(2).run(train, nvme, **PLACES[place])[0].masters
-    for found in ranks(2).run(evaluate, nvme, **PLACES[place]):
-        assert differing(found, expected) == []
+    for values in ranks(2).run(evaluate, nvme, **PLACES[place]):
+        assert differing(values, expected) == []
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {

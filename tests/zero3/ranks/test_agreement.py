@@ -38,7 +38,7 @@ def test_agree_returns_to_nobody_before_the_last_rank_has_asked(together: Callab
 def test_a_mismatch_is_raised_on_all_ranks_and_names_both_modules(together: Callable[..., Together]) -> None:
     them = together(4)
     whats = ["gather 'layers.4'", "gather 'layers.3'", "gather 'layers.4'", "gather 'layers.4'"]
-    calls = [them.call(peers.agree, what) for peers, what in zip(them.ranks, whats, strict=True)]
+    calls = [them.call(peers.agree, label) for peers, label in zip(them.ranks, whats, strict=True)]
     for call in calls:
         error = refusal(call)
         assert type(error) is RankOrderError
@@ -78,8 +78,8 @@ def test_a_rank_that_waits_for_its_own_collective_notices_the_question(
     for call in [*waits, asks]:
         assert type(refusal(call)) is RankOrderError
     assert "rank 1" in str(asks.exception())
-    for what in ("'b'", "'c'"):
-        assert all(what in str(call.exception()) for call in [*waits, asks])
+    for label in ("'b'", "'c'"):
+        assert all(label in str(call.exception()) for call in [*waits, asks])
 
 
 def test_different_collectives_are_noticed_without_a_question(together: Callable[..., Together]) -> None:

@@ -98,7 +98,7 @@ def limited() -> Iterator[None]:
 
 
 @contextmanager
-def given(**_: Any) -> Iterator[None]:
+def no_fault(**_: Any) -> Iterator[None]:
     yield
 
 
@@ -120,19 +120,19 @@ HINDRANCES: dict[str, tuple[int, Callable[[], Any], dict[str, Any], str]] = {
         "swap_in of 'blocks.1' failed",
     ),
     "what nobody foresaw": (1, lambda: patched(Share, "chunks", no_chunks), {}, "nobody foresaw this"),
-    "a client_state of no plain form": (1, given, {"client_state": {"x": object()}}, "client_state['x']"),
-    "a client_state that raises": (1, given, {"client_state": Unreadable()}, "in the user's code"),
+    "a client_state of no plain form": (1, no_fault, {"client_state": {"x": object()}}, "client_state['x']"),
+    "a client_state that raises": (1, no_fault, {"client_state": Unreadable()}, "in the user's code"),
     "no commit": (
         0,
         lambda: patched(tiering.checkpoint.directory, "fsync", not_synced),
         {},
         "see dmesg; save to another one",
     ),
-    "another tag": (1, given, {"tag": "mine"}, "rank 1 is to save 'mine'"),
-    "another number to keep": (1, given, {"keep": 3}, "keep=3"),
-    "not the frozen": (1, given, {"exclude_frozen_parameters": True}, "exclude_frozen_parameters=True"),
-    "not the latest": (1, given, {"save_latest": False}, "save_latest=False"),
-    "another directory": (1, given, {"save_dir": "elsewhere"}, "to elsewhere"),
+    "another tag": (1, no_fault, {"tag": "mine"}, "rank 1 is to save 'mine'"),
+    "another number to keep": (1, no_fault, {"keep": 3}, "keep=3"),
+    "not the frozen": (1, no_fault, {"exclude_frozen_parameters": True}, "exclude_frozen_parameters=True"),
+    "not the latest": (1, no_fault, {"save_latest": False}, "save_latest=False"),
+    "another directory": (1, no_fault, {"save_dir": "elsewhere"}, "to elsewhere"),
 }
 
 
@@ -140,28 +140,28 @@ def hinder(
     rank: int, nvme: Path, directory: Path, names: list[str], background: bool, options: dict[str, Any]
 ) -> tuple[dict[str, Raised], Masters]:
     """Train, and try to save where something hinders one rank; the errors, and where training has come to."""
-    told: dict[str, Raised] = {}
+    messages: dict[str, Raised] = {}
     with start(nvme, **options) as engine:
         train(engine, rank, range(1))
         engine.save_checkpoint(directory, "good")
         for number, name in enumerate(names, start=1):
             victim, hindrance, arguments, _ = HINDRANCES[name]
             call = {"save_dir": directory, "tag": "bad", "background": background}
-            with hindrance() if rank == victim else given():
+            with hindrance() if rank == victim else no_fault():
                 try:
                     saving = engine.save_checkpoint(**call | (arguments if rank == victim else {}))
                     if background:
                         engine._checkpoints._under_way.saver.join()  # with what hinders it
                 except Exception as error:
-                    told[name] = in_words(error)
+                    messages[name] = in_words(error)
                 train(engine, rank, range(number, number + 1))
-                if name not in told:
+                if name not in messages:
                     try:
                         saving.wait()
                     except Exception as error:
-                        told[name] = in_words(error)
+                        messages[name] = in_words(error)
         engine.save_checkpoint(directory, "better")
-        return told, engine.master_state_dict()
+        return messages, engine.master_state_dict()
 
 
 def trained(rank: int, nvme: Path, steps: int, options: dict[str, Any]) -> Masters:
@@ -176,8 +176,8 @@ def loaded(rank: int, nvme: Path, directory: Path, tag: str | None, options: dic
         return engine.master_state_dict()
 
 
-def same(one: Masters, other: Masters) -> bool:
-    return set(one) == set(other) and all(value.equal(other[name]) for name, value in one.items())
+def same(first: Masters, other: Masters) -> bool:
+    return set(first) == set(other) and all(value.equal(other[name]) for name, value in first.items())
 
 
 def names_in(directory: Path) -> set[str]:
@@ -191,17 +191,18 @@ def assert_all_or_none(pool: Pool, nvme: Path, directory: Path, place: str, *, b
     runs = pool.run(hinder, nvme, directory, names, background, options)
     for name in names:
         victim, _, _, words = HINDRANCES[name]
-        for rank, (told, _) in enumerate(runs):
-            assert words in told[name].message, f"{name}, rank {rank}: {told}"
+        for rank, (messages, _) in enumerate(runs):
+            assert words in messages[name].message, f"{name}, rank {rank}: {messages}"
             if rank != victim and not name.startswith(("another", "not the")):
                 assert (
-                    told[name].kind == "CheckpointError" and f"rank {victim} could not" in told[name].message
+                    messages[name].kind == "CheckpointError"
+                    and f"rank {victim} could not" in messages[name].message
                 )
     assert names_in(directory) == {"good", "better", "latest"}, "something was left"
     assert CheckpointDirectory(directory).latest() == "better"
-    wanted = pool.run(trained, nvme, len(names) + 1, options)[0]
-    assert all(same(masters, wanted) for _, masters in runs), "a save that failed has changed training"
-    assert same(pool.run(loaded, nvme, directory, None, options)[0], wanted)
+    expected = pool.run(trained, nvme, len(names) + 1, options)[0]
+    assert all(same(masters, expected) for _, masters in runs), "a save that failed has changed training"
+    assert same(pool.run(loaded, nvme, directory, None, options)[0], expected)
     first = pool.run(trained, nvme, 1, options)[0]
     assert same(pool.run(loaded, nvme, directory, "good", options)[1], first)
 
@@ -220,49 +221,49 @@ def test_what_hinders_one_rank_in_the_background_is_told_to_all(
 
 def warned(rank: int, nvme: Path, directory: Path) -> list[Any]:
     """What a save that has failed in the background leaves to be told, when, and what later saves make of it."""
-    seen: list[Any] = []
+    notes: list[Any] = []
     with start(nvme) as engine:
         train(engine, rank, range(1))
         for background in (True, False):
-            with patched(Share, "chunks", no_chunks) if rank == 1 else given():
+            with patched(Share, "chunks", no_chunks) if rank == 1 else no_fault():
                 engine.save_checkpoint(directory, "bad", background=True)
                 engine._checkpoints._under_way.saver.join()
             train(engine, rank, range(1, 2))  # in which all are told
             try:
                 saving = engine.save_checkpoint(directory, f"good{background}", background=background)
             except CheckpointError as error:
-                seen.append("nobody foresaw this" in str(error))
+                notes.append("nobody foresaw this" in str(error))
                 engine._checkpoints.finish()
             else:
-                seen.append(str(saving))
-        with patched(Share, "chunks", no_chunks) if rank == 1 else given():
+                notes.append(str(saving))
+        with patched(Share, "chunks", no_chunks) if rank == 1 else no_fault():
             engine.save_checkpoint(directory, "bad", background=True)
             engine._checkpoints._under_way.saver.join()
         try:
             engine.close()
         except CheckpointError as error:
-            seen.append("nobody foresaw this" in str(error))
-    return seen
+            notes.append("nobody foresaw this" in str(error))
+    return notes
 
 
 def test_a_failure_in_the_background_is_told_and_is_no_reason_not_to_save(
     ranks: Ranks, nvme: Path, tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
-    for seen in ranks(2).run(warned, nvme, saved):
-        assert seen == [True, f"<Saving {saved / 'goodFalse'}, done>", True]
+    for notes in ranks(2).run(warned, nvme, saved):
+        assert notes == [True, f"<Saving {saved / 'goodFalse'}, done>", True]
     assert names_in(saved) == {"goodTrue", "goodFalse", "latest"}
 
 
 def damaged(rank: int, nvme: Path, directory: Path, options: dict[str, Any]) -> list[Any]:
     """Errors of loading what is damaged for rank 1 alone, and of training then; what another checkpoint makes good."""
-    seen: list[Any] = []
+    messages: list[Any] = []
     with start(nvme, **options) as engine:
         train(engine, rank, range(1))
         engine.save_checkpoint(directory, "good")
         train(engine, rank, range(1, 2))
         engine.save_checkpoint(directory, "bad")
-        wanted = engine.master_state_dict()
+        expected = engine.master_state_dict()
         if rank == 0:
             flip_last_byte(directory / "bad" / "exp_avg-00002-of-00002.safetensors")
         for attempt in (
@@ -276,28 +277,28 @@ def damaged(rank: int, nvme: Path, directory: Path, options: dict[str, Any]) -> 
             try:
                 attempt()
             except Exception as error:
-                seen.append(in_words(error))
+                messages.append(in_words(error))
             else:
-                seen.append(None)
+                messages.append(None)
         engine.load_checkpoint(directory, "good")
         train(engine, rank, range(1, 2))
-        return [*seen, same(engine.master_state_dict(), wanted), engine.global_steps]
+        return [*messages, same(engine.master_state_dict(), expected), engine.global_steps]
 
 
 def load_another_save(engine: Any, rank: int, directory: Path) -> None:
     """Somebody has saved there between two ranks' looks."""
 
     def opened(path: Path) -> Any:
-        found = open_checkpoint(path)
-        return replace(found, manifest=replace(found.manifest, created="later"))
+        checkpoint = open_checkpoint(path)
+        return replace(checkpoint, manifest=replace(checkpoint.manifest, created="later"))
 
-    with patched(zero3.checkpoint.opening, "open_checkpoint", opened) if rank == 1 else given():
+    with patched(zero3.checkpoint.opening, "open_checkpoint", opened) if rank == 1 else no_fault():
         engine.load_checkpoint(directory, "good")
 
 
 def spoilt_load(engine: Any, rank: int, directory: Path) -> None:
     """The last thing that is taken over cannot be, on rank 1."""
-    with patched(random_state, "restore", no_chunks) if rank == 1 else given():
+    with patched(random_state, "restore", no_chunks) if rank == 1 else no_fault():
         engine.load_checkpoint(directory, "good")
 
 
@@ -313,8 +314,8 @@ def flip_last_byte(file: Path) -> None:
 def test_what_one_rank_cannot_load_is_told_to_all(
     ranks: Ranks, nvme: Path, tmp_path: Path, place: str
 ) -> None:
-    for rank, seen in enumerate(ranks(2).run(damaged, nvme, tmp_path / "saved", PLACES[place])):
-        torn, trained, missing, elsewhere, another, spoilt, *end = seen
+    for rank, answers in enumerate(ranks(2).run(damaged, nvme, tmp_path / "saved", PLACES[place])):
+        torn, trained, missing, elsewhere, another, spoilt, *end = answers
         assert torn.kind == "CheckpointError" and "exp_avg-00002-of-00002.safetensors" in torn.message
         assert ("rank 1 could not load the checkpoint" in torn.message) == (rank == 0)
         assert trained.kind == "EngineStateError" and "load_checkpoint did not end" in trained.message
@@ -350,7 +351,7 @@ def disturbed(rank: int, nvme: Path, directory: Path) -> tuple[list[str], int]:
                 shutil.rmtree(path)
             return open_checkpoint(path)
 
-        with patched(zero3.checkpoint.opening, "open_checkpoint", pruned) if rank == 1 else given():
+        with patched(zero3.checkpoint.opening, "open_checkpoint", pruned) if rank == 1 else no_fault():
             engine.load_checkpoint(directory)
         return refusals, engine.global_steps
 
@@ -375,27 +376,27 @@ def test_an_empty_directory_begins_a_run(ranks: Ranks, nvme: Path, tmp_path: Pat
 
 def crowded(rank: int, nvme: Path, directory: Path) -> list[Any]:
     """Two runs of all ranks, one directory: each saves while the other one does, and then after it."""
-    seen: list[Any] = []
+    messages: list[Any] = []
     let, copy = threading.Event(), Saver._copy
 
-    def held(*args: Any) -> None:
+    def hold(*args: Any) -> None:
         assert let.wait(30)
         copy(*args)
 
     with start(nvme) as other, start(nvme) as engine:
         train(engine, rank, range(1))
-        with patched(Saver, "_copy", held):
+        with patched(Saver, "_copy", hold):
             saving = engine.save_checkpoint(directory, "mine", background=True)
             try:
                 other.save_checkpoint(directory, "other")
             except CheckpointError as error:
-                seen.append(str(error))
+                messages.append(str(error))
             let.set()
             saving.wait()
         other.save_checkpoint(directory, "other", background=True).wait()
         train(engine, rank, range(1, 2))
         engine.save_checkpoint(directory, "mine")
-    return seen
+    return messages
 
 
 def test_two_runs_take_turns_in_one_directory(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
@@ -411,7 +412,7 @@ def preempted(rank: int, nvme: Path, directory: Path, earlier: str) -> Any:
     with start(nvme) as engine:
         engine.save_and_exit_on(save_dir=directory)
         train(engine, rank, range(2))
-        with patched(Share, "chunks", no_chunks) if rank == 1 and earlier == "failed" else given():
+        with patched(Share, "chunks", no_chunks) if rank == 1 and earlier == "failed" else no_fault():
             engine.save_checkpoint(directory, "earlier", background=True)
             if earlier == "failed":
                 engine._checkpoints._under_way.saver.join()
@@ -438,11 +439,11 @@ def test_a_rank_that_is_asked_to_stop_saves_with_all(
 def uneven(rank: int, nvme: Path, directory: Path, slow: int) -> list[Any]:
     """A rank whose saver is slow: when each of the others says that it is done."""
     save, conclude = Saver._save, Checkpoints._finish_together
-    seen: list[Any] = []
+    states: list[Any] = []
     ends: list[bool] = []
 
-    def slowly(self: Any, *given: Any) -> None:
-        save(self, *given)
+    def slowly(self: Any, *arguments: Any) -> None:
+        save(self, *arguments)
         time.sleep(0.4)  # copies are made, so that no step waits for those
 
     def concluded(self: Any) -> None:
@@ -452,30 +453,30 @@ def uneven(rank: int, nvme: Path, directory: Path, slow: int) -> list[Any]:
     with (
         start(nvme) as engine,
         patched(Checkpoints, "_finish_together", concluded),
-        patched(Saver, "_save", slowly) if rank == slow else given(),
+        patched(Saver, "_save", slowly) if rank == slow else no_fault(),
     ):
         train(engine, rank, range(1))
         saving = engine.save_checkpoint(directory, background=True)
         for number in range(1, 200):
             train(engine, rank, range(number, number + 1))
-            seen.append(saving.done)
+            states.append(saving.done)
             if saving.done:
                 break
-        seen.append((directory / "global_step1" / "checkpoint.json").exists())
-        return [*seen, saving.error, *ends, 0 < saving.stalled <= saving.seconds]
+        states.append((directory / "global_step1" / "checkpoint.json").exists())
+        return [*states, saving.error, *ends, 0 < saving.stalled <= saving.seconds]
 
 
 def pruned_late(rank: int, nvme: Path, directory: Path) -> list[Any]:
     """The first rank removes nothing before the second one has gone on."""
-    seen, prune, gone_on = [], CheckpointDirectory.prune, directory.parent / "gone on"
+    events, prune, gone_on = [], CheckpointDirectory.prune, directory.parent / "gone on"
 
-    def waiting(*asked: Any) -> None:
+    def waiting(*arguments: Any) -> None:
         for _ in range(3000):
             if gone_on.exists():
-                seen.append("told")
+                events.append("told")
                 break
             time.sleep(0.01)
-        prune(*asked)
+        prune(*arguments)
 
     with start(nvme) as engine:
         engine.save_checkpoint(directory)
@@ -486,7 +487,7 @@ def pruned_late(rank: int, nvme: Path, directory: Path) -> list[Any]:
             saving.wait()
         if rank == 1:
             gone_on.touch()
-        return [*seen, begun, saving.path in uncommitted]
+        return [*events, begun, saving.path in uncommitted]
 
 
 def test_ranks_go_on_while_the_first_removes_what_is_old(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:

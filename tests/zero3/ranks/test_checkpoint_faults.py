@@ -24,7 +24,7 @@ from zero3.checkpoint.rank_share import Share
 from zero3.checkpoint.saver import Saver
 from zero3.ranks.collectives import Collectives
 
-from .pool import Pool, ended
+from .pool import Pool, all_ended
 from .test_checkpoint import PLACES, Masters, names_in, no_chunks, same, train, trained
 from .test_lost import SOON, WATCHFUL, assert_named, die, fail, freeze, left_behind
 from .training import start
@@ -86,9 +86,9 @@ def at(moment: str, end: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
     elif moment == "behind its files":
         around(Saver, "_save", no, yes)
     elif moment == "told":  # how many words each rank has, and not yet which
-        around(Collectives, "table", no, lambda self, mine, what: "save its part" in what)
+        around(Collectives, "table", no, lambda self, mine, label: "save its part" in label)
     elif moment == "agreed":
-        around(Checkpoints, "_together", lambda self, what, work: what.startswith("commit"), no)
+        around(Checkpoints, "_together", lambda self, label, work: label.startswith("commit"), no)
     elif moment == "committed":
         around(CheckpointDirectory, "commit", no, yes)
 
@@ -136,10 +136,10 @@ def assert_goes_on(pool: Pool, nvme: Path, directory: Path, tag: str, **options:
     """From the checkpoint ``tag``; and what the save that ended has left is gone after the next one."""
     assert CheckpointDirectory(directory).latest() == tag
     runs = pool.run(go_on, nvme, directory, **options)
-    wanted = pool.run(trained, nvme, 2 if tag == "next" else 1, SAVING | options)[0]
+    expected = pool.run(trained, nvme, 2 if tag == "next" else 1, SAVING | options)[0]
     for masters, steps in runs:
         assert steps == (2 if tag == "next" else 1)
-        assert same(masters, wanted)
+        assert same(masters, expected)
     assert names_in(directory) == {"good", tag, "later", "latest"}
     for saved in CheckpointDirectory(directory).tags():
         assert list(damages(open_checkpoint(directory / saved.tag))) == []
@@ -164,7 +164,7 @@ def test_a_rank_that_is_killed_while_all_save(
     assert outcomes[victim].exit_code == -signal.SIGKILL
     assert_named(outcomes[1 - victim], "RankLostError", f"rank {victim}", str(pids[victim]))
     pool.close()
-    assert ended(pids)
+    assert all_ended(pids)
     assert_goes_on(ranks(2), nvme, saved, "next" if (moment, victim) in COMMITTED else "good", **options)
 
 
@@ -268,19 +268,19 @@ def test_a_rank_that_leaves_out_a_save(
     doomed: Ranks, nvme: Path, tmp_path: Path, stage: int, load: bool
 ) -> None:
     """As "if rank == 0: engine.save_checkpoint(DIR)", which other libraries want."""
-    what = "find the checkpoint" if load else "begin a checkpoint"
+    label = "find the checkpoint" if load else "begin a checkpoint"
     for outcome in doomed(2).outcomes(leave_out, nvme, tmp_path, load, stage=stage):
         assert outcome.error is not None and outcome.error.kind == "RankOrderError", outcome.report()
-        assert what in outcome.error.message and outcome.seconds < SOON
+        assert label in outcome.error.message and outcome.seconds < SOON
 
 
 def save_slowly(rank: int, nvme: Path, directory: Path, slow: int, delay: float, background: bool) -> Any:
     """A rank whose disk is slow: the save takes it longer than anything that ranks wait for."""
     finish = Saver._finish
 
-    def slowly(*given: Any) -> None:
+    def slowly(*arguments: Any) -> None:
         time.sleep(delay if rank == slow else 0.0)
-        finish(*given)
+        finish(*arguments)
 
     with start(nvme, **IMPATIENT, **SAVING) as engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero3.ranks.peers, "SLICE", 0.2)  # so that it is known soon whether somebody has moved
@@ -296,9 +296,9 @@ def save_slowly(rank: int, nvme: Path, directory: Path, slow: int, delay: float,
 def load_slowly(rank: int, nvme: Path, directory: Path, slow: int) -> float:
     fill = Fill._fill
 
-    def slowly(*given: Any, **options: Any) -> None:
+    def slowly(*arguments: Any, **options: Any) -> None:
         time.sleep(0.7 if rank == slow else 0.0)
-        fill(*given, **options)
+        fill(*arguments, **options)
 
     with start(nvme, **IMPATIENT, **SAVING) as engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero3.ranks.peers, "SLICE", 0.2)  # so that it is known soon whether somebody has moved
@@ -392,7 +392,7 @@ def test_ranks_that_are_killed_at_any_moment_come_to_the_same_end(
         assert survivor.error is not None and survivor.error.kind == "RankLostError", survivor.report()
         pool.broken = True
         pool.close()
-    wanted = ranks(2).run(trained, nvme, STEPS, SAVING)[0]
+    expected = ranks(2).run(trained, nvme, STEPS, SAVING)[0]
     for masters, began in ranks(2).run(endure, nvme, saved, background):
-        assert began >= 6 and same(masters, wanted)
+        assert began >= 6 and same(masters, expected)
     assert names_in(saved) == {f"global_step{STEPS - 1}", f"global_step{STEPS}", "latest"}

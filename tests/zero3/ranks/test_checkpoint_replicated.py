@@ -53,8 +53,8 @@ def test_a_step_waits_for_no_tile_that_another_rank_saves(
     ranks: Ranks, nvme: Path, tmp_path: Path, stage: int
 ) -> None:
     options = {"stage": stage, "sub_group_size": 2048}
-    found = ranks(2).run(stepped_before_the_end, nvme, tmp_path / "saved", options)
-    assert found == [(True, stage == 0)] * 2
+    outcomes = ranks(2).run(stepped_before_the_end, nvme, tmp_path / "saved", options)
+    assert outcomes == [(True, stage == 0)] * 2
 
 
 def with_client(nvme: Path) -> Any:
@@ -74,7 +74,7 @@ def saved_and_loaded(rank: int, nvme: Path, directory: Path) -> list[int]:
             other.load_checkpoint(directory)
             loaded = [state["exp_avg"] for state in other.optimizer.state.values()]
         assert len(loaded) == len(expected) > 0
-        assert all(one.equal(two) for one, two in zip(loaded, expected, strict=True))
+        assert all(first.equal(two) for first, two in zip(loaded, expected, strict=True))
     return [
         sum(name.startswith("optimizer") for name in open_checkpoint(path).rank(of).tensors.tensors)
         for of in (0, 1)

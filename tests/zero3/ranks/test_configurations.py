@@ -31,12 +31,12 @@ def refused(rank: int, ours: dict[str, float], theirs: dict[str, float]) -> str:
 
 def test_what_auto_came_to_on_another_rank_is_told_by_its_setting(ranks: Callable[..., Pool]) -> None:
     ours = {"learning_rate": 0.5, "per_device_train_batch_size": 2}
-    for other, said in (
+    for other, part in (
         ({"learning_rate": 0.25}, "optimizer.lr 0.25 on rank 1, optimizer.lr 0.5 on rank 0"),
         ({"per_device_train_batch_size": 3}, "train_batch_size 6 on rank 1, train_batch_size 4 on rank 0"),
     ):
         for message in ranks(2).run(refused, ours, ours | other):
-            assert f"the configuration of rank 1 differs from that of rank 0: {said}" in message
+            assert f"the configuration of rank 1 differs from that of rank 0: {part}" in message
 
 
 def without_tensorboard(rank: int) -> str:
@@ -68,6 +68,6 @@ def alone(rank: int) -> str:
 
 
 def test_a_rank_that_does_not_come_is_told_of(doomed: Callable[..., Pool]) -> None:
-    told, _ = doomed(2).run(alone)
-    assert "not all ranks joined within 1 seconds" in told
-    assert "see the output of these ranks" in told
+    message, _ = doomed(2).run(alone)
+    assert "not all ranks joined within 1 seconds" in message
+    assert "see the output of these ranks" in message

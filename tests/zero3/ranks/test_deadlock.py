@@ -18,8 +18,8 @@ Waits = tuple[str, int]
 
 
 def beat(waits: Waits | None, count: int = 1, **reached: int) -> Beat:
-    said = {group: (number, f"{group} {number}") for group, number in reached.items()}
-    return Beat(count, HERE, "", (*waits, "something") if waits else None, said)
+    progress = {group: (number, f"{group} {number}") for group, number in reached.items()}
+    return Beat(count, HERE, "", (*waits, "something") if waits else None, progress)
 
 
 def test_two_ranks_in_different_groups_wait_for_each_other() -> None:
@@ -68,17 +68,19 @@ def test_one_look_is_not_enough() -> None:
 
 
 def test_ranks_wait_for_each_other_with_two_engines() -> None:
-    one, other = beat(("gather", 5), gather=5, control=2), beat(None, gather=4)
-    one = replace(one, last_elsewhere={"engine 1 control": (6, "x")})
+    first, other = beat(("gather", 5), gather=5, control=2), beat(None, gather=4)
+    first = replace(first, last_elsewhere={"engine 1 control": (6, "x")})
     other = replace(
         other, waits_elsewhere=("engine 1 control", 7, "x"), last_elsewhere={"engine 1 control": (7, "x")}
     )
-    found = deadlock.find(0, {0: one, 1: other})
-    assert list(found) == [0, 1]
+    waits = deadlock.find(0, {0: first, 1: other})
+    assert list(waits) == [0, 1]
     assert deadlock.is_deadlock(
-        found, {rank: replace(each, count=each.count + 1) for rank, each in found.items()}
+        waits, {rank: replace(each, count=each.count + 1) for rank, each in waits.items()}
     )
-    assert not deadlock.find(0, {0: one, 1: replace(other, last={"gather": (5, "x")})}), "it has come by now"
+    assert not deadlock.find(0, {0: first, 1: replace(other, last={"gather": (5, "x")})}), (
+        "it has come by now"
+    )
 
 
 def crossed(rank: int, nvme: Path) -> None:

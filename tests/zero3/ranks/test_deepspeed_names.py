@@ -54,15 +54,15 @@ def joined(rank: int, by: str) -> tuple[float, int, int, int]:
     """Without torchrun's variables, but for where rank 0 is: as srun starts a process, or a script that knows."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    known = {}
+    arguments = {}
     if by in ("srun", "initialize"):
         os.environ |= {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank)}
     else:
-        known = {"rank": rank, "world_size": 2}
+        arguments = {"rank": rank, "world_size": 2}
     if by == "initialize":  # which joins by itself
         deepspeed.initialize(model=net(), config=CONFIG)[0].close()
     else:
-        deepspeed.init_distributed(timeout=timedelta(seconds=60), **known)
+        deepspeed.init_distributed(timeout=timedelta(seconds=60), **arguments)
     value = torch.tensor([rank + 1.0])
     deepspeed.comm.all_reduce(value)
     deepspeed.comm.barrier()

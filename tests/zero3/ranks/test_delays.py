@@ -93,11 +93,11 @@ def train_slowly(rank: int, nvme: Path, seed: int, **options: Any) -> tuple[Trai
     build = options.pop("build", None)
 
     def built() -> nn.Module:
-        made: nn.Module = build() if build else SmallModel()
-        for module in made.modules():
+        model: nn.Module = build() if build else SmallModel()
+        for module in model.modules():
             module.register_forward_pre_hook(pauses)
             module.register_forward_hook(pauses.after_forward)
-        return made
+        return model
 
     with pytest.MonkeyPatch.context() as patch:
         pauses.around_all(collectives, patch)
@@ -107,10 +107,10 @@ def train_slowly(rank: int, nvme: Path, seed: int, **options: Any) -> tuple[Trai
 
 
 def assert_no_difference(pool: Pool, nvme: Path, seed: int, **case: Any) -> None:
-    expected = pool.run(train, nvme, **case)
+    undelayed = pool.run(train, nvme, **case)
     slow = pool.run(train_slowly, nvme, seed, **case)
-    for rank, ((run, count), wanted) in enumerate(zip(slow, expected, strict=True)):
-        assert run.differing(wanted) == [], f"rank {rank}"
+    for rank, ((run, count), expected) in enumerate(zip(slow, undelayed, strict=True)):
+        assert run.differing(expected) == [], f"rank {rank}"
         assert count > 20 * STEPS, "the pauses are elsewhere"
 
 

@@ -76,8 +76,8 @@ class WrittenDevice(Streams):
     def __init__(self) -> None:
         self.told: list[str] = []
         self.within: list[WrittenStream] = []
-        made = {name: WrittenStream(self, name) for name in ("compute", "fetch", "gather", "reduce")}
-        self.default, self.fetch, self.gather, self.reduce = made.values()
+        streams = {name: WrittenStream(self, name) for name in ("compute", "fetch", "gather", "reduce")}
+        self.default, self.fetch, self.gather, self.reduce = streams.values()
         self.offload = self.update = self.save = self.fetch
 
     @property
@@ -86,7 +86,7 @@ class WrittenDevice(Streams):
 
 
 @contextmanager
-def told(device: WrittenDevice) -> Iterator[None]:
+def watched(device: WrittenDevice) -> Iterator[None]:
     """Write down which stream each collective is told of, and that nobody leaves it to a stream of torch's."""
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
@@ -115,7 +115,7 @@ def on_a_device(**config: float) -> tuple[Collectives, WrittenDevice]:
 def gather_and_exchange(rank: int) -> tuple[list[str], list[str], list[float], list[float]]:
     collectives, device = on_a_device()
     device.told.clear()
-    with told(device):
+    with watched(device):
         whole = torch.zeros(4)
         copied = device.fetch.record()
         collectives.announce("gather 'a'", foreseen=True)
@@ -186,9 +186,9 @@ def fail_here(rank: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives._groups, "sever", lambda: device.told.append("connections are broken"))
         collectives.settle()
-    told = list(device.told)
+    reasons = list(device.told)
     collectives.close()
-    return told
+    return reasons
 
 
 def test_a_rank_that_has_failed_does_not_wait_for_its_own_device(ranks: Ranks) -> None:
@@ -199,10 +199,10 @@ def test_a_rank_that_has_failed_does_not_wait_for_its_own_device(ranks: Ranks) -
 
 def forget(rank: int) -> tuple[bool, str]:
     collectives, _ = on_a_device()
-    peers, seen = collectives.peers, weakref.ref(collectives)
+    peers, reference = collectives.peers, weakref.ref(collectives)
     del collectives
     gc.collect()
-    return seen() is None, peers._heartbeat._state
+    return reference() is None, peers._heartbeat._state
 
 
 def test_who_watches_over_ranks_keeps_no_engine(ranks: Ranks) -> None:

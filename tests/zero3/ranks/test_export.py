@@ -70,11 +70,11 @@ def fail(rank: int, nvme: Path, out: Path) -> tuple[str, float]:
         try:
             engine.save_16bit_model(out)
         except CheckpointError as error:
-            told = str(error)
+            message = str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         step(engine, rank)
-        return told, float(engine.master_state_dict()["embedding.weight"].sum())
+        return message, float(engine.master_state_dict()["embedding.weight"].sum())
 
 
 def test_a_full_disk_on_the_first_rank_is_told_to_all(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ class Writer(models.Blocks):
     def generate(self, x: Tensor, count: int, synced_gpus: bool | None = None) -> tuple[int, bool | None]:
         calls = 0
         while True:
-            left = torch.tensor(float(count > calls))
+            ranks_left = torch.tensor(float(count > calls))
             if synced_gpus:
-                dist.all_reduce(left)
-            if not left.item():
+                dist.all_reduce(ranks_left)
+            if not ranks_left.item():
                 return calls, synced_gpus
             self(x)
             calls += 1
@@ -54,13 +54,13 @@ class Other(models.Blocks):
 
 def written(rank: int, nvme: Path, build: Any, *, more: int = 3, **options: Any) -> list[Any]:
     """What generate gives for 2 tokens, ``more`` on rank 1, and that ranks are in step behind it."""
-    given = options.pop("given", {})
+    arguments = options.pop("given", {})
     ((x,), _), *_ = models.vectors(1, 2)
     with start(nvme, build, threshold=0, **options) as engine, torch.no_grad():
-        made = [engine.generate(x, 2 + more * rank, **given)]
+        shapes = [engine.generate(x, 2 + more * rank, **arguments)]
         engine.eval()
-        made.append(engine(x).shape)
-        return made
+        shapes.append(engine(x).shape)
+        return shapes
 
 
 def test_ranks_go_on_until_the_last_has_its_tokens(ranks: Ranks, nvme: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_a_caller_says_counts(ranks: Ranks, nvme: Path) -> None:
 
 
 def test_a_generate_of_another_kind_is_called_as_it_is(ranks: Ranks, nvme: Path) -> None:
-    assert [made[0] for made in ranks(2).run(written, nvme, Other, stage=3)] == [
+    assert [shapes[0] for shapes in ranks(2).run(written, nvme, Other, stage=3)] == [
         "2 of its own",
         "5 of its own",
     ]

@@ -40,11 +40,11 @@ def two_backwards(rank: int, nvme: Path, stage: int, *, synced: bool) -> dict[st
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_backwards_before_a_step_add_up(ranks: Ranks, nvme: Path, stage: int) -> None:
-    wanted = ranks(2).run(two_backwards, nvme, stage, synced=False)
-    got = ranks(2).run(two_backwards, nvme, stage, synced=True)
-    for name, master in wanted[0].items():
-        assert torch.equal(got[0][name], got[1][name]), name
-        torch.testing.assert_close(got[0][name], master, rtol=1e-5, atol=1e-7)
+    expected = ranks(2).run(two_backwards, nvme, stage, synced=False)
+    outcomes = ranks(2).run(two_backwards, nvme, stage, synced=True)
+    for name, master in expected[0].items():
+        assert torch.equal(outcomes[0][name], outcomes[1][name]), name
+        torch.testing.assert_close(outcomes[0][name], master, rtol=1e-5, atol=1e-7)
 
 
 def dropped(rank: int, nvme: Path, stage: int, *, drop: bool) -> dict[str, Tensor]:
@@ -62,9 +62,9 @@ def dropped(rank: int, nvme: Path, stage: int, *, drop: bool) -> dict[str, Tenso
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero_grad_drops_what_no_rank_has_reduced_yet(ranks: Ranks, nvme: Path, stage: int) -> None:
-    wanted = ranks(2).run(dropped, nvme, stage, drop=False)
-    got = ranks(2).run(dropped, nvme, stage, drop=True)
-    assert all(torch.equal(got[0][name], master) for name, master in wanted[0].items())
+    expected = ranks(2).run(dropped, nvme, stage, drop=False)
+    outcomes = ranks(2).run(dropped, nvme, stage, drop=True)
+    assert all(torch.equal(outcomes[0][name], master) for name, master in expected[0].items())
 
 
 def set_by_each(rank: int, nvme: Path, stage: int) -> list[Tensor]:
@@ -99,8 +99,8 @@ def asks_too_early(rank: int, nvme: Path, stage: int) -> str:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_are_not_reduced_yet_are_not_shown(ranks: Ranks, nvme: Path, stage: int) -> None:
-    for told in ranks(2).run(asks_too_early, nvme, stage):
-        assert ("use stage 2" in told) == (stage < 2)
+    for message in ranks(2).run(asks_too_early, nvme, stage):
+        assert ("use stage 2" in message) == (stage < 2)
 
 
 def penalised(rank: int, nvme: Path, stage: int) -> Any:
@@ -118,7 +118,7 @@ def penalised(rank: int, nvme: Path, stage: int) -> Any:
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_inputs_leave_those_of_parameters_alone(ranks: Ranks, nvme: Path, stage: int) -> None:
     (masters, norm), _ = ranks(2).run(penalised, nvme, stage)
-    (wanted, other), _ = ranks(2).run(penalised, nvme, 2)
+    (expected, other), _ = ranks(2).run(penalised, nvme, 2)
     assert norm == pytest.approx(other, rel=1e-6)
-    for name, master in wanted.items():
+    for name, master in expected.items():
         torch.testing.assert_close(masters[name], master, rtol=1e-5, atol=1e-7)

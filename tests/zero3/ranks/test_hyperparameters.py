@@ -71,12 +71,12 @@ def test_every_rank_is_told_both_values(doomed: Ranks, nvme: Path, stage: int) -
     for edit, first, other in EDITS:
         for outcome in doomed(2).outcomes(steps, nvme, edit, stage=stage):
             assert outcome.error is not None and outcome.error.kind == "ConfigError", outcome.report()
-            found = re.search(
+            match = re.search(
                 r"has (.*) in param group 0 on rank 0, and (.*) in param group 0 on rank 1",
                 outcome.error.message,
             )
-            assert found is not None and found[1] != found[2], outcome.error
-            assert (found[1].startswith(first), found[2].startswith(other)) == (True, True), outcome.error
+            assert match is not None and match[1] != match[2], outcome.error
+            assert (match[1].startswith(first), match[2].startswith(other)) == (True, True), outcome.error
             assert "in step 3" in outcome.error.message
 
 

@@ -42,17 +42,17 @@ HABITS = [pytest.param("bf16", 2, id="bf16-2"), pytest.param("fp32", 1, id="fp32
 def same_everywhere(pool: Pool, nvme: Path, cases: dict[str, dict[str, Any]], **habit: Any) -> list[Trained]:
     reference: list[Trained] = pool.run(train, nvme, **habit)
     assert len({*reference[0].losses}) == len(reference[0].losses), "the reference does not train"
-    for name, given in cases.items():
-        case = given | (
-            {"host_budget": f"{given['share_kib'] * pool.world_size}KiB"} if "share_kib" in given else {}
+    for name, options in cases.items():
+        case = options | (
+            {"host_budget": f"{options['share_kib'] * pool.world_size}KiB"} if "share_kib" in options else {}
         )
         case.pop("share_kib", None)
         runs = pool.run(train, nvme, **habit, **case)
-        for rank, (run, wanted) in enumerate(zip(runs, reference, strict=True)):
+        for rank, (run, expected) in enumerate(zip(runs, reference, strict=True)):
             if case.get("threshold") is not None:  # other groups, other shards, other partial sums of squares
-                assert run.norms == pytest.approx(wanted.norms, rel=1e-14)
-                run.norms = wanted.norms
-            assert run.differing(wanted) == [], f"{name}, rank {rank}"
+                assert run.norms == pytest.approx(expected.norms, rel=1e-14)
+                run.norms = expected.norms
+            assert run.differing(expected) == [], f"{name}, rank {rank}"
             assert bool(run.written) == ("nvme" in case.values()), f"{name}, rank {rank}"
     return reference
 
@@ -124,19 +124,19 @@ def test_every_state_format_gives_its_bits_in_every_stage_and_place(
 
 def smallest(rank: int, nvme: Path, **options: Any) -> dict[str, str]:
     """The least host budget, and then the least device budget, that a plan accepts (to 16 KiB), for all ranks."""
-    found: dict[str, str] = {}
+    budgets: dict[str, str] = {}
     for budget in ("host_budget", "device_budget"):
         refused, accepted = 0, 256  # of 16 KiB
         while accepted - refused > 1:
             middle = (refused + accepted) // 2
             try:
-                start(nvme, **(options | found | {budget: f"{16 * middle}KiB"})).close()
+                start(nvme, **(options | budgets | {budget: f"{16 * middle}KiB"})).close()
             except PlacementError:
                 refused = middle
             else:
                 accepted = middle
-        found[budget] = f"{16 * accepted}KiB"
-    return found
+        budgets[budget] = f"{16 * accepted}KiB"
+    return budgets
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -92,14 +92,14 @@ def all_but(rank: int, missing: int) -> str:
 
 def killed_between_groups(rank: int, nvme: Path) -> float:
     """Rank 1 is killed when it is about to make the second group of its engine, in which others wait for it."""
-    made: list[Any] = []
+    groups: list[Any] = []
     new_group = dist.new_group
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        if rank == 1 and made:
+        if rank == 1 and groups:
             os.kill(os.getpid(), signal.SIGKILL)
-        made.append(new_group(*args, **kwargs))
-        return made[-1]
+        groups.append(new_group(*args, **kwargs))
+        return groups[-1]
 
     dist.new_group = make
     began = time.monotonic()
@@ -154,27 +154,27 @@ def open_sockets() -> int:
 
 
 def test_as_many_sockets_are_open_as_room_is_made_for(doomed: Ranks, nvme: Path) -> None:
-    for taken, room in doomed(4).run(sockets, nvme):
-        assert 0 < taken <= room + 3
+    for sockets_open, room in doomed(4).run(sockets, nvme):
+        assert 0 < sockets_open <= room + 3
 
 
-def kept(rank: int, nvme: Path) -> list[tuple[int, int]]:
+def resources(rank: int, nvme: Path) -> list[tuple[int, int]]:
     """Threads and sockets before an engine and when it is closed, which somebody keeps."""
     start(nvme, models.Blocks).close()  # what torch and others open once
     gc.collect()
     gc.disable()
     try:
-        found = [(len(list(Path("/proc/self/task").iterdir())), open_sockets())]
+        counts = [(len(list(Path("/proc/self/task").iterdir())), open_sockets())]
         engine = start(nvme, models.Blocks, threshold=0)
         for shares in models.vectors(1, 2):
             engine.backward(engine(*shares[rank]))
             engine.step()
         engine.close()
-        return [*found, (len(list(Path("/proc/self/task").iterdir())), open_sockets())]
+        return [*counts, (len(list(Path("/proc/self/task").iterdir())), open_sockets())]
     finally:
         gc.enable()
 
 
 def test_a_closed_engine_keeps_no_threads_and_no_sockets(doomed: Ranks, nvme: Path) -> None:
-    for before, after in doomed(2).run(kept, nvme):
+    for before, after in doomed(2).run(resources, nvme):
         assert after == before

@@ -40,9 +40,9 @@ def test_no_placement_changes_a_bit(ranks: Ranks, nvme: Path, stage: int, accumu
         expected = expected or runs[0]
     assert expected is not None and len({*expected.losses}) == len(expected.losses)
     for name, values in expected.weights.items():
-        kept = any(word in name for word in KEEP)
-        assert values.dtype is (torch.float32 if kept else torch.bfloat16), name
-        assert not kept or torch.equal(values, expected.masters[name]), name
+        is_fp32 = any(word in name for word in KEEP)
+        assert values.dtype is (torch.float32 if is_fp32 else torch.bfloat16), name
+        assert not is_fp32 or torch.equal(values, expected.masters[name]), name
 
 
 def mean_gradient(rank: int, nvme: Path, stage: int) -> list[bool]:
@@ -51,16 +51,16 @@ def mean_gradient(rank: int, nvme: Path, stage: int) -> list[bool]:
     with start(nvme, Routed, precision="bf16", keep_fp32=KEEP, **settings) as engine:
         torch.manual_seed(3)
         model = Routed()
-        kept = [name for name, _ in model.named_parameters() if any(word in name for word in KEEP)]
+        fp32_names = [name for name, _ in model.named_parameters() if any(word in name for word in KEEP)]
         for name, param in model.named_parameters():
-            param.data = param.data if name in kept else param.data.bfloat16()
-        before = {name: model.get_parameter(name).detach().clone() for name in kept}
+            param.data = param.data if name in fp32_names else param.data.bfloat16()
+        before = {name: model.get_parameter(name).detach().clone() for name in fp32_names}
         (both,) = shares(1, 2)
         total = {}
         for number, (tokens,) in enumerate(both):
             model.zero_grad()
             model(tokens).backward()
-            for name in kept:
+            for name in fp32_names:
                 grad = model.get_parameter(name).grad
                 assert grad is not None
                 total[name] = total[name] + grad if number else grad
@@ -68,11 +68,11 @@ def mean_gradient(rank: int, nvme: Path, stage: int) -> list[bool]:
         engine.step()
         return [
             torch.equal(engine.get_fp32_parameter(name), before[name] - 0.5 * (total[name] * 0.5))
-            for name in kept
+            for name in fp32_names
         ]
 
 
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_gradients_are_reduced_in_fp32(ranks: Ranks, nvme: Path, stage: int) -> None:
-    for found in ranks(2).run(mean_gradient, nvme, stage):
-        assert found == [True] * len(found) and len(found) > 8
+    for answers in ranks(2).run(mean_gradient, nvme, stage):
+        assert answers == [True] * len(answers) and len(answers) > 8

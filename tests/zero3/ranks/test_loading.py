@@ -72,10 +72,10 @@ def test_a_rank_with_other_files_is_named(ranks: Ranks, nvme: Path, weights: Pat
     torch.manual_seed(3)
     half = {name: param.detach().bfloat16() for name, param in SmallModel().named_parameters()}
     save_file(half, weights.with_name("half.safetensors"))
-    for said in ranks(2).run(other_file, nvme, weights):
-        assert "weights file" in said
-        assert "BF16" in said
-        assert "F32" in said
+    for message in ranks(2).run(other_file, nvme, weights):
+        assert "weights file" in message
+        assert "BF16" in message
+        assert "F32" in message
 
 
 def missing_file(rank: int, nvme: Path, weights: Path) -> str:
@@ -85,5 +85,5 @@ def missing_file(rank: int, nvme: Path, weights: Path) -> str:
 
 
 def test_a_file_that_one_rank_lacks_ends_all(ranks: Ranks, nvme: Path, weights: Path) -> None:
-    for said in ranks(2).run(missing_file, nvme, weights):
-        assert "absent.safetensors" in said
+    for message in ranks(2).run(missing_file, nvme, weights):
+        assert "absent.safetensors" in message

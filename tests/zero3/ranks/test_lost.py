@@ -19,7 +19,7 @@ from torch import nn
 from tests.zero3.conftest import SmallModel
 
 from . import models
-from .pool import Outcome, Pool, ended
+from .pool import Outcome, Pool, all_ended
 from .training import start, tokens
 
 Ranks = Callable[..., Pool]
@@ -69,14 +69,14 @@ def meet(
 ) -> list[str]:
     """Train until ``end`` happens to the ``victims`` in the second step. What was left after close, if that comes."""
     engine = start(nvme, **(WATCHFUL | options))
-    taken: list[int] = []
+    moments: list[int] = []
 
     def perhaps(now: str) -> None:
-        if rank in victims and now == moment and len(taken) == 1:
+        if rank in victims and now == moment and len(moments) == 1:
             end()
 
     apply = engine._updates._apply
-    engine._updates._apply = lambda *given: (perhaps("step"), apply(*given))[1]
+    engine._updates._apply = lambda *arguments: (perhaps("step"), apply(*arguments))[1]
     engine.module.blocks[1].register_forward_hook(lambda *_: perhaps("forward"))
     engine.module.blocks[1].register_full_backward_hook(lambda *_: perhaps("backward"))
     try:
@@ -85,7 +85,7 @@ def meet(
             perhaps("between")
             engine.step()
             perhaps("after the step")
-            taken.append(engine.global_steps)
+            moments.append(engine.global_steps)
     except BaseException as error:
         engine.close()
         error.add_note(f"left: {left_behind(nvme)}")
@@ -96,13 +96,13 @@ def meet(
 
 def left_behind(nvme: Path) -> list[str]:
     """Swap files that this process still holds open, by what their links say."""
-    found = []
+    targets = []
     for link in Path("/proc/self/fd").iterdir():
         try:
-            found.append(str(link.readlink()))
+            targets.append(str(link.readlink()))
         except FileNotFoundError:  # the one that lists
             continue
-    return [name for name in found if name.startswith(str(nvme))]
+    return [name for name in targets if name.startswith(str(nvme))]
 
 
 def assert_named(outcome: Outcome, kind: str, *words: str, soon: float = SOON) -> None:
@@ -124,7 +124,7 @@ def test_a_rank_that_is_killed(doomed: Ranks, nvme: Path, place: str, moment: st
     assert_named(other, "RankLostError", "rank 1", str(pids[1]))
     assert list(nvme.iterdir()) == []
     pool.close()
-    assert ended(pids)
+    assert all_ended(pids)
 
 
 @pytest.mark.slow
@@ -219,10 +219,10 @@ def test_a_rank_that_leaves_out_a_call(doomed: Ranks, nvme: Path, place: str, sk
         assert outcome.seconds < SOON, outcome.report()
 
 
-def build_apart(rank: int, nvme: Path, apart: str, which: int) -> None:
+def build_apart(rank: int, nvme: Path, apart: str, differing_rank: int) -> None:
     """Rank ``which`` has another model, or another configuration, than the others."""
     width, options = 48, {}
-    if rank == which:
+    if rank == differing_rank:
         width, options = {
             "a shape": (32, {}),
             "the stage": (48, {"stage": 2}),
@@ -244,12 +244,12 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("differing_rank", [0, 1])
 @pytest.mark.parametrize("apart", APART)
 def test_ranks_that_start_from_different_things_are_told_the_first_difference(
-    doomed: Ranks, nvme: Path, apart: str, which: int
+    doomed: Ranks, nvme: Path, apart: str, differing_rank: int
 ) -> None:
-    for outcome in doomed(2).outcomes(build_apart, nvme, apart, which):
+    for outcome in doomed(2).outcomes(build_apart, nvme, apart, differing_rank):
         assert outcome.error is not None and "TieringError" in outcome.error.kinds, outcome.report()
         assert APART[apart] in outcome.error.message, outcome.report()
         assert "rank" in outcome.error.message and outcome.seconds < SOON
@@ -269,7 +269,7 @@ def test_a_plan_that_one_rank_cannot_make_ends_all(doomed: Ranks, nvme: Path) ->
 
 def again(rank: int, nvme: Path) -> list[float]:
     """After an error on all ranks the process can have another engine, on the same process group."""
-    found = []
+    losses = []
     for spoil in (True, False):
         engine = start(nvme, models.Blocks, threshold=0)
         try:
@@ -278,12 +278,12 @@ def again(rank: int, nvme: Path) -> list[float]:
                 loss = engine(x)
                 engine.backward(loss)
                 engine.step()
-                found.append(loss.item())
+                losses.append(loss.item())
         except (RuntimeError, ValueError):
             assert spoil
         finally:
             engine.close()
-    return found
+    return losses
 
 
 def test_after_the_same_error_on_all_ranks_there_may_be_another_engine(ranks: Ranks, nvme: Path) -> None:
@@ -298,14 +298,14 @@ class Interrupted(nn.Module):
         super().__init__()
         self.inner = models.Blocks()
         self.inner.blocks[1].register_forward_hook(self._perhaps)
-        self.told = False
+        self.fails = False
 
     def _perhaps(self, *_: Any) -> None:
-        if self.told:
+        if self.fails:
             raise OwnError("told to")
 
-    def forward(self, x: Any, told: bool) -> Any:
-        self.told = told
+    def forward(self, x: Any, choice: bool) -> Any:
+        self.fails = choice
         return self.inner(x)
 
 
@@ -373,8 +373,8 @@ def slow_data(rank: int, nvme: Path, **options: Any) -> None:
 
 
 def test_a_rank_in_the_scripts_own_code_is_said_to_be_there(doomed: Ranks, nvme: Path) -> None:
-    given = {"distributed": {"timeout": 1.5, "silence": 20}, "threshold": 0}
-    first, _ = doomed(2).outcomes(slow_data, nvme, **given)
+    options = {"distributed": {"timeout": 1.5, "silence": 20}, "threshold": 0}
+    first, _ = doomed(2).outcomes(slow_data, nvme, **options)
     assert first.error is not None and "rank 1 in code outside the engine" in first.error.message, (
         first.report()
     )

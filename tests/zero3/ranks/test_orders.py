@@ -120,11 +120,11 @@ def test_every_rank_draws_its_layers_and_one_calls_them_in_its_own_order(ranks: 
     data = Choices((0, 2, 3), (5, 3, 1), (4,), (1, 2, 0, 5), ())
     for loop in LOOPS.values():
         exact = assert_as_emulated(ranks(3), nvme, **case_of(data, stage=1, **loop))
-        for run, wanted in zip(
+        for run, expected in zip(
             ranks(3).run(train, nvme, **case_of(data, stage=2, **loop)), exact, strict=True
         ):
-            torch.testing.assert_close(run.masters, wanted.masters, rtol=1e-5, atol=1e-6)
-            assert run.losses == pytest.approx(wanted.losses, rel=1e-5)
+            torch.testing.assert_close(run.masters, expected.masters, rtol=1e-5, atol=1e-6)
+            assert run.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
 def needed(rank: int, nvme: Path, **options: Any) -> int:
@@ -150,8 +150,8 @@ def test_the_room_for_gradients_changes_no_bit_of_ranks_with_orders_of_their_own
     ]
     assert plans[1] < plans[0] == usual, "both have the same room"
     for others in results[1:]:
-        for run, wanted in zip(others, results[0], strict=True):
-            assert run.differing(wanted) == []
+        for run, expected in zip(others, results[0], strict=True):
+            assert run.differing(expected) == []
 
 
 def evaluated(rank: int, nvme: Path, between: tuple[int, ...] | None, **options: Any) -> list[float]:

@@ -224,7 +224,7 @@ def test_nor_does_it_count_as_silence_of_the_others(
 @pytest.mark.parametrize("how", ["fails", "falls silent", "closes"])
 def test_a_device_is_aborted_once_without_any_wait(together: Callable[..., Together], how: str) -> None:
     device = Device()
-    told = device.reasons
+    reasons = device.reasons
     them = together(3, silence=1.0, device=device)
     them.ranks[0].issue("gather 'a'")
     them.ranks[2].issue("gather 'a'")
@@ -235,23 +235,23 @@ def test_a_device_is_aborted_once_without_any_wait(together: Callable[..., Toget
     else:
         them.silence(1)
     expected = 3 if how == "falls silent" else 2  # who is believed dead is told, too; who did it is not
-    eventually(lambda: len(told) >= expected)
+    eventually(lambda: len(reasons) >= expected)
     with pytest.raises(RankLostError, match=r"rank 1 \(host"):
         them.ranks[0].check()
     them.close()
-    assert len(told) == expected
-    assert all("rank 1 (host" in message for message in told)
+    assert len(reasons) == expected
+    assert all("rank 1 (host" in message for message in reasons)
 
 
 def test_a_device_is_not_aborted_for_ranks_that_are_not_watched(together: Callable[..., Together]) -> None:
     """A rank watches its successor; what it knows of the others is old, and that is not their silence."""
     device = Device()
-    told = device.reasons
+    reasons = device.reasons
     them = together(4, silence=0.5, device=device)
     clocks = [peers._heartbeat._clock for peers in them.ranks]
     for peers, clock in zip(them.ranks, clocks, strict=True):
         eventually(lambda peers=peers, clock=clock: peers._heartbeat._clock > clock + 1.0)
-    assert told == []
+    assert reasons == []
 
 
 def test_a_device_that_waits_while_nobody_moves_is_a_wait_as_any_other(
@@ -259,16 +259,16 @@ def test_a_device_that_waits_while_nobody_moves_is_a_wait_as_any_other(
 ) -> None:
     """All ranks are alive and in step, and the network between them is not: no CPU waits for it."""
     device = Device()
-    told, queued = device.reasons, device.queued
+    reasons, queued = device.reasons, device.queued
     them = together(2, timeout=0.3, device=device)
     clock = them.ranks[0]._heartbeat._clock
     eventually(lambda: them.ranks[0]._heartbeat._clock > clock + 0.7)
-    assert told == [], "a rank that waits for nothing has no reason to move"
+    assert reasons == [], "a rank that waits for nothing has no reason to move"
     for peers in them.ranks:
         peers.issue("gather 'a'")
     queued.append("gather 'a'")
-    eventually(lambda: len(told) == 2)
-    for message in told:
+    eventually(lambda: len(reasons) == 2)
+    for message in reasons:
         assert re.search(
             r"no rank has made progress for 0 s: ranks 0-1 in .*, after collective 1; the device of rank \d is"
             r" waiting to"
@@ -311,7 +311,7 @@ def test_communicators_are_aborted_at_once(
     device = threading.Barrier(2)
     both = [Communicator(device) for _ in range(2)]
     sever(both)
-    assert all(one.aborted for one in both)
+    assert all(device.aborted for device in both)
     monkeypatch.setattr(zero3.ranks.peers, "SEVERING_TIMEOUT", 0.1)
     alone = Communicator(device)
     sever([alone])

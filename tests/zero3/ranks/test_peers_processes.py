@@ -44,11 +44,11 @@ def peers_of(rank: int, world_size: int, name: str, **settings: Any) -> Peers:
     return peers
 
 
-def reduce(peers: Peers, what: str) -> float:
+def reduce(peers: Peers, label: str) -> float:
     value = torch.tensor([float(peers.rank)])
     work = dist.all_reduce(value, async_op=True)
-    peers.issue(what)
-    peers.wait(work, what)
+    peers.issue(label)
+    peers.wait(work, label)
     return float(value)
 
 
@@ -76,12 +76,12 @@ def lose(rank: int, world_size: int, how: str, **settings: Any) -> tuple[int, fl
 
 
 def messages(outcomes: Sequence[Outcome], ranks: Sequence[int], kind: type[TieringError]) -> list[str]:
-    said = []
+    texts = []
     for rank in ranks:
         error = outcomes[rank].error
         assert error is not None and error.kind == kind.__name__, outcomes[rank].report()
-        said.append(error.message)
-    return said
+        texts.append(error.message)
+    return texts
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -244,10 +244,10 @@ def test_a_store_that_is_gone_or_frozen_is_named(doomed: Ranks, how: str) -> Non
         assert "Last known: " in message
 
 
-def stay_together(rank: int, told: str) -> int:
+def stay_together(rank: int, signal_file: str) -> int:
     peers = peers_of(rank, 2, "suspended", silence=0.7, timeout=1.0)
     peers.note("suspended")
-    Path(told).touch()
+    Path(signal_file).touch()
     for turn in range(30):
         peers.agree(f"turn {turn}")
         time.sleep(0.05)
@@ -257,10 +257,10 @@ def stay_together(rank: int, told: str) -> int:
 
 def test_a_job_that_is_suspended_and_resumed_goes_on(doomed: Ranks, tmp_path: Path) -> None:
     pool = doomed(2)
-    told = tmp_path / "told"
+    signal_file = tmp_path / "told"
 
     def suspend() -> None:
-        eventually(told.exists)
+        eventually(signal_file.exists)
         for pid in pool.pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(2.0)  # beyond both limits
@@ -270,7 +270,7 @@ def test_a_job_that_is_suspended_and_resumed_goes_on(doomed: Ranks, tmp_path: Pa
 
     thread = threading.Thread(target=suspend)
     thread.start()
-    outcomes = pool.outcomes(stay_together, str(told), limit=60)
+    outcomes = pool.outcomes(stay_together, str(signal_file), limit=60)
     thread.join()
     assert [outcome.value for outcome in outcomes] == [0, 1], [outcome.report() for outcome in outcomes]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .pool import Pool, TaskError, ended
+from .pool import Pool, TaskError, all_ended
 
 Ranks = Callable[..., Pool]
 
@@ -66,7 +66,7 @@ def test_an_exception_comes_back_in_words_and_the_next_test_gets_another_pool(ra
     assert error is not None and error.kinds[:2] == ("ValueError", "Exception")
     assert error.message == "on rank 1" and "in raise_on" in error.trace
     pids = pool.pids
-    assert ranks(2) is not pool and ended(pids)
+    assert ranks(2) is not pool and all_ended(pids)
     with pytest.raises(
         TaskError, match=r"rank 0 returned\n---- rank 1 Traceback[\s\S]*ValueError: on rank 1"
     ):
@@ -95,7 +95,7 @@ def test_a_hang_shows_its_stacks_and_leaves_no_process(doomed: Ranks) -> None:
     assert second.value == 1
     pids = pool.pids
     pool.close()
-    assert ended(pids)
+    assert all_ended(pids)
 
 
 def test_a_frozen_rank_is_not_waited_for(doomed: Ranks) -> None:
@@ -105,14 +105,14 @@ def test_a_frozen_rank_is_not_waited_for(doomed: Ranks) -> None:
     pids = pool.pids
     pool.broken = True
     pool.close()
-    assert ended(pids)
+    assert all_ended(pids)
 
 
 def test_arguments_and_values_travel_by_value(ranks: Ranks) -> None:
-    given: dict[str, Any] = {"weights": torch.arange(6.0).view(2, 3)}
-    for value in ranks(2).run(double, given):
-        assert torch.equal(value["weights"], 2 * given["weights"])
+    tensors: dict[str, Any] = {"weights": torch.arange(6.0).view(2, 3)}
+    for value in ranks(2).run(double, tensors):
+        assert torch.equal(value["weights"], 2 * tensors["weights"])
 
 
-def double(rank: int, given: dict[str, Any]) -> dict[str, Any]:
-    return {name: 2 * value for name, value in given.items()}
+def double(rank: int, tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: 2 * value for name, value in tensors.items()}

@@ -36,16 +36,16 @@ class OwnError(Exception):
 
 def values(rank: int, nvme: Path) -> list[Any]:
     """Every collective of tiering.comm, on two ranks, beside an engine and without one."""
-    found: list[Any] = []
+    outcomes: list[Any] = []
     # Engines that earlier tests of this process have dropped.
     gc.collect()
     for beside in (start(nvme, models.Blocks), contextlib.nullcontext()):
         with beside as engine:
             # Another test of this process may have left an engine open.
             assert newest() is not None or engine is None
-            found.append(everything(rank))
-    assert found[0] == found[1]
-    return found[0]
+            outcomes.append(everything(rank))
+    assert outcomes[0] == outcomes[1]
+    return outcomes[0]
 
 
 def everything(rank: int) -> list[Any]:

@@ -21,19 +21,19 @@ Ranks = Callable[..., Pool]
 STEPS = 2
 
 
-def seen(rank: int, nvme: Path, output: Path) -> dict[str, Any]:
+def read_progress(rank: int, nvme: Path, output: Path) -> dict[str, Any]:
     """The lines that this rank says, and what its record has."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
     logger = logging.getLogger(_logs.PROGRESS)
     logger.addHandler(handler)
-    asked = {
+    sections = {
         "steps_per_print": 1,
         "csv_monitor": {"enabled": True, "output_path": str(output), "job_name": f"seen-by-{rank}"},
     }
     try:
-        settings = config(nvme, **usual()) | asked
+        settings = config(nvme, **usual()) | sections
         with tiering.initialize(model=Blocks(), config=settings).engine as engine:
             losses = []
             for shares in vectors(STEPS, 2):
@@ -50,7 +50,7 @@ def seen(rank: int, nvme: Path, output: Path) -> dict[str, Any]:
 def test_the_first_rank_tells_of_the_mean_loss_and_of_its_own_bytes(
     ranks: Ranks, nvme: Path, tmp_path: Path
 ) -> None:
-    first, other = ranks(2).run(seen, nvme, tmp_path)
+    first, other = ranks(2).run(read_progress, nvme, tmp_path)
     assert other["lines"] == []
     means = [sum(losses) / 2 for losses in zip(first["losses"], other["losses"], strict=True)]
     for number, (line, mean) in enumerate(zip(first["lines"], means, strict=True), start=1):

@@ -61,10 +61,10 @@ def begin(
 ) -> Any:
     """``client``: an optimizer of the user's, which steps itself."""
     settings = config(nvme, **({"precision": "fp32", "accumulation": 1, "threshold": 40} | options))
-    given = {} if data is None else {"training_data": data}
+    arguments = {} if data is None else {"training_data": data}
     if client is not None:
-        given["optimizer"] = lambda params: client(params, lr=1e-3)
-    return tiering.initialize(model=build(), config=settings, **given).engine
+        arguments["optimizer"] = lambda params: client(params, lr=1e-3)
+    return tiering.initialize(model=build(), config=settings, **arguments).engine
 
 
 def own(rank: int, engine: Any, micro_batches: range) -> list[float]:
@@ -85,13 +85,13 @@ def compare(
     rank: int, nvme: Path, directory: Path, meanwhile: int, cases: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """For each case what differs between a straight run and one that was interrupted."""
-    found = {}
-    for name, given in cases.items():
+    outcomes = {}
+    for name, settings_of_case in cases.items():
         budget = f"{200 * int(os.environ['WORLD_SIZE'])}KiB"  # of all ranks
-        options = given | ({"host_budget": budget} if "host_budget" in given else {})
+        options = settings_of_case | ({"host_budget": budget} if "host_budget" in settings_of_case else {})
         make, teach = partial(begin, nvme, **options), partial(own, rank)
         accumulated = options.get("accumulation", 1)
-        wanted = straight(make, 6 * accumulated, teach)
+        expected = straight(make, 6 * accumulated, teach)
         resumed = interrupted(
             make,
             6 * accumulated,
@@ -100,15 +100,15 @@ def compare(
             train=teach,
             meanwhile=meanwhile * accumulated,
         )
-        found[name] = resumed.differences(wanted), wanted.losses, wanted.rest["steps"][1]
-    return found
+        outcomes[name] = resumed.differences(expected), expected.losses, expected.rest["steps"][1]
+    return outcomes
 
 
 def assert_goes_on(pool: Pool, nvme: Path, tmp_path: Path, meanwhile: int, *names: str) -> None:
     cases = {name: CASES[name] for name in names}
     of_all = pool.run(compare, nvme, tmp_path / "saved", meanwhile, cases)
-    for rank, found in enumerate(of_all):
-        for name, (differences, losses, skipped) in found.items():
+    for rank, outcomes in enumerate(of_all):
+        for name, (differences, losses, skipped) in outcomes.items():
             assert differences == [], f"{name}, rank {rank}"
             assert losses != of_all[rank - 1][name][1], f"{name}: ranks train on the same"
             assert bool(skipped) == ("fp16" in cases[name]), f"{name}: {skipped} steps were skipped"
@@ -172,8 +172,8 @@ def through_the_data(rank: int, engine: Any, micro_batches: range) -> list[float
 def read_on(rank: int, nvme: Path, directory: Path, save_at: int) -> tuple[list[str], Any]:
     """A pass has five micro-batches for each rank. Each rank also has a client_state of its own."""
     make, teach = partial(begin, nvme, Classifier, labelled()), partial(through_the_data, rank)
-    wanted = straight(make, 12, teach)
-    differences = interrupted(make, 12, save_at, directory, train=teach).differences(wanted)
+    expected = straight(make, 12, teach)
+    differences = interrupted(make, 12, save_at, directory, train=teach).differences(expected)
     with make() as engine:
         engine.load_checkpoint(directory)
         engine.save_checkpoint(directory, "mine", {"rank": rank, "values": torch.full((2,), rank)})
@@ -185,8 +185,8 @@ def read_on(rank: int, nvme: Path, directory: Path, save_at: int) -> tuple[list[
 def test_each_rank_goes_on_in_its_share_of_the_data(
     ranks: Ranks, nvme: Path, tmp_path: Path, save_at: int
 ) -> None:
-    found = ranks(2).run(read_on, nvme, tmp_path / "saved", save_at)
-    assert found == [([], (0, [0, 0])), ([], (1, [1, 1]))]
+    outcomes = ranks(2).run(read_on, nvme, tmp_path / "saved", save_at)
+    assert outcomes == [([], (0, [0, 0])), ([], (1, [1, 1]))]
 
 
 # ---- other ranks, other stages, other groups ----
@@ -228,15 +228,15 @@ def load(
     rank: int, nvme: Path, directory: Path, build: str, cases: list[dict[str, Any]]
 ) -> list[tuple[Left, Left]]:
     """For each case what it has loaded, and what two steps make of that."""
-    found = []
+    outcomes = []
     for options in cases:
         torch.manual_seed(50)
         with begin(nvme, BUILDS[build], **options) as engine:
             engine.load_checkpoint(directory)
             loaded = Left.by(engine)
             torch.manual_seed(7)
-            found.append((loaded, Left.by(engine, teach(build, rank, engine, range(3, 5)))))
-    return found
+            outcomes.append((loaded, Left.by(engine, teach(build, rank, engine, range(3, 5)))))
+    return outcomes
 
 
 STAGES: list[dict[str, Any]] = [
@@ -258,16 +258,16 @@ def assert_the_same_elsewhere(
     saved: dict[str, Any],
     elsewhere: list[dict[str, Any]],
 ) -> None:
-    wanted = ranks(saved_by).run(save, nvme, directory, build, saved)[0]
-    assert any(value.abs().max() > 0 for name, value in wanted.tensors.items() if "exp_avg_sq" in name), (
+    expected = ranks(saved_by).run(save, nvme, directory, build, saved)[0]
+    assert any(value.abs().max() > 0 for name, value in expected.tensors.items() if "exp_avg_sq" in name), (
         "nothing was trained"
     )
     of_all = ranks(loaded_by).run(load, nvme, directory, build, elsewhere)
-    for rank, found in enumerate(of_all):
-        for options, (loaded, later) in zip(elsewhere, found, strict=True):
-            loaded.losses, loaded.rest["norm"] = wanted.losses, wanted.rest["norm"]
-            assert loaded.differences(wanted) == [], f"rank {rank}, {options}"
-            first = found[0][1]
+    for rank, outcomes in enumerate(of_all):
+        for options, (loaded, later) in zip(elsewhere, outcomes, strict=True):
+            loaded.losses, loaded.rest["norm"] = expected.losses, expected.rest["norm"]
+            assert loaded.differences(expected) == [], f"rank {rank}, {options}"
+            first = outcomes[0][1]
             assert float(later.rest["norm"]) == pytest.approx(float(first.rest["norm"]), rel=1e-12)
             later.rest["norm"] = first.rest["norm"]
             assert later.differences(first) == [], f"rank {rank}: {options} trains as no other"
@@ -305,7 +305,7 @@ def test_two_ranks_load_what_each_stage_has_saved(ranks: Ranks, nvme: Path, tmp_
 
 def load_both(rank: int, nvme: Path, directory: Path, cases: list[dict[str, Any]]) -> list[tuple[Left, Left]]:
     """For each case what it has loaded without frozen parameters, which it has, and then with them."""
-    found = []
+    outcomes = []
     for options in cases:
         torch.manual_seed(1)
         with begin(nvme, models.PartlyFrozen, **options) as engine:
@@ -313,8 +313,8 @@ def load_both(rank: int, nvme: Path, directory: Path, cases: list[dict[str, Any]
             engine.load_checkpoint(directory, "part")
             part = Left.by(engine)
             engine.load_checkpoint(directory, "whole")
-            found.append((part, Left.by(engine)))
-    return found
+            outcomes.append((part, Left.by(engine)))
+    return outcomes
 
 
 def save_both(rank: int, nvme: Path, directory: Path, options: dict[str, Any]) -> Left:
@@ -331,11 +331,11 @@ def test_frozen_parameters_that_were_excluded_stay_on_all_ranks(
 ) -> None:
     for number, saved in enumerate(({"stage": 1}, {"stage": 3, **STREAMED})):
         directory = tmp_path / str(number)
-        wanted = ranks(2).run(save_both, nvme, directory, saved)[0]
+        expected = ranks(2).run(save_both, nvme, directory, saved)[0]
         excluded = open_checkpoint(directory / "part").manifest.excluded
         assert len(excluded) == 7 and "blocks.2.up.weight" in excluded
-        for found in ranks(3).run(load_both, nvme, directory, STAGES):
-            for part, whole in found:
-                for left in (part, whole):
-                    left.rest["norm"] = wanted.rest["norm"]
-                    assert left.differences(wanted) == []
+        for outcomes in ranks(3).run(load_both, nvme, directory, STAGES):
+            for part, whole in outcomes:
+                for outcome in (part, whole):
+                    outcome.rest["norm"] = expected.rest["norm"]
+                    assert outcome.differences(expected) == []

@@ -37,31 +37,31 @@ PLACES: dict[str, dict[str, Any]] = {
 
 def from_each_to_all(patch: pytest.MonkeyPatch) -> list[int]:
     """Every shard counts as large: it is sent to every rank at once. Returns a list with an entry for each gather."""
-    scatter, taken = collectives.scatter_shards, []
+    scatter, calls = collectives.scatter_shards, []
     patch.setattr(collectives, "LARGE", 0)
-    patch.setattr(collectives, "scatter_shards", lambda *args: (taken.append(1), scatter(*args))[1])
-    return taken
+    patch.setattr(collectives, "scatter_shards", lambda *args: (calls.append(1), scatter(*args))[1])
+    return calls
 
 
 def by_copy(patch: pytest.MonkeyPatch) -> list[int]:
     """A torch that cannot exchange the pointers of storages. Returns a list with an entry for each gather."""
-    gather, taken = DeviceGatheredStorage.gather, []
+    gather, calls = DeviceGatheredStorage.gather, []
 
     def counted(storage: DeviceGatheredStorage, *, foreseen: bool) -> None:
-        taken.append(1)
+        calls.append(1)
         gather(storage, foreseen=foreseen)
 
     patch.setattr(model_size, "can_exchange", lambda: False)
     patch.setattr(DeviceGatheredStorage, "gather", counted)
-    return taken
+    return calls
 
 
 def train_on(
     rank: int, nvme: Path, route: Callable[[pytest.MonkeyPatch], list[int]], **options: Any
 ) -> tuple[Trained, int]:
     with pytest.MonkeyPatch.context() as patch:
-        taken = route(patch)
-        return train(rank, nvme, **options), len(taken)
+        calls = route(patch)
+        return train(rank, nvme, **options), len(calls)
 
 
 def same_bits(
@@ -71,9 +71,9 @@ def same_bits(
     reference: list[Trained] = pool.run(train, nvme, **habit)
     for name in places:
         runs = pool.run(train_on, nvme, route, **habit, **PLACES[name])
-        for rank, ((run, taken), wanted) in enumerate(zip(runs, reference, strict=True)):
-            assert run.differing(wanted) == [], f"{name}, rank {rank}"
-            assert taken > len(run.losses), f"{name}, rank {rank}: the route was not taken"
+        for rank, ((run, count), expected) in enumerate(zip(runs, reference, strict=True)):
+            assert run.differing(expected) == [], f"{name}, rank {rank}"
+            assert count > len(run.losses), f"{name}, rank {rank}: the route was not taken"
 
 
 def test_large_shards_that_are_sent_to_every_rank_at_once(ranks: Ranks, nvme: Path) -> None:
@@ -106,14 +106,14 @@ def gather_in_vain(rank: int) -> tuple[bool, int, bool, list[float]]:
         patch.setattr(ours.peers, "wait", refuse)
         with pytest.raises(DistributedError):
             gathers.finish()
-        given_back, left = gathers.end() is not None, len(pending.works)
+        given_back, works_left = gathers.end() is not None, len(pending.works)
     ours.finish(pending, "gather")
-    ended = not pending.works
+    is_empty = not pending.works
     ours.close()
-    return given_back, left, ended, whole.unique().tolist()
+    return given_back, works_left, is_empty, whole.unique().tolist()
 
 
 def test_memory_of_a_gather_that_failed_is_not_given_back(ranks: Ranks) -> None:
     """What nobody has waited for may still write there."""
-    for found in ranks(3).run(gather_in_vain):
-        assert found == (False, 2, True, [1.0, 2.0, 3.0])
+    for outcome in ranks(3).run(gather_in_vain):
+        assert outcome == (False, 2, True, [1.0, 2.0, 3.0])

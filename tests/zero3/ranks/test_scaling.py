@@ -31,12 +31,12 @@ Said = tuple[float, int, int, float | None]
 
 def everything(engine: Any) -> dict[str, Tensor]:
     """Masters, parameters and state, by name."""
-    found = {f"master.{name}": value for name, value in engine.master_state_dict().items()}
-    found |= {f"param.{name}": value for name, value in engine.state_dict().items()}
+    state = {f"master.{name}": value for name, value in engine.master_state_dict().items()}
+    state |= {f"param.{name}": value for name, value in engine.state_dict().items()}
     for name, _ in engine.module.named_parameters():
         for key in engine.state_names:
-            found[f"{key}.{name}"] = engine.get_fp32_state(name, key)
-    return found
+            state[f"{key}.{name}"] = engine.get_fp32_state(name, key)
+    return state
 
 
 def overflow(
@@ -44,7 +44,7 @@ def overflow(
 ) -> tuple[list[Said], list[list[str]]]:
     """fp16 training; in step s the loss of rank ``spoilt[s]`` is one that overflows. What changed in each step."""
     scaling = {"initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2, "min_loss_scale": 1}
-    said, changed = [], []
+    figures, changed = [], []
     with start(nvme, precision="fp16", fp16=scaling, **options) as engine:
         accumulation = engine.settings.gradient_accumulation_steps
         before = everything(engine)
@@ -57,8 +57,8 @@ def overflow(
                 changed.append(differing(before, after))
                 before = after
                 norm = engine.get_global_grad_norm()
-                said.append((engine.loss_scale.value, engine.skipped_steps, engine.global_steps, norm))
-    return said, changed
+                figures.append((engine.loss_scale.value, engine.skipped_steps, engine.global_steps, norm))
+    return figures, changed
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -67,11 +67,11 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     ranks: Ranks, nvme: Path, place: str, accumulation: int
 ) -> None:
     answers = ranks(2).run(overflow, nvme, {1: 1, 2: 0}, 6, accumulation=accumulation, **PLACES[place])
-    (said, changed), (other_said, other_changed) = answers
-    assert repr(said) == repr(other_said)  # a norm may be NaN, and has to be on both sides
+    (figures, changed), (other_figures, other_changed) = answers
+    assert repr(figures) == repr(other_figures)  # a norm may be NaN, and has to be on both sides
     assert changed == other_changed
-    assert [scale for scale, *_ in said] == [256, 128, 64, 64, 64, 128]
-    assert [skipped for _, skipped, *_ in said] == [0, 1, 2, 2, 2, 2]
+    assert [scale for scale, *_ in figures] == [256, 128, 64, 64, 64, 128]
+    assert [skipped for _, skipped, *_ in figures] == [0, 1, 2, 2, 2, 2]
     assert [bool(names) for names in changed] == [True, False, False, True, True, True]
 
 
@@ -112,15 +112,15 @@ def test_all_ranks_clip_by_the_norm_of_all(ranks: Ranks, nvme: Path, place: str,
 
 def norms(rank: int, nvme: Path, **options: Any) -> list[float]:
     """Before each step and after it."""
-    found = []
+    norms_read = []
     with start(nvme, **options) as engine:
         assert engine.get_global_grad_norm() is None
         for shares in tokens(2, 2):
             engine.backward(engine(*shares[rank]))
-            found.append(engine.get_global_grad_norm())
+            norms_read.append(engine.get_global_grad_norm())
             engine.step()
-            found.append(engine.get_global_grad_norm())
-    return found
+            norms_read.append(engine.get_global_grad_norm())
+    return norms_read
 
 
 @each_place
@@ -133,14 +133,14 @@ def test_the_norm_is_the_same_before_the_step_and_after_it_and_on_all_ranks(
 
 
 def told_to_stop(
-    rank: int, nvme: Path, told: int, during: str, **options: Any
+    rank: int, nvme: Path, signalled: int, during: str, **options: Any
 ) -> tuple[int, int, str, dict[str, Tensor]]:
     saved: dict[str, Tensor] = {}
     engine = start(nvme, **options)
     engine.save_and_exit_on("SIGUSR1", save=lambda: saved.update(engine.master_state_dict()))
 
     def tell(moment: str) -> None:
-        if rank == told and moment == during and engine.global_steps == 1:
+        if rank == signalled and moment == during and engine.global_steps == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
     engine.module.blocks[1].register_forward_hook(lambda *_: tell("forward"))
@@ -157,38 +157,38 @@ def told_to_stop(
 
 
 @pytest.mark.parametrize(
-    ("during", "told"), [("forward", 0), ("backward", 1), ("between", 0), ("between", 1)]
+    ("during", "signalled"), [("forward", 0), ("backward", 1), ("between", 0), ("between", 1)]
 )
 @pytest.mark.parametrize("place", ["stage 0", "stage 3, nvme"])
 def test_a_stop_signal_to_one_rank_ends_all_after_the_same_step(
-    ranks: Ranks, nvme: Path, place: str, told: int, during: str
+    ranks: Ranks, nvme: Path, place: str, signalled: int, during: str
 ) -> None:
-    answers = ranks(2).run(told_to_stop, nvme, told, during, **PLACES[place])
+    answers = ranks(2).run(told_to_stop, nvme, signalled, during, **PLACES[place])
     assert [answer[:2] for answer in answers] == [(75, 2), (75, 2)]
-    assert answers[told][2] == "SIGUSR1"
+    assert answers[signalled][2] == "SIGUSR1"
     after_two = ranks(2).run(train, nvme, steps=2)[0].masters
     for *_, saved in answers:
         assert differing(saved, after_two) == []
 
 
-def asks(rank: int, nvme: Path, told: int) -> list[str]:
-    found = []
+def asks(rank: int, nvme: Path, signalled: int) -> list[str]:
+    requests = []
     with start(nvme) as engine:
         engine.save_and_exit_on("SIGUSR1")
         for number, shares in enumerate(tokens(3, 2)):
-            if rank == told and number == 1:
+            if rank == signalled and number == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
             engine.backward(engine(*shares[rank]))
             engine.step()
-            found.append(engine.stop_requested)
-    return found
+            requests.append(engine.stop_requested)
+    return requests
 
 
-@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("signalled", [0, 1])
 def test_a_loop_that_asks_hears_of_another_ranks_signal_after_the_step(
-    ranks: Ranks, nvme: Path, told: int
+    ranks: Ranks, nvme: Path, signalled: int
 ) -> None:
     """A loop that ends by itself has to end on all ranks at once."""
-    answers = ranks(2).run(asks, nvme, told)
-    assert answers[told] == ["", "SIGUSR1", "SIGUSR1"]
-    assert [bool(answer) for answer in answers[1 - told]] == [False, True, True]
+    answers = ranks(2).run(asks, nvme, signalled)
+    assert answers[signalled] == ["", "SIGUSR1", "SIGUSR1"]
+    assert [bool(answer) for answer in answers[1 - signalled]] == [False, True, True]

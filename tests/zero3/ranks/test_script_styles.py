@@ -33,12 +33,12 @@ def distilled(rank: int, stage: int) -> tuple[bool, dict[str, Tensor]]:
         for _ in range(3):
             data = torch.randn(4, 8, generator=generator)
             with torch.no_grad():
-                wanted = teacher(data)
-                right = right and torch.equal(wanted, plain(data))
-            student.backward((student(data) - 2 * wanted).square().mean())
+                expected = teacher(data)
+                right = right and torch.equal(expected, plain(data))
+            student.backward((student(data) - 2 * expected).square().mean())
             student.step()
-        kept = {name: maybe_zero_3(param) for name, param in teacher.named_parameters()}
-        right = right and differing(kept, dict(plain.named_parameters())) == []
+        weights = {name: maybe_zero_3(param) for name, param in teacher.named_parameters()}
+        right = right and differing(weights, dict(plain.named_parameters())) == []
         return right, student.master_state_dict()
 
 

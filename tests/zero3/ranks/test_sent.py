@@ -15,18 +15,22 @@ WARM, STEPS = 2, 2  # orders are learned first, and first values are sent
 
 def sent(rank: int, nvme: Path) -> dict[str, tuple[int, int]]:
     """Bytes of a steady step: what was sent or was still there, and what was planned."""
-    found = {}
+    bytes_by_case = {}
     for (stage, place), options in OFFLOADS.items():
         with start(nvme, precision="bf16", threshold=100, **options) as engine:
-            told = []
+            counts = []
             for number, shares in enumerate(tokens(WARM + STEPS, 2), start=1):
                 engine.backward(engine(*shares[rank]))
                 engine.step()
                 if number >= WARM:
-                    bulk = [one.sent_bytes for one in engine.snapshot().collectives if one.kind != "control"]
-                    told.append(sum(bulk) + engine._collectives.spared)
-            found[f"stage {stage}, {place}"] = (told[-1] - told[0], sum(engine.plan.sent_bytes().values()))
-    return found
+                    collectives = engine.snapshot().collectives
+                    bulk = [each.sent_bytes for each in collectives if each.kind != "control"]
+                    counts.append(sum(bulk) + engine._collectives.spared)
+            bytes_by_case[f"stage {stage}, {place}"] = (
+                counts[-1] - counts[0],
+                sum(engine.plan.sent_bytes().values()),
+            )
+    return bytes_by_case
 
 
 def test_every_stage_sends_what_is_planned(ranks: Ranks, nvme: Path) -> None:

@@ -18,7 +18,7 @@ Ranks = Callable[[int], Pool]
 def mine(rank: int, pages: Path, state: str) -> Snapshot:
     """What the page of this rank says that is in ``state``."""
     readings = [page.read() for page in find_status_files(pages) if page.rank == rank]
-    (reading,) = (one for one in readings if one.state == state)
+    (reading,) = (reading for reading in readings if reading.state == state)
     assert reading.snapshot is not None
     return reading.snapshot
 
@@ -44,16 +44,16 @@ def test_the_rank_that_failed_is_named_by_all(doomed: Ranks, nvme: Path, tmp_pat
 
 def published(rank: int, nvme: Path, pages: Path) -> list[Snapshot]:
     """What the page of this rank says at the end of each of three runs; only rank 0 has a name for the last one."""
-    said = []
+    readings = []
     for name in ("again", "again", None if rank else "by.first"):
         with start(nvme, run_name=name, telemetry={"dir": str(pages)}) as engine:
             for shares in tokens(1, 2):
                 engine.backward(engine(*shares[rank]))
                 engine.step()
             engine._observation.publisher.publish_now()
-            said.append(mine(rank, pages, "live"))
+            readings.append(mine(rank, pages, "live"))
             engine._collectives.agree("read the page")  # before it goes
-    return said
+    return readings
 
 
 def test_ranks_are_known_by_their_start(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
@@ -63,12 +63,12 @@ def test_ranks_are_known_by_their_start(ranks: Ranks, nvme: Path, tmp_path: Path
     assert len(set(ids)) == 3
     assert [snapshot.run_name for snapshot in first] == ["again", "again", "by.first"]
     assert [snapshot.run_name for snapshot in other] == ["again", "again", "by_first"]
-    for one, another in zip(first, other, strict=True):
-        assert [(said.rank, said.local_rank, said.local_world_size) for said in (one, another)] == [
+    for reading, another in zip(first, other, strict=True):
+        assert [(each.rank, each.local_rank, each.local_world_size) for each in (reading, another)] == [
             (0, 0, 2),
             (1, 1, 2),
         ]
-        assert one.node == another.node
-        assert one.samples == another.samples == 4  # of both
-        assert one.gradient_norm == another.gradient_norm
-        assert one.stalls_by_phase["step"]["agreement"] > 0
+        assert reading.node == another.node
+        assert reading.samples == another.samples == 4  # of both
+        assert reading.gradient_norm == another.gradient_norm
+        assert reading.stalls_by_phase["step"]["agreement"] > 0

@@ -24,8 +24,8 @@ STANDALONE = ["--standalone", "--nproc-per-node=2"]
 def test_one_node(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
     with nodes(Node(STANDALONE, job(tmp_path, **STREAMED))) as (node,):
         assert node.wait() == 0, node.log
-    for run, wanted in zip(trained(tmp_path), ranks(2).run(train, nvme, **STREAMED), strict=True):
-        assert run.differing(wanted) == []
+    for run, expected in zip(trained(tmp_path), ranks(2).run(train, nvme, **STREAMED), strict=True):
+        assert run.differing(expected) == []
     assert node.log.count("Placement plan") == 1, "what all ranks say alike is said once"
     assert re.findall("^trained$", node.log, re.MULTILINE) == ["trained"]
     assert list((tmp_path / "nvme").iterdir()) == []
@@ -58,10 +58,10 @@ def test_a_rank_that_dies_once_is_started_again_and_the_run_goes_on(
     saved = tmp_path / "saved"
     assert f"checkpoint {saved / f'global_step{resumed_at}'} loaded" in node.log
     assert names_in(saved) == {"global_step4", "global_step5", "latest"}
-    for run, wanted in zip(trained(tmp_path), ranks(2).run(train, nvme, steps=5, **STREAMED), strict=True):
-        assert (run.losses, run.norms) == (wanted.losses[resumed_at:], wanted.norms[resumed_at:])
-        run.losses, run.norms = wanted.losses, wanted.norms
-        assert run.differing(wanted) == []
+    for run, expected in zip(trained(tmp_path), ranks(2).run(train, nvme, steps=5, **STREAMED), strict=True):
+        assert (run.losses, run.norms) == (expected.losses[resumed_at:], expected.norms[resumed_at:])
+        run.losses, run.norms = expected.losses, expected.norms
+        assert run.differing(expected) == []
 
 
 @pytest.mark.slow
@@ -81,6 +81,6 @@ def test_two_nodes(ranks: Ranks, nvme: Path, tmp_path: Path, per_node: int) -> N
     with nodes(Node(arguments, work), Node(arguments, work)) as started:
         for node in started:
             assert node.wait() == 0, node.log
-    expected = ranks(2 * per_node).run(train, nvme, **STREAMED)
-    for run, wanted in zip(trained(tmp_path, 2 * per_node), expected, strict=True):
-        assert run.differing(wanted) == []
+    reference = ranks(2 * per_node).run(train, nvme, **STREAMED)
+    for run, expected in zip(trained(tmp_path, 2 * per_node), reference, strict=True):
+        assert run.differing(expected) == []

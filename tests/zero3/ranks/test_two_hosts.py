@@ -121,8 +121,8 @@ def test_two_hosts_train_as_two_ranks_of_one(
     with nodes(*(host.start(hosts[0], work, agent=agent) for host in hosts)) as started:
         for node in started:
             assert node.wait() == 0, node.log
-    for run, wanted in zip(trained(tmp_path), ranks(2).run(train, nvme, **STAGE_3), strict=True):
-        assert run.differing(wanted) == []
+    for run, expected in zip(trained(tmp_path), ranks(2).run(train, nvme, **STAGE_3), strict=True):
+        assert run.differing(expected) == []
 
 
 @pytest.mark.slow

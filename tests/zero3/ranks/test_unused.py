@@ -159,7 +159,7 @@ def test_ranks_that_part_in_stage_3_are_all_told_or_all_right(
     reports = "\n".join(outcome.report() for outcome in outcomes)
     if not errors and how != "experts are routed":
         expected = emulate(2, outcomes[0].value.norms, **case)
-        assert [o.value.differing(wanted) for o, wanted in zip(outcomes, expected, strict=True)] == [[], []]
+        assert [o.value.differing(each) for o, each in zip(outcomes, expected, strict=True)] == [[], []]
         return
     assert [error.kind for error in errors] == ["RankOrderError"] * 2, reports
     assert all(outcome.seconds < 20 for outcome in outcomes), reports  # of what would be ten minutes

@@ -66,9 +66,9 @@ class Together:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         return self._threads.submit(function, *args, **kwargs)
 
-    def wait(self, rank: int, what: str, transfer: Transfer | None = None) -> Future[Any]:
-        self.ranks[rank].issue(what)
-        return self.call(self.ranks[rank].wait, transfer or Transfer(), what)
+    def wait(self, rank: int, label: str, transfer: Transfer | None = None) -> Future[Any]:
+        self.ranks[rank].issue(label)
+        return self.call(self.ranks[rank].wait, transfer or Transfer(), label)
 
     def note(self, rank: int, activity: str) -> None:
         """Note, and wait until it is in the store."""

@@ -76,8 +76,8 @@ class Forked(Node):
         self, work: Callable[[dict[str, Any]], None], job: dict[str, Any], **environment: str
     ) -> None:
         self._log = _log_of(job)
-        said = {"TIERING_DEVICE": "cpu"} | environment
-        self.process: Any = nursery().Process(target=_forked, args=(work, job, self._log, said))
+        variables = {"TIERING_DEVICE": "cpu"} | environment
+        self.process: Any = nursery().Process(target=_forked, args=(work, job, self._log, variables))
         self.process.start()
 
     def wait(self) -> int:

@@ -48,13 +48,13 @@ class Trained:
 
     def differing(self, other: Trained, *, losses: bool = True) -> list[str]:
         """What is not the same on both sides, to the bit."""
-        found = [f"master of {name}" for name in differing(self.masters, other.masters)]
-        found += differing(self.weights, other.weights)
+        differences = [f"master of {name}" for name in differing(self.masters, other.masters)]
+        differences += differing(self.weights, other.weights)
         if self.norms != other.norms:
-            found.append(f"norms {self.norms}, {other.norms}")
+            differences.append(f"norms {self.norms}, {other.norms}")
         if losses and self.losses != other.losses:
-            found.append(f"losses {self.losses}, {other.losses}")
-        return found
+            differences.append(f"losses {self.losses}, {other.losses}")
+        return differences
 
 
 def tokens(count: int, world_size: int) -> Iterator[list[Batch]]:
@@ -90,7 +90,7 @@ def train(
                 engine.step()
                 if engine.micro_steps % engine.settings.gradient_accumulation_steps == 0:
                     norms.append(engine.get_global_grad_norm())
-        return left(engine, losses, norms)
+        return trained_state(engine, losses, norms)
 
 
 def start(
@@ -117,7 +117,7 @@ def usual() -> dict[str, Any]:
     return {"precision": "fp32", "accumulation": 1, "optimizer": ADAM, "clip": CLIP}
 
 
-def left(engine: Any, losses: list[float], norms: list[float]) -> Trained:
+def trained_state(engine: Any, losses: list[float], norms: list[float]) -> Trained:
     masters, weights = engine.master_state_dict(), engine.state_dict()
     return Trained(losses, norms, masters, weights, sum(path.written.bytes for path in engine.snapshot().io))
 
@@ -128,7 +128,7 @@ def _world_size() -> int:
 
 def emulate(
     world_size: int,
-    said: list[float],
+    norms: list[float],
     *,
     build: Build = SmallModel,
     data: Data = tokens,
@@ -155,12 +155,14 @@ def emulate(
     options = {key: tuple(value) if key == "betas" else value for key, value in ADAM.items()}
     optimizer = optim_cpu.AdamW(masters.values(), **options)
     parts, micro_batches = no_sync + 1, accumulation * (no_sync + 1)
-    kept = DTYPES[grad_accum_dtype] if grad_accum_dtype else torch.float32 if accumulation > 1 else dtype
+    accum_dtype = (
+        DTYPES[grad_accum_dtype] if grad_accum_dtype else torch.float32 if accumulation > 1 else dtype
+    )
     losses: list[list[float]] = [[] for _ in range(world_size)]
-    shares = data(len(said) * micro_batches, world_size)
-    for norm in said:
-        local = [Sums(kept) for _ in range(world_size)]
-        reduced = Sums(kept)
+    shares = data(len(norms) * micro_batches, world_size)
+    for norm in norms:
+        local = [Sums(accum_dtype) for _ in range(world_size)]
+        reduced = Sums(accum_dtype)
         for _ in range(micro_batches):
             now = next(shares)
             for rank in range(world_size):
@@ -183,7 +185,7 @@ def emulate(
         optimizer.zero_grad()
         follow(named, masters)
     detached = {name: master.detach() for name, master in masters.items()}
-    return [Trained(own, said, detached, model.state_dict()) for own in losses]
+    return [Trained(own, norms, detached, model.state_dict()) for own in losses]
 
 
 class Sums:
@@ -195,9 +197,9 @@ class Sums:
 
     def take(self, named: dict[str, nn.Parameter]) -> None:
         """Those that a backward has left."""
-        taken = {name: p.grad for name, p in named.items() if p.grad is not None}
-        self.add((name, grad.float()) for name, grad in taken.items())
-        for name in taken:
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+        self.add((name, grad.float()) for name, grad in gradients.items())
+        for name in gradients:
             named[name].grad = None
 
     def add(self, values: Iterable[tuple[str, Tensor]]) -> None:
@@ -271,8 +273,8 @@ def assert_as_emulated(pool: Pool, nvme: Path, **case: Any) -> list[Trained]:
     """Train on all ranks of ``pool``: each is left with what ``emulate`` says. Returns what they are left with."""
     runs: list[Trained] = pool.run(train, nvme, **case)
     expected = emulate(pool.world_size, runs[0].norms, **case)
-    for rank, (run, wanted) in enumerate(zip(runs, expected, strict=True)):
-        assert run.differing(wanted) == [], f"rank {rank}"
+    for rank, (run, emulated) in enumerate(zip(runs, expected, strict=True)):
+        assert run.differing(emulated) == [], f"rank {rank}"
     return runs
 
 
@@ -290,8 +292,8 @@ def assert_rounding_only(runs: list[Trained], plain: Trained, exact: Trained) ->
     """
     losses = [math.fsum(each) / len(runs) for each in zip(*(run.losses for run in runs), strict=True)]
     ours, theirs = away(replace(runs[0], losses=losses), exact), away(plain, exact)
-    for what, here, there in zip(("losses", "norms", "masters"), ours, theirs, strict=True):
-        assert here <= 4 * max(there, 2**-23), f"{what} are {here:.2e} away, those of one process {there:.2e}"
+    for kind, here, there in zip(("losses", "norms", "masters"), ours, theirs, strict=True):
+        assert here <= 4 * max(there, 2**-23), f"{kind} are {here:.2e} away, those of one process {there:.2e}"
 
 
 def away(run: Trained, exact: Trained) -> list[float]:

@@ -49,9 +49,9 @@ def keep(kernel: Rates = KERNEL, link: Rates = LINK, *, dtype: Any = torch.bfloa
 
 
 def settled(ranks: int = 1, **changes: Any) -> float:
-    told = settle_update_share(load(), AMPLE, DEVICE, local_ranks=ranks, collectives=None, **changes)
-    assert told == example(**vars(load()) | {"update_on_device": told.update_on_device})
-    return told.update_on_device
+    settled_load = settle_update_share(load(), AMPLE, DEVICE, local_ranks=ranks, collectives=None, **changes)
+    assert settled_load == example(**vars(load()) | {"update_on_device": settled_load.update_on_device})
+    return settled_load.update_on_device
 
 
 def test_the_share_is_that_of_measured_rates_whatever_else_was_measured_with_them() -> None:
@@ -72,12 +72,14 @@ def test_ranks_share_the_cpu_not_their_links(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "rates",
     [{"days": 8}, {"kernel": Rates(gradients=1.0)}, {"link": Rates(flops=1.0)}],
     ids=["old", "kernel", "link"],
 )
-def test_what_is_not_known_now_is_not_guessed(kept: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    keep(**kept)
+def test_what_is_not_known_now_is_not_guessed(
+    rates: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    keep(**rates)
     with caplog.at_level("INFO"):
         assert settled() == 0.0
     assert "tiering plan --measure" in caplog.text
@@ -100,10 +102,10 @@ def test_the_link_rate_that_was_measured_is_that_of_this_gpu(monkeypatch: pytest
 
 def test_ranks_take_the_least_share() -> None:
     class Others:
-        def table(self, mine: torch.Tensor, what: str) -> torch.Tensor:
+        def table(self, mine: torch.Tensor, label: str) -> torch.Tensor:
             return torch.stack([mine, mine / 2])
 
     keep()
     others: Any = Others()
-    told = settle_update_share(load(), AMPLE, DEVICE, local_ranks=1, collectives=others)
-    assert told.update_on_device == 0.25
+    settled_load = settle_update_share(load(), AMPLE, DEVICE, local_ranks=1, collectives=others)
+    assert settled_load.update_on_device == 0.25

@@ -104,8 +104,8 @@ def test_copies_of_the_model_have_its_values(start: Start, micro_batches: Any, p
     stored = io.BytesIO()
     torch.save(engine.module.blocks[1].state_dict(prefix="blocks.1."), stored)
     stored.seek(0)
-    for found in (of_module, copied.state_dict(), torch.load(stored)):
-        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    for state in (of_module, copied.state_dict(), torch.load(stored)):
+        assert all(torch.equal(value, expected[name]) for name, value in state.items())
     unpickled = pickle.loads(pickle.dumps(engine.module.blocks[1]))
     assert torch.equal(unpickled.up.weight, expected["blocks.1.up.weight"])
     tokens, targets = next(iter(micro_batches(1)))
@@ -376,8 +376,8 @@ def test_a_state_dict_that_failed_half_way_leaves_no_old_values(start: Start, mi
     trained(engine, micro_batches, 1)
     with pytest.raises(ResidencyError):
         engine.module.blocks[0].up.weight.detach()
-    found, expected = engine.module.state_dict(), engine.state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    state, expected = engine.module.state_dict(), engine.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 def test_a_write_that_fails_takes_all_loans_back(

@@ -57,8 +57,8 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         for at in (self.position, *self.positions):
-            found = at(x.shape[0])
-            x = x + found["first"] + found["pair"][0]
+            parts = at(x.shape[0])
+            x = x + parts["first"] + parts["pair"][0]
         for block in self.blocks:
             x = torch.tanh(block(x))
         return (x * self.scale).float().square().mean(), self.scale[None], self.blocks[0].bias
@@ -81,16 +81,16 @@ def trained(
     return engine
 
 
-def made(edit: Callable[[nn.Parameter], None] | None = None) -> Model:
+def model_of(edit: Callable[[nn.Parameter], None] | None = None) -> Model:
     torch.manual_seed(1)
     return Model(edit)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_views_that_a_module_returns_keep_their_values(start: Start, differing: Any, placement: str) -> None:
-    expected = trained(start, made()).master_state_dict()
-    found = trained(start, made(), **PLACEMENTS[placement]).master_state_dict()
-    assert differing(found, expected) == []
+    expected = trained(start, model_of()).master_state_dict()
+    outcome = trained(start, model_of(), **PLACEMENTS[placement]).master_state_dict()
+    assert differing(outcome, expected) == []
 
 
 def halve(weight: nn.Parameter) -> None:
@@ -104,7 +104,7 @@ def test_a_change_through_data_by_the_module_around_counts(
     """Which borrows the parameter for that."""
 
     def run(**where: Any) -> dict[str, Tensor]:
-        model = made()
+        model = model_of()
         model.register_forward_pre_hook(lambda module, _: halve(module.blocks[1].weight))
         masters: dict[str, Tensor] = trained(start, model, **where).master_state_dict()
         return masters
@@ -126,23 +126,25 @@ def test_changes_through_data_in_forward_count_wherever_the_parameter_lives(
     start: Start, differing: Any, placement: str, precision: str
 ) -> None:
     """As codebooks do that follow a moving average."""
-    expected = trained(start, made(halve), precision=precision).master_state_dict()
-    untouched = trained(start, made(), precision=precision).master_state_dict()
-    found = trained(start, made(halve), precision=precision, **PLACEMENTS[placement]).master_state_dict()
-    assert differing(found, expected) == []
+    expected = trained(start, model_of(halve), precision=precision).master_state_dict()
+    untouched = trained(start, model_of(), precision=precision).master_state_dict()
+    outcome = trained(
+        start, model_of(halve), precision=precision, **PLACEMENTS[placement]
+    ).master_state_dict()
+    assert differing(outcome, expected) == []
     assert expected["blocks.0.weight"].abs().max() < untouched["blocks.0.weight"].abs().max() / 2
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_changes_through_data_between_steps_reach_the_master(start: Start, precision: str) -> None:
     """As clipping of weights does. The alias may be kept, too."""
-    engine = trained(start, made(), clamp, precision=precision)
+    engine = trained(start, model_of(), clamp, precision=precision)
     assert engine.get_fp32_parameter("blocks.0.weight").abs().max() <= 0.0101 + 1e-3
-    kept = engine.module.blocks[1].weight.data
+    data = engine.module.blocks[1].weight.data
     for _ in range(2):
-        loss, *_ = engine(torch.ones(4, WIDTH, dtype=kept.dtype))
+        loss, *_ = engine(torch.ones(4, WIDTH, dtype=data.dtype))
         engine.backward(loss)
-        kept.zero_()
+        data.zero_()
         engine.step()
         assert engine.get_fp32_parameter("blocks.1.weight").abs().max() < 2e-3
 
@@ -208,13 +210,13 @@ def test_an_engine_within_the_forward_of_another(start: Start, differing: Any) -
             teacher.step()
         return student.master_state_dict(), teacher.master_state_dict()
 
-    for found, expected in zip(run(**PLACEMENTS["nvme"]), run(), strict=True):
-        assert differing(found, expected) == []
+    for outcome, expected in zip(run(**PLACEMENTS["nvme"]), run(), strict=True):
+        assert differing(outcome, expected) == []
 
 
 def test_a_gradient_of_the_input_is_no_step(start: Start) -> None:
     """Asked for by autograd.grad, with accumulation and a loss scale, too: nothing waits to be stepped."""
-    engine = start(made(), accumulation=2, threshold=0, **PLACEMENTS["nvme"])
+    engine = start(model_of(), accumulation=2, threshold=0, **PLACEMENTS["nvme"])
     x = torch.ones(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     (gradient,) = torch.autograd.grad(engine(x)[0], x)
     assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0
@@ -230,7 +232,7 @@ def test_a_gradient_of_the_input_is_no_step(start: Start) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_second_thread_is_refused_while_a_forward_runs(start: Start, whole: bool) -> None:
-    engine = start(made(), accumulation=1, threshold=0, **PLACEMENTS["nvme"])
+    engine = start(model_of(), accumulation=1, threshold=0, **PLACEMENTS["nvme"])
     x = torch.ones(4, WIDTH, dtype=torch.bfloat16)
     caught: list[BaseException] = []
 
@@ -255,19 +257,19 @@ def test_a_second_thread_is_refused_while_a_forward_runs(start: Start, whole: bo
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_forked_child_that_uses_the_model_gets_an_error(start: Start, placement: str) -> None:
-    engine = start(made(), accumulation=1, threshold=0, **PLACEMENTS[placement])
+    engine = start(model_of(), accumulation=1, threshold=0, **PLACEMENTS[placement])
     forking = multiprocessing.get_context("fork")
-    told = forking.Queue()
+    messages = forking.Queue()
 
     def use() -> None:
         try:
             engine.module.blocks[0].weight.norm()
         except ResidencyError as error:
-            told.put(str(error))
+            messages.put(str(error))
 
     child = forking.Process(target=use)
     child.start()
-    assert "the process that forked this one" in told.get(timeout=60)
+    assert "the process that forked this one" in messages.get(timeout=60)
     child.join()
     assert child.exitcode == 0
     with torch.no_grad():
@@ -278,7 +280,7 @@ def test_a_forked_child_that_uses_the_model_gets_an_error(start: Start, placemen
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_data_of_another_kind_inside_gathered(start: Start, placement: str, precision: str) -> None:
     """``.data = what was loaded``: cast if it has the shape, refused if not, and no neighbour is touched."""
-    engine = start(made(), precision=precision, accumulation=1, threshold=0, **PLACEMENTS[placement])
+    engine = start(model_of(), precision=precision, accumulation=1, threshold=0, **PLACEMENTS[placement])
     before = engine.master_state_dict()
     name, weight = "blocks.0.weight", engine.module.blocks[0].weight
     loaded = torch.randn(WIDTH, WIDTH, dtype=torch.float64)
@@ -307,7 +309,7 @@ def test_a_penalty_that_gathered_made_goes_backward_after_the_block(
     start: Start, differing: Any, placement: str
 ) -> None:
     def run(**where: Any) -> dict[str, Tensor]:
-        engine = start(made(), accumulation=1, threshold=0, **where)
+        engine = start(model_of(), accumulation=1, threshold=0, **where)
         for _ in range(3):
             loss, *_ = engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
             with tiering.gathered(engine.module.blocks):
@@ -327,7 +329,7 @@ def test_a_loss_that_was_made_by_a_part_of_the_model(start: Start, differing: An
     """By a method, or through one block: the whole is never called."""
 
     def run(threshold: int, **where: Any) -> dict[str, Tensor]:
-        engine = start(made(), accumulation=1, threshold=threshold, **where)
+        engine = start(model_of(), accumulation=1, threshold=threshold, **where)
         for _ in range(3):
             x = engine.module.blocks[0](torch.ones(4, WIDTH, dtype=torch.bfloat16))
             engine.backward(engine.module.blocks[1](x).float().square().mean())
@@ -360,9 +362,9 @@ def test_the_fast_path_of_torchs_encoder_is_taken_wherever_its_layers_live(
     engine.eval()
     with torch.no_grad():
         expected = plain(x, src_key_padding_mask=padding)
-        found = engine(x, src_key_padding_mask=padding)
+        output = engine(x, src_key_padding_mask=padding)
         assert (expected[0, 3:] == 0).all(), "torch did not take its fast path: this shows nothing"
-        assert torch.equal(found, expected)
+        assert torch.equal(output, expected)
     if placement != "device" and placement != "host":
         with pytest.raises(ResidencyError):
             engine.module.layers[0].linear1.weight.norm()

@@ -32,9 +32,9 @@ before = [parameter.detach().clone() for parameter in parameters]
 began = time.perf_counter()
 {imports}
 AdamW(parameters, lr=1e-3).step()
-taken = time.perf_counter() - began
+seconds = time.perf_counter() - began
 assert not any(torch.equal(*pair) for pair in zip(before, parameters)), "the step changed nothing"
-print("", 1e3 * taken)
+print("", 1e3 * seconds)
 """
 
 

@@ -180,10 +180,10 @@ def test_the_kernel_counts_what_a_network_of_its_own_carries() -> None:
         pytest.skip(f"no network namespace can be made here: {refused}")
     program = """
 import socket
-with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
     other, _ = server.accept()
     for _ in range(16):
-        one.sendall(bytes(1 << 16))
+        client.sendall(bytes(1 << 16))
         assert len(other.recv(1 << 16, socket.MSG_WAITALL)) == 1 << 16
     other.close()
 """

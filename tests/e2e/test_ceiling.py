@@ -61,13 +61,13 @@ for _ in range(case["steps"] * engine.settings.gradient_accumulation_steps):
     above += [tier.name for tier in engine.snapshot().tiers if tier.used > tier.budget]
     engine.backward(loss)
     engine.step()
-seen, plan = engine.snapshot(), engine.plan
+snapshot, plan = engine.snapshot(), engine.plan
 print(json.dumps({
     "steps": engine.global_steps,
     "finite": bool(loss.isfinite()),
     "net": resident("VmHWM") - baseline,
-    "activations": seen.activations.peak,
-    "above": above + [tier.name for tier in seen.tiers if tier.peak > tier.budget],
+    "activations": snapshot.activations.peak,
+    "above": above + [tier.name for tier in snapshot.tiers if tier.peak > tier.budget],
     "on_nvme": plan.total(Tier.NVME),
     "largest": max(p.numel() for p in model.parameters()) * (2 if engine.settings.precision == "bf16" else 4),
     "sub_groups": len(plan.sub_groups),

@@ -52,23 +52,23 @@ def train(shape):
     torch.manual_seed(0)
     with tiering.zero.Init():
         model = build(shape)
-    told = {"built": status("VmHWM")}
+    report = {"built": status("VmHWM")}
     sizes = [parameter.numel() for parameter in model.parameters()]
     with tiering.initialize(model=model, config=case["config"]).engine as engine:
-        told["filled"] = status("VmHWM")
+        report["filled"] = status("VmHWM")
         losses = []
         for _ in range(2):
             loss = loss_of(engine, torch.arange(65).unsqueeze(0))
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))
-        seen, plan = engine.snapshot(), engine.plan
-    return told | {
+        snapshot, plan = engine.snapshot(), engine.plan
+    return report | {
         "trained": status("VmHWM"),
         "losses": losses,
         "parameters": sum(sizes),
         "largest": max(sizes),
-        "activations": seen.activations.peak,
+        "activations": snapshot.activations.peak,
         "planned": plan.total(Tier.DEVICE) + plan.total(Tier.HOST),
         "on_nvme": plan.total(Tier.NVME),
     }

@@ -35,7 +35,7 @@ def digest(engine):
             sums.update(engine.get_fp32_state(name, kind).numpy().tobytes())
     return sums.hexdigest() + str(engine.global_steps)
 
-def life(directory, seed, told):
+def life(directory, seed, file):
     torch.set_num_threads(1)
     saves = random.Random(seed)
     torch.manual_seed(1)
@@ -51,8 +51,8 @@ def life(directory, seed, told):
             engine.step()
             if saves.random() < 0.4:
                 engine.save_checkpoint(directory, background=saves.random() < 0.5, keep=2)
-        ended = digest(engine)
-    told.write_text(json.dumps([ended, began]))
+        final_digest = digest(engine)
+    file.write_text(json.dumps([final_digest, began]))
 
 def born(*arguments):
     child = os.fork()
@@ -65,13 +65,13 @@ def born(*arguments):
         os._exit(0)
     return child
 
-def ended(child):
+def is_finished(child):
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL), f"a life ended with status {status}"
     return status == 0
 
 began = time.monotonic()
-assert ended(born(root / "straight", 0, root / "straight.json"))
+assert is_finished(born(root / "straight", 0, root / "straight.json"))
 span = time.monotonic() - began
 killed = 0
 while True:
@@ -79,7 +79,7 @@ while True:
     if killed < kills:
         time.sleep(dice.uniform(0.2, 0.8) * span)
         os.kill(child, signal.SIGKILL)
-    if ended(child):
+    if is_finished(child):
         if killed >= kills:
             break
         (root / "killed.json").unlink()  # it was faster than the kill: again, from its last checkpoint
@@ -115,12 +115,12 @@ with tiering.zero.Init():
     model = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(32))
 settings = config(root, offload_param="nvme", offload_optimizer="nvme", cache_in_host=False, host_budget="32MiB")
 with tiering.initialize(model=nn.Sequential(*model), config=settings).engine as engine:
-    told = {
+    growth = {
         "saved": rise(lambda: engine.save_checkpoint(root / "saved")),
         "saved in the background": rise(lambda: engine.save_checkpoint(root / "saved", background=True).wait()),
         "loaded": rise(lambda: engine.load_checkpoint(root / "saved")),
     }
-print(json.dumps(told))
+print(json.dumps(growth))
 """
 
 PLACES = {

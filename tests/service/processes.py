@@ -23,8 +23,8 @@ import torch
 import tiering
 from tiering.demo.model import GPT
 
-given = json.loads(sys.argv[1])
-home = Path(given["home"])
+settings = json.loads(sys.argv[1])
+home = Path(settings["home"])
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model = GPT(width=64, layers=2, heads=2, sequence=32)
@@ -35,13 +35,13 @@ engine = tiering.initialize(model=model, config={
     "zero_optimization": {"stage": 3, "offload_param": swap, "offload_optimizer": swap},
     "tiering": {
         "device_budget": "64MiB", "host_budget": "64MiB", "nvme_budget": "64MiB", "cache_in_host": False,
-        "run_name": given["name"], "telemetry": {"dir": given["directory"]},
+        "run_name": settings["name"], "telemetry": {"dir": settings["directory"]},
     },
 }).engine
 data = torch.Generator().manual_seed(1)
 losses = (home / "losses").open("w", buffering=1)
 print("training", flush=True)
-while engine.global_steps < given["steps"] and not select.select([sys.stdin], [], [], given["pause"])[0]:
+while engine.global_steps < settings["steps"] and not select.select([sys.stdin], [], [], settings["pause"])[0]:
     tokens = torch.randint(256, (2, 33), generator=data)
     loss = engine(tokens[:, :-1], tokens[:, 1:])
     engine.backward(loss)

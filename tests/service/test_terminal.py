@@ -257,8 +257,8 @@ from service.terminal import top
 from service.watch import Watch
 for _ in range(3):
     before = termios.tcgetattr(0)
-    left = top(Watch(Path(sys.argv[1])), interval=60)
-    print(f"left {left}, restored {termios.tcgetattr(0) == before}", flush=True)
+    status = top(Watch(Path(sys.argv[1])), interval=60)
+    print(f"left {status}, restored {termios.tcgetattr(0) == before}", flush=True)
 """
 
 

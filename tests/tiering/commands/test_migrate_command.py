@@ -100,12 +100,12 @@ def late():
     import deepspeed as ds
     from deepspeed.ops.adam import FusedAdam
     return ds, FusedAdam
-found = deepspeed.comm, adam, zero, *late()
+imported = deepspeed.comm, adam, zero, *late()
 """
     exec(changed(script), names)
     assert names["deepspeed"] is tiering
     adam = tiering.ops.adam
-    assert names["found"] == (tiering.comm, adam, tiering.zero, tiering, adam.FusedAdam)
+    assert names["imported"] == (tiering.comm, adam, tiering.zero, tiering, adam.FusedAdam)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1", "utf-8"])

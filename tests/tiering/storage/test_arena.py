@@ -478,12 +478,12 @@ address, nbytes = arena.address, arena.capacity
 child = os.fork()
 if child == 0:
     own = [mmap.mmap(-1, nbytes) for _ in range(64)]  # one of them would fill the hole, were there one
-    taken = [line.split()[:2] for line in open("/proc/self/maps") if line.startswith(f"{address:x}-")]
+    mappings = [line.split()[:2] for line in open("/proc/self/maps") if line.startswith(f"{address:x}-")]
     del arena
     for mapping in own:
         mapping[:] = bytes([1]) * nbytes
     free = not any(line.startswith(f"{address:x}-") for line in open("/proc/self/maps"))
-    os._exit(0 if taken == [[f"{address:x}-{address + nbytes:x}", "---p"]] and free else 1)
+    os._exit(0 if mappings == [[f"{address:x}-{address + nbytes:x}", "---p"]] and free else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 del arena
 child = os.fork()

@@ -121,8 +121,8 @@ from pathlib import Path
 hard = int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
 from tiering.checkpoint.inspection import inspect
-found = inspect(Path(sys.argv[1]))
-print(found.whole, resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64, *(each.problem for each in found.damage))
+report = inspect(Path(sys.argv[1]))
+print(report.whole, resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64, *(each.problem for each in report.damage))
 """
 
 

@@ -220,9 +220,9 @@ for way_out in (sys.exit, os._exit):
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # a hang ends here, and shows in the exit status
-        kept = [fd for fd in os.listdir("/proc/self/fd") if is_swap(fd)]
+        descriptors = [fd for fd in os.listdir("/proc/self/fd") if is_swap(fd)]
         rings = [line for line in Path("/proc/self/maps").read_text().splitlines() if "io_uring" in line]
-        way_out(1 if kept or rings else 0)
+        way_out(1 if descriptors or rings else 0)
     children.append(child)
 codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 moved = write.wait()

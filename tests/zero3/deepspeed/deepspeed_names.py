@@ -29,22 +29,22 @@ def modules(package: Path) -> Iterator[tuple[str, Path]]:
 
 def public_names(path: Path) -> list[str]:
     """The names that the module defines; those of a package also include its imports from other modules."""
-    found: list[str] = []
+    names: list[str] = []
 
     def visit(body: list[ast.stmt]) -> None:
         for node in body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.append(node.name)
+                names.append(node.name)
             elif isinstance(node, ast.Assign):
-                found.extend(target.id for target in node.targets if isinstance(target, ast.Name))
+                names.extend(target.id for target in node.targets if isinstance(target, ast.Name))
             elif isinstance(node, ast.ImportFrom) and path.stem == "__init__" and node.level:
-                found.extend(alias.asname or alias.name for alias in node.names)
+                names.extend(alias.asname or alias.name for alias in node.names)
             elif isinstance(node, ast.If | ast.Try):
                 visit(node.body)
                 visit(node.orelse)
 
     visit(ast.parse(path.read_text(encoding="utf-8")).body)
-    return sorted({name for name in found if not name.startswith("_") and name != "*"})
+    return sorted({name for name in names if not name.startswith("_") and name != "*"})
 
 
 def main(package: Path) -> None:

@@ -69,7 +69,7 @@ def test_what_an_engine_answers(start: Callable[..., Any]) -> None:
 def test_the_configuration_is_a_plain_dict_with_a_value_for_each_auto() -> None:
     """A trainer reads it with get; ours is beside it."""
     zero = {"stage": 3, "stage3_prefetch_bucket_size": "auto"}
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": "auto"},
@@ -77,10 +77,10 @@ def test_the_configuration_is_a_plain_dict_with_a_value_for_each_auto() -> None:
         "zero_optimization": zero,
         "tiering": {"telemetry": {"enabled": False}},
     }
-    engine, *_ = tiering.initialize({"learning_rate": 0.5}, torch.nn.Linear(2, 2), config=given)
+    engine, *_ = tiering.initialize({"learning_rate": 0.5}, torch.nn.Linear(2, 2), config=settings)
     with engine:
         assert type(engine.config) is dict and isinstance(engine.settings, TieringConfig)
-        assert engine.config == given | {
+        assert engine.config == settings | {
             "train_batch_size": 2,
             "bf16": {"enabled": False},
             "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "weight_decay": 0.0}},

@@ -151,11 +151,11 @@ def test_tensors_in_containers() -> None:
     from tiering.runtime.utils import move_to_device
 
     base = torch.arange(8.0, requires_grad=True)
-    given = {"a": [base[:2], (base[2:3], "text")], "b": 7}
-    clone = clone_tensors_for_torch_save(given)
+    containers = {"a": [base[:2], (base[2:3], "text")], "b": 7}
+    clone = clone_tensors_for_torch_save(containers)
     assert clone["a"][0].tolist() == [0, 1] and clone["a"][1][1] == "text" and clone["b"] == 7
     assert not clone["a"][0].requires_grad and clone["a"][0].untyped_storage().nbytes() == 8
-    assert isinstance(clone["a"][1], tuple) and given["a"][0].untyped_storage().nbytes() == 32  # type: ignore[index,union-attr]
+    assert isinstance(clone["a"][1], tuple) and containers["a"][0].untyped_storage().nbytes() == 32  # type: ignore[index,union-attr]
 
     moved = move_to_device([torch.ones(2), (torch.zeros(1),)], "meta")
     assert moved[0].is_meta and moved[1][0].is_meta and isinstance(moved[1], tuple)
@@ -166,7 +166,7 @@ def test_tensors_in_containers() -> None:
 def test_a_configuration_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "1")
-    given = {
+    settings = {
         "train_batch_size": 32,
         "gradient_accumulation_steps": 2,
         "bf16": {"enabled": True},
@@ -174,7 +174,7 @@ def test_a_configuration_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> N
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
         "zero_optimization": {"stage": 2},
     }
-    config = deepspeed.DeepSpeedConfig(given)
+    config = deepspeed.DeepSpeedConfig(settings)
     assert (config.world_size, config.global_rank, config.train_micro_batch_size_per_gpu) == (4, 1, 4)
     assert (config.bfloat16_enabled, config.fp16_enabled, config.zero_optimization_stage) == (True, False, 2)
     assert (config.optimizer_name, config.optimizer_params["lr"]) == ("adamw", 0.5)
@@ -183,7 +183,7 @@ def test_a_configuration_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UnsupportedNameError, match=r"no 'pipeline' here; read .*'settings'"):
         _ = config.pipeline
     with pytest.raises(deepspeed.runtime.config.DeepSpeedConfigError, match="gradient_clipping"):
-        deepspeed.DeepSpeedConfig(given | {"gradient_cliping": 1})
+        deepspeed.DeepSpeedConfig(settings | {"gradient_cliping": 1})
 
 
 @pytest.mark.usefixtures("one_process")
@@ -215,15 +215,15 @@ def test_collectives_of_the_script_are_counted(
     tensor = torch.ones(2)
     assert comm.inference_all_reduce(tensor) is tensor
     with caplog.at_level("INFO", logger="tiering"), caplog.at_level("INFO", logger="zero3"):
-        told: Any = comm.log_summary(return_dict=True)
+        summary: Any = comm.log_summary(return_dict=True)
     assert {
-        name: {size: row["count"] for size, row in rows.items()} for name, rows in told["summary"].items()
+        name: {size: row["count"] for size, row in rows.items()} for name, rows in summary["summary"].items()
     } == {
         "all_reduce": {1024: 3},
         "broadcast": {4: 1},
         "barrier": {0: 1},
     }
-    row = told["summary"]["all_reduce"][1024]
+    row = summary["summary"]["all_reduce"][1024]
     assert row["msg_size_str"] == "1.00 KiB" and row["total_latency_ms"] == 3 * row["avg_latency_ms"] > 0
     assert "all_reduce" in caplog.text and "3 calls" in caplog.text
     assert comm.log_summary() is None

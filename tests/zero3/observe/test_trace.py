@@ -63,15 +63,15 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """The file at ``path``, which is held to the format."""
-    told = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    records = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     rows = {
         event["tid"]: event["args"]["name"]
-        for event in told
+        for event in records
         if (event["ph"], event["name"]) == ("M", "thread_name")
     }
     assert len(set(rows.values())) == len(rows)
     events = []
-    for event in told:
+    for event in records:
         assert event["ph"] in ("M", "X")
         if event["ph"] == "X":
             begin, duration = event["ts"], event["dur"]

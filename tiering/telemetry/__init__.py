@@ -1,6 +1,7 @@
-"""Telemetry: each rank publishes its counters in a small status file, which survives a crash of the rank.
+"""Internal: telemetry. Each rank publishes its counters in a small status file, which survives a crash of the rank.
 
     snapshot.py             the content that each publication replaces
+    transfer_status.py      its part on transfers: NVMe, the device's link, other ranks
     description.py          the content that never changes
     figure.py               declares a field's help text and metric name
     bandwidths.py           bandwidths from two snapshots
@@ -22,7 +23,7 @@ from tiering.telemetry.description import (
     PlanStatus,
     SettingStatus,
 )
-from tiering.telemetry.figure import Figure, Label, figures, marks
+from tiering.telemetry.figure import Diverging, Figure, Label, figures, marks
 from tiering.telemetry.publisher import Publisher
 from tiering.telemetry.run_directories import find_status_files, plain_name, run_directory, sweep
 from tiering.telemetry.snapshot import (
@@ -30,16 +31,8 @@ from tiering.telemetry.snapshot import (
     RECENT_STEPS,
     ActivationStatus,
     CheckpointStatus,
-    CollectiveStatus,
-    CopyStatus,
     DeviceMemoryStatus,
-    DirectionStatus,
-    Diverging,
     EndStatus,
-    IoEngineStatus,
-    LatencyStatus,
-    LinkStatus,
-    PathStatus,
     Phase,
     Snapshot,
     StepRecord,
@@ -48,6 +41,15 @@ from tiering.telemetry.snapshot import (
 from tiering.telemetry.status_file import StatusFile, StatusReading, as_text
 from tiering.telemetry.status_file_opening import open_writer
 from tiering.telemetry.status_file_writer import StatusWriter
+from tiering.telemetry.transfer_status import (
+    CollectiveStatus,
+    CopyStatus,
+    DirectionStatus,
+    IoEngineStatus,
+    LatencyStatus,
+    LinkStatus,
+    PathStatus,
+)
 
 __all__ = [
     "COPIES_OF",

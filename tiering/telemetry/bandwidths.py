@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from tiering.telemetry.snapshot import (
+from tiering.telemetry.snapshot import Snapshot
+from tiering.telemetry.transfer_status import (
     CollectiveStatus,
     CopyStatus,
     DirectionStatus,
     LinkStatus,
     PathStatus,
-    Snapshot,
 )
 
 Moving = TypeVar("Moving", DirectionStatus, CopyStatus)

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import TypeAdapter
 
-from tiering.telemetry.figure import Figure, Label
-from tiering.telemetry.snapshot import Integer
+from tiering.telemetry.figure import Figure, Integer, Label
 
 
 @dataclass(frozen=True)

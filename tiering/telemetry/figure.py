@@ -1,10 +1,27 @@
-"""Declares help text and metric name at a field; the HTTP API, the metrics and their documentation use both."""
+"""Declares help text and metric name at a field; the HTTP API, the metrics and their documentation use both.
+
+The types of numbers in published fields are here, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import AllowInfNan, Field, WithJsonSchema
+
+Integer = Annotated[
+    int, Field(ge=-(1 << 63), lt=1 << 63), WithJsonSchema({"type": "integer", "format": "int64"})
+]
+"""A 64-bit integer. A larger number means a damaged file, and may not fit a float."""
+
+Diverging = Annotated[
+    float,
+    AllowInfNan(True),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}),
+]
+"""A result of training, which may be infinite or NaN."""
 
 
 @dataclass(frozen=True)

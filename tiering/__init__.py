@@ -3,6 +3,10 @@
     import tiering as deepspeed
     engine, optimizer, dataloader, lr_scheduler = deepspeed.initialize(model=model, config="ds_config.json")
 
+Public are the names in ``__all__``, DeepSpeed's import paths (zero, comm, accelerator, checkpointing, ops, runtime,
+utils), ``tiering.integrations``, ``tiering.errors``, and ``tiering.planning`` for estimates in Python. Modules with an
+underscore and packages that say "internal" may change at any time.
+
 Names are resolved on first use (see _lazy.py), so that ``import tiering`` loads neither torch nor the engine.
 """
 

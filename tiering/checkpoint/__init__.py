@@ -1,4 +1,7 @@
-"""Checkpoints on disk: safetensors and JSON, whole or not there. Knows files, not the engine; imports without torch."""
+"""Internal: checkpoints on disk. Safetensors and JSON, whole or not there.
+
+Knows files, not the engine; imports without torch.
+"""
 
 from tiering import _lazy
 

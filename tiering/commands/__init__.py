@@ -1,1 +1,1 @@
-"""The subcommands of ``tiering``, one file each."""
+"""Internal: the subcommands of ``tiering``, one file each."""

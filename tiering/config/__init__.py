@@ -1,1 +1,1 @@
-"""The native configuration, and ``ds_config/``, which reads it from a DeepSpeed file. No torch."""
+"""Internal: the native configuration, and ``ds_config/``, which reads it from a DeepSpeed file. No torch."""

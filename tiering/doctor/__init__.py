@@ -1,1 +1,1 @@
-"""``tiering doctor``: what of this machine stands in the way of training, and what to do about it. No torch."""
+"""Internal: the checks of ``tiering doctor``, each with a remedy. No torch."""

@@ -1,1 +1,1 @@
-"""The machine: CPUs, NUMA nodes, drives, control groups, and kernel files. No torch."""
+"""Internal: the machine. CPUs, NUMA nodes, drives, control groups, and kernel files. No torch."""

@@ -1,1 +1,1 @@
-"""Placement: budgets and a workload in, a plan out. No torch."""
+"""Internal: placement. Budgets and a workload in, a plan out. No torch."""

@@ -1,1 +1,1 @@
-"""tierbench: measures a drive, and estimates a training step on it."""
+"""Internal: the command ``tierbench``, which measures a drive and estimates a training step on it."""

@@ -1,1 +1,1 @@
-"""Weights on disk in Hugging Face's format: headers of safetensors files, and streams of their tensors."""
+"""Internal: weights on disk in Hugging Face's format. Headers of safetensors files, and streams of their tensors."""

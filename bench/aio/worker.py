@@ -35,6 +35,7 @@ def offsets(size: int, request: int, *, scattered: bool) -> Iterator[int]:
 class Worker:
     """Keeps a context full of requests for a while, and counts."""
 
+    # Eight parameters, because they are the fields of a request: the parent process sends them by name, as JSON.
     def __init__(
         self,
         path: str,

@@ -32,9 +32,9 @@ from tiering.demo.children import ChildError, Sidecar, Worker
 from tiering.demo.comparison import judge, memory_table, verdict_table
 from tiering.demo.corpus import Batches, standard_library
 from tiering.demo.model import GPT
+from tiering.demo.pytorch_loop import PlainLoop
 from tiering.demo.run import FAILED, FAULT_MISSED, GOOD, UNUSABLE, demo, judge_fault
 from tiering.demo.settings import Settings, Way
-from tiering.demo.torch_loop import PlainLoop
 from tiering.demo.worker import digest, train
 from tiering.errors import TieringError
 

@@ -16,7 +16,7 @@ Results = Mapping[Way, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DemoResult:
     """The results of the demo's checks. ``plain_difference`` is ``None`` without a plain loop."""
 
     digests_equal: bool
@@ -36,7 +36,7 @@ class Comparison:
         return self.last_loss < self.first_loss
 
 
-def judge(results: Results, *, run_in_status: bool) -> Comparison:
+def judge(results: Results, *, run_in_status: bool) -> DemoResult:
     """The verdict on the result events of the workers, which must include ``nvme`` and ``memory``.
 
     ``run_in_status`` says whether the sidecar showed the run.
@@ -45,7 +45,7 @@ def judge(results: Results, *, run_in_status: bool) -> Comparison:
     losses = nvme["losses"]
     last = losses[-max(1, len(losses) // 4) :]
     pairs = zip(losses, plain["losses"], strict=True) if plain else ()
-    return Comparison(
+    return DemoResult(
         digests_equal=nvme["digests"] == memory["digests"],
         nvme_bytes=nvme["read"] + nvme["written"],
         first_loss=losses[0],
@@ -55,7 +55,7 @@ def judge(results: Results, *, run_in_status: bool) -> Comparison:
     )
 
 
-def verdict_table(results: Results, verdict: Comparison) -> FiguresTable:
+def verdict_table(results: Results, verdict: DemoResult) -> FiguresTable:
     """A table of both digests, the bytes moved over NVMe, and the loss."""
     nvme, memory = results[Way.NVME], results[Way.MEMORY]
     table = FiguresTable("", title="Does placement change the result?")

@@ -27,8 +27,8 @@ from torch import Tensor
 import tiering
 from tiering.demo.corpus import Batches, standard_library
 from tiering.demo.model import GPT
+from tiering.demo.pytorch_loop import PlainLoop
 from tiering.demo.settings import Settings, Way
-from tiering.demo.torch_loop import PlainLoop
 
 
 class TrainingRun(Protocol):

@@ -19,7 +19,7 @@ from tiering.config.ds_config.auto import LoadContext
 from tiering.config.ds_config.in_effect import defaults, summary_of, with_default
 from tiering.config.ds_config.key_report import KeyReport, Origin
 from tiering.config.ds_config.messages import dotted
-from tiering.config.ds_config.parsing import Reading
+from tiering.config.ds_config.parsing import ConfigReading
 from tiering.config.ds_config.trainer import BATCH
 from tiering.config.ds_config.verdicts import KeyVerdict
 from tiering.config.json_comments import key_lines, plain
@@ -60,7 +60,7 @@ def examine(
     try:
         settings = values(config)
         assumed = AssumedArguments(settings, context) if context.for_trainer else None
-        reading = Reading(world_size, assumed.context if assumed else context, lines)
+        reading = ConfigReading(world_size, assumed.context if assumed else context, lines)
         reading.walk(settings)
     except DepthError as problem:
         raise ConfigError(f"the configuration is {problem}; no key needs that many") from None

@@ -30,7 +30,7 @@ _ANY_SCHEDULER = "Pass any other scheduler to initialize(lr_scheduler=...)"
 _ABSENT = "empty: same as absent"
 
 
-class Reading:
+class ConfigReading:
     """One pass over one configuration: the entries by key, and the native values that they set."""
 
     def __init__(self, world_size: int, context: LoadContext, lines: Mapping[tuple[str, ...], int]) -> None:

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from tiering.config.fields import format_size
 from tiering.errors import ConfigError, PlacementError
-from tiering.placement.budgets import available_memory
 from tiering.placement.workload import FP32
 from zero3.params import resharded
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
 from zero3.ranks.collectives import Collectives
 from zero3.state.tensors import TieredState
+from zero3.state.whole_copies import shortage
 
 
 class Released:
@@ -62,20 +62,18 @@ class Released:
         return (state.master if reads_master else state.weight)(group, piece).to(self._device)
 
     def _check_room(self, groups: list[ParamGroup], collectives: Collectives | None, local_size: int) -> None:
-        needed = sum(self._nbytes(group, piece) for group in groups for piece in group.layout.pieces)
-        free = _free(self._device) // (local_size if self._device.type == "cpu" else 1)
-        if collectives is not None:
-            row = torch.tensor([free], dtype=torch.int64, device="cpu")
-            free = int(collectives.table(row, "find room for released parameters").min())
-        if needed > free:
+        nbytes = sum(self._nbytes(group, piece) for group in groups for piece in group.layout.pieces)
+        lacking = shortage(nbytes, self._device, collectives, local_size, "release the parameters")
+        if lacking is not None:
+            needed, free = map(format_size, lacking)
             elsewhere = (
                 "" if self._device.type == "cpu" else "call release(device='cpu') to put them there; or "
             )
             raise PlacementError(
-                f"release needs {format_size(needed)} on {self._device} for the model's parameters, but"
-                f" {format_size(free)} are free in addition to the memory of the engine; nothing has changed. To"
-                f" continue, {elsewhere}save them with save_16bit_model(DIR) or save_checkpoint(DIR), close() the"
-                " engine and build the model again, with initialize(weights=DIR) or load_checkpoint(DIR)"
+                f"release needs {needed} on {self._device} for the model's parameters, but {free} are free in addition"
+                f" to the memory of the engine; nothing has changed. To continue, {elsewhere}save them with"
+                " save_16bit_model(DIR) or save_checkpoint(DIR), close() the engine and build the model again, with"
+                " initialize(weights=DIR) or load_checkpoint(DIR)"
             )
 
     def _nbytes(self, group: ParamGroup, piece: Piece) -> int:
@@ -89,12 +87,3 @@ def target_device(requested: torch.device | str | None, engine_device: torch.dev
         places = " or on ".join(dict.fromkeys((str(engine_device), "cpu")))
         raise ConfigError(f"release puts parameters on {places}, not on {device}")
     return device
-
-
-def _free(device: torch.device) -> int:
-    """Bytes that this process can still allocate on ``device``."""
-    if device.type == "cpu":
-        return available_memory()
-    # Unused memory in torch's pool counts as free.
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]

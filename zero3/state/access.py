@@ -313,8 +313,20 @@ class Access:
         # After the increment, which is no edit of the user's.
         group.note_versions()
 
-    def begin_saving(self) -> None:
+    def begin_saving(self, module: nn.Module, *, copies: bool) -> None:
+        """``state_dict`` of ``module`` begins. PlacementError if host memory has no room for the ``copies``."""
+        if not self._saving and copies:
+            nbytes = sum(
+                piece.numel * group.dtype.itemsize
+                for group, piece in map(self.parameters.piece_of, self._owned_by(module))
+                if group.moves
+            )
+            if nbytes:
+                self._state.check_room_for_copies(nbytes, "state_dict()")
         self._saving += 1
+
+    def _owned_by(self, module: nn.Module) -> list[nn.Parameter]:
+        return [param for param in module.parameters() if resharded.owner_of(param) is self]
 
     def end_saving(self) -> None:
         self._saving = max(0, self._saving - 1)
@@ -364,7 +376,7 @@ class _BeginSaving(OurHook):
         self.access = access
 
     def run(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.access.begin_saving()
+        self.access.begin_saving(module, copies=not keep_vars)
 
 
 class _EndSaving(OurHook):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from optim_cpu.formats import round_parameters
-from tiering.errors import EngineStateError
+from tiering.config.fields import format_size
+from tiering.errors import EngineStateError, PlacementError
 from tiering.storage.arena import PAGE, round_up
 from zero3.device.tiers import Home
 from zero3.optimizer.tiles import FP32, Tile
@@ -22,6 +23,7 @@ from zero3.params.precision import COMPUTE_DTYPES
 from zero3.parts import Assembly
 from zero3.ranks.collectives import Collectives
 from zero3.state.read_ahead import ranges
+from zero3.state.whole_copies import shortage
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class TieredState:
         self._layout = parts.layout
         self._collectives = parts.collectives
         self._streams = parts.tiers.streams
+        self._local_size = parts.world.local_size
         self._sharded_state = parts.plan.workload.world_size > 1 and parts.plan.workload.stage >= 1
         self._warned_of_halves = False
         self._before_write = before_write
@@ -68,12 +71,26 @@ class TieredState:
             for param, piece in zip(group.params, group.layout.pieces, strict=True)
         }
 
+    def check_room_for_copies(self, nbytes: int, call: str) -> None:
+        """PlacementError, on all ranks, if host memory has no room for ``nbytes`` of copies on a rank."""
+        device, purpose = torch.device("cpu"), f"read parameters for {call}"
+        lacking = shortage(nbytes, device, self._collectives, self._local_size, purpose)
+        if lacking is not None:
+            needed, free = map(format_size, lacking)
+            raise PlacementError(
+                f"{call} needs {needed} of host memory for copies of the parameters, but {free} are free. Save the"
+                " model without copies: engine.save_checkpoint(DIR), engine.save_pretrained(DIR) and"
+                " engine.save_16bit_model(DIR) read it piece by piece"
+            )
+
     def weights(self, model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
         """The model's ``state_dict`` with real values, in the compute dtype; tied parameters share their tensor.
 
         Without ``keep`` this rank only takes part in the exchange with the others, and returns an empty dict.
         """
         places = self.places()
+        nbytes = sum(group.layout.numel * group.dtype.itemsize for group in self._groups)
+        self.check_room_for_copies(nbytes if keep else 0, "state_dict()")
         loaded: dict[int, Tensor] = {}
         result: dict[str, Tensor] = {}
         for name, value in model.state_dict(keep_vars=True).items():
@@ -90,6 +107,8 @@ class TieredState:
     def masters(self, model: nn.Module) -> dict[str, Tensor]:
         """The fp32 masters of the trainable parameters of ``model``, by their names there."""
         places = self.places()
+        nbytes = sum(piece.numel for _, piece in places.values() if piece.trainable) * FP32
+        self.check_room_for_copies(nbytes, "master_state_dict()")
         places_by_name = {name: places[param] for name, param in model.named_parameters() if param in places}
         return {
             name: self.master(group, piece)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.zero3.conftest import SmallModel, batches
 from tests.zero3.plain import STREAMED, differing
 from tiering.errors import ConfigError, EngineStateError, PlacementError
-from zero3.engine import released
+from zero3.state import whole_copies
 
 Start = Callable[..., Any]
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ def test_parameters_that_do_not_fit(start: Start, monkeypatch: pytest.MonkeyPatc
         steps(engine, 1)
         if asks:
             with monkeypatch.context() as patch:
-                patch.setattr(released, "available_memory", lambda: 5 << 10)
+                patch.setattr(whole_copies, "available_memory", lambda: 5 << 10)
                 with pytest.raises(
                     PlacementError, match=r"KiB on cpu .* 5\.00 KiB are free .* save_16bit_model"
                 ):

@@ -185,4 +185,4 @@ def test_a_call_for_all_on_rank_0_only_is_an_error_that_names_it(
         assert outcome.error is not None, outcome.report()
         assert "DistributedError" in outcome.error.kinds, outcome.report()
         assert outcome.seconds < 20, outcome.report()
-        assert "rank 0" in outcome.error.message and "read '" in outcome.error.message, outcome.report()
+        assert "rank 0" in outcome.error.message and "to read " in outcome.error.message, outcome.report()

@@ -14,7 +14,7 @@ import tiering
 from tests.zero3.conftest import config
 from tests.zero3.plain import differing
 from tiering.errors import PlacementError
-from zero3.engine import released
+from zero3.state import whole_copies
 
 from .pool import Pool
 from .training import start, tokens
@@ -66,8 +66,8 @@ def test_training_again_after_release(ranks: Ranks, nvme: Path, place: str) -> N
 
 def refuse(rank: int, nvme: Path) -> tuple[str, float]:
     """Only rank 1 has no room."""
-    available = released.available_memory
-    released.available_memory = (lambda: 4096) if rank == 1 else available
+    available = whole_copies.available_memory
+    whole_copies.available_memory = (lambda: 4096) if rank == 1 else available
     with start(nvme, precision="bf16") as engine:
         steps(engine, rank)
         try:
@@ -76,7 +76,7 @@ def refuse(rank: int, nvme: Path) -> tuple[str, float]:
         except PlacementError as error:
             message = str(error)
         finally:
-            released.available_memory = available
+            whole_copies.available_memory = available
         steps(engine, rank)
         return message, float(torch.stack([v.sum() for v in engine.master_state_dict().values()]).sum())
 

@@ -11,9 +11,10 @@ their way to the tiers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -130,6 +131,8 @@ class Recipe(NamedTuple):
 class _Unbuilt:
     """The owner of parameters that have no memory yet. See ``resharded.Owner``."""
 
+    partitioned = True
+
     def borrow(self, param: nn.Parameter) -> bool:
         return False
 
@@ -143,7 +146,7 @@ class _Unbuilt:
                 f"{self.where(param)}, is already gathered; gathered() blocks cannot be nested"
             )
         values = self.copy_of(param)
-        resharded.make_plain(param)
+        param.__class__ = resharded.shown_form(resharded.plain_form(type(param)))
         resharded.set_data(param, values)
         self._versions[param] = param._version, values.data_ptr()
 
@@ -219,7 +222,18 @@ def _hide(param: nn.Parameter) -> None:
     """Free the memory of ``param``, which becomes a resharded parameter."""
     nan = torch.full((), torch.nan, dtype=param.dtype, device="cpu")
     resharded.set_data(param, nan.expand(param.shape))
-    param.__class__ = resharded.resharded_form(type(param))
+    param.__class__ = resharded.resharded_form(resharded.plain_form(type(param)))
+
+
+def _in_state_dict() -> bool:
+    """Whether a module's ``state_dict`` is running. Torch installs no hook there that a new module would have."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        is_saving = frame.f_code.co_name in ("state_dict", "_save_to_state_dict")
+        if is_saving and isinstance(frame.f_locals.get("self"), nn.Module):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def check_apart(model: nn.Module) -> None:

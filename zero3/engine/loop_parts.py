@@ -93,7 +93,15 @@ def connect(
     )
     parts.optimizer.serve(updates, accumulation, ready)
     gradients = AccumulatedGradients(state, schedule, ready, updates, parts.optimizer, config.zero.stage)
-    access = Access(model, parameters, schedule, prefetcher, state, gradients.assign)
+    access = Access(
+        model,
+        parameters,
+        schedule,
+        prefetcher,
+        state,
+        gradients.assign,
+        partitioned=config.zero.stage == 3,
+    )
     files = StateFiles(
         checkpoints, Export(model, config, state), access, ready, updates, parts.optimizer, prefetcher
     )

@@ -50,6 +50,10 @@ CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float
 class Owner(Protocol):
     """Moves parameters, and serves the operations on resharded ones."""
 
+    @property
+    def partitioned(self) -> bool:
+        """Whether DeepSpeed would partition the parameters: at stage 3, and under zero.Init."""
+
     def borrow(self, param: nn.Parameter) -> bool:
         """Make the values of ``param`` usable in the running forward or backward; False if none is running."""
 
@@ -119,11 +123,35 @@ def release(param: nn.Parameter) -> None:
 
 
 class ZeroParamStatus(Enum):
-    """DeepSpeed's names for the residency of a parameter. A parameter that shows its values has no status here."""
+    """DeepSpeed's names for the residency of a parameter. One on its way to the device is NOT_AVAILABLE here."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+class _Partitioned:
+    """Mixed in always: attributes of DeepSpeed's partitioned parameters, which scripts read. They are read-only."""
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        if isinstance(self, _Resharded):
+            return ZeroParamStatus.NOT_AVAILABLE
+        assert isinstance(self, nn.Parameter)
+        owner = owner_of(self)
+        if owner is None or not owner.partitioned:
+            raise AttributeError("a parameter has DeepSpeed's attributes ds_... at stage 3 only")
+        return ZeroParamStatus.AVAILABLE
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        assert isinstance(self, nn.Parameter) and self.ds_status
+        return self.shape
+
+    @property
+    def ds_numel(self) -> int:
+        assert isinstance(self, nn.Parameter) and self.ds_status
+        return self.numel()
 
 
 class _Graded:
@@ -150,27 +178,15 @@ class _Graded:
         self.grad = None
 
 
-class _Resharded(_Graded):
+class _Resharded(_Graded, _Partitioned):
     """Mixed into the class of a parameter while its bytes are elsewhere.
 
-    Scripts test for the attributes ``ds_...`` to find parameters to gather: ``if hasattr(param, "ds_id")``.
+    Only then is there ``ds_id``: scripts test for it to find parameters to gather, and some then assert the status.
     """
-
-    ds_status = ZeroParamStatus.NOT_AVAILABLE
 
     @property
     def ds_id(self) -> int:
         return id(self)
-
-    @property
-    def ds_shape(self) -> torch.Size:
-        assert isinstance(self, nn.Parameter)
-        return self.shape
-
-    @property
-    def ds_numel(self) -> int:
-        assert isinstance(self, nn.Parameter)
-        return self.numel()
 
     @classmethod
     @eager
@@ -225,7 +241,7 @@ class _Resharded(_Graded):
         return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, resharded: {state}"
 
 
-class _Shown(_Graded):
+class _Shown(_Graded, _Partitioned):
     """Mixed into the class of a parameter while it shows its bytes: reports reads of ``.data`` and ``.grad``."""
 
     @property

@@ -125,6 +125,7 @@ class Access:
     """Access to one engine's ``parameters`` outside its passes (resharded.Owner).
 
     ``on_gradient`` is called with the value that a script assigns to ``.grad`` of a parameter between passes.
+    ``partitioned`` is whether DeepSpeed would partition the parameters: stage 3.
     """
 
     def __init__(
@@ -135,6 +136,8 @@ class Access:
         prefetcher: Prefetcher,
         state: TieredState,
         on_gradient: Callable[[ParamGroup, Piece, Tensor | None], None],
+        *,
+        partitioned: bool,
     ) -> None:
         self.parameters = parameters
         self._schedule = schedule
@@ -147,6 +150,7 @@ class Access:
         # Parameters whose .grad was read as None since the last update, while the engine had the gradient.
         self._read_as_none: set[nn.Parameter] = set()
         self._on_gradient = on_gradient
+        self.partitioned = partitioned
         resharded.adopt(parameters.all, self)
         self._handles = _watch_state_dict(model, self)
         _live.add(self)

@@ -170,7 +170,18 @@ class _Unbuilt:
         return recipe.make().clone()
 
     def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
-        return None
+        """A placeholder without values: a loader reads the names, shapes and dtypes of a new model's ``state_dict``."""
+        if not _in_state_dict():
+            return None
+        return torch.empty(param.shape, dtype=param.dtype, device="meta")
+
+    def store(self, param: nn.Parameter, values: Tensor) -> bool:
+        """Make ``param`` an ordinary parameter with ``values``, in memory."""
+        memory = values.detach().to(param.dtype).expand(param.shape).clone()
+        resharded.release(param)
+        resharded.set_data(param, memory)
+        forget([param])
+        return True
 
     def on_gradient_read(self, param: nn.Parameter) -> None: ...
 

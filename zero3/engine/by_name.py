@@ -52,7 +52,9 @@ class NamedState:
     def get_fp32_parameter(self, name: str) -> Tensor:
         """A copy of the fp32 master; of a frozen parameter its value."""
         self._ready.check_open("get_fp32_parameter")
-        return self._state.master(*self._parameters.find(name))
+        group, piece = self._parameters.find(name)
+        self._parameters.store_edits_of_residents(group)
+        return self._state.master(group, piece)
 
     def set_fp32_parameter(self, name: str, values: Tensor) -> None:
         """Make ``values`` the master, and the parameter what it rounds to."""

@@ -162,13 +162,14 @@ class Engine:
         ``loss.backward()`` works except in fp16, whose losses need their scale: call ``backward(loss)``, or
         ``scale(loss).backward()``.
 
-        Every call returns the same object. Raises EngineStateError without an optimizer, and with gradients that no
-        step has used.
+        Every call returns the same object. Raises EngineStateError without an optimizer, and with divided gradients
+        that no step has used.
         """
         if self._optimizer_front is None:
             self._ready.check_open("as_optimizer")
             self._ready.check_trains("as_optimizer")
-            self._ready.check_no_gradients("as_optimizer")
+            if self._accumulation.steps > 1:
+                self._ready.check_no_gradients("as_optimizer")
             self._accumulation.steps = 1
             self._optimizer_front = OptimizerFront(self, self._updates)
         return self._optimizer_front
@@ -345,6 +346,7 @@ class Engine:
     def master_state_dict(self) -> dict[str, Tensor]:
         """Copies, in host memory, of the fp32 masters of all trainable parameters, by name."""
         self._ready.check_open("master_state_dict")
+        self._parameters.store_edits_of_residents()
         return self._state.masters(self.module)
 
     def get_fp32_parameter(self, name: str) -> Tensor:

@@ -76,16 +76,18 @@ class ModuleFront(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """``state_dict`` of the model. All ranks call it together.
 
-        Values of parameters that are not on the device are copies, in host memory and in the compute dtype.
+        Values of parameters that are not on the device are copies, in host memory and in the compute dtype. Raises
+        PlacementError, on all ranks and with sizes, if a rank has no room for them.
         """
         return self._engine.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """``load_state_dict`` of the model. All ranks call it together; the values of rank 0 count.
+        """``load_state_dict`` of the model, on the tiers. All ranks call it together, with the same values.
 
-        Values are copied also with ``assign``: parameters of an engine keep their memory.
+        Values are rounded to the compute dtype, and masters follow. They are copied also with ``assign``: parameters of
+        an engine keep their memory. Raises EngineStateError, which torch turns into RuntimeError, inside ``gathered``.
         """
         return self._engine.module.load_state_dict(state_dict, strict)
 

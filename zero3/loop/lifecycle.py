@@ -97,8 +97,8 @@ class Readiness:
         """No gradients wait for their step."""
         if self._step.pending or self._accumulation.waiting:
             raise EngineStateError(
-                f"{call} was called with gradients that no step has used, and a checkpoint contains no gradients; call"
-                " it after the step() that uses them"
+                f"{call} was called with gradients that no step has used, which it would lose; call it after the step()"
+                " that uses them"
             )
 
     def check_trains(self, call: str) -> None:

@@ -63,6 +63,9 @@ class Owner(Protocol):
     def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
         """A copy for the ``state_dict`` call that is running; None if none is running."""
 
+    def store(self, param: nn.Parameter, values: Tensor) -> bool:
+        """``param.copy_(values)`` is called: keep ``values``, rounded. False while a pass is running."""
+
     def on_gradient_read(self, param: nn.Parameter) -> None:
         """``param.grad`` is read."""
 
@@ -219,6 +222,8 @@ class _Resharded(_Graded, _Partitioned):
                 saved = owner.copy_to_save(param)
                 if saved is not None:
                     return saved
+            if owner is not None and func is Tensor.copy_ and _stores(owner, param, args):
+                return param
             replaces = getattr(func, "__name__", "") == "__set__"
             if owner is None or replaces or not owner.borrow(param):
                 raise ResidencyError(_refusal(owner, param, func))
@@ -384,6 +389,16 @@ def _changes_nothing(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
         device.type == param.device.type and device.index in (None, param.device.index)
     )
     return same_device and dtype in (None, param.dtype) and memory_format is None
+
+
+def _stores(owner: Owner, param: nn.Parameter, args: Any) -> bool:
+    """Whether ``owner`` keeps the values of ``param.copy_(values)``, as ``load_state_dict`` calls it."""
+    # Torch refuses an in-place change of a leaf that autograd tracks.
+    tracked = torch.is_grad_enabled() and param.requires_grad
+    copies_into_param = args[0] is param and len(args) > 1 and isinstance(args[1], Tensor)
+    return (
+        copies_into_param and not tracked and not _resharded_among(args[1:]) and owner.store(param, args[1])
+    )
 
 
 def _resharded_among(arguments: Any) -> list[nn.Parameter]:

@@ -170,6 +170,16 @@ class Access:
             self._saved[param] = self._state.weight(*self.parameters.piece_of(param))
         return self._saved[param]
 
+    def store(self, param: nn.Parameter, values: Tensor) -> bool:
+        """Store ``values``, rounded to the parameter's dtype, unless a pass is running. Rank 0's count."""
+        if self._schedule.state is not PassState.IDLE:
+            return False
+        group, piece = self.parameters.piece_of(param)
+        self.before_write(group, piece)
+        whole = values.detach().expand(piece.shape).to("cpu", group.dtype).reshape(-1)
+        self._state.store_edit(group, piece, self._state.values_of_rank(0, piece, whole), in_place=True)
+        return True
+
     def on_data_read(self, param: nn.Parameter) -> None:
         group, position = self.parameters.place_of(param)
         group.alias(position)

@@ -301,22 +301,49 @@ def test_a_value_that_came_from_elsewhere_stays_and_must_not_change() -> None:
 def test_using_a_parameter_before_initialize_says_what_to_do(start: Start) -> None:
     with tiering.zero.Init():
         model = Everything()
-    zeros = {name: torch.zeros(param.shape) for name, param in model.named_parameters()}
     uses: list[Callable[[], object]] = [
         lambda: model.norm.weight.sum(),
         lambda: nn.init.zeros_(model.norm.weight),
         lambda: nn.init.trunc_normal_(model.norm.weight),
         lambda: model.half(),
-        model.state_dict,
+        lambda: model.norm.weight.detach(),
         lambda: model(torch.tensor([[1]])),
     ]
     for use in uses:
         with pytest.raises(ResidencyError, match=r"no values before tiering\.initialize.*zero\.Init"):
             use()
-    with pytest.raises(RuntimeError, match=r"no values before tiering\.initialize"):
-        model.load_state_dict(zeros, strict=False)
     assert torch.equal(copy.deepcopy(model).norm.weight, torch.ones(16))
     start(model)
+
+
+def test_the_state_dict_of_a_new_model_has_placeholders() -> None:
+    """Loaders read names, shapes and dtypes from it; reading a value raises torch's error of meta tensors."""
+    expected = Everything().state_dict()
+    with tiering.zero.Init():
+        model = Everything()
+    state = model.state_dict(prefix="net.")
+    assert {name: (value.shape, value.dtype) for name, value in state.items()} == {
+        f"net.{name}": (value.shape, value.dtype) for name, value in expected.items()
+    }
+    parameters = {f"net.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert {name for name, value in state.items() if value.is_meta} == parameters
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        state["net.norm.weight"].cpu()
+
+
+def test_values_loaded_into_a_new_model_are_kept(start: Start) -> None:
+    torch.manual_seed(11)
+    values = {name: torch.randn_like(value) for name, value in Everything().state_dict().items()}
+    with tiering.zero.Init():
+        model = Everything()
+    del values["norm.weight"]
+    plain = Everything()
+    for each in (plain, model):
+        each.load_state_dict(values, strict=False)
+    weights = start(model, precision="fp32").state_dict()
+    assert torch.equal(weights["norm.weight"], torch.ones(16))
+    expected = plain.state_dict()
+    assert [name for name in values if not torch.equal(weights[name], expected[name])] == []
 
 
 def test_a_model_that_was_refused_can_be_tried_again(start: Start) -> None:

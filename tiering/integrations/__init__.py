@@ -1,10 +1,11 @@
 """Front ends of other libraries on the engine: one module for each library, which imports it.
 
 transformers.py           Trainer of transformers and the trainers of TRL
+_trainer_engine.py        the engines of such a Trainer, and the methods of its Accelerator
+_training_arguments.py    the configuration of an engine, completed from TrainingArguments
 lightning.py              Trainer and Fabric of lightning; pytorch_lightning.py has the Trainer of that package
 _lightning.py             configuration, precision and checkpoints of both strategies
 _lightning_trainer.py     the strategy of a Trainer, _lightning_fabric.py that of Fabric
 _engines.py               the engine of each model
-_training_arguments.py    the configuration of an engine, completed from TrainingArguments
 _traffic.py               bytes, bandwidth and stall of an engine between two log lines
 """

@@ -151,3 +151,19 @@ def test_a_run_reports_what_trl_reports(
             figures = {key: value for key, value in expected.items() if not TIMES.search(key)}
             assert {key: entry[key] for key in figures} == pytest.approx(figures, rel=1e-4, abs=1e-5), place
         trainer.engine.close()
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_a_reference_model_has_an_engine_of_its_own(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    make, stock, tiered = MAKERS[name]
+    plain = make(stock, tmp_path / "stock", tokenizer, 4)
+    plain.train()
+    settings = config("nvme", tmp_path)
+    options = {"tiering_config": settings, "tiering_reference_config": settings}
+    trainer = make(tiered, tmp_path / "out", tokenizer, 4, **options)
+    trainer.train()
+    assert list(differences(trainer, plain, 1e-6, 1e-8 if name == "grpo" else 0.0)) == []
+    # The parameters of the reference model have no memory outside its engine.
+    assert type(trainer.ref_model).__name__ == "ModuleFront"
+    assert trainer.accelerator.unwrap_model(trainer.ref_model) is trainer.ref_model.module
+    trainer.end()

@@ -6,7 +6,6 @@ They answer for the methods of the Trainer's Accelerator that would wrap a model
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,16 +20,12 @@ from tiering.config import ds_config
 from tiering.config.ds_config.auto import hidden_size_of
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
-from tiering.integrations import _training_arguments
+from tiering.integrations import _engines, _training_arguments
 from tiering.integrations._traffic import Traffic
 from tiering.integrations._training_arguments import Config
 
 if TYPE_CHECKING:
     from tiering import DeepSpeedEngine
-
-_engines: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[DeepSpeedEngine], torch.dtype]]
-_engines = weakref.WeakKeyDictionary()
-"""The engine of each model, and the dtype that the model had before, for another Trainer of the same model."""
 
 
 class _Accelerate(NamedTuple):
@@ -66,7 +61,6 @@ class TrainerEngines:
         self.engine: DeepSpeedEngine | None = None
         self.traffic: Traffic | None = None
         self._references: list[DeepSpeedEngine] = []
-        self._dtype = torch.float32
 
     def configure(self) -> None:
         """Read the configuration, and complete it. Raises ConfigError if there is none, or if it cannot be read."""
@@ -87,14 +81,15 @@ class TrainerEngines:
             # model_init has made another model.
             self.engine.close()
             self._forget()
-        _release_from_others(model)
+        # Another trainer may have it.
+        _engines.release(model)
         training = training or trainer.train_dataset is not None
         optimizer = trainer.create_optimizer() if training else None
-        self._dtype = _training_arguments.dtype_of(model)
+        dtype = _engines.dtype_of(model)
         self.engine = engine = self._initialize(
             model, self.config, training=training, optimizer=optimizer, weights=self._weights
         )
-        _engines[model] = weakref.ref(engine), self._dtype
+        _engines.remember(engine, dtype)
         self.traffic = Traffic(engine.snapshot)
         if training:
             trainer.optimizer = engine.as_optimizer()
@@ -114,7 +109,8 @@ class TrainerEngines:
     def release(self, device: torch.device | str | None) -> None:
         """Turn the parameters of the model into ordinary ones, and end its engine."""
         if self.engine is not None:
-            _release(self.engine, self._dtype, device)
+            _engines.release(self.engine.module, device)
+            _set_synced(self.engine, False)
             self._forget()
 
     def close(self) -> None:
@@ -194,20 +190,6 @@ def _computing_on(device: torch.device) -> Iterator[None]:
             del os.environ["TIERING_DEVICE"]
         else:
             os.environ["TIERING_DEVICE"] = before
-
-
-def _release_from_others(model: nn.Module) -> None:
-    """Release ``model`` from the engine of another Trainer."""
-    reference, dtype = _engines.pop(model, (None, torch.float32))
-    engine = None if reference is None else reference()
-    if engine is not None:
-        _release(engine, dtype)
-
-
-def _release(engine: DeepSpeedEngine, dtype: torch.dtype, device: torch.device | str | None = None) -> None:
-    """Release the model of ``engine``, whose parameters had ``dtype`` before."""
-    engine.release(device, masters=dtype == torch.float32)
-    _set_synced(engine, False)
 
 
 def _set_synced(engine: DeepSpeedEngine, synced: bool = True) -> None:

@@ -33,7 +33,7 @@ def named_state_of(param: nn.Parameter) -> tuple[NamedState, str]:
 
 
 class NamedState:
-    """Reads and sets what an engine keeps of each parameter. The methods of ``Engine`` of the same names say more."""
+    """Reads and sets the master, state and gradient of each parameter. ``Engine`` documents the methods."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class NamedState:
         return self._state.master(group, piece)
 
     def set_fp32_parameter(self, name: str, values: Tensor) -> None:
-        """Make ``values`` the master, and the parameter what it rounds to."""
+        """Make ``values`` the master, and their rounded values the parameter."""
         self._ready.check_open("set_fp32_parameter")
         group, piece = self._parameters.find(name)
         self._access.before_write(group, piece)

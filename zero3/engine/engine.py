@@ -536,7 +536,7 @@ class Engine:
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self._prefetcher.forget()
         try:
-            # The next step may come from loss.backward() alone, and then has no loss.
+            # The next step may follow loss.backward() alone, and then has no loss.
             loss, self._loss = self._loss, None
             self._updates.run(
                 loss,

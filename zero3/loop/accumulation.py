@@ -31,7 +31,7 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A block whose backwards do not complete the gradients."""
+        """A context manager: backwards in its block do not complete the gradients."""
         syncing_before, self.syncing = self.syncing, False
         try:
             yield
@@ -56,7 +56,7 @@ class Accumulation:
         self.scaled = max(0, self.scaled - 1)
 
     def count(self, *, updated: bool) -> None:
-        """A micro-batch has ended; ``updated`` tells whether an update has used its gradients."""
+        """A micro-batch has ended. ``updated``: an update has used its gradients."""
         self.micro_steps += 1
         self.waiting = 0 if updated else self.waiting + 1
 

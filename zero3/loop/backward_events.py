@@ -1,4 +1,4 @@
-"""The events of a backward, and what they mean for the update of the parameters."""
+"""The events of a backward, and their effect on the update of the parameters."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ Note [Position in the training data]
     draw. A position counts samples of the whole data set, in the order that ranks share, so a pass can continue with
     another number of ranks or another batch size.
 
-    A pass that the script left by ``break`` continues, too, if the state is taken before the next pass begins: most
-    scripts that do so stop there. If all micro-batches were returned, and the script has not requested another one, a
-    resumed run begins at the end of the pass, so that a script that counts passes counts right. If the iterator no
-    longer exists, the pass is over.
+    A pass that the script left by ``break`` also continues, if the state is saved before the next pass begins, because
+    most scripts that save there stop there. If all micro-batches were returned, and the script has not requested
+    another one, a resumed run begins at the end of the pass, so that a script that counts passes counts correctly. If
+    the iterator no longer exists, the pass has ended.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RankSampler(_Passes, DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         skipped_samples = self._begin(lambda: self.seed + self.epoch)
-        order = _shuffled(len(self.dataset), self.last_seed)  # type: ignore[arg-type]  # torch wants a length, too
+        order = _shuffled(len(self.dataset), self.last_seed)  # type: ignore[arg-type]  # torch requires a length
         for index in range(
             self.rank + skipped_samples * self.num_replicas, self.total_size, self.num_replicas
         ):
@@ -108,8 +108,8 @@ def _shuffled(size: int, seed: int) -> list[int]:
 class _Position:
     """The position in a pass. Checkpoints contain the fields under these names.
 
-    ``begun`` tells that iter() was called, which draws a number. ``seed`` is that of the order; None until the first
-    micro-batch is requested. ``micro_batches`` is the number of micro-batches returned.
+    ``begun``: iter() was called, which draws a random number. ``seed`` is the seed of the order, or None until the
+    first micro-batch is requested. ``micro_batches`` is the number of micro-batches returned.
     """
 
     pass_number: int = 0
@@ -421,7 +421,7 @@ def make_loader(
     random numbers that ``data`` draws in them differ after a load. ConfigError for data that cannot be shuffled.
     """
     sampler = (
-        WholeSampler(data)  # type: ignore[arg-type]  # which asks for its length
+        WholeSampler(data)  # type: ignore[arg-type]  # which reads its length
         if _checked_size(data) and world_size == 1
         else RankSampler(data, rank, world_size)
     )

@@ -78,9 +78,9 @@ class Update:
     """Updates the parameters of ``groups``.
 
     ``norm`` is the norm of the last gradients, unscaled, also if their update was skipped. ``steps``, ``samples`` and
-    ``skipped`` count over the whole run; ``samples`` are those of all ranks. Of the last update: ``overflow`` tells
-    that it was skipped, ``loss`` is the mean over the ranks, ``stop`` the number of a stop signal, and ``saving`` the
-    progress of the slowest rank with a save. ``applied`` tells whether the last ``engine.step()`` has updated the
+    ``skipped`` count over the whole run; ``samples`` are those of all ranks. Of the last update: ``overflow`` is True
+    if it was skipped, ``loss`` is the mean over the ranks, ``stop`` the number of a stop signal, and ``saving`` the
+    progress of the slowest rank with a save. ``applied`` is True if the last ``engine.step()`` has updated the
     parameters.
     """
 
@@ -216,7 +216,7 @@ class Update:
     def group_done(self, group: ParamGroup, *, final: bool) -> None:
         """The backward of ``group`` has ended; ``final`` gradients are used now."""
         if self.current_step.state is not StepState.UPDATING_IN_BACKWARD:
-            # A staging slot may have come free since the last group.
+            # A staging slot may have become free since the last group.
             self._optimizer.read_ahead()
             return
         with self._tearing():
@@ -319,7 +319,7 @@ class Update:
                     f" {rank_figures.steps + 1:.0f}: call step() equally often on all ranks"
                 )
         if any(each.options != local.options for each in figures):
-            # All ranks have the same rows, so all of them come to this collective, or none does.
+            # All ranks have the same rows, so either all or none reach this collective.
             of_all = self._collectives.gather_objects(options, "exchange the hyperparameters")
             hyperparameters.check_same(of_all, self.steps + 1)
         self._collectives.finish_step()

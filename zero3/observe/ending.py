@@ -44,7 +44,7 @@ def note_exit_codes() -> None:
 
 @dataclass
 class Totals:
-    """The counters of a rank at the end of its last step, which remain when the engine is gone."""
+    """The counters of a rank at the end of its last step, which remain after the engine was freed."""
 
     step: int = 0
     global_step: int = 0
@@ -55,7 +55,7 @@ class Totals:
 
 
 class Ending:
-    """Fills in the last snapshot of a rank. Has no reference to the engine, which may be gone by then.
+    """Fills in the last snapshot of a rank. Has no reference to the engine, which may have been freed by then.
 
     ``began_with`` returns the rank on which a failure of several ranks began, if it is known.
     """

@@ -72,7 +72,7 @@ class Updates(Protocol):
     """Counts the updates of the parameters, with those before the checkpoint from which a run was resumed.
 
     ``skipped`` of the ``steps`` changed nothing. ``norm`` is the gradient norm of the last update, ``scale`` the factor
-    of the loss. ``broken`` says why training cannot go on; it is empty while training can.
+    of the loss. ``broken`` is the reason why training cannot continue, or empty.
     """
 
     steps: int
@@ -98,7 +98,7 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class Sources:
-    """The parts of an engine, besides its tiers, that snapshots read; None for a part that it does not have."""
+    """The parts of an engine that snapshots read, in addition to its tiers; None for a part that it does not have."""
 
     updates: Updates | None = None
     traffic: CollectiveCounts | None = None
@@ -248,7 +248,7 @@ class RunRecord:
             )
 
     def _count(self) -> None:
-        """Copy the totals to ``ending``, which writes the last snapshot even if the engine is gone by then."""
+        """Copy the totals to ``ending``, which writes the last snapshot even if the engine was freed before."""
         totals, updates = self.ending.totals, self._sources.updates
         totals.step, totals.samples, totals.skipped_steps = self.step, self.samples, self.skipped
         totals.loss = self.loss
@@ -395,7 +395,7 @@ def _nothing() -> None:
 def _weak_source(record: RunRecord) -> Callable[[], Snapshot | None]:
     """Makes snapshots of ``record`` while it exists.
 
-    The publisher's thread must not keep the record: an engine that nobody closed would then never be freed.
+    The publisher's thread must not keep the record: otherwise an engine without close() would never be freed.
     """
     reference = weakref.WeakMethod(record.snapshot)
 

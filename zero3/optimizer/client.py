@@ -131,11 +131,11 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     @contextmanager
     def _on_masters(self) -> Iterator[None]:
         """Within the block the data of the parameters is their fp32 master."""
-        # Before the first change: after an exception below, all parameters get back what they had.
+        # Before the first change: after an exception below, all parameters get their previous values.
         saved = [(each.param, type(each.param), resharded.data_of(each.param)) for each in self._trained]
         try:
             for each in self._trained:
-                # What the client does with ``.data`` and ``.grad`` must not reach the engine.
+                # The engine must not see the client's accesses to ``.data`` and ``.grad``.
                 resharded.make_plain(each.param)
                 if each.master is not None:
                     each.param.data = each.master.view(each.param.shape)

@@ -1,12 +1,13 @@
 """DeepSpeed's learning rate schedules, as torch schedulers over any torch optimizer.
 
-Each is a function of one number: how many updates have been, counted from -1 before the first, as DeepSpeed counts
-(``last_batch_iteration``; torch's ``last_epoch`` is one more). The first update therefore trains with the rates that
-making the schedule has set, and ``step()`` after the update number n, from 0, sets ``rates(n)``. The values are those
-of DeepSpeed 0.19.8 to the bit, its oddities included; a comment names each.
+Each schedule is a function of one number: the count of updates, from -1 before the first one, as DeepSpeed counts
+(``last_batch_iteration``; torch's ``last_epoch`` is one more). The constructor of the schedule sets the rates of the
+first update. ``step()`` after update number n, counted from 0, sets ``rates(n)``. The values are those of DeepSpeed
+0.19.8 to the bit, including its oddities; a comment names each oddity.
 
-What takes one number takes a list too, with one per param group. A schedule's state is how far it is and the rates
-that the optimizer started with; everything else comes from the configuration, so a resumed run follows a changed one.
+An option that takes one number also takes a list with one number per param group. The state of a schedule is its count
+and the initial rates of the optimizer. Everything else comes from the configuration, so a resumed run follows a changed
+configuration.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Rates = list[float | Tensor]
 
 
 def from_config(config: SchedulerConfig, optimizer: Optimizer) -> Schedule:
-    """The schedule that ``config`` describes, over ``optimizer``, whose first rates are set at once.
+    """The schedule that ``config`` describes, for ``optimizer``. It sets the first rates at once.
 
     Raises ConfigError when a list has another length than there are param groups.
     """
@@ -45,7 +46,7 @@ class Schedule(LRScheduler):
         raise NotImplementedError
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the rates for the update after the one of this number: by default one further."""
+        """Set the rates for the update after update ``batch_iteration`` (default: the next one)."""
         if last_batch_iteration is not None:
             self.last_epoch = last_batch_iteration
         super().step()
@@ -199,10 +200,10 @@ class OneCycle(Schedule):
     stairs as the stair counts say (0: one per update). After the cycle the rate is ``cycle_min_lr`` divided by
     1 + ``decay_lr_rate`` per ``decay_step_size`` updates; 0 of either is no decay.
 
-    The momentum goes the other way, from ``cycle_max_mom`` to ``cycle_min_mom`` and back, and then times
-    1 + ``decay_mom_rate`` per ``decay_step_size`` updates. ``cycle_momentum`` None means as DeepSpeed: it is the first
-    of the param groups' betas, whose second becomes 0.99, and an optimizer without betas keeps its momentum. True
-    cycles the momentum of an optimizer such as SGD too, if it has any; False cycles none.
+    The momentum changes inversely, from ``cycle_max_mom`` to ``cycle_min_mom`` and back, and is then multiplied by
+    1 + ``decay_mom_rate`` per ``decay_step_size`` updates. With ``cycle_momentum`` None, DeepSpeed's default, it is the
+    first beta of the param groups, the second beta becomes 0.99, and an optimizer without betas keeps its momentum.
+    True also cycles the momentum of an optimizer such as SGD, if it has any; False cycles none.
     """
 
     # The signature is that of DeepSpeed: its parameters are the keys of the configuration.
@@ -238,7 +239,7 @@ class OneCycle(Schedule):
         super().__init__(optimizer)
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Set the rates and the momentum for the update after the one of this number."""
+        """Set the rates and the momentum for the update after update ``batch_iteration``."""
         super().step(batch_iteration)
         for group, momentum in zip(
             self.optimizer.param_groups, self.momenta(self.last_epoch - 1), strict=True
@@ -314,7 +315,7 @@ class _Cycle:
         self.size = self._first + self._second
 
     def height(self, iteration: int) -> float:
-        # A cycle begins with the update after the one that has ended the cycle before.
+        # A cycle begins with the update after the last one of the previous cycle.
         whole = 1 + (iteration + 1) / self.size
         place, peak = whole - math.floor(whole), self._first / self.size
         rising = place <= peak

@@ -28,7 +28,7 @@ from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
 from zero3.passes.gradients import GradientStore
 
-ON_TIERS = "tiers"  # the key of a state_dict that tells which state belongs to it
+ON_TIERS = "tiers"  # the key of a state_dict that identifies its state
 
 
 class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):

@@ -22,7 +22,7 @@ from zero3.params.replicas import Replicas
 from zero3.passes.gradients import KERNEL_DTYPES, GradientStore
 
 IN_PLACE_NUMEL = 4 << 20
-"""Elements stepped in place between two looks at what has arrived: a few milliseconds."""
+"""Elements updated in place between two checks for arrived tiles: a few milliseconds of work."""
 
 
 class TileStepper:
@@ -106,7 +106,7 @@ class TileStepper:
 
     def release_read_ahead(self) -> None:
         """Free the slots of the tiles that were read ahead, for other users; the step reads them again."""
-        # Reads in flight still fill their slots, which come free when these have ended.
+        # Reads in flight still fill their slots, which become free when the reads have ended.
         self._pipeline.discard_all()
         self.settle()
 
@@ -155,7 +155,7 @@ class TileStepper:
         Before each of them, queue as many tiles on the device as it can begin soon; at the end all of them.
         """
         while True:
-            # First: slots that have come free are filled while the CPU computes.
+            # First: free slots are filled while the CPU computes.
             self._pipeline.read_ahead()
             self._begin_visits(ROUNDS if finish else IN_BACKWARD)
             arrived = self._pipeline.first_arrived(self._due_streamed)

@@ -231,7 +231,7 @@ class CopiedStorage(FlatStorage):
     def _copy_in(self) -> None:
         source = self._home.tensor if self._lease is None else as_tensor(self._lease)
         assert source is not None
-        # ``after``: events behind the kernels that still use what was in this room before.
+        # ``after``: events behind the kernels that still use the earlier bytes of this room.
         target, after = self._room.open()
         if self._tiers.copies is None:
             target.copy_(source[: self._nbytes])

@@ -77,7 +77,7 @@ def form_groups(
     def is_small(param: nn.Parameter) -> bool:
         return param.numel() < max(1, persistence_threshold)  # no element: nothing to move
 
-    # A module has one group that comes and goes with it. Where that is in 16 bits, what it keeps in fp32 stays.
+    # A module has one group that is unsharded with it. If this group is in 16 bits, its fp32 parameters stay resident.
     in_16_bits = {
         _anchor_of(names, anchors) for p, names in users.items() if p not in kept_in_fp32 and not is_small(p)
     }

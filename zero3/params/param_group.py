@@ -33,7 +33,7 @@ from zero3.ranks.collectives import Collectives
 
 
 class Residency(Enum):
-    """Where a group's valid bytes are, and what they cost on the device."""
+    """The place of a group's valid bytes, and their cost on the device."""
 
     # Always on the device: costs the flat bytes there for the engine's lifetime.
     RESIDENT = auto()
@@ -159,7 +159,7 @@ class ParamGroup:
                 f"group {self.name!r} is {self.residency.name}: unshard it before its parameters are shown"
             )
         if not self._is_shown:
-            # Before the versions are noted: a write to bytes that are gone would otherwise pass for the engine's own.
+            # Before the versions are noted: otherwise a write to dropped bytes would look like the engine's own.
             self._check_unchanged()
             self._is_shown = True
             # The placeholder is open while parameters are pointed elsewhere; ``_point_nowhere`` closes it.
@@ -200,7 +200,7 @@ class ParamGroup:
             self._absent.close()
         if not modify:
             self._read_only.add(position)
-        # Last: a version or an address that differs from now on tells of an edit.
+        # Last: from now on, a different version or address means an edit.
         self._copies[position] = self.params[position]._version, copy.data_ptr()
 
     def shows_copy_at(self, position: int) -> bool:

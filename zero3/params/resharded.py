@@ -79,7 +79,7 @@ class Owner(Protocol):
         """The name of ``param`` and the location of its bytes, for an error."""
 
     def remedy(self) -> str:
-        """Why values cannot be used now, and what to do, for an error."""
+        """The reason why values cannot be used now, and the remedy, as text for an error."""
 
     def show_values(self, param: nn.Parameter, *, modify: bool) -> None:
         """Let ``param`` show its values until ``hide_values``."""
@@ -109,7 +109,7 @@ def disown(params: Iterable[nn.Parameter]) -> None:
 
 
 def owner_of(param: Tensor) -> Owner | None:
-    """The owner of ``param``; None for an ordinary parameter, and if the engine is gone."""
+    """The owner of ``param``; None for an ordinary parameter, and if the engine was freed."""
     reference: Callable[[], Owner | None] = _owners.get(param, _nobody)
     return reference()
 
@@ -309,7 +309,7 @@ def data_of(param: nn.Parameter) -> Tensor:
 
 
 def set_data(param: nn.Parameter, values: Tensor) -> None:
-    """What ``param.data = values`` does; ``param`` is not resharded."""
+    """Assign ``values`` to ``param.data``; ``param`` is not resharded."""
     _DATA.__set__(param, values)
 
 

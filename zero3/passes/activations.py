@@ -21,9 +21,9 @@ from zero3.params.param_group import ParamGroup
 class Activations:
     """Bytes of the storages of saved tensors, until torch frees them. Each storage counts once, those of groups never.
 
-    The life of the storage counts, not that of the saved tensor: checkpointing holds what it recomputes, and a buffer
-    of the model stays. Any thread may read the counts. There is no lock: counts change by operators alone, without a
-    call in between at which another thread, garbage collection or Ctrl-C could come in.
+    A storage counts as long as it lives, not as long as the saved tensor: checkpointing keeps recomputed tensors, and a
+    buffer of the model stays. Any thread may read the counts. There is no lock: counts change by operators alone,
+    without a call at which another thread, garbage collection or Ctrl-C could run.
     """
 
     def __init__(self, groups: Iterable[ParamGroup]) -> None:
@@ -49,7 +49,7 @@ class Activations:
         return self._peak
 
     def saved(self, storage: UntypedStorage) -> None:
-        """Autograd keeps a tensor whose bytes are in ``storage``."""
+        """Autograd has saved a tensor whose bytes are in ``storage``."""
         if self._freed:
             # First: ``storage`` may have the address of a storage that was freed.
             self._forget_freed()
@@ -57,7 +57,7 @@ class Activations:
         if key in self._by_address:
             return
         nbytes = storage.nbytes()
-        # The caller holds ``storage``, so its callback cannot come before both fields below are set.
+        # The caller holds ``storage``, so its callback cannot run before both fields below are set.
         activation = _Activation(storage, self._on_free)
         activation.key = key
         activation.nbytes = nbytes
@@ -78,7 +78,7 @@ class Activations:
 
     def _forget_freed(self) -> None:
         while self._freed:
-            # From here to the end of the turn there is no call, at which another thread or Ctrl-C could come in.
+            # From here to the end of the turn there is no call at which another thread or Ctrl-C could run.
             activation = self._freed[0]
             del self._by_address[activation.key]
             self._used -= activation.nbytes

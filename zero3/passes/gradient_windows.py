@@ -34,7 +34,7 @@ class GradientWindows:
         self._stepper: Stepper | None = None
 
     def register_stepper(self, stepper: Stepper) -> None:
-        """``stepper`` uses the gradients. It is asked to free a window if there is no room for another one."""
+        """``stepper`` uses the gradients. It is called to free a window if there is no room for another one."""
         self._stepper = stepper
 
     @property
@@ -71,7 +71,7 @@ class GradientWindows:
                     # Waits, because the next gradient is added to these bytes. The extent orders the read behind the
                     # write of the same window.
                     self._tiers.fetch(home.extent, lease)
-            # Only now: after an exception above, ``fetch`` has given the lease up.
+            # Only now: after an exception above, ``fetch`` has released the lease.
             self._windows[group] = lease
         return as_tensor(lease)
 

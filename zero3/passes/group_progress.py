@@ -14,7 +14,7 @@ from zero3.passes.hooks import next_node
 class GroupProgress:
     """How far the pass is with one group.
 
-    ``running`` and ``called`` live until an exception ends a pass. The counters below them start anew with each pass.
+    ``running`` and ``called`` live until an exception ends a pass. The counters below them restart with each pass.
     """
 
     enclosing: frozenset[ParamGroup]  # groups around this one

@@ -1,12 +1,12 @@
-"""Module and gradient hooks: they turn what torch does into events. The policy is in schedule.py.
+"""Module and gradient hooks, which turn calls of torch into events. The policy is in schedule.py.
 
 ``PassEvents`` is the listener: the pass schedule. Forward hooks are on the entry modules of each group, and on every
 module outside of the blocks. So whatever part of the model is called, the schedule knows that a forward runs. The
 pre-backward event of a group is the first gradient that reaches an output of one of its entries. ``always_call`` makes
-the post-forward event come also if forward raised, or if activation checkpointing stopped a recomputation early. Then
-the hook gets no output.
+the post-forward event occur also if forward raised, or if activation checkpointing stopped a recomputation early. The
+hook then gets no output.
 
-A copied or pickled module takes its hooks along: on the copy they do nothing.
+A copied or pickled module keeps its hooks; on the copy they do nothing.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class _Before(OurHook):
         self._running: list[int] = []  # thread of each call that has begun
 
     def begin_call(self) -> None:
-        """The events have been told that a call begins. Only after that, or an event that raised would be ended."""
+        """Note a call whose begin event has succeeded. A call whose begin event raised gets no end event."""
         self._running.append(threading.get_ident())
 
     def end_call(self) -> bool:
@@ -353,7 +353,7 @@ class _AfterGroup(OurHook):
         if not self.before.end_call():
             return None
         group = self.before.group
-        # Before post_forward: it frees the bytes, and pops the forward whose nodes are asked for.
+        # Before post_forward, which frees the bytes, and removes the forward whose nodes are needed here.
         output = with_bytes_of_its_own(output, self.moving)
         nodes = self.events.forward_nodes()
         watch_backward(output, lambda: self.events.pre_backward(group, nodes))

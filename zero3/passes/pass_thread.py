@@ -1,4 +1,4 @@
-"""The one thread that may run a pass: groups come and go for one pass at a time."""
+"""The one thread that may run a pass. Groups are unsharded and resharded for one pass at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RELEASE_TIMEOUT = 1.0  # seconds in which autograd's threads drop a backward tha
 
 
 class PassThread:
-    """Which thread runs the forwards of a pass, and whether autograd still runs its backward."""
+    """The thread that runs the forwards of a pass, and whether autograd still runs its backward."""
 
     def __init__(self) -> None:
         self._forward_thread = 0

@@ -5,13 +5,12 @@ A pass is one forward, with its backward when there is one; passes with and with
 free room, and an I/O error that it meets is raised for the next group that compute needs. A pass that leaves the
 recorded order only stalls; the next pass follows the new order.
 
-Note [What all ranks foresee]
+Note [Gathers that all ranks expect]
     Groups that are sharded over ranks must be gathered in one order everywhere (see gathered_storage.py), or a rank
     would receive another group's bytes. All ranks have recorded the same orders, so a rank fetches and gathers the next
-    groups of the order without communication. A rank that does anything else (it leaves the order, ends a pass before
-    its end, goes from training to evaluation) asks the other ranks first, and fetches nothing ahead until they have
-    agreed. A rank that does not know of the question waits for a gather in vain until it looks for the reason: see
-    peers.py.
+    groups of the order without communication. A rank that does anything else (it leaves the order, ends a pass early,
+    or changes from training to evaluation) first proposes this to the other ranks, and prefetches nothing until they
+    agree. A rank that has not read the proposal waits for another gather, until it looks for the reason: see peers.py.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class _Fetcher:
 
     def gather_ahead(self) -> None:
         """Start to gather the groups ahead whose shards have arrived."""
-        # The last group's bytes may still be on their way: it is gathered when there is another group behind it, or at
+        # The last group's bytes may still be in flight: it is gathered when there is another group behind it, or at
         # its use.
         while self._ungathered and (len(self._ungathered) > 1 or not self._ungathered[0].reads_first):
             try:
@@ -87,7 +86,7 @@ class _Fetcher:
 class Prefetcher:
     """Unshards groups on demand and ahead of it.
 
-    ``agree`` asks all ranks whether they are about to do the same; None if no group is sharded over ranks.
+    ``agree`` waits until all ranks are about to do the same. It is None if no group is sharded over ranks.
     """
 
     def __init__(self, agree: Callable[[str], None] | None = None) -> None:
@@ -140,7 +139,7 @@ class Prefetcher:
             self._gather(group, expected, foreseen=foreseen)
         # Before the wait: the next groups are read meanwhile.
         self.look_ahead()
-        # Its bytes may still be on their way; they are valid after this, for compute at least.
+        # Its bytes may still be in flight. After this, they are valid for compute.
         group.wait_for_unshard()
         # Once more: the read has left the window, which has room for another one.
         self.look_ahead()

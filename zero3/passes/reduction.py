@@ -1,25 +1,25 @@
 """Gradients of several ranks: collected on each rank, and reduced over all ranks in one order.
 
-A group is reduced when its gradients are final, while backward goes on. All ranks reduce groups in one order that each
-of them knows, although they may get different gradients. Stages 0 and 1 keep whole gradients, which accumulate until
-the last backward of a step reduces them. Stages 2 and 3 keep reduced shards, and reduce in every backward. The results
-go to the GradientStore.
+A group is reduced when its gradients are final, while backward continues. All ranks reduce groups in one order that
+each of them knows, although they may get different gradients. Stages 0 and 1 keep whole gradients, which accumulate
+until the last backward of a step reduces them. Stages 2 and 3 keep reduced shards, and reduce in every backward. The
+results go to the GradientStore.
 
 Note [The order of reductions]
-    It is the order in which rank 0 finished groups in the backward before. If a forward has used groups in another
-    order since, groups would wait for those that come last. So in stages 2 and 3, at the beginning of each backward,
-    ranks exchange the order in which their forwards have used groups. The row is sent then and needed at the first
-    reduction, so it travels during the backward of the first block. In stages 0 and 1 a group waits in the memory of
-    its gradients, whatever the order.
+    It is the order in which rank 0 finished groups in the previous backward. If a forward has used groups in another
+    order since then, groups would wait for those that finish last. So in stages 2 and 3, at the beginning of each
+    backward, ranks exchange the order in which their forwards have used groups. The row is sent then and needed at the
+    first reduction, so it travels during the backward of the first block. In stages 0 and 1 a group waits in the memory
+    of its gradients, whatever the order.
 
-Note [Groups whose turn passes]
-    Stages 2 and 3 keep no whole gradients, so a group that waits for its turn would need a buffer for as long. So a
+Note [Late gradients]
+    Stages 2 and 3 keep no whole gradients, so a group that waits for its turn would need a buffer until then. So a
     group that is ready does not wait: the groups before it are reduced as they are, with zeros for gradients that have
     not arrived. As a rule these groups have no gradients on this rank. A gradient that arrives for them later is
     reduced once more, which rounds twice. That happens when backward has ended. If no room is left for the gradients of
     another group, it happens earlier: this rank waits until every other rank has ended its backward, or has no room
-    either. Then all ranks reduce the late gradients of any of them, as often as it takes. Groups that stay open have
-    buffers of their own, so their turn comes after that.
+    either. Then all ranks reduce the late gradients of any of them, repeatedly if necessary. Groups that stay open have
+    their own buffers, and are reduced after that.
 
 Note [Late gradients and placement]
     The rounding of sums must not depend on the room. Late gradients are reduced once, wherever that happens, unless
@@ -32,7 +32,7 @@ Note [Waiting for a reduction in stage 3]
     waits for a gather that the first one has not begun. So in stage 3 every rank begins the reduction of a group before
     the next gather after backward has left that group, with gradients or without. The order of gathers is the same on
     all ranks, and so is the set of groups that backward has left before each gather. A wait for a reduction that was
-    begun earlier then ends. A lack of room, too, comes at the same place on all ranks; if it does not, ranks wait for
+    begun earlier then ends. A lack of room also occurs at the same place on all ranks; if it does not, ranks wait for
     each other, and deadlock.py reports it.
 """
 
@@ -132,7 +132,7 @@ class GradientReducer:
         self._ready: dict[ParamGroup, None] = {}  # groups whose gradients are final, in that order
         # Oldest first: reductions end in the order in which they began.
         self._reductions: deque[_Reduction] = deque()
-        self._gathering: deque[Pending] = deque()  # stage 0: means on their way back to all ranks
+        self._gathering: deque[Pending] = deque()  # stage 0: means that are gathered to all ranks
         self._backwards = 0
         self._first_begun = False  # the first backward
         self.received_elsewhere = False
@@ -201,7 +201,7 @@ class GradientReducer:
             while self._turn < len(self._order) and self._order[self._turn] in self._ready:
                 self._reduce_next()
         elif group not in self._stays_open:
-            while group in self._order[self._turn :]:  # see Note [Groups whose turn passes]
+            while group in self._order[self._turn :]:  # see Note [Late gradients]
                 self._reduce_next()
 
     def close(self, group: ParamGroup, *, last: bool) -> None:
@@ -428,7 +428,7 @@ class GradientReducer:
             self._gathering.append(self._collectives.gather(whole, local_shard, label))
         else:
             self._store.add_reduced(group, reduction.parts, 1.0 / world.size)
-            # On a device the sum is on its way to the host, and the store writes it out when it has arrived.
+            # On a device the sum is copied to the host, and the store writes it when the copy has ended.
             if self._tiers.device_is_host:
                 self._store.close(group)
         # On a device the sum is only queued. A later user of this memory is queued behind it on the same stream.
@@ -456,7 +456,7 @@ class GradientReducer:
 
         Returns None until backward has ended on all ranks, then the indices of pieces that got a gradient on any rank.
         """
-        # In stage 0 the end of a reduction begins a gather: another rank may wait for it, and not come to the table.
+        # In stage 0 the end of a reduction begins a gather. Another rank may wait for it and not reach the table.
         if self._replicated:
             self._finish_all()
         received = np.zeros(self._pieces, dtype=bool)
@@ -484,7 +484,7 @@ class GradientReducer:
             return None
         self._backwards += 1
         self._order = [self._groups[index] for index in heads[0, 3:]]
-        # Only when backward has ended on all ranks: until then the next round tells of these pieces once more.
+        # Only when backward has ended on all ranks: until then, the next round sends these pieces again.
         self._arrived.clear()
         return np.flatnonzero(np.unpackbits(bits[border:], count=self._pieces)).tolist()
 

@@ -1,21 +1,21 @@
-"""Tensors that autograd saved from a group's storage are handed out only when that storage has bytes.
+"""Saved tensors in a group's storage: autograd gets them only after the storage has bytes again.
 
 Note [Backward enters a group from anywhere]
-    The pre-backward event, a gradient at an output of the group, comes in time for nearly every graph, and unshards the
-    group early. It does not come for all: an auxiliary loss kept on the module, an output inside an object that pytree
-    does not know, an activation caught by a user's hook, a second derivative, a module that another block calls.
+    The pre-backward event, a gradient at an output of the group, occurs in time for nearly every graph, and unshards
+    the group early. It does not occur for an auxiliary loss kept on the module, an output inside an object that pytree
+    does not know, an activation caught by a user's hook, a second derivative, or a module that another block calls.
     Backward would then read a storage without bytes, which ends the process. So, while a forward runs and any group
     moves, the tensors that autograd saves pass through here. Tensors in a group's storage are marked with the group,
-    and the group is unsharded before they are handed out. All other tensors are activations. No budget covers them;
-    they are counted here: see activations.py.
+    and the group is unsharded before autograd gets them. All other tensors are activations. No budget covers them; they
+    are counted here: see activations.py.
 
-Note [The user's hooks see what they would see without the engine]
+Note [The user's hooks get the same tensors as without the engine]
     Torch calls only the innermost hooks, so the engine's hooks pass every tensor on to those around them, including
     tensors of groups. Checkpointing counts tensors to know when a recomputation can stop, starts a recomputation when
-    the first of them is unpacked, and hands out the recomputed tensor of the same position. If a block's forward has
-    side effects (it updates a buffer, on which its routing may depend), each of these changes results. Hooks that
-    change values change those of weights, too. Only save_on_cpu is left out: it changes no value, and would copy every
-    group to host memory.
+    the first of them is unpacked, and returns the recomputed tensor of the same position. If a block's forward has side
+    effects (it updates a buffer, on which its routing may depend), a missing tensor would change the results. Hooks
+    that change values also change those of weights. Only save_on_cpu does not get tensors of groups: it changes no
+    value, and would copy every group to host memory.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SavedTensors:
         if node is not self._node:
             self._node, self._handed_out = node, set()
         self._handed_out.add(group)
-        # Makes room if it must, but not that of groups whose tensors this node has got.
+        # Frees other groups if necessary, but not those whose tensors this node uses.
         self._need(group)
 
     @contextmanager
@@ -115,7 +115,7 @@ class SavedTensors:
             self._need(group)
 
     def in_use(self) -> set[ParamGroup]:
-        """The groups whose saved tensors the running node has got: their bytes must stay until the node ends."""
+        """The groups whose saved tensors the running node uses: their bytes must stay until the node ends."""
         running = torch._C._current_autograd_node()
         return self._handed_out if running is not None and running is self._node else set()
 

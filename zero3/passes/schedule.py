@@ -1,21 +1,21 @@
 """The pass schedule: it decides when each group is unsharded, and when the group's gradients are complete.
 
 Note [When is a group done in backward]
-    The number of gradients does not tell: an unused expert gets none, a frozen group gets none, and under reentrant
-    checkpointing a parameter gets several. The order tells: autograd runs nodes in the reverse of their creation. So
-    when a gradient first reaches an output of another group, every group that does not enclose that group has no node
-    left to run. The groups that are still live when backward ends are done then.
+    The number of gradients does not decide it: an unused expert gets none, a frozen group gets none, and under
+    reentrant checkpointing a parameter gets several. The order of nodes decides it: autograd runs nodes in the reverse
+    order of their creation. So when a gradient first reaches an output of another group, every group that does not
+    enclose that group has no node left to run. All remaining groups are done when backward ends.
 
 Note [When is a gradient final]
-    Autograd adds up all contributions to a parameter before it hands out the gradient, once per backward. So once every
-    parameter of a group has its gradient, none is to come, and an early step of the group relies on no order. Only
-    reentrant checkpointing runs backwards inside of backwards, and each of them hands out gradients. So these groups
-    wait for the end of backward: a group that was called more than once, a group that gathered() showed to code that
-    autograd records, and a group with a parameter that gets no gradient.
+    Autograd adds up all contributions to a parameter before it delivers the gradient, once per backward. So when every
+    parameter of a group has its gradient, no further one arrives, and an early step of the group relies on no order.
+    The exception is reentrant checkpointing, which runs backwards inside a backward, and each of them delivers
+    gradients. So these groups wait for the end of backward: a group that was called more than once, a group that
+    gathered() showed to code that autograd records, and a group with a parameter that gets no gradient.
 
-    A graph that does not ask for the group's gradient may still need an old value after the early step. Torch refuses
-    that value, because the parameter has another version. A recomputation that reads the new value is refused here if
-    the group moves; if it does not move, no hook sees the read. Frozen parameters of the group may still be read.
+    A graph without the group's gradient may still need an old value after the early step. Torch refuses that value,
+    because the parameter has another version. A recomputation that reads the new value is refused here if the group
+    moves; if it does not move, no hook sees the read. Frozen parameters of the group may still be read.
 
 An event moves groups in several steps. Methods with ``@uninterrupted`` defer Ctrl-C until the groups are consistent.
 """
@@ -150,7 +150,7 @@ class PassSchedule:
         """An entry of ``group`` is called: unshard the group. Compute runs after the copy of its bytes."""
         self.check_thread()
         self._check_not_stepped(group)
-        # Before the group is acquired: an acquire may raise, and the except branch below leaves what was entered.
+        # Before the group is acquired: if that raises, the except branch below leaves the group again.
         self._enter()
         if not in_autograd():
             progress = self._progress[group]
@@ -299,7 +299,7 @@ class PassSchedule:
         self._gradients.close_all()
         self._saved.end_of_backward()
         self._reset()
-        # After the last release, so that look-ahead goes on with the beginning of the next pass.
+        # After the last release, so that the prefetch continues with the beginning of the next pass.
         self._prefetcher.end_pass()
         if received or self._gradients.received_elsewhere:
             # On every rank if any rank got a gradient, so that all ranks agree that step() is due.
@@ -496,7 +496,7 @@ class PassSchedule:
             group.hide()
 
     def _drop_fresh_gradients(self) -> None:
-        """Clear ``.grad`` of all parameters: the next backward would add to what an abandoned one left there."""
+        """Clear ``.grad`` of all parameters: the next backward would add to gradients of an abandoned one."""
         for group in self._progress:
             for param in group.params:
                 resharded.take_gradient(param)
@@ -507,11 +507,11 @@ class PassSchedule:
         keep = self._progress[group].enclosing | self._saved.in_use() | self._until_end
         inside = [live for live in self._live if group in self._progress[live].enclosing]
         for done in [live for live in self._live if live not in keep and live not in inside]:
-            # A node of the group's own forward that recomputes several blocks (one checkpoint) goes on afterwards.
+            # A node of the group's own forward that recomputes several blocks (one checkpoint) continues afterwards.
             self._finish(done, has_left=has_left, entered=has_left and not self._recomputes_itself(done))
 
     def _reset(self) -> None:
-        """The pass is over, except for modules whose forward ran a backward and goes on."""
+        """The pass has ended, except for modules whose forward ran a backward and continues."""
         if self.state is not PassState.CLOSED:
             self._pass.to_idle()
             if self._forwards:

@@ -1,4 +1,4 @@
-"""Agreement: all ranks go on, or none does. A rank that fails tells the others, so none of them waits for it."""
+"""Agreement: all ranks continue, or none does. A rank that fails informs the others, so that none waits for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Collectives of the engine: torch.distributed, in one place. Every byte is counted, and every wait is watched.
+"""Collectives of the engine: the only place that calls torch.distributed. It counts all bytes and watches all waits.
 
-    gathers     parameters: unsharded groups, updated replicas, values that the user asks for
+    gathers     parameters: unsharded groups, updated replicas, values that the user requests
     reductions  gradients
     control     a few numbers on which all ranks must agree, between CPUs
 
@@ -12,22 +12,22 @@ receive another group's bytes.
 Note [Collectives on a device]
     NCCL's operations are work of the device, in the order of its streams. Gathers and reductions have a stream each,
     of the engine: without ``async_op``, NCCL runs an operation on the current stream, and the engine's events are the
-    only order. A gather waits for the copy of this rank's shard, and not for the compute that goes on meanwhile. A
-    reduction waits for the gradients that compute has collected. Compute waits for the results of either that it needs.
-    The CPU waits for nothing: what it must know of other ranks comes by ``control``, between CPUs.
+    only order. A gather waits for the copy of this rank's shard, and not for concurrent compute. A reduction waits for
+    the gradients that compute has collected. Compute waits for the results that it needs. The CPU waits for none of
+    them: figures of other ranks come by ``control``, between CPUs.
 
     NCCL keeps no reference to its tensors. The caller that begins a collective keeps their memory until its event.
 
     There are two communicators, so that the gather of the next block does not queue behind a large reduction. Their
-    kernels occupy the device until the other ranks' kernels run, so each must find room beside the other one. So ranks
+    kernels occupy the device until the other ranks' kernels run, so both must fit on the device. Therefore ranks
     begin all of them in the same order, and NCCL starts them in that order (NCCL_LAUNCH_ORDER_IMPLICIT, NCCL 2.26).
 
 Note [When a device waits for a lost rank]
     A kernel of NCCL that waits for a lost rank never ends, nor does a CPU that waits for the work behind it. So a
     thread watches the other ranks (see peers.py) and aborts the communicators. Their kernels end, with any bytes in the
-    results, the CPU goes on, and the next call of the engine raises the error that names the rank. torch's own watchdog
+    results, the CPU continues, and the next call of the engine raises the error that names the rank. torch's watchdog
     over NCCL remains. For a fault that only it notices, such as a broken network between ranks that are all alive, it
-    ends the process. If both notice a fault, the engine's thread comes first: torch's takes a minute.
+    ends the process. If both notice a fault, the engine's thread is faster: torch's takes a minute.
 
 Note [A reduction is an exchange and a sum]
     Each rank sends every other rank the part of its gradient that the other one owns. It sums up the parts that it
@@ -146,7 +146,7 @@ class Collectives:
             engine=name,
             device=None if self._streams is None else self._groups,
         )
-        # An engine that is freed without close() must not go on giving signs of life. At exit, peers end by themselves.
+        # An engine that is freed without close() must stop giving signs of life. At exit, peers end by themselves.
         self._disconnect = weakref.finalize(self, _disconnect, self.peers, self._groups)
         self._disconnect.atexit = False
         try:
@@ -244,7 +244,7 @@ class Collectives:
             self.check()
             if not pending.end_event.done():
                 self._stalls.hold(pending.end_event, cause)
-            # The current stream has been told to wait, so its later uses of this memory come after the collective.
+            # The current stream waits, so its later uses of this memory run after the collective.
             pending.buffers = ()
             return
         with self._stalls.waiting_for(cause):
@@ -330,9 +330,9 @@ class Collectives:
             self.peers.check()
 
     def report_failure(self, phase: str, error: BaseException) -> None:
-        """``error`` ended ``phase`` on this rank: tell the other ranks.
+        """``error`` ended ``phase`` on this rank: inform the other ranks.
 
-        After a forward the program may go on. A backward or a step that not all ranks have finished ends the engine.
+        After a forward the program may continue. A backward or a step that not all ranks have finished ends the engine.
         """
         if phase == "forward":
             self._forward_error = error
@@ -383,7 +383,7 @@ class Collectives:
         try:
             self._streams.gather.synchronize()
             self._streams.reduce.synchronize()
-        except RuntimeError as error:  # of CUDA, which raises it from every later call: close() must go on
+        except RuntimeError as error:  # of CUDA, which raises it from every later call; close() must continue
             log.error("the device of rank %d has failed: %s", self.world.rank, error)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ It is the only user of the rank store, so a store that hangs never hangs trainin
 
 - writes this rank's beat;
 - reads whether another rank has published a failure;
-- confirms proposals: another rank is about to enter collective N, and asks whether this rank's is the same;
+- confirms proposals: another rank is about to enter collective N, and must know that this rank's is the same;
 - reads the beat of its successor, or all beats while this rank waits for something, and judges the ranks.
 
 Each rank watches one other, which keeps the cost linear in their number. A failure is written once, and all ranks read
@@ -224,7 +224,7 @@ class Heartbeat:
         return next(((rank, peer.beat.activity) for rank, peer in peer if peer.beat.state == "closed"), None)
 
     def ranks_behind(self, group: str, number: int) -> list[int]:
-        """Ranks that have not reached collective ``number`` of ``group``, as far as their beats tell."""
+        """Ranks that have not reached collective ``number`` of ``group``, according to their beats."""
         peer = dict(self.observed)
         return [
             rank for rank in self._other_ranks if rank not in peer or peer[rank].beat.reached(group) < number
@@ -245,7 +245,7 @@ class Heartbeat:
                     self._lose_store(str(error).partition("\n")[0])
             else:
                 self._judge_processes()
-            # After the use of the store: a number that stands still tells other threads that it hangs.
+            # After the access to the store: other threads see from an unchanged number that it hangs.
             self.turns += 1
             with self.changed:
                 if self._state != "running":
@@ -300,7 +300,7 @@ class Heartbeat:
         self._write()
         if self.failure is not None:
             return
-        # Before the judgement below: the first failure counts, and it may explain what this rank is about to find.
+        # Before the judgement below: the first failure counts, and it may be the cause of the one that this rank finds.
         self._take_over()
         for group in self.position.last():
             self._answer(group)
@@ -336,7 +336,7 @@ class Heartbeat:
         """Write the proposal, unless that is done, and read how many ranks have confirmed it."""
         group, number = question.group, question.number
         if not question.is_posted:
-            # Before the store is asked: after an error, nothing is proposed twice.
+            # Before the access to the store: after an error, nothing is proposed twice.
             question.is_posted = True
             # Otherwise another rank has proposed this collective, and _answer has confirmed it.
             if number not in self._answers[group].numbers:
@@ -375,7 +375,7 @@ class Heartbeat:
             return
         answers = self._answers[group]
         answers.add(number)
-        # The last rank that confirms deletes earlier proposals: the rank that waited for them has gone on.
+        # The last rank that confirms deletes earlier proposals: the rank that waited for them has continued.
         if self.store.confirm(group, number) == self._world_size:
             for earlier in [confirmed for confirmed in answers.deletable if confirmed < number]:
                 self.store.delete_proposal(group, earlier)

@@ -1,4 +1,4 @@
-"""How the ranks of one start meet: what a launcher says of them, torch's process group, and who is on which node."""
+"""How the ranks of one start join: the launcher's variables, torch's process group, and the ranks of each node."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ from tiering.storage import descriptors
 from zero3.ranks import futures
 from zero3.ranks.store import spell
 
-PATIENCE = 5.0  # seconds beyond a limit of torch's, which should have ended a call
-GRACE = 60.0  # seconds by which torch's limits are longer than ours: our message comes first
-POLL = 0.05  # seconds between two looks at the store
+PATIENCE = 5.0  # seconds beyond a time-out of torch that should have ended a call
+GRACE = 60.0  # seconds by which torch's time-outs exceed the engine's, so that the engine's error comes first
+POLL = 0.05  # seconds between two reads of the store
 SOCKETS = 6
 """Sockets of one engine and of torch's group for each other rank: measured on rank 0, which has the store."""
-OTHER_FILES = 1000  # descriptors for what else a training process opens
-BROKEN = ("onnect", "got 0 bytes", "roken pipe")  # gloo's words, whose errors have no kind of their own
+OTHER_FILES = 1000  # descriptors for other files of a training process
+BROKEN = (
+    "onnect",
+    "got 0 bytes",
+    "roken pipe",
+)  # parts of gloo's messages; its errors have no class of their own
 FROM_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# Of a process group that the engine makes, which the program may use, too.
+# The backends of a process group that the engine creates. The program may use the group too.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all, and among those of its node."""
+    """The number of this rank among all ranks, and among the ranks of its node."""
 
     rank: int = 0
     size: int = 1
@@ -47,23 +51,23 @@ ALONE = World()
 
 
 def standing() -> tuple[int, int]:
-    """(rank, world size), as torch.distributed knows them, or else the launcher."""
+    """(rank, world size) from torch.distributed, or from the launcher's variables if there is no process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join(device: torch.device, timeout: float) -> World:
-    """The ranks that train together; joins them if a launcher has started several and nobody has joined them yet.
+    """The ranks that train together. Joins them if a launcher has started several and there is no process group.
 
-    ``timeout`` in seconds. ConfigError if the launcher's variables contradict each other.
+    ``timeout`` is in seconds. Raises ConfigError if the launcher's variables contradict each other.
     """
     if standing()[1] == 1:
         return ALONE
     if not dist.is_initialized():
         meet(BACKENDS[device.type], timedelta(seconds=timeout + GRACE))
     rank, size = standing()
-    make_room_for_sockets(size)  # also of a second engine's
+    make_room_for_sockets(size)  # also for a second engine
     local_rank, local_size = _on_this_node(rank, size)
     if not 0 <= local_rank < local_size <= size:
         raise ConfigError(
@@ -74,12 +78,14 @@ def join(device: torch.device, timeout: float) -> World:
 
 
 def meet(backend: str, timeout: timedelta, url: str = "env://", rank: int = -1, world_size: int = -1) -> None:
-    """Make torch's process group of the ranks that meet at ``where``, the URL of a store; -1 is what the URL says.
+    """Create torch's process group of the ranks that join at ``url``, the URL of a store.
+
+    With -1, ``rank`` and ``world_size`` come from the URL.
 
     Raises:
-        ConfigError: a variable of the launcher's is missing, or the port is another process's.
-        RankLostError: a rank that has come is gone.
-        DistributedError: not all ranks came within ``timeout``.
+        ConfigError: a variable of the launcher is missing, or another process uses the port.
+        RankLostError: a rank has ended after it joined.
+        DistributedError: not all ranks joined within ``timeout``.
     """
     if url == "env://":
         _check_launcher(rank, world_size)
@@ -95,9 +101,9 @@ def meet(backend: str, timeout: timedelta, url: str = "env://", rank: int = -1, 
 
 
 def _store(url: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
-    """torch's rendezvous: the store, this rank and the number of them, or DistributedError.
+    """torch's rendezvous: the store, this rank and the number of ranks. Raises DistributedError after the time-out.
 
-    A server that accepts connections and says nothing, as another program may, keeps torch beyond its time-out.
+    A server that accepts connections and does not answer, such as another program, holds torch beyond its time-out.
     """
     meeting = futures.run_in_thread(
         lambda: next(rendezvous(url, rank, world_size, timeout=timeout)), "rendezvous"
@@ -169,33 +175,35 @@ def _reason(error: RuntimeError, url: str, timeout: float) -> ConfigError | Dist
 
 
 def _name_of_this_start(store: Store, rank: int, size: int, timeout: float) -> str:
-    """A name that the ranks of one start have in common, and those of no other.
+    """A name that all ranks of this start have, and no ranks of another start.
 
-    torchrun's store outlives a restart, and with it all that ranks which have died since have written to it. Rank 0
-    makes a name up; another rank knows that it is of this start when rank 0 has seen what that one has made up itself.
+    torchrun's store survives a restart, with all keys that ended ranks have written. Rank 0 chooses a random name.
+    Each other rank answers with a random token of its own. When rank 0 has confirmed the token, the rank knows that
+    the name is of this start.
     """
-    mine, until = uuid.uuid4().hex, time.monotonic() + timeout
+    token, until = uuid.uuid4().hex, time.monotonic() + timeout
     if rank == 0:
-        store.set("tiering start", mine)
+        name = token
+        store.set("tiering start", name)
         missing = list(range(1, size))
         while missing:
-            come = [other for other in missing if store.check([f"{mine} {other}"])]
-            for other in come:
-                store.set(f"{mine} {store.get(f'{mine} {other}').decode()}", "")
-            missing = [other for other in missing if other not in come]
+            answered = [other for other in missing if store.check([f"{name} {other}"])]
+            for other in answered:
+                store.set(f"{name} {store.get(f'{name} {other}').decode()}", "")
+            missing = [other for other in missing if other not in answered]
             _wait(until, missing, timeout)
-        return mine
+        return name
     while True:
         if store.check(["tiering start"]):
-            name = store.get("tiering start").decode()  # perhaps an old one
-            store.set(f"{name} {rank}", mine)
-            if store.check([f"{name} {mine}"]):
+            name = store.get("tiering start").decode()  # possibly of an earlier start
+            store.set(f"{name} {rank}", token)
+            if store.check([f"{name} {token}"]):
                 return name
         _wait(until, [0], timeout)
 
 
 def _wait(until: float, missing: Iterable[int], timeout: float) -> None:
-    """A moment, or DistributedError if the time for the ``missing`` ranks is over."""
+    """Sleep until the next read of the store. Raises DistributedError if the time for ``missing`` ranks has passed."""
     missing = list(missing)
     if missing and time.monotonic() > until:
         raise DistributedError(
@@ -207,7 +215,7 @@ def _wait(until: float, missing: Iterable[int], timeout: float) -> None:
 
 
 def _on_this_node(rank: int, size: int) -> tuple[int, int]:
-    """This rank among those of its node, and their number: as the launcher says, or by the names of hosts."""
+    """The number of this rank on its node, and the number of ranks there: from the launcher, or by host names."""
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if all(name in os.environ for name in names):
         return int(os.environ[names[0]]), int(os.environ[names[1]])

@@ -2,9 +2,9 @@
 
 Note [A rank that computes without a beat]
     The heartbeat is a Python thread. A call that keeps the GIL for long (a large json.load, a regular expression, an
-    extension) stops it, although the rank is alive and will go on. So while a rank gives no beat, the ranks of the same
-    host look at its process: CPU time that it spends counts as a sign of life. They report it to other hosts in their
-    own beats. That goes on for ``timeout`` seconds at most, because the process may be in an endless loop.
+    extension) stops it, although the rank is alive. So while a rank gives no beat, the ranks of the same host
+    observe its process: CPU time that it spends counts as a sign of life. They report it to other hosts in their own
+    beats, for ``timeout`` seconds at most, because the process may be in an endless loop.
 """
 
 from __future__ import annotations

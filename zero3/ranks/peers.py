@@ -1,4 +1,4 @@
-"""What a rank knows of the other ranks: a collective that cannot end becomes an error on every rank, not a hang.
+"""The view of the other ranks: a collective that cannot end becomes an error on every rank instead of a hang.
 
 The thread that trains reports here what it does and what it waits for. It never accesses the rank store, because an
 operation on a store can hang. The thread in `heartbeat.py` does that, and judges the other ranks. A wait ends early for
@@ -7,7 +7,7 @@ these reasons, each on all ranks, with an error that names the rank that caused 
     another rank failed, closed its engine, died, or gave no sign of life for ``silence`` seconds
     another rank is in, or about to enter, a different collective
     the rank store cannot be reached, and the collective does not end either
-    no rank has moved for ``timeout`` seconds
+    no rank has made progress for ``timeout`` seconds
 
 If only the device waits for a collective, the CPU is not in a wait that could end. A thread watches for that case: see
 `DeviceCollectives`.
@@ -45,7 +45,7 @@ T = TypeVar("T")
 COLLECTIVE = "collective"
 FIRST_SLICE = 0.2  # seconds of waiting before the other ranks are watched
 SLICE = 1.0
-TIMED_OUT = "Operation timed out"  # in gloo's error at the end of a slice; the collective goes on
+TIMED_OUT = "Operation timed out"  # in gloo's error at the end of a slice; the collective continues
 SEVERING_TAG = 0x7EE5  # a tag that no message has
 SEVERING_TIMEOUT = 60.0  # seconds
 QUOTED = 1000  # characters of an error that other ranks show
@@ -74,7 +74,7 @@ def has_ended(work: Work, within: float) -> bool:
     except RuntimeError as error:
         if TIMED_OUT not in str(error):
             raise
-        # Only this wait has ended. The collective goes on, and uses its buffers.
+        # Only this wait has ended. The collective continues, and uses its buffers.
         return False
     return True
 
@@ -86,14 +86,14 @@ class DeviceCollectives(Protocol):
         """The label of a collective that was queued and has not ended; None if there is none."""
 
     def abort(self, reason: str) -> None:
-        """A failure has ended the run: end what the device waits for. Called at most once."""
+        """A failure has ended the run: abort the collectives that the device waits for. Called at most once."""
 
 
 class Peers:
     """One for each engine and rank. Calls come from one thread at a time: the one that trains.
 
-    ``store`` is for this engine alone (it has a prefix of its own). It has a connection of its own where torch can make
-    one. The time-out of the process groups should be longer than ``limits.timeout``, or torch's error comes first.
+    ``store`` is for this engine alone (it has its own prefix), and has its own connection if torch can create one. The
+    time-out of the process groups should be longer than ``limits.timeout``; otherwise torch's error comes first.
 
     ``engine`` is a name that is unique in this process and the same on all ranks. With ``device``, ranks are watched
     also while this rank does not wait, and a collective that the device has not ended counts as a wait of this rank.
@@ -158,7 +158,7 @@ class Peers:
     def issue(self, label: str, *, group: str = COLLECTIVE) -> None:
         """This rank has entered the next collective of ``group`` without an agreement.
 
-        ``label`` says what it does ("gather 'layers.3'"), in the same words on all ranks: ranks compare it. Collectives
+        ``label`` describes it ("gather 'layers.3'"), with the same text on all ranks, which compare it. Collectives
         whose order may differ from rank to rank belong to different groups, which are numbered separately.
         """
         self._position.issue(group, label)
@@ -173,7 +173,7 @@ class Peers:
             DistributedError: as `wait`.
         """
         self.check()
-        # Counts the collective first: this rank may be asked about it before its own question is written.
+        # Count the collective first: another rank may propose it before this rank has written its own proposal.
         question = self._heartbeat.propose(group, label)
         with _Delay(self, group, question.number, label) as delay:
             while not self._heartbeat.confirmed(question, FIRST_SLICE):
@@ -270,7 +270,7 @@ class Peers:
         """This rank ends with ``error``: publish it to the other ranks, unless the run has failed before."""
         if os.getpid() != self._pid or self._closed:
             return
-        # First: the watching thread ends, and does not abort what this rank gives up itself.
+        # First: the watching thread ends, so that it does not abort a device that this rank closes itself.
         self._closed = True
         self.failed_by = error
         rank, position = self._heartbeat.describe(self.rank), self._heartbeat.beat().position()
@@ -288,7 +288,7 @@ class Peers:
         self._leave("has closed its engine")
 
     def _leave(self, activity: str) -> None:
-        # In a forked child nothing is published: the rank itself goes on.
+        # A forked child publishes nothing: the rank itself continues.
         if os.getpid() == self._pid and not self._closed:
             self.note(activity)
             self._end("failed" if self._heartbeat.failure else "closed")
@@ -382,7 +382,7 @@ class Peers:
         )  # fmt: skip
 
     def _watch(self, device: DeviceCollectives) -> None:
-        """Do for waits of the device what `_Delay` does for waits of the thread that trains."""
+        """Watch the waits of the device, as `_Delay` watches the waits of the thread that trains."""
         heartbeat = self._heartbeat
         store, ranks = Stillness(2 * self.limits.beat), Stillness(2 * self.limits.beat)
         watches_all = False
@@ -415,7 +415,7 @@ def sever(groups: Iterable[ProcessGroup]) -> None:
 
     On one thread for each group, all at once: NCCL's abort of a communicator may wait for the whole device, on which
     the kernel of another communicator hangs. An abort may also never return. Then a thread that waits for the device
-    hangs for ever, but the calling thread goes on after ``SEVERING_TIMEOUT``.
+    hangs forever, but the calling thread continues after ``SEVERING_TIMEOUT``.
     """
     threads = [
         threading.Thread(target=_sever, args=(group,), name="sever a group of ranks", daemon=True)
@@ -450,7 +450,7 @@ def _sever(group: ProcessGroup) -> None:
 
 
 class Stillness:
-    """For how many seconds a value has not changed. Time in which this process was suspended does not count."""
+    """The seconds for which a value has not changed, without time in which this process was suspended."""
 
     def __init__(self, longest: float) -> None:
         self._longest = longest  # seconds between two calls of a process that is not suspended

@@ -17,7 +17,7 @@ class Position:
     def __init__(self) -> None:
         self.activity = ""
         self.remark = ""  # see Beat
-        self.waits: tuple[str, int, str] | None = None  # group, number, what
+        self.waits: tuple[str, int, str] | None = None  # group, number, label
         self.changes = 0
         self._lock = threading.Lock()  # guards the fields below
         self._last: dict[str, int] = {}

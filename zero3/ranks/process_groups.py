@@ -79,7 +79,7 @@ class ProcessGroups:
         pending = (each for queued in self._queued.values() for each in list(queued))
         try:
             return next((each.label for each in pending if not _is_over(each)), None)
-        except RuntimeError:  # of CUDA: the thread that uses the device gets it, too
+        except RuntimeError:  # of CUDA: the thread that uses the device gets the same error
             return None
 
     def abort(self, reason: str) -> None:

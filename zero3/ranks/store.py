@@ -1,4 +1,4 @@
-"""The rank store: what ranks publish outside of collectives. Beats, proposals of collectives, and the first failure.
+"""The rank store, where ranks publish outside of collectives: beats, proposals of collectives, and the first failure.
 
 It is a part of the rendezvous store, which outlives any rank under torchrun. Keys, under a prefix of their own:
 
@@ -91,7 +91,7 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank publishes about itself, as a sign of life."""
+    """The sign of life of a rank, with its position."""
 
     count: int
     process: Process
@@ -143,7 +143,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why no rank can go on."""
+    """The reason why no rank can continue."""
 
     kind: str  # a key of ERRORS
     rank: int  # that caused it, or that found it
@@ -230,7 +230,7 @@ class RankStore:
         return self._store.add(f"confirmed/{group}/{number}", 0)
 
     def delete_proposal(self, group: str, number: int) -> None:
-        """Delete a proposal. Only after all ranks have confirmed a later one: nobody waits for this one then."""
+        """Delete a proposal. Only after all ranks have confirmed a later one, so that none waits for this one."""
         self._store.delete_key(f"proposal/{group}/{number}")
         self._store.delete_key(f"confirmed/{group}/{number}")
 

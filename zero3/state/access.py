@@ -80,7 +80,7 @@ def gathered(
                 )
             if owner is not None:
                 owner.show_values(param, modify=modify)
-                # Only what is shown is hidden below, also if the next parameter cannot be shown.
+                # Only shown parameters are hidden below, also if the next parameter cannot be shown.
                 loans.append((owner, param))
         with ExitStack() as saving:
             # These blocks end before the copies are hidden below.
@@ -273,7 +273,7 @@ class Access:
             has_valid_value = tuple(tensor.shape) == piece.shape and tensor.is_floating_point()
             # A tensor assigned to .data may have another dtype than the parameter, on one rank alone.
             dtype = group.dtype if tensor.dtype == group.dtype else torch.float32
-            # All ranks come here, whatever their values are: what follows depends on the answer alone, which is the
+            # All ranks reach this, whatever their values are: the following depends only on the answer, which is the
             # same on all.
             dtype_on_rank = self._state.dtype_on(rank, piece, dtype if has_valid_value else None)
             if dtype_on_rank is None:

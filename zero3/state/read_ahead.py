@@ -43,7 +43,7 @@ def ranges(tiers: Tiers, home: Home, offset: int, nbytes: int, each: int) -> Gen
             ticket.wait()
             first, last = max(start, offset), min(start + lease.nbytes, end)
             yield as_tensor(lease)[first - start : last - start]
-            # The caller has asked for the next range, and no longer reads this one. Forgotten before it is released:
+            # The caller requests the next range, and no longer reads this one. It is forgotten before it is released:
             # after an interruption between the two, the block below must not release it once more.
             under_way.popleft()
             lease.release()

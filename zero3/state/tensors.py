@@ -249,7 +249,7 @@ class TieredState:
         """A copy, in host memory, of the accumulated gradient in its dtype; None if there is none."""
         if not self._gradients.received(piece):
             return None
-        # Gradients may still be on their way from the device, or wait to be added.
+        # Gradients may still be in flight from the device, or wait to be added.
         self._gradients.wait_for_transfers()
         self._optimizer.release_read_ahead()
         home, dtype = self._gradients.homes[group.index], self._gradients.dtype_of(group)
@@ -406,7 +406,7 @@ class TieredState:
             first, last = max(at, offset), min(at + size, offset + raw.numel())
             # The neighbours in the first and the last page, which are written whole.
             page_bytes = self._tiers.load(home, at, size) if last - first < size else None
-            # The write may go on after the block: the extent orders later reads of these bytes behind it.
+            # The write may continue after the block: the extent orders later reads of these bytes behind it.
             with self._tiers.writing(home, at, size) as target:
                 if page_bytes is not None:
                     target.copy_(page_bytes)

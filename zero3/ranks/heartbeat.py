@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zero3.ranks import deadlock
-from zero3.ranks.observed_rank import ObservedRank
+from zero3.ranks.observations import Observations
 from zero3.ranks.position import Position
 from zero3.ranks.proposals import Answers, Proposal
 from zero3.ranks.store import MEMORY, Beat, Failure, Process, RankStore, spell
@@ -75,10 +75,9 @@ class Heartbeat:
         self.position = Position()
         self._elsewhere = elsewhere
         self.process = Process.this()
-        # The thread writes these four; other threads only read them.
-        self.observed: dict[int, ObservedRank] = {}
+        # The thread writes these three; other threads only read them.
+        self.observed = Observations(rank, world_size, self.process, self.beat)
         self.turns = 0  # loops of the thread: the number stands still while the store hangs
-        self.moves = 0  # how often another rank was observed in a new position
         self.store_lost: str | None = None  # why the store cannot be used any more
         # Its lock guards the fields up to the next comment. Waiters are notified when one of them changes.
         self.changed = threading.Condition()
@@ -91,7 +90,6 @@ class Heartbeat:
         self._urgent = False
         # The fields below belong to the thread, which uses them without a lock.
         self._rank = rank
-        self._other_ranks = [other for other in range(world_size) if other != rank]
         self._successor = (rank + 1) % world_size
         self._world_size = world_size
         self._limits = limits
@@ -184,51 +182,12 @@ class Heartbeat:
             {group: last for name, other in elsewhere.items() for group, last in other.last(name).items()},
         )
 
-    def describe(self, rank: int) -> str:
-        """The rank in an error: ``rank 1 (host a, pid 7)``."""
-        peer = self.observed.get(rank)
-        process = self.process if rank == self._rank else peer.beat.process if peer else None
-        return f"rank {rank}" + (f" (host {process.host}, pid {process.pid})" if process else "")
-
-    def remarks(self) -> str:
-        """The remarks of all ranks, as sentences; empty if there are none."""
-        texts = {rank: peer.beat.remark for rank, peer in dict(self.observed).items()}
-        texts[self._rank] = self.position.remark
-        return "".join(
-            f" {self.describe(rank)} continued after {texts[rank]}." for rank in sorted(texts) if texts[rank]
-        )
-
-    def positions(self, ranks: list[int] | None = None) -> str:
-        """The positions of ``ranks`` (by default all), as text. Ranks in the same place are named together."""
-        places: defaultdict[str, list[int]] = defaultdict(list)
-        for rank in sorted([*self._other_ranks, self._rank]) if ranks is None else ranks:
-            peer = self.observed.get(rank)
-            if rank == self._rank:
-                places[self.beat().position()].append(rank)
-            elif peer is None:
-                places["without a sign of life since the start"].append(rank)
-            else:
-                places[peer.beat.position()].append(rank)
-        return "; ".join(f"{spell(ranks)} {place}" for place, ranks in places.items())
-
     def server_state(self) -> str:
         """The state of the process that serves the store, as text; empty if it cannot be observed from here."""
         peer = self.observed.get(0)
         if not self.store.served_by_rank_0 or peer is None or not peer.is_local:
             return ""
-        return f" ({self.describe(0)} is in state {peer.beat.process.state() or 'dead_ranks'})"
-
-    def first_closed(self) -> tuple[int, str] | None:
-        """The first rank that has closed its engine or ended its program, and which of them it did."""
-        peer = sorted(dict(self.observed).items())
-        return next(((rank, peer.beat.activity) for rank, peer in peer if peer.beat.state == "closed"), None)
-
-    def ranks_behind(self, group: str, number: int) -> list[int]:
-        """Ranks that have not reached collective ``number`` of ``group``, according to their beats."""
-        peer = dict(self.observed)
-        return [
-            rank for rank in self._other_ranks if rank not in peer or peer[rank].beat.reached(group) < number
-        ]
+        return f" ({self.observed.describe(0)} is in state {peer.beat.process.state() or 'gone'})"
 
     # ---- the thread ----
 
@@ -305,7 +264,7 @@ class Heartbeat:
         for group in self.position.last():
             self._answer(group)
         self._read_beats(self._ranks_to_read(now, kicked))
-        self._observe_processes()
+        self._computing = self.observed.computing_here(self._clock, 2 * self._limits.beat)
         self._judge_processes()
         self._judge()
 
@@ -384,18 +343,19 @@ class Heartbeat:
     def _order_failure(self, group: str, number: int, rank: int, label: str, own_label: str) -> Failure:
         self._read_beats([rank])  # the last beat may be older than its remark
         (first, label_of_first), (second, label_of_second) = sorted([(rank, label), (self._rank, own_label)])
+        describe, remarks = self.observed.describe, self.observed.remarks()
         return Failure(
             "order", second,
-            f"{self.describe(second)} is about to {label_of_second} where {self.describe(first)} is about to "
-            f"{label_of_first} ({group} {number}): {ORDER}{self.remarks()}",
+            f"{describe(second)} is about to {label_of_second} where {describe(first)} is about to {label_of_first} "
+            f"({group} {number}): {ORDER}{remarks}",
         )  # fmt: skip
 
     def _ranks_to_read(self, now: float, kicked: bool) -> list[int]:
-        everybody = self._waiting or self._suspicious() or len(self.observed) < len(self._other_ranks)
+        everybody = self._waiting or self._suspicious() or len(self.observed) < len(self.observed.other_ranks)
         if not everybody or (now < self._next_full_read and not (kicked and self._slowdown == 1.0)):
             return [self._successor]
         self._next_full_read = now + (URGENT if self._urgent else self._limits.beat) * self._slowdown
-        return self._other_ranks
+        return self.observed.other_ranks
 
     def _suspicious(self) -> bool:
         peer = self.observed.get(self._successor)
@@ -403,49 +363,12 @@ class Heartbeat:
 
     def _read_beats(self, ranks: list[int]) -> None:
         observed = [rank for rank in ranks if rank in self.observed]
-        for rank, beat in self.store.read_beats(
-            observed, [rank for rank in ranks if rank not in self.observed]
-        ).items():
-            peer = self.observed.get(rank)
-            if peer is None:
-                peer = self.observed[rank] = ObservedRank(beat, self._clock, self._clock)
-                self.moves += 1
-            elif beat.count != peer.beat.count:
-                if (beat.last, beat.activity, beat.state) != (
-                    peer.beat.last,
-                    peer.beat.activity,
-                    peer.beat.state,
-                ):
-                    self.moves += 1
-                peer.update(beat, self._clock)
-                self._note_computing(beat)
-            # Of every rank that was read, also without a new beat: silence counts only as far as this rank has looked.
-            peer.read_at = self._clock
-            peer.is_local = peer.is_local or beat.process.is_visible()
-
-    def _note_computing(self, beat: Beat) -> None:
-        """See Note [A rank that computes without a beat]."""
-        for rank in beat.computing:
-            if rank in self.observed:
-                self.observed[rank].computed_at = self._clock
-
-    def _observe_processes(self) -> None:
-        """The same for ranks on this host. Ranks that share this process are left out: their CPU time is its own."""
-        self._computing = tuple(
-            rank
-            for rank, peer in self.observed.items()
-            if peer.is_local
-            and peer.silence > 2 * self._limits.beat
-            and peer.beat.process.host == self.process.host
-            and peer.beat.process.pid != self.process.pid
-            and peer.is_computing(self._clock)
-        )
+        beats = self.store.read_beats(observed, [rank for rank in ranks if rank not in self.observed])
+        self.observed.take(beats, self._clock)
 
     def _judge_processes(self) -> None:
         """A local process that has ended without publishing it is lost at once."""
-        dead_ranks = [
-            rank for rank, peer in self.observed.items() if peer.is_local and peer.beat.process.is_dead()
-        ]
+        dead_ranks = self.observed.dead
         if dead_ranks and self.store_lost is None:
             self._read_beats(dead_ranks)  # it may have published its end since the last look
             self._take_over()
@@ -454,7 +377,7 @@ class Heartbeat:
             return
         failure = Failure(
             "lost", dead_ranks[0],
-            f"{self._describe_all(dead_ranks)} died without an error message, last seen "
+            f"{self.observed.describe_all(dead_ranks)} died without an error message, last seen "
             f"{self.observed[dead_ranks[0]].beat.position()}: see its log, and dmesg for an out-of-memory kill; restart"
             " from the last checkpoint.",
         )  # fmt: skip
@@ -464,23 +387,24 @@ class Heartbeat:
             self._adopt(failure)
 
     def _judge(self) -> None:
-        for rank, peer in self.observed.items():
+        for rank, peer in self.observed:
             for group, (number, label) in peer.beat.last.items():
                 own_label = self.position.label_of(group, number)
                 if own_label is not None and own_label != label:
                     return self._publish(self._order_failure(group, number, rank, label, own_label))
         for group, number, label in self._depends_on():
-            for rank, peer in self.observed.items():
+            for rank, peer in self.observed:
                 if peer.beat.state == "closed" and peer.beat.reached(group) < number:
                     return self._publish(self._closed_failure(rank, group, number, label))
-        running = {rank: peer.beat for rank, peer in self.observed.items() if peer.beat.state == "running"}
+        running = {rank: peer.beat for rank, peer in self.observed.running.items()}
         before, self._deadlock = (
             self._deadlock,
             deadlock.find(self._rank, running | {self._rank: self.beat()}),
         )
         if deadlock.is_deadlock(before, self._deadlock):
             ranks = sorted(self._deadlock)
-            message = f"deadlock: {spell(ranks)} wait for each other: {self.positions(ranks)}: {ORDER}{self.remarks()}"
+            positions, remarks = self.observed.positions(ranks), self.observed.remarks()
+            message = f"deadlock: {spell(ranks)} wait for each other: {positions}: {ORDER}{remarks}"
             return self._publish(Failure("order", ranks[0], message))
         silent = self._silent_ranks()
         if silent and (self._waiting or self._strict):
@@ -505,19 +429,19 @@ class Heartbeat:
         return [waits] if waits is not None else []
 
     def _closed_failure(self, rank: int, group: str, number: int, label: str) -> Failure:
-        beat = self.observed[rank].beat
+        beat, describe = self.observed[rank].beat, self.observed.describe
         return Failure(
             "lost", rank,
-            f"{self.describe(rank)} {beat.activity} after {group} {beat.reached(group)}, and "
-            f"{self.describe(self._rank)} is about to {label} ({group} {number}): all ranks must run forward, backward "
-            f"and step equally often; give every rank the same number of batches.{self.remarks()}",
+            f"{describe(rank)} {beat.activity} after {group} {beat.reached(group)}, and {describe(self._rank)} is "
+            f"about to {label} ({group} {number}): all ranks must run forward, backward and step equally often; "
+            f"give every rank the same number of batches.{self.observed.remarks()}",
         )  # fmt: skip
 
     def _silent_ranks(self) -> list[int]:
         """Ranks that are silent for too long, with all that fell silent about then: a lost host loses all its ranks."""
         limit = min(self._limits.silence, SIGNS * self._limits.beat) if self._urgent else self._limits.silence
-        running = [(rank, peer) for rank, peer in self.observed.items() if peer.beat.state == "running"]
-        stillness = {rank: peer.stillness(self._limits.timeout) for rank, peer in running}
+        running = self.observed.running
+        stillness = {rank: peer.stillness(self._limits.timeout) for rank, peer in running.items()}
         if all(seconds <= limit for seconds in stillness.values()):
             return []
         return [rank for rank, seconds in stillness.items() if seconds > limit / 2]
@@ -529,13 +453,7 @@ class Heartbeat:
         process = f" (its process still exists, in state {state})" if state else ""
         return Failure(
             "lost", first,
-            f"{self._describe_all(ranks)} gave no sign of life for {peer.silence:.0f} s{process}, last seen "
+            f"{self.observed.describe_all(ranks)} gave no sign of life for {peer.silence:.0f} s{process}, last seen "
             f"{peer.beat.position()}: check that its host and the network are up; restart from the last "
             "checkpoint. If the rank is only slow, raise tiering.distributed.silence.",
         )  # fmt: skip
-
-    def _describe_all(self, ranks: list[int]) -> str:
-        if len(ranks) == 1:
-            return self.describe(ranks[0])
-        hosts = sorted({self.observed[rank].beat.process.host for rank in ranks})
-        return f"{spell(ranks)} ({'host' if len(hosts) == 1 else 'hosts'} {', '.join(hosts)})"

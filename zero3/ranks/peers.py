@@ -24,13 +24,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Literal, Protocol, Self, TypeVar
 
-import torch
-from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
+from torch.distributed.distributed_c10d import Store, Work
 
 from tiering.errors import DistributedError
 from zero3.ranks import futures
@@ -46,8 +45,6 @@ COLLECTIVE = "collective"
 FIRST_SLICE = 0.2  # seconds of waiting before the other ranks are watched
 SLICE = 1.0
 TIMED_OUT = "Operation timed out"  # in gloo's error at the end of a slice; the collective continues
-SEVERING_TAG = 0x7EE5  # a tag that no message has
-SEVERING_TIMEOUT = 60.0  # seconds
 QUOTED = 1000  # characters of an error that other ranks show
 
 
@@ -153,7 +150,7 @@ class Peers:
         self._heartbeat.watch()
         self._heartbeat.wait_for_failure(2 * self.limits.beat)
         self._heartbeat.end_watch()
-        return self._heartbeat.remarks()
+        return self._heartbeat.observed.remarks()
 
     def issue(self, label: str, *, group: str = COLLECTIVE) -> None:
         """This rank has entered the next collective of ``group`` without an agreement.
@@ -273,7 +270,7 @@ class Peers:
         # First: the watching thread ends, so that it does not abort a device that this rank closes itself.
         self._closed = True
         self.failed_by = error
-        rank, position = self._heartbeat.describe(self.rank), self._heartbeat.beat().position()
+        rank, position = self._heartbeat.observed.describe(self.rank), self._heartbeat.beat().position()
         message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self._heartbeat.publish(
             Failure(
@@ -332,8 +329,8 @@ class Peers:
             return self._final_error(lost, delay.waiting)
         failure = Failure(
             "stuck", self.rank,
-            f"{heartbeat.describe(self.rank)} could not {delay.label} ({delay.group} {delay.number}): {error}. Every "
-            f"rank gives signs of life: {heartbeat.positions()}. Check the network between their hosts.",
+            f"{heartbeat.observed.describe(self.rank)} could not {delay.label} ({delay.group} {delay.number}): {error}."
+            f" Every rank gives signs of life: {heartbeat.observed.positions()}. Check the network between the hosts.",
         )  # fmt: skip
         return self._final_error(heartbeat.publish(failure), delay.waiting)
 
@@ -352,12 +349,12 @@ class Peers:
     def _loss_that_broke(self, label: str) -> Failure | None:
         """The failure of a rank that explains why ``label``, a collective of the program, has failed."""
         failure = self._wait_for_reason()
-        if failure is None and (closed := self._heartbeat.first_closed()) is not None:
+        if failure is None and (closed := self._heartbeat.observed.first_closed()) is not None:
             failure = self._heartbeat.publish(
                 Failure(
                     "lost",
                     closed[0],
-                    f"{self._heartbeat.describe(closed[0])} {closed[1]}, and {label} needs it.",
+                    f"{self._heartbeat.observed.describe(closed[0])} {closed[1]}, and {label} needs it.",
                 )
             )
         return failure
@@ -368,17 +365,18 @@ class Peers:
         server = heartbeat.server_state()
         return Failure(
             "stuck", self.rank,
-            f"{heartbeat.describe(self.rank)} cannot reach {heartbeat.store.served}: {reason}{server}; and "
-            f"{consequence}. Last known: {heartbeat.positions()}. Check that the first host is up and reachable;"
-            " restart from the last checkpoint.",
+            f"{heartbeat.observed.describe(self.rank)} cannot reach {heartbeat.store.served}: {reason}{server}; and "
+            f"{consequence}. Last known: {heartbeat.observed.positions()}. Check that the first host is up and"
+            " reachable; restart from the last checkpoint.",
         )  # fmt: skip
 
     def _stalled_failure(self, waiting: str = "") -> Failure:
+        observed = self._heartbeat.observed
         return Failure(
             "stuck", self.rank,
-            f"no rank has made progress for {self.limits.timeout:.0f} s: {self._heartbeat.positions()}{waiting}. To"
-            " see why, print the stacks of the ranks that do not wait (py-spy dump --pid PID); if their work takes"
-            f" this long, raise tiering.distributed.timeout.{self._heartbeat.remarks()}",
+            f"no rank has made progress for {self.limits.timeout:.0f} s: {observed.positions()}{waiting}. To see"
+            " why, print the stacks of the ranks that do not wait (py-spy dump --pid PID); if their work takes this"
+            f" long, raise tiering.distributed.timeout.{observed.remarks()}",
         )  # fmt: skip
 
     def _watch(self, device: DeviceCollectives) -> None:
@@ -395,7 +393,7 @@ class Peers:
                         self._store_out_of_reach("this rank has made no progress either"), within=0.0
                     )
                 label = device.unended()
-                still = ranks.seconds((label, heartbeat.moves, self._position.changes))
+                still = ranks.seconds((label, heartbeat.observed.moves, self._position.changes))
                 # To judge that no rank moves, all beats must be read: without watch() only the successor's is.
                 if watches_all is not (label is not None and still > self.limits.timeout / 2):
                     watches_all = not watches_all
@@ -408,45 +406,6 @@ class Peers:
                     # Once: the thread ends here.
                     device.abort(str(failure.error()))
                 return
-
-
-def sever(groups: Iterable[ProcessGroup]) -> None:
-    """Break the connections of ``groups``, so that a collective that cannot end keeps no thread waiting.
-
-    On one thread for each group, all at once: NCCL's abort of a communicator may wait for the whole device, on which
-    the kernel of another communicator hangs. An abort may also never return. Then a thread that waits for the device
-    hangs forever, but the calling thread continues after ``SEVERING_TIMEOUT``.
-    """
-    threads = [
-        threading.Thread(target=_sever, args=(group,), name="sever a group of ranks", daemon=True)
-        for group in groups
-    ]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + SEVERING_TIMEOUT
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            log.error("connections with other ranks could not be closed within %.0f s", SEVERING_TIMEOUT)
-
-
-def _sever(group: ProcessGroup) -> None:
-    """Break the connections of one group.
-
-    Gloo's ``abort`` does nothing, and its destructor waits for pending operations up to the group's time-out: minutes
-    or more if another rank is frozen. But a receive that times out closes its connection, with all operations on it.
-    """
-    if group.name() != "gloo":
-        try:
-            group.abort()
-        except RuntimeError as error:
-            log.error("a communicator could not be aborted: %s", error)
-        return
-    for rank in range(group.size()):
-        if rank != group.rank():
-            with contextlib.suppress(RuntimeError):
-                # Nobody sends this message: the receive times out, and takes the connection with it.
-                group.recv([torch.empty(1, device="cpu")], rank, SEVERING_TAG).wait(timedelta(milliseconds=1))
 
 
 class Stillness:
@@ -508,14 +467,14 @@ class _Delay:
         if unanswered > peers.limits.silence:
             lost = heartbeat.publish(peers._store_out_of_reach(f"is {self.waiting}"), within=0.0)
             raise peers._final_error(lost, self.waiting)
-        if self._moves.seconds(heartbeat.moves) > peers.limits.timeout:
+        if self._moves.seconds(heartbeat.observed.moves) > peers.limits.timeout:
             raise peers._final_error(heartbeat.publish(peers._stalled_failure()), self.waiting)
         waited = time.monotonic() - self._began
         if waited > peers.limits.patience and self._missing is None:
-            behind = heartbeat.ranks_behind(self.group, self.number)
+            behind = heartbeat.observed.ranks_behind(self.group, self.number)
             self._missing = spell(behind) if behind else f"{self.label} ({self.group} {self.number})"
             state = (
-                heartbeat.positions(behind)
+                heartbeat.observed.positions(behind)
                 if behind
                 else "all ranks have entered it, and the transfer is in progress"
             )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero3.device.streams import Event, Streams
-from zero3.ranks.peers import sever
+from zero3.ranks.severing import sever
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,9 @@
 """Gradients of several ranks: collected on each rank, and reduced over all ranks in one order.
 
 A group is reduced when its gradients are final, while backward continues. All ranks reduce groups in one order that
-each of them knows, although they may get different gradients. Stages 0 and 1 keep whole gradients, which accumulate
-until the last backward of a step reduces them. Stages 2 and 3 keep reduced shards, and reduce in every backward. The
-results go to the GradientStore.
-
-Note [The order of reductions]
-    It is the order in which rank 0 finished groups in the previous backward. If a forward has used groups in another
-    order since then, groups would wait for those that finish last. So in stages 2 and 3, at the beginning of each
-    backward, ranks exchange the order in which their forwards have used groups. The row is sent then and needed at the
-    first reduction, so it travels during the backward of the first block. In stages 0 and 1 a group waits in the memory
-    of its gradients, whatever the order.
+each of them knows (see reduction_order.py), although they may get different gradients. Stages 0 and 1 keep whole
+gradients, which accumulate until the last backward of a step reduces them. Stages 2 and 3 keep reduced shards, and
+reduce in every backward. The results go to the GradientStore.
 
 Note [Late gradients]
     Stages 2 and 3 keep no whole gradients, so a group that waits for its turn would need a buffer until then. So a
@@ -53,8 +46,8 @@ from zero3.device import kernels as device_kernels
 from zero3.device.tiers import LedgerEntry, Tiers, as_tensor
 from zero3.params.layout import Piece, shard_ranges
 from zero3.params.param_group import ParamGroup
-from zero3.passes import turns
 from zero3.passes.gradients import KERNEL_DTYPES, GradientStore, pop_gradient, sum_parts
+from zero3.passes.reduction_order import ReductionOrder
 from zero3.ranks.collectives import Collectives, Table
 from zero3.ranks.process_groups import Pending
 
@@ -106,9 +99,7 @@ class GradientReducer:
         self._tiers = tiers
         self._dtype = dtype
         self._replicated = stage == 0
-        self._trained = {group for group in groups if group.layout.trainable_numel}
-        parents = {group.parent for group in groups}
-        self._stays_open = {group for group in self._trained if group.index in parents or not group.entries}
+        self._order = order = ReductionOrder(groups)
         # Host memory if the CPU is the device, else device memory. Two arenas, so that collected gradients cannot take
         # the room that a reduction needs to begin.
         self._collecting = tiers.reduction["collected"]
@@ -118,18 +109,11 @@ class GradientReducer:
         self._open_buffers = {} if self._local else self._make_open_buffers()
         self._buffers: dict[ParamGroup, _Collected] = {}
         self._late: set[ParamGroup] = set()  # groups that got gradients after their turn
-        self._order = sorted(self._trained, key=lambda g: (g in self._stays_open, -g.index))
-        passing = self._trained - self._stays_open
-        self._passing = len(passing)  # they come first in the order; groups that stay open follow
         # Groups whose turn comes before the late gradients. Groups that stay open have buffers for a whole backward.
-        self._before_late = len(self._order) if self._local else self._passing
+        self._before_late = len(order) if self._local else len(order.passing)
         # In flight: the groups that the forwards of this backward have used, a row from each rank.
         self._opening: Table | None = None
-        self._chains: list[list[int]] = []  # the same of the backward before
-        self._contradicted = False  # whether no order follows the chains of all ranks
-        self._least_room = max((g.layout.trainable_numel * dtype.itemsize for g in passing), default=0)
-        self._turn = 0  # position in the order: the groups before it were reduced in this backward
-        self._ready: dict[ParamGroup, None] = {}  # groups whose gradients are final, in that order
+        self._least_room = max((g.layout.trainable_numel * dtype.itemsize for g in order.passing), default=0)
         # Oldest first: reductions end in the order in which they began.
         self._reductions: deque[_Reduction] = deque()
         self._gathering: deque[Pending] = deque()  # stage 0: means that are gathered to all ranks
@@ -137,7 +121,7 @@ class GradientReducer:
         self._first_begun = False  # the first backward
         self.received_elsewhere = False
         self._cut_off = False  # an exception ended a backward whose reductions other ranks may wait for
-        numbers = 4 * (3 + len(self._order)) + (len(groups) + 7) // 8
+        numbers = 4 * (3 + len(order)) + (len(groups) + 7) // 8
         collectives.row_nbytes = max(collectives.row_nbytes, numbers + (self._pieces + 7) // 8)
         self._arrived: set[int] = set()  # pieces with a gradient on this rank since the last agreement
 
@@ -159,10 +143,7 @@ class GradientReducer:
         self._first_begun = True
         # Of a backward that an exception ended: its row may still be in flight.
         self._finish_opening()
-        row = torch.full((self._passing,), -1, dtype=torch.int32, device="cpu")
-        passing = [g.index for g in reversed(list(used)) if g in self._trained - self._stays_open]
-        row[: len(passing)] = torch.tensor(passing, dtype=torch.int32)
-        self._opening = self._collectives.begin_table(row, "begin a backward")
+        self._opening = self._collectives.begin_table(self._order.chain_of(used), "begin a backward")
 
     def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         """Add ``param.grad`` to this rank's gradient of ``piece`` and clear it on ``param``."""
@@ -189,19 +170,19 @@ class GradientReducer:
 
     def final(self, group: ParamGroup) -> None:
         """No further gradient of ``group`` can arrive in this backward: reduce it when its turn comes."""
-        if not self._is_reducing or group not in self._trained:
+        if not self._is_reducing or group not in self._order.trained:
             return
         # From here on the order of this backward is known.
         self._finish_opening()
-        self._ready.setdefault(group)
+        self._order.note_ready(group)
         # Take the results of reductions that have ended: it costs no wait, and frees their buffers.
         while self._reductions and self._collectives.is_done(self._reductions[0].pending):
             self._finish_oldest()
         if self._local:
-            while self._turn < len(self._order) and self._order[self._turn] in self._ready:
+            while self._order.next_is_ready():
                 self._reduce_next()
-        elif group not in self._stays_open:
-            while group in self._order[self._turn :]:  # see Note [Late gradients]
+        elif group not in self._order.stays_open:
+            while self._order.is_ahead(group):  # see Note [Late gradients]
                 self._reduce_next()
 
     def close(self, group: ParamGroup, *, last: bool) -> None:
@@ -223,19 +204,18 @@ class GradientReducer:
         if not self._is_reducing:
             return
         self._finish_opening()
-        while self._turn < self._before_late:
+        while self._order.turn < self._before_late:
             self._reduce_next()
         received = self._reduce_late(backward_ended=True)
         while received is None:
             received = self._reduce_late(backward_ended=True)
-        while self._turn < len(self._order):
+        while self._order.turn < len(self._order):
             self._reduce_next()
         self._finish_all()
         self._store.close_all()
         self._store.mark_received(received)
         self.received_elsewhere = bool(received)
-        self._turn = 0
-        self._ready.clear()
+        self._order.end_backward()
 
     def replaced(self, group: ParamGroup, piece: Piece) -> None:
         """Code outside of backward has written the reduced gradient of ``piece`` at its home, on all ranks."""
@@ -261,14 +241,14 @@ class GradientReducer:
 
     def forget(self) -> None:
         """Drop the gradients that wait here. Reductions that were begun are left to end: other ranks take part."""
-        self._cut_off = self._cut_off or bool(self._turn or self._reductions)
+        self._cut_off = self._cut_off or bool(self._order.turn or self._reductions)
         # Each is forgotten before its lease is released, as in GradientStore.reset.
         while self._buffers:
             lease = self._buffers.popitem()[1].lease
             if lease is not None:
                 lease.release()
         self._arrived.clear()
-        self._ready.clear()
+        self._order.forget_ready()
 
     @property
     def unreduced(self) -> bool:
@@ -295,7 +275,7 @@ class GradientReducer:
                 lease = self._room_to_collect(numel * dtype.itemsize)
                 values = self._tensor(lease, numel, dtype)
             collected = self._buffers[group] = _Collected(values, lease, set())
-        if group in self._order[: self._turn] and group not in self._late:
+        if self._order.has_passed(group) and group not in self._late:
             self._wait_for_reduction_of(group)
             self._late.add(group)
         return collected
@@ -312,7 +292,7 @@ class GradientReducer:
 
     def _room_to_collect(self, nbytes: int) -> Lease | LedgerEntry:
         """Room for a group's gradients. Without free room, reduces gradients that wait: see the notes."""
-        if self._contradicted:
+        if self._order.contradicted:
             while (collected := self._collected_bytes()) and collected + nbytes > self._least_room:
                 self._give_way()
         while (lease := self._collecting.try_lease(nbytes, "gradients")) is None:
@@ -331,7 +311,7 @@ class GradientReducer:
     def _give_way(self) -> None:
         """Begin to reduce some of the gradients that wait here."""
         self._finish_opening()
-        if self._turn < self._before_late:
+        if self._order.turn < self._before_late:
             self._reduce_next()
         else:
             self._reduce_late(backward_ended=False)
@@ -339,7 +319,7 @@ class GradientReducer:
     def _make_open_buffers(self) -> dict[ParamGroup, Tensor]:
         """Buffers of the groups that collect gradients through a whole backward."""
         buffers = {}
-        for group in self._stays_open:
+        for group in self._order.stays_open:
             numel, dtype = group.layout.trainable_numel, self._dtype_of(group)
             lease = self._tiers.reduction["opened"].lease(numel * dtype.itemsize, "gradients", alone=True)
             buffers[group] = self._tensor(lease, numel, dtype)
@@ -357,9 +337,7 @@ class GradientReducer:
 
     def _reduce_next(self) -> None:
         """Begin to reduce the group whose turn it is, as it is now."""
-        group = self._order[self._turn]
-        self._turn += 1
-        self._begin(group)
+        self._begin(self._order.next())
 
     def _begin(self, group: ParamGroup) -> None:
         """Begin to send the group's gradients, with zeros for pieces that have none on this rank."""
@@ -440,16 +418,7 @@ class GradientReducer:
         table, self._opening = self._opening, None
         if table is None:
             return
-        chains = self._collectives.finish_table(table).tolist()
-        order = [group.index for group in self._order[: self._passing]]
-        # With the same chains as before, the order that rank 0 measured in the last backward is the better one.
-        if chains != self._chains:
-            self._chains = chains
-            used = [tuple(index for index in chain if index >= 0) for chain in chains]
-            if not all(turns.follows(chain, order) for chain in used):
-                order = turns.merged(order, used)
-                self._order[: self._passing] = [self._groups[index] for index in order]
-            self._contradicted = not all(turns.follows(chain, order) for chain in used)
+        self._order.follow(self._collectives.finish_table(table).tolist())
 
     def _reduce_late(self, *, backward_ended: bool) -> list[int] | None:
         """Reduce the late gradients of any rank. All ranks call this, with backward ended or without room.
@@ -463,7 +432,7 @@ class GradientReducer:
         received[list(self._arrived)] = True
         late = np.zeros(len(self._groups), dtype=bool)
         late[[group.index for group in self._late]] = True
-        order = [group.index for group in self._order_of_readiness()]
+        order = self._order.measured()
         head = [self._backwards + 1, self._store.last_micro_batch, backward_ended, *order]
         row = np.concatenate(
             [np.array(head, np.int32).view(np.uint8), np.packbits(late), np.packbits(received)]
@@ -483,22 +452,10 @@ class GradientReducer:
         if not heads[:, 2].all():
             return None
         self._backwards += 1
-        self._order = [self._groups[index] for index in heads[0, 3:]]
+        self._order.adopt(heads[0, 3:].tolist())
         # Only when backward has ended on all ranks: until then, the next round sends these pieces again.
         self._arrived.clear()
         return np.flatnonzero(np.unpackbits(bits[border:], count=self._pieces)).tolist()
-
-    def _order_of_readiness(self) -> list[ParamGroup]:
-        """All groups, in the order in which they were ready in this backward.
-
-        A group that was not ready keeps its place before the same neighbour: it may get gradients in the next backward.
-        """
-        order = sorted(self._ready, key=lambda group: group in self._stays_open)
-        for group, following in zip(reversed(self._order), [None, *reversed(self._order)], strict=False):
-            if group not in self._ready:
-                order.insert(order.index(following) if following else len(order), group)
-        order.sort(key=lambda group: group in self._stays_open)
-        return order
 
     def _check_in_step(self, heads: list[list[int]]) -> None:
         """RankOrderError if a rank is at the end of another backward than rank 0."""

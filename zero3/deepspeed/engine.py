@@ -187,8 +187,11 @@ class DeepSpeedEngine(Engine):
         self.settings = self.settings.model_copy(
             update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
         )
-        if self._optimizer_front is None:
-            self._accumulation.steps = steps
+        self._accumulation.resize(steps)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before an update."""
+        return self._accumulation.at_boundary
 
     @property
     def micro_steps(self) -> int:

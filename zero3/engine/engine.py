@@ -1,6 +1,7 @@
-"""The engine: builds the parts of one rank, connects them, and calls them in the order of a training loop.
+"""The engine: forward, backward and step of a training loop, and the other calls that a script makes.
 
-Parameters, gradients and optimizer state by name are in by_name.py, checkpoints and exports in state_files.py.
+loop_parts.py makes the parts that the engine calls, and closes them. Parameters, gradients and optimizer state by name
+are in by_name.py, checkpoints and exports in state_files.py.
 DeepSpeed's names for the engine are in zero3/deepspeed/engine.py.
 """
 
@@ -31,7 +32,6 @@ from zero3.loop.data_loader import TrainingLoader
 from zero3.loop.lifecycle import check_loss
 from zero3.loop.preemption import final_save
 from zero3.loop.step_state import StepState
-from zero3.observe.ending import error_under_way
 from zero3.params.eager import eager
 from zero3.params.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating, explain_inputs
 from zero3.setup.assembly import Weights, assemble
@@ -170,8 +170,8 @@ class Engine:
             self._ready.check_trains("as_optimizer")
             if self._accumulation.steps > 1:
                 self._ready.check_no_gradients("as_optimizer")
-            self._accumulation.steps = 1
-            self._optimizer_front = OptimizerFront(self, self._updates)
+            self._accumulation.leave_to_loop()
+            self._optimizer_front = OptimizerFront(self, self._updates, self._accumulation)
         return self._optimizer_front
 
     def as_module(self) -> ModuleFront:
@@ -405,10 +405,6 @@ class Engine:
         """Samples per update, over all ranks."""
         return self.settings.micro_batch_size * self.settings.gradient_accumulation_steps * self._world.size
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one before an update."""
-        return self._accumulation.at_boundary
-
     @property
     def loss_scale(self) -> LossScale:
         """The factor of the loss: 1 except in fp16."""
@@ -451,7 +447,7 @@ class Engine:
         The parameters are unusable afterwards; ``release`` ends the engine and keeps them.
         """
         if not self._ready.closed:
-            self._close("close()")
+            self._loop.end("close()")
 
     def release(self, device: torch.device | str | None = None, *, masters: bool = False) -> None:
         """End the engine as ``close`` does, and turn the model's parameters into ordinary ones with their values.
@@ -479,20 +475,10 @@ class Engine:
             local_size=self._world.local_size,
         )
         try:
-            self._close("release()")
+            self._loop.end("release()")
         # Also if the close raises the error of a background save.
         finally:
             values.restore_parameters(self.module)
-
-    def _close(self, call: str) -> None:
-        self._ready.warn_of_unused_gradients(call)
-        self._ready.end(call)
-        self._observation.settle(error_under_way(), stopped_by=self._preemption.requested)
-        if self._collectives is not None:
-            self._collectives.settle()
-        self._preemption.close()
-        self._observation.close()
-        self._loop.close()
 
     def __reduce__(self) -> Any:
         raise EngineStateError(
@@ -505,14 +491,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._ready.closed:
-            self._observation.settle(error, stopped_by=self._preemption.requested)
-        ends_well = isinstance(error, SystemExit) and not error.code
-        if error is not None:
-            # So that close() does not warn of them in addition to the error.
-            self._ready.drop_gradients()
-        if error is not None and not ends_well and self._collectives is not None and not self._ready.closed:
-            self._collectives.peers.fail(error)
+        self._loop.leave(error)
         try:
             self.close()
         # The error of a background save is in the log: the error that ends the block takes precedence.

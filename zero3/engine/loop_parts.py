@@ -21,6 +21,7 @@ from zero3.loop.backward_events import BackwardEvents
 from zero3.loop.lifecycle import Readiness
 from zero3.loop.preemption import Preemption
 from zero3.loop.step import Update
+from zero3.observe.ending import error_under_way
 from zero3.parts import Assembly
 from zero3.passes import hooks
 from zero3.passes.hooks import Removable
@@ -33,7 +34,7 @@ from zero3.state.tensors import TieredState
 
 @dataclass(frozen=True)
 class LoopParts:
-    """The parts that train with the parts of one rank (zero3/parts.py). ``close`` ends both."""
+    """The parts that train with the parts of one rank (zero3/parts.py). ``end`` closes both."""
 
     of_rank: Assembly
     updates: Update
@@ -51,14 +52,37 @@ class LoopParts:
     preemption: Preemption
     observation: Observation
 
-    def close(self) -> None:
-        """Release memory and swap space. Each part is closed, also after an error in another; the error is raised."""
+    def leave(self, error: BaseException | None) -> None:
+        """The block of the engine (``with engine:``) has ended, by ``error`` if there is one; ``end`` follows."""
+        if not self.ready.closed:
+            self.observation.settle(error, stopped_by=self.preemption.requested)
+        if error is None:
+            return
+        # So that end() does not warn of them in addition to the error.
+        self.ready.drop_gradients()
+        ends_well = isinstance(error, SystemExit) and not error.code
+        if not ends_well and self.of_rank.collectives is not None and not self.ready.closed:
+            self.of_rank.collectives.peers.fail(error)
+
+    def end(self, call: str) -> None:
+        """``call`` ends the engine: record how the run ends, wait for transfers, release memory and swap space.
+
+        Each part is closed, also after an error in another one; the error is raised.
+        """
+        collectives = self.of_rank.collectives
+        self.ready.warn_of_unused_gradients(call)
+        self.ready.end(call)
+        self.observation.settle(error_under_way(), stopped_by=self.preemption.requested)
+        if collectives is not None:
+            collectives.settle()
+        self.preemption.close()
+        self.observation.close()
         for handle in self.hooks:
             handle.remove()
         with ExitStack() as closing:
             closing.callback(self.observation.monitor.close)
-            if self.of_rank.collectives is not None:
-                closing.callback(self.of_rank.collectives.close)
+            if collectives is not None:
+                closing.callback(collectives.close)
             closing.callback(self.of_rank.tiers.close)
             closing.callback(self.access.close)
             closing.callback(self.schedule.close)

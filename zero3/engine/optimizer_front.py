@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tiering.errors import EngineStateError
+from zero3.loop.accumulation import Accumulation
 from zero3.loop.step import Update
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
@@ -20,7 +21,6 @@ class Stepped(Protocol):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
-    def is_gradient_accumulation_boundary(self) -> bool: ...
 
 
 class OptimizerFront(torch.optim.Optimizer):
@@ -33,9 +33,10 @@ class OptimizerFront(torch.optim.Optimizer):
     # torch.amp.GradScaler then calls step(), whose error names the replacement.
     _step_supports_amp_scaling = True
 
-    def __init__(self, engine: Stepped, updates: Update) -> None:
+    def __init__(self, engine: Stepped, updates: Update, accumulation: Accumulation) -> None:
         self._engine = engine
         self._updates = updates
+        self._accumulation = accumulation
         # torch's __init__ makes param groups and state of its own. This sets the rest: hooks and the profile of step().
         super().__setstate__({})
 
@@ -74,7 +75,7 @@ class OptimizerFront(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._engine.is_gradient_accumulation_boundary():
+        if not self._accumulation.at_boundary:
             raise EngineStateError(
                 "optimizer.step() was called after set_gradient_accumulation_boundary(False): the last backward did not"
                 " complete the gradients. Call set_gradient_accumulation_boundary(True) before that backward"

@@ -23,11 +23,21 @@ class Accumulation:
         self.boundary: bool | None = None
         self.scaled = 0
         self.syncing = True
+        self._loop_counts = False
 
     @property
     def at_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an update."""
         return self.waiting + 1 >= self.steps if self.boundary is None else self.boundary
+
+    def leave_to_loop(self) -> None:
+        """From now on the loop counts its micro-batches: it divides losses, and calls step() for updates only."""
+        self.steps, self._loop_counts = 1, True
+
+    def resize(self, steps: int) -> None:
+        """From now on an update has ``steps`` micro-batches, unless the loop counts them."""
+        if not self._loop_counts:
+            self.steps = steps
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ ELSEWHERE: Mapping[str, tuple[str, Sequence[str]]] = {
     "comm.comm": ("tiering.comm", ()),
     "comm.reduce_op": ("torch.distributed", ("ReduceOp",)),
     "constants": ("zero3.deepspeed.values", ("TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout")),
+    "launcher.runner": ("zero3.deepspeed.values", ("DEEPSPEED_ENVIRONMENT_NAME",)),
     "git_version_info": ("zero3.deepspeed.values", ("version",)),
     "ops.adagrad.cpu_adagrad": ("tiering.ops.adagrad", ("DeepSpeedCPUAdagrad",)),
     "ops.lion.cpu_lion": ("tiering.ops.lion", ("DeepSpeedCPULion",)),

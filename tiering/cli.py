@@ -12,6 +12,7 @@ from typing import Any
 from tiering._command_line import Parser, Version, run_printing
 from tiering.commands import check as check_command
 from tiering.commands import doctor as doctor_command
+from tiering.commands import launch as launch_command
 from tiering.commands import migrate as migrate_command
 from tiering.commands import plan as plan_command
 
@@ -68,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         "migrate", help="change a script's imports of deepspeed to imports of tiering"
     )
     migrate_command.add_arguments(migrate)
+
+    launch = commands.add_parser("launch", help="start the ranks of a script, as the command deepspeed does")
+    launch_command.add_arguments(launch)
 
     plan = commands.add_parser(
         "plan",

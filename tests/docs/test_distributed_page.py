@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
+from tiering.commands.launch import LAUNCHERS, add_arguments
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import GroupSizes, Tier, Workload
@@ -22,6 +24,18 @@ def rows(heading: str) -> list[list[str]]:
     """The table whose first line is ``heading``, without its two first lines."""
     table = PAGE.partition(f"| {heading} |\n")[2].partition("\n\n")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+
+
+def test_the_table_has_every_option_of_the_launcher() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    table = "".join(row[0] for row in rows("option of `deepspeed` | `tiering launch`"))
+    options = {flag for action in parser._actions for flag in action.option_strings}
+    assert len(options) > 25
+    assert {flag for flag in options if f"`{flag}" not in table} == {"-h", "--help", "--dry-run"}
+    assert {
+        name for name in LAUNCHERS if f"`{name}`" not in table and f"--launcher {name}`" not in table
+    } == set()
 
 
 def plan_of(stage: int, optimizer: str, param: str, micro_batches: int = 1) -> Plan:

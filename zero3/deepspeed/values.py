@@ -7,9 +7,11 @@ from datetime import timedelta
 from enum import IntEnum, StrEnum
 
 from tiering._version import __version__
+from tiering.launching.lines import ENVIRONMENT_FILE
 from zero3.deepspeed.distributed import PORT
 
 version = __version__
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ENVIRONMENT_FILE)
 TORCH_DISTRIBUTED_DEFAULT_PORT = PORT
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
 

@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 from tiering import _lazy, _unsupported
+from tiering._module_finder import FINDER
 from tiering._placeholders import PACKAGE, described
 from tiering.errors import ConfigError
 
@@ -223,10 +225,16 @@ def _exists(path: str) -> bool:
         if child is not None and (home or child.origin):
             module = child.name
             continue
-        return name in dir(importlib.import_module(module)) or (
+        return _has(importlib.import_module(module), name) or (
             module in _lazy.FALLBACKS and _unsupported.replacement(below) is None
         )
     return True
+
+
+def _has(module: ModuleType, name: str) -> bool:
+    # A placeholder that was imported is an attribute, too.
+    spec = getattr(vars(module).get(name), "__spec__", None)
+    return name in dir(module) and getattr(spec, "loader", None) is not FINDER
 
 
 def _is_module(name: str) -> bool:

@@ -3,6 +3,7 @@
 transformers.py           Trainer of transformers and the trainers of TRL
 _trainer_engine.py        the engines of such a Trainer, and the methods of its Accelerator
 _training_arguments.py    the configuration of an engine, completed from TrainingArguments
+axolotl.py                the plugin of axolotl
 lightning.py              Trainer and Fabric of lightning; pytorch_lightning.py has the Trainer of that package
 _lightning.py             configuration, precision and checkpoints of both strategies
 _lightning_trainer.py     the strategy of a Trainer, _lightning_fabric.py that of Fabric

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tiering.config import ds_config
 
@@ -99,7 +100,7 @@ def test_the_features_name_every_architecture() -> None:
 def test_code_is_code(page: Path) -> None:
     for block in FENCED.finditer(page.read_text(encoding="utf-8")):
         # tests/docs runs Python and commands, and writes a jsonc, which may have comments, for them to read
-        assert block["language"] in ("python", "json", "jsonc", "console", "sh"), (
+        assert block["language"] in ("python", "json", "jsonc", "console", "sh", "yaml"), (
             "say what a fenced block holds"
         )
         if block["language"] == "python":
@@ -109,6 +110,10 @@ def test_code_is_code(page: Path) -> None:
                     ds_config.load(ast.literal_eval(node))
         elif block["language"] == "json":
             ds_config.load(json.loads(block["body"]))
+        elif block["language"] == "yaml":
+            config = yaml.safe_load(block["body"])["tiering_config"]
+            if isinstance(config, dict):
+                ds_config.load({"train_micro_batch_size_per_gpu": 1, **config})
 
 
 def _is_configuration(node: ast.Dict) -> bool:

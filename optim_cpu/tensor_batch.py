@@ -110,7 +110,7 @@ class TensorBatch:
     def build(self, members: Sequence[Member], make_rule: Callable[[int, int], Rule]) -> None:
         """Check every tensor that was not seen like this before, then add all of them to a new batch.
 
-        ``make_rule(group, step)`` is asked once for each pair, with the number of the step to be taken. Raises
+        ``make_rule(group, step)`` is called once for each pair, with the number of the next step. Raises
         TypeError or ValueError naming the parameter, before anything was written.
         """
         self._keep_versions()

@@ -1,4 +1,4 @@
-"""The duration and the stalls of a rank's recent steps: the one definition that every output uses."""
+"""The duration and the stalls of a rank's recent steps: the definition that all outputs use."""
 
 from __future__ import annotations
 

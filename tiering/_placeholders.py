@@ -1,4 +1,4 @@
-"""Placeholders for names of DeepSpeed that do not exist here, so that a script can import what it does not use.
+"""Placeholders for names of DeepSpeed that do not exist here, so that a script can import names that it does not use.
 
 from tiering.moe.utils import is_moe_param     # works: the module and the name are placeholders
 is_moe_param(parameter)                        # raises UnsupportedNameError, with the replacement

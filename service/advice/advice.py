@@ -20,7 +20,7 @@ class Advice(BaseModel):
 
 
 def error(code: str, text: str, remedy: str, *ranks: int) -> Advice:
-    """The run has stopped, or what it computes cannot be trusted."""
+    """The run has stopped, or its results cannot be trusted."""
     return Advice(code=code, severity="error", ranks=list(ranks), text=text, remedy=remedy)
 
 

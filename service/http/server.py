@@ -120,7 +120,7 @@ def _cannot_listen(host: str, port: int, reason: str) -> CannotListenError:
 def listen_at(path: Path) -> Listener:
     """Listen at a Unix socket that only its owner can connect to. A socket without a listener is replaced.
 
-    The directory must belong to this user: anybody who can write there could replace the socket.
+    The directory must belong to this user: other users who can write to it could replace the socket.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -226,7 +226,9 @@ def serve(app: ASGIApp, listener: Listener, greeting: str) -> None:
 def _print(greeting: str) -> None:
     try:
         print(greeting, flush=True)
-    except OSError:  # nobody reads standard output; Python's flush at exit would fail and set an exit status
+    except (
+        OSError
+    ):  # the reader of standard output has gone; Python's flush at exit would fail and set an exit status
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)

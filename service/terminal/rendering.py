@@ -289,5 +289,5 @@ def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
 
 
 def tail(name: str, width: int, symbols: Symbols) -> str:
-    """The end of a path tells it from others."""
+    """``name``, cut at its beginning to ``width`` characters: paths differ at their ends."""
     return name if len(name) <= width else symbols.cut + name[1 - width :]

@@ -1,13 +1,13 @@
-"""The page at ``/``: a few static files, read once and served by name. No path is ever made of what somebody asks for.
+"""The web page at ``/``: static files, read once and served by name. No request becomes part of a file path.
 
-index.html   what is on the page, empty     tierd.css   how it looks, light and dark
-tierd.js     which run is shown, and when   chrome.js   what stands around the figures
-theme.js     light or dark                  follow.js   the events of the sidecar, again after every loss
-figures.js   numbers as words               totals.js   ranks added up
-patch.js     a description of elements brought into the document with as few changes as possible
-run.js       a run in short, its warnings   tiers.js    tiers, and the plan against reality
-paths.js     swap paths and collectives     ranks.js    the ranks; ended.js: runs that have none any more
-steps.js     the recent steps               settings.js the configuration
+index.html   the empty page                  tierd.css   its style, light and dark
+tierd.js     selects the run and the rank    chrome.js   the frame around the figures
+theme.js     light or dark                   follow.js   follows the sidecar's events, and reconnects
+figures.js   formats numbers                 totals.js   adds up ranks
+patch.js     applies a description of elements to the document, with as few changes as possible
+run.js       summary and warnings of a run   tiers.js    tiers, and the plan compared with the measured values
+paths.js     swap paths and collectives      ranks.js    ranks; ended.js: runs that have ended
+steps.js     recent steps                    settings.js the configuration
 charts.js    bandwidth and stalls over time, drawn by vendor/uPlot
 """
 
@@ -21,14 +21,14 @@ _MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascrip
 
 
 class File(NamedTuple):
-    """Its bytes, and what they are."""
+    """The content of a file, and its media type."""
 
     content: bytes
     media_type: str
 
 
 def read_files() -> dict[str, File]:
-    """All files by their names, without the directories they are in."""
+    """All files, by their names without directories."""
     return {
         path.name: File(path.read_bytes(), _MEDIA_TYPES[path.suffix])
         for path in sorted([*_HERE.iterdir(), *(_HERE / "vendor").iterdir()])

@@ -119,34 +119,34 @@ class Chart {
         ],
         series: [
           {},
-          ...this.series.map(one => {
-            const solid = color(one.name);
+          ...this.series.map(line => {
+            const solid = color(line.name);
             return {
-              label: one.label,
+              label: line.label,
               stroke: solid,
-              fill: one.dash ? undefined : faint(solid),
+              fill: line.dash ? undefined : faint(solid),
               width: 1.75,
-              dash: one.dash,
+              dash: line.dash,
               points: {show: false},
-              show: this.has(one),
+              show: this.has(line),
             };
           }),
         ],
         hooks: {setCursor: [plot => this.point(plot.cursor.idx)]},
       },
-      [this.drawn.at, ...this.series.map(one => this.drawn.values[one.name] || [])],
+      [this.drawn.at, ...this.series.map(line => this.drawn.values[line.name] || [])],
       this.box,
     );
   }
 
   visibility() {
-    return this.series.map(one => this.has(one)).join();
+    return this.series.map(line => this.has(line)).join();
   }
 
   /** A line without values above zero is hidden if it is `optional`, or if the line named by `unless` has such values. */
-  has(one) {
+  has(line) {
     const moved = name => (this.data[name] || []).some(value => value > 0);
-    return moved(one.name) || !(one.optional || (one.unless && moved(one.unless)));
+    return moved(line.name) || !(line.optional || (line.unless && moved(line.unless)));
   }
 
   show({at, values}) {
@@ -154,7 +154,7 @@ class Chart {
     this.data = values;
     this.drawn = thinned({at, values});
     if (!this.plot || this.shown !== this.visibility()) this.restart();
-    else this.plot.setData([this.drawn.at, ...this.series.map(one => this.drawn.values[one.name])]);
+    else this.plot.setData([this.drawn.at, ...this.series.map(line => this.drawn.values[line.name])]);
     const summary = this.summary();
     this.box.setAttribute("aria-label", `${this.name} over time. ${summary}`);
     patch(this.figure.querySelector("figcaption"), summary);
@@ -170,10 +170,10 @@ class Chart {
     return (
       `Over ${over}: ` +
       this.series
-        .filter(one => this.has(one))
-        .map(one => {
-          const known = this.data[one.name].filter(value => value !== null);
-          return `${one.label} ${this.format(known.length ? sum(known) / known.length : null)} on average, ${this.format(most(known))} at most`;
+        .filter(line => this.has(line))
+        .map(line => {
+          const numbers = this.data[line.name].filter(value => value !== null);
+          return `${line.label} ${this.format(numbers.length ? sum(numbers) / numbers.length : null)} on average, ${this.format(most(numbers))} at most`;
         })
         .join("; ") +
       "."
@@ -192,14 +192,14 @@ class Chart {
     patch(
       this.figure.querySelector(".now"),
       this.series
-        .filter(one => this.has(one))
-        .map(one =>
+        .filter(line => this.has(line))
+        .map(line =>
           h(
             "span",
-            {key: one.name},
-            h("i", {class: `line ${one.name}`}),
-            `${one.label} `,
-            h("b", {}, this.format((values[one.name] || [])[index])),
+            {key: line.name},
+            h("i", {class: `line ${line.name}`}),
+            `${line.label} `,
+            h("b", {}, this.format((values[line.name] || [])[index])),
           ),
         ),
       h("span", {class: "soft", key: "at"}, pointed ? `at ${clock(at[index])}` : "now"),
@@ -214,23 +214,23 @@ class Chart {
     this.at.forEach((at, i) =>
       minutes.set(Math.floor(at / 60), [...(minutes.get(Math.floor(at / 60)) || []), i]),
     );
-    const shown = this.series.filter(one => this.has(one));
+    const shown = this.series.filter(line => this.has(line));
     patch(
       details.querySelector(".wide"),
       table(
         `${this.name} by minute`,
         "minutes",
-        ["minute from", ...shown.flatMap(one => [`${one.label}, average`, "at most"])],
+        ["minute from", ...shown.flatMap(line => [`${line.label}, average`, "at most"])],
         [...minutes].map(([minute, indices]) =>
           h(
             "tr",
             {key: minute},
             h("th", {scope: "row"}, clock(60 * minute)),
-            shown.map(one => {
-              const known = indices.map(i => this.data[one.name][i]).filter(value => value !== null);
+            shown.map(line => {
+              const numbers = indices.map(i => this.data[line.name][i]).filter(value => value !== null);
               return [
-                h("td", {}, this.format(known.length ? sum(known) / known.length : null)),
-                h("td", {}, this.format(most(known))),
+                h("td", {}, this.format(numbers.length ? sum(numbers) / numbers.length : null)),
+                h("td", {}, this.format(most(numbers))),
               ];
             }),
           ),

@@ -7,7 +7,7 @@ const at = id => document.getElementById(id);
 
 /** Shows this part of the web page and hides the others. */
 export function only(id) {
-  for (const one of ["waiting", "token", "nothing", "shown"]) at(one).hidden = one !== id;
+  for (const section of ["waiting", "token", "nothing", "shown"]) at(section).hidden = section !== id;
 }
 
 function options(select, choices, chosen) {
@@ -20,14 +20,16 @@ function options(select, choices, chosen) {
 
 /** The runs to choose from, `run` among them, and its ranks; `rank` is the one chosen, or null. */
 export function picks(there, run, rank) {
-  const runs = there.some(one => one.id === run.id) ? there : [...there, run];
-  const names = runs.map(one => one.name);
+  const runs = there.some(candidate => candidate.id === run.id) ? there : [...there, run];
+  const names = runs.map(candidate => candidate.name);
   at("pick-run").hidden = runs.length < 2;
   options(
     at("run"),
-    runs.map(one => [
-      one.id,
-      names.filter(name => name === one.name).length > 1 ? `${one.name}, ${clock(one.started_at)}` : one.name,
+    runs.map(candidate => [
+      candidate.id,
+      names.filter(name => name === candidate.name).length > 1
+        ? `${candidate.name}, ${clock(candidate.started_at)}`
+        : candidate.name,
     ]),
     run.id,
   );
@@ -36,11 +38,11 @@ export function picks(there, run, rank) {
     at("rank"),
     [
       ["", `all ${run.ranks.length}`],
-      ...[...new Set(run.ranks.map(one => one.rank))].map(one => [String(one), String(one)]),
+      ...[...new Set(run.ranks.map(entry => entry.rank))].map(number => [String(number), String(number)]),
     ],
     rank === null ? "" : String(rank),
   );
-  for (const one of document.querySelectorAll(".of-all")) one.hidden = rank === null;
+  for (const element of document.querySelectorAll(".of-all")) element.hidden = rank === null;
 }
 
 const LINKS = {connecting: "connecting", live: "live", idle: "connected", lost: "no response"};

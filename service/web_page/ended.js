@@ -17,7 +17,7 @@ export function ended(all) {
     "ended",
     ["run", "how", "at", "duration", "step", "loss", "last warning"],
     all.map(run => {
-      const [first, ...more] = run.warnings.filter(one => one.severity !== "info");
+      const [first, ...others] = run.warnings.filter(warning => warning.severity !== "info");
       return h(
         "tr",
         {key: run.id},
@@ -27,7 +27,7 @@ export function ended(all) {
         h("td", {}, run.started_at && run.ended_at ? seconds(run.ended_at - run.started_at) : UNKNOWN),
         h("td", {}, count(run.step)),
         h("td", {}, plain(run.loss)),
-        h("td", {class: "left reason"}, first ? first.text : "none", more.length ? ` (and ${more.length} more)` : ""),
+        h("td", {class: "left reason"}, first ? first.text : "none", others.length ? ` (and ${others.length} more)` : ""),
       );
     }),
   );

@@ -84,4 +84,4 @@ export const clock = at => (known(at) ? new Date(at * 1000).toLocaleTimeString("
 export const sum = numbers => numbers.reduce((total, value) => total + (known(value) ? value : 0), 0);
 export const most = numbers =>
   numbers.reduce((top, value) => (known(value) && (top === null || value > top) ? value : top), null);
-export const plural = (many, one, more = `${one}s`) => `${count(many)} ${many === 1 ? one : more}`;
+export const plural = (number, noun, nouns = `${noun}s`) => `${count(number)} ${number === 1 ? noun : nouns}`;

@@ -37,7 +37,7 @@ function direction(word, way) {
 export function paths(all, ranks) {
   if (!all.length) return h("p", {class: "soft"}, "Nothing is swapped to NVMe.");
   const engine = ranks.map(rank => rank.io_engine).find(Boolean);
-  const bodies = all.map(one => [
+  const bodies = all.map(path => [
     h(
       "tr",
       {},
@@ -47,16 +47,16 @@ export function paths(all, ranks) {
         h(
           "div",
           {},
-          h("code", {}, one.path),
+          h("code", {}, path.path),
           " ",
           h(
             "span",
             {class: "soft"},
             [
-              one.engine,
-              one.direct ? "direct" : "through the page cache",
-              one.queue_full_seconds > 0 ? `queue full for ${seconds(one.queue_full_seconds)}` : null,
-              one.measured ? `measured at ${rate(one.measured)}` : null,
+              path.engine,
+              path.direct ? "direct" : "through the page cache",
+              path.queue_full_seconds > 0 ? `queue full for ${seconds(path.queue_full_seconds)}` : null,
+              path.measured ? `measured at ${rate(path.measured)}` : null,
             ]
               .filter(Boolean)
               .join(", "),
@@ -64,8 +64,8 @@ export function paths(all, ranks) {
         ),
       ),
     ),
-    direction("read", one.read),
-    direction("written", one.written),
+    direction("read", path.read),
+    direction("written", path.written),
   ]);
   const flags = (engine?.flags || []).map(flag => flag.replaceAll("_", " "));
   const missing = Object.entries(engine?.passed_over || {}).map(
@@ -127,14 +127,14 @@ export function collectives(all) {
     "Collectives",
     "",
     ["collective", "now", "total sent", "calls"],
-    all.map(one =>
+    all.map(collective =>
       h(
         "tr",
-        {key: one.kind},
-        h("th", {scope: "row"}, one.kind),
-        h("td", {}, rate(one.rate)),
-        h("td", {}, moved(one.sent)),
-        h("td", {}, count(one.calls)),
+        {key: collective.kind},
+        h("th", {scope: "row"}, collective.kind),
+        h("td", {}, rate(collective.rate)),
+        h("td", {}, moved(collective.sent)),
+        h("td", {}, count(collective.calls)),
       ),
     ),
   );

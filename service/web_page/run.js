@@ -37,7 +37,7 @@ function phase(ranks, run, at) {
 function checkpoint(ranks, at) {
   const save = ranks
     .map(rank => rank.checkpoint)
-    .find(one => one && (one.under_way || one.saved || one.failed));
+    .find(candidate => candidate && (candidate.under_way || candidate.saved || candidate.failed));
   if (!save) return null;
   const many = [
     save.saved ? `${count(save.saved)} saved` : null,
@@ -155,14 +155,14 @@ export const versions = run =>
 /** Changes since `before`, for screen readers; empty if there are none. */
 export function news(before, run, at) {
   if (!before || before.id !== run.id) return `Run ${run.name}: ${(RUN_STATES[run.state] || [run.state])[0]}`;
-  const known = new Set(before.warnings.map(one => one.code));
+  const previous = new Set(before.warnings.map(warning => warning.code));
   return [
     before.state !== run.state
       ? `Run ${run.name} is now: ${(RUN_STATES[run.state] || [run.state])[0]}, ${clock(at)}`
       : null,
     ...run.warnings
-      .filter(one => !known.has(one.code) && one.severity !== "info")
-      .map(one => `${(SEVERITIES[one.severity] || [one.severity])[0]}: ${one.text}`),
+      .filter(warning => !previous.has(warning.code) && warning.severity !== "info")
+      .map(warning => `${(SEVERITIES[warning.severity] || [warning.severity])[0]}: ${warning.text}`),
   ]
     .filter(Boolean)
     .join(". ");

@@ -8,8 +8,8 @@ const ORIGINS = {file: "given", auto: "filled in", default: "default"};
 
 const shown = value => (typeof value === "string" ? value : value === null ? "none" : JSON.stringify(value));
 const within = (setting, words) => {
-  const said = `${setting.key} ${shown(setting.value)} ${setting.verdict} ${setting.note}`.toLowerCase();
-  return words.every(word => said.includes(word));
+  const text = `${setting.key} ${shown(setting.value)} ${setting.verdict} ${setting.note}`.toLowerCase();
+  return words.every(word => text.includes(word));
 };
 
 export class Settings {
@@ -60,12 +60,12 @@ export class Settings {
   draw() {
     if (!this.all) return;
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = this.all.filter(
-      one => within(one, words) && !(this.given.checked && one.origin === "default"),
+    const matches = this.all.filter(
+      setting => within(setting, words) && !(this.given.checked && setting.origin === "default"),
     );
     patch(
       document.getElementById("matches"),
-      this.all.length ? `${count(found.length)} of ${plural(this.all.length, "setting")}` : "",
+      this.all.length ? `${count(matches.length)} of ${plural(this.all.length, "setting")}` : "",
     );
     const idle = [
       ["Without effect here", this.configuration?.without_effect],
@@ -79,19 +79,19 @@ export class Settings {
         ? h("p", {class: "soft"}, "From ", h("code", {}, this.configuration.source), ".")
         : null,
       idle,
-      found.length
+      matches.length
         ? table(
             "Settings",
             "settings",
             ["setting", "value", "origin", "effect"],
-            found.map(one =>
+            matches.map(setting =>
               h(
                 "tr",
-                {key: one.key},
-                h("th", {scope: "row"}, h("code", {}, one.key)),
-                h("td", {class: "left"}, h("code", {}, shown(one.value))),
-                h("td", {class: "left"}, ORIGINS[one.origin] || one.origin),
-                h("td", {class: "left note"}, [one.verdict, one.note].filter(Boolean).join(": ")),
+                {key: setting.key},
+                h("th", {scope: "row"}, h("code", {}, setting.key)),
+                h("td", {class: "left"}, h("code", {}, shown(setting.value))),
+                h("td", {class: "left"}, ORIGINS[setting.origin] || setting.origin),
+                h("td", {class: "left note"}, [setting.verdict, setting.note].filter(Boolean).join(": ")),
               ),
             ),
           )

@@ -130,9 +130,9 @@ async function ask(address) {
 
 const scope = () => {
   const {rank} = picked();
-  return state.run.ranks.some(one => one.rank === rank) ? rank : null;
+  return state.run.ranks.some(entry => entry.rank === rank) ? rank : null;
 };
-const inScope = ranks => (scope() === null ? ranks : ranks.filter(one => one.rank === scope()));
+const inScope = ranks => (scope() === null ? ranks : ranks.filter(entry => entry.rank === scope()));
 
 function plan() {
   const ranks = inScope(state.plan);

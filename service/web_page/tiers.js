@@ -17,30 +17,30 @@ const KINDS = [
 
 const kindClass = kind => (KINDS.includes(kind) ? `kind-${kind.replaceAll(" ", "-")}` : "kind-other");
 
-function tier(one) {
+function tierBar(tier) {
   const place = kind => (KINDS.includes(kind) ? KINDS.indexOf(kind) : KINDS.length);
-  const used = Object.entries(one.by_kind)
+  const used = Object.entries(tier.by_kind)
     .filter(([, size]) => size > 0)
     .sort(([a], [b]) => place(a) - place(b) || (a < b ? -1 : 1));
-  const rest = one.used - sum(used.map(([, size]) => size));
+  const rest = tier.used - sum(used.map(([, size]) => size));
   if (rest > 0) used.push(["other", rest]);
   // The budget is at nine tenths of the bar, so an excess is visible.
-  const scale = Math.max(one.budget / 0.9, one.used, one.peak, 1);
+  const scale = Math.max(tier.budget / 0.9, tier.used, tier.peak, 1);
   const share = value => `${(100 * value) / scale}%`;
-  const ofBudget = value => (one.budget ? percent(value / one.budget) : UNKNOWN);
-  const over = one.budget && one.used > one.budget;
+  const ofBudget = value => (tier.budget ? percent(value / tier.budget) : UNKNOWN);
+  const over = tier.budget && tier.used > tier.budget;
   return h(
     "div",
-    {key: one.name, class: "tier", role: "group", "aria-label": `Tier ${one.name}`},
+    {key: tier.name, class: "tier", role: "group", "aria-label": `Tier ${tier.name}`},
     h(
       "div",
       {class: "tier-head"},
-      h("h3", {}, one.name === "nvme" ? "NVMe" : one.name),
+      h("h3", {}, tier.name === "nvme" ? "NVMe" : tier.name),
       h(
         "span",
         {class: over ? "bad" : ""},
-        h("b", {}, bytes(one.used)),
-        ` of ${bytes(one.budget)} budget · ${ofBudget(one.used)}`,
+        h("b", {}, bytes(tier.used)),
+        ` of ${bytes(tier.budget)} budget · ${ofBudget(tier.used)}`,
       ),
     ),
     h(
@@ -58,12 +58,12 @@ function tier(one) {
           }),
         ),
       ),
-      one.budget ? h("i", {class: "beyond", style: {left: share(one.budget)}}) : null,
-      one.budget
-        ? h("i", {class: "budget", style: {left: share(one.budget)}, title: `budget ${bytes(one.budget)}`})
+      tier.budget ? h("i", {class: "beyond", style: {left: share(tier.budget)}}) : null,
+      tier.budget
+        ? h("i", {class: "budget", style: {left: share(tier.budget)}, title: `budget ${bytes(tier.budget)}`})
         : null,
-      one.peak
-        ? h("i", {class: "peak", style: {left: share(one.peak)}, title: `peak ${bytes(one.peak)}`})
+      tier.peak
+        ? h("i", {class: "peak", style: {left: share(tier.peak)}, title: `peak ${bytes(tier.peak)}`})
         : null,
     ),
     h(
@@ -83,27 +83,27 @@ function tier(one) {
       "p",
       {class: "soft"},
       h("i", {class: "peak-sign"}),
-      `peak ${bytes(one.peak)}, ${ofBudget(one.peak)} of budget`,
-      one.capacity ? ` · machine has ${bytes(one.capacity)}` : "",
-      typeof one.available === "number" ? ` · ${bytes(one.available)} free now` : "",
+      `peak ${bytes(tier.peak)}, ${ofBudget(tier.peak)} of budget`,
+      tier.capacity ? ` · machine has ${bytes(tier.capacity)}` : "",
+      typeof tier.available === "number" ? ` · ${bytes(tier.available)} free now` : "",
     ),
   );
 }
 
 export function tiers(all, ranks) {
-  const used = all.filter(one => one.budget || one.used || one.peak);
-  const idle = all.filter(one => !used.includes(one)).map(one => (one.name === "nvme" ? "NVMe" : one.name));
-  const kept = ranks.map(rank => rank.activations).filter(Boolean);
+  const used = all.filter(entry => entry.budget || entry.used || entry.peak);
+  const idle = all.filter(entry => !used.includes(entry)).map(entry => (entry.name === "nvme" ? "NVMe" : entry.name));
+  const activations = ranks.map(rank => rank.activations).filter(Boolean);
   const torch = ranks.map(rank => rank.device_memory).filter(Boolean);
-  const total = (list, name) => bytes(sum(list.map(one => one[name])));
+  const total = (list, name) => bytes(sum(list.map(entry => entry[name])));
   return [
-    used.map(tier),
+    used.map(tierBar),
     idle.length ? h("p", {class: "soft", key: "idle"}, `Not used: ${idle.join(", ")}.`) : null,
-    kept.length
+    activations.length
       ? h(
           "p",
           {class: "soft", key: "beside"},
-          `In addition, activations take ${total(kept, "used")}, peak ${total(kept, "peak")}.`,
+          `In addition, activations take ${total(activations, "used")}, peak ${total(activations, "peak")}.`,
         )
       : null,
     torch.length
@@ -114,7 +114,7 @@ export function tiers(all, ranks) {
           `${total(torch, "reserved")} reserved from the driver.`,
         )
       : null,
-    !used.length && !kept.length ? h("p", {class: "soft", key: "none"}, "No rank publishes its tiers.") : null,
+    !used.length && !activations.length ? h("p", {class: "soft", key: "none"}, "No rank publishes its tiers.") : null,
   ];
 }
 
@@ -157,7 +157,7 @@ export function plan(rows, details) {
     );
   });
   return [
-    table("Plan against reality", "", ["quantity", "planned", "measured", "difference"], body),
+    table("Plan and measured values", "", ["quantity", "planned", "measured", "difference"], body),
     h(
       "p",
       {class: "soft", key: "details"},
@@ -169,13 +169,13 @@ export function plan(rows, details) {
 
 /** The plan in one sentence. */
 export function planned(ranks) {
-  const one = ranks[0]?.plan;
-  if (!one) return "";
+  const plan = ranks[0]?.plan;
+  if (!plan) return "";
   return (
     [
-      one.parameters ? `${count(one.parameters)} parameters in ${plural(one.groups, "group")}` : null,
-      one.micro_batches > 1 ? `${count(one.micro_batches)} micro-batches a step` : null,
-      one.state_format ? `state ${one.state_format}` : null,
+      plan.parameters ? `${count(plan.parameters)} parameters in ${plural(plan.groups, "group")}` : null,
+      plan.micro_batches > 1 ? `${count(plan.micro_batches)} micro-batches a step` : null,
+      plan.state_format ? `state ${plan.state_format}` : null,
     ]
       .filter(Boolean)
       .join(", ") + "."

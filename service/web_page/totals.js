@@ -41,31 +41,31 @@ const MOMENTARY = ["in_flight", "bytes_per_second"]; // only of live ranks
 
 /** Swap paths of all `ranks`: counters and rates are summed; a latency is the maximum. */
 export function paths(ranks) {
-  const added = (names, all) => Object.fromEntries(names.map(name => [name, sum(all.map(one => one[name]))]));
+  const added = (names, all) => Object.fromEntries(names.map(name => [name, sum(all.map(entry => entry[name]))]));
   const direction = (all, live) => ({
     ...added(LASTING, all),
     ...added(
       MOMENTARY,
       all.filter((_, place) => live[place]),
     ),
-    errors_by_errno: merged(all.map(one => one.errors_by_errno)),
-    p50: most(all.map(one => one.latency?.p50)),
-    p99: most(all.map(one => one.latency?.p99)),
+    errors_by_errno: merged(all.map(entry => entry.errors_by_errno)),
+    p50: most(all.map(entry => entry.latency?.p50)),
+    p99: most(all.map(entry => entry.latency?.p99)),
   });
   const paths = ranks.map(rank => rank.io.map(path => ({...path, live: rank.state === "live"})));
   return grouped(paths, "path").map(same => ({
     path: same[0].path,
     engine: same[0].engine,
-    direct: same.every(one => one.direct),
-    queue_full_seconds: most(same.map(one => one.queue_full_seconds)),
-    measured: sum(same.map(one => one.measured_bytes_per_second)),
+    direct: same.every(entry => entry.direct),
+    queue_full_seconds: most(same.map(entry => entry.queue_full_seconds)),
+    measured: sum(same.map(entry => entry.measured_bytes_per_second)),
     read: direction(
-      same.map(one => one.read),
-      same.map(one => one.live),
+      same.map(entry => entry.read),
+      same.map(entry => entry.live),
     ),
     written: direction(
-      same.map(one => one.written),
-      same.map(one => one.live),
+      same.map(entry => entry.written),
+      same.map(entry => entry.live),
     ),
   }));
 }
@@ -97,9 +97,9 @@ export function collectives(ranks) {
     "kind",
   ).map(same => ({
     kind: same[0].kind,
-    calls: most(same.map(one => one.calls)),
-    sent: sum(same.map(one => one.sent_bytes)),
-    rate: sum(same.map(one => one.sent_bytes_per_second)),
+    calls: most(same.map(entry => entry.calls)),
+    sent: sum(same.map(entry => entry.sent_bytes)),
+    rate: sum(same.map(entry => entry.sent_bytes_per_second)),
   }));
 }
 
@@ -110,8 +110,8 @@ export function compared(ranks) {
     "name",
   ).map(same => ({
     ...same[0],
-    planned: sum(same.map(one => one.planned)),
-    found: same.some(one => one.found === null) ? null : sum(same.map(one => one.found)),
+    planned: sum(same.map(entry => entry.planned)),
+    found: same.some(entry => entry.found === null) ? null : sum(same.map(entry => entry.found)),
   }));
 }
 
@@ -132,22 +132,22 @@ export function pace(status, before) {
   const runs = new Map((before?.runs || []).map(run => [run.id, run]));
   for (const run of status.runs)
     for (const rank of run.ranks) {
-      const then = runs.get(run.id)?.ranks.find(one => one.rank === rank.rank && one.pid === rank.pid);
+      const then = runs.get(run.id)?.ranks.find(entry => entry.rank === rank.rank && entry.pid === rank.pid);
       // Counters are of the moment at which the rank published them.
       const took = then ? status.taken_at - rank.heartbeat_age - (before.taken_at - then.heartbeat_age) : 0;
       if (took < 0.5 || took > 30) continue;
       for (const path of rank.io)
         for (const way of ["read", "written"]) {
-          const moved = path[way].bytes - then.io.find(one => one.path === path.path)?.[way].bytes;
+          const moved = path[way].bytes - then.io.find(entry => entry.path === path.path)?.[way].bytes;
           if (moved >= 0) path[way].bytes_per_second = moved / took;
         }
       for (const way of rank.link && then.link ? ["h2d", "d2h"] : []) {
         const copied = rank.link[way].bytes - then.link[way].bytes;
         if (copied >= 0) rank.link[way].bytes_per_second = copied / took;
       }
-      for (const one of rank.collectives) {
-        const sent = one.sent_bytes - then.collectives.find(other => other.kind === one.kind)?.sent_bytes;
-        if (sent >= 0) one.sent_bytes_per_second = sent / took;
+      for (const collective of rank.collectives) {
+        const sent = collective.sent_bytes - then.collectives.find(other => other.kind === collective.kind)?.sent_bytes;
+        if (sent >= 0) collective.sent_bytes_per_second = sent / took;
       }
     }
 }

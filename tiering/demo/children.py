@@ -146,7 +146,7 @@ class Sidecar(Child):
             with urllib.request.urlopen(f"{self.url}v1/status", timeout=5) as answer:  # noqa: S310 (loopback)
                 runs = json.load(answer)["runs"]
         except OSError:
-            # The sidecar does not answer. Training goes on; the verdict reports it at the end.
+            # The sidecar does not answer. Training continues; the verdict reports it at the end.
             return None
         ranks = [rank for run in runs if run["name"] == run_name for rank in run["ranks"]]
         return next((rank for rank in ranks if rank["state"] == "live"), None)

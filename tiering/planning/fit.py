@@ -116,7 +116,7 @@ def of_ranks(load: Workload, ranks: int) -> Workload:
 
 
 def _other_configurations(load: Workload, budgets: Budgets, local_ranks: int) -> Iterator[Remedy]:
-    """What keys of the configuration can do, each alone."""
+    """Changes of one key of the configuration each."""
     alone: list[tuple[dict[str, int | str], Workload]] = []
     if load.world_size > 1 and load.stage < 3:
         sharded = replace(load, stage=3)

@@ -87,7 +87,7 @@ def with_changes(
 ) -> TieringConfig:
     """``config`` with other keys of the ``tiering`` block, and so many micro-batches in a step.
 
-    Raises ConfigError for what does not go together.
+    Raises ConfigError for values that contradict each other.
     """
     values: dict[str, Any] = config.model_dump(exclude_unset=True)
     values["tiering"] = values.get("tiering", {}) | tiers

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime``: what of it training scripts import."""
+"""``deepspeed.runtime``: the names that training scripts import."""
 
 from __future__ import annotations
 

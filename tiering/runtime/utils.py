@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.utils``: what of it training scripts import."""
+"""``deepspeed.runtime.utils``: the names that training scripts import."""
 
 from __future__ import annotations
 

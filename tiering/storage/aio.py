@@ -153,8 +153,8 @@ class AioContext:
         """A ``read`` or ``write`` that is not submitted before ``Ticket.begin``.
 
         For memory that is released explicitly. A signal handler may raise between the submission and the next
-        statement, and then nobody has the ticket of a submitted transfer: store the ticket where it will be waited for,
-        and begin it afterwards.
+        statement, and then no variable has the ticket of a submitted transfer: store the ticket where it will be waited
+        for, and begin it afterwards.
         """
         return self._prepare(Request(KINDS[kind], file, buffer, offset, nbytes), **options)
 

@@ -108,7 +108,7 @@ class LeasePart:
 class Arena:
     """A slab of host memory, sub-allocated by size. ``name`` appears in messages and telemetry. Thread-safe.
 
-    Memory returns to the system when the arena and every tensor over it are gone.
+    Memory returns to the system when the arena and all tensors over it were freed.
     """
 
     def __init__(self, memory: memoryview, address: int, name: str, *, capacity: int | None = None) -> None:
@@ -125,7 +125,7 @@ class Arena:
         self._leases: dict[int, weakref.ref[Lease]] = {}  # with bytes, by offset
         # Strong: these leases stay until their transfers are done, though no caller refers to them any more.
         self._retiring: deque[tuple[Lease, Completion]] = deque()
-        self._forgotten = False  # the memory is gone: counts stay as they are
+        self._forgotten = False  # the memory was freed: counts do not change
         self._stale = True  # the next four are to be rebuilt
         self._free = FreeRanges(0)
         self._by_kind: Counter[str] = Counter()
@@ -154,7 +154,7 @@ class Arena:
                 log.debug("%s arena: no transparent huge pages in this kernel", name)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         # Before the pages exist. A fork would share them copy-on-write, and the next write of this process would move
-        # it to a copy, while the kernel and the GPU go on with the pages that they have pinned.
+        # it to a copy, while the kernel and the GPU still use the pages that they have pinned.
         withhold(mapping, address)
         if numa_node is not None:
             prefer_node(address, len(mapping), numa_node)
@@ -325,7 +325,7 @@ class Arena:
         self._recount_if_stale()
         assert lease.is_held, f"lease of {lease.kind!r} in the {self.name} arena was released twice"
         try:
-            # First: wherever an exception comes now, the rebuild counts the range as free.
+            # First: after an exception from here on, the rebuild counts the range as free.
             lease.is_held = False
             if lease.nbytes:
                 del self._leases[lease.offset]

@@ -7,7 +7,7 @@ other would overestimate them, and take longer.
 Each phase is an interval of time, not a number of bytes: no path waits for a slower one. A path begins with one small
 block and gets more as they complete; when time is up, the blocks that have not started are cancelled. So a path of a
 megabyte per second is measured in a second, not in a minute. First writes are not counted, because a file's new blocks
-cost more than used ones; then come counted writes of the same blocks, then reads. The result is the lower of both
+cost more than used ones. Then it counts writes of the same blocks, and then reads. The result is the lower of both
 rates, because a training step reads and writes the same bytes.
 """
 

@@ -20,7 +20,7 @@ class Fetcher(Protocol[GroupIn]):
     """Moves one group between its home and where it computes."""
 
     def is_fetched(self, group: GroupIn) -> bool:
-        """Whether the group is where it computes, or on its way there."""
+        """Whether the group is in its place for compute, or in flight to it."""
         ...
 
     def fetch(self, group: GroupIn, *, wait: bool) -> bool:
@@ -70,7 +70,7 @@ class FetchAhead(Generic[GroupT]):
         return self.order[self.cursor] if self.cursor is not None and self.cursor < len(self.order) else None
 
     def advance(self, group: GroupT) -> bool:
-        """Move the cursor behind the next use of ``group``; whether that use was the one at the cursor."""
+        """Move the cursor behind the next use of ``group``. Returns whether that use was at the cursor."""
         if self.cursor is None:
             return False
         position = self.cursor
@@ -81,7 +81,7 @@ class FetchAhead(Generic[GroupT]):
         return self.cursor == position + 1
 
     def use(self, group: GroupT) -> None:
-        """Fetch ``group`` now. Groups ahead make room for it, the one needed last first."""
+        """Fetch ``group`` now. Drops groups that were fetched ahead if necessary, first the one needed last."""
         self._ahead.pop(group, None)
         while not self._fetcher.is_fetched(group):
             # Waits only when no group ahead is left that could make room.
@@ -131,7 +131,7 @@ class FetchAhead(Generic[GroupT]):
     def drop(self, group: GroupT) -> None:
         """Drop ``group`` if it was fetched ahead."""
         if self._ahead.pop(group, None) is not None:
-            # Positions behind the cursor are looked at again: this group is no longer ahead.
+            # Positions behind the cursor are checked again, because this group is no longer ahead.
             self._checked = 0
             self._fetcher.drop(group)
 

@@ -33,14 +33,14 @@ _REMEDIES = {
 
 
 def remedy(code: int) -> str:
-    """What to do if saving fails with the error number ``code``."""
+    """The remedy if a save fails with the error number ``code``."""
     return _REMEDIES.get(code, "see dmesg, and save elsewhere")
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """A descriptor of a file in a directory where others may write, too. OSError where it is not a regular file.
+    """Open a file in a directory to which others may write. Raises OSError if it is not a regular file.
 
-    It never waits for the other end of a pipe. With ``os.O_NOFOLLOW`` a symbolic link is refused, too.
+    The call never waits for the other end of a pipe. ``os.O_NOFOLLOW`` also refuses a symbolic link.
     """
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -55,7 +55,7 @@ def fsync(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system whose directories are not for the caller to sync
+        if error.errno != errno.EINVAL:  # the file system does not let callers sync directories
             raise
     finally:
         os.close(fd)

@@ -71,7 +71,7 @@ class SlabFile:
         try:
             self.file = aio.add_file(self._swap.fd, direct=self._swap.direct, name=str(self.directory))
         except BaseException:
-            # The context has not got the descriptor, so nothing uses it.
+            # The context does not have the descriptor, so nothing uses it.
             self._swap.close()
             raise
         self._free = FreeRanges(self._swap.nbytes)
@@ -125,10 +125,10 @@ class SlabFile:
 
         It has zero bytes afterwards, so that later transfers of it are refused: its range may have a new owner.
         """
-        # First: a transfer that is still in flight would run beside those of the next owner of the range.
+        # First: a transfer that is still in flight would conflict with transfers of the next owner of the range.
         self.settle(extent)
         with self._lock:
-            # Before the range is free: whoever still has the extent can begin no transfer any more.
+            # Before the range is free: an owner that still has the extent can begin no transfer any more.
             nbytes, extent.nbytes = extent.nbytes, 0
             if nbytes:
                 self._free.give(extent.offset, nbytes)
@@ -152,13 +152,13 @@ class SlabFile:
 
     def mark_failed(self, extent: Extent, offset: int, nbytes: int, error: SwapError) -> None:
         """Let reads of [offset, offset + nbytes) of ``extent`` raise ``error`` until the range is written again."""
-        # A read that begins at the same time comes before it, and is of the old bytes, or after it, and raises.
+        # A concurrent read runs before it and returns the old bytes, or runs after it and raises.
         with self._lock:
             extent.failed.append((offset, offset + nbytes, error))
 
     def settle(self, extent: Extent) -> None:
         """Wait for all transfers of ``extent``. A failed write is raised by the next read of its range."""
-        # A copy: other threads may begin transfers meanwhile, for which nobody has asked to wait.
+        # A copy: transfers that other threads begin meanwhile are not waited for.
         for transfer in tuple(extent.in_flight):
             if transfer.ticket.has_begun:
                 with contextlib.suppress(SwapError):

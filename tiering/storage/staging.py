@@ -1,4 +1,4 @@
-"""The staging pipeline: which tile is in which staging slot, what is read next, and when a slot is free again.
+"""The staging pipeline: the tile in each staging slot, the next reads, and when a slot becomes free.
 
 The optimizer step of the engine and its replay in ``tierbench profile`` use this one implementation. It decides when
 the bytes of a tile move; a `TileTransfers` moves them. Not thread-safe: one thread runs the step.
@@ -42,7 +42,7 @@ class TileTransfers(Protocol[TileT, ReadT]):
     """Moves the bytes of one tile between its homes and its slot."""
 
     def start_reads(self, staged: Staged[TileT, ReadT]) -> None:
-        """Start to read what does not change before the step; append each read to ``staged.reads`` when it starts."""
+        """Start the reads of bytes that do not change before the step; append each one to ``staged.reads``."""
 
     def start_gradient_read(self, staged: Staged[TileT, ReadT]) -> bool:
         """Start to read the final gradient, as above, before the queued reads; False if it is in memory."""
@@ -55,7 +55,7 @@ class TileTransfers(Protocol[TileT, ReadT]):
         """Called when a tile loses its slot before its update."""
 
     def start_writes(self, staged: Staged[TileT, ReadT]) -> Sequence[Completion]:
-        """Start to write what the update changed."""
+        """Start to write the bytes that the update changed."""
         ...
 
 

@@ -78,7 +78,7 @@ class SwapFile:
             if not self._reserves:
                 missing_features.append("no fallocate: a full disk is detected only by a failing write")
             if self.direct and nbytes and not _takes_direct_transfers(self.fd, directory):
-                # Before the I/O context gets the descriptor: ``direct`` tells it which transfers must be aligned.
+                # Before the I/O context gets the descriptor: ``direct`` determines which transfers must be aligned.
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 self.direct = False
             if direct and not self.direct:
@@ -186,7 +186,7 @@ def wait_for_space(directories: Sequence[Path], enough: Callable[[], bool]) -> b
         if now > min(grown + PATIENCE_SECONDS, start + LONGEST_WAIT_SECONDS):
             return False
         time.sleep(0.02)
-        # The kernel frees the blocks of a large file little by little: as long as it does, the wait goes on.
+        # The kernel frees the blocks of a large file little by little: as long as it does, the wait continues.
         before, free = free, sum(free_by_file_system(directories).values())
         grown = now if free > before else grown
     return True
@@ -202,8 +202,8 @@ def memory_file_system(directory: Path) -> str:
     """The kind of the file system in memory that holds ``directory``; "" for a disk, or if it is unknown.
 
     The magic number decides, so that no mount table has to be read. An overlay (a container's root) stores written
-    files in its upper directory, so the file system of that is checked, too; if this mount namespace does not contain
-    it, the overlay counts as a disk.
+    files in its upper directory, so the file system of that directory is checked as well; if this mount namespace does
+    not contain it, the overlay counts as a disk.
     """
     magic = _magic(directory)
     if magic == _OVERLAY:
@@ -291,7 +291,7 @@ def _open_once(directory: Path, flags: int) -> int:
     name = directory / f".tiering-{secrets.token_hex(8)}.swap"
     try:
         return os.open(name, flags, 0o600)
-    finally:  # also when O_DIRECT is refused: some kernels have made the file by then
+    finally:  # also if O_DIRECT is refused: some kernels have created the file before
         with contextlib.suppress(FileNotFoundError):
             name.unlink()
 

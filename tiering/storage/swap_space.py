@@ -235,7 +235,7 @@ class SwapSpace:
         # hold rows of both.
         with self._lock:
             if writes and len(pieces) > 1:
-                # Before the first piece. Wherever an exception comes, a read of a piece that was not submitted raises.
+                # Before the first piece: after any exception, a read of a piece that was not submitted raises.
                 _mark_left_out(extent, pieces)
             try:
                 for piece in pieces:

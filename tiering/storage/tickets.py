@@ -38,13 +38,13 @@ class Ticket:
         self._context = context
         self._transfers = transfers
         self._request = request
-        # Weak: whether the caller has dropped the ticket decides who gets its failure.
+        # Weak: whether the caller has dropped the ticket decides which call raises its failure.
         request.holder = weakref.ref(self)
 
     def begin(self) -> Self:
         """Submit a prepared transfer, once. Raises as ``AioContext.read``: then it is done, and no byte was moved.
 
-        An exception that a signal handler raises may come before the submission or after it: ``has_begun`` says which.
+        A signal handler may raise an exception before or after the submission: ``has_begun`` distinguishes them.
         """
         self._transfers.begin(self._request)
         return self

@@ -200,7 +200,7 @@ class Transfers:
                 failed = request
             else:
                 pending.append(request)  # under way, or its holder may wait for it, or it is raised next time
-        # Before the exception below, which must come once: the failed request is no longer in the list.
+        # Before the exception below, which must be raised once: the failed request is no longer in the list.
         unchecked.requests, unchecked.limit = pending, FEW_BEGUN + 2 * len(pending)
         if failed is not None:
             self._raise_unreported(failed)

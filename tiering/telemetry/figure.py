@@ -1,6 +1,6 @@
 """Declares help text and metric name at a field; the HTTP API, the metrics and their documentation use both.
 
-The types of numbers in published fields are here, too.
+This module also has the types of numbers in published fields.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Publisher:
     """Publishes the snapshot from ``source`` every ``interval`` seconds, from a daemon thread. Owns ``writer``.
 
-    If ``source`` returns None, the engine that it describes is gone, and the publisher ends as in ``end``.
+    If ``source`` returns None, the engine that it describes was freed, and the publisher ends as in ``end``.
     Telemetry must never stop training: an error of ``source`` or of the file is logged once and then ignored.
     The thread calls ``enter_thread`` first. ``final_snapshot`` turns the newest snapshot into the last one, which says
     how the run ended; without it, the file is removed when the publisher ends.

@@ -119,7 +119,7 @@ class Fill:
             self._fill(group, sources)
             for param in group.params:
                 param.grad = None
-            # Only after its values are on their way home: this frees the memory of the original parameters.
+            # Only after its values are in flight to their home: this frees the memory of the original parameters.
             group.adopt_parameters()
             # After each group, or the freed memory of all original parameters would stay resident.
             heap.trim()
@@ -254,11 +254,11 @@ class _HomeWriter:
         """
         # First: the next range may need the staging slot of this one.
         self.end()
-        # Before the window takes a slot: ``load`` needs one, too.
+        # Before the window takes a slot, because ``load`` needs one as well.
         before = self._tiers.load(home, offset, nbytes) if keeps and not home.on_host else None
         writing = self._tiers.writing(home, offset, nbytes)
         self.bytes = writing.__enter__()
-        # Only now: ``abandon`` ends what has begun.
+        # Only now: ``abandon`` ends a write that has begun.
         self._writing = writing
         if before is not None:
             self.bytes.copy_(before)

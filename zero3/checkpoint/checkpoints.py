@@ -3,7 +3,7 @@
 Each rank's saver writes its own files (saver.py); ranks exchange only the facts that they must agree on. A checkpoint
 becomes visible when rank 0 renames its directory (tiering/checkpoint/directory.py), after the bytes of all ranks are on
 the disk. Several ranks commit together: a foreground save at its end, a background save in the step after the last rank
-has written. The numbers that ranks exchange in each step tell when that is.
+has written. The numbers that ranks exchange in each step show when that is the case.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Checkpoints:
             except TieringError as error:
                 self._note_refused(request, error)
                 raise
-            # Ctrl-C must not come between the two: a save that is under way has a running saver.
+            # Ctrl-C must not occur between the two: a save in progress has a running saver.
             with deferred_interrupts():
                 # Before the thread starts, which commits this save itself if there is one rank.
                 self._under_way = under_way
@@ -161,7 +161,7 @@ class Checkpoints:
 
     def after_step(self, *, all_written: bool) -> None:
         """A step has ended, in which ranks have exchanged their ``progress``."""
-        # All ranks have read the same numbers in this step, so all of them come to the collectives of the commit.
+        # All ranks have read the same numbers in this step, so all of them reach the collectives of the commit.
         if self._under_way is not None and all_written:
             self._finish_together()
 
@@ -173,7 +173,7 @@ class Checkpoints:
         """Finish the running save, and unlock the directory. Raises the error of a save that was not raised yet."""
         try:
             failure = self._collectives.failure if self._collectives is not None else None
-            # After a failure the other ranks do not come to a commit: the save is cancelled instead.
+            # After a failure the other ranks do not reach a commit: the save is cancelled instead.
             if failure is None:
                 self._end_earlier()
             elif self._under_way is not None:

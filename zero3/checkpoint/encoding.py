@@ -285,7 +285,7 @@ def _as(kind: Any, content: Any) -> Any:
 
 
 def _as_length(length: Any) -> int:
-    if abs(_as(int, length)) >= 2**63:  # torch takes it, and fails when it is asked for it
+    if abs(_as(int, length)) >= 2**63:  # torch accepts it, and fails when it is used
         raise OverflowError(f"{short.repr(length)} is not a length")
     return int(length)
 

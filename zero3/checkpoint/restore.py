@@ -276,7 +276,7 @@ def _first(names: Sequence[str]) -> str:
 def _order(
     groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FileSource], *, states: bool = False
 ) -> list[Request]:
-    """The ranges that this rank reads, in order: of parameters what it keeps, of ``states`` what it steps."""
+    """The ranges that this rank reads, in order: its parts of the parameters, and the ``states`` that it updates."""
     order: list[Request] = []
     for group in groups:
         layout = group.shard if states or group.sharded else group.layout

@@ -169,7 +169,7 @@ class RunState:
     ) -> dict[str, Any]:
         """Restore the run from the state of rank 0 and, if it has saved, of this rank; returns the client_state.
 
-        ``optimizer`` and ``scheduler`` tell whether the state of each is restored.
+        ``optimizer`` and ``scheduler``: whether the state of each is restored.
         """
         if optimizer:
             counters = self._counters(shared)

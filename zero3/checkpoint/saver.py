@@ -35,7 +35,7 @@ from zero3.optimizer.tiles import Tile
 
 # Chunks that are being read.
 AHEAD = 8
-# Windows on their way to disk, in addition to one for each file.
+# Windows in flight to disk, in addition to one for each file.
 WRITING = 4
 
 
@@ -155,7 +155,7 @@ class Saver(threading.Thread):
 
     def cancel(self) -> None:
         """Cancel the save, and wait for its end."""
-        # The thread looks at it before it reads the next chunk.
+        # The thread checks it before it reads the next chunk.
         self._cancelled = True
         self.join()
 
@@ -172,7 +172,7 @@ class Saver(threading.Thread):
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        # First: whoever wakes below reads it.
+        # First: a thread that wakes up below reads it.
         self.error = error
         # No read is under way here: ``_copy`` has waited for all of them.
         self._reads.forget_memory()
@@ -182,7 +182,7 @@ class Saver(threading.Thread):
         try:
             self._on_end()
         finally:
-            # Last: whoever waits for it may use the outcome that ``on_end`` has recorded.
+            # Last: a thread that waits for it may use the outcome that ``on_end`` has recorded.
             self._end_event.set()
 
     def _save(self, output: Output) -> None:

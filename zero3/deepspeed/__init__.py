@@ -1,1 +1,1 @@
-"""What scripts that were written for DeepSpeed call, with its names and signatures, on top of the engine."""
+"""The names and signatures of DeepSpeed that scripts call, on top of the engine."""

@@ -14,7 +14,7 @@ DeepSpeedConfigError = ConfigError
 
 
 class DeepSpeedConfig:
-    """What ``initialize`` reads from ``config``, under the names of DeepSpeed's class.
+    """The settings that ``initialize`` reads from ``config``, under the names of DeepSpeed's class.
 
     ``config`` is a mapping, the path of a file, or base64 text. Batch sizes are those of this number of ranks; ``mpu``
     and ``mesh_device`` are ignored. ``settings`` is the native configuration, ``report`` the report on every key.

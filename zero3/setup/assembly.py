@@ -75,7 +75,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What this rank trains on: its device, the clock of its stalls with the streams of a GPU, and the other ranks."""
+    """The device of this rank, the clock of its stalls with the streams of a GPU, and the other ranks."""
 
     world: World
     device: torch.device
@@ -177,7 +177,7 @@ def _settle_on_node(rank: _Rank) -> int | None:
 
 
 def _plan(model: nn.Module, config: TieringConfig, chosen: OptimizerChoice, rank: _Rank) -> _Planned:
-    """Size the model, measure this machine's budgets, and place the one within the other."""
+    """Size the model, measure the budgets of this machine, and place the model within them."""
     on_gpu = rank.stalls.streams is not None
     sized = size_up(model, config, chosen, on_gpu=on_gpu, world_size=rank.world.size)
     load, nvme = sized.workload, nvme_paths(config)

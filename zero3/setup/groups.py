@@ -56,8 +56,8 @@ def _shard_of_home(home: Home, layout: FlatLayout, dtype: torch.dtype, world: Wo
 def _offsets_of_parents(members: list[GroupMembers], tiers: Tiers) -> dict[int, int]:
     """The offsets in the working arena of groups that enclose others, by index: stacked from its end, outermost first.
 
-    These groups stay unsharded while the groups inside them come and go. At any other offset they could split the
-    remaining room into ranges that are too small for a group, although the plan has counted enough bytes.
+    These groups stay unsharded while the groups inside them are unsharded and resharded. At any other offset they could
+    split the remaining room into ranges that are too small for a group, although the plan has counted enough bytes.
     """
     plan = tiers.plan
 

@@ -1,4 +1,4 @@
-"""Compares what the ranks were started with: all need the same configuration, model and weights."""
+"""Compares the configuration, the model and the weights of all ranks, which must be the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_ranks_agree(
     chosen: OptimizerChoice,
     loaded: Matched | None,
 ) -> None:
-    """Raise ConfigError, on every rank, if ranks differ in what they train, or an optimizer cannot step shards."""
+    """Raise ConfigError, on every rank, if ranks train different parameters, or an optimizer cannot update shards."""
     if chosen.rule is None and config.zero.stage > 0:
         raise ConfigError(
             f"the {type(chosen.client).__name__} has no kernel here and steps whole parameters, but stage"

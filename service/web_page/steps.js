@@ -202,7 +202,7 @@ export class Steps {
       ),
       h(
         "div",
-        {class: "steps-and-told"},
+        {class: "steps-and-detail"},
         h(
           "div",
           {class: "axis", "aria-hidden": "true"},

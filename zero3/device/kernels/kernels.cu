@@ -1,13 +1,14 @@
 /* kernels.cu - the optimizers' kernels on a GPU. The formulas, their order and the formats are those of
- * optim_cpu/csrc/kernels.h; each function does to one element what its namesake there does to a vector.
+ * optim_cpu/csrc/kernels.h. Each function here processes one element; the function of the same name there processes a
+ * vector.
  *
- * Compiled at run time (cuda_library.py), for the types in memory that are asked for: these are template parameters. No
- * header is included, for there may be none. Floating-point arithmetic is written as the intrinsics that round once, to
- * nearest even, and that no compiler contracts to a fused multiply-add; compiled without flush-to-zero. A C++ compiler
- * takes this file, too, behind a few definitions (tests/fakes/simt.h): that is how it is tested where no GPU is.
+ * cuda_library.py compiles this file at run time, with the types in memory as template parameters. No header is
+ * included, because the machine may have none. Floating-point arithmetic uses intrinsics that round once, to nearest
+ * even, which no compiler contracts to a fused multiply-add. The file is compiled without flush-to-zero. With a few
+ * definitions in front (tests/fakes/simt.h) a C++ compiler compiles it too, for tests without a GPU.
  *
- * The structures are those of fused.py, field by field. A launch takes a table of them by value, so that nothing has to
- * be copied to the device first, and nothing outlives the call: below 4096 bytes in all.
+ * The structures match those of fused.py, field by field. A launch takes a table of them by value, at most 4096 bytes
+ * with all arguments. So nothing is copied to the device first, and no memory must live longer than the call.
  */
 
 typedef unsigned short u16;
@@ -19,7 +20,7 @@ enum { DECAY_NONE, DECAY_L2, DECAY_DECOUPLED }; /* opt_rule.decay_kind */
 enum { FP32, BF16, FP16 };                      /* types in memory */
 enum { STATE_FP32, STATE_BF16, STATE_BF16_STOCHASTIC };
 
-/* Of a block; elements of a thread; elements of a block. */
+/* Threads of a block; elements of a thread; elements of a block. */
 enum { THREADS = 256, EACH = 4, CHUNK = THREADS * EACH };
 enum { LANES = 32, SQUARE_BLOCK = 4096, WARPS = THREADS / LANES };
 enum { MOST_SEGMENTS = 40, MOST_FLATS = 128, MOST_SOURCES = 256 };
@@ -35,7 +36,7 @@ struct Segment {
     const void *grad;
     void *out;                    /* or NULL */
     u64 numel, first;             /* block of threads of the launch */
-    u32 index, key_low, key_high; /* of the random bits; the first element's index, its lower half */
+    u32 index, key_low, key_high; /* of the random bits; index: the lower half of the first element's index */
     int out_dtype;
 };
 
@@ -59,7 +60,7 @@ struct Sources {
     const void *of[MOST_SOURCES];
 };
 
-/* The place in a table of what has block `number`. */
+/* The position in a table of the entry with block `number`. */
 template <class Table> __device__ int place_of(const Table &table, u64 number)
 {
     int low = 0, high = (int)table.count;
@@ -88,7 +89,7 @@ __device__ u16 to_fp16(float x)
 {
     u32 bits = __float_as_uint(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
     u32 normal = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
-    /* One unit of 0.5f's last place is one unit of a subnormal half: the add does the rounding. */
+    /* The last place of 0.5f is one unit of a subnormal half, so the addition rounds. */
     u32 subnormal = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 0.5f)) - 0x3F000000;
     u32 finite = magnitude < 0x38800000 ? subnormal : normal;
     u32 nan = 0x7E00 | (magnitude >> 13 & 0x3FF);
@@ -103,14 +104,14 @@ __device__ u16 to_bf16(float x)
     return (u16)(x != x ? upper | 0x40 : (bits + 0x7FFF + (upper & 1)) >> 16);
 }
 
-/* `below`, added below the last place, is what rounds: HALF, away from zero. x is no NaN but the canonical one. */
+/* Rounds x: adds `below` under the last place, and cuts. HALF rounds ties away from zero. A NaN must be canonical. */
 constexpr u32 HALF = 0x8000;
 __device__ u16 to_bf16_by(float x, u32 below) { return (u16)((__float_as_uint(x) + below) >> 16); }
 
 __device__ float canonical(float x) { return x != x ? __uint_as_float(0x7FC00000) : x; }
 
-/* Where a thread past the end reads: the loads of all its elements stand in one row, without a branch between them, so
- * that they are on their way together, and it waits for memory once. */
+/* The index that a thread past the end reads. The loads of all elements of a thread follow each other without a branch,
+ * so that they are in flight together and the thread waits for memory once. */
 __device__ u64 within(u64 i, u64 numel) { return i < numel ? i : numel - 1; }
 
 template <int DTYPE> __device__ float load(const void *from, u64 i)
@@ -129,7 +130,7 @@ template <int DTYPE> __device__ void store(void *to, u64 i, float x)
         ((u16 *)to)[i] = DTYPE == BF16 ? to_bf16(x) : to_fp16(x);
 }
 
-/* a + (b - a) * weight, in the form with the smaller error; beta is 1 - weight. */
+/* a + (b - a) * weight, in the form with the smaller error. beta is 1 - weight. */
 __device__ float toward(float a, float b, float weight, float beta)
 {
     if (beta >= 0.5f)
@@ -214,7 +215,7 @@ template <int FORMAT> __device__ void store_state(void *to, u64 i, float x, u32 
         ((u16 *)to)[i] = to_bf16_by(x, below);
 }
 
-/* To bfloat16, of two that are equally near the one away from zero, as the upper half of a split. */
+/* Rounds to bfloat16, with ties away from zero, as for the upper half of a split. */
 __device__ void store_out(const Segment &s, u64 i, float param)
 {
     if (s.out_dtype == BF16)
@@ -245,8 +246,8 @@ __device__ void store_element(const Segment &s, u64 i, const Element &e)
         store_out(s, i, e.param);
 }
 
-/* One step of a table of segments, a chunk by each block of threads. `out` may be exactly `grad`: an element is read
- * before it is written. */
+/* One step of a table of segments. Each block of threads processes one chunk. `out` may be equal to `grad`, because
+ * each element is read before it is written. */
 template <int OPTIMIZER, int STATES, int FORMAT, int SPLIT, int GRAD>
 __global__ void __launch_bounds__(THREADS) step(const Rule rule, const Segments segments)
 {
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(THREADS) step(const Rule rule, const Segments 
     }
 }
 
-/* target = source, or += it with the sum formed in float32: rounded once, to nearest even. */
+/* target = source, or += source with a float32 sum. Rounds once, to nearest even. */
 template <int TARGET, int SOURCE, int OVERWRITE>
 __global__ void __launch_bounds__(THREADS) accumulate(void *target, const void *source, u64 numel)
 {
@@ -285,7 +286,7 @@ __global__ void __launch_bounds__(THREADS) accumulate(void *target, const void *
             store<TARGET>(target, first + j * THREADS, x[j]);
 }
 
-/* target = v, or += v, v being (sources[0] + sources[1] + ...) * factor in float32: rounded once, to nearest even. */
+/* target = v, or += v, where v is (sources[0] + sources[1] + ...) * factor in float32. Rounds once, to nearest even. */
 template <int TARGET, int SOURCE, int OVERWRITE>
 __global__ void __launch_bounds__(THREADS)
     reduce(void *target, const Sources sources, float factor, u64 numel)
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(THREADS)
     float x[EACH];
 
     for (int j = 0; j < EACH; j++)
-        x[j] = -0.0f; /* which adds nothing; 0 would turn a -0 into 0 */
+        x[j] = -0.0f; /* the neutral element; 0 would turn a -0 into 0 */
 #pragma unroll 4
     for (u32 source = 0; source < sources.count; source++)
 #pragma unroll
@@ -311,8 +312,8 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* The sums of squares of all blocks of a table of flat tensors, one by each warp, whose threads are the lanes. A square
- * is exact in double, so a fused multiply-add rounds as the addition does. */
+/* The sums of squares of all blocks of a table of flat tensors. Each warp sums one block, with its threads as lanes. A
+ * square is exact in double, so a fused multiply-add rounds like the addition. */
 template <int DTYPE> __global__ void __launch_bounds__(THREADS) block_squares(const Flats flats, double *sums)
 {
     u64 block = (u64)blockIdx.x * WARPS + threadIdx.x / LANES;

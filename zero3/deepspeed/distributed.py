@@ -52,6 +52,8 @@ def init_distributed(
 ) -> None:
     """Create torch's process group of the ranks that a launcher has started; without a launcher, of this process alone.
 
+    A process alone also gets the variables RANK, LOCAL_RANK and WORLD_SIZE, which scripts read.
+
     torchrun's variables come first. Without them, ``auto_mpi_discovery`` translates those of Open MPI, MPICH and SLURM
     (``srun``). Rank 0 then listens on MASTER_PORT or ``distributed_port``; a SLURM job without either uses a port
     computed from the job's number instead of 29500, because jobs may share a node. If a group exists, nothing happens.
@@ -75,8 +77,9 @@ def init_distributed(
         meet(backend, timeout, init_method or "env://", rank, world_size)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        # A launcher sets it, and scripts read it.
-        os.environ.setdefault("LOCAL_RANK", "0")
+        # A launcher sets them, and scripts read them.
+        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+            os.environ.setdefault(name, value)
     if verbose:
         log.info("joined as rank %d of %d, backend %s", *standing(), backend)
 

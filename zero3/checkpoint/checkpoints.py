@@ -70,6 +70,7 @@ class Checkpoints:
         self._run = RunState(run, parts.optimizer, updates, accumulation, parts.names, parts.world.rank)
         # Rank 0's counts. A load replaces it by the id of the run that saved.
         self._run_id = new_run()
+        self._began = time.monotonic()
         self._io = config.tiering.io
         self._directory: CheckpointDirectory | None = None
         self._under_way: RunningSave | None = None

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from tiering import _logs
 from tiering.checkpoint.manifest import Manifest
 from tiering.errors import CheckpointError, TieringError
 from zero3.checkpoint.saver import Saver
@@ -57,7 +58,7 @@ class Saving:
 
 
 class SaveRequest(NamedTuple):
-    """Arguments of a save; they must be equal on all ranks."""
+    """Arguments of a save; all but ``save_dir`` must be equal on all ranks."""
 
     save_dir: str
     tag: str
@@ -75,13 +76,25 @@ class SaveRequest(NamedTuple):
 
     @staticmethod
     def check_same(requests: Sequence[SaveRequest]) -> None:
-        """CheckpointError, on all ranks alike, unless all requests are equal."""
+        """CheckpointError, on all ranks alike, unless all requests are equal but for their directories.
+
+        The first time that directories differ, a warning is logged: a script may name one by its clock.
+        """
         for rank, request in enumerate(requests):
-            if request != requests[0]:
+            if request._replace(save_dir=requests[0].save_dir) != requests[0]:
                 raise CheckpointError(
                     f"rank {rank} is to save {request}, and rank 0 {requests[0]}: all ranks save one checkpoint"
                     " together; call save_checkpoint with the same arguments, except for client_state"
                 )
+        different = next((rank for rank, each in enumerate(requests) if each != requests[0]), None)
+        if different is not None and not _warned_of_directories:
+            _warned_of_directories.add(requests[0].save_dir)
+            log.log(
+                _logs.once(logging.WARNING),
+                "save_checkpoint was called with %s on rank 0, and with %s on rank %d: all ranks save to the directory"
+                " of rank 0",
+                *(requests[0].save_dir, requests[different].save_dir, different),
+            )
 
 
 class RunningSave(NamedTuple):
@@ -126,6 +139,9 @@ class StallTimer:
             since, self._since = self._since, None
             self._stalled_before += time.monotonic() - since
 
+
+_warned_of_directories: set[str] = set()
+"""The directory that the warning named."""
 
 uncommitted: set[Path] = set()
 """Checkpoints that ranks have begun in the background, and not yet committed together."""

@@ -132,7 +132,6 @@ HINDRANCES: dict[str, tuple[int, Callable[[], Any], dict[str, Any], str]] = {
     "another number to keep": (1, no_fault, {"keep": 3}, "keep=3"),
     "not the frozen": (1, no_fault, {"exclude_frozen_parameters": True}, "exclude_frozen_parameters=True"),
     "not the latest": (1, no_fault, {"save_latest": False}, "save_latest=False"),
-    "another directory": (1, no_fault, {"save_dir": "elsewhere"}, "to elsewhere"),
 }
 
 

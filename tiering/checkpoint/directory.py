@@ -22,9 +22,10 @@ each step is durable before the next step relies on it:
 
 The next run that locks DIR removes partial directories. Reading takes no lock and writes nothing.
 
-**Ownership.** A run removes only checkpoints that it has saved itself: one that a save with the same tag replaces, and
-those beyond ``keep``. ``keep`` counts only default tags, because users choose other tags for checkpoints that stay.
-A directory is a checkpoint if its checkpoint.json is sealed and has this format; other programs use that name too.
+**Ownership.** A save replaces the checkpoint of its own run with the same tag, or that of a run that has ended
+(ownership.py). A run removes only those beyond ``keep`` that it has saved itself. ``keep`` counts only default tags,
+because users choose other tags for checkpoints that stay. A directory is a checkpoint if its checkpoint.json is sealed
+and has this format; other programs use that name too.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tiering.checkpoint.manifest import MANIFEST, run_of
+from tiering.checkpoint.ownership import Ownership
 from tiering.checkpoint.run_lock import RunLock
 from tiering.checkpoint.tags import LATEST, check_tag, is_default_tag, numeric_order, tag_problem
 from tiering.errors import CheckpointError, ConfigError
@@ -63,13 +66,15 @@ class Saved(NamedTuple):
 class CheckpointDirectory:
     """The checkpoints in ``path``. Not thread-safe; methods that write take the lock of the directory first.
 
-    An OSError of the file system is raised as CheckpointError.
+    An OSError of the file system is raised as CheckpointError. ``run_began`` is when the run that saves here began, in
+    seconds of ``time.monotonic()``; by default now.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, run_began: float | None = None) -> None:
         # Absolute, because the program may change its working directory before the next save.
         self.path = Path(path).absolute()
         self._lock = RunLock(self.path)
+        self._ownership = Ownership(time.monotonic() if run_began is None else run_began)
         # Partial directories that were begun and neither committed nor discarded.
         self._unfinished: set[Path] = set()
         # The run id of each checkpoint, by the version of its checkpoint.json.
@@ -93,7 +98,7 @@ class CheckpointDirectory:
     def begin(self, tag: str, *, run: str) -> Path:
         """Creates an empty directory for the files of ``tag``; pass it to ``commit`` or to ``discard``.
 
-        Raises CheckpointError if ``tag`` exists and another run than ``run`` saved it.
+        Raises CheckpointError if ``tag`` is not a checkpoint that ``run`` may replace.
         """
         check_tag(tag)
         try:
@@ -142,6 +147,7 @@ class CheckpointDirectory:
         ):
             # Step 3: ``latest`` is on disk before the checkpoint that it named before may be removed.
             fsync(self.path)
+        self._ownership.note_stored(self.path / tag)
         self._remove([replaced] if replaced else [])
         if keep is not None:
             self.prune(tag, run, keep)
@@ -329,33 +335,8 @@ class CheckpointDirectory:
             ) from error
 
     def _check_replaces(self, tag: str, run: str) -> bool:
-        """Whether a save of ``run`` to ``tag`` replaces a checkpoint.
-
-        Raises CheckpointError if ``tag`` is not a checkpoint of this run.
-        """
-        place = self.path / tag
-        if not os.path.lexists(place):
-            return False
-        if place.is_symlink():
-            raise CheckpointError(
-                f"{place} is a symbolic link, which a save does not replace; choose another tag"
-            )
-        if not (place / MANIFEST).is_file():
-            raise CheckpointError(
-                f"{place} is not a checkpoint (it has no {MANIFEST}) and is not replaced; choose another tag"
-            )
-        saved_by = run_of(place)
-        if saved_by is None:
-            raise CheckpointError(
-                f"{place} is not a valid checkpoint (its {MANIFEST} is damaged or of another program) and is not"
-                " replaced; choose another tag, or remove it"
-            )
-        if saved_by != run:
-            raise CheckpointError(
-                f"{place} is a checkpoint of another run and is not replaced; resume from it with load_checkpoint,"
-                " save to another directory, choose another tag, or remove it"
-            )
-        return True
+        """Whether a save of ``run`` to ``tag`` replaces a checkpoint. Raises CheckpointError if it must not."""
+        return self._ownership.replaces(self.path / tag, run, exclusive=self._lock.exclusive)
 
     def _write_latest(self, tag: str) -> Path:
         file = self._partial_name(LATEST)

@@ -298,7 +298,7 @@ class Checkpoints:
 
     def _open_directory(self, save_dir: Path) -> CheckpointDirectory:
         """The directory ``save_dir``, which this engine locks until it saves elsewhere."""
-        directory = CheckpointDirectory(save_dir)
+        directory = CheckpointDirectory(save_dir, run_began=self._began)
         if self._directory is None or self._directory.path != directory.path:
             if self._directory is not None:
                 self._directory.close()

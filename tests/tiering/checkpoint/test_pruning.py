@@ -71,11 +71,6 @@ def test_another_runs_checkpoints_stay(checkpoints: CheckpointDirectory) -> None
     before = content(checkpoints)
     for number in range(5, 10):
         save(checkpoints, f"global_step{number}", run=OURS, keep=2)
-    with pytest.raises(
-        CheckpointError,
-        match=r"global_step3 is a checkpoint of another run.*and is not replaced; resume from it with load_",
-    ):
-        checkpoints.begin("global_step3", run=OURS)
     theirs = {f"global_step{number}" for number in range(5)}
     assert names(checkpoints) == theirs | {"global_step8", "global_step9", LATEST, ".lock"}
     assert content(checkpoints).items() >= {(f, text) for f, text in before.items() if f != LATEST}

@@ -29,7 +29,7 @@ def test_an_engine_takes_over_from_another_one_of_its_process_between_saves(
         save(other, f"global_step{2 * number + 1}", run=OTHERS, keep=1)
     assert tags(checkpoints) == ["global_step4", "global_step5"]
     assert checkpoints.latest() == "global_step5"
-    with pytest.raises(CheckpointError, match="is a checkpoint of another run"):
+    with pytest.raises(CheckpointError, match="is a checkpoint of another engine of this process"):
         save(checkpoints, "global_step5", run=OURS)
     save(other, "global_step6", run=OTHERS)
     checkpoints.close()  # the other one has the lock, and keeps it

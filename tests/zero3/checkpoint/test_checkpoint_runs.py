@@ -1,9 +1,11 @@
-"""Runs that share a directory: each removes and replaces what it has saved itself, whoever has gone on from whom."""
+"""Runs that share a directory: each removes what it has saved itself, and replaces that and what ended runs saved."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +56,53 @@ def saved(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir() if path.is_dir()}
 
 
-def test_a_run_that_begins_anew_leaves_another_ones_checkpoints(begin: Begin, runs: Path) -> None:
+def test_a_script_that_is_run_again_replaces_the_tags_of_its_last_run(
+    begin: Begin, runs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one warning; what it does not save again stays, also beyond the checkpoints that it keeps."""
     old = begin()
     train(old, runs, 3)
     old.close()
+    theirs = run_of(runs / "global_step1")
     new = begin()
-    with pytest.raises(CheckpointError, match=r"global_step1 is a checkpoint of another run"):
-        train(new, runs, 1)
-    train(new, runs / "its own", 2)
-    assert saved(runs) == {"global_step1", "global_step2", "global_step3", "its own"}
-    assert run_of(runs / "global_step1") != run_of(runs / "its own" / "global_step1")
+    train(new, runs, 2, keep=1)
+    ours = run_of(runs / "global_step2")
+    assert saved(runs) == {"global_step2", "global_step3"}
+    assert run_of(runs / "global_step3") == theirs != ours
+    assert (runs / "latest").read_text() == "global_step2"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith(f"{runs / 'global_step1'} is a checkpoint of an earlier run, and is replaced")
+
+
+def test_a_checkpoint_of_an_ended_run_stays_until_the_new_one_is_whole(begin: Begin, runs: Path) -> None:
+    old = begin()
+    train(old, runs, 1)
+    old.close()
+    theirs = run_of(runs / "global_step1")
+    new = begin()
+    new.backward(new(torch.ones(2, 4)).sum())
+    new.step()
+    with held_saves() as let_go:
+        saving = new.save_checkpoint(runs, background=True)
+        assert run_of(runs / "global_step1") == theirs
+        reader = begin()
+        assert reader.load_checkpoint(runs)[0] == str(runs / "global_step1")
+        let_go()
+        saving.wait()
+    assert run_of(runs / "global_step1") != theirs
+
+    def fail(*_: Any) -> None:
+        raise CheckpointError("the disk is full")
+
+    before = run_of(runs / "global_step1")
+    again = begin()
+    again.backward(again(torch.ones(2, 4)).sum())
+    again.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saver, "_copy", fail)
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            again.save_checkpoint(runs)
+    assert run_of(runs / "global_step1") == before
 
 
 def test_a_run_that_goes_on_is_the_same_run(begin: Begin, runs: Path) -> None:
@@ -83,10 +122,9 @@ def test_who_takes_the_weights_alone_is_another_run(begin: Begin, runs: Path) ->
     old.close()
     new = begin()
     new.load_checkpoint(runs, load_optimizer_states=False)
-    with pytest.raises(CheckpointError, match="another run"):
-        train(new, runs, 1)
     new.save_checkpoint(runs, "mine", keep=1)
     assert saved(runs) == {"global_step1", "global_step2", "mine"}
+    assert run_of(runs / "mine") != run_of(runs / "global_step1")
 
 
 def test_an_engine_made_anew_saves_where_an_open_one_has_saved(begin: Begin, runs: Path) -> None:
@@ -107,8 +145,9 @@ def test_an_engine_made_anew_saves_where_an_open_one_has_saved(begin: Begin, run
     assert third.global_steps == 5
 
 
-def save_while_saving(first: Engine, other: Engine, directory: Path) -> None:
-    """``one`` saves in the background, and has not ended when ``other`` begins."""
+@contextmanager
+def held_saves() -> Iterator[Callable[[], None]]:
+    """Saves copy nothing until the function is called, or the block ends."""
     let, copy = threading.Event(), Saver._copy
 
     def hold(*args: Any) -> None:
@@ -117,11 +156,20 @@ def save_while_saving(first: Engine, other: Engine, directory: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Saver, "_copy", hold)
+        try:
+            yield let.set
+        finally:
+            let.set()
+
+
+def save_while_saving(first: Engine, other: Engine, directory: Path) -> None:
+    """``first`` saves in the background, and has not ended when ``other`` begins."""
+    with held_saves() as let_go:
         saving = first.save_checkpoint(directory, "held", background=True)
         try:
             other.save_checkpoint(directory, "other")
         finally:
-            let.set()
+            let_go()
             saving.wait()
     assert (directory / "held" / "checkpoint.json").is_file()
 
@@ -132,6 +180,6 @@ def test_two_models_of_one_program_share_a_directory_by_tags(begin: Begin, runs:
         train(first, runs, 1, tag="generator")
         train(other, runs, 1, tag="discriminator")
     assert saved(runs) == {"generator", "discriminator"}
-    with pytest.raises(CheckpointError, match="is a checkpoint of another run"):
+    with pytest.raises(CheckpointError, match="of another engine of this process, which has saved it since"):
         other.save_checkpoint(runs, "generator")
     assert run_of(runs / "generator") != run_of(runs / "discriminator")

@@ -277,6 +277,16 @@ def test_a_name_that_begins_with_an_underscore_is_a_remark() -> None:
     assert remarks == {"_comment", "zero_optimization._note"} and not report.refused
 
 
+@pytest.mark.parametrize(
+    "section", ["flops_profiler", "activation_checkpointing", "tensor_parallel", "nebula"]
+)
+def test_a_section_of_one_rule_may_have_a_remark(section: str) -> None:
+    _, report = examine(settings(**{section: {"_why": {"of": "ours"}, "enabled": False}}))
+    notes = {entry.key: entry.note for entry in report.entries if "_why" in entry.key}
+    assert notes == {f"{section}._why": "comment: its name starts with _"}
+    assert all("_why" not in entry.key for entry in report.refused)
+
+
 def test_a_schedule_of_no_steps_has_no_effect_where_there_is_no_optimizer() -> None:
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 0, "warmup_num_steps": 0}}
     config, report = load({"train_batch_size": 1, "scheduler": schedule})

@@ -28,6 +28,7 @@ _CLIPPING = 1.0
 _OFF = "off: requests nothing"
 _ANY_SCHEDULER = "Pass any other scheduler to initialize(lr_scheduler=...)"
 _ABSENT = "empty: same as absent"
+_COMMENT = "comment: its name starts with _"
 
 
 class ConfigReading:
@@ -48,7 +49,7 @@ class ConfigReading:
             if key in KEYS:
                 self._read_key(key, value, KEYS[key])
             elif str(name).startswith("_"):
-                self._note(key, value, KeyVerdict.NO_EFFECT, "comment: its name starts with _", off=True)
+                self._note(key, value, KeyVerdict.NO_EFFECT, _COMMENT, off=True)
             elif key not in SECTIONS:
                 names = {path.removeprefix(prefix) for path in (*KEYS, *SECTIONS) if path.startswith(prefix)}
                 self._note(key, value, KeyVerdict.REFUSED, f"unknown key; {suggestion(key, names)}")
@@ -164,7 +165,9 @@ class ConfigReading:
     def _check_inside(self, section: str, values: Mapping[str, Any], rule: KeyRule) -> None:
         """Refuses unknown names in a section; the rule of the section applies to all its known names."""
         for path, value in _leaves(values):
-            if not rule.has_inside(path):
+            if path.rpartition(".")[2].startswith("_"):
+                self._note(f"{section}.{path}", value, KeyVerdict.NO_EFFECT, _COMMENT, off=True)
+            elif not rule.has_inside(path):
                 parent = path[: path.rfind(".") + 1]
                 siblings = {name.removeprefix(parent) for name in rule.inside if name.startswith(parent)}
                 hint = suggestion(f"{section}.{path}", siblings)
@@ -453,7 +456,8 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     for name, value in section.items():
         path = f"{prefix}{dotted((str(name),))}"
         yield path, value
-        if isinstance(value, Mapping):
+        # What is below a comment is a part of it.
+        if isinstance(value, Mapping) and not str(name).startswith("_"):
             yield from _leaves(value, f"{path}.")
 
 

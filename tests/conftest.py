@@ -31,17 +31,32 @@ settings.register_profile("thorough", deadline=None, max_examples=200)  # of `ma
 settings.load_profile("tiering")
 
 
+LAUNCHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard() -> None:
     """A shell makes background processes ignore SIGINT, and their children inherit that: restore the handler."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # nohup ignores it.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
 def nobody_waits_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening swap space does not wait for the space of a process that has just ended, unless a test sets it."""
     monkeypatch.setattr(swap_file, "PATIENCE_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher() -> Iterator[None]:
+    """Remove the variables of a launcher that a test, or a library in it, sets: accelerate would read them."""
+    before = os.environ.keys() & LAUNCHER
+    yield
+    for name in (os.environ.keys() & LAUNCHER) - before:
+        del os.environ[name]
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ class Engine:
         self._ready.check_open("forward")
         self._ready.give_up_unfinished()
         self._parameters.check_residents()
-        if self.module.training and torch.is_grad_enabled() and self.optimizer.trains:
+        if self.module.training and torch.is_grad_enabled():
             self._parameters.check_frozen()
         if self.settings.cast_inputs:
             args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.settings.precision])

@@ -104,7 +104,7 @@ def connect(
     accumulation = Accumulation(config.gradient_accumulation_steps)
     checkpoints = Checkpoints(run, model, config, parts, updates, accumulation)
     state = TieredState(parts, before_write=checkpoints.before_write)
-    parameters = Parameters(model, parts.groups, state)
+    parameters = Parameters(model, parts.groups, state, trains=parts.optimizer.trains)
 
     gathers = parts.collectives if any(group.sharded for group in parts.groups) else None
     prefetcher = Prefetcher(None if gathers is None else gathers.agree)

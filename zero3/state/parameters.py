@@ -19,10 +19,13 @@ log = logging.getLogger(__name__)
 class Parameters:
     """The parameters of ``model``, which are in ``groups``, and whose masters are in ``state``.
 
-    Stores in-place edits of the groups' parameters (param_group.EditListener).
+    Stores in-place edits of the groups' parameters (param_group.EditListener). ``trains``: frozen parameters must stay
+    frozen, because the trained ones have optimizer state and they have none.
     """
 
-    def __init__(self, model: nn.Module, groups: list[ParamGroup], state: TieredState) -> None:
+    def __init__(
+        self, model: nn.Module, groups: list[ParamGroup], state: TieredState, *, trains: bool
+    ) -> None:
         self.groups = groups
         self._model = model
         self._state = state
@@ -33,7 +36,7 @@ class Parameters:
             (param, piece.name)
             for group in groups
             for param, piece in zip(group.params, group.layout.pieces, strict=True)
-            if not piece.trainable
+            if trains and not piece.trainable
         ]
         self._by_name = {piece.name: (group, piece) for group in groups for piece in group.layout.pieces}
         self._warned_of_names = False

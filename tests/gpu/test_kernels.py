@@ -153,6 +153,9 @@ RULES: dict[str, Callable[[int], Rule]] = {
     "adam": lambda step: kernels.adam(
         lr=1e-3, beta1=0.3, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, decoupled=False
     ),
+    "adam, uncorrected": lambda step: kernels.adam(
+        lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, bias_correction=False
+    ),
     "lion": lambda step: kernels.lion(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, step=step),
     "adagrad": lambda step: kernels.adagrad(lr=1e-2, lr_decay=0.1, eps=1e-10, weight_decay=0.1, step=step),
     "sgd": lambda step: kernels.sgd(

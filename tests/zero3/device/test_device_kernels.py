@@ -290,6 +290,7 @@ def sgd(step: int, *, lr: float = 1e-2, beta: float = 0.9, weight_decay: float =
 RULES: dict[str, Callable[..., Rule]] = {
     "adamw": adam,
     "adam": partial(adam, decoupled=False),
+    "adam, uncorrected": partial(adam, bias_correction=False),
     "lion": lion,
     "adagrad": adagrad,
     "sgd": sgd,

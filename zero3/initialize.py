@@ -47,7 +47,7 @@ class EngineParts(NamedTuple):
     lr_scheduler: LRScheduler | None
 
 
-# The signature is that of DeepSpeed; the last two parameters are new.
+# The signature is that of DeepSpeed; the parameters after the star are new.
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

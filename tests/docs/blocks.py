@@ -27,8 +27,9 @@ class Block:
 
     @property
     def file_name(self) -> str | None:
-        """Of a configuration: the name in its first line, as ``// ds_config.json``."""
-        named = re.match(r"// (\S+)\n", self.body) if self.language in ("json", "jsonc") else None
+        """Of a configuration or a script: the name in its first line, as ``// ds_config.json`` or ``# train.py``."""
+        remark = {"json": "//", "jsonc": "//", "python": "#"}.get(self.language)
+        named = re.match(rf"{remark} (\S+\.\w+)\n", self.body) if remark else None
         return named[1] if named else None
 
     def commands(self) -> list[tuple[str, str]]:

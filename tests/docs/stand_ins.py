@@ -12,12 +12,27 @@ Key = tuple[str, str]
 
 # Text that is replaced in Python blocks and in commands: paths, and sizes that would take hours or gigabytes.
 REPLACED: dict[str, dict[str, str]] = {
-    "README.md": {"/local_nvme": "nvme", "4GiB": "64MiB"},
+    "README.md": {
+        "/local_nvme": "nvme",
+        "4GiB": "64MiB",
+        "max_steps=1000": "max_steps=2",
+        "bf16=True": "bf16=True, use_cpu=True",
+    },
     "checkpoints.md": {"% 500": "% 2", "runs/mine": "runs/7", "global_step3000": "global_step4"},
     "doctor.md": {"/mnt/nvme0 /mnt/nvme1": "nvme", "/var/tmp": "nvme"},
     "lightning.md": {"/local_nvme": "nvme"},
     "planning.md": {"/mnt/nvme": "nvme"},
     "sizing.md": {"/nvme0 /nvme1": "nvme"},
+    "transformers.md": {
+        "/local_nvme": "nvme",
+        "4GiB": "64MiB",
+        "Qwen/": "",
+        '"*.py"))[:20]': '"bisect.py"))',
+        "max_steps=20": "max_steps=2",
+        "save_steps=10": "save_steps=2",
+        "eval_steps=10": "eval_steps=2",
+        "bf16=True": "bf16=True, use_cpu=True",
+    },
     "tierbench.md": {"/mnt/nvme0": "nvme", "/local_nvme": "nvme", "DIR": "nvme"},
 }
 
@@ -71,14 +86,49 @@ CONFIG = """{"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, 
 DS_CONFIG = """{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3},
 "optimizer": {"type": "AdamW"}}"""
 WRITTEN: dict[str, dict[str, str]] = {
-    "README.md": {"config.json": CONFIG, "ds_config.json": DS_CONFIG},
+    "README.md": {
+        "config.json": CONFIG,
+        "ds_config.json": DS_CONFIG,
+        "zero3_nvme.json": '{"zero_optimization": {"stage": 3}}',
+    },
     "sizing.md": {"config.json": CONFIG},
     "migrate-from-deepspeed.md": {"train.py": "import deepspeed\n"},
 }
 
 # Python that runs before a block: what the page takes as given, in small.
+TRANSFORMERS = (
+    LLAMA
+    + """\
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+symbols = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+bytes_of = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(symbols)}, merges=[]))
+bytes_of.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+bytes_of.decoder = decoders.ByteLevel()
+small = LlamaConfig(vocab_size=len(symbols), bos_token_id=1, eos_token_id=1, pad_token_id=0, **sizes)
+for directory in ("Qwen3-0.6B", "Llama-3.2-3B"):
+    LlamaForCausalLM(small).save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=bytes_of, pad_token="<pad>", eos_token="</s>"
+    ).save_pretrained(directory)
+"""
+)
+
 GIVEN: dict[Key, str] = {
+    ("transformers.md", "# finetune.py"): TRANSFORMERS,
+    ("transformers.md", "import tiering"): dedent("""\
+        from tiering.integrations.transformers import TieringTrainer
+
+        args.save_strategy = "no"
+        data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]} for _ in range(64)]
+        """),
     ("README.md", "import tiering"): LANGUAGE_MODEL + "batches = [batch() for _ in range(8)]",
+    ("README.md", "from transformers import TrainingArguments"): dedent("""\
+        engine.close()
+        model = LlamaForCausalLM(llama)
+        data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]} for _ in range(64)]
+        """),
     ("README.md", "from optim_cpu import AdamW"): "model = build()",
     ("building.md", "torch.manual_seed(0)"): MODEL + LLAMA + "config = llama\n",
     ("building.md", 'with torch.device("meta"):'): "engine.close()\nModel = build",
@@ -121,6 +171,10 @@ GIVEN: dict[Key, str] = {
 
 # Python that runs after a block, with its names: what the page says has happened.
 HOLDS: dict[Key, str] = {
+    ("README.md", "from transformers import TrainingArguments"): (
+        "assert Path('trained/config.json').is_file()\nengine = trainer.engine"
+    ),
+    ("transformers.md", "import tiering"): "trainer.save_model()\nengine = trainer.engine",
     ("README.md", "import tiering"): "assert Path('runs/7/latest').read_text() == 'global_step8'",
     ("checkpoints.md", 'engine.load_checkpoint("runs/7")'): "assert Path('runs/7/global_step4').is_dir()",
     ("engine.md", "from contextlib import nullcontext"): (
@@ -135,6 +189,9 @@ HOLDS: dict[Key, str] = {
 # Commands that run in another form: with less to do, on a free port, for some seconds, from this source tree.
 BRIEF = "--size 64M --runtime 0.3"
 RUN_AS: dict[Key, str] = {
+    ("transformers.md", "torchrun --nproc-per-node 2 finetune.py"): (
+        "python -m torch.distributed.run --nproc-per-node 2 finetune.py"
+    ),
     ("examples.md", "python examples/mnist/train.py"): 'python "$ROOT/examples/mnist/train.py" --steps 20',
     ("examples.md", "torchrun --standalone --nproc-per-node=2 examples/mnist/train.py --steps 100"): (
         'python -m torch.distributed.run --standalone --nproc-per-node=2 "$ROOT/examples/mnist/train.py" --steps 10'
@@ -184,6 +241,7 @@ OWN_PROCESS: set[str] = {"lightning.md"}
 
 # Blocks and commands that take seconds: they run in `make test-all` alone.
 SLOW: set[Key] = {
+    ("transformers.md", "torchrun --nproc-per-node 2 finetune.py"),
     ("tierbench.md", "tierbench /mnt/nvme0 --json > before.json"),
     ("tierbench.md", "tierbench /mnt/nvme0 --json > after.json"),
     ("tierbench.md", "tierbench compare before.json after.json --fail-under 0.9"),
@@ -211,6 +269,10 @@ NODES = (
     " train.py"
 )
 NOT_RUN: dict[Key, str] = {
+    (
+        "transformers.md",
+        "pip install 'tiering[hf]'",
+    ): "installs packages; tests/test_wheel.py installs a wheel",
     (
         "lightning.md",
         "pip install 'tiering[lightning]'",

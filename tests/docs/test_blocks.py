@@ -73,6 +73,10 @@ def names() -> Iterator[dict[str, Any]]:
 
 
 def run_python(block: Block, shared: dict[str, Any]) -> None:
+    if block.file_name is not None:
+        # A script: commands of the page run it.
+        exec(stand_ins.GIVEN.get(block.key, ""), shared)
+        return
     if block.page in stand_ins.OWN_PROCESS:
         command = [sys.executable, "-W", "ignore", "-c", replaced(block.page, block.body)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -108,7 +112,7 @@ def run_page(page: str, *, slow: bool) -> None:
         Path(name).write_text(text, encoding="utf-8")
     for block in blocks(page):
         if block.file_name is not None:
-            Path(block.file_name).write_text(block.body, encoding="utf-8")
+            Path(block.file_name).write_text(replaced(page, block.body), encoding="utf-8")
     with names() as shared:
         for block in blocks(page):
             if block.key in stand_ins.NOT_RUN or (block.key in stand_ins.SLOW and not slow):

@@ -26,7 +26,9 @@ from tiering.integrations._training_arguments import Config
 from tiering.runtime import lr_schedules
 
 try:
-    if int(version("transformers").partition(".")[0]) < 5:
+    from packaging.version import Version
+
+    if Version(version("transformers")) < Version("5.7"):
         raise ImportError(f"transformers {version('transformers')} is installed")
     from accelerate.utils import broadcast_object_list
     from transformers import Trainer
@@ -36,7 +38,7 @@ try:
     from tiering.integrations._trainer_engine import TrainerEngines
 except (ImportError, PackageNotFoundError) as error:
     raise ImportError(
-        "tiering.integrations.transformers needs transformers 5.3 or newer and accelerate; install them with"
+        "tiering.integrations.transformers needs transformers 5.7 or newer and accelerate; install them with"
         f" `pip install 'tiering[hf]'` ({error})"
     ) from error
 

@@ -133,3 +133,40 @@ def test_after_release_it_is_a_plain_model(start: Start) -> None:
     assert all(type(param) is nn.Parameter for param in front.parameters())
     with pytest.raises(EngineStateError, match=r"forward was called after release\(\)"):
         front(*next(batches(1)))
+
+
+@EVERYWHERE
+def test_a_trainer_trains_twice(start: Start, place: str) -> None:
+    """release() between both, as a trainer that makes its engine anew: bit-equal with a new model of these values."""
+    options = {**PLACEMENTS[place], "precision": "fp32", "accumulation": 1}
+    model = built()
+    first = start(model, **options)
+    old = first.as_module(), first.as_optimizer()
+    for tokens, targets in batches(2):
+        old[0](tokens, targets).backward()
+        old[1].step()
+    first.release()
+    for each in old:
+        each.zero_grad()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    carried = built()
+    carried.load_state_dict(values)
+    runs = []
+    for each in (model, carried):
+        engine = start(each, **options)
+        module, optimizer = engine.as_module(), engine.as_optimizer()
+        assert module is not old[0] and optimizer is not old[1]
+        for tokens, targets in batches(2, seed=8):
+            module(tokens, targets).backward()
+            optimizer.step()
+        runs.append(engine.master_state_dict())
+    assert differing(*runs) == []
+
+
+def test_zero_grad_of_the_model_after_close_does_nothing(start: Start) -> None:
+    """As a trainer calls it on the model that it was given."""
+    engine = start(built(), **STREAMED)
+    engine.close()
+    engine.module.zero_grad()
+    engine.as_module().zero_grad()
+    assert all(param.grad is None for param in engine.module.parameters())

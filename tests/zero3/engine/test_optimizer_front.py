@@ -256,6 +256,8 @@ def test_resuming(start: Start, place: str, tmp_path: Any) -> None:
         optimizer.load_state_dict(saved)
     resumed.load_checkpoint(tmp_path / "checkpoints")
     groups = optimizer.param_groups
+    # As accelerate does when it prepares an optimizer.
+    optimizer.load_state_dict(optimizer.state_dict())
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups is groups is resumed.optimizer.param_groups
     by_loop(resumed, BACKWARDS["loss.backward"])

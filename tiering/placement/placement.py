@@ -95,17 +95,17 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     largest = max((load.home_bytes(group) for group in load.groups), default=0)
     fetch_window = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
     offload_window = 2 * _largest_arrival(load) if load.steps_copy_out else 0
-    fixed.take(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
+    fixed.add(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
     max_tile = largest_tile(load)
 
     # If the device has its own memory, updated parameters reach it through a slot.
     filled = None if load.steps_copy_out else _fill_host(load, fixed, param_tiers, grad_tiers, max_tile, None)
     if filled is None:
         # Checksums for all bytes that may go to NVMe: an upper bound, since bytes kept in host memory need none.
-        fixed.take(Tier.HOST, checksum_bytes(load, _most_on_nvme(load, param_tiers, grad_tiers)), "checksums")
+        fixed.add(Tier.HOST, checksum_bytes(load, _most_on_nvme(load, param_tiers, grad_tiers)), "checksums")
         tile, slots = tile_and_slots(load, fixed.remaining(Tier.HOST), param_tiers, grad_tiers)
-        fixed.take(Tier.HOST, slots_for(load, tile, slots, param_tiers, grad_tiers).nbytes, "staging")
-        fixed.take(Tier.HOST, grad_window(load, grad_tiers), "gradients on their way to NVMe")
+        fixed.add(Tier.HOST, slots_for(load, tile, slots, param_tiers, grad_tiers).nbytes, "staging")
+        fixed.add(Tier.HOST, grad_window(load, grad_tiers), "gradients on their way to NVMe")
         fixed.check()
         filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, slots)
     assert filled is not None
@@ -113,7 +113,7 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
         (_chain_bytes(load, index, filled.params) for index in range(len(load.groups))), default=0
     )
     tiles, update_window = _visits(load, filled, fixed.remaining(Tier.DEVICE) - least_working)
-    fixed.take(Tier.DEVICE, update_window.nbytes, "update window")
+    fixed.add(Tier.DEVICE, update_window.nbytes, "update window")
     working = _working_set(load, filled.params, fixed)
     least, usual = _reduction(load), _reduction(load, ahead=1)
     fits = usual.nbytes - least.nbytes <= fixed.remaining(Tier.DEVICE) - working
@@ -155,15 +155,15 @@ def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], lis
         grad_tiers[index] = Tier.HOST
     for index, group in enumerate(load.groups):
         if param_tiers[index] is not Tier.NVME:
-            fixed.take(param_tiers[index], load.home_bytes(group), f"parameters of {group.name}")
+            fixed.add(param_tiers[index], load.home_bytes(group), f"parameters of {group.name}")
         if grad_tiers[index] is not Tier.NVME:
-            fixed.take(grad_tiers[index], load.home_grad_bytes(group), f"gradients of {group.name}")
+            fixed.add(grad_tiers[index], load.home_grad_bytes(group), f"gradients of {group.name}")
         if load.optimizer_tiers[index] is not Tier.NVME:
-            fixed.take(
+            fixed.add(
                 load.optimizer_tiers[index], load.state_bytes(group), f"optimizer state of {group.name}"
             )
-    fixed.take(Tier.DEVICE, load.local_grad_bytes, "local gradients")
-    fixed.take(Tier.DEVICE, _reduction(load).nbytes, "gradient reduction")
+    fixed.add(Tier.DEVICE, load.local_grad_bytes, "local gradients")
+    fixed.add(Tier.DEVICE, _reduction(load).nbytes, "gradient reduction")
     fixed.check()
     return fixed, param_tiers, grad_tiers
 
@@ -216,7 +216,7 @@ def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]
         )
         if fits_in_host and param_tiers[index] is Tier.NVME:
             param_tiers[index] = Tier.HOST
-            fixed.take(Tier.HOST, group.param_bytes, f"parameters of {group.name}")
+            fixed.add(Tier.HOST, group.param_bytes, f"parameters of {group.name}")
 
 
 class _Room:
@@ -226,7 +226,7 @@ class _Room:
         self.budgets = budgets
         self.used: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
 
-    def take(self, tier: Tier, nbytes: int, use: str) -> None:
+    def add(self, tier: Tier, nbytes: int, use: str) -> None:
         if nbytes:
             kind = use.split(" of ")[0]
             self.used[tier][kind] = self.used[tier].get(kind, 0) + nbytes

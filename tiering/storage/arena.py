@@ -306,9 +306,9 @@ class Arena:
         self._recount_if_stale()
         try:
             # A lease of zero bytes takes no page: the plan gives a group without gradients none.
-            offset = self._free.take(size, at=at) if size else 0
+            offset = self._free.allocate(size, at=at) if size else 0
             if offset is None and self._reclaim_lost():
-                offset = self._free.take(size, at=at)
+                offset = self._free.allocate(size, at=at)
             if offset is None:
                 return None
             lease = Lease(self, offset, size, kind)
@@ -331,7 +331,7 @@ class Arena:
                 del self._leases[lease.offset]
                 self._by_kind[lease.kind] -= lease.nbytes
                 self._used -= lease.nbytes
-                self._free.give(lease.offset, lease.nbytes)
+                self._free.free(lease.offset, lease.nbytes)
                 lease.nbytes = 0
         except BaseException:
             self._stale = True
@@ -359,7 +359,7 @@ class Arena:
         self._leases = {lease.offset: weakref.ref(lease) for lease in leases}
         self._free, self._by_kind, self._used = FreeRanges(self.capacity), Counter(), 0
         for lease in leases:
-            self._free.take(lease.nbytes, at=lease.offset)
+            self._free.allocate(lease.nbytes, at=lease.offset)
             self._count(lease)
         # Last: after an exception above, the next caller rebuilds again.
         self._stale = False

@@ -11,10 +11,10 @@ class FreeRanges:
     def __init__(self, size: int) -> None:
         self._ranges: list[tuple[int, int]] = [(0, size)] if size else []  # sorted (start, end)
 
-    def take(self, size: int, *, at: int | None = None) -> int | None:
-        """Take a range of ``size``, the first that fits or the one ``at`` an offset, and return its start.
+    def allocate(self, size: int, *, at: int | None = None) -> int | None:
+        """Allocate a range of ``size``: the first that fits, or the range ``at`` an offset. Returns its start.
 
-        None if no range fits, or the one at the offset is not free.
+        None if no range fits, or the range at the offset is not free.
         """
         for index, (start, end) in enumerate(self._ranges):
             first = start if at is None else at
@@ -25,13 +25,13 @@ class FreeRanges:
             return first
         return None
 
-    def give(self, start: int, size: int) -> None:
+    def free(self, start: int, size: int) -> None:
         """Make [start, start + size) free again."""
         end = start + size
         index = bisect(self._ranges, (start, end))
         before = self._ranges[index - 1] if index else None
         after = self._ranges[index] if index < len(self._ranges) else None
-        assert (before is None or before[1] <= start) and (after is None or end <= after[0]), "given twice"
+        assert (before is None or before[1] <= start) and (after is None or end <= after[0]), "freed twice"
         first, last = index, index
         if before is not None and before[1] == start:
             start, first = before[0], index - 1

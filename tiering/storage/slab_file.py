@@ -111,7 +111,7 @@ class SlabFile:
         size = round_up(nbytes)
         # Extents of two threads must not overlap: their transfers would not be ordered.
         with self._lock:
-            start = self._free.take(size)
+            start = self._free.allocate(size)
             if start is not None:
                 self.used += size
                 return Extent(start, size, names)
@@ -131,7 +131,7 @@ class SlabFile:
             # Before the range is free: an owner that still has the extent can begin no transfer any more.
             nbytes, extent.nbytes = extent.nbytes, 0
             if nbytes:
-                self._free.give(extent.offset, nbytes)
+                self._free.free(extent.offset, nbytes)
                 self.used -= nbytes
 
     def swap_in(

@@ -22,19 +22,19 @@ KIND = "unsharded groups"
 
 
 class DeviceRoom(ABC):
-    """Memory for the bytes of ``flat``. Calls come in this order: ``take``, ``open``, ``attach``, ``give_back``.
+    """Memory for the bytes of ``flat``. Calls come in this order: ``acquire``, ``open``, ``attach``, ``release``.
 
-    Until ``take_bytes`` the tensor has memory with undefined values, so that views of it can be created.
+    Until ``remove_bytes`` the tensor has memory with undefined values, so that views of it can be created.
     """
 
     flat: Tensor
 
     @abstractmethod
-    def take_bytes(self, name: str) -> None:
+    def remove_bytes(self, name: str) -> None:
         """Remove the memory of the tensor until ``attach``; ``name`` is its name in an error about a read."""
 
     @abstractmethod
-    def take(self, *, at: int | None, wait: bool) -> bool:
+    def acquire(self, *, at: int | None, wait: bool) -> bool:
         """Reserve the memory. Without room, returns False, or raises ArenaError if ``wait`` is set."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class DeviceRoom(ABC):
         """Let the flat tensor show the bytes. Compute that is queued from now on runs after they were written."""
 
     @abstractmethod
-    def give_back(self, last_use: Event | None) -> None:
+    def release(self, last_use: Event | None) -> None:
         """Remove the bytes from the tensor and free the memory, which is used until ``last_use``.
 
         With None, bytes that were attached are used until all compute queued so far has run, and other bytes are not
@@ -67,14 +67,14 @@ class SlabRoom(DeviceRoom):
         self._bytes: Tensor | None = None  # the lease; while attached, the empty memory of the flat tensor
         self._attached = False
 
-    def take_bytes(self, name: str) -> None:
+    def remove_bytes(self, name: str) -> None:
         exchange_pointers(self.flat, torch.empty(0, dtype=torch.uint8, device=self.flat.device))
         # After the exchange, because the mark belongs to the memory: this closes the empty memory. ``attach`` exchanges
-        # it for the lease, which is open, and ``give_back`` exchanges them again.
+        # it for the lease, which is open, and ``release`` exchanges them again.
         close_storage(self.flat, name)
 
-    def take(self, *, at: int | None, wait: bool) -> bool:
-        # Only this thread frees room, by ``give_back``, so a wait would never end.
+    def acquire(self, *, at: int | None, wait: bool) -> bool:
+        # Only this thread frees room, by ``release``, so a wait would never end.
         self._lease = (
             self._slab.lease(self._nbytes, KIND, at=at, alone=True)
             if wait
@@ -93,7 +93,7 @@ class SlabRoom(DeviceRoom):
         exchange_pointers(self.flat, self._bytes)
         self._attached = True
 
-    def give_back(self, last_use: Event | None) -> None:
+    def release(self, last_use: Event | None) -> None:
         lease, self._lease = self._lease, None
         assert lease is not None
         if self._attached:
@@ -127,10 +127,10 @@ class AllocatedRoom(DeviceRoom):
         self._alone = alone
         self._entry: LedgerEntry | None = None
 
-    def take_bytes(self, name: str) -> None:
+    def remove_bytes(self, name: str) -> None:
         self.flat.untyped_storage().resize_(0)
 
-    def take(self, *, at: int | None, wait: bool) -> bool:
+    def acquire(self, *, at: int | None, wait: bool) -> bool:
         entry = (self._ledger.lease if wait else self._ledger.try_lease)(self._nbytes, KIND)
         if entry is None:
             return False
@@ -152,7 +152,7 @@ class AllocatedRoom(DeviceRoom):
     def attach(self) -> None:
         pass
 
-    def give_back(self, last_use: Event | None) -> None:
+    def release(self, last_use: Event | None) -> None:
         assert self._entry is not None
         streams = self._tiers.streams
         if streams is not None:

@@ -34,7 +34,7 @@ class FlatStorage(ABC):
     flat: Tensor
 
     @abstractmethod
-    def take_bytes(self, name: str) -> None:
+    def remove_bytes(self, name: str) -> None:
         """Free the storage's own bytes, once the views exist. Errors call the storage ``name`` from then on."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ class ArenaStorage(FlatStorage):
         # The lease as a tensor; while the storage has the bytes, this tensor has the empty pointer.
         self._bytes: Tensor | None = None
 
-    def take_bytes(self, name: str) -> None:
+    def remove_bytes(self, name: str) -> None:
         if self._tiers.nowhere is None:
             self.flat.untyped_storage().resize_(0)
         close_storage(self.flat, name)
@@ -172,7 +172,7 @@ class CopiedStorage(FlatStorage):
         self._arrived: Event | None = None
 
     def start(self, *, at: int | None, wait: bool) -> bool:
-        if not self._room.take(at=at, wait=wait):
+        if not self._room.acquire(at=at, wait=wait):
             return False
         extent, window = self._home.extent, self._tiers.fetch_window
         if extent is None:
@@ -182,7 +182,7 @@ class CopiedStorage(FlatStorage):
         lease = (window.lease if wait else window.try_lease)(extent.nbytes, "parameters")
         if lease is None:
             # Nothing has written to the room, so it is free at once.
-            self._room.give_back(None)
+            self._room.release(None)
             return False
         try:
             self._ticket = self._tiers.swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
@@ -190,13 +190,13 @@ class CopiedStorage(FlatStorage):
             # As in ExchangedStorage: no read may fill the lease after its release.
             self._tiers.swap.settle(extent)
             lease.release()
-            self._room.give_back(None)
+            self._room.release(None)
             raise
         self._lease = lease
         return True
 
-    def take_bytes(self, name: str) -> None:
-        self._room.take_bytes(name)
+    def remove_bytes(self, name: str) -> None:
+        self._room.remove_bytes(name)
 
     def advance(self) -> None:
         if self._ticket is not None and self._ticket.done():
@@ -220,7 +220,7 @@ class CopiedStorage(FlatStorage):
             self._ticket = self._lease = None
         # If the copy was not used yet, only the copy has touched the room: the room is free when the copy ends.
         arrived, self._arrived = self._arrived, None
-        self._room.give_back(arrived)
+        self._room.release(arrived)
 
     def _finish_read(self) -> None:
         assert self._ticket is not None

@@ -199,11 +199,11 @@ class DeviceGatheredStorage(ShardedStorage):
         # The end of the copy of the shard to its ranges.
         self._copied: Event | None = None
 
-    def take_bytes(self, name: str) -> None:
-        self._room.take_bytes(name)
+    def remove_bytes(self, name: str) -> None:
+        self._room.remove_bytes(name)
 
     def start(self, *, at: int | None, wait: bool) -> bool:
-        if not self._room.take(at=at, wait=wait):
+        if not self._room.acquire(at=at, wait=wait):
             return False
         extent, window = self._home.extent, self._tiers.fetch_window
         if extent is not None:
@@ -217,7 +217,7 @@ class DeviceGatheredStorage(ShardedStorage):
             except BaseException:
                 self._tiers.swap.settle(extent)
                 lease.release()
-                self._room.give_back(None)
+                self._room.release(None)
                 raise
             self._lease = lease
         return True
@@ -259,7 +259,7 @@ class DeviceGatheredStorage(ShardedStorage):
         # Gathers run on one stream: behind the last one, nothing writes here. Without an end, see above, the room stays
         # leased.
         if ends is not None:
-            self._room.give_back(ends[-1] if ends else copied)
+            self._room.release(ends[-1] if ends else copied)
 
     def _bring_shard(self, whole: Tensor, after: list[Event]) -> None:
         """Copy this rank's shard to its ranges of ``whole``, after the events in ``after``."""

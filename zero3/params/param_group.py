@@ -139,7 +139,7 @@ class ParamGroup:
         self._edit_listener: EditListener | None = None
         if self._storage is not None:
             # Last: the views above are made while the storage has bytes.
-            self._storage.take_bytes(description)
+            self._storage.remove_bytes(description)
 
     def listen(self, listener: EditListener) -> None:
         """Call ``listener`` from now on for in-place edits, which may happen once the parameters are adopted."""

@@ -164,9 +164,9 @@ class Collectives:
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         transport = TRANSPORTS[device.type]
         # In one order on all ranks: torch matches process groups of one membership by the order in which they are made.
-        self._groups.take("gather", self._new_group(timeout, transport))
-        self._groups.take("reduction", self._new_group(timeout, transport))
-        self._groups.take("control", self._new_group(timeout, "gloo"))
+        self._groups.add("gather", self._new_group(timeout, transport))
+        self._groups.add("reduction", self._new_group(timeout, transport))
+        self._groups.add("control", self._new_group(timeout, "gloo"))
         self.peers.agree("initialize")
         if device.type == "cuda":
             gpu = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)

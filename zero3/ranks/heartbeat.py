@@ -364,7 +364,7 @@ class Heartbeat:
     def _read_beats(self, ranks: list[int]) -> None:
         observed = [rank for rank in ranks if rank in self.observed]
         beats = self.store.read_beats(observed, [rank for rank in ranks if rank not in self.observed])
-        self.observed.take(beats, self._clock)
+        self.observed.update(beats, self._clock)
 
     def _judge_processes(self) -> None:
         """A local process that has ended without publishing it is lost at once."""

@@ -42,7 +42,7 @@ class Observations:
         """The rank; None before its first beat was read."""
         return self._observed.get(rank)
 
-    def take(self, beats: Mapping[int, Beat], clock: float) -> None:
+    def update(self, beats: Mapping[int, Beat], clock: float) -> None:
         """``beats`` were read at ``clock``, in seconds of the heartbeat's clock."""
         for rank, beat in beats.items():
             peer = self._observed.get(rank)

@@ -50,7 +50,7 @@ class ProcessGroups:
         self._severing = threading.Lock()  # guards _severed, and the end of the groups
         self._severed = False
 
-    def take(self, kind: Kind, group: dist.ProcessGroup) -> None:
+    def add(self, kind: Kind, group: dist.ProcessGroup) -> None:
         """Hold ``group`` for ``kind``. This is the only reference: its threads and sockets end with ``leave``."""
         self._groups_by_kind[kind] = group
 

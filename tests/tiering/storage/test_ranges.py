@@ -47,14 +47,14 @@ def test_like_a_bitmap(size: int, moves: list[tuple[bool, int, bool, int]]) -> N
         if take or not model:
             fits = bitmap.fits(amount)
             at = pick % (size + 1) if placed else None
-            start = ranges.take(amount, at=at)
+            start = ranges.allocate(amount, at=at)
             assert start == ((fits[0] if fits else None) if at is None else (at if at in fits else None))
             if start is not None:
                 bitmap.mark(start, amount, free=False)
                 model.append((start, amount))
         else:
             start, given_back = model.pop(pick % len(model))
-            ranges.give(start, given_back)
+            ranges.free(start, given_back)
             bitmap.mark(start, given_back, free=True)
         assert ranges._ranges == bitmap.runs()
         assert ranges.largest == max((end - first for first, end in bitmap.runs()), default=0)
@@ -63,33 +63,33 @@ def test_like_a_bitmap(size: int, moves: list[tuple[bool, int, bool, int]]) -> N
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
 def test_what_is_given_back_merges_in_any_order(order: tuple[int, ...]) -> None:
     ranges = FreeRanges(30)
-    assert [ranges.take(10) for _ in range(3)] == [0, 10, 20]
-    assert ranges.take(1) is None
+    assert [ranges.allocate(10) for _ in range(3)] == [0, 10, 20]
+    assert ranges.allocate(1) is None
     for index in order:
-        ranges.give(10 * index, 10)
+        ranges.free(10 * index, 10)
     assert ranges._ranges == [(0, 30)]
 
 
 def test_first_fit_from_the_bottom_or_the_place_asked_for() -> None:
     ranges = FreeRanges(100)
-    assert ranges.take(100) == 0
+    assert ranges.allocate(100) == 0
     for start in (10, 40, 70):
-        ranges.give(start, 20)
-    assert ranges.take(5, at=85) == 85
-    assert ranges.take(5) == 10
-    assert ranges.take(16) == 40  # what is left of the first, [15, 30), is one too small
-    assert ranges.take(16, at=70) is None
-    assert ranges.take(5, at=75) == 75
-    assert ranges.take(5, at=73) is None
+        ranges.free(start, 20)
+    assert ranges.allocate(5, at=85) == 85
+    assert ranges.allocate(5) == 10
+    assert ranges.allocate(16) == 40  # what is left of the first, [15, 30), is one too small
+    assert ranges.allocate(16, at=70) is None
+    assert ranges.allocate(5, at=75) == 75
+    assert ranges.allocate(5, at=73) is None
     assert ranges._ranges == [(15, 30), (56, 60), (70, 75), (80, 85)]
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, 10), (5, 1), (0, 1), (9, 2), (0, 30), (15, 10)])
-def test_giving_what_is_free_already_is_caught(start: int, size: int) -> None:
+def test_a_range_that_is_already_free_cannot_be_freed(start: int, size: int) -> None:
     ranges = FreeRanges(30)
-    assert ranges.take(30) == 0
-    ranges.give(0, 10)
-    ranges.give(20, 10)
-    with pytest.raises(AssertionError, match="given twice"):
-        ranges.give(start, size)
+    assert ranges.allocate(30) == 0
+    ranges.free(0, 10)
+    ranges.free(20, 10)
+    with pytest.raises(AssertionError, match="freed twice"):
+        ranges.free(start, size)
     assert ranges._ranges == [(0, 10), (20, 30)]

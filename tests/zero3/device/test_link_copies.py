@@ -122,9 +122,9 @@ def test_a_storage_over_the_slab_never_has_memory_of_its_own(gpu: FakeDevice) ->
     room = room_for(PAGE, torch.bfloat16, tiers, alone=True)  # type: ignore[arg-type]
     flat, view = room.flat, room.flat[8:16].view(2, 4)
     assert flat.data_ptr() == slab.address
-    room.take_bytes("blocks.0")
+    room.remove_bytes("blocks.0")
     assert flat.untyped_storage().nbytes() == 0
-    assert room.take(at=None, wait=True)
+    assert room.acquire(at=None, wait=True)
     target, after = room.open()
     with gpu.streams.fetch.running():
         for event in after:
@@ -135,7 +135,7 @@ def test_a_storage_over_the_slab_never_has_memory_of_its_own(gpu: FakeDevice) ->
     assert view.data_ptr() == slab.address + other.nbytes + 16
     assert view.flatten().tolist() == list(range(8, 16))
     view.sum()
-    room.give_back(None)
+    room.release(None)
     assert (flat.untyped_storage().nbytes(), slab.used) == (0, other.nbytes)
     again = slab.lease(3 * PAGE, "again", alone=True)
     assert len(slab.last_uses(again)) == 1  # what compute was told so far

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .training import Trainer
+from .training import EngineTrainer
 
 
-class DeepSpeedSide(Trainer):
+class DeepSpeedSide(EngineTrainer):
     """Its engine by ``config``, with the module that ``build`` makes under its zero.Init.
 
     It has nothing to wait for behind a step: its steps are timed as they return.
@@ -31,15 +31,6 @@ class DeepSpeedSide(Trainer):
     def facts(self) -> dict[str, Any]:
         parameters = sum(parameter.ds_numel for parameter in self.engine.module.parameters())
         return {"about": self.about, "parameters": parameters}
-
-    def forward(self, tokens: Any, targets: Any) -> Any:
-        return self.engine(tokens, targets)
-
-    def backward(self, loss: Any) -> None:
-        self.engine.backward(loss)
-
-    def update(self) -> None:
-        self.engine.step()
 
     def close(self) -> None:
         self.engine.destroy()

@@ -6,13 +6,13 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from .training import Trainer
+from .training import EngineTrainer
 
 QUIET = 0.002
 """Seconds between two looks at the transfers in flight."""
 
 
-class EngineSide(Trainer):
+class EngineSide(EngineTrainer):
     """The engine by ``config``, with the module that ``build`` makes; under ``zero.Init`` if ``partitioned``."""
 
     def __init__(self, build: Any, config: dict[str, Any], *, partitioned: bool = True) -> None:
@@ -26,15 +26,6 @@ class EngineSide(Trainer):
 
     def facts(self) -> dict[str, Any]:
         return {"about": self.about, "parameters": self.parameters}
-
-    def forward(self, tokens: Any, targets: Any) -> Any:
-        return self.engine(tokens, targets)
-
-    def backward(self, loss: Any) -> None:
-        self.engine.backward(loss)
-
-    def update(self) -> None:
-        self.engine.step()
 
     def settle(self) -> float:
         """Wait until no transfer of NVMe is in flight and none has ended, twice in a row."""

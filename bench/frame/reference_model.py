@@ -56,6 +56,27 @@ class Model:
         )
 
 
+def configuration(
+    zero: dict[str, Any], *, batch: int = 1, clip: float = CLIP, bf16: bool = True
+) -> dict[str, Any]:
+    """The sections that our engine and DeepSpeed read alike; ``zero`` is the section zero_optimization."""
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": clip,
+        "bf16": {"enabled": bf16},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "zero_optimization": zero,
+    }
+
+
+def offload(device: str, directory: str | None) -> dict[str, str]:
+    """A section that offloads to ``device``; only ``nvme`` uses ``directory``."""
+    return (
+        {"device": device, "nvme_path": directory} if device == "nvme" and directory else {"device": device}
+    )
+
+
 def _gpt() -> Any:
     spec = importlib.util.spec_from_file_location("reference_gpt", _MODEL)
     assert spec is not None and spec.loader is not None

@@ -56,6 +56,21 @@ class Trainer:
         """Release what it holds."""
 
 
+class EngineTrainer(Trainer):
+    """A side that trains through ``engine``, ours or DeepSpeed's."""
+
+    engine: Any
+
+    def forward(self, tokens: Any, targets: Any) -> Any:
+        return self.engine(tokens, targets)
+
+    def backward(self, loss: Any) -> None:
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        self.engine.step()
+
+
 Build = Callable[[Model, dict[str, Any]], Trainer]
 
 

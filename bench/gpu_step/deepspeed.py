@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from frame import reference_model
 from frame.deepspeed_engine import DeepSpeedSide
-from frame.reference_model import ADAMW, CLIP
 
 from .serve import serve
 from .work import Work
@@ -20,22 +20,15 @@ from .work import Work
 def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     """As ``deepspeed.initialize`` takes it."""
     place = {"device": "cpu", "pin_memory": True}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIP,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": place,
-            "offload_optimizer": place,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            **settings.get("zero", {}),
-        },
-        "steps_per_print": 10**9,
+    zero = {
+        "stage": 3,
+        "offload_param": place,
+        "offload_optimizer": place,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        **settings.get("zero", {}),
     }
+    return reference_model.configuration(zero) | {"steps_per_print": 10**9}
 
 
 def build(work: Work, settings: dict[str, Any]) -> DeepSpeedSide:

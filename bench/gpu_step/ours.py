@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from frame import reference_model
 from frame.engine import EngineSide
-from frame.reference_model import ADAMW, CLIP
+from frame.reference_model import CLIP, offload
 
 from .serve import serve
 from .work import Work
@@ -18,25 +19,15 @@ from .work import Work
 
 def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     """As ``tiering.initialize`` takes it."""
-
-    def place(device: str) -> dict[str, Any]:
-        return {"device": device} | ({"nvme_path": settings["directory"]} if device == "nvme" else {})
-
-    zero = dict(settings.get("zero", {}))
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": settings.get("clip", CLIP),
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": place(settings["param"]),
-            "offload_optimizer": place(settings["optimizer"]) | zero.pop("offload_optimizer", {}),
-            **zero,
-        },
-        "tiering": settings.get("tiering", {}),
+    zero, directory = dict(settings.get("zero", {})), settings.get("directory")
+    zero = {
+        "stage": 3,
+        "offload_param": offload(settings["param"], directory),
+        "offload_optimizer": offload(settings["optimizer"], directory) | zero.pop("offload_optimizer", {}),
+        **zero,
     }
+    shared = reference_model.configuration(zero, clip=settings.get("clip", CLIP))
+    return shared | {"tiering": settings.get("tiering", {})}
 
 
 class Ours(EngineSide):

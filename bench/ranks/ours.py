@@ -11,9 +11,10 @@ import time
 from collections import deque
 from typing import Any
 
+from frame import reference_model
 from frame.engine import EngineSide
 from frame.process import cpu_seconds
-from frame.reference_model import ADAMW, CLIP, Model
+from frame.reference_model import Model, offload
 from frame.training import serve_training
 
 LOOK = 0.0005
@@ -22,21 +23,13 @@ LOOK = 0.0005
 
 def configuration(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
     """As ``tiering.initialize`` takes it."""
-    sections: dict[str, Any] = {
-        section: {"device": device} | ({"nvme_path": settings["directory"]} if device == "nvme" else {})
-        for section, device in settings.get("offload", {}).items()
-    }
+    zero: dict[str, Any] = {"stage": settings["stage"]}
+    for section, device in settings.get("offload", {}).items():
+        zero[section] = offload(device, settings["directory"])
     if "persistent" in settings:
-        sections["stage3_param_persistence_threshold"] = settings["persistent"]
-    return {
-        "train_micro_batch_size_per_gpu": model.batch,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIP,
-        "bf16": {"enabled": settings["precision"] == "bf16"},
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        "zero_optimization": {"stage": settings["stage"], **sections},
-        "tiering": settings.get("tiering", {}),
-    }
+        zero["stage3_param_persistence_threshold"] = settings["persistent"]
+    shared = reference_model.configuration(zero, batch=model.batch, bf16=settings["precision"] == "bf16")
+    return shared | {"tiering": settings.get("tiering", {})}
 
 
 class Flights:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from frame import reference_model
 from frame.deepspeed_engine import DeepSpeedSide
-from frame.reference_model import ADAMW, CLIP, Model
+from frame.reference_model import Model, offload
 from frame.training import serve_training
 
 AIO = {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True}
@@ -20,19 +21,10 @@ AIO = {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overla
 def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     """As ``deepspeed.initialize`` takes it."""
     directory, zero = settings["directory"], dict(settings.get("zero", {}))
-    place = {"device": "nvme", "nvme_path": directory} if directory else {"device": "cpu"}
+    place = offload("nvme" if directory else "cpu", directory)
+    sections = {name: place | zero.pop(name, {}) for name in ("offload_param", "offload_optimizer")}
     return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIP,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": place | zero.pop("offload_param", {}),
-            "offload_optimizer": place | zero.pop("offload_optimizer", {}),
-            **zero,
-        },
+        **reference_model.configuration({"stage": 3, **sections, **zero}),
         "aio": AIO | settings.get("aio", {}),
         "steps_per_print": 10**9,
     }

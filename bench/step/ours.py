@@ -8,29 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from frame import reference_model
 from frame.engine import EngineSide
-from frame.reference_model import ADAMW, CLIP, Model
+from frame.reference_model import Model, offload
 from frame.training import serve_training
 
 
 def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     """As ``tiering.initialize`` takes it."""
     directory = settings["directory"]
-    place = {"device": "nvme", "nvme_path": directory} if directory else {"device": "none"}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIP,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": place,
-            "offload_optimizer": place,
-            **settings.get("zero", {}),
-        },
-        "tiering": settings["tiering"],
-    }
+    place = offload("nvme" if directory else "none", directory)
+    zero = {"stage": 3, "offload_param": place, "offload_optimizer": place, **settings.get("zero", {})}
+    return reference_model.configuration(zero) | {"tiering": settings["tiering"]}
 
 
 class Ours(EngineSide):

@@ -80,7 +80,7 @@ def prepared(options: argparse.Namespace, directory: Path) -> CheckpointRun:
     facts = command.facts("tiering", "torch", directory=options.dir)
     facts |= {"threads": f"{options.threads} for each side", "model": str(scale.model)}
     report = Report("bench_checkpoint: saving and loading beside dd, torch.save and DCP", facts)
-    return CheckpointRun(Place(directory, options.threads, options.patience), scale, report, Side)
+    return CheckpointRun(report, Place(directory, options.threads, options.patience), scale, Side)
 
 
 def main() -> int:

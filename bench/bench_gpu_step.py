@@ -52,7 +52,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from frame import command
+from frame import command, machine
 from frame.report import Report
 from frame.side import Place
 from gpu_step import cases, sides, tables
@@ -129,14 +129,6 @@ def with_deepspeed(options: argparse.Namespace) -> Path | None:
     return peers
 
 
-def takes_direct_io(directory: Path) -> bool:
-    try:
-        os.close(os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600))
-    except OSError:
-        return False
-    return True
-
-
 def host_memory() -> int:
     """Bytes that are free for new processes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -185,7 +177,7 @@ def setting_of(options: argparse.Namespace, link: Link | None) -> Setting:
         sequence=options.sequence,
         points=tuple(options.tokens),
         peer=with_deepspeed(options),
-        direct=takes_direct_io(options.dir),
+        direct=machine.takes_direct_io(options.dir),
         pinned=link,
         more=options.tiering,
         shares=tuple(options.update_on_device),
@@ -235,7 +227,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_gpu_step.") as name:
         directory = Path(name).resolve()
         report = Report("bench_gpu_step: the training step on a GPU", {})
-        run = Run(Place(directory, options.threads, GOODBYE), report, deadline, options.turn)
+        run = Run(report, Place(directory, options.threads, GOODBYE), deadline, options.turn)
         link = None
         try:
             if not options.tiny:

@@ -23,8 +23,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ import torch
 from frame import command
 from frame.reference_model import Model
 from frame.report import Report
+from frame.rounds import Progress
 from frame.side import Place, SideError, Spec
 from plan import rows
 from step import sides
@@ -82,10 +81,8 @@ def described(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
     }
 
 
-def measured(
-    options: argparse.Namespace, scale: Scale, report: Report, say: Callable[[str], None]
-) -> list[rows.Row]:
-    """The rows of all budgets. What could not be measured is in ``report.skipped``."""
+def measured(options: argparse.Namespace, scale: Scale, progress: Progress) -> list[rows.Row]:
+    """The rows of all budgets. What could not be measured is in the report."""
     results = []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_plan.") as directory:
         place = Place(Path(directory).resolve(), options.threads, options.patience)
@@ -99,14 +96,13 @@ def measured(
                         steps=options.steps,
                         seconds=options.seconds,
                         file_bytes=scale.fio_file // 4,
-                        say=say,
+                        say=progress.say,
                     )
                     results.append(row)
                 except SideError as error:
-                    report.skipped.append(str(error))
-                    say(str(error))
+                    progress.fail(spec.name, error)
         except KeyboardInterrupt:  # what was measured before it is worth a report
-            report.skipped.append("the rest: interrupted")
+            progress.report.skipped.append("the rest: interrupted")
     return results
 
 
@@ -127,13 +123,8 @@ def main() -> int:
     command.end_on_sigterm()
     torch.set_num_threads(options.threads)
     scale = QUICK if options.quick else FULL
-    began = time.monotonic()
-
-    def say(message: str) -> None:
-        print(f"{time.monotonic() - began:6.0f} s  {message}", file=sys.stderr, flush=True)
-
     report = Report("bench_plan: predicted step times beside real ones", described(options, scale))
-    results = measured(options, scale, report, say)
+    results = measured(options, scale, Progress(report))
     rows.conclude(report, results)
     command.finish(report, options, "plan", lambda: readings(results))
     return command.status(report, complete=bool(results) and not report.skipped)

@@ -112,7 +112,7 @@ def prepared(options: argparse.Namespace, directory: Path) -> RanksRun:
     report = Report("bench_ranks: many ranks, beside FSDP2 and DDP", facts)
     start = partial(Ranks, networks=has_networks(report))
     place = Place(directory, options.threads, options.patience)
-    return RanksRun(place, scale, report, start, traces=options.traces, world_size=options.ranks)
+    return RanksRun(report, place, scale, start, traces=options.traces, world_size=options.ranks)
 
 
 def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[RanksRun], None]]]:

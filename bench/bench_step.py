@@ -95,7 +95,7 @@ def prepared(options: argparse.Namespace, directory: Path) -> StepRun:
     if options.peers is None:
         report.skipped.append(f"DeepSpeed: --peers names no environment that has it; {PEER_RECIPE}")
     place = Place(directory, options.threads, options.patience)
-    return StepRun(place, scale, report, Side, peers=options.peers, traces=options.traces)
+    return StepRun(report, place, scale, Side, peers=options.peers, traces=options.traces)
 
 
 def chosen(

@@ -16,6 +16,15 @@ def huge_pages() -> str:
     return path.read_text().strip() if path.is_file() else "none"
 
 
+def takes_direct_io(directory: Path) -> bool:
+    """True if anonymous files in ``directory`` can be opened with O_DIRECT."""
+    try:
+        os.close(os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600))
+    except OSError:
+        return False
+    return True
+
+
 def describe(*distributions: str, directory: Path | None = None) -> dict[str, str]:
     """What a reader needs to judge or repeat the figures, in printing order.
 

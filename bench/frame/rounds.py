@@ -21,20 +21,12 @@ SideOf = TypeVar("SideOf", bound=Side)
 
 
 @dataclass(slots=True)
-class Run(Generic[ScaleOf, SideOf]):
-    """What every case needs: where sides run, how large and how often, how a side is started, and the report.
+class Progress:
+    """The report of a run, with lines of progress. ``failed`` names what failed; the report says why."""
 
-    ``sides`` keeps the results of every side, in the order in which they ran. ``failed`` names sides that failed, for
-    the exit status; the report says why.
-    """
-
-    place: Place
-    scale: ScaleOf
     report: Report
-    start: Callable[[Spec, Place], SideOf]
-    sides: list[Any] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
+    failed: list[str] = field(default_factory=list, kw_only=True)
+    began: float = field(default_factory=time.monotonic, kw_only=True)
 
     def say(self, progress: str) -> None:
         """A line of progress, to standard error."""
@@ -44,6 +36,19 @@ class Run(Generic[ScaleOf, SideOf]):
         self.failed.append(name)
         self.report.skipped.append(str(error))
         self.say(f"{name} failed: {error}")
+
+
+@dataclass(slots=True)
+class Run(Progress, Generic[ScaleOf, SideOf]):
+    """What every case needs: the report, where sides run, how large and how often, and how a side is started.
+
+    ``sides`` keeps the results of every side, in the order in which they ran.
+    """
+
+    place: Place
+    scale: ScaleOf
+    start: Callable[[Spec, Place], SideOf]
+    sides: list[Any] = field(default_factory=list)
 
     def without(self, verdict: str, *missing: str) -> None:
         """A verdict that cannot be given because of missing sides."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from frame.report import Report
+from frame.rounds import Progress
 from frame.side import Place, SideError
 
 from tiering.tierbench.ratios import in_turn
@@ -62,34 +61,22 @@ class Measured:
 
 
 @dataclass(slots=True)
-class Run:
-    """What every case needs. ``failed`` says which sides did, for the exit status; the report says why.
+class Run(Progress):
+    """What every case needs.
 
     ``deadline`` is a time of ``time.monotonic`` at which all rounds are over; a round that is under way then may end.
     ``turn`` is how many seconds a side trains in one round, about.
     """
 
     place: Place
-    report: Report
     deadline: float
     turn: float
-    failed: list[str] = field(default_factory=list)
     sides: list[Measured] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
     waves: int = 0
 
     @property
     def left(self) -> float:
         return self.deadline - time.monotonic()
-
-    def say(self, message: str) -> None:
-        """Progress, for who waits."""
-        print(f"{time.monotonic() - self.began:6.0f} s  {message}", file=sys.stderr, flush=True)
-
-    def fail(self, name: str, why: Exception) -> None:
-        self.failed.append(name)
-        self.report.skipped.append(str(why))
-        self.say(f"{name} failed: {why}")
 
     def without(self, label: str, why: str) -> None:
         self.report.skipped.append(f"{label}: {why}")

@@ -205,7 +205,7 @@ class TestTraining:
 class TestRun:
     @pytest.fixture
     def run(self, place: Place) -> Run[None, Side]:
-        return Run(place, None, Report("known", {}), Side)
+        return Run(Report("known", {}), place, None, Side)
 
     def test_who_goes_first_rotates_and_the_first_round_is_dropped(self, run: Run[None, Side]) -> None:
         calls: list[str] = []

@@ -104,7 +104,7 @@ def measured(name: str, *rounds: Round, wave: int = 1, **facts: Any) -> Measured
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run(Place(tmp_path, 1, GOODBYE), Report("known", {}), time.monotonic() + 60, turn=2.0)
+    return Run(Report("known", {}), Place(tmp_path, 1, GOODBYE), time.monotonic() + 60, turn=2.0)
 
 
 def setting(**changes: Any) -> Setting:

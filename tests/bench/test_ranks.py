@@ -27,7 +27,7 @@ Command = Callable[..., tuple[int, str, Any, str]]
 
 @pytest.fixture
 def run(place: Place) -> RanksRun:
-    return RanksRun(place, QUICK, Report("known", {}), partial(Ranks, networks=False))
+    return RanksRun(Report("known", {}), place, QUICK, partial(Ranks, networks=False))
 
 
 def a_turn(*seconds: float, wire: int | None = None) -> Turn:

@@ -31,7 +31,7 @@ SMALL = Model(width=64, layers=1)
 
 @pytest.fixture
 def run(place: Place) -> StepRun:
-    return StepRun(place, QUICK, Report("known", {}), Side)
+    return StepRun(Report("known", {}), place, QUICK, Side)
 
 
 def measured(*rounds: Round, name: str = "ours", peaks: tuple[int, int] = (2 * GB, 3 * GB)) -> Measured:

@@ -38,7 +38,6 @@ hold, 1 when one does not, 2 when nothing could be measured.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ from pathlib import Path
 from aio import cells, tables
 from aio.cells import MIB, Cell
 from aio.ours import Ours
-from frame import command
+from frame import command, machine
 from frame.report import Report
 from frame.side import SideError
 from rich.console import Console
@@ -105,15 +104,6 @@ def usable(engines: list[str], job: FioJob, report: Report) -> list[str]:
     return usable_engines
 
 
-def takes_direct(directory: Path) -> bool:
-    with tempfile.NamedTemporaryFile(dir=directory) as probe:
-        try:
-            os.close(os.open(probe.name, os.O_RDWR | os.O_DIRECT))
-        except OSError:
-            return False
-        return True
-
-
 def measure(options: argparse.Namespace, directory: Path, report: Report) -> Iterator[Cell]:
     """Every cell that was asked for, as it is done."""
     seconds, rounds = options.seconds, options.rounds
@@ -132,7 +122,7 @@ def measure(options: argparse.Namespace, directory: Path, report: Report) -> Ite
         with cells.warm_file(directory / "cached", RAM_FILE, direct=False) as job:
             yield from cells.overhead(job, "page cache", first, ("read",), rounds, seconds)
     with tempfile.TemporaryDirectory(dir=options.ram_dir, prefix="bench_aio.") as ram:
-        direct = takes_direct(Path(ram))
+        direct = machine.takes_direct_io(Path(ram))
         with cells.warm_file(Path(ram) / "ram", RAM_FILE, direct=direct) as job:
             if "overhead" in options.part:
                 yield from cells.overhead(job, "tmpfs", first, ("read", "write"), rounds, seconds)

@@ -13,17 +13,10 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+from frame.process import resident
 
 STEPS = 8  # the first is left out
-
-
-def resident(field: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (peak) of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
 
 
 def train(options: argparse.Namespace) -> dict[str, float]:

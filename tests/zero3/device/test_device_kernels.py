@@ -605,6 +605,6 @@ def test_any_segments(
         how |= {"grad_scale": scale, "first_index": other.first_index}
         step_in_c(other.rule, other.param, list(other.state), other.grad, **how)
         for name in ("param", "remainder", "out"):
-            one, two = getattr(mine, name), getattr(other, name)
-            assert one is None or same_bits(one, two), name
+            tensor, in_c = getattr(mine, name), getattr(other, name)
+            assert tensor is None or same_bits(tensor, in_c), name
         assert all(map(same_bits, mine.state, other.state))

@@ -14,7 +14,6 @@ import pytest
 from aio import cells, tables
 from aio.ours import Ours, request_blocks
 from aio.tables import as_fast
-from aio.worker import offsets
 from frame.report import Report
 from frame.side import SideError
 from rich.console import Console
@@ -23,7 +22,6 @@ from tiering.tierbench.comparison import fio
 from tiering.tierbench.comparison.fio import FioJob, RunReading
 from tiering.tierbench.ratios import Comparison
 from tiering.tierbench.spread import Estimate
-from tiering.tierbench.words import READ_WRITE
 
 BLOCK = 64 << 10
 JOB = FioJob(("/disk/file",), 64 << 20, "read", BLOCK, 16)
@@ -40,20 +38,6 @@ def reading(gb_per_s: float = 1.0, cpu: float = 0.01) -> RunReading:
 def test_the_goal_needs_the_point_and_the_interval(point: float, high: float, holds: bool) -> None:
     estimate = Estimate(point, 0.9, high)
     assert as_fast(Comparison(estimate, Estimate(0.1, 0.1, 0.1), 0.1, 2.0, 40)) is holds
-
-
-def test_sequential_requests_walk_the_file_and_begin_again() -> None:
-    walk = offsets(10, 3, scattered=False)
-    assert [next(walk) for _ in range(5)] == [0, 3, 6, 0, 3]
-    scattered = offsets(10, 3, scattered=True)
-    assert {next(scattered) for _ in range(200)} == {0, 3, 6}
-    with pytest.raises(ValueError, match="no room"):
-        next(offsets(2, 3, scattered=False))
-
-
-def test_requests_fit_the_job() -> None:
-    sizes = {rw: request_blocks(dataclasses.replace(JOB, rw=rw)) for rw in READ_WRITE}
-    assert sizes == {"read": 16, "write": 16, "rw": 16, "randread": 1, "randwrite": 1, "randrw": 1}
 
 
 def test_the_report_of_known_readings() -> None:

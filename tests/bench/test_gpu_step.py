@@ -7,7 +7,6 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,11 @@ from gpu_step.side import GOODBYE, Round, Side, Spec
 from gpu_step.sides import CONTEXT, PROCESS, SPARE, Sides
 from gpu_step.waves import Memory, packed
 from gpu_step.work import Work
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tiering.placement.workload import Tier
 from zero3.device import tiers
-from zero3.device.link_copies import Copies
 from zero3.device.slab import DeviceSlab
-from zero3.device.streams import Event, Stream, Streams
-from zero3.device.timeline import StallClock, Timeline
 from zero3.setup.plan_for import plan_for
 
 REPOSITORY = BENCH.parent
@@ -409,69 +404,7 @@ class TestRun:
         assert list(place.directory.iterdir()) == []
 
 
-class Clock(Event):
-    def __init__(self, at: float) -> None:
-        self.at = at
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout: float | None = None) -> int:
-        return 0
-
-    def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, Clock)
-        return self.at - earlier.at
-
-
-class Timed(Stream):
-    """A stream on which each operation takes as long as it is said to."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.now, self.operations = seconds, 0.0, 0
-
-    def record(self, *, timed: bool = False) -> Event:
-        return Clock(self.now)
-
-    def wait_for(self, event: Event) -> None: ...
-
-    def running(self) -> AbstractContextManager[object]:
-        self.operations += 1
-        self.now += self.seconds
-        return nullcontext()
-
-    def keep(self, tensor: Tensor) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Device(Streams):
-    def __init__(self) -> None:
-        self.fetch, self.offload, self.update = Timed(0.5), Timed(0.25), Timed(0.0)
-
-    @property
-    def compute(self) -> Stream:
-        return self.update
-
-
 class TestCopies:
-    @pytest.mark.parametrize("kind", [gpu_copy.Direct, Copies])
-    def test_a_burst_moves_all_bytes_and_is_timed_by_the_device(self, kind: Any) -> None:
-        streams = Device()
-        clock = StallClock(Timeline())
-        copies = kind(streams) if kind is gpu_copy.Direct else kind(streams, clock)
-        ways = ("h2d", "d2h")
-
-        def filled(first: int) -> dict[str, Tensor]:
-            return {way: torch.full((4 * MIB,), first + at, dtype=torch.uint8) for at, way in enumerate(ways)}
-
-        buffers = gpu_copy.Buffers(device=filled(1), host=filled(3))
-        assert gpu_copy.burst(streams, copies, buffers, ["h2d"], MIB) == {"h2d": 2 * MIB}
-        assert (streams.fetch.operations, streams.offload.operations) == (4, 0)  # type: ignore[attr-defined]
-        assert gpu_copy.burst(streams, copies, buffers, ways, MIB) == {"h2d": 2 * MIB, "d2h": 4 * MIB}
-        assert buffers.device["h2d"].unique().tolist() == [3]
-        assert buffers.host["d2h"].unique().tolist() == [2]
-
     def test_the_first_rounds_are_dropped_and_medians_compared(self) -> None:
         readings = iter([1e9, 1e9, 50e9, 60e9, 52e9])
         rates_by_kind = gpu_copy.in_rounds(3, {"known": lambda: {"h2d": next(readings)}})

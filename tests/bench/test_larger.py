@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import mmap
 import os
@@ -26,12 +25,10 @@ from larger import child, picture, room, shards, tables, watch
 from larger.child import Task
 from larger.shape import SMALLEST, Shape, of_size
 from larger.watch import ChildError, Recording, Sample
-from larger.words import WORD, Words
 from safetensors import safe_open
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tiering.demo.corpus import standard_library
 from tiering.errors import TieringError
 
 Command = Callable[..., tuple[int, str, Any, str]]
@@ -83,29 +80,6 @@ class TestShape:
             of_size(SMALLEST.parameters - 1)
 
 
-class TestWords:
-    def test_are_the_text(self) -> None:
-        text = standard_library().decode(errors="replace")
-        assert "".join(WORD.findall(text)) == text
-
-    def test_are_numbered_by_how_often_they_occur(self) -> None:
-        words = Words(1000)
-        assert words.used == 999
-        drawn = torch.cat([*itertools.islice(words.batches(2000), 200)]).flatten()
-        counts = torch.bincount(drawn, minlength=1000)
-        assert len(counts) == 1000
-        assert counts[1] == counts[1:].max(), "a blank"
-        assert counts[0] > 0, "rare words"
-
-    def test_batches_are_windows_one_after_the_other(self) -> None:
-        words = Words(1000)
-        short, long = words.batches(64), words.batches(128)
-        for _ in range(2):
-            assert torch.cat([next(short), next(short)], dim=1).equal(next(long))
-        with pytest.raises(ValueError, match="longer than the text"):
-            next(words.batches(10**9))
-
-
 class TestRoom:
     def test_what_it_counts_on_is_all_of_the_memory(self) -> None:
         device, host = room.budgets(6 * GB, GB // 2, LIKE_LLAMA_3B, 64)
@@ -113,15 +87,6 @@ class TestRoom:
         assert embedding < device < 1.01 * embedding
         beside = 3 * embedding + room.activations(LIKE_LLAMA_3B, 64) + room.SPARE
         assert device + host + beside + GB // 2 == 6 * GB
-
-    def test_activations_are_about_what_was_counted(self) -> None:
-        """By the engine, of 128 words."""
-        assert room.activations(LIKE_LLAMA_3B, 128) == pytest.approx(0.54e9, rel=0.1)
-        assert room.activations(Shape(5, 21), 128) == pytest.approx(0.26e9, rel=0.1)
-
-    def test_long_texts_leave_less_for_the_tiers(self) -> None:
-        hosts = [room.budgets(6 * GB, GB // 2, LIKE_LLAMA_3B, sequence)[1] for sequence in (16, 512, 1024)]
-        assert hosts[0] > hosts[1] > hosts[2]
 
     def test_the_plan_is_for_a_disk_without_end(self, tmp_path: Path) -> None:
         device, host = room.budgets(6 * GB, GB // 2, LIKE_LLAMA_3B, 64)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-import torch
 from frame.reference_model import Model
 from frame.report import Report
 from frame.side import BENCH, Place, Side, SideError, Spec
@@ -20,7 +19,6 @@ from step import curve, deepspeed, depth, disk, fio_beside, formats, nvme, ram, 
 from step.measured import Measured, StepRun
 from step.scale import FULL, QUICK
 
-from tiering.demo.model import GPT
 from tiering.tierbench.comparison import fio
 from tiering.tierbench.comparison.fio import FioJob, RunReading
 
@@ -119,17 +117,6 @@ def test_the_tables_of_known_rounds() -> None:
 
 
 class TestScale:
-    def test_the_reference_model(self) -> None:
-        with torch.device("meta"):
-            model = GPT(
-                width=FULL.model.width, layers=FULL.model.layers, heads=16, sequence=FULL.model.sequence
-            )
-        assert sum(parameter.numel() for parameter in model.parameters()) == 302_868_480
-
-    def test_at_least_seven_steps_are_kept(self) -> None:
-        assert FULL.rounds * min(FULL.steps, FULL.peer_steps) >= 7
-        assert max(1, FULL.rounds - 3) * FULL.steps >= 7
-
     def test_budgets_that_run_in_turn_fit_memory(self) -> None:
         assert curve.batches(["6GiB", "1GiB", "3GiB", "4GiB"]) == [["1GiB", "3GiB", "4GiB"], ["6GiB"]]
         assert sum(map(len, curve.batches(FULL.curve))) == len(FULL.curve)

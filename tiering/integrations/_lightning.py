@@ -7,12 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-import tiering
 from tiering.config import ds_config
 from tiering.errors import ConfigError
-from tiering.integrations import _engines
 
 if TYPE_CHECKING:
     from tiering import DeepSpeedEngine
@@ -126,19 +122,6 @@ def completed(
     # The loop clips.
     filled.setdefault("gradient_clipping", 0.0)
     return filled
-
-
-def start(
-    module: nn.Module, config: Mapping[str, Any], optimizer: Any = None, weights: str | Path | None = None
-) -> DeepSpeedEngine:
-    """The engine of ``module``, with ``optimizer`` or the one of ``config``; an earlier engine of it ends."""
-    _engines.release(module)
-    dtype = _engines.dtype_of(module)
-    engine = tiering.initialize(
-        model=module, optimizer=optimizer, config=dict(config), weights=weights
-    ).engine
-    _engines.remember(engine, dtype)
-    return engine
 
 
 def is_checkpoint(path: str | Path) -> bool:

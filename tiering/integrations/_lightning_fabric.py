@@ -22,7 +22,6 @@ from tiering.integrations._lightning import (
     configuration,
     is_checkpoint,
     save,
-    start,
 )
 
 if TYPE_CHECKING:
@@ -177,7 +176,7 @@ class EngineFabricStrategy(_Strategy):  # type: ignore[misc] # Any
         )
 
     def _start(self, module: nn.Module, config: dict[str, Any], optimizer: Any = None) -> nn.Module:
-        engine = start(module, config, optimizer, self._weights)
+        engine = _engines.start(module, config, optimizer=optimizer, weights=self._weights)
         front = engine.as_module()
         self._by_front[front] = engine
         return front

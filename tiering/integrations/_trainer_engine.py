@@ -5,15 +5,13 @@ They answer for the methods of the Trainer's Accelerator that would wrap a model
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 import tiering
 from tiering.config import ds_config
@@ -95,7 +93,7 @@ class TrainerEngines:
             trainer.optimizer = engine.as_optimizer()
             # Otherwise Accelerate would wrap it, to scale the loss.
             trainer.optimizer._is_accelerate_prepared = True
-        _set_synced(engine)
+        _engines.set_synced(engine)
         return engine
 
     def settings(self, max_steps: int) -> TieringConfig:
@@ -110,7 +108,6 @@ class TrainerEngines:
         """Turn the parameters of the model into ordinary ones, and end its engine."""
         if self.engine is not None:
             _engines.release(self.engine.module, device)
-            _set_synced(self.engine, False)
             self._forget()
 
     def close(self) -> None:
@@ -133,7 +130,7 @@ class TrainerEngines:
         unused = {"scheduler"} if training else {"optimizer", "scheduler"}
         sections = _training_arguments.completed(config).items()
         args = self._trainer.args
-        with _computing_on(args.device):
+        with _engines.computing_on(args.device):
             return tiering.initialize(
                 args=_training_arguments.known(args, model, self._trainer.state.max_steps),
                 model=model,
@@ -157,7 +154,7 @@ class TrainerEngines:
         if self._reference_config is None or not evaluation_mode:
             return self._accelerate.prepare_model(model, *args, evaluation_mode=evaluation_mode, **kwargs)
         engine = self._initialize(model, self._reference_config)
-        _set_synced(engine)
+        _engines.set_synced(engine)
         self._references.append(engine)
         return engine.as_module().eval()
 
@@ -176,28 +173,3 @@ class TrainerEngines:
         if self.engine is not None and model is self.engine.as_module():
             return self.engine.no_sync()
         return self._accelerate.no_sync(model)
-
-
-@contextmanager
-def _computing_on(device: torch.device) -> Iterator[None]:
-    """Engines that start in the block compute on the device of the Trainer, where its batches are."""
-    before = os.environ.get("TIERING_DEVICE")
-    os.environ["TIERING_DEVICE"] = device.type
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TIERING_DEVICE"]
-        else:
-            os.environ["TIERING_DEVICE"] = before
-
-
-def _set_synced(engine: DeepSpeedEngine, synced: bool = True) -> None:
-    """Make ``generate`` run until the last rank has its tokens, if each forward needs all ranks.
-
-    transformers does this for models that have its mark of a sharded model.
-    """
-    if engine.world_size > 1 and engine.zero_optimization_partition_weights():
-        for module in engine.module.modules():
-            if isinstance(module, PreTrainedModel):
-                module._is_fsdp_managed_module = synced

@@ -1,0 +1,113 @@
+"""Programs that import deepspeed run on the engine, and report what they report without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+def run(function: str, *arguments: str) -> Any:
+    command = [sys.executable, "-m", "tests.tiering.integrations.under_shim", function, *arguments]
+    ran = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-8000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_the_name_is_that_of_tiering_until_it_is_uninstalled() -> None:
+    seen = run("names")
+    assert seen["same"] == [True, "tiering.zero"]
+    assert seen["found"] == [True, True]
+    assert seen["mapping"] == ["deepspeed"]
+    assert seen["versions"] == ["0.19.8"] * 3
+    assert "[TIER-NAME] deepspeed.moe.layer.MoE is not supported; use an ordinary model" in seen["use"]
+    left, spec, path = seen["uninstalled"]
+    assert left == []
+    assert spec is None
+    assert path == ENVIRONMENT["PYTHONPATH"]
+
+
+def test_install_refuses_what_is_too_late() -> None:
+    assert "after accelerate, which found no DeepSpeed" in run("early")
+    code = (
+        "import sys, types; sys.modules['deepspeed'] = types.ModuleType('deepspeed')\n"
+        "from tiering.integrations import deepspeed; deepspeed.install()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    assert "[TIER-STATE] install() was called after deepspeed was imported" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "stage", "options"),
+    [
+        ("nvme", "3", ()),
+        pytest.param("device", "2", (), marks=pytest.mark.slow),
+        pytest.param("cpu", "2", ("optimizer",), marks=pytest.mark.slow),
+        pytest.param("nvme", "3", ("optimizer",), marks=pytest.mark.slow),
+    ],
+)
+def test_a_trainer_with_deepspeed(place: str, stage: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    seen = run("trainer", place, stage, str(tmp_path), *options)
+    assert len(seen["reports"]) == 22
+    for ours, theirs in zip(seen["reports"], seen["stock"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    assert seen["resumed"] == []
+    assert seen["type"] == "DeepSpeedEngine"
+
+
+@pytest.mark.parametrize("stage", ["3", pytest.param("2", marks=pytest.mark.slow)])
+def test_a_loop_of_accelerate_with_deepspeed(stage: str, tmp_path: Path) -> None:
+    seen = run("loop", stage, str(tmp_path))
+    assert seen["type"] == "DeepSpeedEngine"
+    for (loss, norm, _), (expected, other, _) in zip(seen["reports"], seen["stock"], strict=True):
+        assert (loss, norm) == pytest.approx((expected, other), rel=1e-6)
+
+
+PROGRAM = """
+import sys
+from torch.utils.data import DataLoader
+import torch, deepspeed
+from accelerate import Accelerator
+accelerator = Accelerator()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(torch.ones(8, 4), batch_size=2))
+for batch in loader:
+    loss = model(batch).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+accelerator.print("ended", type(model).__name__, accelerator.num_processes, model.zero_optimization_stage(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_processes_of_a_launcher_find_the_name(processes: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}'
+    )
+    (tmp_path / "launch.yaml").write_text(
+        f"distributed_type: DEEPSPEED\nnum_processes: {processes}\nnum_machines: 1\nmachine_rank: 0\n"
+        f"main_process_port: 0\ndeepspeed_config:\n  deepspeed_config_file: {tmp_path}/ds.json\n"
+        "  zero3_init_flag: false\n"
+    )
+    command = [
+        *(sys.executable, "-m", "tiering.integrations.deepspeed"),
+        *("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "launch.yaml")),
+        str(tmp_path / "train.py"),
+    ]
+    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-8000:]
+    assert f"ended DeepSpeedEngine {processes} 3" in ran.stdout

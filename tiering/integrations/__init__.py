@@ -1,5 +1,7 @@
 """Front ends of other libraries on the engine: one module for each library, which imports it.
 
+accelerate.py             Accelerator of accelerate; _accelerator_arguments.py completes its configuration
+deepspeed.py              programs that import deepspeed; _deepspeed_children is for the processes that they start
 transformers.py           Trainer of transformers and the trainers of TRL
 _trainer_engine.py        the engines of such a Trainer, and the methods of its Accelerator
 _training_arguments.py    the configuration of an engine, completed from TrainingArguments

@@ -1,0 +1,249 @@
+"""A loop of accelerate on the engine reports what it reports without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from tests.zero3.ranks.pool import Pool
+from tiering.errors import CheckpointError, ConfigError, EngineStateError
+from tiering.integrations.accelerate import COMPLETE, Accelerator, DummyOptim, DummyScheduler
+
+from .loops import Loop, accelerator, parts, resumed, run, state
+from .trainers import PLACES, config, different, llama, sentences
+
+UPDATES = 20
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[tuple[float, float, float]]:
+    return run(0, None, UPDATES)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loop_reports_what_it_reports_without(place: str, plain: Any, tmp_path: Path) -> None:
+    found = run(0, config(place, tmp_path), UPDATES)
+    assert len(found) == UPDATES
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_mixed_precision_follows(half: str, plain: Any, tmp_path: Path) -> None:
+    found = run(0, config("nvme", tmp_path), UPDATES, mixed_precision=half)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    pool = Pool(2, tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("place", ["device", "nvme"])
+def test_two_ranks_do(place: str, ranks: Pool, tmp_path: Path) -> None:
+    expected = ranks.run(run, None, UPDATES)
+    found = ranks.run(run, config(place, tmp_path), UPDATES)
+    for ours, theirs in zip(found, expected, strict=True):
+        for entry, other in zip(ours, theirs, strict=True):
+            assert entry == pytest.approx(other, rel=1e-5)
+
+
+def test_a_saved_loop_resumes_with_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
+    settings = config("nvme", tmp_path)
+    with accelerator(settings) as made:
+        loop = Loop(made)
+        loop.run(3)
+        made.save_state(tmp_path / "saved")
+        saved = state(made.engine())
+        reports, left = loop.run(3), state(made.engine())
+    loaded, ended, again = resumed(0, settings, tmp_path / "saved", 3)
+    assert different(loaded, saved) == different(ended, left) == []
+    assert again == reports
+    # Also by two ranks, whose batches differ.
+    by_two, *_ = ranks.run(resumed, settings, tmp_path / "saved", 1)[0]
+    assert different(by_two, saved) == []
+
+
+def test_an_interrupted_save_is_not_loaded(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    with accelerator(config("device", tmp_path), project_config=project) as made:
+        loop = Loop(made)
+        loop.run(1)
+        made.save_state()
+        first = state(made.engine())
+        loop.run(1)
+        project.iteration = 1
+        made.save_state()
+        second = state(made.engine())
+        made.load_state()
+        assert different(state(made.engine()), second) == []
+        (tmp_path / "checkpoints/checkpoint_1" / COMPLETE).unlink()
+        made.load_state()
+        assert different(state(made.engine()), first) == []
+        with pytest.raises(CheckpointError, match=f"{COMPLETE} is missing"):
+            made.load_state(tmp_path / "checkpoints/checkpoint_1")
+
+
+def test_save_model_writes_the_weights(tmp_path: Path) -> None:
+    with accelerator(config("nvme", tmp_path)) as made:
+        loop = Loop(made)
+        loop.run(2)
+        made.save_model(loop.model, tmp_path / "model")
+        values = made.get_state_dict(loop.model)
+        assert made.unwrap_model(loop.model) is made.engine().module
+        with pytest.raises(ConfigError, match="safe_serialization=False"):
+            made.save_model(loop.model, tmp_path / "pickled", safe_serialization=False)
+    written = load_file(tmp_path / "model/model.safetensors")
+    assert different(written, {name: values[name] for name in written}) == []
+    assert set(values) - set(written) <= {"lm_head.weight"}
+
+
+def test_free_memory_gives_the_model_back(tmp_path: Path) -> None:
+    model, *others = parts()
+    with accelerator(config("nvme", tmp_path)) as made:
+        loop = Loop(made, model, *others)
+        loop.run(2)
+        values = made.engine().master_state_dict()
+        made.free_memory()
+        assert different({name: param.data for name, param in model.named_parameters()}, values) == []
+        again = Loop(made, *parts(model)).run(1)
+        assert again[0][0] < 5
+
+
+def test_several_models_train_in_one_loop(tmp_path: Path) -> None:
+    def losses(settings: Any) -> list[float]:
+        torch.manual_seed(5)
+        both = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1 * (1 + i)) for i, model in enumerate(both)]
+        schedules = [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in optimizers]
+        teacher = nn.Linear(4, 4)
+        with accelerator(settings, gradient_accumulation_steps=1) as made:
+            one, two, first, second, *stepped = made.prepare(*both, *optimizers, *schedules)
+            frozen = made.prepare(teacher)
+            found = []
+            for _ in range(4):
+                loss = (two(one(torch.ones(2, 4))) - frozen(torch.ones(2, 4)).detach()).square().mean()
+                made.backward(loss)
+                made.clip_grad_norm_(one.parameters(), 0.5)
+                for step in (first, second, *stepped):
+                    step.step()
+                first.zero_grad()
+                second.zero_grad()
+                found += [loss.item(), *(schedule.get_last_lr()[0] for schedule in stepped)]
+            return found
+
+    assert losses(config("device", tmp_path)) == pytest.approx(losses(None), rel=1e-6)
+
+
+def test_the_configuration_has_the_optimizer_and_the_schedule(tmp_path: Path) -> None:
+    sections = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": dict.fromkeys(
+                ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+            ),
+        },
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    model = llama()
+    optimizer = DummyOptim(model.parameters(), lr=1e-3, weight_decay=0.1)
+    schedule = DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2)
+    with accelerator(config("cpu", tmp_path) | sections) as made:
+        loop = Loop(made, model, optimizer, DataLoader(sentences(64), batch_size=2), schedule)
+        # The engine steps the schedule once in an update: two updates of warmup, and eight in which it falls.
+        rates = [rate for *_, rate in loop.run(6)]
+        assert rates == pytest.approx([0, 0, 1e-3, 1e-3, 0.875e-3, 0.75e-3])
+        assert made.engine().get_batch_info() == (4, 2, 2)
+        assert loop.optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_accumulation_is_that_of_the_configuration(tmp_path: Path) -> None:
+    settings = config("device", tmp_path) | {"gradient_accumulation_steps": 4}
+    assert Accelerator(tiering_config=settings, cpu=True).gradient_accumulation_steps == 4
+    with (
+        accelerator(settings, gradient_accumulation_steps=2) as other,
+        pytest.raises(ConfigError, match="is 4"),
+    ):
+        other.prepare(*parts())
+
+
+def test_overflow_keeps_the_learning_rate(tmp_path: Path) -> None:
+    settings = config("device", tmp_path) | {"fp16": {"enabled": True, "initial_scale_power": 30}}
+    with accelerator(settings) as made:
+        loop = Loop(made)
+        assert made.mixed_precision == "fp16"
+        rates = [rate for *_, rate in loop.run(3)]
+        assert rates == [1e-3] * 3
+        assert loop.optimizer.step_was_skipped
+        assert made.engine().skipped_steps == 3
+
+
+def test_the_environment_names_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="TIERING_CONFIG"):
+        Accelerator(cpu=True)
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 8}')
+    monkeypatch.setenv("TIERING_CONFIG", str(path))
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 8
+    # As accelerate launch passes the file that its own file names.
+    monkeypatch.delenv("TIERING_CONFIG")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 8
+
+
+@pytest.mark.parametrize(
+    ("objects", "message"),
+    [
+        (lambda model, optimizer: (optimizer,), "parameters of 0 of its models"),
+        (lambda model, optimizer: (model, optimizer, optimizer), "2 optimizers of a model"),
+        (lambda model, optimizer: (model, DummyOptim(model.parameters())), "no section 'optimizer'"),
+    ],
+)
+def test_prepare_refuses(objects: Any, message: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with accelerator(config("device", tmp_path)) as made, pytest.raises(ConfigError, match=message):
+        made.prepare(*objects(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def test_clipping_refuses_what_an_engine_cannot_do(tmp_path: Path) -> None:
+    with accelerator(config("device", tmp_path)) as made:
+        loop = Loop(made)
+        with pytest.raises(ConfigError, match="a part of those of a model"):
+            made.clip_grad_norm_(next(loop.model.parameters()), 1.0)
+        with pytest.raises(ConfigError, match="norm_type=1"):
+            made.clip_grad_norm_(loop.model.parameters(), 1.0, norm_type=1)
+        with pytest.raises(ConfigError, match="clip_grad_value_"):
+            made.clip_grad_value_(loop.model.parameters(), 1.0)
+        with pytest.raises(EngineStateError, match="no engine for this model"):
+            made.engine(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("sections", "precision", "message"),
+    [
+        ({"bf16": {"enabled": True}}, "fp16", "contradicts the section 'bf16'"),
+        ({"bf16": {"enabled": False}}, "bf16", "in which bf16 is not enabled"),
+        ({}, "fp8", "unsupported mixed_precision='fp8'"),
+    ],
+)
+def test_precisions_that_differ_are_refused(sections: Any, precision: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Accelerator(tiering_config=sections, mixed_precision=precision, cpu=True)

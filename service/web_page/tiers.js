@@ -157,7 +157,7 @@ export function plan(rows, details) {
     );
   });
   return [
-    table("Plan and measured values", "", ["quantity", "planned", "measured", "difference"], body),
+    table("Plan against reality", "", ["quantity", "planned", "measured", "difference"], body),
     h(
       "p",
       {class: "soft", key: "details"},

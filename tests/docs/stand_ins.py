@@ -20,6 +20,7 @@ REPLACED: dict[str, dict[str, str]] = {
     },
     "checkpoints.md": {"% 500": "% 2", "runs/mine": "runs/7", "global_step3000": "global_step4"},
     "doctor.md": {"/mnt/nvme0 /mnt/nvme1": "nvme", "/var/tmp": "nvme"},
+    "accelerate.md": {"/local_nvme": "nvme"},
     "lightning.md": {"/local_nvme": "nvme"},
     "planning.md": {"/mnt/nvme": "nvme"},
     "sizing.md": {"/nvme0 /nvme1": "nvme"},
@@ -237,7 +238,7 @@ PRINTED: set[Key] = {
 }
 
 # Pages whose Python blocks run in processes of their own: Lightning sets variables and a process group, and warns.
-OWN_PROCESS: set[str] = {"lightning.md"}
+OWN_PROCESS: set[str] = {"accelerate.md", "deepspeed-programs.md", "lightning.md"}
 
 # Blocks and commands that take seconds: they run in `make test-all` alone.
 SLOW: set[Key] = {
@@ -269,6 +270,14 @@ NODES = (
     " train.py"
 )
 NOT_RUN: dict[Key, str] = {
+    (
+        "accelerate.md",
+        "pip install 'tiering[accelerate]'",
+    ): "installs packages; tests/test_wheel.py installs a wheel",
+    (
+        "deepspeed-programs.md",
+        "python -m tiering.integrations.deepspeed train.py --deepspeed ds_config.json",
+    ): "a pattern: train.py is the reader's own script; tests/tiering/integrations has programs of its own",
     (
         "transformers.md",
         "pip install 'tiering[hf]'",

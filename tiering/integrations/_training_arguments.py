@@ -65,7 +65,6 @@ def check(args: Any) -> None:
         "deepspeed": args.deepspeed,
         "fsdp": args.fsdp,
         "torch_compile": args.torch_compile,
-        "save_only_model": args.save_only_model and args.load_best_model_at_end,
         "save_on_each_node": args.save_on_each_node,
     }
     problems = [f"{name}: {_REMEDIES[name]}" for name, value in is_set.items() if value]
@@ -81,9 +80,6 @@ _REMEDIES = {
     "torch_compile": (
         "remove it, because a compiled model does not see that parameters move between tiers; compile the blocks of the"
         " model in place (block.compile()) before you make the Trainer"
-    ),
-    "save_only_model": (
-        "remove it, or load_best_model_at_end, which loads the best model from a checkpoint of the engine"
     ),
     "save_on_each_node": "remove it, and name a directory in output_dir that all nodes share",
 }

@@ -240,8 +240,13 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
 
     def _load_best_model(self) -> None:
-        log.info("loading the best model, from %s", self.state.best_model_checkpoint)
-        self.engine.load_checkpoint(self.state.best_model_checkpoint, TAG, load_module_only=True)
+        best = Path(self.state.best_model_checkpoint)
+        if (best / TAG).is_dir():
+            log.info("loading the best model, from %s", best)
+            self.engine.load_checkpoint(best, TAG, load_module_only=True)
+        else:
+            # With save_only_model: the weights in the compute dtype.
+            super()._load_best_model()
 
 
 class TieringTrainer(TieringTrainerMixin, Trainer):  # type: ignore[misc] # not followed by mypy

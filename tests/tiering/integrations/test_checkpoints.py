@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from tiering.errors import CheckpointError, ConfigError
+from tiering.errors import CheckpointError
 
 from .trainers import ADAMW, PLACES, config, different, llama, reported, state, tiered
 
@@ -98,8 +98,9 @@ def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
     trainer.engine.close()
 
 
+@pytest.mark.parametrize("only_model", [False, True])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_best_model_is_loaded_at_the_end(place: str, tmp_path: Path) -> None:
+def test_the_best_model_is_loaded_at_the_end(place: str, only_model: bool, tmp_path: Path) -> None:
     # The rate is far too high: the first evaluation is the best one.
     trainer = tiered(
         tmp_path / "out",
@@ -111,6 +112,7 @@ def test_the_best_model_is_loaded_at_the_end(place: str, tmp_path: Path) -> None
         save_strategy="steps",
         save_steps=1,
         save_total_limit=1,
+        save_only_model=only_model,
         load_best_model_at_end=True,
     )
     trainer.train()
@@ -152,15 +154,6 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "weights")
     with pytest.raises(CheckpointError, match="to start a new run from the weights in that folder"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "weights"))
-    with pytest.raises(ConfigError, match=r"save_only_model: .* load_best_model_at_end"):
-        tiered(
-            tmp_path / "out",
-            config("nvme", tmp_path),
-            save_only_model=True,
-            load_best_model_at_end=True,
-            save_strategy="steps",
-            eval_strategy="steps",
-        )
 
 
 def test_save_only_model_writes_no_state(tmp_path: Path) -> None:

@@ -58,10 +58,14 @@ def test_auto_value_resolution(tmp_path: Path) -> None:
     trainer = tiered(tmp_path / "out", settings, bf16=True, learning_rate=3e-4, per_device_train_batch_size=4)
     trainer.train()
     engine = trainer.engine
-    assert engine.get_batch_info() == (8, 4, 2)
-    assert engine.gradient_clipping() == 1.0
-    assert (engine.bfloat16_enabled(), engine.fp16_enabled()) == (True, False)
-    assert [group["betas"] for group in engine.optimizer.param_groups] == [(0.9, 0.999)]
+    assert {key: engine.config[key] for key in BATCH} == {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "train_batch_size": 8,
+        "gradient_clipping": 1.0,
+    }
+    assert engine.config["optimizer"]["params"]["lr"] == 3e-4
+    assert (engine.config["bf16"]["enabled"], engine.config["fp16"]["enabled"]) == (True, False)
     assert max(entry["learning_rate"] for entry in reported(trainer)) == 3e-4
     # The user's mapping is unchanged.
     assert settings["optimizer"]["params"]["lr"] == "auto"

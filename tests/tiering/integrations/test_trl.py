@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.zero3.ranks.pool import Pool
 from tiering.integrations.transformers import TieringTrainerMixin
 
-from .trainers import PLACES, config, differences, llama
+from .trainers import PLACES, config, differences, different, llama, reported, state
 
 # Its trainers need a data set of this library.
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
@@ -30,7 +32,11 @@ TEXTS = [f"the number after {number} is {number + 1}." for number in range(64)]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte."""
+    return bytewise()
+
+
+def bytewise() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: number for number, symbol in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -66,14 +72,25 @@ OPTIONS: dict[str, Any] = {
 
 def from_directory(output: Path) -> LlamaForCausalLM:
     """A model that remembers its directory, from which trl loads its reference model."""
-    llama(vocab_size=259).save_pretrained(output / "model")
+    if not (output / "model").exists():
+        llama(vocab_size=259).save_pretrained(output / "model")
     return LlamaForCausalLM.from_pretrained(output / "model")
+
+
+def saving(more: dict[str, Any]) -> dict[str, Any]:
+    """The options of ``more`` that are the arguments'."""
+    return {name: more.pop(name) for name in [*more] if name.startswith("save_")}
 
 
 def sft(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, **more: Any) -> Any:
     data = datasets.Dataset.from_list([{"text": text} for text in TEXTS])
     args = trl.SFTConfig(
-        output_dir=str(output), eval_strategy="steps", eval_steps=4, max_length=32, max_steps=steps, **OPTIONS
+        output_dir=str(output),
+        eval_strategy="steps",
+        eval_steps=4,
+        max_length=32,
+        max_steps=steps,
+        **OPTIONS | saving(more),
     )
     parts = {"train_dataset": data, "eval_dataset": data.select(range(6)), "processing_class": tokenizer}
     return cls(llama(vocab_size=259), args=args, peft_config=peft, **parts, **more)
@@ -81,7 +98,7 @@ def sft(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, *
 
 def dpo(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, **more: Any) -> Any:
     pairs = [{"prompt": text[:-3], "chosen": text[-3:], "rejected": "?" + text[-2:]} for text in TEXTS]
-    args = trl.DPOConfig(output_dir=str(output), max_length=48, max_steps=steps, **OPTIONS)
+    args = trl.DPOConfig(output_dir=str(output), max_length=48, max_steps=steps, **OPTIONS | saving(more))
     data = datasets.Dataset.from_list(pairs)
     return cls(
         from_directory(output),
@@ -101,7 +118,7 @@ def grpo(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, 
         max_completion_length=6,
         beta=0.1,
         max_steps=steps,
-        **OPTIONS,
+        **OPTIONS | saving(more),
     )
     return cls(
         from_directory(output),
@@ -167,3 +184,49 @@ def test_a_reference_model_has_an_engine_of_its_own(name: str, tokenizer: Any, t
     assert type(trainer.ref_model).__name__ == "ModuleFront"
     assert trainer.accelerator.unwrap_model(trainer.ref_model) is trainer.ref_model.module
     trainer.end()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_resumed_run_ends_with_the_same_bits(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    make, _, tiered = MAKERS[name]
+    options = {"tiering_config": config("nvme", tmp_path), "save_strategy": "steps", "save_steps": 2}
+    states, figures = [], []
+    for saved in (None, str(tmp_path / "out/checkpoint-2")):
+        trainer = make(tiered, tmp_path / "out", tokenizer, 4, **options)
+        trainer.train(resume_from_checkpoint=saved)
+        states.append(state(trainer))
+        figures.append(reported(trainer))
+        trainer.engine.close()
+    assert different(*states) == []
+    assert figures[0] == figures[1]
+
+
+def ranked(rank: int, out: Path, name: str, place: str | None) -> list[dict[str, float]]:
+    """What a run of 20 steps reports; ``place`` None is the stock trainer."""
+    warnings.simplefilter("ignore")
+    make, stock, tiered = MAKERS[name]
+    if place is None:
+        trainer = make(stock, out / str(rank), bytewise(), 20)
+    else:
+        trainer = make(tiered, out / str(rank), bytewise(), 20, tiering_config=config(place, out))
+    trainer.train()
+    if place is not None:
+        trainer.engine.close()
+    return reported(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
+def test_two_ranks_report_what_trl_reports(name: str, tmp_path: Path) -> None:
+    for rank in range(2):
+        for folder in (tmp_path / "stock", tmp_path):
+            from_directory(folder / str(rank))
+    pool = Pool(2, tmp_path / "ranks")
+    try:
+        plain = pool.run(ranked, tmp_path / "stock", name, None)
+        for place in PLACES:
+            for ours, theirs in zip(pool.run(ranked, tmp_path, name, place), plain, strict=True):
+                for entry, expected in zip(ours, theirs, strict=True):
+                    assert entry == pytest.approx(expected, rel=1e-5, abs=1e-7), place
+    finally:
+        pool.close()

@@ -71,7 +71,9 @@ def trainer(place: str, stage: str, directory: str, *options: str) -> dict[str, 
     settings = config(place, Path(directory), int(stage)) | AUTO
     if "optimizer" in options:
         settings["optimizer"] = ADAMW
-    given = {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 10}
+    given: dict[str, Any] = {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 10}
+    # An optimizer of the configuration decays all weights; that of transformers leaves out norms and biases.
+    given |= {"weight_decay": 0.0} if "optimizer" in options else {}
     plain = stock(Path(directory, "stock"), llama(), **given)
     plain.train()
     accelerate.state.AcceleratorState._reset_state(True)

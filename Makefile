@@ -3,6 +3,7 @@
 #   make demo       train a small GPT with its state on NVMe (ARGS="--steps 20" and so on reach `tiering demo`)
 #   make test       the fast tests            make test-all   also slow ones, and C under the sanitizers
 #   make lint       formatting, types, import order, warnings of the C compiler
+#   make test-newest  tiering.integrations with the newest releases of transformers, Lightning and so on
 #   make wheel      dist/*.whl                make clean      remove whatever these targets made
 #   make gpu-carry  dist/gpu: what bench/gpu_check.sh needs on a machine with a GPU and no network
 
@@ -30,7 +31,7 @@ C_BUILDERS := $(wildcard aio_csrc/build_aio.py optim_cpu/csrc/build_optim.py)
 quietly = log=$$(mktemp); if $(1) >$$log 2>&1; then rm -f $$log; else \
 	status=$$?; cat $$log >&2; rm -f $$log; exit $$status; fi
 
-.PHONY: demo test test-all lint sanitize wheel gpu-carry clean toolchain emulator sidecar-tools
+.PHONY: demo test test-all test-newest lint sanitize wheel gpu-carry clean toolchain emulator sidecar-tools
 
 demo: $(STAMP)
 	$(BIN)/tiering demo $(ARGS)
@@ -41,6 +42,18 @@ test: $(STAMP) sidecar-tools
 
 test-all: $(STAMP) sanitize emulator sidecar-tools
 	$(BIN)/python -m pytest -q --hypothesis-profile=thorough $(PYTEST_ARGS)
+
+# Each night: a release of a library that breaks its front end is seen here first, also one beyond our range.
+NEWEST := .venv-newest
+FRONT_ENDS := accelerate datasets lightning peft pytorch-lightning transformers trl
+test-newest:
+	@$(MAKE) --no-print-directory VENV=$(NEWEST) $(NEWEST)/.installed
+	@$(call quietly,$(NEWEST)/bin/python -m pip install --disable-pip-version-check -U \
+		$$(grep '^torch==' constraints-dev.txt) $(FRONT_ENDS))
+	@$(NEWEST)/bin/python -c "from importlib.metadata import version; \
+		print(*(f'{name} {version(name)}' for name in '$(FRONT_ENDS) torch'.split()), sep='\n')"
+	$(NEWEST)/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not gpu" tests/tiering/integrations \
+		$(PYTEST_ARGS)
 
 # Both C libraries with threads, forks, faults and wild arguments, without an interpreter in between: for memory, then
 # for races.
@@ -106,6 +119,6 @@ gpu-carry: wheel
 	@$(BIN)/python bench/gpu_carry.py --python $(GPU_PYTHON) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -f tiering/_aio*.so optim_cpu/_kernels*.so tiering/_aio.c optim_cpu/_kernels.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -283,6 +283,11 @@ NOT_RUN: dict[Key, str] = {
         "pip install 'tiering[hf]'",
     ): "installs packages; tests/test_wheel.py installs a wheel",
     (
+        "axolotl.md",
+        "from llamafactory.train.sft import workflow",
+    ): "needs LLaMA-Factory, which pins older packages",
+    ("axolotl.md", "import torch"): "needs torchtune; it was run with the version that the page names",
+    (
         "lightning.md",
         "pip install 'tiering[lightning]'",
     ): "installs packages; tests/test_wheel.py installs a wheel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ ACCUMULATION = 2
 def accelerator(settings: Any = None, **options: Any) -> Iterator[Any]:
     """An Accelerator on the CPU; ``settings`` None is that of accelerate. The next one starts anew."""
     given: dict[str, Any] = {"cpu": True, "gradient_accumulation_steps": ACCUMULATION} | options
+    _forget()
     try:
         if settings is None:
             yield accelerate.Accelerator(**given)
@@ -33,9 +35,18 @@ def accelerator(settings: Any = None, **options: Any) -> Iterator[Any]:
             yield found
             found.free_memory()
     finally:
-        # The process group stays: it is that of the process.
-        for shared in (AcceleratorState, GradientState, PartialState):
-            shared._reset_state()
+        _forget()
+
+
+def _forget() -> None:
+    """Forget what accelerate keeps for the process: a Trainer in another test has made it.
+
+    The process group stays: it is that of the process.
+    """
+    # A loader that was dropped in the middle changes the state when it is collected.
+    gc.collect()
+    for shared in (AcceleratorState, GradientState, PartialState):
+        shared._reset_state()
 
 
 def parts(model: nn.Module | None = None) -> tuple[nn.Module, Any, Any, Any]:

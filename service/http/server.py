@@ -226,9 +226,8 @@ def serve(app: ASGIApp, listener: Listener, greeting: str) -> None:
 def _print(greeting: str) -> None:
     try:
         print(greeting, flush=True)
-    except (
-        OSError
-    ):  # the reader of standard output has gone; Python's flush at exit would fail and set an exit status
+    except OSError:
+        # The reader of standard output has ended. Python's flush at exit would fail and set an exit status.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-_malloc_trim = getattr(
-    ctypes.CDLL(None), "malloc_trim", None
-)  # of glibc; other C libraries return memory by themselves
+# A function of glibc; other C libraries return memory by themselves.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def trim() -> None:

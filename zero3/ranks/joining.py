@@ -26,11 +26,8 @@ POLL = 0.05  # seconds between two reads of the store
 SOCKETS = 6
 """Sockets of one engine and of torch's group for each other rank: measured on rank 0, which has the store."""
 OTHER_FILES = 1000  # descriptors for other files of a training process
-BROKEN = (
-    "onnect",
-    "got 0 bytes",
-    "roken pipe",
-)  # parts of gloo's messages; its errors have no class of their own
+# Parts of gloo's messages: its errors have no class of their own.
+BROKEN = ("onnect", "got 0 bytes", "roken pipe")
 FROM_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # The backends of a process group that the engine creates. The program may use the group too.

@@ -119,11 +119,8 @@ def test_frozen_parameters_have_no_gradients_of_their_own() -> None:
 
 def test_few_tokens_are_bound_by_the_devices_memory() -> None:
     estimate = forecast(plan_of(example()), replace(EACH_ONE, flops=1e30), tokens=1)
-    assert busy(estimate, MachinePart.COMPUTE) == (
-        2 * TRAINED,
-        (2 + 2) * TRAINED,
-        0,
-    )  # parameters, and gradients
+    # Parameters, and gradients.
+    assert busy(estimate, MachinePart.COMPUTE) == (2 * TRAINED, (2 + 2) * TRAINED, 0)
 
 
 def test_on_a_cpu_what_the_cores_do_adds_up() -> None:
@@ -165,22 +162,16 @@ def test_what_stays_on_a_gpu_is_stepped_in_its_memory() -> None:
 
 def test_what_the_cpu_steps_goes_to_a_gpu_that_keeps_the_parameters() -> None:
     estimate = forecast(plan_of(on_gpu(offload_param=DEVICE, offload_optimizer=HOST)), EACH_ONE, tokens=1)
-    assert busy(estimate, MachinePart.DEVICE_LINK) == (
-        0,
-        2 * TRAINED,
-        2 * TRAINED,
-    )  # gradients there, parameters back
+    # Gradients there, parameters back.
+    assert busy(estimate, MachinePart.DEVICE_LINK) == (0, 2 * TRAINED, 2 * TRAINED)
 
 
 def test_halves_of_masters_come_from_the_gpu_and_go_back() -> None:
     """In the split format the CPU steps the parameters themselves, which the device keeps."""
     load = on_gpu(offload_param=DEVICE, offload_optimizer=HOST, split=True)
     estimate = forecast(plan_of(load), EACH_ONE, tokens=1)
-    assert busy(estimate, MachinePart.DEVICE_LINK) == (
-        0,
-        2 * TRAINED,
-        2 * TRAINED,
-    )  # both ways at the same time
+    # Both ways at the same time.
+    assert busy(estimate, MachinePart.DEVICE_LINK) == (0, 2 * TRAINED, 2 * TRAINED)
 
 
 @pytest.mark.parametrize(

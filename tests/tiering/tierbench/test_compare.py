@@ -232,9 +232,8 @@ class TestBesideFio:
         command = [sys.executable, "-m", "tiering.tierbench.cli", "compare", "--fio", str(tmp_path)]
         command += ["--rw", "read", "--bs", "64k", "--size", "4M", "--runtime", "50ms", "--pairs", "10000"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            processes: set[str] = (
-                set()
-            )  # that of its version and runs: after the third, a pair has been counted
+            # Those of fio's version and of its runs: after the third, a pair has been counted.
+            processes: set[str] = set()
             give_up = time.monotonic() + 60
             while len(processes) < 5 and time.monotonic() < give_up and process.poll() is None:
                 for children in Path(f"/proc/{process.pid}/task").glob("*/children"):

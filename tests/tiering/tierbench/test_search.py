@@ -50,9 +50,8 @@ def test_a_drive_that_swings_twofold_still_shows_what_suits_it() -> None:
 def test_where_nothing_is_better_the_defaults_are_kept() -> None:
     assert sum(verdict.keeps_defaults for verdict in verdicts(flat)) >= 11
     assert sum(verdict.keeps_defaults for verdict in verdicts(suited)) >= 11
-    assert (
-        sum(verdict.keeps_defaults for verdict in verdicts(flat, noise=0.3)) >= 11
-    )  # luck makes heroes of some
+    # Noise makes other settings look better in some searches.
+    assert sum(verdict.keeps_defaults for verdict in verdicts(flat, noise=0.3)) >= 11
     busy = verdicts(flat, count=36, noise=0.03, disturbed=0.3, swings=False)
     assert sum(verdict.keeps_defaults for verdict in busy) >= 33
 

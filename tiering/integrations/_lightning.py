@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_Strategy: Any = object
+"""The base of the mixins. A class that has a mixin before Lightning's class has Lightning's as the next class."""
+
 Config = Mapping[str, Any] | str | Path
 Offload = str | bool
 
@@ -122,6 +125,36 @@ def completed(
     # The loop clips.
     filled.setdefault("gradient_clipping", 0.0)
     return filled
+
+
+class StrategyOfEngines(_Strategy):  # type: ignore[misc] # Any
+    """The arguments that the strategies of the Trainer and of Fabric share; see TieringStrategy."""
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        stage: int = 3,
+        offload_optimizer: Offload = "none",
+        offload_parameters: Offload = "none",
+        nvme_path: str | Path | None = None,
+        weights: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.config = configuration(
+            config,
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            nvme_path=nvme_path,
+        )
+        self._weights = weights
+
+    @property
+    def _builds_without_memory(self) -> bool:
+        """Whether models can be built without memory for their parameters: in stage 3."""
+        return (self.config.get("zero_optimization") or {}).get("stage") == 3
 
 
 def is_checkpoint(path: str | Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +14,9 @@ from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.integrations import _engines
 from tiering.integrations._lightning import (
     TAG,
-    Config,
-    Offload,
+    StrategyOfEngines,
     check_precision,
     completed,
-    configuration,
     is_checkpoint,
     save,
 )
@@ -31,8 +28,7 @@ if TYPE_CHECKING:
     from tiering import DeepSpeedEngine
 
 _Precision: Any = object
-_Strategy: Any = object
-"""The bases of the mixins, as in _lightning_trainer.py."""
+"""The base of the mixin, as that of a strategy in _lightning.py."""
 
 
 class EngineFabricPrecision(_Precision):  # type: ignore[misc] # Any
@@ -51,7 +47,7 @@ class _NoSync:
         return module.no_sync() if enabled else nullcontext()
 
 
-class EngineFabricStrategy(_Strategy):  # type: ignore[misc] # Any
+class EngineFabricStrategy(StrategyOfEngines):
     """Trains modules of Fabric on tiered engines, on one or several ranks, on CPUs or GPUs.
 
     The arguments are those of TieringStrategy. ``fabric.setup(model, optimizer)`` starts an engine; it takes one
@@ -64,26 +60,8 @@ class EngineFabricStrategy(_Strategy):  # type: ignore[misc] # Any
     precision_type: type[Any]
     """The class of precisions for this namespace of Lightning."""
 
-    def __init__(
-        self,
-        config: Config | None = None,
-        *,
-        stage: int = 3,
-        offload_optimizer: Offload = "none",
-        offload_parameters: Offload = "none",
-        nvme_path: str | Path | None = None,
-        weights: str | Path | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.config = configuration(
-            config,
-            stage=stage,
-            offload_optimizer=offload_optimizer,
-            offload_parameters=offload_parameters,
-            nvme_path=nvme_path,
-        )
-        self._weights = weights
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._backward_sync_control = _NoSync()
         self._by_front: dict[nn.Module, DeepSpeedEngine] = {}
 
@@ -135,9 +113,8 @@ class EngineFabricStrategy(_Strategy):  # type: ignore[misc] # Any
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Build modules without memory for their parameters, in stage 3."""
         stack = ExitStack()
-        zero = self.config.get("zero_optimization") or {}
         stack.enter_context(
-            tiering.zero.Init(config_dict_or_path=self._completed(), enabled=zero.get("stage") == 3)
+            tiering.zero.Init(config_dict_or_path=self._completed(), enabled=self._builds_without_memory)
         )
         return stack
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tiering
@@ -13,11 +12,9 @@ from tiering.errors import ConfigError, EngineStateError
 from tiering.integrations import _engines
 from tiering.integrations._lightning import (
     TAG,
-    Config,
-    Offload,
+    StrategyOfEngines,
     check_precision,
     completed,
-    configuration,
     is_checkpoint,
     save,
 )
@@ -31,8 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _Precision: Any = object
-_Strategy: Any = object
-"""The bases of the mixins. A class that has a mixin before Lightning's class has Lightning's as the next class."""
+"""The base of the mixin, as that of a strategy in _lightning.py."""
 
 
 class EnginePrecision(_Precision):  # type: ignore[misc] # Any
@@ -64,7 +60,7 @@ class EnginePrecision(_Precision):  # type: ignore[misc] # Any
         optimizer.clip_grad_norm_(clip_val)
 
 
-class EngineStrategy(_Strategy):  # type: ignore[misc] # Any
+class EngineStrategy(StrategyOfEngines):
     """Trains a LightningModule on a tiered engine, on one or several ranks, on CPUs or GPUs.
 
     ``config`` is a DeepSpeed configuration (a dict or a path) with an optional block "tiering". Without it,
@@ -95,27 +91,9 @@ class EngineStrategy(_Strategy):  # type: ignore[misc] # Any
     optimizers: list[Any]
     lr_scheduler_configs: list[Any]
 
-    def __init__(
-        self,
-        config: Config | None = None,
-        *,
-        stage: int = 3,
-        offload_optimizer: Offload = "none",
-        offload_parameters: Offload = "none",
-        nvme_path: str | Path | None = None,
-        weights: str | Path | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._engine: DeepSpeedEngine | None = None
-        super().__init__(**kwargs)
-        self.config = configuration(
-            config,
-            stage=stage,
-            offload_optimizer=offload_optimizer,
-            offload_parameters=offload_parameters,
-            nvme_path=nvme_path,
-        )
-        self._weights = weights
+        super().__init__(*args, **kwargs)
 
     @property
     def engine(self) -> DeepSpeedEngine:
@@ -209,8 +187,7 @@ class EngineStrategy(_Strategy):  # type: ignore[misc] # Any
         """Build the modules of ``configure_model`` without memory for their parameters, in stage 3."""
         if self._engine is not None:
             return nullcontext()
-        zero = self.config.get("zero_optimization") or {}
-        return tiering.zero.Init(config_dict_or_path=self._init_config(), enabled=zero.get("stage") == 3)
+        return tiering.zero.Init(config_dict_or_path=self._init_config(), enabled=self._builds_without_memory)
 
     def _init_config(self) -> dict[str, Any]:
         return completed(self.config, str(self.precision_plugin.precision))

@@ -116,9 +116,9 @@ def _on_two_ranks(strategy: str, root: Path) -> None:
 
 
 def _until_killed(place: str, root: Path) -> None:
-    saves = ModelCheckpoint(root / "saved", save_top_k=-1, every_n_train_steps=5)
+    saves = ModelCheckpoint(root / "saved", save_top_k=-1, every_n_epochs=1)
     chosen = TieringStrategy(**places(root)[place])
-    trainer(chosen, root, callbacks=[saves, _Pace()]).fit(regression(), loader())
+    trainer(chosen, root, max_epochs=3, callbacks=[saves, _Pace()]).fit(regression(), loader())
 
 
 if __name__ == "__main__":

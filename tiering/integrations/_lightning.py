@@ -63,7 +63,7 @@ def check_precision(precision: str) -> None:
 def configuration(
     config: Config | None,
     *,
-    stage: int,
+    stage: int | None,
     offload_optimizer: Offload,
     offload_parameters: Offload,
     nvme_path: str | Path | None,
@@ -77,13 +77,13 @@ def configuration(
         "offload_param": _device(offload_parameters, "offload_parameters"),
     }
     if config is not None:
-        if nvme_path is not None or any(offloads.values()):
+        if stage is not None or nvme_path is not None or any(offloads.values()):
             raise ConfigError(
-                "TieringStrategy got config and arguments for offload; set offload_optimizer and offload_param in"
-                " zero_optimization of the configuration"
+                "TieringStrategy got config and arguments for stage or offload; set stage, offload_optimizer and"
+                " offload_param in zero_optimization of the configuration"
             )
         return dict(ds_config.mapping_of(config))
-    zero: dict[str, Any] = {"stage": stage}
+    zero: dict[str, Any] = {"stage": 3 if stage is None else stage}
     for section, device in offloads.items():
         if device is not None:
             zero[section] = {"device": device}
@@ -134,7 +134,7 @@ class StrategyOfEngines(_Strategy):  # type: ignore[misc] # Any
         self,
         config: Config | None = None,
         *,
-        stage: int = 3,
+        stage: int | None = None,
         offload_optimizer: Offload = "none",
         offload_parameters: Offload = "none",
         nvme_path: str | Path | None = None,

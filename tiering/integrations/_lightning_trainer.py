@@ -65,9 +65,10 @@ class EngineStrategy(StrategyOfEngines):
 
     ``config`` is a DeepSpeed configuration (a dict or a path) with an optional block "tiering". Without it,
     ``offload_optimizer`` and ``offload_parameters`` ("none", "cpu" or "nvme"; True is "cpu") place optimizer state and
-    parameters, ``nvme_path`` is a directory on the drive, and ``stage`` is the ZeRO stage. The Trainer's precision and
-    accumulation are used; all precisions have fp32 masters. ``weights`` is a file or directory of safetensors that the
-    engine reads first values from. ``kwargs`` are those of DDPStrategy that are not for DistributedDataParallel.
+    parameters, ``nvme_path`` is a directory on the drive, and ``stage`` is the ZeRO stage (default 3). The Trainer's
+    precision and accumulation are used; all precisions have fp32 masters. ``weights`` is a file or directory of
+    safetensors that the engine reads first values from. ``kwargs`` are those of DDPStrategy that are not for
+    DistributedDataParallel.
 
     The optimizer is the one of ``configure_optimizers``, or the section "optimizer" of ``config``. A checkpoint is a
     directory with a checkpoint of the engine; with ``weights_only`` it is a file, as in other strategies. A model built

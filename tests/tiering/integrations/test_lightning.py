@@ -327,8 +327,9 @@ def test_what_an_engine_cannot_honour_is_refused(tmp_path: Path) -> None:
         TieringStrategy(offload_optimizer="nvme")
     with pytest.raises(ConfigError, match="invalid offload_parameters='gpu'"):
         TieringStrategy(offload_parameters="gpu")
-    with pytest.raises(ConfigError, match="got config and arguments for offload"):
-        TieringStrategy({}, offload_optimizer="cpu")
+    for argument in ({"stage": 2}, {"offload_optimizer": "cpu"}):
+        with pytest.raises(ConfigError, match="got config and arguments for stage or offload"):
+            TieringStrategy({}, **argument)
     with pytest.raises(ConfigError, match="contradicts the section 'fp16'"):
         trainer(TieringStrategy({"fp16": {"enabled": True}}), tmp_path, precision="bf16-true").fit(
             regression(), loader()

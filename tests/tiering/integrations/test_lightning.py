@@ -133,6 +133,11 @@ class Manual(Regression):
         self.lr_schedulers().step()
         self.losses.append(loss.item())
 
+    def configure_optimizers(self) -> Any:
+        # Unlike Adam's, its step shows the scale of the gradients.
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)]
+
 
 def test_manual_optimization(tmp_path: Path) -> None:
     losses = {}

@@ -173,7 +173,8 @@ REPLACEMENTS = (
         "read `deepspeed.__version__`, the version of tiering",
     ),
     Replacement(
-        "utils.set_z3_leaf_modules_by_name utils.set_z3_leaf_modules_by_suffix utils.z3_leaf_parameter",
+        "utils.set_z3_leaf_modules_by_name utils.set_z3_leaf_modules_by_suffix utils.z3_leaf_parameter"
+        " utils.z3_leaf_module.*",
         "call `deepspeed.utils.set_z3_leaf_modules`, or list names in the section `leaf_module` of the configuration",
     ),
     Replacement(

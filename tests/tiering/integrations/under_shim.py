@@ -31,6 +31,7 @@ AUTO = {
 def names() -> dict[str, Any]:
     """What a program sees of the name."""
     import deepspeed
+    import deepspeed.utils.z3_leaf_module
     from deepspeed.moe.layer import MoE
 
     import tiering.zero
@@ -41,6 +42,8 @@ def names() -> dict[str, Any]:
     except AttributeError as error:
         use = str(error)
     before = deepspeed.zero is tiering.zero, tiering.zero.__spec__.name
+    leaves = sys.modules["deepspeed.utils.z3_leaf_module"]
+    before = *before, leaves is sys.modules["tiering.utils.z3_leaf_module"], callable(leaves)
     child = "import deepspeed; print(deepspeed.__version__)"
     children = subprocess.run(
         [sys.executable, "-c", child], capture_output=True, text=True, check=True

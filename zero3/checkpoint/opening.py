@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -45,6 +45,13 @@ class LoadRequest:
     strict: bool
     states: bool
     scheduler: bool
+
+    def find_if_any(self) -> CheckpointVersion:
+        """Find the checkpoint; also without one of this ``tag``, the path is None."""
+        try:
+            return self.find()
+        except CheckpointError:
+            return CheckpointVersion(None)
 
     def find(self) -> CheckpointVersion:
         """Find the checkpoint. CheckpointError if ``tag`` names one that does not exist."""
@@ -100,6 +107,7 @@ class Opener:
 
     def open(self, files: ExitStack) -> OpenCheckpoint | None:
         """Open the checkpoint, with its ``files``; None if there is none. All ranks call this together."""
+        self._agree_on_directory()
         for attempts_left in reversed(range(LOOKS)):
             versions = self._together("find the checkpoint", self._request.find)
             try:
@@ -116,14 +124,32 @@ class Opener:
             log.log(_logs.once(logging.INFO), "a save has replaced %s: trying again", versions[0].path)
         raise AssertionError("the last attempt returns or raises")
 
+    def _agree_on_directory(self) -> None:
+        """Look in the directory of rank 0: ranks save there if they name different ones, for example by their clocks.
+
+        A rank whose own directory has a checkpoint may mean that one, so this is refused.
+        """
+        directories = self._together("find the checkpoint", lambda: self._request.directory)
+        rank = next((rank for rank, each in enumerate(directories) if each != directories[0]), None)
+        if rank is None:
+            return
+        versions = self._together("find the checkpoint", self._request.find_if_any)
+        # The same version at another path: a link, or another mount of the same file system.
+        if any(each.path and each.version != versions[0].version for each in versions):
+            raise _different_checkpoints(versions)
+        log.log(
+            _logs.once(logging.WARNING),
+            "load_checkpoint was called with %s on rank 0, and with %s on rank %d: all ranks load from the directory of"
+            " rank 0",
+            *(directories[0], directories[rank], rank),
+        )
+        self._request = replace(self._request, directory=directories[0])
+
     def _open_at(self, versions: list[CheckpointVersion], files: ExitStack) -> OpenCheckpoint | None:
         """Open the checkpoint of which the ranks have found these ``versions``."""
         path, request = versions[0].path, self._request
         if any(each.path != path for each in versions):
-            paths = ", ".join(f"rank {rank} {each.path}" for rank, each in enumerate(versions))
-            raise CheckpointError(
-                f"ranks find different checkpoints: {paths}; load from a directory that all ranks share"
-            )
+            raise _different_checkpoints(versions)
         if path is None:
             return None
         opened: list[OpenCheckpoint] = []
@@ -155,3 +181,10 @@ class Opener:
 
     def _together(self, purpose: str, work: Callable[[], T]) -> list[T]:
         return together(self._parts.collectives, purpose, work)
+
+
+def _different_checkpoints(versions: list[CheckpointVersion]) -> CheckpointError:
+    paths = ", ".join(f"rank {rank} {each.path}" for rank, each in enumerate(versions))
+    return CheckpointError(
+        f"ranks find different checkpoints: {paths}; load from a directory that all ranks share"
+    )

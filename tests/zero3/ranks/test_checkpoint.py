@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -268,8 +268,8 @@ def damaged(rank: int, nvme: Path, directory: Path, options: dict[str, Any]) -> 
         for attempt in (
             lambda: engine.load_checkpoint(directory, "bad"),
             lambda: train(engine, rank, range(1)),
-            lambda: engine.load_checkpoint(directory if rank == 0 else directory / "good", "good"),
-            lambda: engine.load_checkpoint(directory if rank == 0 else directory.parent),
+            lambda: load_here(engine, directory if rank == 0 else directory / "good", "good"),
+            lambda: load_here(engine, directory if rank == 0 else directory.parent),
             lambda: load_another_save(engine, rank, directory),
             lambda: spoilt_load(engine, rank, directory),
         ):
@@ -282,6 +282,12 @@ def damaged(rank: int, nvme: Path, directory: Path, options: dict[str, Any]) -> 
         engine.load_checkpoint(directory, "good")
         train(engine, rank, range(1, 2))
         return [*messages, same(engine.master_state_dict(), expected), engine.global_steps]
+
+
+def load_here(engine: Any, directory: Path, tag: str | None = None) -> None:
+    """Load by a path that is another directory on each rank, as on disks of nodes."""
+    with chdir(directory):
+        engine.load_checkpoint(".", tag)
 
 
 def load_another_save(engine: Any, rank: int, directory: Path) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tiering import _logs
 from tiering.errors import CheckpointError, EngineStateError
 from tiering.integrations import _training_arguments
 from tiering.integrations._training_arguments import Config
@@ -35,6 +36,7 @@ try:
     from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
     from transformers.trainer_utils import sort_checkpoints
 
+    from tiering.integrations._trainer_checkpoints import TAG, last_complete, unusable
     from tiering.integrations._trainer_engine import TrainerEngines
 except (ImportError, PackageNotFoundError) as error:
     raise ImportError(
@@ -51,9 +53,6 @@ log = logging.getLogger(__name__)
 
 _Trainer: Any = object
 """The base of the mixin. A class that has it before a Trainer has the Trainer as the next class."""
-
-TAG = "tiering"
-"""The folder of the engine's checkpoint in a folder "checkpoint-N" of a Trainer."""
 
 
 @dataclass
@@ -179,25 +178,35 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
     # Checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """``Trainer.train``; ``resume_from_checkpoint`` True is the last checkpoint whose save was not interrupted."""
+        """``Trainer.train``; ``resume_from_checkpoint`` True is the last complete checkpoint in ``output_dir``.
+
+        A save that was killed leaves an incomplete one: a warning names it and the reason. Raises CheckpointError if
+        there are checkpoints, and none is complete.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_complete_checkpoint() or True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _last_complete_checkpoint(self) -> str | None:
-        """The last checkpoint in output_dir with all its files; the same on all ranks."""
-        checkpoints = sort_checkpoints(self.args.output_dir)
-        complete = [path for path in checkpoints if not _missing_files(path)]
-        found = [complete[-1] if complete else None]
-        if found[0] is not None and found[0] != checkpoints[-1]:
-            log.warning(
-                "%s is incomplete, because its save was interrupted; resuming from %s",
-                checkpoints[-1],
-                found[0],
-            )
+        """The same on all ranks; None if ``output_dir`` has no checkpoint at all."""
+        found: list[tuple[str | None, list[str]]] = [(None, [])]
+        if self.args.process_index == 0:
+            found = [last_complete(sort_checkpoints(self.args.output_dir))]
         if self.args.world_size > 1:
             broadcast_object_list(found)
-        return found[0]
+        checkpoint, problems = found[0]
+        if checkpoint is not None and problems:
+            log.log(
+                _logs.once(logging.WARNING),
+                "resuming from %s, because the save of a later checkpoint was interrupted: %s",
+                *(checkpoint, "; ".join(problems)),
+            )
+        elif problems:
+            raise CheckpointError(
+                f"no checkpoint in {self.args.output_dir} is complete: {'; '.join(problems)}; call train() without"
+                " resume_from_checkpoint to start a new run"
+            )
+        return checkpoint
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the weights in the compute dtype, from the tiers to files, and the files that the Trainer adds."""
@@ -211,6 +220,9 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
         torch.save(self.args, directory / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.should_save:
+            # An earlier run may have saved in this folder: with its file, an interrupted save would look complete.
+            (Path(output_dir) / TRAINER_STATE_NAME).unlink(missing_ok=True)
         # As with DeepSpeed, the base model of an adapter is not in its checkpoints.
         self.engine.save_checkpoint(
             output_dir, TAG, exclude_frozen_parameters=hasattr(self.model, "peft_config")
@@ -225,11 +237,11 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check that the checkpoint is one of an engine: it is loaded when the engine has started."""
-        missing = _missing_files(resume_from_checkpoint)
-        if missing:
+        problem = unusable(resume_from_checkpoint)
+        if problem:
             raise CheckpointError(
                 f"{resume_from_checkpoint} is not a checkpoint of a Trainer on a tiered engine, or its save was"
-                f" interrupted: {missing} is missing; to start a new run from the weights in that folder, load the"
+                f" interrupted: {problem}; to start a new run from the weights in that folder, load the"
                 " model from it, and call train() without resume_from_checkpoint"
             )
 
@@ -251,9 +263,3 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
 
 class TieringTrainer(TieringTrainerMixin, Trainer):  # type: ignore[misc] # not followed by mypy
     """``transformers.Trainer`` on a tiered engine; see TieringTrainerMixin."""
-
-
-def _missing_files(checkpoint: str) -> str:
-    """The files that a complete checkpoint has and this one lacks; empty if it is complete."""
-    needed = (TRAINER_STATE_NAME, SCHEDULER_NAME, f"{TAG}/checkpoint.json")
-    return ", ".join(name for name in needed if not (Path(checkpoint) / name).is_file())

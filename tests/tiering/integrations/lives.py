@@ -31,7 +31,7 @@ def life(root: Path, seed: int) -> None:
     root.mkdir(exist_ok=True)
     rank = int(os.environ.get("RANK", "0"))
     # The first model's weights; a resumed run starts from others, and loads those of the checkpoint.
-    resumes = any((path / "trainer_state.json").exists() for path in (root / "out").glob("checkpoint-*"))
+    resumes = any(path.stat().st_size for path in (root / "out").glob("checkpoint-*/trainer_state.json"))
     trainer = tiered(
         root / "out",
         config("nvme", root),

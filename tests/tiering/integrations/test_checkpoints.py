@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tiering.errors import CheckpointError
+from tiering.integrations._trainer_checkpoints import last_complete
 
 from .trainers import ADAMW, PLACES, config, different, llama, reported, state, tiered
 
@@ -125,6 +126,19 @@ def test_the_best_model_is_loaded_at_the_end(place: str, only_model: bool, tmp_p
     trainer.engine.close()
 
 
+CUTS = {
+    "trainer_state.json": ("trainer_state.json is missing", "trainer_state.json is not valid JSON"),
+    "scheduler.pt": ("scheduler.pt is missing", "scheduler.pt is truncated"),
+    "rng_state.pth": ("rng_state.pth is missing", "rng_state.pth is truncated"),
+    "tiering/checkpoint.json": ("tiering/checkpoint.json is missing", "tiering/checkpoint.json is damaged"),
+    "tiering/exp_avg-00001-of-00001.safetensors": (
+        "exp_avg-00001-of-00001.safetensors: it cannot be read: No such file",
+        "exp_avg-00001-of-00001.safetensors: it has ",
+    ),
+}
+"""What a run says of a checkpoint whose file is missing, and of one whose file is cut."""
+
+
 def test_a_run_resumes_from_the_last_complete_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,14 +148,40 @@ def test_a_run_resumes_from_the_last_complete_checkpoint(
     trainer.train()
     expected = state(trainer)
     trainer.engine.close()
+    first, second, last = (str(tmp_path / f"out/checkpoint-{step}") for step in (2, 4, 6))
+    assert last_complete([first, second, last]) == (last, [])
+    for name, problems in CUTS.items():
+        file = Path(last) / name
+        content = file.read_bytes()
+        for left, problem in zip((None, content[: len(content) // 2]), problems, strict=True):
+            file.unlink() if left is None else file.write_bytes(left)
+            found, (message,) = last_complete([first, second, last])
+            assert found == second
+            assert message.startswith(f"{last}: ") and problem in message
+        file.write_bytes(content)
     # As a kill leaves it while the Trainer saves.
-    (tmp_path / "out/checkpoint-6/trainer_state.json").unlink()
-    shutil.rmtree(tmp_path / "out/checkpoint-6/tiering")
+    (Path(last) / "trainer_state.json").write_bytes(b"")
+    shutil.rmtree(Path(last) / "tiering")
     again = tiered(tmp_path / "out", settings, llama(seed=99), **options)
     with caplog.at_level(logging.WARNING, "tiering.integrations"):
         again.train(resume_from_checkpoint=True)
-    assert "checkpoint-6 is incomplete" in caplog.text
+    assert (
+        f"resuming from {second}, because the save of a later checkpoint was interrupted:"
+        f" {last}: tiering/checkpoint.json is missing"
+    ) in caplog.text
     assert different(state(again), expected) == []
+    # A second save in a folder, interrupted, is no complete checkpoint.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(again.engine, "save_checkpoint", lambda *_, **__: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            again.train(resume_from_checkpoint=second)
+    assert last_complete([first, second, last])[1] == [f"{last}: trainer_state.json is missing"]
+    for folder in (first, second):
+        (Path(folder) / "scheduler.pt").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .*out is complete: .*checkpoint-6: trainer_st"
+    ):
+        again.train(resume_from_checkpoint=True)
     again.engine.close()
 
 

@@ -21,10 +21,10 @@ def main(options: argparse.Namespace, directory: Path) -> int:
     """Serve the runs in ``directory`` until a signal. Returns the exit status: 0, or 2 if it cannot start."""
     try:
         lower_priority(options.nice)  # before the first thread: threads keep the niceness of their creation
-        _log_to_stderr()
         token = load_token(options.token_file, os.environ)
         listener, hosts = _listener(options, token)
         with listener:
+            _log_to_stderr()
             app = create_app(Watch(directory), expect_ranks=options.expect_ranks, access=Access(hosts, token))
             serve(app, listener, f"tierd: {listener.url} shows the runs in {directory}")
     except (CannotListenError, TokenError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -33,6 +34,8 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         assert service.cli.main([*arguments]) == 2
         output, errors = capfd.readouterr()
         assert output == ""
+        # A handler that is left would write to a stream that pytest closes.
+        assert not logging.getLogger("service").handlers
         (line,) = errors.splitlines()
         return line
 

@@ -24,8 +24,8 @@ def main(options: argparse.Namespace, directory: Path) -> int:
         token = load_token(options.token_file, os.environ)
         listener, hosts = _listener(options, token)
         with listener:
-            _log_to_stderr()
             app = create_app(Watch(directory), expect_ranks=options.expect_ranks, access=Access(hosts, token))
+            _log_to_stderr()
             serve(app, listener, f"tierd: {listener.url} shows the runs in {directory}")
     except (CannotListenError, TokenError) as error:
         print(f"tierd: {error}", file=sys.stderr)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.zero3.inside import wait_for_transfers
 from tiering.placement.workload import Tier
 from tiering.storage.swap_space import SwapSpace
 from zero3.device.link_copies import Copies
@@ -322,11 +323,7 @@ def test_bytes_moved_in_a_steady_step_are_the_planned_ones(
     engine = start(precision=precision, accumulation=accumulation, **STREAMED, **budgets)
 
     def moved_when_quiet() -> tuple[int, int]:
-        engine._tiers.staging.drain()
-        for extent in [group.home.extent for group in engine._groups if group.home.extent is not None]:
-            for part in extent.parts:
-                for transfer in part.extent.in_flight:
-                    transfer.ticket.wait()
+        wait_for_transfers(engine)
         (path,) = engine.snapshot().io
         return path.read.bytes, path.written.bytes
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.zero3.inside import saver_of
 from tests.zero3.resuming import Model, train
 from tiering.errors import CheckpointError
 
@@ -76,7 +77,7 @@ def test_a_save_that_failed_unseen_does_not_hide_what_ends_the_block(
         with pytest.raises(error or CheckpointError), begin(start) as engine:  # noqa: PT012 (close() is in the block's end)
             with limited(6000):
                 engine.save_checkpoint(tmp_path / "saved", background=True)
-                engine._checkpoints._under_way.saver.join()
+                saver_of(engine).join()
             if error is not None:
                 raise error
         assert "was not saved" in caplog.text

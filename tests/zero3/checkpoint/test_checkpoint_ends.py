@@ -16,6 +16,7 @@ import torch
 
 import tiering
 from tests.zero3.checkpoints import SETTINGS, Start, begin, entries, undisturbed
+from tests.zero3.inside import saver_of
 from tests.zero3.resuming import MIXED, STREAMED, Left, Model, tokens, train
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import EngineStateError
@@ -129,7 +130,7 @@ def test_however_an_engine_ends_a_save_in_the_background_does(
             raise ZeroDivisionError
     else:
         engine.save_checkpoint(tmp_path / "saved", background=True)
-        thread = engine._checkpoints._under_way.saver  # type: ignore[union-attr]
+        thread = saver_of(engine)
         del engine
         gc.collect()
         thread.join()

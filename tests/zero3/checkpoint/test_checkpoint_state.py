@@ -23,6 +23,7 @@ import optim_cpu
 import tiering
 from tests.zero3.checkpoints import SETTINGS, Start, begin
 from tests.zero3.conftest import config
+from tests.zero3.inside import saver_of
 from tests.zero3.resuming import STREAMED, Model, train
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, ConfigError
@@ -363,9 +364,9 @@ def test_a_save_that_is_given_up_says_that_alone(
     monkeypatch.setattr(Saver, "_copy", cancelled)
     engine = begin(start)
     saving = engine.save_checkpoint(tmp_path, background=True)
-    under_way = engine._checkpoints._under_way
-    assert under_way is not None and begun.wait(30)
-    under_way.saver.cancel()
+    saver = saver_of(engine)
+    assert begun.wait(30)
+    saver.cancel()
     with pytest.raises(CheckpointError, match="the save was cancelled; save again") as caught:
         saving.wait()
     assert "clos" not in str(caught.value)

@@ -24,6 +24,7 @@ import tiering.weights.tensor_file
 import zero3.checkpoint.export
 from optim_cpu.formats import round_parameters
 from tests.zero3.conftest import NVME_STATE, SmallModel, batches, config, same_bits
+from tests.zero3.inside import staging_is_empty
 from tiering.errors import CheckpointError, ConfigError, SwapError
 from tiering.storage.arena import Lease
 from tiering.storage.swap_space import SwapSpace
@@ -181,8 +182,7 @@ def test_a_full_disk_leaves_nothing_behind_and_training_goes_on(
     for where in ("out", "new/deep"):
         with files_of_at_most(64 << 10), pytest.raises(CheckpointError, match=r"EFBIG.*ulimit"):
             engine.save_16bit_model(tmp_path / where)
-        engine._tiers.staging.drain()
-        assert not engine._tiers.staging.by_kind
+        assert staging_is_empty(engine)
     assert not (tmp_path / "new").exists()
     assert {each.name: each.read_bytes() for each in (tmp_path / "out").iterdir()} == {
         "model.safetensors": content
@@ -225,8 +225,7 @@ def test_a_read_that_fails_ends_the_export_and_gives_all_room_back(
     with pytest.raises(SwapError):
         engine.save_16bit_model(tmp_path / "out")
     assert next(count) > 4 and not (tmp_path / "out").exists()
-    engine._tiers.staging.drain()
-    assert not engine._tiers.staging.by_kind
+    assert staging_is_empty(engine)
     saved = load_file(engine.save_16bit_model(tmp_path / "out"))
     assert same_bits(saved, untied(engine.state_dict())) == []
 
@@ -248,8 +247,7 @@ def test_an_interrupt_at_the_release_of_a_range_ends_the_export_and_gives_all_ro
     with pytest.raises(KeyboardInterrupt):
         engine.save_16bit_model(tmp_path / "out")
     assert next(count) > 2 and not (tmp_path / "out").exists()
-    engine._tiers.staging.drain()
-    assert not engine._tiers.staging.by_kind
+    assert staging_is_empty(engine)
 
 
 def llama(**options: Any) -> Any:

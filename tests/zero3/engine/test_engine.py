@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiering
 from optim_cpu.formats import split
+from tests.zero3.inside import wait_for_transfers
 from tests.zero3.mixture import Mixture, mixture, train_mixture
 from tiering.errors import EngineStateError, ResidencyError
 from tiering.placement.workload import Tier
@@ -272,11 +273,7 @@ def test_bytes_moved_in_a_steady_step_are_the_planned_ones(
     assert streams_gradients == ("host_budget" in options)
 
     def moved_when_quiet() -> tuple[int, int]:
-        engine._tiers.staging.drain()
-        for extent in [group.home.extent for group in engine._groups if group.home.extent is not None]:
-            for part in extent.parts:
-                for transfer in part.extent.in_flight:
-                    transfer.ticket.wait()
+        wait_for_transfers(engine)
         (path,) = engine.snapshot().io
         return path.read.bytes, path.written.bytes
 

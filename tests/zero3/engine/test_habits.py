@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.zero3.inside import wait_for_transfers
 from tests.zero3.plain import (
     STREAMED,
     Loop,
@@ -105,11 +106,7 @@ def test_low_rank_adapters(start: Start) -> None:
     moved = []
     for x in inputs(4):
         update(engine, x)
-        engine._tiers.staging.drain()
-        for group in engine._groups:
-            for part in group.home.extent.parts:
-                for transfer in part.extent.in_flight:
-                    transfer.ticket.wait()
+        wait_for_transfers(engine)
         (path,) = engine.snapshot().io
         moved.append((path.read.bytes, path.written.bytes))
     read, written = engine.plan.nvme_traffic()

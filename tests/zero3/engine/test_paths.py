@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.zero3.inside import wait_for_transfers
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.placement.workload import Tier
 from tiering.storage import striping, swap_space
@@ -114,10 +115,10 @@ def test_telemetry_adds_up_over_paths(
     filled = moved(engine)
     for number, batch in enumerate(micro_batches(6)):
         if number == 4:  # a step ends before its last writes: these belong to the next one
-            engine._tiers.staging.drain()
+            wait_for_transfers(engine)
         engine.backward(engine(*batch))
         engine.step()
-    engine._tiers.staging.drain()
+    wait_for_transfers(engine)
     snapshot = engine.snapshot()
     nvme = next(tier for tier in snapshot.tiers if tier.name == "nvme")
     assert nvme.used == nvme.peak == engine.plan.total(Tier.NVME) <= nvme.capacity

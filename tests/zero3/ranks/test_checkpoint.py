@@ -22,6 +22,7 @@ import tiering.checkpoint.directory
 import zero3.checkpoint.checkpoints
 import zero3.checkpoint.opening
 import zero3.checkpoint.saver
+from tests.zero3.inside import saver_of
 from tiering._interrupts import EXIT_SAVED
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.reader import open_checkpoint
@@ -150,7 +151,7 @@ def hinder(
                 try:
                     saving = engine.save_checkpoint(**call | (arguments if rank == victim else {}))
                     if background:
-                        engine._checkpoints._under_way.saver.join()  # with what hinders it
+                        saver_of(engine).join()  # with what hinders it
                 except Exception as error:
                     messages[name] = in_words(error)
                 train(engine, rank, range(number, number + 1))
@@ -226,7 +227,7 @@ def warned(rank: int, nvme: Path, directory: Path) -> list[Any]:
         for background in (True, False):
             with patched(Share, "chunks", no_chunks) if rank == 1 else no_fault():
                 engine.save_checkpoint(directory, "bad", background=True)
-                engine._checkpoints._under_way.saver.join()
+                saver_of(engine).join()
             train(engine, rank, range(1, 2))  # in which all are told
             try:
                 saving = engine.save_checkpoint(directory, f"good{background}", background=background)
@@ -237,7 +238,7 @@ def warned(rank: int, nvme: Path, directory: Path) -> list[Any]:
                 notes.append(str(saving))
         with patched(Share, "chunks", no_chunks) if rank == 1 else no_fault():
             engine.save_checkpoint(directory, "bad", background=True)
-            engine._checkpoints._under_way.saver.join()
+            saver_of(engine).join()
         try:
             engine.close()
         except CheckpointError as error:
@@ -420,7 +421,7 @@ def preempted(rank: int, nvme: Path, directory: Path, earlier: str) -> Any:
         with patched(Share, "chunks", no_chunks) if rank == 1 and earlier == "failed" else no_fault():
             engine.save_checkpoint(directory, "earlier", background=True)
             if earlier == "failed":
-                engine._checkpoints._under_way.saver.join()
+                saver_of(engine).join()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         try:

@@ -12,6 +12,7 @@ import torch
 
 import tiering
 from tests.zero3.conftest import SmallModel, config
+from tests.zero3.inside import saver_of
 from tiering.checkpoint.reader import open_checkpoint
 from zero3.checkpoint.saver import Saver
 
@@ -41,7 +42,7 @@ def stepped_before_the_end(
         train(engine, rank, 1)
         patch.setattr(Saver, "_copy", copied)
         saving = engine.save_checkpoint(directory, background=True)
-        others = bool(engine._checkpoints._under_way.saver._share.saved_elsewhere)
+        others = bool(saver_of(engine)._share.saved_elsewhere)
         train(engine, rank, 1)
         stepped.set()
         saving.wait()

@@ -23,6 +23,7 @@ from tiering.errors import ConfigError, EngineStateError
 from zero3.building.model_checks import check_model
 from zero3.deepspeed.distributed import discover, init_distributed
 from zero3.deepspeed.engine import DeepSpeedEngine
+from zero3.deepspeed.predecessors import end_predecessor, remember
 from zero3.loop.data_loader import TrainingLoader, make_loader
 from zero3.optimizer import schedulers
 from zero3.optimizer.client import ClientOptimizer
@@ -50,7 +51,7 @@ class EngineParts(NamedTuple):
 # The signature is that of DeepSpeed; the parameters after the star are new.
 def initialize(
     args: Any = None,
-    model: nn.Module | None = None,
+    model: nn.Module | DeepSpeedEngine | None = None,
     optimizer: ClientOptimizerChoice | None = None,
     model_parameters: ModelParameters | None = None,
     training_data: Dataset[Any] | None = None,
@@ -90,9 +91,14 @@ def initialize(
     the files have are an error, or with ``strict`` False a warning.
 
     Afterwards the model's parameters belong to the engine: outside of forward and backward, use ``gathered``.
+    If ``model`` has an open engine, or is one, that engine ends with a warning, and the new one starts with the
+    parameters (fp32 masters of a model that was in fp32).
+
     Raises ConfigError, PlacementError, WeightsError or SwapSpaceError before anything is moved. While values are moved,
     raises SwapError if a disk fails, and WeightsError if a file of weights changes or cannot be read.
     """
+    if isinstance(model, DeepSpeedEngine):
+        model = model.module
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize needs a model, a torch.nn.Module, not {type(model).__name__}")
     if mpu is not None or mesh_param is not None:
@@ -102,6 +108,7 @@ def initialize(
         )
     source = _configuration(args, config, config_params)
     rank, world_size = _join(distributed_port, dist_init_required)
+    end_predecessor(model)
     check_model(model)
     replaced = {"optimizer": optimizer, "scheduler": lr_scheduler}
     context = LoadContext(
@@ -129,6 +136,7 @@ def initialize(
         engine.lr_scheduler = scheduler
         engine.collate_fn = collate_fn
         engine.config = dict(report.filled)
+        remember(engine, was_fp32=context.dtype == "fp32")
         loader = None
         if training_data is not None:
             loader = make_loader(

@@ -18,12 +18,13 @@ from tiering import _unsupported
 from tiering._placeholders import unsupported_name
 from tiering._text import similar
 from tiering.config.training import OffloadConfig, OffloadOptimizerConfig, TieringConfig
-from tiering.errors import ConfigError, EngineStateError
+from tiering.errors import ConfigError, DistributedError, EngineStateError, PlacementError, SwapError
 from tiering.telemetry import ConfigurationStatus
 from zero3.engine.engine import Engine
 from zero3.engine.generation import on_all_ranks
 from zero3.loop.accumulation import accumulation_steps
 from zero3.loop.data_loader import make_loader, make_ordered_loader
+from zero3.observe.ending import error_under_way
 from zero3.params.precision import COMPUTE_DTYPES
 from zero3.setup.assembly import Weights
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
@@ -451,9 +452,42 @@ class DeepSpeedEngine(Engine):
     def empty_partition_cache(self) -> None:
         """Does nothing: between passes, no parameter is cached on the device."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether ``close``, ``release``, ``destroy`` or another ``initialize`` of the model has ended the engine."""
+        return self._ready.closed
+
     def destroy(self) -> None:
-        """The same as ``close``."""
-        self.close()
+        """End the engine and give the model back, as DeepSpeed does: an ordinary model in the compute dtype.
+
+        The parameters go to the engine's device or, if they do not fit there, to host memory. If they do not fit there
+        either, or cannot be read (after a step that failed, or without all ranks), a warning says so, and the engine is
+        closed: ``close``, which reads no parameters, leaves a model without values. All ranks call this together. A
+        second call does nothing.
+        """
+        if self.ended:
+            return
+        if self._collectives is not None and error_under_way() is not None:
+            # The other ranks may be elsewhere: this rank must not wait for them.
+            self.close()
+            return
+        try:
+            self.give_back("destroy")
+        except (DistributedError, EngineStateError, PlacementError, SwapError) as error:
+            log.warning("the model has no values after destroy(), because %s", error)
+            self.close()
+
+    def give_back(self, call: str, *, masters: bool = False) -> None:
+        """``release`` on behalf of ``call``: on the engine's device, or in host memory if that has no room."""
+        try:
+            self._give_back(call, None, masters=masters)
+        except PlacementError:
+            if self.device.type == "cpu":
+                raise
+            self._give_back(call, "cpu", masters=masters)
+            log.warning(
+                "after %s(), the model is in host memory: its parameters do not fit on %s", call, self.device
+            )
 
 
 def _name_of(optimizer: ClientOptimizerChoice) -> str:

@@ -460,9 +460,13 @@ class Engine:
         Raises PlacementError, with sizes and without a change, if the parameters do not fit in addition to the memory
         of the engine; EngineStateError after ``close``, while a pass is running and after a step that failed.
         """
-        if self._ready.ended_by == "release()":
+        self._give_back("release", device, masters=masters)
+
+    def _give_back(self, call: str, device: torch.device | str | None, *, masters: bool) -> None:
+        """``release``, on behalf of ``call``."""
+        if self._ready.released:
             return
-        self._ready.check_between_steps("release")
+        self._ready.check_between_steps(call)
         target = released.target_device(device, self.device)
         self._parameters.store_edits_of_residents()
         values = Released(
@@ -475,7 +479,7 @@ class Engine:
             local_size=self._world.local_size,
         )
         try:
-            self._loop.end("release()")
+            self._loop.end(f"{call}()")
         # Also if the close raises the error of a background save.
         finally:
             values.restore_parameters(self.module)

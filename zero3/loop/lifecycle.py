@@ -68,8 +68,13 @@ class Readiness:
 
     @property
     def closed(self) -> bool:
-        """Whether the engine is closed or released."""
+        """Whether the engine has ended."""
         return bool(self.ended_by)
+
+    @property
+    def released(self) -> bool:
+        """Whether the engine has ended and has given the model's parameters back."""
+        return self.ended_by not in ("", "close()")
 
     def check_open(self, call: str, *, loads: bool = False) -> None:
         """The engine is open, and its state is of one step, unless ``call`` loads another one."""
@@ -79,7 +84,9 @@ class Readiness:
                 " to initialize it, or end an engine with release() instead of close() to keep them"
             )
         if self.ended_by:
-            raise EngineStateError(f"{call} was called after {self.ended_by}; initialize the model again")
+            raise EngineStateError(
+                f"{call} was called after {self.ended_by}; initialize the model again, or use its new engine"
+            )
         self._updates.check_usable(call, loads=loads)
 
     def check_between_steps(self, call: str, *, loads: bool = False) -> None:

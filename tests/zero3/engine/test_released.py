@@ -178,13 +178,6 @@ def test_calls_after_the_end(start: Start) -> None:
         start(other)
 
 
-def test_a_model_of_an_open_engine(start: Start) -> None:
-    engine = start(built())
-    with pytest.raises(EngineStateError, match=r"an open engine.*release\(\)"):
-        start(engine.module)
-    assert len(steps(engine, 1)) == 2
-
-
 def test_a_model_that_was_not_trained_can_be_afterwards(start: Start) -> None:
     model = built()
     model.position.requires_grad_(False)

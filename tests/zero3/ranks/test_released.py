@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tiering
 from tests.zero3.conftest import config
 from tests.zero3.plain import differing
-from tiering.errors import PlacementError
+from tiering.errors import PlacementError, RankLostError
 from zero3.state import whole_copies
 
 from .pool import Pool
@@ -86,3 +86,41 @@ def test_all_ranks_refuse_where_one_has_no_room(ranks: Ranks, nvme: Path) -> Non
     assert first == second
     assert "2.00 KiB are free" in first
     assert total == total_too
+
+
+def end_and_start_again(rank: int, nvme: Path, options: dict[str, Any]) -> list[list[str]]:
+    """What differs from the engine's values: after destroy(), and in the engine of another initialize()."""
+    engine = start(nvme, precision="bf16", **options)
+    steps(engine, rank)
+    weights = engine.state_dict()
+    engine.destroy()
+    lost = differing(engine.module.state_dict(), weights)
+    settings = config(nvme, precision="bf16", **options)
+    first = tiering.initialize(model=engine.module.float(), config=settings).engine
+    steps(first, rank)
+    masters = first.master_state_dict()
+    with tiering.initialize(model=first.module, config=settings).engine as again:
+        parted = differing(again.master_state_dict(), masters)
+        steps(again, rank)
+    return [lost, parted]
+
+
+@pytest.mark.parametrize("place", ["stage 3, nvme", pytest.param("stage 2", marks=pytest.mark.slow)])
+def test_a_model_is_used_again(ranks: Ranks, nvme: Path, place: str) -> None:
+    assert ranks(2).run(end_and_start_again, nvme, PLACES[place]) == [[[], []], [[], []]]
+
+
+def fail_alone(rank: int, nvme: Path) -> tuple[bool, bool]:
+    """Rank 0 fails in its loop, and destroys the engine without waiting for rank 1."""
+    engine = start(nvme, precision="bf16")
+    try:
+        if rank == 0:
+            raise ValueError("a batch of the user")
+        steps(engine, rank)
+    except (ValueError, RankLostError):
+        engine.destroy()
+    return engine.ended, engine._ready.released
+
+
+def test_destroy_after_an_error_waits_for_nobody(doomed: Ranks, nvme: Path) -> None:
+    assert doomed(2).run(fail_alone, nvme) == [(True, False), (True, False)]

@@ -68,14 +68,23 @@ class PluginManager:
 
 
 class AxolotlTrainer(Trainer):
-    """The trainer of supervised fine-tuning, with an argument that Trainer does not have."""
+    """The trainer of supervised fine-tuning, with arguments that Trainer does not have."""
 
-    def __init__(self, *args: Any, bench_data_collator: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        bench_data_collator: Any = None,
+        dataset_tags: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.bench_data_collator = bench_data_collator
+        self.bench_data_collator, self.dataset_tags = bench_data_collator, dataset_tags
 
 
 class AxolotlRewardTrainer(Trainer): ...
+
+
+class AxolotlPRMTrainer(Trainer): ...
 
 
 class AxolotlDPOTrainer(Trainer):
@@ -100,11 +109,17 @@ class HFCausalTrainerBuilder:
             return chosen
         if self.cfg.reward_model:
             return AxolotlRewardTrainer
+        if self.cfg.process_reward_model:
+            return AxolotlPRMTrainer
         return _by_name(self.cfg.trainer_cls) if self.cfg.trainer_cls else AxolotlTrainer
 
     def build(self, **kwargs: Any) -> Trainer:
         trainer_class = self._get_trainer_cls()
-        more = {} if self.cfg.reward_model else {"bench_data_collator": len}
+        rewards = self.cfg.reward_model or self.cfg.process_reward_model
+        more: dict[str, Any] = {} if rewards else {"bench_data_collator": len}
+        # A class derived from these two gets them, too.
+        if trainer_class not in (AxolotlRewardTrainer, AxolotlPRMTrainer):
+            more["dataset_tags"] = ["a data set"]
         return trainer_class(model=self.model, **kwargs, **more)
 
 
@@ -134,7 +149,9 @@ def installed() -> Iterator[None]:
     builders.__dict__.update(
         HFCausalTrainerBuilder=HFCausalTrainerBuilder, HFRLTrainerBuilder=HFRLTrainerBuilder
     )
-    modules |= {module.__name__: module for module in (base, builders)}
+    causal = ModuleType("axolotl.core.builders.causal")
+    causal.__dict__.update(AxolotlRewardTrainer=AxolotlRewardTrainer, AxolotlPRMTrainer=AxolotlPRMTrainer)
+    modules |= {module.__name__: module for module in (base, builders, causal)}
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:

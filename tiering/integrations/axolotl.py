@@ -154,11 +154,23 @@ class _SavedModel:
             )
 
 
+class _WithoutTags(TieringTrainerMixin):
+    """For the two trainers to which axolotl passes no tags of data sets; it does to classes derived from them."""
+
+    def __init__(self, *args: Any, dataset_tags: list[str] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
 def tiered(trainer_class: type[Any]) -> type[Any]:
     """``trainer_class`` on a tiered engine. axolotl and pickle find it in this module by its name."""
     if issubclass(trainer_class, TieringTrainerMixin):
         return trainer_class
+    from axolotl.core.builders.causal import AxolotlPRMTrainer, AxolotlRewardTrainer
+
+    first = (
+        _WithoutTags if trainer_class in (AxolotlPRMTrainer, AxolotlRewardTrainer) else TieringTrainerMixin
+    )
     name = f"Tiering{trainer_class.__name__}"
-    made = type(name, (TieringTrainerMixin, trainer_class), {"__module__": __name__})
+    made = type(name, (first, trainer_class), {"__module__": __name__})
     globals()[name] = made
     return made

@@ -91,17 +91,19 @@ def test_a_trainer_of_preferences_gets_its_model(tmp_path: Path) -> None:
     [
         ({}, fake_axolotl.AxolotlTrainer),
         ({"reward_model": True}, fake_axolotl.AxolotlRewardTrainer),
+        ({"process_reward_model": True}, fake_axolotl.AxolotlPRMTrainer),
         ({"trainer_cls": f"{__name__}.DistillingTrainer"}, DistillingTrainer),
         ({"plugins": [PLUGIN, OTHER]}, DistillingTrainer),
     ],
-    ids=["causal", "reward", "named", "plugin"],
+    ids=["causal", "reward", "process", "named", "plugin"],
 )
 def test_the_trainer_that_axolotl_would_choose(
     keys: dict[str, Any], base: type[Trainer], tmp_path: Path
 ) -> None:
     settings = config("device", tmp_path)
     tiered = train(tmp_path / "out", **{"plugins": [PLUGIN], "tiering_config": settings} | keys)
-    assert type(tiered).__mro__[1:3] == (TieringTrainerMixin, base)
+    assert isinstance(tiered, TieringTrainerMixin)
+    assert type(tiered).__bases__[1] is base
     assert tiered.state.global_step == OPTIONS["max_steps"]
 
 

@@ -64,7 +64,7 @@ def _demo(directory: Path, port: int, settings: Settings, plant_fault: bool, con
     results: dict[Way, Mapping[str, Any]] = {}
     with Sidecar(port) as sidecar:
         console.print(f"sidecar: {sidecar.url} shows the runs while they train")
-        watch = _Watch(sidecar, run_name, console)
+        watch = _Watch(sidecar, run_name, settings.steps, console)
         # A planted fault changes NVMe state; the plain loop would not show more.
         for way in [Way.NVME, Way.MEMORY] if plant_fault else list(Way):
             results[way] = _train(way, directory, settings, run_name, plant_fault, console, watch)
@@ -91,15 +91,28 @@ def judge_fault(console: Console, *, detected: bool) -> int:
 
 
 class _Watch:
-    """From step 3 on, queries the sidecar after each step until it shows the run, and prints its status once."""
+    """From step 3 on, queries the sidecar after each step until it shows the run, and prints its status once.
 
-    def __init__(self, sidecar: Sidecar, run_name: str, console: Console) -> None:
-        self.sidecar, self.run_name, self.console = sidecar, run_name, console
+    The steps of a small model can end before the sidecar reads the status file again: after the last step, the query is
+    repeated for LAST_SECONDS, while the worker generates text and computes digests.
+    """
+
+    LAST_SECONDS = 3.0
+
+    def __init__(self, sidecar: Sidecar, run_name: str, steps: int, console: Console) -> None:
+        self.sidecar, self.run_name, self.steps, self.console = sidecar, run_name, steps, console
         self.run_seen = False
 
     def after_step(self, step: int) -> None:
-        if self.run_seen or step < 3:
+        if self.run_seen or step < min(3, self.steps):
             return
+        deadline = time.monotonic() + (self.LAST_SECONDS if step == self.steps else 0)
+        self._query()
+        while not self.run_seen and time.monotonic() < deadline:
+            time.sleep(0.1)
+            self._query()
+
+    def _query(self) -> None:
         rank = self.sidecar.rank(self.run_name)
         if rank is not None and rank["tiers"]:
             self.run_seen = True

@@ -28,7 +28,7 @@ from zero3.loop.data_loader import TrainingLoader, make_loader
 from zero3.optimizer import schedulers
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
-from zero3.params.compiled_modules import unwrap
+from zero3.params.compilation import unwrap
 from zero3.params.precision import COMPUTE_DTYPES
 from zero3.ranks.joining import standing
 from zero3.setup.assembly import Weights

@@ -15,9 +15,8 @@ from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3.building.zero_init import recipe_of
 from zero3.params import resharded
-from zero3.params.compiled_modules import is_wrapped
-from zero3.params.kept_in_fp32 import kept_in_fp32, unmatched
-from zero3.params.precision import COMPUTE_DTYPES
+from zero3.params.compilation import is_wrapped
+from zero3.params.precision import COMPUTE_DTYPES, kept_in_fp32, unmatched
 
 log = logging.getLogger(__name__)
 

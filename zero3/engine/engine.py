@@ -32,7 +32,7 @@ from zero3.loop.data_loader import TrainingLoader
 from zero3.loop.lifecycle import check_loss
 from zero3.loop.preemption import final_save
 from zero3.loop.step_state import StepState
-from zero3.params.eager import eager
+from zero3.params.compilation import eager
 from zero3.params.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating, explain_inputs
 from zero3.setup.assembly import Weights, assemble
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters

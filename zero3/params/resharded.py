@@ -29,8 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tiering.errors import ResidencyError
 from zero3.params import gradient_edges
-from zero3.params.compiled_modules import cuts_compiled_code
-from zero3.params.eager import eager
+from zero3.params.compilation import cuts_compiled_code, eager
 
 # Properties that need the values; all others are metadata.
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})

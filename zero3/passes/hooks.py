@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiering.errors import EngineStateError
 from zero3.device.closed_storage import can_close
-from zero3.params.compiled_modules import Around, called_by_compiled_code, is_compiled
-from zero3.params.eager import eager
+from zero3.params.compilation import Around, called_by_compiled_code, eager, is_compiled
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
 from zero3.passes.gradient_parts import TiedParameters, tied_parameters

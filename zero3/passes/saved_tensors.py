@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero3.params.eager import eager
+from zero3.params.compilation import eager
 from zero3.params.param_group import ParamGroup
 from zero3.passes.activations import Activations
 from zero3.passes.hooks import graph_task, in_transform

@@ -33,7 +33,7 @@ from tiering.errors import ArenaError, EngineStateError, ResidencyError
 from zero3.device.closed_storage import can_close
 from zero3.device.timeline import Timeline
 from zero3.params import resharded
-from zero3.params.compiled_modules import in_compiled_autograd, is_compiled
+from zero3.params.compilation import in_compiled_autograd, is_compiled
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup, Residency
 from zero3.passes.activations import Activations

@@ -15,9 +15,8 @@ from tiering.placement.workload import GroupSizes, StateKept, Workload, make_wor
 from zero3.device.storage_swap import can_exchange
 from zero3.device.tiers import NvmePaths
 from zero3.params.grouping import GroupMembers, form_groups, leaf_modules
-from zero3.params.kept_in_fp32 import kept_in_fp32
 from zero3.params.layout import FlatLayout, lay_out
-from zero3.params.precision import COMPUTE_DTYPES
+from zero3.params.precision import COMPUTE_DTYPES, kept_in_fp32
 from zero3.passes.gradient_parts import tied_in
 from zero3.setup.optimizer_choice import OptimizerChoice
 

@@ -21,7 +21,7 @@ from tests.zero3.plain import STREAMED, differing
 from tests.zero3.routed import KEEP, WIDTH, Routed, inputs
 from tiering.config import ds_config
 from tiering.errors import ConfigError
-from zero3.params.kept_in_fp32 import kept_in_fp32
+from zero3.params.precision import kept_in_fp32
 
 Start = Callable[..., Any]
 PLACEMENTS: dict[str, dict[str, Any]] = {

@@ -1,18 +1,47 @@
-"""Modules that torch.compile has compiled: in place, as a part of a compiled whole, or under a wrapper."""
+"""Functions that torch.compile must not compile, and modules that it has compiled.
+
+A module is compiled in place, as a part of a compiled whole, or under a wrapper. Nothing here loads the compiler, which
+takes a second and 70 MiB.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
-from zero3.params.eager import eager
-
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 Before = Callable[[nn.Module, Any], None]
 After = Callable[[nn.Module, Any, Any], Any]
+
+
+def eager(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """``torch.compiler.disable``, applied only once other code has loaded the compiler."""
+    disabled: Callable[Params, Result] | None = None
+
+    @wraps(function)
+    def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if disabled is None:
+            from torch._dynamo.eval_frame import skip_code
+
+            disabled = torch.compiler.disable(function)
+            # Otherwise the wrapper would be compiled when uncompiled code calls it.
+            skip_code(marked.__code__)
+        return disabled(*args, **kwargs)
+
+    marked: Any = call
+    # The compiler does not trace into functions with this attribute.
+    marked._torchdynamo_disable = True
+    return call
 
 
 class Around:

@@ -13,7 +13,7 @@ from torch import nn
 
 import tiering
 from tests.zero3.ranks.pool import Pools
-from zero3.params.eager import eager
+from zero3.params.compilation import eager
 
 COMPILER = ("torch._dynamo", "torch._inductor", "triton")
 

@@ -15,7 +15,7 @@ from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
-from zero3.passes import hooks
+from zero3.passes.pass_state import in_autograd
 from zero3.passes.schedule import PassSchedule
 from zero3.state.access import check_idle
 from zero3.state.tensors import TieredState
@@ -49,7 +49,7 @@ class AccumulatedGradients:
         """EngineStateError unless the gradients are complete and ``call`` can read them."""
         self._ready.check_open(call)
         self._check_reduced(call)
-        if hooks.in_autograd():
+        if in_autograd():
             raise EngineStateError(
                 f"{call} was called while a backward is running, before the gradients are complete; call it"
                 " after backward has ended"

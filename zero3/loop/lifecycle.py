@@ -18,8 +18,7 @@ from zero3.loop.step import Update
 from zero3.loop.step_state import StepState
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
-from zero3.passes import hooks
-from zero3.passes.pass_state import PassState
+from zero3.passes.pass_state import PassState, in_autograd
 from zero3.passes.schedule import PassSchedule
 from zero3.ranks.collectives import Collectives
 from zero3.state.parameters import Parameters
@@ -92,7 +91,7 @@ class Readiness:
     def check_between_steps(self, call: str, *, loads: bool = False) -> None:
         """The engine is open, and no pass and no gathered() block is running."""
         self.check_open(call, loads=loads)
-        if self.in_forward or hooks.in_autograd():
+        if self.in_forward or in_autograd():
             raise EngineStateError(
                 f"{call} was called while a forward or backward is running; call it between steps"
             )
@@ -132,7 +131,7 @@ class Readiness:
         """Reset a pass that an exception has ended outside the engine's calls (the user's loss.backward())."""
         # First: it waits until autograd has dropped a backward that an exception has ended.
         self._schedule.check_thread()
-        if hooks.in_autograd():
+        if in_autograd():
             return
         if self._schedule.state.in_backward:
             self.give_up_backward()

@@ -29,7 +29,7 @@ from zero3.params.param_group import ParamGroup
 from zero3.params.precision import LossScale
 from zero3.params.replicas import Replicas
 from zero3.passes.gradients import GradientStore
-from zero3.passes.hooks import in_autograd
+from zero3.passes.pass_state import in_autograd
 from zero3.passes.reduction import GradientReducer
 from zero3.ranks.collectives import Collectives
 

@@ -28,6 +28,7 @@ from zero3.params.compilation import Around, called_by_compiled_code, eager, is_
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
 from zero3.passes.gradient_parts import TiedParameters, tied_parameters
+from zero3.passes.pass_state import next_node
 
 
 class PassEvents(Protocol):
@@ -176,23 +177,6 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> Callable[[], object
     # of them.
     torch.autograd.Variable._execution_engine.queue_callback(at_end)
     return weakref.ref(at_end)
-
-
-def next_node() -> int:
-    """The sequence number that the next autograd node of this thread will get."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
-
-
-def graph_task() -> int:
-    """The number of the backward pass that this thread runs, -1 if none. A pass inside another has its own number."""
-    task: int = torch._C._current_graph_task_id()
-    return task
-
-
-def in_autograd() -> bool:
-    """Whether this thread runs a backward. A recomputation under checkpointing counts."""
-    return graph_task() != -1
 
 
 def in_transform() -> bool:

@@ -1,8 +1,18 @@
-"""The states of a pass through the model, and the transitions between them."""
+"""The state of a pass through the model: its activity, its thread, and how far it is with each group of parameters."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
+
+import torch
+
+from zero3.params.param_group import ParamGroup
+
+RELEASE_TIMEOUT = 1.0  # seconds in which autograd's threads drop a backward that an exception has ended
 
 
 class PassState(Enum):
@@ -69,3 +79,113 @@ class CurrentPass:
 
     def _leave(self, *states: PassState) -> None:
         assert self.state in states, f"a pass in state {self.state.name} cannot make this transition"
+
+
+class PassThread:
+    """The one thread that runs the forwards of a pass, and whether autograd still runs its backward.
+
+    Groups are unsharded and resharded for one pass at a time.
+    """
+
+    def __init__(self) -> None:
+        self._forward_thread = 0
+        self._backward: Callable[[], object | None] = _no_backward
+
+    def claim(self) -> None:
+        """The calling thread runs the pass."""
+        self._forward_thread = threading.get_ident()
+
+    def begin_backward(self, backward: Callable[[], object | None]) -> None:
+        """``backward`` returns an object as long as autograd runs the backward that begins now, then None."""
+        self._backward = backward
+
+    def is_other(self) -> bool:
+        """Whether the pass belongs to another thread that still exists."""
+        if self._forward_thread == threading.get_ident():
+            return False
+        return any(thread.ident == self._forward_thread for thread in threading.enumerate())
+
+    def backward_runs(self) -> bool:
+        """Whether autograd still runs the backward that has begun. Waits up to ``RELEASE_TIMEOUT`` for its end.
+
+        A backward that an exception ended is over as soon as autograd's own thread drops it, a moment after the
+        exception has reached the caller: without the wait, a loop that retries would be refused.
+        """
+        deadline = time.monotonic() + RELEASE_TIMEOUT
+        while runs := self._backward() is not None:
+            if time.monotonic() > deadline:
+                break
+            # The GIL is free meanwhile, so that the thread of autograd can drop the pass.
+            time.sleep(0.001)
+        return runs
+
+
+def _no_backward() -> None:
+    return None
+
+
+@dataclass(slots=True)
+class GroupProgress:
+    """How far the pass is with one group.
+
+    ``running`` and ``called`` live until an exception ends a pass. The counters below them restart with each pass.
+    """
+
+    enclosing: frozenset[ParamGroup]  # groups around this one
+    expected: int  # trained parameters of the group: the gradients that complete it
+    running: int = 0  # forwards that use the group now
+    called: bool = False  # whether a forward used the group since an exception last ended a pass
+    forwards: int = 0
+    graphs: int = 0  # forwards that backward can enter
+    entered: int = 0  # graphs that backward has entered
+    arrived: int = 0  # gradients in this backward
+    gathered: bool = False  # shown by gathered() to code that autograd records
+
+    def reset(self) -> None:
+        """The pass has ended."""
+        self.forwards = self.graphs = self.entered = self.arrived = 0
+        self.gathered = False
+
+
+class RunningForward:
+    """A module that runs, and the groups that it uses without being one of their entries."""
+
+    def __init__(self) -> None:
+        self.borrowed: list[ParamGroup] = []  # read directly, until this forward ends
+        self.early: list[ParamGroup] = []  # unsharded before the call that needs them
+        self.first_node = next_node()
+        self.with_grad = torch.is_grad_enabled()
+
+
+def progress_of(groups: list[ParamGroup]) -> dict[ParamGroup, GroupProgress]:
+    """The progress of each group at the beginning of the first pass."""
+    return {
+        group: GroupProgress(_enclosing(group, groups), sum(piece.trainable for piece in group.layout.pieces))
+        for group in groups
+    }
+
+
+def _enclosing(group: ParamGroup, groups: list[ParamGroup]) -> frozenset[ParamGroup]:
+    """The groups around ``group``, from its parent to the root."""
+    enclosing = set()
+    while group.parent is not None:
+        group = groups[group.parent]
+        enclosing.add(group)
+    return frozenset(enclosing)
+
+
+def next_node() -> int:
+    """The sequence number that the next autograd node of this thread will get."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs, -1 if none. A pass inside another has its own number."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
+def in_autograd() -> bool:
+    """Whether this thread runs a backward. A recomputation under checkpointing counts."""
+    return graph_task() != -1

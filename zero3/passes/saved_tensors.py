@@ -33,7 +33,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero3.params.compilation import eager
 from zero3.params.param_group import ParamGroup
 from zero3.passes.activations import Activations
-from zero3.passes.hooks import graph_task, in_transform
+from zero3.passes.hooks import in_transform
+from zero3.passes.pass_state import graph_task
 
 
 class SavedTensors:

@@ -38,10 +38,17 @@ from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup, Residency
 from zero3.passes.activations import Activations
 from zero3.passes.gradient_sink import GradientSink
-from zero3.passes.group_progress import RunningForward, progress_of
-from zero3.passes.hooks import call_at_end_of_backward, check_transform, graph_task, in_autograd, next_node
-from zero3.passes.pass_state import CurrentPass, PassState
-from zero3.passes.pass_thread import PassThread
+from zero3.passes.hooks import call_at_end_of_backward, check_transform
+from zero3.passes.pass_state import (
+    CurrentPass,
+    PassState,
+    PassThread,
+    RunningForward,
+    graph_task,
+    in_autograd,
+    next_node,
+    progress_of,
+)
 from zero3.passes.prefetch import Prefetcher
 from zero3.passes.saved_tensors import SavedTensors
 

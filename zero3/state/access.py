@@ -25,9 +25,8 @@ from tiering.errors import ConfigError, EngineStateError
 from zero3.params import resharded
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
-from zero3.passes import hooks
 from zero3.passes.hooks import OurHook
-from zero3.passes.pass_state import PassState
+from zero3.passes.pass_state import PassState, in_autograd
 from zero3.passes.prefetch import Prefetcher
 from zero3.passes.schedule import PassSchedule
 from zero3.state.parameters import Parameters
@@ -218,7 +217,7 @@ class Access:
         In backward, a script may replace a gradient before it arrives at the engine: then this does nothing.
         """
         group, piece = self.parameters.piece_of(param)
-        if hooks.in_autograd():
+        if in_autograd():
             if values is not None and not resharded.holds_gradient(param):
                 raise EngineStateError(
                     f"{piece.name!r}.grad was assigned in backward while the parameter had none: the next gradient"

@@ -152,7 +152,7 @@ def test_a_backward_inside_of_a_forward_recomputes_there(start: Start, elsewhere
 def test_a_forward_beside_a_backward_is_refused_and_does_it_no_harm(
     start: Start, differing: Any, placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zero3.passes.pass_thread.RELEASE_TIMEOUT", 0.01)
+    monkeypatch.setattr("zero3.passes.pass_state.RELEASE_TIMEOUT", 0.01)
     first, second = batches(2)
     running, refused = threading.Event(), threading.Event()
 

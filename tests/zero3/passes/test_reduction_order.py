@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero3.passes.turns import follows, merged
+from zero3.passes.reduction_order import follows, merged
 
 orders = st.integers(1, 8).flatmap(lambda count: st.permutations(range(count)))
 

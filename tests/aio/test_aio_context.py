@@ -18,7 +18,7 @@ import pytest
 from tiering._aio import ffi, lib
 from tiering.errors import ConfigError, EngineStateError, SwapError
 from tiering.storage.aio import ENGINES, FEW_BEGUN, AioContext, Fault, FaultPlan
-from tiering.storage.mappings import lock_memory
+from tiering.storage.arena import lock_memory
 
 BLOCK = 65536
 

@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self, Unpack
 
@@ -22,8 +23,6 @@ from tiering._aio import ffi, lib
 from tiering.errors import ConfigError, NotDoneError, SwapError
 from tiering.storage.aio_errors import ALIGNMENT as ALIGNMENT
 from tiering.storage.aio_errors import AioErrors, start_error
-from tiering.storage.faults import Fault as Fault
-from tiering.storage.faults import FaultPlan
 from tiering.storage.io_stats import EngineInfo, FileStats, TransferRecord, engine_info, file_stats
 from tiering.storage.latencies import LatencyHistogram
 from tiering.storage.request import FEW_BEGUN as FEW_BEGUN
@@ -361,3 +360,40 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault that a context injects, for tests: of operations ``first .. first + count - 1``, of one file or of any.
+
+    Operations are counted from 1; ``count=0`` has no end. An operation is a block of a request, or a continuation of a
+    block; "register" is the registration of a buffer, which "any" does not cover. ``error`` is the errno of the
+    failure, ``short`` the most bytes that the operation transfers (0: all), ``delay`` the seconds before it starts.
+    """
+
+    kind: Literal["read", "write", "flush", "any", "register"] = "any"
+    first: int = 1
+    count: int = 1
+    error: int = 0
+    short: int = 0
+    delay: float = 0.0
+    file: int | None = None
+
+    def as_c(self) -> dict[str, int]:
+        """The fields of an ``aio_fault``."""
+        return {
+            "kind": KINDS[self.kind],
+            "file": -1 if self.file is None else self.file,
+            "error": self.error,
+            "first": self.first,
+            "count": self.count,
+            "short_bytes": self.short,
+            "delay_ns": round(self.delay * 1e9),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """Faults to inject; the first that matches an operation applies."""
+
+    faults: tuple[Fault, ...]

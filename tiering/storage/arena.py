@@ -21,19 +21,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import logging
 import mmap
+import operator
 import os
 import threading
 import weakref
+from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
+from tiering._aio import ffi, lib
 from tiering.errors import ArenaError, NotDoneError, SwapError
 from tiering.host.topology import prefer_node
-from tiering.storage.mappings import keeping, lock_memory, withhold
-from tiering.storage.ranges import FreeRanges
 
 PAGE = 4096
 MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
@@ -363,3 +365,71 @@ class Arena:
             self._count(lease)
         # Last: after an exception above, the next caller rebuilds again.
         self._stale = False
+
+
+class FreeRanges:
+    """The free part of [0, ``size``), of an arena or a slab file: first fit, merged when neighbours meet.
+
+    Not thread-safe: the owner holds its lock.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._ranges: list[tuple[int, int]] = [(0, size)] if size else []  # sorted (start, end)
+
+    def allocate(self, size: int, *, at: int | None = None) -> int | None:
+        """Allocate a range of ``size``: the first that fits, or the range ``at`` an offset. Returns its start.
+
+        None if no range fits, or the range at the offset is not free.
+        """
+        for index, (start, end) in enumerate(self._ranges):
+            first = start if at is None else at
+            if first < start or first + size > end:
+                continue
+            remaining = [(start, first), (first + size, end)]
+            self._ranges[index : index + 1] = [part for part in remaining if part[0] < part[1]]
+            return first
+        return None
+
+    def free(self, start: int, size: int) -> None:
+        """Make [start, start + size) free again."""
+        end = start + size
+        index = bisect(self._ranges, (start, end))
+        before = self._ranges[index - 1] if index else None
+        after = self._ranges[index] if index < len(self._ranges) else None
+        assert (before is None or before[1] <= start) and (after is None or end <= after[0]), "freed twice"
+        first, last = index, index
+        if before is not None and before[1] == start:
+            start, first = before[0], index - 1
+        if after is not None and after[0] == end:
+            end, last = after[1], index + 1
+        self._ranges[first:last] = [(start, end)]
+
+    @property
+    def largest(self) -> int:
+        """Size of the largest free range."""
+        return max((end - start for start, end in self._ranges), default=0)
+
+
+def keeping(memory: memoryview, owner: object) -> memoryview:
+    """``memory``, in a view that keeps ``owner`` alive."""
+    # A destructor without effect, in C: the interpreter discards an exception of a signal handler in one of Python.
+    pointer = ffi.gc(ffi.from_buffer(memory), functools.partial(operator.is_, owner))
+    return memoryview(ffi.buffer(pointer, len(memory)))
+
+
+def lock_memory(address: int, nbytes: int) -> int:
+    """Keep a range of memory in RAM (mlock), best effort: 0, or the errno of the refusal (ENOMEM: RLIMIT_MEMLOCK)."""
+    return -int(lib.aio_lock_memory(ffi.cast("void *", address), nbytes))
+
+
+def withhold(mapping: mmap.mmap, address: int) -> None:
+    """Hide a private mapping, which begins at ``address``, from forked children, as long as it exists.
+
+    Children can neither read nor write it, and its addresses stay reserved: the child's copy of ``mapping`` unmaps
+    only itself. Raises OSError if the system refuses.
+    """
+    out = ffi.new("aio_withheld **")
+    code = lib.aio_withhold(out, ffi.cast("void *", address), len(mapping))
+    if code < 0:
+        raise OSError(-code, f"memory cannot be hidden from forked children: {os.strerror(-code)}")
+    weakref.finalize(mapping, lib.aio_forget_withheld, out[0]).atexit = False

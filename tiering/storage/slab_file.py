@@ -21,8 +21,7 @@ from pathlib import Path
 from tiering._text import shorten
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.storage.aio import AioContext
-from tiering.storage.arena import round_up
-from tiering.storage.ranges import FreeRanges
+from tiering.storage.arena import FreeRanges, round_up
 from tiering.storage.request import Buffer
 from tiering.storage.swap_file import SwapFile, check_directory
 from tiering.storage.tickets import Ticket

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiering.storage.ranges import FreeRanges
+from tiering.storage.arena import FreeRanges
 
 
 class Bitmap:

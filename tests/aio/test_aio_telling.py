@@ -205,7 +205,7 @@ def test_a_drive_that_hangs_is_told_of(
     hang, slow = Fault("read", first=1, count=1, delay=1.2), Fault("write", count=0, delay=0.15)
     with AioContext(engine=engine, block_size=PAGE, queue_depth=1, fault=FaultPlan((hang, slow))) as context:
         file = context.add_file(swap_file(8 * PAGE), direct=True, name="the drive")
-        with caplog.at_level(logging.WARNING, "tiering.storage.transfers"):
+        with caplog.at_level(logging.WARNING, "tiering.storage.tickets"):
             context.write(file, memory(6 * PAGE), 0, 6 * PAGE).wait()  # slow, but it goes on
             assert caplog.messages == []
             assert context.read(file, memory(PAGE), 0, PAGE, names=("w",)).wait() == PAGE

@@ -27,8 +27,7 @@ from tiering.storage.io_stats import EngineInfo, FileStats, TransferRecord, engi
 from tiering.storage.latencies import LatencyHistogram
 from tiering.storage.request import FEW_BEGUN as FEW_BEGUN
 from tiering.storage.request import KINDS, Buffer, ContextHandle, Request
-from tiering.storage.tickets import Ticket, TransferOptions
-from tiering.storage.transfers import SLICE_NS, Transfers
+from tiering.storage.tickets import SLICE_NS, Ticket, TransferOptions, Transfers
 
 log = logging.getLogger(__name__)
 
@@ -332,43 +331,14 @@ class AioContext:
                 raise ValueError(f"{ticket!r} belongs to another AioContext; use tickets of one context")
 
 
-def _check_options(engine: str, block_size: int, queue_depth: int) -> None:
-    if engine not in ENGINES:
-        raise ConfigError(f"io.engine is {engine!r}; choose one of {', '.join(ENGINES)}")
-    if block_size % ALIGNMENT or not ALIGNMENT <= block_size <= 1 << 30:
-        raise ConfigError(f"io.block_size is {block_size}; choose a multiple of {ALIGNMENT} up to 1 GiB")
-    if not 1 <= queue_depth <= 512:
-        raise ConfigError(f"io.queue_depth is {queue_depth}; choose 1 .. 512")
-
-
-def _open(engine: str, options: dict[str, int], fault: FaultPlan | None) -> object:
-    planned = [each.as_c() for each in (fault.faults if fault else ())]
-    name = ffi.new("char[]", engine.encode())
-    faults = ffi.new("aio_fault[]", planned)
-    raw = ffi.new("aio_options *", {**options, "engine": name, "n_faults": len(planned), "faults": faults})
-    out = ffi.new("aio_context **")
-    code = lib.aio_open(out, raw)
-    if code < 0:
-        raise start_error(engine, -code)
-    return out[0]
-
-
-def _close_in_child() -> None:
-    # A forked data worker must not keep the swap space alive: io_uring holds the registered files open.
-    for context in list(_OPEN_CONTEXTS):
-        lib.aio_close(context._handle)
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault that a context injects, for tests: of operations ``first .. first + count - 1``, of one file or of any.
+    """A fault that a context injects into its own operations ``first .. first + count - 1`` of a kind, for tests.
 
-    Operations are counted from 1; ``count=0`` has no end. An operation is a block of a request, or a continuation of a
-    block; "register" is the registration of a buffer, which "any" does not cover. ``error`` is the errno of the
-    failure, ``short`` the most bytes that the operation transfers (0: all), ``delay`` the seconds before it starts.
+    The operations are those of one file, or of any; they are counted from 1, and ``count=0`` has no end. An operation
+    is a block of a request, or a continuation of a block; "register" is the registration of a buffer, which "any" does
+    not cover. ``error`` is the errno of the failure, ``short`` the most bytes that the operation transfers (0: all),
+    ``delay`` the seconds before it starts.
     """
 
     kind: Literal["read", "write", "flush", "any", "register"] = "any"
@@ -397,3 +367,33 @@ class FaultPlan:
     """Faults to inject; the first that matches an operation applies."""
 
     faults: tuple[Fault, ...]
+
+
+def _check_options(engine: str, block_size: int, queue_depth: int) -> None:
+    if engine not in ENGINES:
+        raise ConfigError(f"io.engine is {engine!r}; choose one of {', '.join(ENGINES)}")
+    if block_size % ALIGNMENT or not ALIGNMENT <= block_size <= 1 << 30:
+        raise ConfigError(f"io.block_size is {block_size}; choose a multiple of {ALIGNMENT} up to 1 GiB")
+    if not 1 <= queue_depth <= 512:
+        raise ConfigError(f"io.queue_depth is {queue_depth}; choose 1 .. 512")
+
+
+def _open(engine: str, options: dict[str, int], fault: FaultPlan | None) -> object:
+    planned = [each.as_c() for each in (fault.faults if fault else ())]
+    name = ffi.new("char[]", engine.encode())
+    faults = ffi.new("aio_fault[]", planned)
+    raw = ffi.new("aio_options *", {**options, "engine": name, "n_faults": len(planned), "faults": faults})
+    out = ffi.new("aio_context **")
+    code = lib.aio_open(out, raw)
+    if code < 0:
+        raise start_error(engine, -code)
+    return out[0]
+
+
+def _close_in_child() -> None:
+    # A forked data worker must not keep the swap space alive: io_uring holds the registered files open.
+    for context in list(_OPEN_CONTEXTS):
+        lib.aio_close(context._handle)
+
+
+os.register_at_fork(after_in_child=_close_in_child)

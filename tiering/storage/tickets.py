@@ -1,16 +1,43 @@
-"""Tickets: one for each transfer, or for several as one, if a range of an extent lies on more than one path."""
+"""Tickets: one for each transfer, or for several as one, if a range of an extent lies on more than one path.
+
+`Transfers` submits the requests of a context, waits for them, and raises the failure of each once: by the ticket of the
+transfer, or, if the ticket was dropped, by a later transfer of the same thread, at the latest by the ``close`` of the
+context.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
+import math
 import time
 import weakref
 from collections.abc import Sequence
 from typing import Generic, Self, TypedDict, TypeVar
 
-from tiering.errors import SwapError
+from tiering._aio import ffi, lib
+from tiering.errors import NotDoneError, SwapError
+from tiering.storage.aio_errors import AioErrors
 from tiering.storage.arena import Completion
-from tiering.storage.request import KIND_NAMES, Request
-from tiering.storage.transfers import Transfers
+from tiering.storage.io_stats import TransferRecord
+from tiering.storage.request import (
+    FEW_BEGUN,
+    KIND_NAMES,
+    ContextHandle,
+    FailedTicket,
+    Request,
+    Silence,
+    ThreadRequests,
+)
+
+log = logging.getLogger(__name__)
+
+_POINTER = ffi.typeof("void *")
+_FILE_STATS = ffi.typeof("aio_file_stats *")
+_RESULT = ffi.typeof("aio_result *")
+
+# A wait returns to the interpreter this often, so that Ctrl-C is handled.
+SLICE_NS = 100_000_000
 
 Part = TypeVar("Part", bound=Completion)
 
@@ -150,3 +177,234 @@ class StripedTicket(AllOf[Ticket]):
 
 
 Transfer = Ticket | StripedTicket
+
+
+class Transfers:
+    """The transfers of the context ``owner``, whose open files are ``files``: name, and whether it is direct.
+
+    Any thread may call any method.
+    """
+
+    def __init__(self, owner: ContextHandle, errors: AioErrors, files: dict[int, tuple[str, bool]]) -> None:
+        self._owner = owner
+        self._handle = owner.handle
+        self._errors = errors
+        self._files = files
+        # Requests that are submitted and whose result no caller has.
+        self._live: set[Request] = set()
+        self._unchecked = ThreadRequests()
+        # The transfers that have ended, while they are recorded.
+        self._recorded: list[TransferRecord] | None = None
+
+    def begin(self, request: Request) -> None:
+        """Submit ``request``. Raises SwapError if it is refused, or if a dropped ticket of this thread has failed."""
+        assert not request.id and request.result is None, "a transfer is begun once"
+        if self._recorded is not None:
+            request.submitted = time.monotonic_ns()
+        # Before the submission: an interrupt right after it must not free memory that is being transferred.
+        self._live.add(request)
+        try:
+            unchecked = self._unchecked
+            if len(unchecked.requests) >= unchecked.limit:
+                self._raise_dropped(unchecked)
+            code = self._submit(request)
+            if code < 0:
+                raise self._errors.refused(request, -code, request.priority)
+            unchecked.requests.append(request)
+        finally:
+            if not request.id:  # refused, or interrupted before
+                self._live.discard(request)
+                request.result = 0
+
+    def _submit(self, request: Request) -> int:
+        kind, file, buffer, pieces = request.kind, request.file, request.buffer, request.pieces
+        address = ffi.NULL if buffer is None else ffi.cast(_POINTER, buffer.address)
+        earlier = [before.id for before in request.after] if request.after else ffi.NULL
+        n_earlier, priority, ticket = len(request.after), request.priority, request.ticket
+        try:
+            if pieces:
+                n, each = len(pieces), request.nbytes // len(pieces)
+                code: int = lib.aio_submit_scattered(
+                    self._handle, kind, file, address, pieces, n, each, priority, earlier, n_earlier, ticket
+                )
+            else:
+                offset, nbytes = request.offset, request.nbytes
+                code = lib.aio_submit(
+                    self._handle, kind, file, address, offset, nbytes, priority, earlier, n_earlier, ticket
+                )
+        except OverflowError:  # a number exceeds the type of C
+            places = f"offsets {min(pieces)} .. {max(pieces)}" if pieces else f"offset {request.offset}"
+            raise ValueError(
+                f"cannot transfer {request.nbytes} bytes at {places} with priority {priority}: 64 bits do not hold it"
+            ) from None
+        return code
+
+    def collect(self, request: Request, timeout_ns: int) -> int | None:
+        """The result, or None after the timeout. With the result C forgets a success, and the buffer is released."""
+        result = ffi.new(_RESULT)
+        ticket = request.ticket[0]
+        code = lib.aio_wait(self._handle, ticket, timeout_ns, result)
+        if code == -errno.ETIMEDOUT:
+            return None
+        if code == 0:
+            if result.bytes < 0:
+                request.failed_at = result.offset
+                # C forgets the ticket when no request can be ordered after it any more. Exactly one thread makes the
+                # FailedTicket that releases it: the first one whose claim is stored.
+                claim = object()
+                first = request.__dict__.setdefault("claim", claim) is claim
+                if first:
+                    request.failed_ticket = FailedTicket(self._owner, ticket)
+                request.result = result.bytes
+            else:
+                request.after = ()
+                # Before the release: a thread that finds the ticket released reads the result here.
+                request.result = result.bytes
+                self._live.discard(request)  # a failure stays until a caller has it
+                # -ESTALE: another thread has just released it.
+                first = lib.aio_release(self._handle, ticket) == 0
+            # C has ended with this memory, whose owner may reuse or unmap it now.
+            request.buffer = None
+            if first and self._recorded is not None and result.issued_ns:
+                self._recorded.append(self._record(request, result.issued_ns, result.done_ns))
+        elif code != -errno.ESTALE:
+            raise self._errors.refused(request, -code, 0)
+        return request.result
+
+    def _record(self, request: Request, issued: int, done: int) -> TransferRecord:
+        assert request.result is not None
+        return TransferRecord(
+            kind=KIND_NAMES[request.kind],
+            file=self._files[request.file][0],
+            names=request.names,
+            offset=request.offset,
+            nbytes=request.nbytes,
+            submitted=request.submitted,
+            issued=issued,
+            done=done,
+            error=max(0, -request.result),
+        )
+
+    def wait(self, request: Request, timeout: float | None) -> int:
+        """The result of ``request``: bytes, or a negative errno. Raises NotDoneError after ``timeout`` seconds."""
+        if not request.id:  # nothing is under way
+            return 0
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            remaining = deadline - time.monotonic()
+            result = self.collect(request, int(max(0.0, min(remaining * 1e9, SLICE_NS))))
+            if result is not None:
+                return result
+            if request.silence is None:
+                request.silence = Silence()
+            elif request.silence.is_due() and request.silence.has_lasted(self._ended(request.file)):
+                self._warn_of_silence(request, request.silence.seconds)
+            if remaining <= 0:
+                raise NotDoneError(f"{self._errors.describe(request)} is not done after {timeout} s")
+
+    def _ended(self, file: int) -> int:
+        """Operations of ``file`` that have ended."""
+        raw = ffi.new(_FILE_STATS)
+        lib.aio_stats(self._handle, file, raw)
+        return sum(raw.kind[kind].ops + raw.kind[kind].errors for kind in range(lib.AIO_KINDS))
+
+    def _warn_of_silence(self, request: Request, seconds: float) -> None:
+        log.warning(
+            "waiting for the %s: no transfer of %s has ended for %.0f s; the drive, or the network behind it, may hang:"
+            " see dmesg",
+            self._errors.describe(request),
+            self._files[request.file][0],
+            seconds,
+        )
+
+    def cancel(self, request: Request) -> bool:
+        """See ``Ticket.cancel``."""
+        if not request.id:
+            return False
+        code = lib.aio_cancel(self._handle, request.id)
+        if code in (-errno.EBUSY, -errno.EALREADY, -errno.ESTALE):
+            return False
+        if code < 0:
+            raise self._errors.refused(request, -code, 0)
+        request.canceled = True
+        return True
+
+    def _raise_dropped(self, unchecked: ThreadRequests) -> None:
+        """Raise the first failure of a ticket that this thread has dropped; forget the requests that are over."""
+        pending: list[Request] = []
+        failed = None
+        for request in unchecked.requests:
+            dropped = request.holder() is None
+            if dropped and request.result is None:
+                self.collect(request, 0)
+            result = request.result
+            if result is not None and (result >= 0 or request.is_reported):
+                continue
+            if dropped and result is not None and failed is None:
+                failed = request
+            else:
+                pending.append(request)  # under way, or its holder may wait for it, or it is raised next time
+        # Before the exception below, which must be raised once: the failed request is no longer in the list.
+        unchecked.requests, unchecked.limit = pending, FEW_BEGUN + 2 * len(pending)
+        if failed is not None:
+            self._raise_unreported(failed)
+
+    def _raise_unreported(self, request: Request) -> None:
+        """Raise a failure that no caller has. A cancelled request raises nothing: its cause is raised instead."""
+        result = request.result
+        if result is not None and result < 0 and not request.is_reported:
+            self.mark_reported(request)
+            if -result != errno.ECANCELED:
+                raise self.failure(request, -result)
+
+    def mark_reported(self, request: Request) -> None:
+        """The caller gets the failure of ``request``; ``close`` does not raise it again."""
+        request.is_reported = True
+        self._live.discard(request)
+
+    def failure(self, request: Request, code: int) -> SwapError:
+        """The error of ``request``, which failed with the errno ``code``."""
+        cause = self._cause(request) if code == errno.ECANCELED else None
+        return self._errors.failed(request, code, cause)
+
+    def _cause(self, request: Request) -> SwapError | None:
+        """The failure that cancelled ``request``, if it was ordered after one."""
+        suspects = list(request.after)
+        visited = set(suspects)
+        while suspects:
+            earlier = suspects.pop()
+            if earlier.result is None:
+                self.collect(earlier, 0)
+            if earlier.canceled:
+                return self.failure(earlier, errno.ECANCELED)
+            if earlier.result == -errno.ECANCELED:
+                suspects.extend(set(earlier.after) - visited)
+                visited.update(earlier.after)
+            elif earlier.result is not None and earlier.result < 0:
+                return self.failure(earlier, -earlier.result)
+        return None
+
+    def start_recording(self) -> None:
+        """See ``AioContext.start_recording``."""
+        self._recorded = []
+
+    def end_recording(self) -> list[TransferRecord]:
+        """See ``AioContext.end_recording``."""
+        try:
+            # A copy: each wait removes its request from the set.
+            for request in list(self._live):
+                if request.id and request.result is None:
+                    self.wait(request, None)
+        finally:
+            recorded, self._recorded = self._recorded or [], None
+        return sorted(recorded, key=lambda record: record.issued)
+
+    def raise_unreported(self) -> None:
+        """After the context is closed: raise the first failure that no caller has."""
+        unreported = sorted(self._live, key=lambda request: request.id)
+        # First collect all of them, which releases their buffers: the next loop ends with the first failure.
+        for request in unreported:
+            if request.result is None and request.id:
+                self.collect(request, 0)
+        for request in unreported:
+            self._raise_unreported(request)

@@ -13,8 +13,7 @@ from optim_cpu import kernels
 from tiering.errors import SwapError
 from tiering.storage.aio import AioContext
 from tiering.storage.request import KIND_NAMES
-from tiering.storage.tickets import Ticket
-from tiering.storage.transfers import Transfers
+from tiering.storage.tickets import Ticket, Transfers
 from zero3.checkpoint.saver import Saver
 from zero3.optimizer.tiles import Tile
 

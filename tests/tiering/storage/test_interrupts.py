@@ -19,7 +19,7 @@ from tests.signals import HANDLERS, RAISED
 from tiering import _interrupts
 from tiering._interrupts import DEFERRED_SIGNALS, StopRequest, deferred_interrupts
 from tiering.errors import SwapError
-from tiering.storage import transfers
+from tiering.storage import tickets
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
 from tiering.storage.slab_file import SlabFile
@@ -45,8 +45,8 @@ class Interrupting:
 
 @pytest.fixture
 def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupting]:
-    library = Interrupting(transfers.lib)
-    monkeypatch.setattr(transfers, "lib", library)
+    library = Interrupting(tickets.lib)
+    monkeypatch.setattr(tickets, "lib", library)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield library
     signal.signal(signal.SIGINT, before)

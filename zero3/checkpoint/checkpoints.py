@@ -35,8 +35,8 @@ from zero3.checkpoint.restore import optimizer_name
 from zero3.checkpoint.run_state import RankState, Resumable, RunState
 from zero3.checkpoint.save_handle import RunningSave, SaveRequest, Saving, StallTimer, uncommitted
 from zero3.checkpoint.saver import Destination, Saver
-from zero3.loop.accumulation import Accumulation
 from zero3.loop.step import Update
+from zero3.loop.step_state import Accumulation
 from zero3.optimizer.tiles import Tile
 from zero3.parts import Assembly
 from zero3.ranks.agreement import together

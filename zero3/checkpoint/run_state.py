@@ -22,9 +22,9 @@ from tiering.errors import CheckpointError, ConfigError
 from zero3.building.model_names import ModelNames
 from zero3.building.weights import STORED_NAMES
 from zero3.checkpoint import encoding, random_state
-from zero3.loop.accumulation import Accumulation
 from zero3.loop.data_loader import TrainingLoader
 from zero3.loop.step import Update
+from zero3.loop.step_state import Accumulation
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
 

@@ -22,8 +22,8 @@ from tiering.errors import ConfigError, DistributedError, EngineStateError, Plac
 from tiering.telemetry import ConfigurationStatus
 from zero3.engine.engine import Engine
 from zero3.engine.generation import on_all_ranks
-from zero3.loop.accumulation import accumulation_steps
 from zero3.loop.data_loader import make_loader, make_ordered_loader
+from zero3.loop.step_state import accumulation_steps
 from zero3.observe.ending import error_under_way
 from zero3.params.precision import COMPUTE_DTYPES
 from zero3.setup.assembly import Weights

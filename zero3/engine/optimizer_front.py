@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from tiering.errors import EngineStateError
-from zero3.loop.accumulation import Accumulation
 from zero3.loop.step import Update
+from zero3.loop.step_state import Accumulation
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
 

@@ -13,9 +13,8 @@ from tiering.errors import EngineStateError
 from tiering.telemetry import Phase
 from zero3.device import closed_storage, out_of_memory
 from zero3.device.tiers import Tiers
-from zero3.loop.accumulation import Accumulation
 from zero3.loop.step import Update
-from zero3.loop.step_state import StepState
+from zero3.loop.step_state import Accumulation, StepState
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
 from zero3.passes.pass_state import PassState, in_autograd

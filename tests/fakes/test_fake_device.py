@@ -22,8 +22,7 @@ from tests.fakes.gpu.streams import never
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, round_up
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
-from zero3.device.storage_swap import apart, exchange_pointers
-from zero3.device.tiers import as_tensor
+from zero3.device.storages import apart, as_tensor, exchange_pointers
 
 from .fake_device import DEVICE, FakeDevice, NotOrdered
 

@@ -29,8 +29,9 @@ from tiering.weights.tensor_file import WINDOW, Output, TensorSpec
 from zero3.building.weights import STORED_NAMES
 from zero3.checkpoint.rank_share import Chunk, Range, Share
 from zero3.checkpoint.run_state import RankState
+from zero3.device.storages import as_tensor
 from zero3.device.streams import Event, Streams
-from zero3.device.tiers import Tiers, as_tensor
+from zero3.device.tiers import Tiers
 from zero3.optimizer.tiles import Tile
 
 # Chunks that are being read.

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from tiering.storage.arena import Lease
-from zero3.device.closed_storage import close_storage
 from zero3.device.slab import DeviceSlab
-from zero3.device.storage_swap import exchange_pointers
+from zero3.device.storages import close_storage, exchange_pointers
 from zero3.device.streams import Event
 from zero3.device.tiers import Ledger, LedgerEntry, Tiers
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tiering.storage.arena import Arena, Lease
-from zero3.device.storage_swap import apart
+from zero3.device.storages import apart
 from zero3.device.streams import Event, Streams
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tiering.config.fields import format_size
 from tiering.config.training import TiersConfig
 from tiering.errors import ArenaError
 from tiering.placement.plan import Plan
@@ -26,10 +27,10 @@ from tiering.placement.workload import Tier
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
-from zero3.device import closed_storage, nan_memory
+from zero3.device import nan_memory, storages
 from zero3.device.link_copies import Copies
 from zero3.device.slab import DeviceSlab
-from zero3.device.storage_swap import can_exchange
+from zero3.device.storages import as_tensor, can_exchange
 from zero3.device.timeline import StallClock
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class Tiers:
         self.plan = plan
         self.device = device
         self.streams = stalls.streams
+        self.device_is_host = stalls.streams is None
         self.stalls = stalls
         self.copies = None if self.streams is None else Copies(self.streams, stalls)
         self.timeline = stalls.timeline
@@ -189,17 +191,12 @@ class Tiers:
             self.reduction[name] = Ledger(nbytes, kind) if on_gpu else self.device_arena.split(nbytes, kind)
         # The content of storages without bytes, if torch cannot refuse reads of them.
         self.nowhere: memoryview | None = None
-        if not by_copy and plan.working_bytes and not closed_storage.can_close():
+        if not by_copy and plan.working_bytes and not storages.can_close():
             self.nowhere = nan_memory.map_nan(max(group.param_bytes for group in plan.workload.groups))
         self._on_host = (self.staging, self.grad_window, self.fetch_window, self.offload_window)
         self._on_device = (self.working, *self.reduction.values())
         windows = (self.host, self.device_arena, *self._on_host, *self._on_device)
         self._arenas = [arena for arena in windows if isinstance(arena, Arena)]
-
-    @property
-    def device_is_host(self) -> bool:
-        """Whether the CPU is the device."""
-        return self.streams is None
 
     def home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
         """A home of ``nbytes`` on ``tier`` until ``close``. ``kind`` is a kind of the plan."""
@@ -327,6 +324,23 @@ class Tiers:
         slab = self.working.capacity if isinstance(self.working, DeviceSlab) else 0
         return self.device_arena.peak + slab + sum(self._on_gpu.values()) + ledgers
 
+    def explain_out_of_memory(self, error: BaseException, state: str) -> None:
+        """Add a note about the engine's memory and its ``state`` to ``error``, if it is torch's OutOfMemoryError.
+
+        The type and the text of the error do not change, because programs look for them to continue with a smaller
+        batch.
+        """
+        if not isinstance(error, torch.OutOfMemoryError):
+            return
+        owned = sorted(self.occupancy(Tier.DEVICE).items(), key=lambda item: -item[1])
+        kinds = ", ".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in owned) or "nothing"
+        error.add_note(
+            f"The engine owns {format_size(sum(nbytes for _, nbytes in owned))} of the device's memory ({kinds}), of a"
+            f" device_budget of {format_size(self.plan.budgets.device)}; the rest is activations, gradients in flight"
+            f" and the program's own tensors. {state}. To free memory, use a smaller micro-batch, activation"
+            " checkpointing or a smaller device_budget."
+        )
+
     def close(self) -> None:
         """Wait for transfers in flight and free the swap space. Idempotent. Raises the first pending I/O error."""
         try:
@@ -362,15 +376,6 @@ def _sections(plan: Plan, nvme: NvmePaths) -> dict[str, Section]:
         assert paths, "a plan uses NVMe only where the configuration names a path"
         sections[kind] = Section(nbytes, paths)
     return sections
-
-
-def as_tensor(lease: Lease) -> Tensor:
-    """The lease's bytes as a uint8 tensor that keeps the arena's memory reachable."""
-    if lease.nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    # The tensor refers to the view, and the view to the lease, so the lease is not dropped while the tensor lives. An
-    # explicit release still frees the range.
-    return torch.frombuffer(lease.view, dtype=torch.uint8)
 
 
 def register_with_cuda(address: int, nbytes: int) -> None:

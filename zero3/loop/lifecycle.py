@@ -11,7 +11,7 @@ from torch import Tensor
 from tiering._interrupts import uninterrupted
 from tiering.errors import EngineStateError
 from tiering.telemetry import Phase
-from zero3.device import closed_storage, out_of_memory
+from zero3.device import storages
 from zero3.device.tiers import Tiers
 from zero3.loop.step import Update
 from zero3.loop.step_state import Accumulation, StepState
@@ -164,8 +164,8 @@ class Readiness:
 
     def explain(self, error: BaseException, phase: Phase) -> None:
         """Add notes to ``error``, which has ended ``phase``: after an out-of-memory error, the state of the engine."""
-        closed_storage.explain(error)
-        out_of_memory.explain(error, self._tiers, self._state_after(phase))
+        storages.explain(error)
+        self._tiers.explain_out_of_memory(error, self._state_after(phase))
 
     def _state_after(self, phase: Phase) -> str:
         if self._step.reason:

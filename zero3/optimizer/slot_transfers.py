@@ -18,8 +18,9 @@ from optim_cpu.kernels import DType
 from tiering.storage import staging
 from tiering.storage.arena import Completion
 from tiering.storage.fetch_ahead import FETCH_PRIORITY
+from zero3.device.storages import as_tensor
 from zero3.device.streams import Event
-from zero3.device.tiers import Home, Tiers, as_tensor
+from zero3.device.tiers import Home, Tiers
 from zero3.optimizer.tiles import FP32, Tile
 from zero3.params.layout import Piece
 from zero3.passes.gradients import KERNEL_DTYPES, GradientStore

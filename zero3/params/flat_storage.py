@@ -4,7 +4,7 @@ Note [One storage, bytes that come and go]
     A group's parameters are views into one flat tensor. Tensors that autograd saved in forward alias its storage, so
     it is enough to refill that storage before backward; the graph does not change. Resharding detaches the bytes,
     unsharding attaches them again, and the views stay the same. A read of a storage without bytes raises an error: see
-    closed_storage.py. Where torch cannot raise it, the storage shows NaN on a CPU: see nan_memory.py.
+    storages.py. Where torch cannot raise it, the storage shows NaN on a CPU: see nan_memory.py.
 
     The storage gets its bytes from a lease by an exchange of data pointers (0.1 us). On a CPU it is a lease of an
     arena, into which NVMe reads go directly; on a GPU it is a lease of a slab of device memory, which a copy fills.
@@ -21,11 +21,10 @@ from torch import Tensor
 from tiering.storage.arena import Arena, Lease
 from tiering.storage.fetch_ahead import FETCH_PRIORITY
 from tiering.storage.tickets import Transfer
-from zero3.device.closed_storage import close_storage
 from zero3.device.room import room_for
-from zero3.device.storage_swap import exchange_pointers
+from zero3.device.storages import as_tensor, close_storage, exchange_pointers
 from zero3.device.streams import Event
-from zero3.device.tiers import Home, Tiers, as_tensor
+from zero3.device.tiers import Home, Tiers
 
 
 class FlatStorage(ABC):

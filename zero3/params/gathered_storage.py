@@ -22,8 +22,9 @@ from tiering.storage.arena import Lease
 from tiering.storage.fetch_ahead import FETCH_PRIORITY
 from tiering.storage.tickets import Transfer
 from zero3.device.room import room_for
+from zero3.device.storages import as_tensor
 from zero3.device.streams import Event
-from zero3.device.tiers import Home, Tiers, as_tensor
+from zero3.device.tiers import Home, Tiers
 from zero3.params.flat_storage import ArenaStorage, FlatStorage, retire_read
 from zero3.params.layout import FlatLayout, shard_ranges
 from zero3.ranks.collectives import Collectives

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tiering._text import shorten
 from tiering.errors import EngineStateError
-from zero3.device.closed_storage import Placeholder
+from zero3.device.storages import Placeholder
 from zero3.device.tiers import Home, Tiers
 from zero3.params import resharded
 from zero3.params.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage

@@ -2,7 +2,7 @@
 
 Note [A resharded parameter points nowhere]
     A read of freed memory through a parameter would end the process. So while its group is resharded, a parameter holds
-    one NaN, expanded to its shape, in a storage that torch cannot read (closed_storage.py). It also gets another class,
+    one NaN, expanded to its shape, in a storage that torch cannot read (storages.py). It also gets another class,
     which sees torch's operations on it (``__torch_function__``), except in code that bypasses classes. Shape, dtype,
     gradient and hooks stay available. An operation that needs the values unshards the group while a forward or backward
     is running (a module reads another module's weight without calling it); at other times it raises ResidencyError with

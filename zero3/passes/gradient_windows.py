@@ -11,7 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from tiering.storage.arena import Lease
-from zero3.device.tiers import Home, Tiers, as_tensor
+from zero3.device.storages import as_tensor
+from zero3.device.tiers import Home, Tiers
 from zero3.params.param_group import ParamGroup
 
 

@@ -35,8 +35,9 @@ from tiering.errors import ConfigError, EngineStateError
 from tiering.storage.arena import Lease
 from tiering.telemetry import COPIES_OF
 from zero3.device import kernels as device_kernels
+from zero3.device.storages import as_tensor
 from zero3.device.streams import Event
-from zero3.device.tiers import Home, Tiers, as_tensor
+from zero3.device.tiers import Home, Tiers
 from zero3.params import resharded
 from zero3.params.layout import Piece, segments
 from zero3.params.param_group import ParamGroup

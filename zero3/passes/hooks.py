@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tiering.errors import EngineStateError
-from zero3.device.closed_storage import can_close
+from zero3.device.storages import can_close
 from zero3.params.compilation import Around, called_by_compiled_code, eager, is_compiled
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup

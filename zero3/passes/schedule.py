@@ -30,7 +30,7 @@ from torch import nn
 
 from tiering._interrupts import deferred_interrupts, uninterrupted
 from tiering.errors import ArenaError, EngineStateError, ResidencyError
-from zero3.device.closed_storage import can_close
+from zero3.device.storages import can_close
 from zero3.device.timeline import Timeline
 from zero3.params import resharded
 from zero3.params.compilation import in_compiled_autograd, is_compiled

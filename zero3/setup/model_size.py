@@ -12,7 +12,7 @@ from torch import nn
 
 from tiering.config.training import TieringConfig
 from tiering.placement.workload import GroupSizes, StateKept, Workload, make_workload, settle_dtypes
-from zero3.device.storage_swap import can_exchange
+from zero3.device.storages import can_exchange
 from zero3.device.tiers import NvmePaths
 from zero3.params.grouping import GroupMembers, form_groups, leaf_modules
 from zero3.params.layout import FlatLayout, lay_out

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tiering.storage.arena import PAGE, Lease, round_up
 from tiering.storage.tickets import Transfer
-from zero3.device.tiers import Home, Tiers, as_tensor
+from zero3.device.storages import as_tensor
+from zero3.device.tiers import Home, Tiers
 from zero3.params.flat_storage import retire_read
 
 # Ranges that are being read while one is used.

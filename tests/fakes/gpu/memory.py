@@ -35,7 +35,7 @@ class Region:
 
 
 def address_of(memory: torch.Tensor | torch.UntypedStorage) -> int:
-    """Where it begins; 0 if its storage is closed (zero3/device/closed_storage.py): then no operation reads it."""
+    """Where it begins; 0 if its storage is closed (zero3/device/storages.py): then no operation reads it."""
     try:
         return memory.data_ptr()
     except RuntimeError:

@@ -15,9 +15,8 @@ from tiering.storage.arena import PAGE, Arena
 from zero3.device.link_copies import Copies, LinkStats
 from zero3.device.room import room_for
 from zero3.device.slab import DeviceSlab
-from zero3.device.storage_swap import apart, can_exchange, exchange_pointers
+from zero3.device.storages import apart, as_tensor, can_exchange, exchange_pointers
 from zero3.device.streams import Event, Stream
-from zero3.device.tiers import as_tensor
 from zero3.device.timeline import StallClock, Timeline
 
 MIB = 1 << 20

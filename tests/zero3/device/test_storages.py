@@ -12,8 +12,8 @@ from torch.profiler import profile
 
 from tests.zero3.plain import STREAMED, WIDTH, differing, inputs, update
 from tiering.errors import EngineStateError
-from zero3.device import closed_storage, nan_memory
-from zero3.device.storage_swap import exchange_pointers
+from zero3.device import nan_memory, storages
+from zero3.device.storages import exchange_pointers
 
 Start = Callable[..., Any]
 Reader = Callable[["Reading", Tensor], Tensor]
@@ -89,21 +89,21 @@ def engine_of(start: Start, **options: Any) -> Any:
 @pytest.fixture
 def open_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a torch that cannot refuse reads."""
-    monkeypatch.setattr(closed_storage, "can_close", lambda: False)
+    monkeypatch.setattr(storages, "can_close", lambda: False)
 
 
 def test_this_torch_can_close_a_storage() -> None:
     """With it, nothing else here is skipped: an older one may lack it, and has NaN instead."""
     if torch.__version__ < "2.13":
         pytest.skip(f"torch {torch.__version__} need not be able to")
-    assert closed_storage.can_close()
+    assert storages.can_close()
 
 
 def test_a_closed_storage_is_open_while_it_has_other_memory() -> None:
     closed, lease = torch.zeros(4), torch.arange(4.0)
     view = closed[2:]
     closed.untyped_storage().resize_(0)
-    closed_storage.close_storage(closed, "a tensor")
+    storages.close_storage(closed, "a tensor")
     for _ in range(2):
         for use in (view.sum, view.zero_, view.numpy, view.data_ptr):
             with pytest.raises(RuntimeError, match=r"Cannot access data pointer|a tensor was read"):

@@ -1,11 +1,11 @@
-"""Storages that torch refuses to read: an access to their memory raises an error.
+"""Storages of torch: over memory of an arena, exchanged with each other, and closed, so that torch refuses reads.
 
 Note [A closed storage cannot be read]
     Torch keeps a mark on each storage. While the mark is set, each access to the address of the memory raises: by a
     kernel, ``numpy()``, ``data_ptr()``, or an extension. (CUDA graphs set the mark for tensors that have lost their
     memory.) The mark costs no time, because torch checks it in any case. An exchange of the memory of two storages also
-    exchanges their marks (storage_swap.py). So a group's storage is closed once: it is open while it has the memory of
-    a lease, and closed again after the lease was returned.
+    exchanges their marks (``exchange_pointers``). So a group's storage is closed once: it is open while it has the
+    memory of a lease, and closed again after the lease was returned.
 
     CUDA builds of torch have a function that sets the mark and the message of the error. Other builds have only the
     mark. There, its byte in torch's object is found by an experiment on a separate storage: the byte lies behind two
@@ -21,10 +21,59 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils import dlpack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tiering.errors import ResidencyError
-from zero3.device.storage_swap import can_exchange, exchange_pointers
+from tiering.storage.arena import Lease
+
+log = logging.getLogger(__name__)
+
+
+def as_tensor(lease: Lease) -> Tensor:
+    """The lease's bytes as a uint8 tensor that keeps the arena's memory reachable."""
+    if lease.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    # The tensor refers to the view, and the view to the lease, so the lease is not dropped while the tensor lives. An
+    # explicit release still frees the range.
+    return torch.frombuffer(lease.view, dtype=torch.uint8)
+
+
+def exchange_pointers(first: Tensor, second: Tensor) -> None:
+    """Exchange the memory and the sizes of the storages of two tensors on one device. All their views follow.
+
+    The storages have one size, or one of them is empty.
+    """
+    # Queued kernels of a device keep their addresses, so this sets no order on the device: code that frees the memory
+    # waits for an event behind these kernels.
+    first.untyped_storage()._swap_data_ptr_(second.untyped_storage())  # type: ignore[attr-defined]
+
+
+def apart(part: Tensor) -> Tensor:
+    """A contiguous view as a tensor that is its whole storage. It keeps the memory of the viewed tensor alive."""
+    # The capsule refers to ``part``, and so to the memory of the whole, as long as the new tensor lives.
+    tensor: Tensor = dlpack.from_dlpack(dlpack.to_dlpack(part))  # type: ignore[attr-defined] # torch does not list it
+    return tensor
+
+
+@cache
+def can_exchange(device: torch.device = torch.device("cpu")) -> bool:  # noqa: B008 # a constant
+    """Whether this torch can exchange the memory of storages on ``device``. The method is private, so it is tried."""
+    try:
+        whole = torch.arange(4, dtype=torch.uint8, device=device)
+        first, second = torch.empty(2, dtype=torch.uint8, device=device), apart(whole[2:])
+        first.untyped_storage().resize_(0)
+        exchange_pointers(first, second)
+        works = first.tolist() == [2, 3] and second.untyped_storage().nbytes() == 0
+    except (AttributeError, RuntimeError, TypeError):
+        works = False
+    if not works:
+        log.warning(
+            "torch %s cannot exchange storage pointers (%s): unsharding resizes storages, and on a CPU copies",
+            *(torch.__version__, device.type),
+        )
+    return works
+
 
 log = logging.getLogger(__name__)
 

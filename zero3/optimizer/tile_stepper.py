@@ -1,6 +1,6 @@
 """TileStepper: steps the tiles that are due, wherever their bytes live.
 
-State in memory is stepped in place. A tile with bytes on NVMe passes through a staging slot (see slot_transfers.py);
+State in memory is stepped in place. A tile with bytes on NVMe passes through a staging slot (see tiles.py);
 tiles in memory are stepped while its bytes arrive. A tile that a GPU updates visits it (see device_update.py).
 """
 
@@ -14,8 +14,7 @@ from optim_cpu.kernels import StepBatch
 from zero3.device import kernels as device_kernels
 from zero3.device.tiers import Tiers
 from zero3.optimizer.device_update import IN_BACKWARD, ROUNDS, DeviceUpdate, OnDevice, part_of
-from zero3.optimizer.slot_transfers import SlotTransfers, Staged
-from zero3.optimizer.tiles import FP32, StateLayout, StepListener, Tile
+from zero3.optimizer.tiles import FP32, SlotTransfers, Staged, StateLayout, StepListener, Tile
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
 from zero3.params.replicas import Replicas

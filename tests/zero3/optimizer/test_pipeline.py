@@ -23,9 +23,8 @@ from tiering.storage.io_stats import TransferRecord
 from zero3.device import tiers
 from zero3.device.tiers import Home
 from zero3.device.timeline import StallClock, Timeline
-from zero3.optimizer.slot_transfers import SlotTransfers
 from zero3.optimizer.tile_stepper import TileStepper
-from zero3.optimizer.tiles import Tile
+from zero3.optimizer.tiles import SlotTransfers, Tile
 
 # Alone: each tile is a page of elements' worth of state, parameters and gradients, in extents that do nothing.
 

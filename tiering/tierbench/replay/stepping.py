@@ -94,7 +94,7 @@ class Tile:
 
 
 class _SlotTransfers:
-    """Moves the bytes of one tile between its extents and its slot, as zero3/optimizer/slot_transfers.py does."""
+    """Moves the bytes of one tile between its extents and its slot, as zero3/optimizer/tiles.py does."""
 
     def __init__(self, plan: Plan, transfers: Transfers) -> None:
         self._slots = plan.staging

@@ -25,9 +25,8 @@ from optim_cpu.formats import round_parameters
 from optim_cpu.kernels import DType, StateFormat
 from tiering.placement.plan import SubGroup
 from tiering.placement.workload import Workload
-from tiering.storage import staging
+from tiering.storage import read_ahead
 from tiering.storage.arena import Completion
-from tiering.storage.fetch_ahead import FETCH_PRIORITY
 from zero3.device.storages import as_tensor
 from zero3.device.streams import Event
 from zero3.device.tiers import Home, Tiers
@@ -143,8 +142,8 @@ def make_tiles(sub_groups: Iterable[SubGroup], groups: Sequence[ParamGroup], tie
     return tiles
 
 
-Staged = staging.Staged[Tile, Completion]
-StatePipeline = staging.StagingPipeline[Tile, Completion]
+Staged = read_ahead.Staged[Tile, Completion]
+StatePipeline = read_ahead.StagingPipeline[Tile, Completion]
 
 
 class SlotTransfers:
@@ -165,7 +164,7 @@ class SlotTransfers:
         """A pipeline over the staging slots of the plan."""
         tiers = self._tiers
         return StatePipeline(
-            self, tiers.staging, self._slots.slot_bytes, lambda: tiers.stalls.waiting_for(staging.SLOT)
+            self, tiers.staging, self._slots.slot_bytes, lambda: tiers.stalls.waiting_for(read_ahead.SLOT)
         )
 
     def start_reads(self, staged: Staged) -> None:
@@ -192,7 +191,7 @@ class SlotTransfers:
             return False
         home = self._gradients.homes[tile.group.index]
         grad_at, offset = self._slots.grad_offset, tile.start * itemsize
-        self._read(staged, home, grad_at, offset, tile.numel * itemsize, FETCH_PRIORITY)
+        self._read(staged, home, grad_at, offset, tile.numel * itemsize, read_ahead.FETCH_PRIORITY)
         return True
 
     def wait_for_reads(self, reads: Sequence[Completion]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tiering.storage.arena import Arena, Lease
-from tiering.storage.fetch_ahead import FETCH_PRIORITY
+from tiering.storage.read_ahead import FETCH_PRIORITY
 from tiering.storage.tickets import Transfer
 from zero3.device.room import room_for
 from zero3.device.storages import as_tensor, close_storage, exchange_pointers

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tiering.errors import DistributedError, SwapError
 from tiering.storage.arena import Lease
-from tiering.storage.fetch_ahead import FETCH_PRIORITY
+from tiering.storage.read_ahead import FETCH_PRIORITY
 from tiering.storage.tickets import Transfer
 from zero3.device.room import room_for
 from zero3.device.storages import as_tensor

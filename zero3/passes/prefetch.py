@@ -1,7 +1,7 @@
 """Prefetch: the order in which a pass uses groups is recorded once, then read ahead as far as there is room.
 
 A pass is one forward, with its backward when there is one; passes with and without gradients have separate orders.
-`tiering.storage.fetch_ahead` decides which group is fetched or dropped. Prefetch never waits and never fails: it uses
+`tiering.storage.read_ahead` decides which group is fetched or dropped. Prefetch never waits and never fails: it uses
 free room, and an I/O error that it meets is raised for the next group that compute needs. A pass that leaves the
 recorded order only stalls; the next pass follows the new order.
 
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from tiering.errors import SwapError
-from tiering.storage.fetch_ahead import FetchAhead
+from tiering.storage.read_ahead import FetchAhead
 from zero3.params.param_group import ParamGroup, Residency
 
 

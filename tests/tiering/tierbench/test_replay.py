@@ -23,10 +23,10 @@ from tiering.placement.plan import Plan
 from tiering.placement.workload import Tier
 from tiering.planning import sizing
 from tiering.planning.setting import Setting
-from tiering.storage import fetch_ahead
+from tiering.storage import read_ahead
 from tiering.storage.aio import AioContext
 from tiering.storage.io_stats import TransferRecord
-from tiering.storage.staging import StagingPipeline
+from tiering.storage.read_ahead import StagingPipeline
 from tiering.tierbench.replay import pattern
 from tiering.tierbench.replay.fetching import Ended, Transfers
 from tiering.tierbench.replay.pattern import share_extents, turns_of
@@ -206,7 +206,7 @@ def test_the_engine_and_the_replay_share_their_policies(
     if policy == "staging":  # no tile is read before the step
         monkeypatch.setattr(StagingPipeline, "read_ahead", lambda self: None)
     else:  # no group is read before its use
-        monkeypatch.setattr(fetch_ahead, "FARTHEST", 0)
+        monkeypatch.setattr(read_ahead, "FARTHEST", 0)
     _, real, replayed = both(case, tmp_path, monkeypatch)
     assert reads(replayed) == reads(real) != reads(before)
 

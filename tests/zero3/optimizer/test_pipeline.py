@@ -18,8 +18,8 @@ from tiering.placement.plan import Staging
 from tiering.placement.slots import FEWEST_SLOTS, USUAL_SLOTS
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, LeasePart
-from tiering.storage.fetch_ahead import FETCH_PRIORITY
 from tiering.storage.io_stats import TransferRecord
+from tiering.storage.read_ahead import FETCH_PRIORITY
 from zero3.device import tiers
 from zero3.device.tiers import Home
 from zero3.device.timeline import StallClock, Timeline

@@ -1,4 +1,4 @@
-"""The fetches of parameters in a replayed step, by the policy of the engine (tiering/storage/fetch_ahead.py)."""
+"""The fetches of parameters in a replayed step, by the policy of the engine (tiering/storage/read_ahead.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tiering.errors import NotDoneError, SwapError
 from tiering.placement.plan import Plan
 from tiering.storage.arena import Arena, Lease
-from tiering.storage.fetch_ahead import FETCH_PRIORITY, FetchAhead
+from tiering.storage.read_ahead import FETCH_PRIORITY, FetchAhead
 from tiering.storage.swap_space import StripedExtent, SwapSpace
 from tiering.storage.tickets import Transfer
 

@@ -16,8 +16,7 @@ from tiering.placement.plan import Plan, SubGroup
 from tiering.placement.workload import FP32, Tier, Workload
 from tiering.planning.measure import usual_rule
 from tiering.storage.arena import Arena, Completion, Lease, round_up
-from tiering.storage.fetch_ahead import FETCH_PRIORITY
-from tiering.storage.staging import Staged, StagingPipeline
+from tiering.storage.read_ahead import FETCH_PRIORITY, Staged, StagingPipeline
 from tiering.storage.swap_space import StripedExtent
 from tiering.storage.tickets import Transfer
 from tiering.tierbench.replay.fetching import Extents, Transfers, cancel_reads

@@ -20,7 +20,7 @@ from zero3.observe.progress import Progress
 from zero3.observe.run_record import RunIdentity, RunRecord, Sources
 from zero3.observe.trace import StepTrace
 from zero3.parts import Assembly
-from zero3.passes.activations import Activations
+from zero3.passes.saved_tensors import Activations
 from zero3.ranks.collectives import Collectives
 
 

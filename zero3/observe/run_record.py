@@ -48,7 +48,7 @@ from zero3.device.tiers import Tiers
 from zero3.device.timeline import PhaseClock, by_cause
 from zero3.observe.ending import Ending
 from zero3.observe.free_memory import FreeMemory, RateLimited
-from zero3.passes.activations import Activations
+from zero3.passes.saved_tensors import Activations
 from zero3.ranks.joining import ALONE, World
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Saved tensors in a group's storage: autograd gets them only after the storage has bytes again.
+"""The tensors that autograd saves: those in a group's storage get their bytes back before use, all others are counted.
 
 Note [Backward enters a group from anywhere]
     The pre-backward event, a gradient at an output of the group, occurs in time for nearly every graph, and unshards
@@ -6,8 +6,12 @@ Note [Backward enters a group from anywhere]
     does not know, an activation caught by a user's hook, a second derivative, or a module that another block calls.
     Backward would then read a storage without bytes, which ends the process. So, while a forward runs and any group
     moves, the tensors that autograd saves pass through here. Tensors in a group's storage are marked with the group,
-    and the group is unsharded before autograd gets them. All other tensors are activations. No budget covers them; they
-    are counted here: see activations.py.
+    and the group is unsharded before autograd gets them. All other tensors are activations.
+
+Note [Activations are counted apart from the tiers]
+    No budget covers the bytes that autograd keeps for backward. If groups move, every saved tensor passes the hooks
+    above, and each is counted. If no group moves, there are no hooks: they cost time, and torch.func refuses to run
+    with any, so counting alone does not justify them. In that case the graph of the first loss is walked instead, once.
 
 Note [The user's hooks get the same tensors as without the engine]
     Torch calls only the innermost hooks, so the engine's hooks pass every tensor on to those around them, including
@@ -21,18 +25,19 @@ Note [The user's hooks get the same tensors as without the engine]
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero3.params.compilation import eager
 from zero3.params.param_group import ParamGroup
-from zero3.passes.activations import Activations
 from zero3.passes.hooks import in_transform
 from zero3.passes.pass_state import graph_task
 
@@ -228,3 +233,99 @@ class _Hooks:
 def _copies_only(pack: Callable[..., Any]) -> bool:
     """Whether ``pack`` belongs to save_on_cpu, which changes no value and would copy whole groups to host memory."""
     return getattr(pack, "__qualname__", "").startswith("save_on_cpu.")
+
+
+class Activations:
+    """Bytes of the storages of saved tensors, until torch frees them. Each storage counts once, those of groups never.
+
+    A storage counts as long as it lives, not as long as the saved tensor: checkpointing keeps recomputed tensors, and a
+    buffer of the model stays. Any thread may read the counts. There is no lock: counts change by operators alone,
+    without a call at which another thread, garbage collection or Ctrl-C could run.
+    """
+
+    def __init__(self, groups: Iterable[ParamGroup]) -> None:
+        groups = list(groups)
+        self._used = 0
+        self._peak = 0
+        # By address, which no other storage gets while this one lives. Storages of groups map to None: not counted.
+        self._by_address: dict[int, _Activation | None] = dict.fromkeys(group.storage_key for group in groups)
+        self._freed: deque[_Activation] = deque()  # freed storages that the counts still include
+        # A C method, not Python code: Ctrl-C in Python code that runs while a storage is freed would be lost.
+        self._on_free: Callable[[Any], None] = self._freed.append
+        self._walk = not any(group.moves for group in groups)
+
+    @property
+    def used(self) -> int:
+        """Bytes at present."""
+        self._forget_freed()
+        return self._used
+
+    @property
+    def peak(self) -> int:
+        """The maximum number of bytes at one time so far."""
+        return self._peak
+
+    def saved(self, storage: UntypedStorage) -> None:
+        """Autograd has saved a tensor whose bytes are in ``storage``."""
+        if self._freed:
+            # First: ``storage`` may have the address of a storage that was freed.
+            self._forget_freed()
+        key = storage._cdata
+        if key in self._by_address:
+            return
+        nbytes = storage.nbytes()
+        # The caller holds ``storage``, so its callback cannot run before both fields below are set.
+        activation = _Activation(storage, self._on_free)
+        activation.key = key
+        activation.nbytes = nbytes
+        # Keeps the weak reference, without which torch would not call back.
+        self._by_address[key] = activation
+        self._used += nbytes
+        if self._used > self._peak:
+            self._peak = self._used
+
+    def backward_of(self, loss: Tensor) -> None:
+        """A backward of ``loss`` begins now. Without hooks, the graph of the first loss is walked and counted."""
+        if not self._walk:
+            return
+        self._walk = False
+        for tensor in _saved_in_graph(loss):
+            if tensor.layout is torch.strided:
+                self.saved(tensor.untyped_storage())
+
+    def _forget_freed(self) -> None:
+        while self._freed:
+            # From here to the end of the turn there is no call at which another thread or Ctrl-C could run.
+            activation = self._freed[0]
+            del self._by_address[activation.key]
+            self._used -= activation.nbytes
+            del self._freed[0]
+
+
+class _Activation(weakref.ref[UntypedStorage]):
+    """A storage that counts. Its callback runs when torch frees it: the Python object lives as long as the bytes."""
+
+    __slots__ = ("key", "nbytes")
+    key: int
+    nbytes: int
+
+
+def _saved_in_graph(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that the nodes behind ``loss`` hold, except those that the user's hooks have packed."""
+    names: dict[type, list[str]] = {}
+    visited, pending = set[Any](), [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        pending += [next_node for next_node, _ in node.next_functions]
+        if type(node) not in names:
+            names[type(node)] = [name for name in dir(node) if name.startswith("_raw_saved_")]
+        for name in names[type(node)]:
+            saved = getattr(node, name)
+            for entry in saved if isinstance(saved, tuple) else (saved,):
+                # The packed value, or the tensor itself. Unlike unpacking, reading it recomputes nothing.
+                data = getattr(entry, "data", None)
+                if isinstance(data, Tensor):
+                    yield data

@@ -36,7 +36,6 @@ from zero3.params import resharded
 from zero3.params.compilation import in_compiled_autograd, is_compiled
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup, Residency
-from zero3.passes.activations import Activations
 from zero3.passes.gradient_sink import GradientSink
 from zero3.passes.hooks import call_at_end_of_backward, check_transform
 from zero3.passes.pass_state import (
@@ -50,7 +49,7 @@ from zero3.passes.pass_state import (
     progress_of,
 )
 from zero3.passes.prefetch import Prefetcher
-from zero3.passes.saved_tensors import SavedTensors
+from zero3.passes.saved_tensors import Activations, SavedTensors
 
 
 class PassListener(Protocol):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         TieringError,
         WeightsError,
     )
-    from zero3.checkpoint.save_handle import Saving
+    from zero3.checkpoint.saving import Saving
     from zero3.deepspeed.accelerator import get_accelerator
     from zero3.deepspeed.arguments import add_config_arguments
     from zero3.deepspeed.configuration import DeepSpeedConfig, DeepSpeedConfigError
@@ -67,7 +67,7 @@ __getattr__, __dir__ = _lazy.names(
         "zero3.engine.engine": ("Engine",),
         "zero3.initialize": ("EngineParts", "initialize"),
         "zero3.setup.plan_for": ("measure_rates", "plan_for"),
-        "zero3.checkpoint.save_handle": ("Saving",),
+        "zero3.checkpoint.saving": ("Saving",),
     },
     submodules=("accelerator", "checkpointing", "comm", "ops", "runtime", "utils", "zero"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero3.checkpoint.saver import Saver
+from zero3.checkpoint.saving import Saver
 
 
 def saver_of(engine: Any) -> Saver:

@@ -23,7 +23,7 @@ each step is durable before the next step relies on it:
 The next run that locks DIR removes partial directories. Reading takes no lock and writes nothing.
 
 **Ownership.** A save replaces the checkpoint of its own run with the same tag, or that of a run that has ended
-(ownership.py). A run removes only those beyond ``keep`` that it has saved itself. ``keep`` counts only default tags,
+(run_lock.py). A run removes only those beyond ``keep`` that it has saved itself. ``keep`` counts only default tags,
 because users choose other tags for checkpoints that stay. A directory is a checkpoint if its checkpoint.json is sealed
 and has this format; other programs use that name too.
 """
@@ -42,10 +42,16 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tiering.checkpoint.manifest import MANIFEST, run_of
-from tiering.checkpoint.ownership import Ownership
-from tiering.checkpoint.run_lock import RunLock
-from tiering.checkpoint.tags import LATEST, check_tag, is_default_tag, numeric_order, tag_problem
+from tiering.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    check_tag,
+    is_default_tag,
+    numeric_order,
+    run_of,
+    tag_problem,
+)
+from tiering.checkpoint.run_lock import Ownership, RunLock
 from tiering.errors import CheckpointError, ConfigError
 from tiering.storage.file_system import create_durably, exchange, fsync, open_regular, remedy
 

@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint: checkpoint.json, the commit record, and one JSON file per rank.
+"""The metadata of a checkpoint: its tag, checkpoint.json, the commit record, and one JSON file per rank.
 
 Each is sealed: ``{"crc32": "<8 hex digits>", "content": {...}}``. The CRC32 covers the compact dump of the content with
 sorted keys. A checkpoint is a directory with
@@ -48,6 +48,8 @@ VERSION = 2
 # The previous version.
 WITHOUT_DIGESTS = 1
 MANIFEST = "checkpoint.json"
+# The file that names the checkpoint to resume from.
+LATEST = "latest"
 # The kind of tensor that every parameter has.
 WEIGHTS = "weights"
 FLOATS = ("F64", "F32", "BF16", "F16")
@@ -58,6 +60,9 @@ _MAX_JSON_BYTES = 1 << 30
 MOST = 1 << 53
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_DEFAULT_TAG = re.compile(r"global_step\d+", re.ASCII)
+# A replaced name has 19 more, and file systems allow 255.
+_MAX_TAG_BYTES = 200
 
 
 def file_name(kind: str, rank: int, world_size: int, suffix: str = "safetensors") -> str:
@@ -336,3 +341,39 @@ def _count(content: Mapping[str, Any], key: str) -> int:
     if type(value) is not int or not 0 <= value < MOST:
         raise FormatError(f"its {short.repr(key)} is {short.repr(value)}, not a count")
     return value
+
+
+def check_tag(tag: str) -> None:
+    """Raises CheckpointError if ``tag`` is not a valid name of a checkpoint."""
+    if problem := tag_problem(tag):
+        raise CheckpointError(
+            f"invalid tag {tag[:80]!r}: it {problem}; a tag is a plain name such as 'global_step100'"
+        )
+
+
+def is_default_tag(tag: str) -> bool:
+    """Whether ``tag`` is a default tag, such as "global_step100"."""
+    return _DEFAULT_TAG.fullmatch(tag) is not None
+
+
+def tag_problem(tag: str) -> str | None:
+    """Why ``tag`` is invalid, or None."""
+    if not tag:
+        return "is empty"
+    if tag == LATEST:
+        return "is the name of the file that names the latest checkpoint"
+    if tag.startswith("."):
+        return "starts with a dot"
+    if "/" in tag:
+        return "is a path"
+    # U+FFFD stands for bytes that are not UTF-8.
+    if not tag.isprintable() or tag != tag.strip() or "\ufffd" in tag:
+        return "has characters that are not printable"
+    if len(tag.encode()) > _MAX_TAG_BYTES:
+        return f"is longer than {_MAX_TAG_BYTES} bytes"
+    return None
+
+
+def numeric_order(name: str) -> list[tuple[int, str]]:
+    """A sort key with numbers in numeric order: "step9" before "step10"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""The lock of a checkpoint directory: one run saves there at a time.
+"""The lock of a checkpoint directory, and the checkpoints that its holder may replace. One run saves there at a time.
 
 ``flock`` belongs to the open file, and the kernel releases it however the process ends. Of two processes, the second is
 refused until the first releases the lock or ends. Of two engines of one process, the second takes the lock over, unless
@@ -7,6 +7,11 @@ closed must not block a new one.
 
 The text of the file names the last holder. ``release`` removes the file while it still has the lock; so after locking,
 ``acquire`` checks that the name still leads to the same file.
+
+A script that is run again saves under the tags of its last run. While a run has the lock, no other process saves there;
+so a checkpoint of another run is one of a run that has ended, or of another engine of this process. Two engines of one
+script that save under the same tag would lose each other's checkpoints: the engine that was there when the other one
+saved is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +20,15 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
 import socket
 import threading
+import time
 import weakref
 from pathlib import Path
 
+from tiering.checkpoint.manifest import MANIFEST, run_of
 from tiering.errors import CheckpointError
 from tiering.storage.file_system import open_regular
 
@@ -37,6 +45,11 @@ _HOLDER = b"process "
 _LOCKS: weakref.WeakSet[RunLock] = weakref.WeakSet()
 # Guards _LOCKS, and `_fd` and `_in_use` of all locks in it.
 _handover = threading.RLock()
+
+_REMEDY = "choose another tag, save to another directory, resume from it with load_checkpoint, or remove it"
+
+# When this process has stored a checkpoint, by its path, in seconds of ``time.monotonic()``.
+_stored_at: dict[Path, float] = {}
 
 
 class RunLock:
@@ -180,6 +193,63 @@ class RunLock:
                 error.strerror,
             )
         return None
+
+
+class Ownership:
+    """The checkpoints that a run may replace, which began at ``began``, in seconds of ``time.monotonic()``."""
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._has_warned = False
+
+    def replaces(self, place: Path, run: str, *, exclusive: bool) -> bool:
+        """Whether a save of ``run`` to ``place`` replaces a checkpoint; it logs a warning for the first of another run.
+
+        ``exclusive`` is whether the directory is locked. Raises CheckpointError if ``place`` must not be replaced.
+        """
+        if not os.path.lexists(place):
+            return False
+        if place.is_symlink():
+            raise CheckpointError(
+                f"{place} is a symbolic link, which a save does not replace; choose another tag"
+            )
+        if not (place / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{place} is not a checkpoint (it has no {MANIFEST}) and is not replaced; choose another tag"
+            )
+        saved_by = run_of(place)
+        if saved_by is None:
+            raise CheckpointError(
+                f"{place} is not a valid checkpoint (its {MANIFEST} is damaged or of another program) and is not"
+                " replaced; choose another tag, or remove it"
+            )
+        if saved_by != run:
+            self._check_ended(place, exclusive=exclusive)
+        return True
+
+    def note_stored(self, place: Path) -> None:
+        """This run has stored the checkpoint ``place``."""
+        _stored_at[place] = time.monotonic()
+
+    def _check_ended(self, place: Path, *, exclusive: bool) -> None:
+        """Raises CheckpointError if the other run that has saved ``place`` may not have ended."""
+        if not exclusive:
+            raise CheckpointError(
+                f"{place} is a checkpoint of another run and is not replaced: the file system has no locks that would"
+                f" show whether that run has ended; {_REMEDY}"
+            )
+        if _stored_at.get(place, -math.inf) > self._began:
+            raise CheckpointError(
+                f"{place} is a checkpoint of another engine of this process, which has saved it since this engine was"
+                f" made, and is not replaced; {_REMEDY}"
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s is a checkpoint of an earlier run, and is replaced, as are others that this run saves under their"
+                " tags. To continue that run, call load_checkpoint; to keep its checkpoints, save to another directory",
+                place,
+            )
 
 
 def _close_in_child() -> None:

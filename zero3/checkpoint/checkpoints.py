@@ -1,6 +1,6 @@
 """Checkpoints of an engine: saved by all ranks or by none, in the foreground or in the background, and loaded.
 
-Each rank's saver writes its own files (saver.py); ranks exchange only the facts that they must agree on. A checkpoint
+Each rank's saver writes its own files (saving.py); ranks exchange only the facts that they must agree on. A checkpoint
 becomes visible when rank 0 renames its directory (tiering/checkpoint/directory.py), after the bytes of all ranks are on
 the disk. Several ranks commit together: a foreground save at its end, a background save in the step after the last rank
 has written. The numbers that ranks exchange in each step show when that is the case.
@@ -33,8 +33,15 @@ from zero3.checkpoint.opening import LoadRequest, OpenCheckpoint, Opener
 from zero3.checkpoint.rank_share import Share
 from zero3.checkpoint.restore import optimizer_name
 from zero3.checkpoint.run_state import RankState, Resumable, RunState
-from zero3.checkpoint.save_handle import RunningSave, SaveRequest, Saving, StallTimer, uncommitted
-from zero3.checkpoint.saver import Destination, Saver
+from zero3.checkpoint.saving import (
+    Destination,
+    RunningSave,
+    Saver,
+    SaveRequest,
+    Saving,
+    StallTimer,
+    uncommitted,
+)
 from zero3.loop.step import Update
 from zero3.loop.step_state import Accumulation
 from zero3.optimizer.tiles import Tile

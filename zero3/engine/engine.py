@@ -22,7 +22,7 @@ from tiering._interrupts import deferred_interrupts
 from tiering.config.training import TieringConfig
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.telemetry import ConfigurationStatus, Phase, Snapshot
-from zero3.checkpoint.save_handle import Saving
+from zero3.checkpoint.saving import Saving
 from zero3.engine import released
 from zero3.engine.loop_parts import connect
 from zero3.engine.module_front import ModuleFront

@@ -10,7 +10,7 @@ from typing import Any
 from tiering.errors import ConfigError
 from zero3.checkpoint.checkpoints import Checkpoints
 from zero3.checkpoint.export import Export
-from zero3.checkpoint.save_handle import Saving
+from zero3.checkpoint.saving import Saving
 from zero3.loop.lifecycle import Readiness
 from zero3.loop.step import Update
 from zero3.optimizer.client import ClientOptimizer

@@ -14,7 +14,7 @@ from tiering.errors import SwapError
 from tiering.storage.aio import AioContext
 from tiering.storage.request import KIND_NAMES
 from tiering.storage.tickets import Ticket, Transfers
-from zero3.checkpoint.saver import Saver
+from zero3.checkpoint.saving import Saver
 from zero3.optimizer.tiles import Tile
 
 from .operations import place

@@ -30,7 +30,7 @@ from typing import Any
 from tests.tiering.checkpoint.operations import intercepted, no_exchange
 from tests.tiering.checkpoint.saving import RUN, number_of, write_checkpoint
 from tiering.checkpoint.directory import CheckpointDirectory
-from tiering.checkpoint.tags import LATEST
+from tiering.checkpoint.manifest import LATEST
 from tiering.config.training import IoConfig
 from tiering.weights.tensor_file import Output
 

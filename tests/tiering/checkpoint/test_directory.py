@@ -12,8 +12,7 @@ import pytest
 from tests.tiering.checkpoint.directories import OURS, names, recorded, save, tags
 from tiering.checkpoint import directory as module
 from tiering.checkpoint.directory import CheckpointDirectory
-from tiering.checkpoint.manifest import MANIFEST
-from tiering.checkpoint.tags import LATEST
+from tiering.checkpoint.manifest import LATEST, MANIFEST
 from tiering.errors import CheckpointError
 
 # What a save leaves

@@ -18,9 +18,8 @@ from tests.tiering.checkpoint.saving import RUN, write_checkpoint
 from tiering import cli
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.integrity import damages
-from tiering.checkpoint.manifest import MANIFEST, Manifest, StoredParameter
+from tiering.checkpoint.manifest import LATEST, MANIFEST, Manifest, StoredParameter
 from tiering.checkpoint.reader import open_checkpoint
-from tiering.checkpoint.tags import LATEST
 from tiering.commands.load_plan import configuration, plan_to_load
 from tiering.config import ds_config
 from tiering.config.training import IoConfig

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiering.checkpoint.directories import OURS, names, save, tags
 from tiering.checkpoint.directory import CheckpointDirectory
-from tiering.checkpoint.tags import LATEST
+from tiering.checkpoint.manifest import LATEST
 from tiering.errors import CheckpointError
 
 

@@ -24,8 +24,7 @@ from tests.tiering.checkpoint.directories import (
 )
 from tiering.checkpoint import directory as module
 from tiering.checkpoint.directory import CheckpointDirectory
-from tiering.checkpoint.manifest import MANIFEST
-from tiering.checkpoint.tags import LATEST
+from tiering.checkpoint.manifest import LATEST, MANIFEST
 from tiering.errors import CheckpointError, ConfigError
 
 

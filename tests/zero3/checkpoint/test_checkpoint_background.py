@@ -22,7 +22,7 @@ from tiering.weights import tensor_file
 from tiering.weights.tensor_file import WINDOW
 from zero3.checkpoint import rank_share
 from zero3.checkpoint.checkpoints import Checkpoints
-from zero3.checkpoint.saver import AHEAD, WRITING, Saver
+from zero3.checkpoint.saving import AHEAD, WRITING, Saver
 from zero3.device import tiers
 from zero3.engine.engine import Engine
 

@@ -86,7 +86,7 @@ def test_a_save_that_failed_unseen_does_not_hide_what_ends_the_block(
 
 def test_a_save_that_ranks_never_agreed_on_is_named_when_the_script_ends() -> None:
     program = (
-        "import pathlib; from zero3.checkpoint import save_handle as s;"
+        "import pathlib; from zero3.checkpoint import saving as s;"
         " s.uncommitted.add(pathlib.Path('runs/7/global_step500'))"
     )
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

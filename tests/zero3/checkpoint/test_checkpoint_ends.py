@@ -21,7 +21,7 @@ from tests.zero3.resuming import MIXED, STREAMED, Left, Model, tokens, train
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import EngineStateError
 from zero3.building.fill import Fill
-from zero3.checkpoint.saver import Saver
+from zero3.checkpoint.saving import Saver
 from zero3.optimizer.tile_stepper import TileStepper
 
 

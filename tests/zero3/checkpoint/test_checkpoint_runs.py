@@ -17,7 +17,7 @@ import tiering
 from tests.zero3.conftest import config
 from tiering.checkpoint.manifest import run_of
 from tiering.errors import CheckpointError
-from zero3.checkpoint.saver import Saver
+from zero3.checkpoint.saving import Saver
 from zero3.engine.engine import Engine
 
 Begin = Callable[[], Engine]

@@ -29,7 +29,7 @@ from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, ConfigError
 from zero3.building.weights import FileSource, OpenFiles
 from zero3.checkpoint.restore import _order
-from zero3.checkpoint.saver import Saver
+from zero3.checkpoint.saving import Saver
 from zero3.engine.engine import Engine
 from zero3.loop import data_loader
 from zero3.params.layout import lay_out, shard

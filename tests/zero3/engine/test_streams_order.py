@@ -26,7 +26,7 @@ from tests.fakes.gpu.streams import Answers, FakeStream, at_once, by_chance, nev
 from tests.zero3.conftest import SmallModel, batches, same_bits
 from tests.zero3.plain import least_budgets
 from zero3.checkpoint import rank_share
-from zero3.checkpoint.saver import Saver
+from zero3.checkpoint.saving import Saver
 from zero3.device import tiers
 from zero3.engine.engine import Engine
 

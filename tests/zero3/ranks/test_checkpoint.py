@@ -21,7 +21,7 @@ from torch import Tensor
 import tiering.checkpoint.directory
 import zero3.checkpoint.checkpoints
 import zero3.checkpoint.opening
-import zero3.checkpoint.saver
+import zero3.checkpoint.saving
 from tests.zero3.inside import saver_of
 from tiering._interrupts import EXIT_SAVED
 from tiering.checkpoint.directory import CheckpointDirectory
@@ -30,8 +30,7 @@ from tiering.errors import CheckpointError, SwapError
 from zero3.checkpoint import random_state
 from zero3.checkpoint.checkpoints import Checkpoints
 from zero3.checkpoint.rank_share import Share
-from zero3.checkpoint.save_handle import uncommitted
-from zero3.checkpoint.saver import Saver
+from zero3.checkpoint.saving import Saver, uncommitted
 
 from .pool import Pool, Raised, in_words
 from .training import start, tokens
@@ -113,10 +112,10 @@ HINDRANCES: dict[str, tuple[int, Callable[[], Any], dict[str, Any], str]] = {
         {},
         "does not exist on this node: save to a file system that all nodes share",
     ),
-    "no memory": (1, lambda: patched(zero3.checkpoint.saver.Arena, "map", no_room), {}, "no windows"),
+    "no memory": (1, lambda: patched(zero3.checkpoint.saving.Arena, "map", no_room), {}, "no windows"),
     "swap space": (
         1,
-        lambda: patched(zero3.checkpoint.saver.Saver, "_copy", no_swap),
+        lambda: patched(zero3.checkpoint.saving.Saver, "_copy", no_swap),
         {},
         "swap_in of 'blocks.1' failed",
     ),

@@ -21,7 +21,7 @@ from tiering.checkpoint.reader import open_checkpoint
 from zero3.building.fill import Fill
 from zero3.checkpoint.checkpoints import Checkpoints
 from zero3.checkpoint.rank_share import Share
-from zero3.checkpoint.saver import Saver
+from zero3.checkpoint.saving import Saver
 from zero3.ranks.collectives import Collectives
 
 from .pool import Pool, all_ended

@@ -14,7 +14,7 @@ import tiering
 from tests.zero3.conftest import SmallModel, config
 from tests.zero3.inside import saver_of
 from tiering.checkpoint.reader import open_checkpoint
-from zero3.checkpoint.saver import Saver
+from zero3.checkpoint.saving import Saver
 
 from .pool import Pool
 from .training import start, tokens

@@ -31,7 +31,6 @@ from tiering.weights.tensor_file import naming
 from zero3.building.weights import STORED_NAMES
 from zero3.checkpoint.opening import LoadRequest, OpenCheckpoint, Opener
 from zero3.checkpoint.rank_share import Share
-from zero3.checkpoint.restore import optimizer_name
 from zero3.checkpoint.run_state import RankState, Resumable, RunState
 from zero3.checkpoint.saving import (
     Destination,
@@ -489,7 +488,7 @@ class Checkpoints:
             step=self._updates.steps,
             world_size=self._parts.world.size,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            optimizer=optimizer_name(optimizer),
+            optimizer=optimizer.rule_name,
             precision=self._precision,
             kinds=tuple(kind for kind in share.kinds if kind != WEIGHTS),
             parameters=saved,

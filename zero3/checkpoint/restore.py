@@ -14,7 +14,6 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from optim_cpu.rules import ADAM
 from tiering import _logs
 from tiering.checkpoint.reader import Checkpoint, RankFiles, reading_checkpoint
 from tiering.config.training import IoConfig
@@ -25,7 +24,6 @@ from zero3.building.fill import FirstValues
 from zero3.building.weights import STORED_NAMES, FileSource, OpenFiles, match
 from zero3.checkpoint.run_state import RankState
 from zero3.optimizer.client import ClientOptimizer
-from zero3.optimizer.tiered import TieredOptimizer
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
 from zero3.parts import Assembly
@@ -162,7 +160,7 @@ class Restore:
                 self._checkpoint.path,
             )
             return {}
-        optimizer_here = optimizer_name(optimizer)
+        optimizer_here = optimizer.rule_name
         if set(manifest.kinds) != set(optimizer.state_names) or (
             not optimizer.state_names and manifest.optimizer != optimizer_here
         ):
@@ -257,15 +255,6 @@ def rank_state(files: RankFiles, io: IoConfig) -> RankState:
             source = FileSource((stored,), opened)
             tensors[name] = source.read(0, stored.numel).clone().view(stored.shape)
     return RankState(files.content, tensors)
-
-
-def optimizer_name(optimizer: TieredOptimizer | ClientOptimizer) -> str:
-    """The name of ``optimizer`` in messages and checkpoints."""
-    if isinstance(optimizer, ClientOptimizer):
-        return type(optimizer.client).__name__
-    if optimizer.rule is ADAM and optimizer.param_groups[0]["decoupled_weight_decay"]:
-        return "AdamW"
-    return optimizer.rule.name
 
 
 def _first(names: Sequence[str]) -> str:

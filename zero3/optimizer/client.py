@@ -60,6 +60,11 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._share()
         self._trained = [trained for tile in tiles for trained in _trained(tile, gradients)]
 
+    @property
+    def rule_name(self) -> str:
+        """The name of the client in messages and checkpoints."""
+        return type(self.client).__name__
+
     def listen(self, listener: StepListener) -> None:
         """Call ``listener`` from now on before a tile is stepped. There is one listener."""
         self._listener = listener

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_cpu import kernels
-from optim_cpu.rules import UpdateRule
+from optim_cpu.rules import ADAM, UpdateRule
 from tiering.errors import EngineStateError
 from zero3.optimizer import update_rules
 from zero3.optimizer.deepspeed_names import DeepSpeedOptimizerNames
@@ -76,6 +76,13 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     def trains(self) -> bool:
         """Whether the model has parameters to update."""
         return self.rule is not update_rules.NONE
+
+    @property
+    def rule_name(self) -> str:
+        """The name of the update rule in messages and checkpoints."""
+        if self.rule is ADAM and self.param_groups[0]["decoupled_weight_decay"]:
+            return "AdamW"
+        return self.rule.name
 
     def listen(self, listener: StepListener) -> None:
         """Call ``listener`` from now on before a tile is stepped. There is one listener."""

@@ -123,12 +123,15 @@ class PhaseClock:
     The time between phases is the phase "idle". The time before the first phase, "start", is not counted. A phase
     within another one, such as a forward in a backward, is not part of the outer one. With ``streams``, ``phase`` is
     still the phase of the program, but seconds are measured on the device, and count when the device ends a phase.
+    ``stalls`` are counted by phase.
     """
 
-    def __init__(self, streams: Streams | None = None) -> None:
+    def __init__(self, streams: Streams | None = None, stalls: StallClock | None = None) -> None:
         self.phase: Phase = "start"
         self.since = time.time()  # Unix time
+        self.began: float | None = None  # seconds of perf_counter, when the first phase began
         self._streams = streams
+        self._stalls = stalls
         self._entered = time.perf_counter()
         self._lock = threading.Lock()
         self._seconds = defaultdict[str, float](float, idle=0.0)  # (lock) without the current phase
@@ -136,18 +139,31 @@ class PhaseClock:
         # (lock) Phases that the device has not ended, with their ends.
         self._ahead: deque[tuple[Phase, Event]] = deque()
 
-    def enter(self, phase: Phase) -> float:
-        """End the current phase and begin ``phase``. Returns the time, in seconds of perf_counter."""
+    @contextmanager
+    def running(self, phase: Phase) -> Iterator[None]:
+        """Time the block as ``phase``. Afterwards the phase before it continues; after the first phase it is "idle"."""
+        before: Phase = "idle" if self.phase == "start" else self.phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def enter(self, phase: Phase) -> None:
+        """End the current phase and begin ``phase``."""
+        if self._stalls is not None:
+            self._stalls.phase = phase
         event = None if self._streams is None else self._streams.compute.record(timed=True)
         with self._lock:
             now = time.perf_counter()
+            if self.began is None:
+                self.began = now
             if event is not None:
                 self._ahead.append((self.phase, event))
                 self._count_ended()
             elif self.phase != "start":
                 self._seconds[self.phase] += now - self._entered
             self.phase, self.since, self._entered = phase, time.time(), now
-        return now
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -506,7 +506,7 @@ class Engine:
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
         """Time the block. An exception in it ends the trace, and is reported to the other ranks."""
-        with self._observation.record.phase(phase), self._tiers.timeline.span("compute", phase):
+        with self._observation.record.phases.running(phase), self._tiers.timeline.span("compute", phase):
             try:
                 yield
             except BaseException as error:

@@ -9,8 +9,7 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -36,7 +35,6 @@ from tiering.telemetry import (
     LatencyStatus,
     LinkStatus,
     PathStatus,
-    Phase,
     Publisher,
     Snapshot,
     StepRecord,
@@ -109,8 +107,9 @@ _NO_SOURCES = Sources()
 
 
 class RunRecord:
-    """Times the phases of one rank's run and describes its state. The publisher's thread reads it at any time.
+    """Records one rank's run and describes its state. The publisher's thread reads it at any time.
 
+    ``phases`` are timed by the engine.
     ``link_rate`` is the measured rate of a GPU's link, in bytes per second.
     """
 
@@ -138,7 +137,7 @@ class RunRecord:
         self._node = socket.gethostname()
         self._link_rate = link_rate
         self._started_at = time.time()
-        self._phases = PhaseClock(tiers.streams)
+        self.phases = PhaseClock(tiers.streams, tiers.stalls)
         self._seconds_before: dict[str, float] = {}
         self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._step_began = time.perf_counter()
@@ -184,27 +183,10 @@ class RunRecord:
             return None
         return publisher
 
-    @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        """Time the block as ``phase`` of the step that is under way."""
-        before = self._phases.phase
-        began = self._enter(phase)
-        if before == "start":
-            # The time before the first forward is no part of a step.
-            self._step_began, before = began, "idle"
-        try:
-            yield
-        finally:
-            self._enter(before)
-
-    def _enter(self, phase: Phase) -> float:
-        self._tiers.stalls.phase = phase
-        return self._phases.enter(phase)
-
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds so far by phase, "idle" between phases; on a GPU, on the clock of the GPU."""
-        return self._phases.seconds
+        return self.phases.seconds
 
     def end_step(self, samples: int = 0, *, loss: float | None = None, skipped: bool = False) -> None:
         """Record that an optimizer step of ``samples``, counted over all ranks, has ended; ``loss`` is their mean."""
@@ -216,7 +198,9 @@ class RunRecord:
         now, moved, stalls = time.perf_counter(), _moved(self.files), self._tiers.stalls.seconds
         sent, copied = self.sent(), self._copied()
         stalled = {cause: seconds - self._stalls_before.get(cause, 0.0) for cause, seconds in stalls.items()}
-        seconds, phases = now - self._step_began, self.seconds
+        # The time before the first forward is no part of a step.
+        began = self.phases.began if self.step == 1 else None
+        seconds, phases = now - (self._step_began if began is None else began), self.seconds
         in_phase = {phase: spent - self._seconds_before.get(phase, 0.0) for phase, spent in phases.items()}
         self.elapsed += seconds
         self._steps.append(
@@ -282,14 +266,14 @@ class RunRecord:
             pid=os.getpid(),
             started_at=self._started_at,
             step=self.step,
-            phase=self._phases.phase,
+            phase=self.phases.phase,
             loss=self.loss,
             run_id=run.id,
             node=self._node,
             local_rank=run.world.local_rank,
             local_world_size=run.world.local_size,
             global_step=self.step if updates is None else updates.steps,
-            phase_since=self._phases.since,
+            phase_since=self.phases.since,
             broken="" if updates is None else as_text(updates.broken[:LONGEST_REASON]),
             samples=self.samples,
             skipped_steps=self.skipped,

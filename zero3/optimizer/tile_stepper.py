@@ -323,9 +323,10 @@ class TileStepper:
             )
 
     def _run_batch(self, label: str) -> None:
-        # Queued on the current stream, behind the kernels that made the gradients.
-        device_kernels.step_segments(self._on_device_now, self._grad_scale)
-        self._on_device_now.clear()
+        if self._on_device_now:
+            # Queued on the current stream, behind the kernels that made the gradients.
+            device_kernels.step_segments(self._on_device_now, self._grad_scale)
+            self._on_device_now.clear()
         if not len(self._batch):
             return
         # The call returns when all segments are updated: their slots may then be written back.

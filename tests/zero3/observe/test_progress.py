@@ -240,7 +240,7 @@ def test_the_first_step_begins_with_its_first_forward(
     record = RunRecord(RunIdentity("first"), engine._tiers, engine._schedule.activations)
     for began, took in ((200.0, 3.0), (210.0, 5.0)):
         clock.now = began
-        with record.phase("forward"):
+        with record.phases.running("forward"):
             clock.now += took
         record.end_step()
     assert [(step.seconds, step.forward) for step in record.snapshot().steps] == [(3.0, 3.0), (12.0, 5.0)]

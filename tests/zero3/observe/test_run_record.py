@@ -146,13 +146,13 @@ def test_what_is_between_the_phases_is_idle(
     assert record.snapshot().phase_seconds == {"idle": 0}
     expected: Counter[str] = Counter()
     for phase, seconds in (("forward", 1), ("backward", 2), ("step", 4), ("forward", 8)):
-        with record.phase(phase):
+        with record.phases.running(phase):
             since = 1000 + clock.now
             clock.now += seconds / 2
             snapshot = record.snapshot()
             assert (snapshot.phase, snapshot.phase_since, engine._tiers.stalls.phase) == (phase, since, phase)
             assert snapshot.phase_seconds[phase] == expected[phase] + seconds / 2, "while it goes on"
-            with record.phase("forward"):
+            with record.phases.running("forward"):
                 clock.now += 16
             clock.now += seconds / 2
             assert record.snapshot().phase == phase
@@ -488,7 +488,7 @@ def test_what_goes_over_the_link_is_told_by_step(
     linked.streams, linked.copies = device, SimpleNamespace(stats=lambda: dict(stats))
     record = RunRecord(RunIdentity("linked"), linked, engine._schedule.activations, link_rate=52_500_000_000)
     stats |= {"h2d": LinkStats(1700, 3, 0.75)}
-    with record.phase("forward"):
+    with record.phases.running("forward"):
         device.works(2)
     device.passes(2)
     record.end_step()

@@ -46,42 +46,45 @@ def check_monitors(config: MonitorConfig) -> None:
 
 
 class Monitor:
-    """Passes events to the enabled monitors, if this is rank 0. Raises ConfigError for one that cannot be opened."""
+    """Passes events to the enabled monitors, if this is rank 0. Raises ConfigError for one that cannot be opened.
+
+    ``writers`` are the open monitors, by section of the configuration.
+    """
 
     def __init__(self, config: TieringConfig, rank: int) -> None:
-        self._writers: dict[str, Writer] = {}
+        self.writers: dict[str, Writer] = {}
         self._failed: set[str] = set()
         if rank != 0:
             return
         sections = config.monitor
         if sections.tensorboard.enabled:
-            self._writers["tensorboard"] = TensorBoard(sections.tensorboard)
+            self.writers["tensorboard"] = TensorBoard(sections.tensorboard)
         if sections.csv_monitor.enabled:
-            self._writers["csv_monitor"] = CsvFiles(sections.csv_monitor)
+            self.writers["csv_monitor"] = CsvFiles(sections.csv_monitor)
         # The last one, because an error in a later monitor would leave its run open.
         if sections.wandb.enabled:
-            self._writers["wandb"] = Wandb(sections.wandb, config)
+            self.writers["wandb"] = Wandb(sections.wandb, config)
 
     @property
     def enabled(self) -> bool:
         """Whether any monitor is open."""
-        return bool(self._writers)
+        return bool(self.writers)
 
     def write_events(self, events: Iterable[Event]) -> None:
         """Write ``events``, of the engine or of the program, to every monitor. A failure is one warning per monitor."""
         rows = [(name, float(value), int(samples)) for name, value, samples in events]
-        for section, writer in [*self._writers.items()]:
+        for section, writer in [*self.writers.items()]:
             try:
                 writer.write_events(rows)
             # Training continues, whatever error a monitor's library raises.
             except Exception as error:
                 self._warn_failed(section, error)
                 if not writer.recovers:
-                    del self._writers[section]
+                    del self.writers[section]
 
     def close(self) -> None:
         """Flush and close the monitors. Idempotent."""
-        writers, self._writers = self._writers, {}
+        writers, self.writers = self.writers, {}
         for section, writer in writers.items():
             try:
                 writer.close()

@@ -91,7 +91,7 @@ class Progress:
         if self._every and self._updates.steps % self._every == 0:
             self._log()
             self._samples = 0
-        if self._monitor.enabled:
+        if self._monitor.writers:
             self._write(total_samples)
 
     def _log(self) -> None:

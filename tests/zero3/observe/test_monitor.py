@@ -189,7 +189,7 @@ def test_one_that_fails_is_left_out_and_the_others_go_on(
         tried.append(event)
         raise TypeError("its thread has ended")
 
-    monitor._writers["tensorboard"]._writer.add_scalar = fails
+    monitor.writers["tensorboard"]._writer.add_scalar = fails
     for samples in (4, 8):
         monitor.write_events([(LR, 0.001, samples)])
     assert tried == [(LR, 0.001, 4)], "once: its writer does not recover"

@@ -46,7 +46,7 @@ class Readiness:
         self._parameters = parameters
         self._tiers = tiers
         self._collectives = collectives
-        self._optimizer = optimizer
+        self._trains = optimizer.trains
         self._updates, self._step = updates, updates.current_step
         self._accumulation = accumulation
         self._schedule = schedule
@@ -108,7 +108,7 @@ class Readiness:
 
     def check_trains(self, call: str) -> None:
         """There is an optimizer."""
-        if not self._optimizer.trains:
+        if not self._trains:
             raise EngineStateError(
                 f"{call} was called on an engine without an optimizer, which does not train: to train, name one in the"
                 ' configuration\'s optimizer section ({"type": "AdamW", "params": {"lr": 1e-4}}), or pass a torch'

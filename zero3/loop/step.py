@@ -121,6 +121,7 @@ class Update:
         self._gradients = gradients
         self._sink = sink
         self._optimizer = optimizer
+        self._stepper = optimizer.stepper
         self._collectives = collectives
         self._replicas = replicas
         self._timeline = timeline
@@ -201,8 +202,8 @@ class Update:
         """A backward begins; the ``last`` one before an update starts to read optimizer state."""
         # Before the first gradient: the store squares the gradients of the last micro-batch as they arrive.
         self._gradients.last_micro_batch = last
-        if last and not self.steps_in_backward:
-            self._optimizer.expect_step()
+        if last and not self.steps_in_backward and self._stepper is not None:
+            self._stepper.expect_all()
 
     @property
     def is_last_backward(self) -> bool:
@@ -218,8 +219,9 @@ class Update:
     def group_done(self, group: ParamGroup, *, final: bool) -> None:
         """The backward of ``group`` has ended; ``final`` gradients are used now."""
         if self.current_step.state is not StepState.UPDATING_IN_BACKWARD:
-            # A staging slot may have become free since the last group.
-            self._optimizer.read_ahead()
+            if self._stepper is not None:
+                # A staging slot may have become free since the last group.
+                self._stepper.read_ahead()
             return
         with self._tearing():
             self._tiered_optimizer().group_done(group, final=final)

@@ -48,6 +48,7 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     """Steps ``client``, and shares its ``param_groups`` and ``state``. ``tiles`` hold masters, each a whole group's."""
 
     trains = True
+    stepper = None  # all state is on the device: there is nothing to read ahead
     state_names: tuple[str, ...] = ()  # on the tiers: the client keeps its state itself
 
     def __init__(self, client: torch.optim.Optimizer, tiles: list[Tile], gradients: GradientStore) -> None:
@@ -68,12 +69,6 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     def listen(self, listener: StepListener) -> None:
         """Call ``listener`` from now on before a tile is stepped. There is one listener."""
         self._listener = listener
-
-    def expect_step(self) -> None:
-        """Nothing to read ahead: all state is on the device."""
-
-    def read_ahead(self) -> None:
-        """Nothing to read ahead."""
 
     def release_read_ahead(self) -> None:
         """Nothing was read ahead."""

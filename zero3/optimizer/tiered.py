@@ -34,7 +34,8 @@ ON_TIERS = "tiers"  # the key of a state_dict that identifies its state
 class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     """An update rule over tiered state; a true ``torch.optim.Optimizer``, so schedulers and loops can drive it.
 
-    ``step`` needs the ``gradients`` of a finished backward; the engine calls it.
+    ``step`` needs the ``gradients`` of a finished backward; the engine calls it. ``stepper`` steps the tiles, and reads
+    them ahead.
 
     ``state_names`` names the moments that every trained parameter has, in the order in which tiles hold them.
     ``steps`` counts the updates that used them, by parameter (``Piece.index``).
@@ -55,7 +56,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self.steps: dict[int, int] = {}
         self._source = options.source
         self._gradients = gradients
-        self._stepper = stepper
+        self.stepper = stepper
         self._index_of = {
             param: piece.index
             for group in stepper.groups
@@ -86,15 +87,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def listen(self, listener: StepListener) -> None:
         """Call ``listener`` from now on before a tile is stepped. There is one listener."""
-        self._stepper.listen(listener)
-
-    def expect_step(self) -> None:
-        """The last backward of a step begins: start to read the state of the first tiles."""
-        self._stepper.expect_all()
-
-    def read_ahead(self) -> None:
-        """Continue to read, as far as slots have become free."""
-        self._stepper.read_ahead()
+        self.stepper.listen(listener)
 
     def begin_in_backward(self, grad_scale: float) -> None:
         """A backward begins that steps each group as soon as its gradients are final, with the current options.
@@ -106,8 +99,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             self._rule_at(number, options, 1)
         self._backward_order.clear()
         self._final_groups.clear()
-        self._stepper.begin(grad_scale, in_backward=True)
-        self._stepper.expect(self._usual_order)
+        self.stepper.begin(grad_scale, in_backward=True)
+        self.stepper.expect(self._usual_order)
 
     def group_done(self, group: ParamGroup, *, final: bool) -> None:
         """A backward that steps has left ``group``; ``final``: the group gets no more gradients.
@@ -115,38 +108,38 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         Gradients that are still being copied from a GPU are waited for when backward has ended: until then the CPU
         has to queue more work for the GPU.
         """
-        if final and self._stepper.has_tiles(group):
+        if final and self.stepper.has_tiles(group):
             self._final_groups[group] = None
         # The CPU updates with gradients in host memory: only groups whose copies have arrived are due.
         for each in [each for each in self._final_groups if self._gradients.has_arrived(each)]:
             self._make_due(each)
-        self._stepper.advance()
+        self.stepper.advance()
 
     def finish_in_backward(self) -> None:
         """The backward has ended: step the remaining groups."""
         # Kernels of this backward are queued and may not have run: the device may still fetch parameters of the
         # remaining groups.
-        self._stepper.wait_for_copies()
+        self.stepper.wait_for_copies()
         for group in (*self._final_groups, *self._usual_order):
             if group not in self._backward_order:
                 self._make_due(group)
-                self._stepper.advance()
-        self._stepper.finish()
+                self.stepper.advance()
+        self.stepper.finish()
         self._usual_order = list(self._backward_order)
         self._mark_step_called()
 
     def release_read_ahead(self) -> None:
         """Free the slots of the tiles that were read ahead, for other users; the step reads them again."""
-        self._stepper.release_read_ahead()
+        self.stepper.release_read_ahead()
 
     def settle(self) -> None:
         """Wait until host memory holds the updates of the GPU, and the CPU may read and change it."""
-        self._stepper.settle()
+        self.stepper.settle()
 
     def prepare(self) -> None:
         """Count the next step and derive its rules. A bad option raises before any change."""
         self._fix_options()
-        self._count(piece for group in self._stepper.groups for piece in group.layout.pieces)
+        self._count(piece for group in self.stepper.groups for piece in group.layout.pieces)
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scale: float | None = None
@@ -159,11 +152,11 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         if closure is not None or grad_scale is None:
             raise EngineStateError(self._refusal_to_step())
         # The device may still fetch parameters for its backward.
-        self._stepper.wait_for_copies()
-        self._stepper.begin(grad_scale, in_backward=False)
-        for group in self._stepper.groups:
-            self._stepper.add_due(group)
-        self._stepper.finish()
+        self.stepper.wait_for_copies()
+        self.stepper.begin(grad_scale, in_backward=False)
+        for group in self.stepper.groups:
+            self.stepper.add_due(group)
+        self.stepper.finish()
         self._mark_step_called()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -259,7 +252,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             for param in options["params"]:
                 self._place_in_group(param, number)
         self._rules.clear()
-        self._stepper.forget_rules()
+        self.stepper.forget_rules()
 
     def _place_in_group(self, param: nn.Parameter, number: int) -> None:
         """Step ``param`` with the options of this group; EngineStateError if another one has it, or it has no state."""
@@ -292,7 +285,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 self._rules[number, step] = self._rule_at(number, self._options[number], step)
             rule_of[piece.index] = self._rules[number, step]
         self.steps.update(steps)
-        self._stepper.add_rules(rule_of)
+        self.stepper.add_rules(rule_of)
 
     def _make_due(self, group: ParamGroup) -> None:
         """The gradients of ``group`` are final, in backward."""
@@ -301,7 +294,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         # Before the count: from here on a late gradient is refused, because the update would not contain it.
         self._gradients.complete(group)
         self._count(group.layout.pieces)
-        self._stepper.add_due(group)
+        self.stepper.add_due(group)
 
 
 def _scalar_options(options: Options) -> Options:

@@ -212,7 +212,7 @@ def test_a_read_ahead_that_fails_again_and_again_keeps_no_slot(
 ) -> None:
     reference = train(1, accumulation=1, **STREAMED)
     engine = start(accumulation=1, **STREAMED)
-    states = {tile.state.extent for tile in engine.optimizer._stepper._streamed}
+    states = {tile.state.extent for tile in engine.optimizer.stepper._streamed}
     swap_in = SwapSpace.swap_in
     failing = True
 

@@ -225,7 +225,7 @@ def test_verifying_changes_no_bit_and_finds_one(
 
     engine = start(paths=paths[:2], verify=True, **STREAMED)
     assert "verify" in engine._tiers.aio.info.flags
-    extent = engine.optimizer._stepper._streamed[0].state.extent
+    extent = engine.optimizer.stepper._streamed[0].state.extent
     (piece,) = extent.stripes.pieces(0, 1)
     part = extent.parts[piece.path]
     at = part.extent.offset + piece.offset

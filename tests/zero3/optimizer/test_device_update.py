@@ -248,7 +248,7 @@ def test_a_step_waits_for_no_visit(
         assert (
             len(tiles) == 2 * len(engine.plan.sub_groups) > 4 * ROUNDS * engine.plan.update_window.slots / 2
         )
-        window = engine.optimizer._stepper._visits._memory
+        window = engine.optimizer.stepper._visits._memory
         assert window.tensor.numel() == engine.plan.contents(Tier.DEVICE)["update window"]
         engine.close()
         assert window.tensor is None  # whoever keeps the optimizer keeps none of the device's memory

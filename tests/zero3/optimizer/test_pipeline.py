@@ -420,7 +420,7 @@ def offsets(engine: Any, home: Home) -> range:
 
 def state_of(engine: Any) -> dict[int, Tile]:
     """The tiles whose state is on NVMe, by the offset of that."""
-    streamed = [tile for tile in engine.optimizer._stepper._streamed if tile.state.extent is not None]
+    streamed = [tile for tile in engine.optimizer.stepper._streamed if tile.state.extent is not None]
     return {offsets(engine, tile.state).start: tile for tile in streamed}
 
 
@@ -486,10 +486,10 @@ def test_tiles_in_memory_are_stepped_while_others_are_read(
 
     monkeypatch.setattr(TileStepper, "_run_batch", noted)
     update(engine, next(inputs(1)))
-    numel = sum(tile.numel for tile in optimizer._stepper._in_place)
+    numel = sum(tile.numel for tile in optimizer.stepper._in_place)
     assert stepped[0][0] == f"{numel} elements in memory"
     assert stepped[0][1] == [False] * engine.plan.staging.slots == [False] * USUAL_SLOTS
-    assert len(stepped) == 1 + len(optimizer._stepper._streamed) > 1
+    assert len(stepped) == 1 + len(optimizer.stepper._streamed) > 1
 
 
 def test_what_got_no_gradient_is_not_read(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Deferred handling of signals.
+"""Interrupts of a program: deferred handling of signals, and the code that ``sys.exit`` was called with.
 
 A signal handler that raises must not interrupt an update of state, which would be left half done: the signal is
 deferred to the end of the block. Transfers and leases do not need this (see tiering/storage/). SIGTERM and SIGUSR1,
@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import signal
+import sys
 import threading
 
 # The private functions, which do not convert to enums: each hook of each module enters deferred_interrupts.
@@ -18,7 +19,7 @@ from _signal import getsignal as _get_handler  # type: ignore[import-not-found]
 from _signal import signal as _set_handler
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 
 from tiering.errors import ConfigError, EngineStateError
 
@@ -39,6 +40,9 @@ GRACE_SECONDS = 30.0
 """Limit of the deferral of signals other than SIGINT: a watchdog may send them because the block hangs."""
 
 _Handler = Callable[[int, FrameType | None], Any]
+
+_exit_code: object = None
+"""The argument of the last call of ``sys.exit`` since ``forget_exit_code``; None without a call."""
 
 
 class deferred_interrupts:  # noqa: N801 # used like a function
@@ -194,3 +198,32 @@ def _signal(name: str) -> signal.Signals:
         raise ConfigError(f"{name!r} is not a signal that can be handled; use for example 'SIGTERM'")
     assert isinstance(number, signal.Signals)
     return number
+
+
+def note_exit_codes() -> None:
+    """Note arguments of ``sys.exit`` from now on, because they are not available at the exit of the interpreter."""
+    exit_before: Callable[..., NoReturn] = sys.exit
+    if getattr(exit_before, "notes_code", False):
+        return
+
+    @functools.wraps(exit_before)
+    def noting_exit(status: object = None, /) -> NoReturn:
+        global _exit_code
+        # In another thread, ``sys.exit`` ends only that thread.
+        if threading.current_thread() is threading.main_thread():
+            _exit_code = status
+        exit_before(status)
+
+    noting_exit.notes_code = True  # type: ignore[attr-defined]
+    sys.exit = noting_exit
+
+
+def noted_exit_code() -> object:
+    """The argument of the last call of ``sys.exit`` in the main thread, or None."""
+    return _exit_code
+
+
+def forget_exit_code() -> None:
+    """Forget an earlier ``sys.exit``, which has not ended the program."""
+    global _exit_code
+    _exit_code = None

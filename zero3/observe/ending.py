@@ -7,39 +7,15 @@ was called with has been noted. A process that is killed writes no ending, so it
 
 from __future__ import annotations
 
-import functools
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
-from tiering._interrupts import EXIT_SAVED
+from tiering._interrupts import EXIT_SAVED, note_exit_codes, noted_exit_code
 from tiering.errors import DistributedError, TieringError
 from tiering.telemetry import EndStatus, Snapshot, as_text
 
 LONGEST_TEXT = 1000  # characters
-
-_exit_code: object = None
-"""The argument of the last call of ``sys.exit``; None before."""
-
-
-def note_exit_codes() -> None:
-    """Note arguments of ``sys.exit`` from now on, because they are not available at the exit of the interpreter."""
-    exit_before: Callable[..., NoReturn] = sys.exit
-    if getattr(exit_before, "notes_code", False):
-        return
-
-    @functools.wraps(exit_before)
-    def noting_exit(status: object = None, /) -> NoReturn:
-        global _exit_code
-        # In another thread, ``sys.exit`` ends only that thread.
-        if threading.current_thread() is threading.main_thread():
-            _exit_code = status
-        exit_before(status)
-
-    noting_exit.notes_code = True  # type: ignore[attr-defined]
-    sys.exit = noting_exit
 
 
 @dataclass
@@ -67,11 +43,6 @@ class Ending:
         self._status: EndStatus | None = None
         note_exit_codes()
 
-    def forget_exit_code(self) -> None:
-        """Forget an earlier ``sys.exit``: a step has ended since, so it has not ended the program."""
-        global _exit_code
-        _exit_code = None
-
     def settle(self, error: BaseException | None, *, stopped_by: str = "", broken: str = "") -> None:
         """Note that the engine ends now, by ``error`` if there is one. Only the first call has an effect.
 
@@ -93,8 +64,8 @@ class Ending:
         # In an interactive interpreter, last_value may be the error of any earlier line.
         interactive = hasattr(sys, "ps1")
         error = None if interactive else getattr(sys, "last_value", None)
-        if error is None and _exit_code is not None:
-            error = SystemExit(_exit_code)
+        if error is None and (code := noted_exit_code()) is not None:
+            error = SystemExit(code)
         return self._of(error, "", broken)
 
     def _of(self, error: BaseException | None, stopped_by: str, broken: str) -> EndStatus:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tiering import _logs
+from tiering._interrupts import forget_exit_code
 from tiering.config.training import TelemetryConfig, format_size
 from tiering.placement.budgets import host_memory
 from tiering.placement.workload import Tier
@@ -238,7 +239,8 @@ class RunRecord:
         totals.loss = self.loss
         totals.global_step = self.step if updates is None else updates.steps
         totals.global_skipped_steps = self.skipped if updates is None else updates.skipped
-        self.ending.forget_exit_code()
+        # A step has ended since an earlier sys.exit, so that has not ended the program.
+        forget_exit_code()
 
     def moved(self) -> tuple[int, int]:
         """Bytes (read, written) over NVMe so far."""

@@ -14,13 +14,13 @@ from zero3.checkpoint.export import Export
 from zero3.checkpoint.run_state import Resumable
 from zero3.engine.accumulated_gradients import AccumulatedGradients
 from zero3.engine.by_name import NamedState
-from zero3.engine.observation import Observation
 from zero3.engine.state_files import StateFiles
 from zero3.loop.lifecycle import Readiness
 from zero3.loop.preemption import Preemption
 from zero3.loop.step import BackwardEvents, Update
 from zero3.loop.step_state import Accumulation
 from zero3.observe.ending import error_under_way
+from zero3.observe.observation import Observation
 from zero3.parts import Assembly
 from zero3.passes import hooks
 from zero3.passes.hooks import Removable

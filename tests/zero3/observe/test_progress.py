@@ -19,7 +19,7 @@ from tests.zero3.conftest import SmallModel, batches, config
 from tiering import _logs
 from tiering.storage.io_stats import FileStats
 from zero3.engine.engine import Engine
-from zero3.observe import progress
+from zero3.observe import observation
 from zero3.observe.run_record import RunIdentity, RunRecord
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -213,7 +213,7 @@ def test_nothing_asked_for_is_nothing_done(
 ) -> None:
     engine = start({"csv_monitor": {"enabled": False}})
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr(progress, "Totals", None)  # not to be counted
+    monkeypatch.setattr(observation, "Totals", None)  # not to be counted
     for _ in steps(engine, 1):
         pass
     assert (messages(caplog), sorted(tmp_path.iterdir())) == ([], before)
@@ -256,7 +256,7 @@ def test_the_first_step_begins_with_its_first_forward(
     ],
 )
 def test_rates_are_shown_once_if_they_are_alike(rates: list[float], shown: str) -> None:
-    assert progress._rates(rates) == shown
+    assert observation._rates(rates) == shown
 
 
 @pytest.mark.parametrize(
@@ -264,4 +264,4 @@ def test_rates_are_shown_once_if_they_are_alike(rates: list[float], shown: str) 
     [(0, "0 "), (999, "999 "), (999.6, "1 k"), (45e6, "45 M"), (3.217e9, "3.22 G"), (2.5e16, "2.5e+04 T")],
 )
 def test_bytes_are_decimal_as_those_of_drives(number: float, shown: str) -> None:
-    assert progress._decimal(number) == shown
+    assert observation._decimal(number) == shown

@@ -23,8 +23,8 @@ from tiering.storage.read_ahead import FETCH_PRIORITY
 from zero3.device import tiers
 from zero3.device.tiers import Home
 from zero3.device.timeline import StallClock, Timeline
-from zero3.optimizer.tile_stepper import TileStepper
-from zero3.optimizer.tiles import SlotTransfers, Tile
+from zero3.optimizer.tile_stepper import SlotTransfers, TileStepper
+from zero3.optimizer.tiles import Tile
 
 # Alone: each tile is a page of elements' worth of state, parameters and gradients, in extents that do nothing.
 

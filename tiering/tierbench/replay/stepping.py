@@ -93,7 +93,7 @@ class Tile:
 
 
 class _SlotTransfers:
-    """Moves the bytes of one tile between its extents and its slot, as zero3/optimizer/tiles.py does."""
+    """Moves the bytes of one tile between its extents and its slot, as zero3/optimizer/tile_stepper.py does."""
 
     def __init__(self, plan: Plan, transfers: Transfers) -> None:
         self._slots = plan.staging

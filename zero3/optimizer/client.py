@@ -21,7 +21,7 @@ from tiering.errors import EngineStateError
 from zero3.device import kernels
 from zero3.optimizer.deepspeed_names import DeepSpeedOptimizerNames
 from zero3.optimizer.tiles import StepListener, Tile
-from zero3.optimizer.trained import planned_group
+from zero3.optimizer.update_rules import planned_group
 from zero3.params import resharded
 from zero3.params.layout import Piece
 from zero3.passes.gradients import GradientStore

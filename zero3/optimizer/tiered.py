@@ -22,8 +22,7 @@ from zero3.optimizer import update_rules
 from zero3.optimizer.deepspeed_names import DeepSpeedOptimizerNames
 from zero3.optimizer.tile_stepper import TileStepper
 from zero3.optimizer.tiles import StepListener
-from zero3.optimizer.trained import planned_group
-from zero3.optimizer.update_rules import OptimizerOptions, Options
+from zero3.optimizer.update_rules import OptimizerOptions, Options, planned_group
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
 from zero3.passes.gradients import GradientStore

@@ -1,17 +1,19 @@
 """The update rule of an engine: the one that a configuration names, or the one of a user's optimizer.
 
 ``optim_cpu.rules`` declares the rules. Param groups carry the options of torch.optim's and optim_cpu's optimizers under
-their names, so the groups of a user's optimizer are used as they are.
+their names, so the groups of a user's optimizer are used as they are. An engine can train the parameters that required
+gradients at initialize, when the tiers were planned.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from optim_cpu import rules
 from optim_cpu.fused_optimizer import FusedOptimizer, form_of
@@ -19,9 +21,15 @@ from optim_cpu.rules import UPDATE_RULES, UpdateRule
 from optim_cpu.tensor_batch import Form
 from tiering.config.optimizer import RULES
 from tiering.config.training import OptimizerConfig
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, EngineStateError
 
 Options = dict[str, Any]  # of a param group
+
+UNPLANNED_REMEDY = (
+    "Unfreeze all parameters that will be trained at any time, put them in param groups, initialize, and then freeze"
+    " those that are trained later. To continue this run: save_checkpoint(), release(), unfreeze, initialize, and"
+    " load_checkpoint()"
+)
 
 
 @dataclass(frozen=True)
@@ -127,3 +135,19 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
         float(state.get("step", 0)) > 0 or state.get("momentum_buffer") is not None
         for state in optimizer.state.values()
     )
+
+
+def planned_group(param_group: Mapping[str, Any], planned: Container[Tensor]) -> dict[str, Any]:
+    """``param_group`` with its parameters in a list. EngineStateError unless all of them are ``planned``."""
+    value = param_group["params"]
+    params = [value] if isinstance(value, Tensor) else list(value)
+    params = [param[1] if isinstance(param, tuple) else param for param in params]  # of named_parameters()
+    # A parameter without elements has no state, and so no place in the plan.
+    unplanned = [tuple(param.shape) for param in params if param not in planned and param.numel()]
+    if unplanned:
+        raise EngineStateError(
+            f"a param group was added after initialize with {len(unplanned)} parameters (the first of shape"
+            f" {unplanned[0]}) that were frozen then, or not the model's, and no tier has room for their state."
+            f" {UNPLANNED_REMEDY}"
+        )
+    return {**param_group, "params": params}

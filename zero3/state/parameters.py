@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tiering.errors import ConfigError, EngineStateError
-from zero3.optimizer.trained import REMEDY
+from zero3.optimizer.update_rules import UNPLANNED_REMEDY
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup, Residency
 from zero3.state.tensors import TieredState
@@ -115,7 +115,7 @@ class Parameters:
         if name is not None:
             raise EngineStateError(
                 f"{name!r} was frozen at initialize and requires a gradient now, but no tier has room for its optimizer"
-                f" state: it would never be trained. Freeze it again. {REMEDY}"
+                f" state: it would never be trained. Freeze it again. {UNPLANNED_REMEDY}"
             )
 
     def check_residents(self) -> None:

@@ -18,10 +18,10 @@ import pytest
 
 import zero3.ranks.heartbeat
 import zero3.ranks.peers
-import zero3.ranks.severing
+import zero3.ranks.process_groups
 from tiering.errors import DistributedError, RankLostError
 from zero3.ranks.peers import Peers, Stillness
-from zero3.ranks.severing import sever
+from zero3.ranks.process_groups import sever
 from zero3.ranks.store import Process, spell
 
 from .together import SOON, Device, Done, Together, Transfer, eventually, refusal
@@ -314,7 +314,7 @@ def test_communicators_are_aborted_at_once(
     both = [Communicator(device) for _ in range(2)]
     sever(both)
     assert all(device.aborted for device in both)
-    monkeypatch.setattr(zero3.ranks.severing, "SEVERING_TIMEOUT", 0.1)
+    monkeypatch.setattr(zero3.ranks.process_groups, "SEVERING_TIMEOUT", 0.1)
     alone = Communicator(device)
     sever([alone])
     assert not alone.aborted

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import zero3.ranks.peers
-import zero3.ranks.severing
+import zero3.ranks.process_groups
 import zero3.ranks.store
 from tiering.errors import DistributedError, RankLostError, RankOrderError, TieringError
 from zero3.ranks.heartbeat import Limits
@@ -71,7 +71,7 @@ def lose(rank: int, world_size: int, how: str, **settings: Any) -> tuple[int, fl
     except DistributedError as error:
         peers.fail(error)
         # And the connections of this rank break, as they do when it ends.
-        zero3.ranks.severing.sever([dist.group.WORLD])
+        zero3.ranks.process_groups.sever([dist.group.WORLD])
         dist.destroy_process_group()
         raise
 

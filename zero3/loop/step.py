@@ -420,7 +420,7 @@ def _count_as_edits(groups: Iterable[ParamGroup]) -> None:
 
 
 class BackwardEvents:
-    """Receives the events of a backward (schedule.PassListener): their effect on the update of the parameters."""
+    """Receives the events of a backward (receivers.PassListener): their effect on the update of the parameters."""
 
     def __init__(
         self, accumulation: Accumulation, updates: Update, parameters: Parameters, prefetcher: Prefetcher

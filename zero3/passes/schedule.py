@@ -23,7 +23,7 @@ An event moves groups in several steps. Methods with ``@uninterrupted`` defer Ct
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +36,6 @@ from zero3.params import resharded
 from zero3.params.compilation import in_compiled_autograd, is_compiled
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup, Residency
-from zero3.passes.gradient_sink import GradientSink
 from zero3.passes.hooks import call_at_end_of_backward, check_transform
 from zero3.passes.pass_state import (
     CurrentPass,
@@ -49,23 +48,8 @@ from zero3.passes.pass_state import (
     progress_of,
 )
 from zero3.passes.prefetch import Prefetcher
+from zero3.passes.receivers import GradientSink, PassListener
 from zero3.passes.saved_tensors import Activations, SavedTensors
-
-
-class PassListener(Protocol):
-    """Receives the events of a backward that concern the update of the parameters, in this order."""
-
-    def on_backward(self) -> None:
-        """A backward has begun. It may bring no gradients to parameters (torch.autograd.grad)."""
-
-    def on_first_gradient(self) -> bool:
-        """A parameter gets the first gradient. Returns whether this backward updates each group once it is final."""
-
-    def on_group_done(self, group: ParamGroup, final: bool) -> None:
-        """Backward has left ``group``. ``final``: its gradients are final, and the group is updated now."""
-
-    def on_end_of_backward(self) -> None:
-        """Backward has ended, and brought a gradient on at least one rank."""
 
 
 class PassSchedule:

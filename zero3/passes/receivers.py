@@ -1,4 +1,4 @@
-"""The interface by which a pass schedule hands gradients on."""
+"""The interfaces by which a pass schedule hands on gradients and the events of a backward."""
 
 from __future__ import annotations
 
@@ -39,3 +39,19 @@ class GradientSink(Protocol):
 
     def reset(self) -> None:
         """Drop all gradients."""
+
+
+class PassListener(Protocol):
+    """Receives the events of a backward that concern the update of the parameters, in this order."""
+
+    def on_backward(self) -> None:
+        """A backward has begun. It may bring no gradients to parameters (torch.autograd.grad)."""
+
+    def on_first_gradient(self) -> bool:
+        """A parameter gets the first gradient. Returns whether this backward updates each group once it is final."""
+
+    def on_group_done(self, group: ParamGroup, final: bool) -> None:
+        """Backward has left ``group``. ``final``: its gradients are final, and the group is updated now."""
+
+    def on_end_of_backward(self) -> None:
+        """Backward has ended, and brought a gradient on at least one rank."""

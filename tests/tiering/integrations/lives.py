@@ -1,8 +1,9 @@
 """A program: a run that is killed again and again, and resumes each time, against one that is not killed.
 
-    python -m tests.tiering.integrations.lives DIRECTORY RANKS KILLS SEED
+    python -m tests.tiering.integrations.lives FRONT DIRECTORY RANKS KILLS SEED
 
-Each life is a fork of this process for each rank, which has imported everything. The last line of output is JSON.
+FRONT is "trainer", a Trainer of transformers, or "loop", one of accelerate. Each life is a fork of this process for
+each rank, which has imported everything. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from tiering.integrations.accelerate import COMPLETE
+
+from . import loops
 from .trainers import config, llama, reported, state, tiered
 
 STEPS = 16
 
 
-def life(root: Path, seed: int) -> None:
-    """Train to the end, from the last complete checkpoint if there is one; write what is left to ``root``."""
-    root.mkdir(exist_ok=True)
-    rank = int(os.environ.get("RANK", "0"))
+def trainer(root: Path, seed: int) -> tuple[dict[str, Tensor], list[Any]]:
+    """Train to the end, from the last complete checkpoint if there is one; returns the state, and all reports."""
     # The first model's weights; a resumed run starts from others, and loads those of the checkpoint.
     resumes = any(path.stat().st_size for path in (root / "out").glob("checkpoint-*/trainer_state.json"))
-    trainer = tiered(
+    trains = tiered(
         root / "out",
         config("nvme", root),
         llama(seed=seed if resumes else 3),
@@ -41,14 +44,43 @@ def life(root: Path, seed: int) -> None:
         save_steps=1,
         save_total_limit=3,
     )
-    trainer.train(resume_from_checkpoint=resumes or None)
-    left = state(trainer)
-    if rank == 0:
-        torch.save({"state": left, "reported": reported(trainer)}, root / "left.pt")
-    trainer.engine.close()
+    trains.train(resume_from_checkpoint=resumes or None)
+    left = state(trains)
+    trains.engine.close()
+    return left, reported(trains)
 
 
-def born(root: Path, seed: int, ranks: int) -> list[int]:
+def loop(root: Path, seed: int) -> tuple[dict[str, Tensor], list[Any]]:
+    """The same with a loop of accelerate, which has no log: each life adds its reports to a file."""
+    log = root / f"reports{os.environ.get('RANK', '0')}"
+    folders = [path.parent for path in (root / "out").glob(f"checkpoint-*/{COMPLETE}")]
+    with loops.accelerator(config("nvme", root)) as made:
+        runs = loops.Loop(made, *loops.parts(llama(seed=seed if folders else 3)))
+        if folders:
+            made.load_state(max(folders, key=_steps))
+            runs.skip(made.engine().global_steps)
+        for step in range(made.engine().global_steps, STEPS):
+            report = (step, *runs.run(1)[0])
+            with log.open("a") as lines:
+                lines.write(f"{json.dumps(report)}\n")
+            made.save_state(root / f"out/checkpoint-{step + 1}")
+        # A step that two lives have done is there twice, unless both have reported the same.
+        return loops.state(made.engine()), sorted(set(log.read_text().splitlines()), key=json.loads)
+
+
+def _steps(folder: Path) -> int:
+    return int(folder.name.partition("-")[2])
+
+
+def life(front: str, root: Path, seed: int) -> None:
+    """Run ``front`` to its end; write what is left to ``root``."""
+    root.mkdir(exist_ok=True)
+    left, reports = {"trainer": trainer, "loop": loop}[front](root, seed)
+    if int(os.environ.get("RANK", "0")) == 0:
+        torch.save({"state": left, "reported": reports}, root / "left.pt")
+
+
+def born(front: str, root: Path, seed: int, ranks: int) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -65,7 +97,7 @@ def born(root: Path, seed: int, ranks: int) -> list[int]:
                 numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ranks)
                 os.environ |= where | {name: str(number) for name, number in numbers.items()}
             try:
-                life(root, seed)
+                life(front, root, seed)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -82,15 +114,15 @@ def ended(children: list[int]) -> bool:
     return not any(codes)
 
 
-def main(root: Path, ranks: int, kills: int, seed: int) -> dict[str, Any]:
+def main(front: str, root: Path, ranks: int, kills: int, seed: int) -> dict[str, Any]:
     dice = random.Random(seed)
     root.mkdir(exist_ok=True)
     began = time.monotonic()
-    assert ended(born(root / "straight", 0, ranks))
+    assert ended(born(front, root / "straight", 0, ranks))
     span = time.monotonic() - began
     killed, resumed = 0, []
     while True:
-        children = born(root / "killed", 1 + killed, ranks)
+        children = born(front, root / "killed", 1 + killed, ranks)
         if killed < kills:
             time.sleep(dice.uniform(0.4, 1.0) * span)
             for child in children:
@@ -99,8 +131,7 @@ def main(root: Path, ranks: int, kills: int, seed: int) -> dict[str, Any]:
         if ended(children):
             break
         killed += 1
-        steps = [int(path.name.partition("-")[2]) for path in (root / "killed/out").glob("checkpoint-*")]
-        resumed.append(max(steps, default=0))
+        resumed.append(max(map(_steps, (root / "killed/out").glob("checkpoint-*")), default=0))
     straight, other = (torch.load(root / name / "left.pt") for name in ("straight", "killed"))
     wrong = [name for name, value in straight["state"].items() if not value.equal(other["state"][name])]
     return {
@@ -113,5 +144,5 @@ def main(root: Path, ranks: int, kills: int, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    outcome = main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    outcome = main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
     print(json.dumps(outcome))

@@ -26,7 +26,7 @@ ACCUMULATION = 2
 def accelerator(settings: Any = None, **options: Any) -> Iterator[Any]:
     """An Accelerator on the CPU; ``settings`` None is that of accelerate. The next one starts anew."""
     given: dict[str, Any] = {"cpu": True, "gradient_accumulation_steps": ACCUMULATION} | options
-    _forget()
+    forget()
     try:
         if settings is None:
             yield accelerate.Accelerator(**given)
@@ -35,10 +35,10 @@ def accelerator(settings: Any = None, **options: Any) -> Iterator[Any]:
             yield found
             found.free_memory()
     finally:
-        _forget()
+        forget()
 
 
-def _forget() -> None:
+def forget() -> None:
     """Forget what accelerate keeps for the process: a Trainer in another test has made it.
 
     The process group stays: it is that of the process.
@@ -49,12 +49,12 @@ def _forget() -> None:
         shared._reset_state()
 
 
-def parts(model: nn.Module | None = None) -> tuple[nn.Module, Any, Any, Any]:
+def parts(model: nn.Module | None = None, batch_size: int = 2) -> tuple[nn.Module, Any, Any, Any]:
     """A model with its optimizer, a loader and a schedule that falls from update to update."""
     model = model or llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return model, optimizer, DataLoader(sentences(64), batch_size=2), schedule
+    return model, optimizer, DataLoader(sentences(64), batch_size=batch_size), schedule
 
 
 class Loop:
@@ -78,8 +78,10 @@ class Loop:
         """(loss of the last micro-batch, norm of the gradient, learning rate) of each update."""
         reports = []
         while len(reports) < updates:
+            # Before the block, which reads whether it is the last one of a pass over the data.
+            batch = next(self.batches)
             with self.accelerator.accumulate(self.model):
-                loss = self.model(**next(self.batches)).loss
+                loss = self.model(**batch).loss
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -107,11 +109,24 @@ def state(engine: Any) -> dict[str, Tensor]:
     return {**engine.master_state_dict(), **moments}
 
 
-def resumed(rank: int, settings: Any, saved: Path, updates: int, seed: int = 99) -> tuple[Any, Any, Any]:
-    """State at the begin and at the end, and the reports, of a run from the folder ``saved``."""
-    with accelerator(settings) as made:
-        loop = Loop(made, *parts(llama(seed=seed)))
-        made.load_state(saved)
+def saved(rank: int, settings: Any, folder: Path, updates: int, **options: Any) -> tuple[Any, Any, Any]:
+    """The state in ``folder`` after ``updates``, and the state and the reports of as many updates more."""
+    with accelerator(settings, **options) as made:
+        loop = Loop(made)
+        loop.run(updates)
+        made.save_state(folder)
+        before = state(made.engine())
+        reports = loop.run(updates)
+        return before, state(made.engine()), reports
+
+
+def resumed(
+    rank: int, settings: Any, folder: Path, updates: int, batch_size: int = 2, **options: Any
+) -> tuple[Any, Any, Any]:
+    """The same of a run that continues from ``folder``."""
+    with accelerator(settings, **options) as made:
+        loop = Loop(made, *parts(llama(seed=99), batch_size))
+        made.load_state(folder)
         loop.skip(made.engine().global_steps)
         loaded = state(made.engine())
         reports = loop.run(updates)

@@ -18,7 +18,7 @@ from tests.zero3.ranks.pool import Pool
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.integrations.accelerate import COMPLETE, Accelerator, DummyOptim, DummyScheduler
 
-from .loops import Loop, accelerator, parts, resumed, run, state
+from .loops import Loop, accelerator, parts, resumed, run, saved, state
 from .trainers import PLACES, config, different, llama, sentences
 
 UPDATES = 20
@@ -51,7 +51,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.mark.parametrize("place", ["device", "nvme"])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
 def test_two_ranks_do(place: str, ranks: Pool, tmp_path: Path) -> None:
     expected = ranks.run(run, None, UPDATES)
     found = ranks.run(run, config(place, tmp_path), UPDATES)
@@ -60,20 +61,33 @@ def test_two_ranks_do(place: str, ranks: Pool, tmp_path: Path) -> None:
             assert entry == pytest.approx(other, rel=1e-5)
 
 
-def test_a_saved_loop_resumes_with_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
+def test_a_saved_loop_resumes_with_the_same_bits(tmp_path: Path) -> None:
     settings = config("nvme", tmp_path)
-    with accelerator(settings) as made:
-        loop = Loop(made)
-        loop.run(3)
-        made.save_state(tmp_path / "saved")
-        saved = state(made.engine())
-        reports, left = loop.run(3), state(made.engine())
+    before, left, reports = saved(0, settings, tmp_path / "saved", 3)
     loaded, ended, again = resumed(0, settings, tmp_path / "saved", 3)
-    assert different(loaded, saved) == different(ended, left) == []
+    assert different(loaded, before) == different(ended, left) == []
     assert again == reports
-    # Also by two ranks, whose batches differ.
-    by_two, *_ = ranks.run(resumed, settings, tmp_path / "saved", 1)[0]
-    assert different(by_two, saved) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loop_of_two_ranks_resumes(place: str, ranks: Pool, tmp_path: Path) -> None:
+    settings = config(place, tmp_path)
+    # Otherwise accelerate steps a schedule once for each rank, and the rate would depend on their number.
+    once = {"step_scheduler_with_optimizer": False}
+    by_two = ranks.run(saved, settings, tmp_path / "saved", 3, **once)
+    before, left, _ = by_two[0]
+    twice = ranks.run(resumed, settings, tmp_path / "saved", 3, **once)
+    for (_, _, reports), (loaded, ended, again) in zip(by_two, twice, strict=True):
+        assert different(loaded, before) == different(ended, left) == []
+        assert again == reports
+    # One rank, with the batches of both.
+    loaded, _, again = resumed(0, settings, tmp_path / "saved", 3, batch_size=4, **once)
+    assert different(loaded, before) == []
+    (*_, one), (*_, other) = by_two
+    for entry, first, second in zip(again, one, other, strict=True):
+        mean = (first[0] + second[0]) / 2
+        assert entry == pytest.approx((mean, *first[1:]), rel=1e-5)
 
 
 def test_an_interrupted_save_is_not_loaded(tmp_path: Path) -> None:

@@ -14,11 +14,18 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kills"),
-    [(1, 3), pytest.param(1, 30, marks=pytest.mark.slow), pytest.param(2, 12, marks=pytest.mark.slow)],
+    ("front", "ranks", "kills"),
+    [
+        ("trainer", 1, 3),
+        *(
+            pytest.param(front, ranks, kills, marks=pytest.mark.slow)
+            for front in ("trainer", "loop")
+            for ranks, kills in ((1, 30), (2, 12))
+        ),
+    ],
 )
-def test_a_killed_run_ends_with_the_same_bits(ranks: int, kills: int, tmp_path: Path) -> None:
-    arguments = [str(tmp_path / "lives"), str(ranks), str(kills), "7"]
+def test_a_killed_run_ends_with_the_same_bits(front: str, ranks: int, kills: int, tmp_path: Path) -> None:
+    arguments = [front, str(tmp_path / "lives"), str(ranks), str(kills), "7"]
     ran = subprocess.run(
         [sys.executable, "-m", "tests.tiering.integrations.lives", *arguments],
         cwd=ROOT,

@@ -10,5 +10,6 @@ lightning.py              Trainer and Fabric of lightning; pytorch_lightning.py 
 _lightning.py             configuration, precision and checkpoints of both strategies
 _lightning_trainer.py     the strategy of a Trainer, _lightning_fabric.py that of Fabric
 _engines.py               the engine of each model
+_ranks.py                 the processes that a loop counts, and the ranks that train together
 _traffic.py               bytes, bandwidth and stall of an engine between two log lines
 """

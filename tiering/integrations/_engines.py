@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import tiering
+from tiering.integrations import _ranks
 
 if TYPE_CHECKING:
     from tiering import DeepSpeedEngine
@@ -33,15 +34,22 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def start(
-    model: nn.Module, config: Mapping[str, Any], *, device: torch.device | None = None, **options: Any
+    model: nn.Module,
+    config: Mapping[str, Any],
+    *,
+    processes: int,
+    device: torch.device | None = None,
+    **options: Any,
 ) -> DeepSpeedEngine:
     """The engine of ``model``, which computes on ``device``; an earlier engine of the model ends.
 
-    ``options`` are arguments of ``tiering.initialize``.
+    ``processes`` are those that the loop counts. ``options`` are arguments of ``tiering.initialize``.
+
+    Raises EngineStateError if other ranks train together than the loop counts.
     """
     release(model)
     dtype = dtype_of(model)
-    with nullcontext() if device is None else computing_on(device):
+    with _ranks.counted(processes), nullcontext() if device is None else computing_on(device):
         engine = tiering.initialize(model=model, config=dict(config), **options).engine
     remember(engine, dtype)
     set_synced(engine)

@@ -153,7 +153,9 @@ class EngineFabricStrategy(StrategyOfEngines):
         )
 
     def _start(self, module: nn.Module, config: dict[str, Any], optimizer: Any = None) -> nn.Module:
-        engine = _engines.start(module, config, optimizer=optimizer, weights=self._weights)
+        engine = _engines.start(
+            module, config, processes=self.world_size, optimizer=optimizer, weights=self._weights
+        )
         front = engine.as_module()
         self._by_front[front] = engine
         return front

@@ -144,7 +144,9 @@ class EngineStrategy(StrategyOfEngines):
             self._start_training(trainer)
         elif self._engine is None:
             config = {key: value for key, value in self._completed(trainer).items() if key not in _TRAINING}
-            self._engine = _engines.start(self._module(), config, weights=self._weights)
+            self._engine = _engines.start(
+                self._module(), config, processes=self.world_size, weights=self._weights
+            )
         self.model = self.engine.as_module()
         self.setup_precision_plugin()
         self.barrier()
@@ -162,7 +164,9 @@ class EngineStrategy(StrategyOfEngines):
                     " model, or name one in the section 'optimizer' of the configuration"
                 )
             optimizer = self.optimizers[0]
-        self._engine = _engines.start(self._module(), config, optimizer=optimizer, weights=self._weights)
+        self._engine = _engines.start(
+            self._module(), config, processes=self.world_size, optimizer=optimizer, weights=self._weights
+        )
         if self._engine.lr_scheduler is not None:
             # The Trainer steps schedules.
             schedule, self._engine.lr_scheduler = self._engine.lr_scheduler, None

@@ -18,7 +18,7 @@ from tiering.config import ds_config
 from tiering.config.ds_config.auto import hidden_size_of
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
-from tiering.integrations import _engines, _training_arguments
+from tiering.integrations import _engines, _ranks, _training_arguments
 from tiering.integrations._traffic import Traffic
 from tiering.integrations._training_arguments import Config
 
@@ -130,7 +130,7 @@ class TrainerEngines:
         unused = {"scheduler"} if training else {"optimizer", "scheduler"}
         sections = _training_arguments.completed(config).items()
         args = self._trainer.args
-        with _engines.computing_on(args.device):
+        with _ranks.counted(args.world_size), _engines.computing_on(args.device):
             return tiering.initialize(
                 args=_training_arguments.known(args, model, self._trainer.state.max_steps),
                 model=model,

@@ -97,6 +97,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
         steps = _accelerator_arguments.accumulation(self._config)
         if steps is not None and "gradient_accumulation_plugin" not in kwargs:
             kwargs.setdefault("gradient_accumulation_steps", steps)
+        # With GPUs, accelerate counts the ranks of a launcher; on CPUs only with this argument.
+        kwargs.setdefault("cpu", not torch.accelerator.is_available())
         # The engine casts inputs and scales losses.
         super().__init__(*args, mixed_precision="no", **kwargs)
         # Before the hooks of the script.
@@ -191,7 +193,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
             else:
                 processes = 1 if self.split_batches else self.num_processes
                 config = _accelerator_arguments.with_schedule(config, schedule, processes)
-        engine = _engines.start(model, config, device=self.device, **options)
+        engine = _engines.start(model, config, processes=self.num_processes, device=self.device, **options)
         front = engine.as_module()
         self._by_front[front] = engine
         return front

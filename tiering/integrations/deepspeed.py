@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import tiering
 from tiering.errors import EngineStateError, PlacementError
+from tiering.integrations import _ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,6 +64,8 @@ def install(*, children: bool = True) -> None:
     if not is_installed():
         _check_imports()
         sys.meta_path.insert(0, _FINDER)
+        if _ranks.STATE in sys.modules:
+            _ranks.count(sys.modules[_ranks.STATE], is_installed)
     if children and _CHILDREN not in _python_path():
         os.environ["PYTHONPATH"] = os.pathsep.join([_CHILDREN, *_python_path()])
 
@@ -125,7 +128,13 @@ _ALL = DistributionFinder.Context()
 class _Finder(DistributionFinder):
     """Finds each module of ``deepspeed`` as the one of ``tiering`` with the same path. It is the first finder."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == _ranks.STATE:
+            others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next(filter(None, others), None)
+            return None if spec is None else _ranks.watched(spec, is_installed)
         if name == NAME:
             return ModuleSpec(NAME, self, is_package=True)  # type: ignore[arg-type] # a protocol of two methods
         if not name.startswith(f"{NAME}."):
@@ -184,6 +193,7 @@ def _initialize(
         tiering.init_distributed(verbose=False)
     if model is None:
         return tiering.initialize(args, model, *others, **options)
+    _ranks.check_accelerate()
     _engines.release(model)
     dtype = _engines.dtype_of(model)
     parts = tiering.initialize(args, model, *others, **options)

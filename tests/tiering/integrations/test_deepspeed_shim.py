@@ -91,7 +91,8 @@ for batch in loader:
     loss = model(batch).square().mean()
     accelerator.backward(loss)
     optimizer.step()
-accelerator.print("ended", type(model).__name__, model.world_size, model.zero_optimization_stage(), flush=True)
+counted = accelerator.num_processes, len(loader), type(model).__name__
+accelerator.print("ended", *counted, model.world_size, model.zero_optimization_stage(), flush=True)
 """
 
 
@@ -113,4 +114,4 @@ def test_processes_of_a_launcher_find_the_name(processes: int, tmp_path: Path) -
     ]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-8000:]
-    assert f"ended DeepSpeedEngine {processes} 3" in ran.stdout
+    assert f"ended {processes} {4 // processes} DeepSpeedEngine {processes} 3" in ran.stdout

@@ -34,14 +34,14 @@ def names() -> dict[str, Any]:
     import deepspeed.utils.z3_leaf_module
     from deepspeed.moe.layer import MoE
 
-    import tiering.zero
+    import tiering.comm
 
     try:
         MoE(hidden_size=4)
         use = ""
     except AttributeError as error:
         use = str(error)
-    before = deepspeed.zero is tiering.zero, tiering.zero.__spec__.name
+    before = deepspeed.comm is tiering.comm, tiering.comm.__spec__.name
     leaves = sys.modules["deepspeed.utils.z3_leaf_module"]
     before = *before, leaves is sys.modules["tiering.utils.z3_leaf_module"], callable(leaves)
     child = "import deepspeed; print(deepspeed.__version__)"

@@ -74,6 +74,12 @@ def release(model: nn.Module, device: torch.device | str | None = None) -> None:
     _engines.pop(model, None)
 
 
+def close(engine: DeepSpeedEngine) -> None:
+    """Close ``engine``; its model has lost its parameters."""
+    engine.close()
+    _engines.pop(engine.module, None)
+
+
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
     """Engines that start in the block compute on ``device``, where the batches of the loop are."""

@@ -10,8 +10,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 from tiering import comm
@@ -19,20 +17,6 @@ from tiering.errors import EngineStateError
 
 STATE = "accelerate.state"
 """The module that counts processes."""
-
-
-def watched(spec: ModuleSpec, is_wanted: Callable[[], bool]) -> ModuleSpec:
-    """``spec`` of STATE, whose module counts ranks on CPUs while ``is_wanted`` is true."""
-    loader: Any = spec.loader
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        count(module, is_wanted)
-
-    # On the instance: all else about the module, such as its source, stays with its own loader.
-    loader.exec_module = exec_module
-    return spec
 
 
 def count(state: Any, is_wanted: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import tiering
 from tiering.errors import EngineStateError, PlacementError
-from tiering.integrations import _ranks
+from tiering.integrations import _deepspeed_trainer, _ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,10 +131,10 @@ class _Finder(DistributionFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name == _ranks.STATE:
+        if name in _CHANGES:
             others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
             spec = next(filter(None, others), None)
-            return None if spec is None else _ranks.watched(spec, is_installed)
+            return None if spec is None else _changed(spec)
         if name == NAME:
             return ModuleSpec(NAME, self, is_package=True)  # type: ignore[arg-type] # a protocol of two methods
         if not name.startswith(f"{NAME}."):
@@ -178,8 +178,33 @@ class _Finder(DistributionFinder):
 _FINDER = _Finder()
 
 
+def _changed(spec: ModuleSpec) -> ModuleSpec:
+    """``spec`` of a module that is changed after its execution."""
+    loader: Any = spec.loader
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        _CHANGES[module.__name__](module)
+
+    # On the instance: all else about the module, such as its source, stays with its own loader.
+    loader.exec_module = exec_module
+    return spec
+
+
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    _ranks.STATE: lambda module: _ranks.count(module, is_installed),
+    _deepspeed_trainer.MODULE: _deepspeed_trainer.make_repeatable,
+}
+"""What differs in modules of other libraries."""
+
+
 def _ours(name: str) -> str:
     return f"{tiering.__name__}{name.removeprefix(NAME)}"
+
+
+_lost: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""Why a model has lost its parameters with its engine."""
 
 
 def _initialize(
@@ -194,6 +219,11 @@ def _initialize(
     if model is None:
         return tiering.initialize(args, model, *others, **options)
     _ranks.check_accelerate()
+    if model in _lost:
+        raise PlacementError(
+            f"{type(model).__name__} cannot be initialized again: {_lost[model]} when its engine was destroyed; build"
+            " the model again, with the weights of a checkpoint, or free memory before destroy()"
+        )
     _engines.release(model)
     dtype = _engines.dtype_of(model)
     parts = tiering.initialize(args, model, *others, **options)
@@ -212,8 +242,11 @@ def _destroy(engine: DeepSpeedEngine | None) -> None:
     try:
         _engines.release(engine.module)
     except (PlacementError, EngineStateError) as error:
+        if isinstance(error, PlacementError):
+            # The remedies after the sizes are for an open engine.
+            _lost[engine.module] = error.message.partition(";")[0]
         log.warning("the parameters of the model are unusable after destroy(): %s", error)
-        engine.close()
+        _engines.close(engine)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

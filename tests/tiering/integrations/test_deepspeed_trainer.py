@@ -30,14 +30,17 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
-from .line_trainers import arguments, ds_config, line, line_trainer
-from .shimmed import under_shim
-from .trainers import reported, sentences, t5
+from tiering.errors import PlacementError
+
+from .line_trainers import WARMUP, arguments, ds_config, line, line_trainer
+from .shimmed import forget_process, under_shim
+from .trainers import ADAMW, config, llama, reported, sentences, t5
 
 pytestmark = pytest.mark.slow
 
@@ -314,6 +317,9 @@ def test_can_resume_training_normal(stage: int, half: str, without: tuple[str, .
         again = line_trainer(tmp_path, settings, **options)
         again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert (line(again), _comparable(again)) == ends
+    # DeepSpeed's own engine cannot: the same Trainer once more.
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert (line(again), _comparable(again)) == ends
 
 
 def _comparable(trainer: Any) -> dict[str, Any]:
@@ -368,6 +374,65 @@ def test_load_best_model(stage: int, tmp_path: Path) -> None:
     # At this rate a later model is worse than an earlier one.
     assert min(losses) < losses[-1]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["own", "of the file"])
+@pytest.mark.parametrize(("stage", "place"), [(2, "device"), (3, "device"), (3, "nvme")])
+@under_shim()
+def test_evaluation_may_come_first_and_training_twice(
+    stage: int, place: str, optimizer: str, tmp_path: Path
+) -> None:
+    """With DeepSpeed's own engine, transformers fails here."""
+    from transformers import Trainer
+
+    decaying = {"type": "WarmupDecayLR", "params": WARMUP["params"] | {"total_num_steps": "auto"}}
+    sections = {"optimizer": ADAMW, "scheduler": decaying} if optimizer == "of the file" else {}
+    settings = ds_config(stage, "optimizer", "scheduler") | sections
+    settings["zero_optimization"] |= config(place, tmp_path, stage)["zero_optimization"]
+
+    def trainer(model: Any, with_settings: Any, steps: int) -> Any:
+        batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        rate = {"learning_rate": 1e-3, "warmup_steps": 2, "logging_steps": 1}
+        args = arguments(tmp_path, with_settings, max_steps=steps, **batch, **rate)
+        return Trainer(model, args, train_dataset=sentences(64), eval_dataset=sentences(8, seed=8))
+
+    # A Trainer for each run; the optimizer of the file is compared with itself, because its schedule is another one.
+    expected, model = [], llama()
+    reference = settings if sections else None
+    if stage == 3:
+        expected += [{"eval_loss": trainer(model, reference, 5).evaluate()["eval_loss"]}]
+    for steps in (5, 7):
+        last = trainer(model, reference, steps)
+        last.train()
+        expected += reported(last)
+    expected += [{"eval_loss": last.evaluate()["eval_loss"]}]
+    forget_process()
+
+    found, once = [], trainer(llama(), settings, 5)
+    # ZeRO-2 has no evaluation without training.
+    if stage == 3:
+        found += [{"eval_loss": once.evaluate()["eval_loss"]}]
+    for steps in (5, 7):
+        once.args.max_steps = steps
+        once.train()
+        found += reported(once)
+        assert once.model_wrapped.zero_optimization_stage() == stage
+        assert len(once.optimizer.param_groups) == (1 if sections else 2)
+    found += [{"eval_loss": once.evaluate()["eval_loss"]}]
+    assert len(found) == (14 if stage == 3 else 13)
+    for entry, other in zip(found, expected, strict=True):
+        assert entry == pytest.approx(other, rel=1e-5)
+
+
+@under_shim()
+def test_a_model_that_memory_cannot_hold_is_trained_once(tmp_path: Path) -> None:
+    trainer = line_trainer(tmp_path, ds_config(3), fp16=True)
+    trainer.train()
+    with (
+        mock.patch("zero3.state.whole_copies.available_memory", return_value=4),
+        pytest.raises(PlacementError, match=r"Line cannot be initialized again: release needs .* B are free"),
+    ):
+        trainer.train()
 
 
 @under_shim()

@@ -13,7 +13,8 @@ For a program that you do not change, with all processes that it starts:
     python -m tiering.integrations.deepspeed -m llamafactory.cli train run.yaml
     python -m tiering.integrations.deepspeed accelerate launch train.py ...
 
-``import deepspeed.x`` gives the module ``tiering.x``, and ``importlib.metadata`` knows a distribution of that name.
+``import deepspeed.x`` gives the module ``tiering.x`` (``zero.Init`` makes the process group, too), and
+``importlib.metadata`` knows a distribution of that name.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ VERSION = "0.19.8"
 _CHILDREN = str(Path(__file__).parent / "_deepspeed_children")
 _EARLY = ("accelerate", "lightning.fabric.strategies.deepspeed", "transformers.integrations.deepspeed", "trl")
 """Modules that decide when they are imported whether there is a DeepSpeed."""
+_OWN = {f"{NAME}.zero": "tiering.integrations._deepspeed_zero"}
+"""Modules that differ from those of tiering."""
 
 
 def install(*, children: bool = True) -> None:
@@ -162,7 +165,7 @@ class _Finder(DistributionFinder):
                 __version__=VERSION,
                 version=VERSION,
                 initialize=_initialize,
-                __getattr__=lambda name: getattr(tiering, name),
+                __getattr__=_attribute,
                 __dir__=lambda: dir(tiering),
             )
         elif module.__spec__ is not None:
@@ -200,7 +203,12 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
 
 
 def _ours(name: str) -> str:
-    return f"{tiering.__name__}{name.removeprefix(NAME)}"
+    return _OWN.get(name) or f"{tiering.__name__}{name.removeprefix(NAME)}"
+
+
+def _attribute(name: str) -> Any:
+    module = f"{NAME}.{name}"
+    return import_module(module) if module in _OWN else getattr(tiering, name)
 
 
 _lost: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()

@@ -23,7 +23,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -224,6 +224,11 @@ def _initialize(
     if options.get("dist_init_required") is None:
         # Programs rely on the process group that DeepSpeed makes, also of one process.
         tiering.init_distributed(verbose=False)
+    if isinstance(config := options.get("config"), Mapping):
+        # trl adds keys with dots for a reference model. DeepSpeed does not read them.
+        options["config"] = {
+            key: value for key, value in config.items() if not key.startswith("zero_optimization.")
+        }
     if model is None:
         return tiering.initialize(args, model, *others, **options)
     _ranks.check_accelerate()

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Protocol
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero3.params.precision import LossScale
 
@@ -35,6 +40,28 @@ class Life(Protocol):
     def closed(self) -> bool: ...
 
 
+class _NoParameters(nn.Module):
+    """A module of DeepSpeed without parameters."""
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+
+class ParameterOffload:
+    """``optimizer.parameter_offload``: trl removes its hooks while a model generates inside GatheredParameters.
+
+    It has no hooks, because those of this engine do not change gathered parameters.
+    """
+
+    def __init__(self) -> None:
+        self.module = _NoParameters()
+        self.forward_hooks: list[RemovableHandle] = []
+        self.backward_hooks: list[RemovableHandle] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Add the hooks after the generation."""
+
+
 class DeepSpeedOptimizerNames:
     """The part of both optimizers that reports the updates of the engine; ``serve`` connects it to them."""
 
@@ -47,6 +74,11 @@ class DeepSpeedOptimizerNames:
     def serve(self, updates: Updates, accumulation: MicroBatches, ready: Life) -> None:
         """Report the updates of this engine from now on."""
         self._updates, self._accumulation, self._ready = updates, accumulation, ready
+
+    @cached_property
+    def parameter_offload(self) -> ParameterOffload:
+        """The hooks of the parameters, for programs that remove them to generate."""
+        return ParameterOffload()
 
     @property
     def overflow(self) -> bool:

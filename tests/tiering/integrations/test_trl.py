@@ -15,6 +15,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.zero3.ranks.pool import Pool
 from tiering.integrations.transformers import TieringTrainerMixin
 
+from .line_trainers import ds_config
+from .shimmed import forget_process, under_shim
 from .trainers import PLACES, config, differences, different, llama, reported, state
 
 # Its trainers need a data set of this library.
@@ -77,9 +79,9 @@ def from_directory(output: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(output / "model")
 
 
-def saving(more: dict[str, Any]) -> dict[str, Any]:
+def of_arguments(more: dict[str, Any]) -> dict[str, Any]:
     """The options of ``more`` that are the arguments'."""
-    return {name: more.pop(name) for name in [*more] if name.startswith("save_")}
+    return {name: more.pop(name) for name in [*more] if name.startswith(("save_", "use_cpu", "deepspeed"))}
 
 
 def sft(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, **more: Any) -> Any:
@@ -90,7 +92,7 @@ def sft(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, *
         eval_steps=4,
         max_length=32,
         max_steps=steps,
-        **OPTIONS | saving(more),
+        **OPTIONS | of_arguments(more),
     )
     parts = {"train_dataset": data, "eval_dataset": data.select(range(6)), "processing_class": tokenizer}
     return cls(llama(vocab_size=259), args=args, peft_config=peft, **parts, **more)
@@ -98,7 +100,9 @@ def sft(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, *
 
 def dpo(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, **more: Any) -> Any:
     pairs = [{"prompt": text[:-3], "chosen": text[-3:], "rejected": "?" + text[-2:]} for text in TEXTS]
-    args = trl.DPOConfig(output_dir=str(output), max_length=48, max_steps=steps, **OPTIONS | saving(more))
+    args = trl.DPOConfig(
+        output_dir=str(output), max_length=48, max_steps=steps, **OPTIONS | of_arguments(more)
+    )
     data = datasets.Dataset.from_list(pairs)
     return cls(
         from_directory(output),
@@ -118,7 +122,7 @@ def grpo(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, 
         max_completion_length=6,
         beta=0.1,
         max_steps=steps,
-        **OPTIONS | saving(more),
+        **OPTIONS | of_arguments(more),
     )
     return cls(
         from_directory(output),
@@ -199,6 +203,28 @@ def test_a_resumed_run_ends_with_the_same_bits(name: str, tokenizer: Any, tmp_pa
         trainer.engine.close()
     assert different(*states) == []
     assert figures[0] == figures[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", MAKERS)
+@under_shim()
+def test_a_run_with_deepspeed_reports_what_trl_reports(
+    name: str, stage: int, adapter: bool, tmp_path: Path
+) -> None:
+    make, stock, _ = MAKERS[name]
+    peft = LoraConfig(**LORA) if adapter else None
+    plain = make(stock, tmp_path, bytewise(), 2, peft)
+    plain.train()
+    forget_process()
+    settings = ds_config(stage, "optimizer", "scheduler")
+    # With use_cpu, transformers would not use DeepSpeed.
+    trainer = make(stock, tmp_path, bytewise(), 2, peft, deepspeed=settings, use_cpu=False)
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
+    assert sum("loss" in entry for entry in reported(trainer)) == 2
+    assert list(differences(trainer, plain, 1e-6, 1e-8 if name == "grpo" else 0.0)) == []
 
 
 def ranked(rank: int, out: Path, name: str, place: str | None) -> list[dict[str, float]]:

@@ -114,6 +114,13 @@ def ended(children: list[int]) -> bool:
     return not any(codes)
 
 
+def _wait_for(path: Path, children: list[int]) -> None:
+    """Wait until ``path`` exists, or a child has ended."""
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while not path.exists() and all(os.waitid(os.P_PID, child, flags) is None for child in children):
+        time.sleep(0.002)
+
+
 def main(front: str, root: Path, ranks: int, kills: int, seed: int) -> dict[str, Any]:
     dice = random.Random(seed)
     root.mkdir(exist_ok=True)
@@ -124,7 +131,11 @@ def main(front: str, root: Path, ranks: int, kills: int, seed: int) -> dict[str,
     while True:
         children = born(front, root / "killed", 1 + killed, ranks)
         if killed < kills:
-            time.sleep(dice.uniform(0.4, 1.0) * span)
+            if killed == 0:
+                # At least one life ends early and is resumed, also if it is much faster than the first was.
+                _wait_for(root / "killed/out/checkpoint-3", children)
+            else:
+                time.sleep(dice.uniform(0.4, 1.0) * span)
             for child in children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)

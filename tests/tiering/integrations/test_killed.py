@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     ("front", "ranks", "kills"),
     [
-        ("trainer", 1, 3),
+        ("trainer", 1, 2),
         *(
             pytest.param(front, ranks, kills, marks=pytest.mark.slow)
             for front in ("trainer", "loop")

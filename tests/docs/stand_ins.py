@@ -237,7 +237,7 @@ PRINTED: set[Key] = {
     ("migrate-from-deepspeed.md", "tiering check old.json"),
 }
 
-# Pages whose Python blocks run in processes of their own: Lightning sets variables and a process group, and warns.
+# Pages whose Python blocks run in a process of their own: Lightning sets variables and a process group, and warns.
 OWN_PROCESS: set[str] = {"accelerate.md", "deepspeed-programs.md", "lightning.md"}
 
 # Blocks and commands that take seconds: they run in `make test-all` alone.

@@ -77,15 +77,18 @@ def run_python(block: Block, shared: dict[str, Any]) -> None:
         # A script: commands of the page run it.
         exec(stand_ins.GIVEN.get(block.key, ""), shared)
         return
-    if block.page in stand_ins.OWN_PROCESS:
-        command = [sys.executable, "-W", "ignore", "-c", replaced(block.page, block.body)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, f"{block.page}: {block.key}\n{done.stderr}"
-        return
     exec(stand_ins.GIVEN.get(block.key, ""), shared)
     source = replaced(block.page, block.body)
     exec(compile("\n" * block.line + source, str(PAGES[block.page]), "exec"), shared)
     exec(stand_ins.HOLDS.get(block.key, ""), shared)
+
+
+def run_in_process_of_its_own(page: str) -> None:
+    """Run all Python blocks of the page in one process, which imports the page's library once."""
+    source = "\n".join(replaced(page, block.body) for block in blocks(page) if block.language == "python")
+    command = [sys.executable, "-W", "ignore", "-c", source]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{page}\n{done.stderr}"
 
 
 def run_command(page: str, command: str, printed: str) -> None:
@@ -113,12 +116,15 @@ def run_page(page: str, *, slow: bool) -> None:
     for block in blocks(page):
         if block.file_name is not None:
             Path(block.file_name).write_text(replaced(page, block.body), encoding="utf-8")
+    if page in stand_ins.OWN_PROCESS:
+        run_in_process_of_its_own(page)
     with names() as shared:
         for block in blocks(page):
             if block.key in stand_ins.NOT_RUN or (block.key in stand_ins.SLOW and not slow):
                 continue
             if block.language == "python":
-                run_python(block, shared)
+                if page not in stand_ins.OWN_PROCESS:
+                    run_python(block, shared)
             elif block.language in ("sh", "console"):
                 for command, printed in block.commands():
                     key = (page, command)

@@ -177,6 +177,7 @@ def test_the_script_for_ranks_is_that_of_one_process(
     assert engine.plan.contents(Tier.NVME).keys() == {"parameters", "optimizer state"}
 
 
+@pytest.mark.slow
 def test_two_ranks_run_them_all(tmp_path: Path) -> None:
     (nvme := tmp_path / "nvme").mkdir()
     arguments: dict[str, list[object]] = {

@@ -22,8 +22,23 @@ SCHEDULE = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("sections", [{}, {"optimizer": ADAMW, "scheduler": SCHEDULE}], ids=["own", "files"])
+SECTIONS: dict[str, dict[str, Any]] = {"own": {}, "files": {"optimizer": ADAMW, "scheduler": SCHEDULE}}
+
+
+@pytest.mark.parametrize(
+    ("place", "sections"),
+    [
+        pytest.param(
+            place,
+            SECTIONS[name],
+            id=f"{name}-{place}",
+            # How the optimizer is made, and where its state is, are independent: one pair is enough each time.
+            marks=[] if name == "own" or place == "nvme" else [pytest.mark.slow],
+        )
+        for name in SECTIONS
+        for place in PLACES
+    ],
+)
 def test_a_resumed_run_ends_with_the_same_bits(place: str, sections: dict[str, Any], tmp_path: Path) -> None:
     settings = config(place, tmp_path, **sections)
     options: dict[str, Any] = {

@@ -34,7 +34,11 @@ HALVES = {
     "fp16": {"enabled": "auto", "initial_scale_power": 10},
     "bf16": {"enabled": "auto"},
 }
-COMBINATIONS = [*itertools.product([2, 3], ["fp16", "bf16"])]
+COMBINATIONS = [
+    (2, "fp16"),
+    (3, "bf16"),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, "bf16"), (3, "fp16"))),
+]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -90,7 +90,8 @@ accelerator.print("ended", *counted, model.world_size, model.zero_optimization_s
 """
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_processes_of_a_launcher_find_the_name(processes: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "ds.json").write_text(

@@ -435,9 +435,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, env=environment, **streams)
 
 
-@pytest.mark.parametrize(
-    "place", ["nvme", *(pytest.param(name, marks=pytest.mark.slow) for name in ("device", "cpu"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["nvme", "device", "cpu"])
 def test_two_ranks_report_what_ddp_does(place: str, tmp_path: Path) -> None:
     for strategy in ("ddp", place):
         _, errors = start("ranks", strategy, str(tmp_path)).communicate(timeout=100)

@@ -388,6 +388,12 @@ class DeepSpeedEngine(Engine):
             self._drop_frozen(state, "")
         return state if is_first else None
 
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """``_zero3_consolidated_16bit_state_dict``, by the name that does not say which stage partitions weights."""
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
     def _drop_frozen(self, state: dict[str, Tensor], prefix: str) -> None:
         for name, param in self.module.named_parameters(remove_duplicate=False):
             if not param.requires_grad:

@@ -98,6 +98,7 @@ def test_the_whole_model_in_16_bits(start: Callable[..., Any], place: str) -> No
     engine.module.position.weight.requires_grad_(False)
     state = engine._zero3_consolidated_16bit_state_dict()
     assert differing(state, engine.state_dict()) == []
+    assert differing(state, engine._consolidated_16bit_state_dict()) == []
     assert {value.dtype for value in state.values()} == {torch.bfloat16}
     assert state["head.weight"] is state["embedding.weight"]
     trained = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)

@@ -1,7 +1,8 @@
 """A stand-in for axolotl, for the tests of its plugin: the interface of plugins and the order of its calls.
 
-It has the names, signatures and order of calls of axolotl 0.19: ``axolotl.integrations.base`` and
-``axolotl.core.builders`` as far as a plugin sees them. Loading of models and data is left to the caller of ``train``.
+It has the names, signatures and order of calls of axolotl 0.19: of ``axolotl.integrations.base``,
+``axolotl.core.builders`` and ``axolotl.core.trainers``, as far as a plugin sees them. Loading of models and data is
+left to the caller of ``train``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pydantic
+import torch
+from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 
@@ -94,6 +97,15 @@ class AxolotlDPOTrainer(Trainer):
         super().__init__(model, **kwargs)
         self.ref_model = ref_model
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds the loss of the reference which TRL 1.9 finds in the called model, if that has an adapter."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.ref_model is None and is_peft_model(model):
+            with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
+                reference = self.model(**inputs).loss
+            loss = loss + reference
+        return loss
+
 
 def _by_name(path: str) -> Any:
     module, _, name = path.rpartition(".")
@@ -149,9 +161,13 @@ def installed() -> Iterator[None]:
     builders.__dict__.update(
         HFCausalTrainerBuilder=HFCausalTrainerBuilder, HFRLTrainerBuilder=HFRLTrainerBuilder
     )
-    causal = ModuleType("axolotl.core.builders.causal")
-    causal.__dict__.update(AxolotlRewardTrainer=AxolotlRewardTrainer, AxolotlPRMTrainer=AxolotlPRMTrainer)
-    modules |= {module.__name__: module for module in (base, builders, causal)}
+    trainers = ModuleType("axolotl.core.trainers")
+    trainers.__dict__.update(
+        AxolotlDPOTrainer=AxolotlDPOTrainer,
+        AxolotlPRMTrainer=AxolotlPRMTrainer,
+        AxolotlRewardTrainer=AxolotlRewardTrainer,
+    )
+    modules |= {module.__name__: module for module in (base, builders, trainers)}
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:
@@ -165,9 +181,7 @@ def installed() -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def train(
-    load_model: Callable[[], PreTrainedModel], arguments: dict[str, Any], data: Any, **keys: Any
-) -> Trainer:
+def train(load_model: Callable[[], Any], arguments: dict[str, Any], data: Any, **keys: Any) -> Trainer:
     """Train as axolotl does with the ``keys`` of a YAML file. ``arguments`` are those of TrainingArguments.
 
     Returns the Trainer; the model is saved in ``output_dir``, which is a key.

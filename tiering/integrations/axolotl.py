@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel, Field
+from torch import nn
 
 from tiering.errors import ConfigError
 from tiering.integrations.transformers import TieringTrainerMixin
@@ -161,15 +162,29 @@ class _WithoutTags(TieringTrainerMixin):
         super().__init__(*args, **kwargs)
 
 
+class _CallsAdapter(TieringTrainerMixin):
+    """For DPO without a reference model: before TRL 1.16, the trainer looks for the adapter in the model it calls."""
+
+    ref_model: Any
+
+    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.ref_model is None and hasattr(self.model, "peft_config"):
+            model = self.model
+        return super().compute_loss(model, *args, **kwargs)
+
+
 def tiered(trainer_class: type[Any]) -> type[Any]:
     """``trainer_class`` on a tiered engine. axolotl and pickle find it in this module by its name."""
     if issubclass(trainer_class, TieringTrainerMixin):
         return trainer_class
-    from axolotl.core.builders.causal import AxolotlPRMTrainer, AxolotlRewardTrainer
+    # Imported here, as above.
+    from axolotl.core.trainers import AxolotlDPOTrainer, AxolotlPRMTrainer, AxolotlRewardTrainer
 
-    first = (
-        _WithoutTags if trainer_class in (AxolotlPRMTrainer, AxolotlRewardTrainer) else TieringTrainerMixin
-    )
+    first = TieringTrainerMixin
+    if trainer_class in (AxolotlPRMTrainer, AxolotlRewardTrainer):
+        first = _WithoutTags
+    elif issubclass(trainer_class, AxolotlDPOTrainer):
+        first = _CallsAdapter
     name = f"Tiering{trainer_class.__name__}"
     made = type(name, (first, trainer_class), {"__module__": __name__})
     globals()[name] = made

@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tiering.errors import ResidencyError
 from zero3.params import gradient_edges
 from zero3.params.compilation import cuts_compiled_code, eager
+from zero3.ranks.joining import standing
 
 # Properties that need the values; all others are metadata.
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -154,6 +155,10 @@ class _Partitioned:
     def ds_numel(self) -> int:
         assert isinstance(self, nn.Parameter) and self.ds_status
         return self.numel()
+
+    def partition_numel(self) -> int:
+        """The number of elements of one rank's part."""
+        return -(-self.ds_numel // standing()[1])
 
 
 class _Graded:

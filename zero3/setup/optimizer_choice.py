@@ -74,7 +74,8 @@ def choose_optimizer(
 ) -> OptimizerChoice:
     """Choose ``optimizer``, or the optimizer that it makes, or with None the configuration's.
 
-    Without any optimizer and without ``model_parameters`` nothing is trained: the model is a teacher, for example.
+    Without any optimizer and without ``model_parameters``, or with none in them, nothing is trained: the model is a
+    teacher, for example.
     Raises ConfigError for a model, optimizer and configuration that do not fit together.
     """
     check_dtypes(model, config)
@@ -87,7 +88,7 @@ def choose_optimizer(
                 config.optimizer.type,
             )
         return _of_client(client, model, config)
-    if config.optimizer is None and model_parameters is None:
+    if config.optimizer is None and not list(model_parameters or ()):
         return OptimizerChoice([{"params": [], "lr": 0.0}], {}, update_rules.NONE)
     if config.optimizer is None:
         raise ConfigError(

@@ -43,6 +43,7 @@ def test_what_scripts_read_of_deepspeeds_parameters(start: Start, place: str) ->
         expected = ZeroParamStatus.NOT_AVAILABLE if name in moves else ZeroParamStatus.AVAILABLE
         assert param.ds_status is expected, name
         assert (param.ds_shape, param.ds_numel) == (param.shape, param.numel())
+        assert param.partition_numel() == param.numel()
         assert hasattr(param, "ds_id") is (name in moves)
         with pytest.raises(AttributeError):
             param.ds_status = ZeroParamStatus.AVAILABLE
@@ -63,11 +64,13 @@ def test_below_stage_3_parameters_are_whole(start: Start, stage: int) -> None:
     assert not any(hasattr(param, name) for name in ("ds_id", "ds_status", "ds_shape", "ds_numel"))
 
 
-def test_parameters_of_zero_init() -> None:
+def test_parameters_of_zero_init(monkeypatch: pytest.MonkeyPatch) -> None:
     with tiering.zero.Init():
         layer = nn.Linear(3, 2)
     assert layer.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and hasattr(layer.weight, "ds_id")
     assert (layer.weight.ds_shape, layer.weight.ds_numel) == ((2, 3), 6)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert layer.weight.partition_numel() == 2
     with tiering.gathered(layer.weight):
         assert layer.weight.ds_status is ZeroParamStatus.AVAILABLE
     assert layer.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE

@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -435,9 +436,10 @@ def test_a_model_that_memory_cannot_hold_is_trained_once(tmp_path: Path) -> None
         trainer.train()
 
 
+@pytest.mark.skipif(find_spec("optuna") is None, reason="optuna is not installed")
 @under_shim()
 def test_hyperparameter_search(tmp_path: Path) -> None:
-    optuna = pytest.importorskip("optuna", reason="optuna is not installed")
+    import optuna
     from transformers import Trainer
 
     from .line_trainers import Line, LineConfig, points

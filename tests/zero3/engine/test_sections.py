@@ -336,7 +336,7 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_every_stage_trains_alike_wherever_its_optimizer_is(start: Start, precision: str) -> None:
     def script(engine: Any) -> list[float]:
         tiers.append({tier.name for tier in Tier if "optimizer state" in engine.plan.contents(tier)})

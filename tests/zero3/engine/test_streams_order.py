@@ -352,7 +352,10 @@ def test_what_touches_the_same_bytes_is_in_order(
 
 @pytest.mark.parametrize(
     ("placement", "script"),
-    [("host, room for few groups", "streams of the user's"), ("nvme, room for few groups", "failures")],
+    [
+        ("host, room for few groups", "streams of the user's"),
+        pytest.param("nvme, room for few groups", "failures", marks=pytest.mark.slow),
+    ],
 )
 def test_without_a_slab(
     outcome_of: Callable[..., Left], monkeypatch: pytest.MonkeyPatch, placement: str, script: str

@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.zero3.plain import STREAMED, Loop, Tower, assert_same_everywhere, differing, inputs, run_engine
 from tiering.errors import EngineStateError
 
-PRECISIONS = ["fp32", "bf16"]
+# The Trainers' tests accumulate in fp32 against a stock Trainer.
+PRECISIONS = [pytest.param("fp32", marks=pytest.mark.slow), "bf16"]
 Start = Callable[..., Any]
 
 

@@ -2,7 +2,8 @@
 
 accelerate.py             Accelerator of accelerate; _accelerator_arguments.py completes its configuration
 deepspeed.py              programs that import deepspeed; _deepspeed_children is for the processes that they start
-_deepspeed_zero.py        their module deepspeed.zero; _deepspeed_trainer.py lets their Trainer train more than once
+_deepspeed_zero.py        their module deepspeed.zero
+_deepspeed_trainer.py     their Trainer, which trains more than once; _deepspeed_models.py the models that they load
 transformers.py           Trainer of transformers and the trainers of TRL
 _trainer_engine.py        the engines of such a Trainer, and the methods of its Accelerator
 _training_arguments.py    the configuration of an engine, completed from TrainingArguments

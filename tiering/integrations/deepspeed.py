@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import tiering
 from tiering.errors import EngineStateError, PlacementError
-from tiering.integrations import _deepspeed_trainer, _ranks
+from tiering.integrations import _deepspeed_models, _deepspeed_trainer, _ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -198,6 +198,7 @@ def _changed(spec: ModuleSpec) -> ModuleSpec:
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     _ranks.STATE: lambda module: _ranks.count(module, is_installed),
     _deepspeed_trainer.MODULE: _deepspeed_trainer.make_repeatable,
+    _deepspeed_models.MODULE: _deepspeed_models.show_biases,
 }
 """What differs in modules of other libraries."""
 

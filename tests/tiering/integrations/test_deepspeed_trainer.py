@@ -13,8 +13,8 @@ test_trainer_distributed_deepspeed.py of November 2026, and assert what those as
   test_load_state_dict_from_zero_checkpoint, test_load_best_model, test_hyperparameter_search;
 - models under ZeRO-3 (test_deepspeed_models.py): test_init_zero3, test_from_config_zero3_weight_init,
   test_init_zero3_missing_params, test_arange_bf16, test_init_zero3_moe_weight_conversion,
-  test_init_zero3_variance_scaling, test_resize_token_embeddings_zero3, test_zero_to_fp32 (architectures made here, in
-  place of scripts and models of the hub);
+  test_init_zero3_variance_scaling, test_resize_token_embeddings_zero3;
+- architectures (test_deepspeed_architectures.py): test_zero_to_fp32 (models made here, in place of the hub's);
 - two ranks (test_deepspeed_ranks.py): test_torchrun_accelerate_deepspeed_zero2_env_parity and its zero3,
   test_training, test_training_mixed_precision, test_training_with_gradient_accumulation,
   test_training_and_can_resume_normally, test_basic_run_with_cpu_offload, test_eval.

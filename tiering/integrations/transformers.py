@@ -237,6 +237,11 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check that the checkpoint is one of an engine: it is loaded when the engine has started."""
+        if not Path(resume_from_checkpoint).is_dir():
+            raise CheckpointError(
+                f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is not a directory; pass a folder checkpoint-N"
+                f" of a run, or True for the last complete one in {self.args.output_dir}"
+            )
         problem = unusable(resume_from_checkpoint)
         if problem:
             raise CheckpointError(

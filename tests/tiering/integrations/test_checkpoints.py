@@ -204,7 +204,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     trainer = tiered(tmp_path / "out", config("nvme", tmp_path))
     with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
         trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(CheckpointError, match=r"checkpoint-5-bogus .* trainer_state.json"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-5-bogus' is not a directory; pass a folder"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-5-bogus"))
     llama().save_pretrained(tmp_path / "weights")
     with pytest.raises(CheckpointError, match="to start a new run from the weights in that folder"):

@@ -198,7 +198,8 @@ class Access:
             raise EngineStateError(
                 f"{type(caller).__name__}.step() was called on {piece.name!r}, whose gradient the engine has: it"
                 " would update nothing. Pass that optimizer to tiering.initialize(optimizer=...), and call"
-                " engine.step()"
+                " engine.step(); with a trainer, step the optimizer that it returned. To train the model without the"
+                " engine, call release() of the engine first"
             )
         self._read_as_none.add(param)
         if not self._warned_of_gradients:
@@ -370,12 +371,15 @@ def check_idle(schedule: PassSchedule, call: str) -> None:
 def _reading_call() -> tuple[str, nn.Module | torch.optim.Optimizer | None]:
     """The torch method that reads a gradient now, "step" or "zero_grad", and its object; ("", None) for other readers.
 
-    Both skip a gradient that is None. The engine's own optimizers read no ``.grad``.
+    Both skip a gradient that is None. The engine's own optimizers read no ``.grad``: in their ``step``, it is the
+    closure of a training loop, with the hooks of a script, that reads one.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         call = frame.f_code.co_name
         caller = frame.f_locals.get("self") if call in ("step", "zero_grad") else None
+        if call == "step" and frame.f_globals.get("__name__", "").startswith("zero3."):
+            return "", None
         if isinstance(caller, torch.optim.Optimizer) or (
             call == "zero_grad" and isinstance(caller, nn.Module)
         ):

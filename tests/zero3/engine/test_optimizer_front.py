@@ -169,6 +169,24 @@ def test_step_runs_a_closure_and_hooks(start: Start) -> None:
     assert calls == ["before", "closure", "after"]
 
 
+def test_a_closure_may_read_gradients(start: Start) -> None:
+    """Lightning runs the hooks of a script, which may log the norms of gradients, in the closure of a step."""
+    engine = start(accumulation=1)
+    optimizer, read = engine.as_optimizer(), []
+
+    def closure() -> None:
+        engine.backward(engine(*next(batches(1))))
+        read.extend(param.grad for param in engine.module.parameters())
+
+    optimizer.step(closure)
+    assert set(read) == {None} and engine.was_step_applied()
+    engine.backward(engine(*next(batches(1))))
+    with pytest.raises(
+        EngineStateError, match=r"^\[TIER-STATE\] SGD.step\(\) .* call release\(\) of the engine"
+    ):
+        torch.optim.SGD(engine.module.parameters(), lr=0.1).step()
+
+
 @pytest.mark.parametrize("configured", [0.0, 0.05, 10.0])
 def test_clipping_by_the_loop(start: Start, configured: float) -> None:
     """The lower of both norms counts, for one step."""

@@ -142,6 +142,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
             if isinstance(obj, Optimizer | DummyOptim) and not isinstance(obj, EngineOptimizer)
         ]
         schedule = next((obj for obj in args if isinstance(obj, DummyScheduler)), None)
+        self._check_unprepared(optimizers)
         owned = _matched(models, optimizers)
         replaced: dict[int, Any] = {}
         for model, optimizer in owned:
@@ -165,6 +166,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
                 made_with = getattr(obj.scheduler, "optimizer", None)
                 obj.optimizers = [replaced[id(made_with)]] if id(made_with) in replaced else obj.optimizers
         return result
+
+    def _check_unprepared(self, optimizers: Sequence[Any]) -> None:
+        """Raise ConfigError for an optimizer of a model that has an engine: an engine keeps its optimizer."""
+        owned = {id(param) for engine in self._by_front.values() for param in engine.module.parameters()}
+        if any(not owned.isdisjoint(_parameters(optimizer)) for optimizer in optimizers):
+            raise ConfigError(
+                "prepare() got an optimizer of a model that was prepared before; use the model and optimizer that"
+                " prepare() returned, or call accelerator.free_memory(), and then pass both in one call:"
+                " accelerator.prepare(model, optimizer)"
+            )
 
     def _start(self, model: nn.Module, optimizer: Any, schedule: Any, args: Sequence[Any]) -> nn.Module:
         """Start the engine of ``model``; returns its front."""

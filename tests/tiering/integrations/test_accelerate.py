@@ -237,6 +237,21 @@ def test_prepare_refuses(objects: Any, message: str, tmp_path: Path) -> None:
         made.prepare(*objects(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
+def test_a_prepared_model_is_prepared_again_after_free_memory(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with accelerator(config("device", tmp_path), gradient_accumulation_steps=1) as made:
+        made.prepare(model, optimizer)
+        with pytest.raises(ConfigError, match=r"was prepared before; .* call accelerator.free_memory\(\)"):
+            made.prepare(model, optimizer)
+        made.free_memory()
+        prepared, stepped = made.prepare(model, optimizer)
+        made.backward(prepared(torch.ones(1, 2)).sum())
+        stepped.step()
+        assert made.unwrap_model(prepared).weight.allclose(before - 0.1)
+
+
 def test_clipping_refuses_what_an_engine_cannot_do(tmp_path: Path) -> None:
     with accelerator(config("device", tmp_path)) as made:
         loop = Loop(made)

@@ -128,10 +128,11 @@ def test_a_tied_parameter_with_different_settings_under_its_two_names(start: Sta
         start(model, model_parameters=groups, **OPTIONS, **STREAMED)
 
 
-def test_a_model_that_is_on_tiers_already(start: Start) -> None:
+def test_a_model_whose_parameters_are_on_tiers_already(start: Start) -> None:
     engine = started(start, STREAMED)
+    # The model itself would end its engine, and have a new one.
     with pytest.raises(TieringError, match=r"release\(\)"):
-        start(engine.module, **OPTIONS, **STREAMED)
+        start(nn.Sequential(engine.module), **OPTIONS, **STREAMED)
     update(engine, next(inputs(1)))
 
 

@@ -44,6 +44,26 @@ class EnginePrecision(_Precision):  # type: ignore[misc] # Any
         """``LightningModule.backward`` with the loss multiplied by the loss scale."""
         model.backward(self._engine().scale(tensor), *args, **kwargs)
 
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Tensor | None], **kwargs: Any
+    ) -> Tensor | None:
+        """Run ``closure``, and update the parameters unless its ``training_step`` returned None.
+
+        Raises EngineStateError if gradients of earlier micro-batches wait for this one.
+        """
+        if not model.automatic_optimization:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[no-any-return]
+        loss = closure()
+        if loss is not None:
+            self._after_closure(model, optimizer)
+            optimizer.step(**kwargs)
+        elif model.trainer.accumulate_grad_batches > 1:
+            raise EngineStateError(
+                "training_step returned None for the last micro-batch of an update, whose backward completes the"
+                " gradients of the others; leave such batches out of the data, or set accumulate_grad_batches=1"
+            )
+        return loss
+
     def clip_gradients(
         self,
         optimizer: Any,

@@ -299,6 +299,28 @@ def test_the_sections_of_a_configuration_step(tmp_path: Path) -> None:
     assert fits.lr_scheduler_configs[0].interval == "step"
 
 
+class Skipping(Regression):
+    """Returns no loss for each second batch."""
+
+    def training_step(self, batch: list[Any], batch_idx: int) -> Any:
+        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_batch_without_a_loss_updates_nothing(tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 1, "max_steps": 6, "use_distributed_sampler": False}
+    models = [regression(Skipping) for _ in range(2)]
+    for strategy, model in zip(("auto", "tiering"), models, strict=True):
+        running = trainer(strategy, tmp_path, **options)
+        running.fit(model, loader())
+        assert running.global_step == 6
+    running.strategy.release()
+    for ours, stock in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-6, atol=1e-7)
+    with pytest.raises(EngineStateError, match="returned None for the last micro-batch"):
+        trainer("tiering", tmp_path).fit(regression(Skipping), loader())
+
+
 def test_early_stopping_and_an_exception_end_a_run(tmp_path: Path) -> None:
     stops = EarlyStopping("val_loss", patience=1, min_delta=1e9)
     fits = trainer("tiering", tmp_path, max_epochs=9, callbacks=[stops], enable_checkpointing=False)

@@ -128,6 +128,7 @@ def test_a_model_that_fits_into_host_memory_only(
     engine.device = torch.device("meta")
     engine.destroy()
     assert "after destroy(), the model is in host memory: its parameters do not fit on meta" in caplog.text
+    assert engine.ended
     assert differing(engine.module.state_dict(), weights) == []
 
 

@@ -5,25 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from tests.zero3.ranks.pool import Pools
 from tiering.integrations import deepspeed
-
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-    "CUDA_VISIBLE_DEVICES": "",
-}
-"""The environment of programs that a test starts."""
 
 SECONDS = 300.0
 """The limit of a test: the first one imports transformers, on a machine that may be busy."""

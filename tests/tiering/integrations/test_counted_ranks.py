@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,29 +16,15 @@ from tiering.integrations import _ranks
 from tiering.integrations.accelerate import Accelerator
 
 from .loops import Loop, forget, parts
+from .programs import TORCHRUN, output_of
 from .trainers import config, llama, tiered
-
-ROOT = Path(__file__).parents[3]
 
 
 def launched(directory: Path, function: str, *arguments: str) -> list[Any]:
     """What each of two ranks of torchrun has seen in ``function`` of on_two_ranks.py."""
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    program = ("-m", "tests.tiering.integrations.on_two_ranks", function, str(directory), *arguments)
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    ran = subprocess.run(
-        [sys.executable, *command, *program],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    output_of(
+        *TORCHRUN, "-m", "tests.tiering.integrations.on_two_ranks", function, str(directory), *arguments
     )
-    assert ran.returncode == 0, ran.stderr[-8000:]
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

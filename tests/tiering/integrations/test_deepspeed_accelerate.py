@@ -9,14 +9,11 @@ of sequence parallelism and of memory of GPUs.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from .programs import output_of
+
 CASES = [
     "test_accelerate_state_deepspeed",
     "test_accelerator_backward_passes_sync_gradients",
@@ -39,17 +36,8 @@ CASES = [
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The traceback of each case, or "": all run in one process, which imports accelerate after the name is there."""
     directory = tmp_path_factory.mktemp("cases")
-    command = [sys.executable, "-m", "tests.tiering.integrations.accelerate_cases", str(directory)]
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    output = output_of("-m", "tests.tiering.integrations.accelerate_cases", str(directory))
+    found: dict[str, str] = json.loads(output.splitlines()[-1])
     assert sorted(found) == CASES
     return found
 

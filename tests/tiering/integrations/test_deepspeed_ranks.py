@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ import torch
 from transformers import Trainer
 
 from .line_trainers import arguments, ds_config
-from .shimmed import ENVIRONMENT, ROOT, forget_process, under_shim
+from .programs import TORCHRUN, output_of
+from .shimmed import forget_process, under_shim
 from .trainers import llama, reported, sentences
 
 pytestmark = pytest.mark.slow
@@ -159,16 +158,7 @@ Path(args.output_dir, f"rank{args.process_index}.json").write_text(json.dumps(se
 def launched(directory: Path, *command: str) -> list[dict[str, Any]]:
     """What each of two ranks sees when it is launched by ``command`` under the shim."""
     directory.mkdir()
-    shim = [sys.executable, "-m", "tiering.integrations.deepspeed"]
-    ran = subprocess.run(
-        [*shim, *command, "--output_dir", str(directory)],
-        env=ENVIRONMENT,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr[-8000:]
+    output_of("-m", "tiering.integrations.deepspeed", *command, "--output_dir", str(directory))
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -182,7 +172,7 @@ def test_torchrun_accelerate_deepspeed_env_parity(stage: int, tmp_path: Path) ->
         f"deepspeed_config:\n  zero_stage: {stage}\n  gradient_accumulation_steps: 1\n"
         "  offload_optimizer_device: none\n  offload_param_device: none\n  zero3_init_flag: false\n"
     )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    torchrun = [*TORCHRUN, str(script)]
     accelerate = ["-m", "accelerate.commands.launch", "--config_file", str(yaml), str(script)]
     by_torchrun = launched(tmp_path / "torchrun", *torchrun, "--deepspeed", str(settings))
     by_accelerate = launched(tmp_path / "accelerate", *accelerate)

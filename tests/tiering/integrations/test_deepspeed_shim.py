@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from .shimmed import ENVIRONMENT, ROOT
+from .programs import ENVIRONMENT, output_of
 
 
 def run(function: str, *arguments: str) -> Any:
-    command = [sys.executable, "-m", "tests.tiering.integrations.under_shim", function, *arguments]
-    ran = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-8000:]
-    return json.loads(ran.stdout.splitlines()[-1])
+    output = output_of("-m", "tests.tiering.integrations.under_shim", function, *arguments)
+    return json.loads(output.splitlines()[-1])
 
 
 def test_the_name_is_that_of_tiering_until_it_is_uninstalled() -> None:
@@ -103,10 +101,9 @@ def test_processes_of_a_launcher_find_the_name(processes: int, tmp_path: Path) -
         "  zero3_init_flag: false\n"
     )
     command = [
-        *(sys.executable, "-m", "tiering.integrations.deepspeed"),
+        *("-m", "tiering.integrations.deepspeed"),
         *("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "launch.yaml")),
         str(tmp_path / "train.py"),
     ]
-    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr[-8000:]
-    assert f"ended {processes} {4 // processes} DeepSpeedEngine {processes} 3" in ran.stdout
+    output = output_of(*command, directory=tmp_path)
+    assert f"ended {processes} {4 // processes} DeepSpeedEngine {processes} 3" in output

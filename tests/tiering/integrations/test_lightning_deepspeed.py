@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from .programs import finished
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "stage"), [("device", "2"), ("cpu", "2"), ("cpu", "3"), ("nvme", "3")])
 def test_a_strategy_with_deepspeed(place: str, stage: str, tmp_path: Path) -> None:
-    command = ["-m", "tests.tiering.integrations.lightning_under_shim", place, stage, str(tmp_path)]
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    ran = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr[-8000:]
+    program = "tests.tiering.integrations.lightning_under_shim"
+    ran = finished("-m", program, place, stage, str(tmp_path))
     seen = json.loads(ran.stdout.splitlines()[-1])
     ours, stock = seen["ours"], seen["stock"]
     assert ours["rates"] == stock["rates"]

@@ -34,7 +34,7 @@ def last_complete(folders: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def unusable(folder: str) -> str:
-    """Why no run can resume from ``folder``: a file that is missing or cut. Empty if one can."""
+    """The file of ``folder`` that is missing or cut, so that no run can resume from it. Empty if a run can."""
     files = TRAINER_STATE_NAME, SCHEDULER_NAME, f"{TAG}/{MANIFEST}"
     missing = [name for name in files if not (Path(folder) / name).is_file()]
     if missing:
@@ -43,7 +43,7 @@ def unusable(folder: str) -> str:
 
 
 def _incomplete(folder: Path) -> str:
-    """Why a run that resumes from ``folder`` would not continue as the killed one, or not at all."""
+    """The problem of ``folder`` with which a run would not resume, or not with the same bits; empty if none."""
     try:
         manifest = Manifest.read(folder / TAG)
     except CheckpointError as error:

@@ -110,7 +110,7 @@ def _check_imports() -> None:
 
 
 class _Distribution(Distribution):
-    """What ``importlib.metadata`` finds under the name: programs ask it for the version."""
+    """The distribution that ``importlib.metadata`` finds under the name: programs read its version."""
 
     def read_text(self, filename: str) -> str | None:
         return {
@@ -173,7 +173,7 @@ class _Finder(DistributionFinder):
             module.__spec__ = module.__spec__.loader_state
 
     def find_distributions(self, context: DistributionFinder.Context = _ALL) -> Iterator[Distribution]:
-        # Who searches a path, as pip does, wants what is installed there.
+        # A search of a path, as by pip, is for the packages that are installed there.
         if context.name in (None, NAME) and "path" not in vars(context):
             yield _Distribution()
 
@@ -200,7 +200,7 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     _deepspeed_trainer.MODULE: _deepspeed_trainer.make_repeatable,
     _deepspeed_models.MODULE: _deepspeed_models.show_biases,
 }
-"""What differs in modules of other libraries."""
+"""The changes to modules of other libraries."""
 
 
 def _ours(name: str) -> str:
@@ -213,7 +213,7 @@ def _attribute(name: str) -> Any:
 
 
 _lost: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-"""Why a model has lost its parameters with its engine."""
+"""For a model that has lost its parameters with its engine, the reason."""
 
 
 def _initialize(

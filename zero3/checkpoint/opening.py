@@ -47,7 +47,7 @@ class LoadRequest:
     scheduler: bool
 
     def find_if_any(self) -> CheckpointVersion:
-        """Find the checkpoint; also without one of this ``tag``, the path is None."""
+        """As ``find``, but a tag that does not exist also gives the path None."""
         try:
             return self.find()
         except CheckpointError:

@@ -83,9 +83,9 @@ def test_init_zero3(half: str, tmp_path: Path) -> None:
 
     tied().save_pretrained(tmp_path)
     for stage in (3, 2):
-        with zero_stage(stage, half), messages() as told:
+        with zero_stage(stage, half), messages() as lines:
             model = AutoModel.from_pretrained(tmp_path)
-        assert (DETECTED in told) == (stage == 3)
+        assert (DETECTED in lines) == (stage == 3)
         # Unlike DeepSpeed, the parameters keep their digits for the masters until an engine has them.
         assert {param.dtype for param in model.parameters()} == {torch.float32}
         engine = deepspeed.initialize(model=model, config=settings(stage, half))[0]
@@ -135,10 +135,10 @@ class WithHead(GPT2PreTrainedModel):
 def test_init_zero3_missing_params(stage: int, tmp_path: Path) -> None:
     saved = tied()
     saved.save_pretrained(tmp_path)
-    with zero_stage(stage), messages() as told:
+    with zero_stage(stage), messages() as lines:
         model = WithHead.from_pretrained(tmp_path)
-    assert (DETECTED in told) == (stage == 3)
-    report = "\n".join(told)
+    assert (DETECTED in lines) == (stage == 3)
+    report = "\n".join(lines)
     for name in ("new_head.weight", "new_head.bias"):
         assert any(name in row and "MISSING" in row for row in report.splitlines()), report
     found = values(model)
@@ -153,9 +153,9 @@ def test_init_zero3_missing_params(stage: int, tmp_path: Path) -> None:
 def test_arange_bf16(tmp_path: Path) -> None:
     sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8, "n_positions": 512}
     GPTJModel(GPTJConfig(**sizes)).save_pretrained(tmp_path)
-    with zero_stage(3, "bf16"), messages() as told:
+    with zero_stage(3, "bf16"), messages() as lines:
         model = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
-    assert DETECTED in told
+    assert DETECTED in lines
     attention = model.h[0].attn
     # The angles of 512 positions have more digits than bfloat16.
     expected = create_sinusoidal_positions(512, 8)
@@ -168,9 +168,9 @@ def test_init_zero3_moe_weight_conversion(tmp_path: Path) -> None:
     model = moe()
     expected = copy.deepcopy(dict(model.named_parameters()))
     model.save_pretrained(tmp_path)
-    with zero_stage(3), messages() as told:
+    with zero_stage(3), messages() as lines:
         loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert DETECTED in told
+    assert DETECTED in lines
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     found = values(loaded)
@@ -183,9 +183,9 @@ def test_init_zero3_moe_weight_conversion(tmp_path: Path) -> None:
 def test_init_zero3_variance_scaling(tmp_path: Path) -> None:
     model = variance_scaled()
     model.save_pretrained(tmp_path)
-    with zero_stage(3), messages() as told:
+    with zero_stage(3), messages() as lines:
         loaded = type(model).from_pretrained(tmp_path)
-    assert DETECTED in told
+    assert DETECTED in lines
     assert different(values(loaded), values(model)) == []
 
 

@@ -181,8 +181,8 @@ parser.add_argument("task")
 args = parser.parse_args()
 rank, stopped = int(os.environ["RANK"]), []
 signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
-told = {name: os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MARK")}
-told |= {"argv": sys.argv[1:], "pid": os.getpid()}
+variables = {name: os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MARK")}
+variables |= {"argv": sys.argv[1:], "pid": os.getpid()}
 if args.task == "sum":
     import torch
     import tiering as deepspeed
@@ -190,10 +190,10 @@ if args.task == "sum":
     deepspeed.init_distributed(verbose=False)
     value = torch.tensor([rank + 1.0])
     deepspeed.comm.all_reduce(value)
-    told["sum"] = value.item()
+    variables["sum"] = value.item()
     torch.distributed.destroy_process_group()
 file = Path(f"rank{rank}.json")
-file.with_suffix(".part").write_text(json.dumps(told))
+file.with_suffix(".part").write_text(json.dumps(variables))
 file.with_suffix(".part").rename(file)
 if args.task == "fail" and rank == 1:
     sys.exit(3)
@@ -238,7 +238,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def told(directory: Path, rank: int, seconds: float = 90) -> dict[str, Any]:
+def reported(directory: Path, rank: int, seconds: float = 90) -> dict[str, Any]:
     file = directory / f"rank{rank}.json"
     deadline = time.monotonic() + seconds
     while not file.exists():
@@ -274,7 +274,7 @@ def two_nodes() -> tuple[str, ...]:
 def test_two_ranks_on_this_machine(job: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     process = job("--num_gpus", "2", "rank.py", "sum")
     for rank in (0, 1):
-        found = told(tmp_path, rank)
+        found = reported(tmp_path, rank)
         assert (found["LOCAL_RANK"], found["WORLD_SIZE"], found["sum"]) == (str(rank), "2", 3.0)
         assert found["argv"] == [f"--local_rank={rank}", "sum"]
     assert [*ranks_that_stop(process, tmp_path)] == [0, 1]
@@ -283,7 +283,7 @@ def test_two_ranks_on_this_machine(job: Callable[..., subprocess.Popen[str]], tm
 def test_two_ranks_on_two_nodes(job: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     process = job(*two_nodes(), "rank.py", "wait")
     for rank in (0, 1):
-        found = told(tmp_path, rank)
+        found = reported(tmp_path, rank)
         assert (found["LOCAL_RANK"], found["WORLD_SIZE"], found["argv"][0]) == ("0", "2", "--local_rank=0")
         assert (found["MASTER_ADDR"], found["MARK"]) == ("127.0.0.1", "here")
     assert [*ranks_that_stop(process, tmp_path)] == [0, 1]
@@ -302,7 +302,7 @@ def test_a_rank_that_fails_ends_the_others(job: Callable[..., subprocess.Popen[s
     _, err = process.communicate(timeout=120)
     # torchrun's code; its report has that of the rank.
     assert process.returncode == 1 and "exitcode  : 3" in err and "tiering launch" not in err
-    assert has_ended(told(tmp_path, 0)["pid"]) and (tmp_path / "stopped0").exists()
+    assert has_ended(reported(tmp_path, 0)["pid"]) and (tmp_path / "stopped0").exists()
 
 
 @pytest.mark.slow
@@ -310,6 +310,6 @@ def test_nothing_is_left_on_the_nodes_of_a_launcher_that_is_killed(
     job: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = job(*two_nodes(), "rank.py", "wait")
-    pids = [told(tmp_path, rank)["pid"] for rank in (0, 1)]
+    pids = [reported(tmp_path, rank)["pid"] for rank in (0, 1)]
     process.kill()
     assert all(has_ended(pid) for pid in pids)

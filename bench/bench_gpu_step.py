@@ -169,8 +169,7 @@ def measured_rates(run: Run, directory: Path, shape: Shape, card: int) -> None:
 def setting_of(options: argparse.Namespace, link: Link | None) -> Setting:
     memory = Memory(sides.AMPLE, sides.AMPLE)
     if link is not None:
-        host = options.memory or int(HOST_SHARE * host_memory())
-        memory = Memory(int(CARD_SHARE * link.memory), host)
+        memory = Memory(int(CARD_SHARE * link.memory), int(HOST_SHARE * host_memory()))
     return Setting(
         memory=memory,
         card=link.memory if link is not None else None,

@@ -64,7 +64,7 @@ python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps 
 cp -r "$repository/tests" "$repository/pyproject.toml" "$scratch/"
 cd "$scratch" || exit
 # Plug-ins that the machine's pytest finds are not this suite's: their warnings would be errors.
-export PYTHONPATH="$scratch/site" PATH="$scratch/site/bin:$PATH" PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 \
+export PYTHONPATH="$scratch/site${PYTHONPATH:+:$PYTHONPATH}" PATH="$scratch/site/bin:$PATH" PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 \
     PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 TORCH_EXTENSIONS_DIR="$scratch/extensions"
 
 date -u '+%Y-%m-%d %H:%M UTC'
@@ -152,7 +152,7 @@ finish() { # NAME TITLE SECONDS [PEER]: wait so long for what was started beside
     while [ ! -s "$scratch/$1.status" ] && [ $((SECONDS - began)) -lt "$limit" ]; do
         sleep 0.5
     done
-    tail -n 40 "$scratch/$1.log"
+    tail -n 150 "$scratch/$1.log"
     status=$(cat "$scratch/$1.status" 2>/dev/null || echo 124)
     note "$2" "$began" "$limit" "$status" "${4:-}"
     return "$status"
@@ -168,12 +168,19 @@ if wanted step && python3 -c 'import deepspeed' 2>/dev/null; then
     beside deepspeed 180 python3 -c 'from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load(verbose=False)'
 fi
 if wanted tests; then
-    files=(tests/gpu/test_*.py)
-    until=$((SECONDS + 200)) # for all of them
-    for file in "${files[@]}"; do
-        rest=$((until - SECONDS)) # one that hangs leaves some for the others
-        part "$file" $((rest < 90 ? rest : 90)) "${pytest[@]}" --basetemp "$scratch/pytest-gpu" -m gpu "$file"
+    # Four files at once: each takes seconds to start, and leaves most of the machine idle.
+    rates=tests/gpu/test_device_rates.py # compares rates, and so runs alone
+    mapfile -t files < <(printf '%s\n' tests/gpu/test_*.py | grep -v "$rates")
+    for ((first = 0; first < ${#files[@]}; first += 4)); do
+        for file in "${files[@]:first:4}"; do
+            name=$(basename "$file" .py)
+            beside "$name" 120 "${pytest[@]}" --basetemp "$scratch/pytest-$name" -m gpu "$file"
+        done
+        for file in "${files[@]:first:4}"; do
+            finish "$(basename "$file" .py)" "$file" 120
+        done
     done
+    part "$rates" 60 "${pytest[@]}" --basetemp "$scratch/pytest-rates" -m gpu "$rates"
 fi
 if wanted sanitizer; then
     if command -v compute-sanitizer >/dev/null; then
@@ -183,7 +190,7 @@ if wanted sanitizer; then
             python3 tests/gpu/stress.py --seconds 40
         part "stress, races of streams" 90 env PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync compute-sanitizer \
             --tool memcheck --track-stream-ordered-races all --error-exitcode 9 \
-            python3 tests/gpu/stress.py --seconds 40
+            python3 tests/gpu/stress.py --seconds 40 --wait-on-device
         finish memcheck "stress, accesses out of place" 30
     else
         printf '\nno compute-sanitizer here: the stress test runs without it\n'

@@ -7,8 +7,9 @@ streams of the fake device (tests/fakes/fake_device.py): so that no test is foun
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,18 @@ def config(
         "tiering": {"device_budget": "64MiB", "host_budget": "64MiB", "telemetry": {"enabled": False}}
         | tiers,
     }
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Within the block, an operation of torch that lets the CPU wait for the GPU raises RuntimeError."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .conftest import DEVICE, SmallModel, batches
+from .conftest import DEVICE, SmallModel, batches, no_wait
 
 pytestmark = pytest.mark.gpu
 
@@ -137,15 +136,6 @@ def test_autocast_over_a_model_kept_in_fp32(start: Start, dtype: torch.dtype) ->
 
     runs = [masters(start(seeded(Cast), precision="fp32", **placement)) for placement in ({}, HOST, STREAMED)]
     assert [differing(run, runs[0]) for run in runs] == [[], [], []]
-
-
-@contextmanager
-def no_wait() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.usefixtures("cuda")

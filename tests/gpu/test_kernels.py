@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import cycle
 
 import pytest
@@ -16,6 +15,8 @@ from optim_cpu import kernels
 from optim_cpu.kernels import DType, Rule, StateFormat
 from zero3.device import kernels as device_kernels
 from zero3.device.kernels import Segment, cuda_library, torch_operations
+
+from .conftest import no_wait
 
 pytestmark = pytest.mark.gpu
 
@@ -31,16 +32,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     else:
         assert cuda_library.kernels_of(torch.empty(1, device="cuda")) is not None, "the log says why"
     return str(request.param)
-
-
-@contextmanager
-def no_wait() -> Iterator[None]:
-    """A block in which torch lets the CPU wait for nothing."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def spread(numel: int, seed: int) -> Tensor:

@@ -102,7 +102,7 @@ def _run_out(engine: Any, batch: tuple[Tensor, Tensor], where: str) -> str:
     if where == "forward":
         with little_memory(), pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
             engine(*batch)
-        assert "as before this forward" in note_of(caught.value)
+        assert "in the state before this forward" in note_of(caught.value)
         return note_of(caught.value)
     loss = engine(*batch)
     with (
@@ -170,7 +170,7 @@ def test_storages_that_are_resized_find_no_memory(
         if number == 2:
             with no_memory(), pytest.raises(torch.OutOfMemoryError) as caught:
                 tried(*batch)
-            assert "as before this forward" in note_of(caught.value)
+            assert "in the state before this forward" in note_of(caught.value)
         for engine in (calm, tried):
             engine.backward(engine(*batch))
             engine.step()

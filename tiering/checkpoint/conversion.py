@@ -18,6 +18,7 @@ from optim_cpu import kernels
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.manifest import (
     FLOATS,
+    KEPT,
     WEIGHTS,
     Manifest,
     StoredParameter,
@@ -39,8 +40,6 @@ DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 FIRST_TAG = "global_step0"
 
 _CONFIG_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-_BUFFER_DTYPES = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "C64")
 
 OnRead = Callable[[int], None]
 """Called with the bytes of each read."""
@@ -74,6 +73,7 @@ def to_weights(
 ) -> Converted:
     """Writes the parameters of ``checkpoint`` in ``dtype``, and its buffers, as safetensors to the directory ``into``.
 
+    Frozen parameters that are no floats of 16 bits or more keep their dtype.
     Rounding is the engine's: a 16-bit ``dtype`` gives the engine's 16-bit parameters. ``config``, the content of a
     model's config.json, is written to the same directory with its dtype replaced. Shards
     have at most ``max_shard_bytes``. Raises CheckpointError or WeightsError.
@@ -83,7 +83,11 @@ def to_weights(
     excluded = *checkpoint.manifest.excluded, *sorted(frozen)
     converted = Converted(excluded=excluded, caveat=checkpoint.caveat)
     specs = _widest_first(
-        TensorSpec(name, DTYPES[dtype] if name in parameters else stored.dtype, stored.shape)
+        TensorSpec(
+            name,
+            DTYPES[dtype] if name in parameters and stored.dtype in FLOATS else stored.dtype,
+            stored.shape,
+        )
         for name, stored in files.tensors.items()
         if name not in frozen
     )
@@ -111,20 +115,20 @@ def to_checkpoint(
 ) -> Converted:
     """Writes the tensors of ``files`` as the checkpoint ``tag`` of the directory ``into``: step 0, no optimizer state.
 
-    Floating-point tensors become parameters, in ``dtype`` or in their own dtype; all others become buffers.
-    Raises CheckpointError or WeightsError.
+    Floating-point tensors become parameters, in ``dtype`` or in their own dtype. All others become buffers, which are
+    also loaded as frozen parameters. Raises CheckpointError or WeightsError.
     """
     parameters, buffers = list[TensorSpec](), list[TensorSpec]()
     for name, stored in files.tensors.items():
         if stored.dtype in FLOATS:
             parameters.append(TensorSpec(name, DTYPES[dtype] if dtype else stored.dtype, stored.shape))
-        elif stored.dtype in _BUFFER_DTYPES:
+        elif stored.dtype in KEPT:
             buffers.append(TensorSpec(name, stored.dtype, stored.shape))
         else:
             raise damaged(
                 stored.file,
                 f"{name!r} is {stored.dtype}",
-                "quantised weights cannot be trained: dequantise them and save them again",
+                "elements of less than a byte cannot be kept: store them packed in U8, or dequantise them",
             )
     directory = CheckpointDirectory(into)
     try:

@@ -52,7 +52,13 @@ MANIFEST = "checkpoint.json"
 LATEST = "latest"
 # The kind of tensor that every parameter has.
 WEIGHTS = "weights"
+# The dtypes of numbers: those of trained parameters, and of others that are cast to the compute dtype.
 FLOATS = ("F64", "F32", "BF16", "F16")
+# The dtypes of frozen parameters and buffers that are never converted.
+KEPT = (
+    *("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "C64"),
+    *("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"),
+)
 
 # Maximum bytes of a JSON file.
 _MAX_JSON_BYTES = 1 << 30
@@ -324,7 +330,8 @@ def _parameter(name: str, entry: Any) -> StoredParameter:
         raise FormatError(f"{quoted} has the invalid shape {short.repr(shape)}")
     if prod(shape) >= 1 << 62:
         raise FormatError(f"{quoted} has too many elements")
-    if dtype not in FLOATS or not isinstance(trained, bool):
+    known = FLOATS if trained else (*FLOATS, *KEPT)
+    if dtype not in known or not isinstance(trained, bool):
         raise FormatError(f"{quoted} has the invalid dtype {short.repr(dtype)} or an invalid 'trained'")
     return StoredParameter(tuple(shape), dtype, trained, _count(entry, "steps"))
 

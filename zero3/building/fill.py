@@ -3,7 +3,7 @@
 A ``Source`` yields the values of one parameter, range by range: from memory, from the operations that were recorded
 when the model was built (zero_init.py), or from a file (weights.py). They go to the home of the parameter in the
 compute dtype, and with the full precision of the source to the masters in its tiles' state. Moments start with the
-values that the optimizer defines.
+values that the optimizer defines. The bytes of parameters that keep their dtype go to their home as they are.
 
 Ranks receive rank 0's values, range by range; from files each rank reads its own shard.
 """
@@ -25,7 +25,7 @@ from zero3.building.zero_init import Recipe, forget, recipe_of
 from zero3.device import heap
 from zero3.device.tiers import Home, Tiers
 from zero3.optimizer.tiles import StateLayout, Tile
-from zero3.params.layout import QUANTUM, FlatLayout, Piece, segments, tiles
+from zero3.params.layout import QUANTUM, FlatLayout, Piece, in_elements_of, segments, tiles
 from zero3.params.param_group import ParamGroup
 from zero3.ranks.collectives import Collectives
 
@@ -40,7 +40,7 @@ class Source(Protocol):
     """A source of the values of one parameter."""
 
     def read(self, first: int, numel: int) -> Tensor:
-        """The elements [first, first + numel), flat, on the CPU, in a floating dtype; valid until the next ``read``."""
+        """The elements [first, first + numel), flat, on the CPU; valid until the next ``read``."""
 
     def release(self) -> None:
         """Free the memory that the source uses to read; it may be read again."""
@@ -77,6 +77,22 @@ class Replayed:
 
     def release(self) -> None:
         self._flat = None
+
+
+class AsBytes:
+    """The bytes of a parameter that keeps its dtype, from ``source``, as elements of a flat tensor of ``dtype``."""
+
+    def __init__(self, source: Source, piece: Piece, dtype: torch.dtype) -> None:
+        self._source = source
+        self._piece = piece
+        self._dtype = dtype
+
+    def read(self, first: int, numel: int) -> Tensor:
+        own = self._piece.own_elements(first, numel, self._dtype.itemsize)
+        return in_elements_of(self._dtype, self._source.read(own.start, len(own)))
+
+    def release(self) -> None:
+        self._source.release()
 
 
 @dataclass(frozen=True)
@@ -162,10 +178,11 @@ class Fill:
                 if piece.index in unchanged:
                     state.restart(piece.index, self._initial_state.get(param) or 0.0)
                     continue
+                local = home.pieces.get(piece.index)
                 if param in sources:
-                    ranges = self._own(param, sources[param], home.pieces.get(piece.index), state)
+                    ranges = self._own(param, _for_home(sources[param], piece, group), local, state)
                 else:
-                    ranges = self._shared(param, piece, home.pieces.get(piece.index))
+                    ranges = self._shared(param, piece, local, group)
                 for first, values, moments in ranges:
                     # Both copy the values before the next range is read: it may use the same memory.
                     home.put(piece.index, first, values)
@@ -198,11 +215,13 @@ class Fill:
         first_values.values.release()
 
     def _shared(
-        self, param: nn.Parameter, piece: Piece, local: Piece | None
+        self, param: nn.Parameter, piece: Piece, local: Piece | None, group: ParamGroup
     ) -> Iterator[tuple[int, Tensor, list[Start]]]:
         """(first element, values, moments) from rank 0: of the whole parameter, if there are other ranks."""
         recipe = recipe_of(param)
-        source = InMemory(param) if recipe is None else Replayed(recipe)
+        dtype = param.dtype if piece.own_dtype is None else group.dtype
+        first_values = FirstValues(InMemory(param) if recipe is None else Replayed(recipe))
+        source = _for_home(first_values, piece, group).values
         part = piece if self._collectives is not None else local
         if part is None:
             return
@@ -210,7 +229,7 @@ class Fill:
         for start, end in tiles(part.numel, RANGE):
             first, numel = part.first + start, end - start
             if self._collectives is not None:
-                yield first, self._from_first_rank(source, param.dtype, first, numel, piece.name), starts
+                yield first, self._from_first_rank(source, dtype, first, numel, piece.name), starts
             else:
                 yield first, source.read(first, numel), starts
         source.release()
@@ -226,6 +245,13 @@ class Fill:
         # Returns when the values have left rank 0, whose source may then reuse its memory.
         self._collectives.broadcast(values, 0, f"send the first values of {name!r}")
         return values
+
+
+def _for_home(first_values: FirstValues, piece: Piece, group: ParamGroup) -> FirstValues:
+    """``first_values`` with elements that the flat tensor of ``group`` takes."""
+    if piece.own_dtype is None:
+        return first_values
+    return FirstValues(AsBytes(first_values.values, piece, group.dtype))
 
 
 def copy_values(values: Tensor, into: Tensor) -> None:

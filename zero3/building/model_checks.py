@@ -13,20 +13,13 @@ from torch.nn.parameter import is_lazy
 from tiering import _logs
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
+from zero3.building.weights import STORED_NAMES
 from zero3.building.zero_init import recipe_of
 from zero3.params import resharded
 from zero3.params.compilation import is_wrapped
-from zero3.params.precision import COMPUTE_DTYPES, kept_in_fp32, unmatched
+from zero3.params.precision import COMPUTE_DTYPES, is_packed, keeps_dtype, kept_in_fp32, unmatched
 
 log = logging.getLogger(__name__)
-
-FLOAT8 = tuple(
-    dtype
-    for name, dtype in vars(torch).items()
-    if name.startswith("float8_") and isinstance(dtype, torch.dtype)
-)
-CONVERTIBLE = frozenset({*COMPUTE_DTYPES.values(), torch.float64, *FLOAT8})
-"""Dtypes whose elements are single numbers: a cast to a compute dtype only rounds them."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -44,7 +37,10 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
-    """Raise ConfigError for parameters that cannot be cast to the compute dtype; log casts that round values."""
+    """Raise ConfigError for parameters that can be neither cast to the compute dtype nor kept; log casts that round.
+
+    Parameters that keep their dtype need one that a checkpoint can name.
+    """
     compute = COMPUTE_DTYPES[config.precision]
     for pattern in unmatched(model, config):
         log.log(
@@ -53,14 +49,10 @@ def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
     in_fp32 = kept_in_fp32(model, config)
     changed: dict[torch.dtype, list[str]] = {}
     for name, param in model.named_parameters():
-        if is_packed(param):
-            _check_packed(name, param, torch.float32 if param in in_fp32 else compute)
-        elif param.dtype not in CONVERTIBLE:
-            raise ConfigError(
-                f"only floating-point parameters can be tiered, not {name} ({param.dtype}). If it is a quantised"
-                f" weight, use 4-bit weights of bitsandbytes with bnb_4bit_quant_storage={compute}; if it is an"
-                " ordinary tensor, register it as a buffer, which stays on the device as it is"
-            )
+        if keeps_dtype(param):
+            _check_kept(name, param)
+            continue
+        _check_trained(name, param)
         # The cast of an fp32 model to 16 bits is what the configuration requests.
         if param.dtype not in (compute, torch.float32) and param not in in_fp32:
             changed.setdefault(param.dtype, []).append(name)
@@ -78,11 +70,6 @@ def check_dense_gradients(model: nn.Module, trained: Container[Tensor]) -> None:
                 f"module {name!r} has sparse=True, which gives {name + '.weight'!r} sparse gradients, and only dense"
                 f" ones can be tiered: build it with sparse=False, or set model.{name}.sparse = False"
             )
-
-
-def is_packed(param: Tensor) -> bool:
-    """Whether ``param`` holds the packed bytes of a quantised weight, whatever its dtype says."""
-    return getattr(param, "quant_state", None) is not None or bool(getattr(param, "bnb_quantized", False))
 
 
 def _check_unowned(model: nn.Module) -> None:
@@ -137,6 +124,12 @@ def _check_tensor(name: str, param: nn.Parameter) -> None:
             " which cannot be tiered: convert the model after training, or keep the tensor outside of the model's"
             " parameters"
         )
+    # By name: an import of the library would be slow, and it is often absent.
+    if any(base.__name__ == "Int8Params" for base in kind.__mro__):
+        raise ConfigError(
+            f"parameter {name!r} is an Int8Params of bitsandbytes, whose layer keeps a second reference to its codes:"
+            " they cannot leave the device. Load the model with load_in_4bit=True, or without quantisation"
+        )
     if param.layout is not torch.strided:
         raise ConfigError(f"parameter {name!r} is {param.layout}; only dense parameters can be tiered")
 
@@ -146,17 +139,25 @@ def is_subclass_by_name(kind: type, names: Iterable[str]) -> bool:
     return any(base.__name__ in names and base.__module__.startswith("torch.") for base in kind.__mro__)
 
 
-def _check_packed(name: str, param: nn.Parameter, compute: torch.dtype) -> None:
-    if param.requires_grad:
+def _check_kept(name: str, param: nn.Parameter) -> None:
+    if param.dtype not in STORED_NAMES:
+        raise ConfigError(
+            f"parameter {name!r} is {param.dtype}, which no checkpoint can hold, because safetensors has no such dtype:"
+            " store it as a view in another dtype (torch.view_as_real for complex numbers, .view(torch.uint8) for"
+            " packed ones), or register it as a buffer with persistent=False"
+        )
+
+
+def _check_trained(name: str, param: nn.Parameter) -> None:
+    if is_packed(param):
         raise ConfigError(
             f"parameter {name!r} holds the packed bytes of a quantised weight and requires a gradient, which would"
             " change them as if they were numbers: freeze it with requires_grad_(False), and train an adapter"
         )
-    if param.dtype is not compute:
+    if not param.is_floating_point():
         raise ConfigError(
-            f"parameter {name!r} holds the packed bytes of a quantised weight, stored as {param.dtype}, which a cast to"
-            f" {compute} would destroy: quantise the model with bnb_4bit_quant_storage={compute}"
-            " (BitsAndBytesConfig; quant_storage of bitsandbytes.nn.Linear4bit), which stores the same bytes"
+            f"parameter {name!r} is {param.dtype} and requires a gradient, and only floating-point parameters can be"
+            " trained: freeze it with requires_grad_(False), or store it as torch.view_as_real"
         )
 
 

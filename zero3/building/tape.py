@@ -103,7 +103,7 @@ class Tape(TorchDispatchMode):
 
     def may_free(self, param: nn.Parameter) -> None:
         """Allow the tape to free the memory of ``param`` between operations."""
-        if not nn.parameter.is_lazy(param) and param.is_floating_point():
+        if not nn.parameter.is_lazy(param):
             self._params[id(param)] = param
 
     @property

@@ -39,6 +39,9 @@ _NOT_FLOATS = {
     "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _DTYPES = _FLOATS | _NOT_FLOATS
 STORED_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -225,7 +228,8 @@ def _check_dtypes(files: WeightFiles, partners: Partners) -> None:
         raise WeightsError(
             f"{files.path} has {counted(len(wrong), 'tensor')} whose dtype cannot be converted to the model's:"
             f" {_first(wrong)}",
-            "dequantise quantised weights, and save them again",
+            "a frozen parameter that is no float of 16 bits or more is never converted: build the model with the dtypes"
+            " of the files, or dequantise quantised weights and save them again",
         )
 
 

@@ -231,8 +231,9 @@ def hide(tape: Tape) -> None:
 
 def _hide(param: nn.Parameter) -> None:
     """Free the memory of ``param``, which becomes a resharded parameter."""
-    nan = torch.full((), torch.nan, dtype=param.dtype, device="cpu")
-    resharded.set_data(param, nan.expand(param.shape))
+    value = torch.nan if param.is_floating_point() else 0
+    absent = torch.full((), value, dtype=param.dtype, device="cpu")
+    resharded.set_data(param, absent.expand(param.shape))
     param.__class__ = resharded.resharded_form(resharded.plain_form(type(param)))
 
 

@@ -476,7 +476,7 @@ class Checkpoints:
             for piece in group.layout.pieces:
                 (saved if piece.trainable or share.has_frozen else excluded)[piece.name] = StoredParameter(
                     piece.shape,
-                    "F32" if piece.trainable else STORED_NAMES[group.dtype],
+                    "F32" if piece.trainable else STORED_NAMES[group.dtype_of(piece)],
                     piece.trainable,
                     optimizer.steps.get(piece.index, 0) if piece.trainable else 0,
                 )

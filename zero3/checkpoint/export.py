@@ -24,7 +24,6 @@ from tiering.errors import ConfigError
 from tiering.weights.tensor_file import TensorSpec
 from tiering.weights.writer import SUFFIX, WeightWriter
 from zero3.building.fill import RANGE
-from zero3.building.model_checks import is_packed
 from zero3.building.weights import STORED_NAMES
 from zero3.checkpoint.saved_names import (
     Saved,
@@ -148,9 +147,10 @@ class Export:
         )
 
     def _stored_as(self, saved: Saved, dtype: torch.dtype) -> torch.dtype:
-        if saved.tensor not in self._pieces or is_packed(saved.tensor):
+        if saved.tensor not in self._pieces:
             return saved.tensor.dtype
-        return torch.float32 if self._pieces[saved.tensor][0].in_fp32 else dtype
+        group, piece = self._pieces[saved.tensor]
+        return piece.own_dtype or (torch.float32 if group.in_fp32 else dtype)
 
     def _ranges(self, saved: Saved, dtype: torch.dtype) -> Generator[Tensor]:
         """The elements of a stored tensor, flat, in host memory, one range at a time."""

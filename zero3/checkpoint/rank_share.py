@@ -37,12 +37,11 @@ class Range:
 class Chunk:
     """Elements of one kind of state, in ``source``; ``upper`` has the upper 16 bits of split masters.
 
-    ``parts`` are the elements of parameters, without padding: (first element in the chunk, number of elements).
-    ``dtype`` is that of the file. ``tile`` is set in the last chunk of a tile: once this is copied, all of it is.
+    ``parts`` are the bytes of parameters, without padding: (first byte in the chunk, number of bytes). ``tile`` is set
+    in the last chunk of a tile: once this is copied, all of it is.
     """
 
     kind: str
-    dtype: torch.dtype
     source: Range
     upper: Range | None
     parts: tuple[tuple[int, int], ...]
@@ -85,16 +84,17 @@ class Share:
         for group in self._groups:
             stored = [(segment, self._dtype(kind)) for segment in self._trained(group)]
             if kind == WEIGHTS and self.has_frozen:
-                stored += [(segment, group.dtype) for segment in self._frozen(group)]
+                stored += [(segment, group.dtype_of(segment.piece)) for segment in self._frozen(group)]
             for segment, dtype in stored:
                 shape = segment.piece.shape
-                if segment.numel < product(shape):
-                    firsts[segment.piece.name] = str(segment.first)
-                    shape = (segment.numel,)
+                own = segment.piece.own_elements(segment.first, segment.numel, group.dtype.itemsize)
+                if len(own) < product(shape):
+                    firsts[segment.piece.name] = str(own.start)
+                    shape = (len(own),)
                 specs.append(TensorSpec(segment.piece.name, STORED_NAMES[dtype], shape))
             for piece in self._empty(group):
                 if piece.trainable or (kind == WEIGHTS and self.has_frozen):
-                    dtype = self._dtype(kind) if piece.trainable else group.dtype
+                    dtype = self._dtype(kind) if piece.trainable else group.dtype_of(piece)
                     specs.append(TensorSpec(piece.name, STORED_NAMES[dtype], piece.shape))
         return specs, firsts
 
@@ -134,21 +134,26 @@ class Share:
         else:
             source = params
         parameter_segments = segments(self._pieces(group), start, end)
+        stored = self._dtype(kind).itemsize
         parts = tuple(
-            (segment.start - start, segment.numel)
+            ((segment.start - start) * stored, segment.numel * stored)
             for segment in parameter_segments
             if segment.piece.trainable
         )
-        return Chunk(kind, self._dtype(kind), source, upper, parts)
+        return Chunk(kind, source, upper, parts)
 
     def _of_frozen(self, group: ParamGroup) -> Iterator[Chunk]:
         pieces, own = self._frozen_pieces(group)
         itemsize = group.dtype.itemsize
         for first, last in tiles(len(own), CHUNK):
             start, end = own.start + first, own.start + last
-            parts = tuple((segment.start - start, segment.numel) for segment in segments(pieces, start, end))
+            parts = []
+            for segment in segments(pieces, start, end):
+                elements = segment.piece.own_elements(segment.first, segment.numel, itemsize)
+                nbytes = len(elements) * group.dtype_of(segment.piece).itemsize
+                parts.append(((segment.start - start) * itemsize, nbytes))
             source = Range(group.home, start * itemsize, (end - start) * itemsize)
-            yield Chunk(WEIGHTS, group.dtype, source, None, parts)
+            yield Chunk(WEIGHTS, source, None, tuple(parts))
 
     def _dtype(self, kind: str) -> torch.dtype:
         """The dtype of trained parameters' state in the file of ``kind``."""

@@ -274,9 +274,9 @@ def _order(
             local = pieces.get(piece.index)
             if local is None or param not in sources:
                 continue
-            begin = 0
+            begin, own = 0, local.own_elements(local.first, local.numel, group.dtype.itemsize)
             for part in sources[param].parts:
-                first, end = max(local.first - begin, 0), min(local.first + local.numel - begin, part.numel)
+                first, end = max(own.start - begin, 0), min(own.stop - begin, part.numel)
                 if first < end:
                     order.append((part, first, end))
                 begin += part.numel

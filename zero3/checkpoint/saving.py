@@ -408,9 +408,8 @@ class Saver(threading.Thread):
         if chunk.upper is not None:
             at = chunk.source.nbytes if chunk.source.home.extent is not None else 0
             content = _joined(_content(chunk.upper, reading, at), content)
-        elements = content.view(chunk.dtype)
-        for first, numel in chunk.parts:
-            writer.append(chunk.kind, _bytes(elements[first : first + numel]))
+        for first, nbytes in chunk.parts:
+            writer.append(chunk.kind, _bytes(content[first : first + nbytes]))
         # ``append`` has copied the bytes, so the window may be filled again.
         if reading.window is not None:
             reading.window.release()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tiering._text import shorten
 from tiering.checkpoint.conversion import to_weights
 from tiering.checkpoint.directory import CheckpointDirectory
+from tiering.checkpoint.manifest import FLOATS
 from tiering.checkpoint.reader import Checkpoint, open_checkpoint
 from tiering.config.fields import parse_size
 from tiering.config.training import IoConfig
@@ -34,6 +35,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """Parameters in fp32, and buffers in their dtype, of the checkpoint ``tag`` or the latest, in host memory.
 
+    Frozen parameters that keep their dtype, such as integers, are returned in it.
     All tensors are loaded at once, also in ``lazy_mode``. A tied tensor has all its names, and one memory. Raises
     CheckpointError if there is no checkpoint, or it is damaged.
     """
@@ -53,7 +55,7 @@ def _state_dict(checkpoint: Checkpoint, *, exclude_frozen: bool = False) -> dict
                     raw = torch.frombuffer(reader.read(part, 0, part.numel), dtype=whole.dtype)
                     flat[first : first + part.numel] = raw
                 first += part.numel
-            state[name] = whole.float() if name in parameters else whole
+            state[name] = whole.float() if name in parameters and stored.dtype in FLOATS else whole
     tied = checkpoint.manifest.tied
     return state | {name: state[shared] for name, shared in tied.items() if shared in state}
 

@@ -81,6 +81,7 @@ TORCH_MESSAGE = (
     "Cannot access data pointer of Storage that is invalid"  # if torch cannot be given another one
 )
 _FIRST_BYTES = 72  # of torch's object, which is longer
+_LARGEST_ELEMENT = 16  # bytes, of a complex number in float64
 
 
 def refusal(name: str) -> str:
@@ -101,18 +102,26 @@ def close_storage(tensor: Tensor, name: str) -> None:
 
 
 class Placeholder:
-    """The value of a group's resharded parameters: a NaN with their shapes, in a closed storage.
+    """The value of a group's resharded parameters: a NaN with their shapes and dtypes, in a closed storage.
 
     The storage is open while a parameter takes or loses this value, because torch's profiler then reads the memory of
     both. Errors contain ``name``.
     """
 
     def __init__(
-        self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device, name: str
+        self,
+        forms: Iterable[tuple[Sequence[int], torch.dtype]],
+        dtype: torch.dtype,
+        device: torch.device,
+        name: str,
     ) -> None:
-        # Both hold the same NaN, and one is closed. An exchange opens or closes the storage of the views.
-        nan, self._other = (torch.full((), torch.nan, dtype=dtype, device=device) for _ in range(2))
-        self.views = [nan.expand(tuple(shape)) for shape in shapes]
+        # Both hold NaNs of ``dtype``, and one is closed. An exchange opens or closes the storage of the views.
+        nan, self._other = (
+            torch.full((_LARGEST_ELEMENT // dtype.itemsize,), torch.nan, dtype=dtype, device=device)
+            for _ in range(2)
+        )
+        # The same bytes for each dtype: a NaN in ``dtype``, and any value in others.
+        self.views = [nan.view(each)[0].expand(tuple(shape)) for shape, each in forms]
         self._nan = nan
         self._closes = can_close()
         self._closed = False

@@ -50,7 +50,7 @@ class NamedState:
         _open[access] = weakref.ref(self)
 
     def get_fp32_parameter(self, name: str) -> Tensor:
-        """A copy of the fp32 master; of a frozen parameter its value."""
+        """A copy of the fp32 master; of a frozen parameter its value, in its dtype if it keeps that."""
         self._ready.check_open("get_fp32_parameter")
         group, piece = self._parameters.find(name)
         self._parameters.store_edits_of_residents(group)
@@ -60,6 +60,11 @@ class NamedState:
         """Make ``values`` the master, and their rounded values the parameter."""
         self._ready.check_open("set_fp32_parameter")
         group, piece = self._parameters.find(name)
+        if piece.own_dtype is not None:
+            raise ConfigError(
+                f"{name!r} is {piece.own_dtype} and frozen, and has no fp32 value to set: change it inside"
+                " tiering.gathered(param, modify=True)"
+            )
         self._access.before_write(group, piece)
         self._state.set_master(group, piece, self._state.values_of_rank(0, piece, flat_fp32(values, piece)))
 

@@ -13,6 +13,7 @@ from tiering.config.training import TieringConfig
 from tiering.placement.workload import Tier, settle_dtypes
 from tiering.telemetry import ConfigurationStatus, Description, SettingStatus
 from zero3.device.tiers import Tiers
+from zero3.params.layout import product
 from zero3.params.param_group import ParamGroup
 
 
@@ -28,7 +29,7 @@ def describe(
 
     ``configuration`` is the file or dict that ``config`` was read from, if there is one.
     """
-    parameters = sum(piece.numel for group in groups for piece in group.layout.pieces)
+    parameters = sum(product(piece.shape) for group in groups for piece in group.layout.pieces)
     if configuration is not None:
         settled = _settled(config, tiers, local_size)
         settings = [_filled_in(setting, settled) for setting in configuration.settings]

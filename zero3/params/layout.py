@@ -5,6 +5,10 @@ gradients and updates cover one contiguous prefix. Each parameter starts on a 25
 frozen part after it are padded, so that every boundary, also of a shard, is a multiple of 4096 bytes in each dtype in
 use.
 
+A frozen parameter may keep a dtype of its own (precision.py): the flat tensor holds its bytes, and the last element
+that they take may be padding in part. Its start and its length are counted in elements of the flat tensor, as for all
+other parameters.
+
 A rank's shard is an equal part of the prefix, followed by an equal part of the frozen part: two ranges of the whole,
 with a layout of its own.
 """
@@ -12,9 +16,13 @@ with a layout of its own.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
 
 # Bytes: a multiple of every vector width, so that a placement cannot change the path that a kernel takes.
 PARAM_ALIGNMENT = 256
@@ -26,7 +34,8 @@ QUANTUM = 2048
 class Piece:
     """One parameter inside a flat tensor: elements [start, start + numel). ``index`` counts the model's parameters.
 
-    In a shard it may be a part of the parameter of ``shape``: ``numel`` elements, of which ``first`` is the first.
+    In a shard it may be a part of the parameter of ``shape``: ``numel`` elements, of which ``first`` is the first. With
+    an ``own_dtype``, which only frozen parameters have, these are the elements of the flat tensor that hold the bytes.
     """
 
     index: int
@@ -36,10 +45,30 @@ class Piece:
     numel: int
     trainable: bool
     first: int = 0
+    own_dtype: torch.dtype | None = None
 
     @property
     def end(self) -> int:
         return self.start + self.numel
+
+    def own_elements(self, first: int, numel: int, itemsize: int) -> range:
+        """The elements of the parameter that lie in ``numel`` elements of the flat tensor.
+
+        ``first`` counts the elements of the flat tensor before them, from the start of the parameter; ``itemsize`` is
+        their size. Without an ``own_dtype`` the result is the same range.
+        """
+        if self.own_dtype is None:
+            return range(first, first + numel)
+        own = self.own_dtype.itemsize
+        return range(first * itemsize // own, min((first + numel) * itemsize // own, product(self.shape)))
+
+    def view_of(self, flat: Tensor) -> Tensor:
+        """The whole parameter as a view of the flat tensor ``flat``."""
+        elements = flat[self.start : self.end]
+        if self.own_dtype is not None:
+            nbytes = product(self.shape) * self.own_dtype.itemsize
+            elements = elements.view(torch.uint8)[:nbytes].view(self.own_dtype)
+        return elements.view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -66,11 +95,15 @@ class Segment:
 
 
 def lay_out(
-    params: Sequence[tuple[int, str, tuple[int, ...], bool]], itemsize: int, world_size: int = 1
+    params: Sequence[tuple[int, str, tuple[int, ...], bool]],
+    itemsize: int,
+    world_size: int = 1,
+    own_dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
 ) -> FlatLayout:
     """Lay ``params``, each (index, name, shape, trainable), out in a flat tensor of ``itemsize`` bytes an element.
 
-    Both the trainable prefix and the whole are padded to ``world_size`` equal shards of whole QUANTUMs.
+    ``own_dtypes`` has the dtypes of frozen parameters that keep theirs, by index. Both the trainable prefix and the
+    whole are padded to ``world_size`` equal shards of whole QUANTUMs.
     """
     alignment = PARAM_ALIGNMENT // itemsize
     quantum = QUANTUM * world_size
@@ -80,9 +113,12 @@ def lay_out(
         for index, name, shape, trainable in params:
             if trainable is not in_prefix:
                 continue
-            numel = product(shape)
+            numel, own = product(shape), own_dtypes.get(index)
+            if own is not None:
+                assert not trainable, f"{name!r} is trained, and its bytes are no numbers"
+                numel = -(-numel * own.itemsize // itemsize)
             offset = -(-offset // alignment) * alignment
-            pieces.append(Piece(index, name, offset, shape, numel, trainable))
+            pieces.append(Piece(index, name, offset, shape, numel, trainable, own_dtype=own))
             offset += numel
         offset = -(-offset // quantum) * quantum
         if in_prefix:
@@ -130,6 +166,15 @@ def segments(pieces: Sequence[Piece], start: int, end: int) -> Iterator[Segment]
         first, last = max(piece.start, start), min(piece.end, end)
         if first < last:
             yield Segment(piece, first, last - first)
+
+
+def in_elements_of(dtype: torch.dtype, values: Tensor) -> Tensor:
+    """The bytes of ``values``, which are flat and in host memory, as elements of ``dtype``, padded with zeros."""
+    raw = values.contiguous().view(torch.uint8)
+    padding = -raw.numel() % dtype.itemsize
+    if padding or raw.storage_offset() % dtype.itemsize:
+        raw = torch.cat((raw, raw.new_zeros(padding)))
+    return raw.view(dtype)
 
 
 def product(shape: Sequence[int]) -> int:

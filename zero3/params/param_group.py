@@ -28,7 +28,7 @@ from zero3.params.gathered_storage import (
     ShardGathers,
 )
 from zero3.params.grouping import GroupMembers
-from zero3.params.layout import FlatLayout
+from zero3.params.layout import FlatLayout, Piece
 from zero3.ranks.collectives import Collectives
 
 
@@ -68,7 +68,7 @@ class EditListener(Protocol):
 
 
 class ParamGroup:
-    """A group with storage: ``params`` in the order of ``layout.pieces``, in ``dtype``.
+    """A group with storage: ``params`` in the order of ``layout.pieces``, in a flat tensor of ``dtype``.
 
     ``entries`` are the modules whose call unshards it; ``parent`` is the index of the group around it. The group is
     ``sharded`` if ``collectives`` are given: they gather it. ``in_fp32``: its parameters are fp32 among others in 16
@@ -120,9 +120,10 @@ class ParamGroup:
         self._storage_reports_stalls = self.sharded or by_copy
         # The identity of the storage, which does not depend on whether it has bytes.
         self.storage_key: int = flat.untyped_storage()._cdata
-        self._views = [flat[p.start : p.end].view(p.shape) for p in layout.pieces]
+        self._views = [piece.view_of(flat) for piece in layout.pieces]
         description = f"a parameter of group {self.name!r}"
-        self._absent = Placeholder((p.shape for p in layout.pieces), dtype, tiers.device, description)
+        forms = ((piece.shape, self.dtype_of(piece)) for piece in layout.pieces)
+        self._absent = Placeholder(forms, dtype, tiers.device, description)
         self._plain = [resharded.plain_form(type(param)) for param in self.params]
         # The versions of the parameters after the last change that the engine knows of.
         self._versions: list[int] = []
@@ -140,6 +141,10 @@ class ParamGroup:
         if self._storage is not None:
             # Last: the views above are made while the storage has bytes.
             self._storage.remove_bytes(description)
+
+    def dtype_of(self, piece: Piece) -> torch.dtype:
+        """The dtype of the parameter of ``piece``: the group's, unless it keeps its own."""
+        return piece.own_dtype or self.dtype
 
     def listen(self, listener: EditListener) -> None:
         """Call ``listener`` from now on for in-place edits, which may happen once the parameters are adopted."""

@@ -8,6 +8,14 @@ Note [Parameters that stay fp32]
       "layers.0.norm.weight", "mlp.gate" matches "layers.0.mlp.gate.weight", but not
       "layers.0.mlp.gate_proj.weight";
     - any other pattern as a shell pattern for the whole name: "*norm*".
+
+Note [Parameters that keep their dtype]
+    A frozen parameter whose elements are no numbers in 16 bits or more (integers, bool, float8, complex, and the packed
+    bytes of quantised weights, whatever their dtype says) is never cast: a cast would change its meaning, or multiply
+    its bytes. Its bytes lie in the frozen part of its group's flat tensor, beside the float parameters of the same
+    block, and the parameter is a view of them in its own dtype. So homes, shards, transfers, gathers and the plan treat
+    them as any other part of the group. Code that reads or writes values converts between elements of the parameter and
+    elements of the flat tensor: see ``Piece.own_elements`` and ``in_elements_of`` in layout.py.
 """
 
 from __future__ import annotations
@@ -28,6 +36,8 @@ from tiering.errors import EngineStateError
 log = logging.getLogger(__name__)
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NUMBERS = frozenset({*COMPUTE_DTYPES.values(), torch.float64})
+"""Dtypes of parameters that are cast to the compute dtype, trained or not."""
 # A power of two, so that only exponents change.
 FACTOR = 2.0
 
@@ -178,18 +188,30 @@ class LossScale:
             self._remaining_overflows = self._hysteresis
 
 
+def is_packed(param: Tensor) -> bool:
+    """Whether ``param`` holds the packed bytes of a quantised weight, whatever its dtype says."""
+    return getattr(param, "quant_state", None) is not None or bool(getattr(param, "bnb_quantized", False))
+
+
+def keeps_dtype(param: Tensor) -> bool:
+    """Whether ``param`` is frozen and never cast. See Note [Parameters that keep their dtype]."""
+    return not param.requires_grad and (is_packed(param) or param.dtype not in NUMBERS)
+
+
 def kept_in_fp32(model: nn.Module, config: TieringConfig) -> frozenset[nn.Parameter]:
     """The parameters of ``model`` that stay fp32; empty if the model computes in fp32. See the note above."""
     if config.precision == "fp32":
         return frozenset()
     if config.tiering.keep_fp32 == "auto":
-        return frozenset(_by_models(model, fp16=config.precision == "fp16"))
-    patterns = config.tiering.keep_fp32
-    return frozenset(
-        param
-        for name, param in _named_parameters(model)
-        if any(_matches(name, pattern) for pattern in patterns)
-    )
+        named = _by_models(model, fp16=config.precision == "fp16")
+    else:
+        patterns = config.tiering.keep_fp32
+        named = (
+            param
+            for name, param in _named_parameters(model)
+            if any(_matches(name, pattern) for pattern in patterns)
+        )
+    return frozenset(param for param in named if not keeps_dtype(param))
 
 
 def unmatched(model: nn.Module, config: TieringConfig) -> list[str]:

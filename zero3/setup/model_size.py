@@ -16,7 +16,7 @@ from zero3.device.storages import can_exchange
 from zero3.device.tiers import NvmePaths
 from zero3.params.grouping import GroupMembers, form_groups, leaf_modules
 from zero3.params.layout import FlatLayout, lay_out
-from zero3.params.precision import COMPUTE_DTYPES, kept_in_fp32
+from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype, kept_in_fp32
 from zero3.passes.gradient_parts import tied_in
 from zero3.setup.optimizer_choice import OptimizerChoice
 
@@ -57,6 +57,7 @@ def size_up(
             [(i, name, tuple(p.shape), p in trained) for i, name, p in group.params],
             _dtype_of(group, compute).itemsize,
             world_size,
+            {i: p.dtype for i, _, p in group.params if keeps_dtype(p)},
         )
         for group in members
     ]

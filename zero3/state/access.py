@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiering.errors import ConfigError, EngineStateError
 from zero3.params import resharded
-from zero3.params.layout import Piece
+from zero3.params.layout import Piece, product
 from zero3.params.param_group import ParamGroup
 from zero3.passes.hooks import OurHook
 from zero3.passes.pass_state import PassState, in_autograd
@@ -51,7 +51,7 @@ os.register_at_fork(after_in_child=_give_up_in_child)
 def gathered(
     params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool = False, rank: int = 0
 ) -> Iterator[Any]:
-    """Within the block, ``params`` (one, several, or a module's) hold their values, in the compute dtype.
+    """Within the block, ``params`` (one, several, or a module's) hold their values, in their dtype.
 
     The parameters hold copies, on the device, which no budget counts: the bytes of ``params``, and the same again for
     parameters whose ``.data`` is read without ``modify``, to detect changes. Modules that are called in the block use
@@ -175,7 +175,7 @@ class Access:
             return False
         group, piece = self.parameters.piece_of(param)
         self.before_write(group, piece)
-        whole = values.detach().expand(piece.shape).to("cpu", group.dtype).reshape(-1)
+        whole = values.detach().expand(piece.shape).to("cpu", group.dtype_of(piece)).reshape(-1)
         self._state.store_edit(group, piece, self._state.values_of_rank(0, piece, whole), in_place=True)
         return True
 
@@ -270,9 +270,12 @@ class Access:
         try:
             if not modify:
                 return f"{piece.name!r} was changed without modify=True" if edited else ""
-            has_valid_value = tuple(tensor.shape) == piece.shape and tensor.is_floating_point()
+            own = group.dtype_of(piece)
+            # A value of another dtype becomes the master; a parameter that keeps its dtype has none.
+            is_convertible = piece.own_dtype is None and tensor.is_floating_point()
+            has_valid_value = tuple(tensor.shape) == piece.shape and (tensor.dtype == own or is_convertible)
             # A tensor assigned to .data may have another dtype than the parameter, on one rank alone.
-            dtype = group.dtype if tensor.dtype == group.dtype else torch.float32
+            dtype = own if tensor.dtype == own else torch.float32
             # All ranks reach this, whatever their values are: the following depends only on the answer, which is the
             # same on all.
             dtype_on_rank = self._state.dtype_on(rank, piece, dtype if has_valid_value else None)
@@ -284,9 +287,9 @@ class Access:
                 )
             # A group that was fetched ahead has the old values.
             self._prefetcher.drop(group)
-            local_values = tensor.reshape(-1) if has_valid_value else torch.empty(piece.numel, device="cpu")
-            values = self._state.values_of_rank(rank, piece, local_values.to(dtype_on_rank))
-            if dtype_on_rank == group.dtype:
+            flat = tensor.reshape(-1) if has_valid_value else torch.empty(product(piece.shape), device="cpu")
+            values = self._state.values_of_rank(rank, piece, flat.to(dtype_on_rank))
+            if dtype_on_rank == own:
                 self._state.store_edit(group, piece, values, in_place=False)
             else:
                 self._state.set_master(group, piece, values.to("cpu", torch.float32))

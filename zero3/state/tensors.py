@@ -21,7 +21,7 @@ from zero3.device.storages import as_tensor
 from zero3.device.tiers import Home, Tiers
 from zero3.optimizer.tiles import FP32, Tile
 from zero3.params.flat_storage import retire_read
-from zero3.params.layout import FlatLayout, Piece, Segment, shard_ranges, tiles
+from zero3.params.layout import FlatLayout, Piece, Segment, in_elements_of, product, shard_ranges, tiles
 from zero3.params.param_group import ParamGroup
 from zero3.params.precision import COMPUTE_DTYPES
 from zero3.parts import Assembly
@@ -90,7 +90,7 @@ class TieredState:
             )
 
     def weights(self, model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-        """The model's ``state_dict`` with real values, in the compute dtype; tied parameters share their tensor.
+        """The model's ``state_dict`` with real values, in its parameters' dtypes; tied parameters share their tensor.
 
         Without ``keep`` this rank only takes part in the exchange with the others, and returns an empty dict.
         """
@@ -123,27 +123,30 @@ class TieredState:
         }
 
     def weight(self, group: ParamGroup, piece: Piece) -> Tensor:
-        """A copy, in host memory, of a parameter in the compute dtype."""
-        return self.weight_range(group, piece, 0, piece.numel).view(piece.shape)
+        """A copy, in host memory, of a parameter in its dtype."""
+        return self.weight_range(group, piece, 0, product(piece.shape)).view(piece.shape)
 
     def weight_range(self, group: ParamGroup, piece: Piece, first: int, numel: int) -> Tensor:
         """A copy of ``numel`` elements of a parameter from its ``first`` on, flat, in host memory."""
         # ``load`` needs staging slots, which tiles may have that were read ahead. And a GPU may still be writing
         # updates to host memory.
         self._optimizer.release_read_ahead()
-        itemsize = group.dtype.itemsize
+        dtype, itemsize = group.dtype_of(piece), group.dtype.itemsize
+        # In bytes from the start of the parameter: an element may be smaller than one of the flat tensor.
+        wanted = range(first * dtype.itemsize, (first + numel) * dtype.itemsize)
         if not group.sharded:
-            raw = self._tiers.load(group.home, (piece.start + first) * itemsize, numel * itemsize)
-            return raw.view(group.dtype)
-        values = torch.empty(numel, dtype=group.dtype, device="cpu")
+            at = piece.start * itemsize + wanted.start
+            return self._tiers.load(group.home, at, len(wanted)).view(dtype)
+        values = torch.empty(len(wanted), dtype=torch.uint8, device="cpu")
         for part in self._stored_parts(group, piece):
-            begin, end = max(first, part.first), min(first + numel, part.first + part.numel)
+            before = part.first * itemsize
+            begin, end = max(wanted.start, before), min(wanted.stop, before + part.numel * itemsize)
             if begin < end:
-                at = part.start + begin - part.first
-                raw = self._tiers.load(group.home, at * itemsize, (end - begin) * itemsize)
-                values[begin - first : end - first] = raw.view(group.dtype)
-        self._gather(group, piece, values, first)
-        return values
+                at = part.start * itemsize + begin - before
+                raw = self._tiers.load(group.home, at, end - begin)
+                values[begin - wanted.start : end - wanted.start] = raw
+        self._gather(group, piece, values, wanted.start, each=itemsize)
+        return values.view(dtype)
 
     def weight_ranges(
         self, group: ParamGroup, piece: Piece, first: int, numel: int, each: int
@@ -158,13 +161,18 @@ class TieredState:
             return
         # As in ``weight_range``.
         self._optimizer.release_read_ahead()
-        itemsize = group.dtype.itemsize
-        begin = (piece.start + first) * itemsize
-        for raw in ranges(self._tiers, group.home, begin, numel * itemsize, each * itemsize):
-            yield raw.view(group.dtype)
+        dtype = group.dtype_of(piece)
+        begin = piece.start * group.dtype.itemsize + first * dtype.itemsize
+        for raw in ranges(self._tiers, group.home, begin, numel * dtype.itemsize, each * dtype.itemsize):
+            yield raw.view(dtype)
 
     def master(self, group: ParamGroup, piece: Piece) -> Tensor:
-        """A copy, in host memory, of a parameter's fp32 master; of a frozen parameter its value in fp32."""
+        """A copy, in host memory, of a parameter's fp32 master; of a frozen parameter its value in fp32.
+
+        A parameter that keeps its dtype is returned in it.
+        """
+        if piece.own_dtype is not None:
+            return self.weight(group, piece)
         layout = self._layout.for_group(group)
         if not layout.master_itemsize or not piece.trainable:
             return self.weight(group, piece).float()
@@ -218,7 +226,7 @@ class TieredState:
         """The dtype of the values for ``piece`` on ``rank``; None if they do not fit. ``local_dtype`` is that here."""
         if self._collectives is None:
             return local_dtype
-        dtypes = (None, *COMPUTE_DTYPES.values())
+        dtypes = (None, *COMPUTE_DTYPES.values(), piece.own_dtype)
         row = torch.tensor([dtypes.index(local_dtype)], device="cpu")
         rows = self._collectives.table(row, f"tell the dtype of {piece.name!r}")
         return dtypes[int(rows[rank][0])]
@@ -280,7 +288,7 @@ class TieredState:
         self._sink.replaced(group, piece)
 
     def store_edit(self, group: ParamGroup, piece: Piece, values: Tensor, *, in_place: bool) -> None:
-        """Store an edit of a parameter: ``values`` (flat, compute dtype) become the parameter, and change its master.
+        """Store an edit of a parameter: ``values`` (flat, in its dtype) become the parameter, and change its master.
 
         An element that still equals the rounded master leaves the master unchanged, with all its bits. If the parameter
         is a half of a split master and was edited ``in_place``, the unchanged elements are unknown: then the other half
@@ -290,7 +298,10 @@ class TieredState:
         self._optimizer.release_read_ahead()
         values = values.cpu()
         layout = self._layout.for_group(group)
-        halves = layout.splits and piece.trainable
+        if not layout.master_itemsize or not piece.trainable:
+            self._store_weight(group, piece, values)
+            return
+        halves = layout.splits
         if halves and in_place and not self._warned_of_halves:
             self._warned_of_halves = True
             log.warning(
@@ -303,8 +314,6 @@ class TieredState:
         before = self.weight(group, piece).flatten() if halves and not in_place else values
         masters = self.master(group, piece).flatten() if halves and not in_place else values.float()
         self._store_weight(group, piece, values)
-        if not layout.master_itemsize or not piece.trainable:
-            return
         for tile, segment, elements in self._parts(piece):
             new_values = values[elements]
             if halves:
@@ -367,20 +376,26 @@ class TieredState:
 
     def _store_weight(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
         """Store the flat ``values``, in the parameter's dtype, in the parts that this rank keeps."""
+        if piece.own_dtype is not None:
+            values = in_elements_of(group.dtype, values)
         for part in self._stored_parts(group, piece):
             part_values = values[part.first : part.first + part.numel]
             self._patch(group.home, part.start * group.dtype.itemsize, part_values)
 
-    def _gather(self, group: ParamGroup, piece: Piece, values: Tensor, start: int = 0) -> None:
-        """Complete the flat ``values``, elements of ``piece`` from ``start`` on: each rank sends those of its shard."""
+    def _gather(self, group: ParamGroup, piece: Piece, values: Tensor, start: int = 0, each: int = 1) -> None:
+        """Complete the flat ``values`` of ``piece`` from ``start`` on: each rank sends those of its shard.
+
+        ``values`` has ``each`` entries for an element of the flat tensor, in which ``start`` counts as well.
+        """
         assert self._collectives is not None
         purpose, size = f"read {piece.name!r}", self._collectives.world.size
         # As in ``values_of_rank``.
         self._collectives.agree(purpose)
-        begin = piece.start + start
+        begin = piece.start * each + start
         for rank in range(size):
             for shard_range in shard_ranges(group.layout, size, rank):
-                first, end = max(shard_range.start, begin), min(shard_range.stop, begin + values.numel())
+                first = max(shard_range.start * each, begin)
+                end = min(shard_range.stop * each, begin + values.numel())
                 if first < end:
                     self._collectives.broadcast(values[first - begin : end - begin], rank, purpose)
 

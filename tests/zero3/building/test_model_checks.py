@@ -66,43 +66,32 @@ def no_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("storage", "precision"),
     [
+        (torch.bfloat16, "bf16"),
+        (torch.float16, "fp16"),
         (torch.bfloat16, "fp16"),
-        (torch.float16, "bf16"),
-        (torch.bfloat16, "fp32"),
         (torch.float32, "bf16"),
+        (torch.bfloat16, "fp32"),
         (torch.uint8, "bf16"),
     ],
     ids=str,
 )
-def test_packed_bytes_that_a_cast_would_destroy(
-    start: Start, no_tiers: None, storage: torch.dtype, precision: str
-) -> None:
-    model = quantised(storage)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-    with pytest.raises(ConfigError, match=rf"0\.weight.*bnb_4bit_quant_storage={dtype}"):
-        start(model, precision=precision)
-    assert torch.equal(model[0].weight.view(torch.uint8), model[0].codes)
-
-
-@pytest.mark.parametrize(("storage", "precision"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
-def test_packed_bytes_in_the_compute_dtype_are_kept(
-    start: Start, storage: torch.dtype, precision: str
-) -> None:
+def test_packed_bytes_are_kept_in_any_storage(start: Start, storage: torch.dtype, precision: str) -> None:
     """All 256 bit patterns, those of NaN among them, are there after training in each placement."""
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
     results = []
     for placement in PLACEMENTS:
         model = quantised(storage)
         fixed = {"loss_scale": 8.0}
         engine = start(model, precision=precision, fp16=fixed, accumulation=1, threshold=0, **placement)
-        x = torch.ones(2, WIDTH, dtype=storage)
+        x = torch.ones(2, WIDTH, dtype=compute)
         losses = []
         for _ in range(3):
             loss = engine(x).float().pow(2).mean()
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()
-        weight = engine.state_dict()["1.weight"].view(torch.uint8)
-        assert torch.equal(weight, model[1].codes)
+        weight = engine.state_dict()["1.weight"]
+        assert weight.dtype is storage and torch.equal(weight.view(torch.uint8), model[1].codes)
         results.append((losses, engine.state_dict()["1.offset"].tolist()))
     assert results[0] == results[1] == results[2]
     assert results[0][1] != [0.0] * WIDTH
@@ -123,6 +112,45 @@ def test_packed_bytes_that_would_be_trained(start: Start, no_tiers: None) -> Non
         start(model)
 
 
+class Int8Params(nn.Parameter):
+    """Has the name of the parameter of bitsandbytes' 8-bit layers."""
+
+
+def frozen(values: Tensor, kind: type[nn.Parameter] = nn.Parameter) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.codes = kind(values, requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: frozen(torch.ones(2, dtype=torch.complex128)),
+            r"'codes' is torch\.complex128.*no checkpoint",
+        ),
+        (
+            lambda: frozen(torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)),
+            r"'codes' is torch\.float4_e2m1fn_x2.*\.view\(torch\.uint8\)",
+        ),
+        (
+            lambda: frozen(torch.ones(2, dtype=torch.int8), Int8Params),
+            r"'codes' is an Int8Params.*load_in_4bit=True",
+        ),
+        (
+            lambda: frozen(torch.ones(2, dtype=torch.complex64)).requires_grad_(True),
+            r"'codes' is torch\.complex64 and requires a gradient.*requires_grad_\(False\)",
+        ),
+    ],
+    ids=["complex128", "float4", "8 bits of bitsandbytes", "trained complex"],
+)
+def test_frozen_bytes_that_cannot_be_kept(
+    start: Start, no_tiers: None, make: Callable[[], nn.Module], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        start(make())
+
+
 @pytest.mark.parametrize(
     ("dtype", "precision", "words"),
     [
@@ -138,7 +166,8 @@ def test_a_cast_that_was_not_asked_for_is_logged(
     start: Start, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, precision: str, words: list[str]
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].requires_grad_(False).to(dtype)
+    # A frozen float8 parameter is not cast.
+    model[0].requires_grad_(dtype.itemsize == 1).to(dtype)
     with caplog.at_level(logging.WARNING):
         start(model, precision=precision)
     (message,) = [r.getMessage() for r in caplog.records if r.name == "zero3.building.model_checks"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -325,13 +326,14 @@ def test_copies_to_the_device_have_ended_before_the_host_changes(
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_ranks_read_each_element_of_each_part_once(world_size: int) -> None:
     """Whatever ranks have saved the parts, and whoever reads them now."""
-    shapes = [(300, 70), (5,), (), (0, 3), (4096,)]
-    named = [(index, f"p{index}", shape, index != 3) for index, shape in enumerate(shapes)]
-    layout = lay_out(named, 2, world_size)
+    shapes = [(300, 70), (5,), (), (0, 3), (4096,), (301, 71), (9001,)]
+    named = [(index, f"p{index}", shape, index not in (3, 5, 6)) for index, shape in enumerate(shapes)]
+    layout = lay_out(named, 2, world_size, {5: torch.uint8, 6: torch.int64})
     params = [object() for _ in layout.pieces]
     sources, read = {}, Counter[str]()
     for param, piece in zip(params, layout.pieces, strict=True):
-        cuts = [0, piece.numel // 3, piece.numel // 2, piece.numel]
+        numel = math.prod(piece.shape)
+        cuts = [0, numel // 3, numel // 2, numel]
         sources[param] = SimpleNamespace(
             parts=[
                 SimpleNamespace(name=f"{piece.name} {start}", numel=end - start)
@@ -340,7 +342,11 @@ def test_ranks_read_each_element_of_each_part_once(world_size: int) -> None:
         )
     for rank in range(world_size):
         group = SimpleNamespace(
-            layout=layout, shard=shard(layout, world_size, rank), sharded=world_size > 1, params=params
+            layout=layout,
+            shard=shard(layout, world_size, rank),
+            sharded=world_size > 1,
+            params=params,
+            dtype=torch.bfloat16,
         )
         for part, first, end in _order([group], sources):  # type: ignore[list-item, arg-type, misc] # stand in
             assert 0 <= first < end <= part.numel

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from optim_cpu import kernels
+from tests.zero3.frozen_bytes import STEPS, frozen_model
 from tests.zero3.plain import least_budgets
 from tiering.placement.slots import FEWEST_SLOTS
 from tiering.placement.workload import Tier
 from tiering.storage import arena
 from zero3.params import flat_storage
+from zero3.params.precision import keeps_dtype
 from zero3.setup import model_size
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -110,6 +112,30 @@ def test_the_smallest_budgets_give_the_same_bits(
     assert run.losses == reference.losses
     assert differing(run.weights, reference.weights) == []
     assert differing(run.masters, reference.masters) == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_frozen_bytes_beside_floats(
+    train: Callable[..., Any], differing: Callable[..., list[str]], precision: str
+) -> None:
+    """Integers, bool, float8 and complex numbers, in the same groups as what is trained."""
+    habit = {"precision": precision, "accumulation": 1, "steps": 3}
+    built = frozen_model().state_dict()
+    reference = train(model=frozen_model(), **habit)
+    assert len({*reference.losses}) == len(reference.losses), "the reference does not train"
+    kept = {name: values for name, values in built.items() if keeps_dtype(values)}
+    assert {values.dtype for values in kept.values()} >= {*STEPS, torch.bool, torch.int64, torch.complex64}
+    assert differing({name: reference.weights[name] for name in kept}, kept) == []
+    assert all(reference.weights[name].dtype is values.dtype for name, values in kept.items())
+    placements = dict(PLACEMENTS)
+    if precision == "bf16":
+        placements = {name: placements[name] for name in ("host", "all on nvme", "smallest tiles")}
+    for name, placement in placements.items():
+        run = train(model=frozen_model(), **habit, **placement)
+        assert run.losses == reference.losses, name
+        assert run.norms == reference.norms, name
+        assert differing(run.weights, reference.weights) == [], name
+        assert differing(run.masters, reference.masters) == [], name
 
 
 def test_bits_do_not_depend_on_kernel_threads_or_instruction_set(

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from zero3.params.layout import (
     QUANTUM,
     FlatLayout,
     Piece,
+    in_elements_of,
     lay_out,
     product,
     segments,
@@ -22,12 +25,64 @@ from zero3.params.layout import (
 )
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple) | st.sampled_from([(), (0,), (64, 65), (4097,)])
+KEPT = [torch.uint8, torch.bool, torch.float8_e4m3fn, torch.int16, torch.int32, torch.int64, torch.complex64]
 flags = st.lists(st.tuples(shapes, st.booleans()), max_size=12)
 
 
 def laid_out(params: list[tuple[tuple[int, ...], bool]], itemsize: int, world_size: int) -> FlatLayout:
     named = [(10 + i, f"p{i}", shape, trainable) for i, (shape, trainable) in enumerate(params)]
     return lay_out(named, itemsize, world_size)
+
+
+@given(
+    params=st.lists(st.tuples(shapes, st.sampled_from(KEPT)), max_size=6),
+    flat=st.sampled_from([torch.bfloat16, torch.float32]),
+    world_size=st.integers(1, 5),
+)
+def test_parameters_that_keep_their_dtype(
+    params: list[tuple[tuple[int, ...], torch.dtype]], flat: torch.dtype, world_size: int
+) -> None:
+    """Their bytes are those of the views, and each shard has whole elements: all of them, once, in order."""
+    named = [(i, f"p{i}", shape, False) for i, (shape, _) in enumerate(params)]
+    dtypes = {i: dtype for i, (_, dtype) in enumerate(params)}
+    layout = lay_out([(9, "trained", (3,), True), *named], flat.itemsize, world_size, dtypes)
+    whole = torch.zeros(layout.numel, dtype=flat)
+    values = {
+        i: torch.arange(product(shape)).to(dtype).view(shape) for i, (shape, dtype) in enumerate(params)
+    }
+    for piece in layout.pieces[1:]:
+        packed = in_elements_of(flat, values[piece.index].flatten())
+        assert packed.numel() == piece.numel
+        # As integers: no rounding, and no other form of a NaN.
+        bits = {2: torch.int16, 4: torch.int32}[flat.itemsize]
+        whole.view(bits)[piece.start : piece.end] = packed.view(bits)
+    for piece in layout.pieces[1:]:
+        view = piece.view_of(whole)
+        assert view.dtype is dtypes[piece.index]
+        assert torch.equal(_bytes(view), _bytes(values[piece.index]))
+        assert view.data_ptr() % 256 == whole.data_ptr() % 256 or not view.numel()
+    elements: dict[int, list[int]] = {i: [] for i in values}
+    for rank in range(world_size):
+        prefix, rest = shard_ranges(layout, world_size, rank)
+        part_of_whole = torch.cat((whole[prefix.start : prefix.stop], whole[rest.start : rest.stop]))
+        for part in shard(layout, world_size, rank).pieces:
+            if part.index in values:
+                own = part.own_elements(part.first, part.numel, flat.itemsize)
+                raw = _bytes(part_of_whole[part.start : part.end])
+                expected = _bytes(values[part.index].flatten()[own.start : own.stop])
+                assert torch.equal(raw[: expected.numel()], expected)
+                assert raw.numel() - expected.numel() < flat.itemsize
+                elements[part.index] += own
+    assert elements == {i: list(range(value.numel())) for i, value in values.items()}
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
+def test_a_trained_parameter_has_the_dtype_of_its_group() -> None:
+    with pytest.raises(AssertionError, match="'w' is trained"):
+        lay_out([(0, "w", (2,), True)], 2, 1, {0: torch.int8})
 
 
 @given(params=flags, itemsize=st.sampled_from([2, 4]), world_size=st.integers(1, 5))

@@ -1,10 +1,10 @@
 """Placement: assigns parameters, gradients and optimizer state to tiers, once, before the first step.
 
 Pure: sizes and budgets in, a Plan out. Access is cyclic, so a fixed resident set is as good as any eviction policy;
-only its choice matters. A byte kept in host memory saves, per step, the NVMe bytes that it would move: a 16-bit
-parameter about 2 x micro-batches + 1, a gradient 2 x micro-batches, optimizer state 2. So the host budget is filled in
-that order. The remaining bytes stream through fixed windows, which are planned first, because nothing can move without
-them.
+only its choice matters. A byte kept in host memory saves, per step, the NVMe bytes that it would move: a trained 16-bit
+parameter about 2 x micro-batches + 1, a gradient and a frozen parameter 2 x micro-batches, optimizer state 2. So the
+host budget is filled in that order; at equal traffic, what is written comes first (host_filling.py). The remaining
+bytes stream through fixed windows, which are planned first, because nothing can move without them.
 
 Budgets are ceilings. A model that cannot fit is refused, with the numbers and the remedy.
 """
@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tiering.config.fields import format_need
 from tiering.config.training import format_size
 from tiering.errors import PlacementError
+from tiering.placement.host_filling import Filled, HostFilling
 from tiering.placement.plan import Budgets, Plan, ReductionRoom, Staging, SubGroup, checksum_bytes
 from tiering.placement.slots import (
     USUAL_SLOTS,
     grad_window,
+    has_to_visit,
     largest_tile,
     slots_for,
     slots_of_sizes,
     tile_and_slots,
-    tile_numel,
 )
 from tiering.placement.workload import Tier, Workload
 from tiering.storage.arena import PAGE, round_up
@@ -96,10 +97,12 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     fetch_window = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
     offload_window = 2 * _largest_arrival(load) if load.steps_copy_out else 0
     fixed.add(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
-    max_tile = largest_tile(load)
+
+    def fill(tile: int, slots: int | None) -> Filled | None:
+        return HostFilling(load, fixed.remaining(Tier.HOST), param_tiers, grad_tiers, tile, slots).run()
 
     # If the device has its own memory, updated parameters reach it through a slot.
-    filled = None if load.steps_copy_out else _fill_host(load, fixed, param_tiers, grad_tiers, max_tile, None)
+    filled = None if load.steps_copy_out else fill(largest_tile(load), None)
     if filled is None:
         # Checksums for all bytes that may go to NVMe: an upper bound, since bytes kept in host memory need none.
         fixed.add(Tier.HOST, checksum_bytes(load, _most_on_nvme(load, param_tiers, grad_tiers)), "checksums")
@@ -107,7 +110,7 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
         fixed.add(Tier.HOST, slots_for(load, tile, slots, param_tiers, grad_tiers).nbytes, "staging")
         fixed.add(Tier.HOST, grad_window(load, grad_tiers), "gradients on their way to NVMe")
         fixed.check()
-        filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, slots)
+        filled = fill(tile, slots)
     assert filled is not None
     least_working = max(
         (_chain_bytes(load, index, filled.params) for index in range(len(load.groups))), default=0
@@ -146,10 +149,14 @@ def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], lis
     """The room left after mandatory bytes, and the tier of each group's parameters and gradients."""
     fixed = _Room(budgets)
     param_tiers = [Tier.DEVICE if group.persistent else load.offload_param for group in load.groups]
-    # Groups that stay open for a whole pass would occupy the window all that time, so their gradients stay in memory.
+    # Groups that stay open for a whole pass would occupy the window all that time, so their gradients stay in memory. A
+    # frozen group has no gradients, and needs no window.
+    in_memory = [
+        open_ or not group.trainable_numel for group, open_ in zip(load.groups, _stay_open(load), strict=True)
+    ]
     grad_tiers = [
-        Tier.HOST if tier is Tier.NVME and open_ else tier
-        for tier, open_ in zip(load.optimizer_tiers, _stay_open(load), strict=True)
+        Tier.HOST if tier is Tier.NVME and stays else tier
+        for tier, stays in zip(load.optimizer_tiers, in_memory, strict=True)
     ]
     for index in _too_large_to_stream(load, grad_tiers):
         grad_tiers[index] = Tier.HOST
@@ -197,26 +204,37 @@ def _reduction(load: Workload, *, ahead: int = 0) -> ReductionRoom:
 def _largest_arrival(load: Workload) -> int:
     """Bytes of the largest group's gradients as they leave a device with its own memory."""
     if load.world_size == 1:
-        return max((group.param_bytes for group in load.groups), default=0)
+        sent = (group.trainable_numel * load.of(group).compute_itemsize for group in load.groups)
+        return max(sent, default=0)
     widest = {group: max(load.of(group).sent_itemsize, load.of(group).grad_itemsize) for group in load.groups}
     return max((load.grad_numel(group) * widest[group] for group in load.groups), default=0)
 
 
 def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]) -> None:
-    """Places groups that are too large for the device's room in host memory, if they can compute there and fit.
+    """Makes room on the device for each group and the groups around it, if some of them can compute in host memory.
 
     This is decided first, because whether a plan exists must not depend on other uses of the budget.
     """
-    for index, group in enumerate(load.groups):
-        too_large = _chain_bytes(load, index, param_tiers) > fixed.remaining(Tier.DEVICE)
-        fits_in_host = (
-            too_large
-            and load.computes_in_place(group, Tier.HOST)
-            and group.param_bytes <= fixed.remaining(Tier.HOST)
-        )
-        if fits_in_host and param_tiers[index] is Tier.NVME:
-            param_tiers[index] = Tier.HOST
-            fixed.add(Tier.HOST, group.param_bytes, f"parameters of {group.name}")
+    for index in range(len(load.groups)):
+        excess = _chain_bytes(load, index, param_tiers) - fixed.remaining(Tier.DEVICE)
+        movable = [
+            at
+            for at in load.chain(index)
+            if param_tiers[at] is Tier.NVME and load.computes_in_place(load.groups[at], Tier.HOST)
+        ]
+        # One group, or all around this one: as few bytes as possible.
+        choices = [[at] for at in movable] + [[at for at in movable if at != index]]
+        for choice in sorted(choices, key=lambda choice: _bytes_of(load, choice)):
+            nbytes = _bytes_of(load, choice)
+            if 0 < excess <= nbytes <= fixed.remaining(Tier.HOST):
+                for at in choice:
+                    param_tiers[at] = Tier.HOST
+                fixed.add(Tier.HOST, nbytes, "parameters")
+                break
+
+
+def _bytes_of(load: Workload, indices: Sequence[int]) -> int:
+    return sum(load.groups[index].param_bytes for index in indices)
 
 
 class _Room:
@@ -249,80 +267,7 @@ class _Room:
                 )
 
 
-@dataclass
-class _Filled:
-    """The use of the host budget; the tiers are in the order of the groups."""
-
-    params: list[Tier]
-    grads: list[Tier]
-    tiles: list[SubGroup]
-    staging: Staging
-
-
-def _fill_host(
-    load: Workload,
-    fixed: _Room,
-    param_tiers: Sequence[Tier],
-    grad_tiers: Sequence[Tier],
-    tile: int,
-    slots: int | None,
-) -> _Filled | None:
-    """Fills the rest of the host budget, best ratio first. With ``slots`` None, returns None unless everything fits.
-
-    Unneeded bytes of the gradient window and of slots are used too. ``cache_in_host`` false keeps parameters and state
-    out of host memory, but not gradients: these are not offloaded state, they are only spilled.
-    """
-    room = fixed.remaining(Tier.HOST)
-    params, grads = list(param_tiers), list(grad_tiers)
-    whole = True
-
-    def keep(nbytes: int, *, cached: bool = True) -> bool:
-        nonlocal room, whole
-        # SGD in fp32 has no state to move.
-        if not nbytes:
-            return True
-        if nbytes <= room and (load.cache_in_host or not cached):
-            room -= nbytes
-            return True
-        whole = False
-        return False
-
-    def saved_per_byte(index: int) -> float:
-        group = load.groups[index]
-        return sum(load.param_traffic(group)) / max(load.home_bytes(group), 1)
-
-    for index in sorted(range(len(params)), key=saved_per_byte, reverse=True):
-        if params[index] is Tier.NVME and keep(load.home_bytes(load.groups[index])):
-            params[index] = Tier.HOST
-    # Gradients without planned traffic keep their extent, for those that are not final in time.
-    streamed = [i for i, tier in enumerate(grads) if tier is Tier.NVME]
-    waiting = [i for i in streamed if slots is None or load.grad_traffic(load.groups[i])]
-    sizes = {index: load.home_grad_bytes(load.groups[index]) for index in waiting}
-    window = grad_window(load, grad_tiers) if slots is not None and waiting == streamed else 0
-    if sum(sizes.values()) <= room + window:
-        room += window
-    for index in waiting:
-        if keep(sizes[index], cached=False):
-            grads[index] = Tier.HOST
-    staging = Staging()
-    if slots is not None:
-        staging = slots_for(load, tile, slots, params, grads)
-        room += slots_for(load, tile, slots, param_tiers, grad_tiers).nbytes - staging.nbytes
-    tiles: list[SubGroup] = []
-    for index, (group, home) in enumerate(zip(load.groups, load.optimizer_tiers, strict=True)):
-        numel = load.state_numel(group)
-        # Tiles that visit the device need no host slots, so the room for host slots must not limit their size.
-        step = tile_numel(numel, largest_tile(load) if _has_to_visit(load, home, params[index]) else tile)
-        for start in range(0, numel, step):
-            end = min(start + step, numel)
-            tier = home
-            if tier is Tier.NVME and keep((end - start) * load.of(group).state_itemsize):
-                tier = Tier.HOST
-            tiles.append(SubGroup(index, start, end, tier))
-    return _Filled(params, grads, tiles, staging) if whole or slots is not None else None
-
-
-def _visits(load: Workload, filled: _Filled, room: int) -> tuple[list[SubGroup], Staging]:
+def _visits(load: Workload, filled: Filled, room: int) -> tuple[list[SubGroup], Staging]:
     """Marks the tiles that visit a GPU for their update; returns all tiles, and slots for them in ``room`` bytes there.
 
     Tiles whose state is on the GPU and whose parameters are not must visit. Of the tiles with state in host memory, the
@@ -336,7 +281,7 @@ def _visits(load: Workload, filled: _Filled, room: int) -> tuple[list[SubGroup],
         tiers = tile.tier, filled.params[tile.group], filled.grads[tile.group]
         if Tier.NVME not in tiers and tile.tier is not Tier.DEVICE:
             optional.append(tile)
-        elif _has_to_visit(load, *tiers[:2]):
+        elif has_to_visit(load, *tiers[:2]):
             required.append(tile)
     requested = load.update_on_device * sum(tile.numel for tile in optional)
     chosen, chosen_numel = list[SubGroup](), 0
@@ -368,13 +313,7 @@ def _stay_to_be_used(
     return stay
 
 
-def _has_to_visit(load: Workload, state: Tier, param: Tier) -> bool:
-    """Whether parameters in host memory must visit the GPU, which keeps their state; never from NVMe or its cache."""
-    in_host_memory = load.offload_param is param is Tier.HOST
-    return in_host_memory and state is Tier.DEVICE and not load.device_is_host
-
-
-def _visitors(load: Workload, filled: _Filled, tiles: Sequence[SubGroup], room: int) -> Staging:
+def _visitors(load: Workload, filled: Filled, tiles: Sequence[SubGroup], room: int) -> Staging:
     """Device slots for the parts of ``tiles`` that live in host memory: at least two."""
     sized = [(tile.numel, load.of(load.groups[tile.group])) for tile in tiles]
     on_host = any(tile.tier is Tier.HOST for tile in tiles)
@@ -421,13 +360,10 @@ def _most_on_nvme(load: Workload, param_tiers: Sequence[Tier], grad_tiers: Seque
 
 def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:
     """Device room for a group and its enclosing groups, as far as they must be unsharded to compute."""
-    chain = 0
-    at: int | None = index
-    while at is not None:
-        group = load.groups[at]
-        chain += 0 if load.computes_in_place(group, param_tiers[at]) else round_up(group.param_bytes)
-        at = group.parent
-    return chain
+    chain = ((load.groups[at], param_tiers[at]) for at in load.chain(index))
+    return sum(
+        round_up(group.param_bytes) for group, tier in chain if not load.computes_in_place(group, tier)
+    )
 
 
 def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> int:

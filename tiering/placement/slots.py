@@ -55,9 +55,13 @@ def slots_for(
 
     Their size is that of the largest tile that the groups are actually divided into.
     """
-    tiles = [(tile_numel(load.state_numel(group), tile), load.of(group)) for group in load.groups] or [
-        (tile, load)
-    ]
+    tiles = [
+        (
+            SMALLEST_TILE if has_to_visit(load, state, param) else tile_numel(load.state_numel(group), tile),
+            load.of(group),
+        )
+        for group, state, param in zip(load.groups, load.optimizer_tiers, param_tiers, strict=True)
+    ] or [(tile, load)]
     return slots_of_sizes(
         slots,
         state=[n * sizes.state_itemsize for n, sizes in tiles] if Tier.NVME in load.optimizer_tiers else [],
@@ -90,3 +94,9 @@ def grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
         ),
         default=0,
     )
+
+
+def has_to_visit(load: Workload, state: Tier, param: Tier) -> bool:
+    """Whether parameters in host memory must visit the GPU, which keeps their state; never from NVMe or its cache."""
+    in_host_memory = load.offload_param is param is Tier.HOST
+    return in_host_memory and state is Tier.DEVICE and not load.device_is_host

@@ -110,6 +110,13 @@ class Workload:
             can_split=False,
         )
 
+    def chain(self, index: int) -> Iterator[int]:
+        """The indices of a group and of the groups that enclose it, innermost first."""
+        at: int | None = index
+        while at is not None:
+            yield at
+            at = self.groups[at].parent
+
     def state_bytes(self, group: GroupSizes) -> int:
         """Bytes of optimizer state that a rank keeps."""
         return self.state_numel(group) * self.of(group).state_itemsize

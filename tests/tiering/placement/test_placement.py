@@ -275,6 +275,35 @@ def test_the_host_is_filled_with_what_saves_most() -> None:
     assert make_plan(load, Budgets(PLENTY, everything - 1, PLENTY)).total(NVME) > 0
 
 
+def test_at_equal_traffic_what_is_written_is_kept_before_what_is_only_read() -> None:
+    """A step of one micro-batch moves each byte of frozen blocks, and of the state of adapters, twice."""
+    frozen, adapters, state = 4 * 16 * NUMEL, 4 * 2 * NUMEL, 4 * 12 * NUMEL
+    groups = (
+        *(GroupSizes(f"frozen{i}", 16 * NUMEL, 0) for i in range(4)),
+        *(GroupSizes(f"adapters{i}", 2 * NUMEL, NUMEL) for i in range(4)),
+    )
+    load = example(groups=groups, cache_in_host=True)
+    slots = USUAL_SLOTS * SMALLEST_TILE * (12 + 2)
+    once = make_plan(load, Budgets(PLENTY, slots + 2 * adapters + state, PLENTY))
+    assert once.contents(NVME) == {"parameters": frozen}
+    assert once.nvme_traffic() == (2 * frozen, 0)
+    # With two micro-batches a frozen byte moves four times, and a byte of state twice. State has the rest of the room.
+    twice = make_plan(replace(load, micro_batches=2), once.budgets)
+    rest = (state - frozen // 2) // (12 * SMALLEST_TILE) * 12 * SMALLEST_TILE
+    assert twice.contents(NVME) == {"parameters": frozen // 2, "optimizer state": state - rest}
+
+
+def test_windows_count_what_trains() -> None:
+    """A gradient that leaves a GPU, or streams to NVMe, is as large as the trained part of its group."""
+    groups = tuple(GroupSizes(f"g{i}", 64 * NUMEL, NUMEL) for i in range(8))
+    load = example(groups=groups, device_is_host=False, fetch_by_copy=True, micro_batches=2)
+    plan = followed(load, Budgets(PLENTY, 0, PLENTY))
+    assert (plan.offload_window_bytes, plan.grad_window_bytes) == (2 * 2 * NUMEL, 2 * 2 * NUMEL)
+    assert plan.fetch_window_bytes == 2 * 64 * NUMEL
+    assert plan.staging.slot_bytes == SMALLEST_TILE * (12 + 2 + 2)
+    assert plan.total(HOST) < 2 * 64 * NUMEL + 16 * NUMEL
+
+
 def test_only_bytes_on_nvme_need_swap_space() -> None:
     plan = make_plan(example(), Budgets(PLENTY, PLENTY, PLENTY))
     assert plan.contents(NVME) == {"parameters": 3 * 2 * NUMEL, "optimizer state": 3 * 12 * NUMEL}

@@ -155,8 +155,8 @@ def alone() -> None:
     collectives.announce("gather 'a'", foreseen=True)
     gather = collectives.gather(whole, shard, "gather 'a'", after=[copied])
     streams.compute.record().wait()
-    assert gather.ended is not None
-    assert not gather.ended.done(), "compute was waited for, or the gather did not wait"
+    assert gather.end_event is not None
+    assert not gather.end_event.done(), "compute was waited for, or the gather did not wait"
     collectives.finish(gather, "gather")
     copy = whole.clone()
     assert copy.eq(1.0).all(), "compute did not wait for the gather, or the gather not for the copy"

@@ -23,7 +23,6 @@ from tiering.errors import ConfigError, EngineStateError
 from zero3.building.model_checks import check_model
 from zero3.deepspeed.distributed import discover, init_distributed
 from zero3.deepspeed.engine import DeepSpeedEngine
-from zero3.deepspeed.predecessors import end_predecessor, remember
 from zero3.loop.data_loader import TrainingLoader, make_loader
 from zero3.optimizer import schedulers
 from zero3.optimizer.client import ClientOptimizer
@@ -91,8 +90,8 @@ def initialize(
     the files have are an error, or with ``strict`` False a warning.
 
     Afterwards the model's parameters belong to the engine: outside of forward and backward, use ``gathered``.
-    If ``model`` has an open engine, or is one, that engine ends with a warning, and the new one starts with the
-    parameters (fp32 masters of a model that was in fp32).
+    If ``model`` has an open engine, or is one, as in a cell of a notebook that runs again, that engine ends with a
+    warning, and the new one starts with the parameters: with the fp32 masters of those that were in fp32.
 
     Raises ConfigError, PlacementError, WeightsError or SwapSpaceError before anything is moved. While values are moved,
     raises SwapError if a disk fails, and WeightsError if a file of weights changes or cannot be read.
@@ -108,7 +107,7 @@ def initialize(
         )
     source = _configuration(args, config, config_params)
     rank, world_size = _join(distributed_port, dist_init_required)
-    end_predecessor(model)
+    _end_engine(model)
     check_model(model)
     replaced = {"optimizer": optimizer, "scheduler": lr_scheduler}
     context = LoadContext(
@@ -136,7 +135,6 @@ def initialize(
         engine.lr_scheduler = scheduler
         engine.collate_fn = collate_fn
         engine.config = dict(report.filled)
-        remember(engine, was_fp32=context.dtype == "fp32")
         loader = None
         if training_data is not None:
             loader = make_loader(
@@ -155,6 +153,18 @@ def initialize(
         engine.close()
         raise
     return EngineParts(engine, engine.optimizer, loader, scheduler)
+
+
+def _end_engine(model: nn.Module) -> None:
+    """End the open engine of ``model``, if there is one. Raises what ``release`` raises; the engine then stays open."""
+    engine = DeepSpeedEngine.of(model)
+    if engine is not None:
+        engine.give_back("another initialize")
+        log.log(
+            _logs.once(logging.WARNING),
+            "initialize() was called for a model with an open engine: that engine has ended, and the new one continues"
+            " from the parameters, without the optimizer state",
+        )
 
 
 _SCHEDULERS = "takes a scheduler with a step() method, or a function that makes one for the optimizer"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -42,6 +43,10 @@ _GATHERS_ON_SAVE = [
 """The names of a key of the section zero_optimization."""
 
 
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DeepSpeedEngine]] = weakref.WeakKeyDictionary()
+"""The last engine of each model."""
+
+
 class DeepSpeedEngine(Engine):
     """The engine that ``initialize`` returns. It also answers under DeepSpeed's names and its module's names.
 
@@ -58,11 +63,20 @@ class DeepSpeedEngine(Engine):
         weights: Weights | None = None,
         configuration: ConfigurationStatus | None = None,
     ) -> None:
+        self._were_fp32 = {param for param in model.parameters() if param.dtype == torch.float32}
         super().__init__(model, settings, model_parameters, optimizer, weights, configuration)
+        _engines[model] = weakref.ref(self)
         self.config: dict[str, Any] = {}
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._optimizer_class = "" if optimizer is None else _name_of(optimizer)
         self._warned_of_zero_grad = False
+
+    @staticmethod
+    def of(model: nn.Module) -> DeepSpeedEngine | None:
+        """The open engine of ``model``; None if it has none."""
+        reference = _engines.get(model)
+        engine = None if reference is None else reference()
+        return None if engine is None or engine.ended else engine
 
     # Not for mypy: the engine's own code must not use attributes of a user's model.
     if not TYPE_CHECKING:
@@ -464,12 +478,12 @@ class DeepSpeedEngine(Engine):
         return self._ready.closed
 
     def destroy(self) -> None:
-        """End the engine and give the model back, as DeepSpeed does: an ordinary model in the compute dtype.
+        """End the engine and give the model back as ``give_back`` does.
 
-        The parameters go to the engine's device or, if they do not fit there, to host memory. If they do not fit there
-        either, or cannot be read (after a step that failed, or without all ranks), a warning says so, and the engine is
-        closed: ``close``, which reads no parameters, leaves a model without values. All ranks call this together. A
-        second call does nothing.
+        If host memory has no room for the masters, the parameters hold their 16-bit values there, with a warning. If
+        it has no room for these either, or they cannot be read (after a step that failed, or without all ranks), a
+        warning says so, and the engine is closed: ``close``, which reads no parameters, leaves a model without values.
+        All ranks call this together. A second call does nothing.
         """
         if self.ended:
             return
@@ -478,22 +492,36 @@ class DeepSpeedEngine(Engine):
             self.close()
             return
         try:
-            self.give_back("destroy")
+            self.give_back("destroy", or_rounded=True)
         except (DistributedError, EngineStateError, PlacementError, SwapError) as error:
             log.warning("the model has no values after destroy(), because %s", error)
             self.close()
 
-    def give_back(self, call: str, *, masters: bool = False) -> None:
-        """``release`` on behalf of ``call``: on the engine's device, or in host memory if that has no room."""
-        try:
-            self._give_back(call, None, masters=masters)
-        except PlacementError:
-            if self.device.type == "cpu":
-                raise
-            self._give_back(call, "cpu", masters=masters)
-            log.warning(
-                "after %s(), the model is in host memory: its parameters do not fit on %s", call, self.device
-            )
+    def give_back(
+        self, call: str, device: torch.device | str | None = None, *, or_rounded: bool = False
+    ) -> None:
+        """``release`` on behalf of ``call``, in the dtypes that the parameters had before ``initialize``.
+
+        Trained parameters that were in fp32 hold their masters. With ``device`` None they go to the engine's device or,
+        with a warning, to host memory if they do not fit there; with ``or_rounded``, if they do not fit there either,
+        in the compute dtype.
+        """
+        places = {self.device: "", torch.device("cpu"): "in host memory"} if device is None else {device: ""}
+        attempts = [(place, self._were_fp32, title) for place, title in places.items()]
+        if or_rounded and self.settings.precision != "fp32":
+            attempts.append(("cpu", set(), "in host memory, without its fp32 masters"))
+        place, in_fp32, _ = attempts.pop(0)
+        while True:
+            try:
+                return self._give_back(call, place, in_fp32)
+            except PlacementError as error:
+                if not attempts:
+                    raise
+                place, in_fp32, title = attempts.pop(0)
+                # The remedies after the sizes are for an engine that stays open.
+                log.warning(
+                    "%s() puts the model %s, because %s", call, title, error.message.partition(";")[0]
+                )
 
 
 def _name_of(optimizer: ClientOptimizerChoice) -> str:

@@ -460,10 +460,16 @@ class Engine:
         Raises PlacementError, with sizes and without a change, if the parameters do not fit in addition to the memory
         of the engine; EngineStateError after ``close``, while a pass is running and after a step that failed.
         """
-        self._give_back("release", device, masters=masters)
+        trained = {
+            param
+            for group in self._groups
+            for param, piece in zip(group.params, group.layout.pieces, strict=True)
+            if piece.trainable
+        }
+        self._give_back("release", device, trained if masters else set())
 
-    def _give_back(self, call: str, device: torch.device | str | None, *, masters: bool) -> None:
-        """``release``, on behalf of ``call``."""
+    def _give_back(self, call: str, device: torch.device | str | None, in_fp32: set[nn.Parameter]) -> None:
+        """``release``, on behalf of ``call``, with the parameters ``in_fp32`` in fp32."""
         if self._ready.released:
             return
         self._ready.check_between_steps(call)
@@ -473,7 +479,7 @@ class Engine:
             self._groups,
             self._state,
             target,
-            masters=masters,
+            in_fp32=in_fp32,
             frozen=self._frozen,
             collectives=self._collectives,
             local_size=self._world.local_size,

@@ -19,10 +19,10 @@ from zero3.state.whole_copies import shortage
 class Released:
     """Values of an engine's parameters on ``device``, read from the tiers while the engine is open.
 
-    In the compute dtype, or with ``masters`` the fp32 masters of trained parameters. ``frozen`` are the parameters that
-    the engine has frozen because nothing trains them; they require gradients again. ``local_size`` ranks share the host
-    memory of a node. Raises PlacementError, on every rank and before anything is read, if they do not fit on a rank in
-    addition to the memory of its engine.
+    In the compute dtype, except for those of ``in_fp32``: the fp32 masters of trained parameters, and the values of
+    others cast to fp32. ``frozen`` are the parameters that the engine has frozen because nothing trains them; they
+    require gradients again. ``local_size`` ranks share the host memory of a node. Raises PlacementError, on every rank
+    and before anything is read, if they do not fit on a rank in addition to the memory of its engine.
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class Released:
         state: TieredState,
         device: torch.device,
         *,
-        masters: bool,
+        in_fp32: set[nn.Parameter],
         frozen: list[nn.Parameter],
         collectives: Collectives | None,
         local_size: int,
     ) -> None:
         self._device = device
-        self._masters = masters
+        self._in_fp32 = in_fp32
         self._frozen = frozen
         self._check_room(groups, collectives, local_size)
         self._values: list[tuple[nn.Parameter, Tensor]] = [
-            (param, self._read(state, group, piece))
+            (param, self._read(state, param, group, piece))
             for group in groups
             for param, piece in zip(group.params, group.layout.pieces, strict=True)
         ]
@@ -57,12 +57,18 @@ class Released:
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self._device)
 
-    def _read(self, state: TieredState, group: ParamGroup, piece: Piece) -> Tensor:
-        reads_master = self._masters and piece.trainable
-        return (state.master if reads_master else state.weight)(group, piece).to(self._device)
+    def _read(self, state: TieredState, param: nn.Parameter, group: ParamGroup, piece: Piece) -> Tensor:
+        if param not in self._in_fp32:
+            return state.weight(group, piece).to(self._device)
+        read = state.master if piece.trainable else state.weight
+        return read(group, piece).to(self._device, torch.float32)
 
     def _check_room(self, groups: list[ParamGroup], collectives: Collectives | None, local_size: int) -> None:
-        nbytes = sum(self._nbytes(group, piece) for group in groups for piece in group.layout.pieces)
+        nbytes = sum(
+            piece.numel * (FP32 if param in self._in_fp32 else group.dtype.itemsize)
+            for group in groups
+            for param, piece in zip(group.params, group.layout.pieces, strict=True)
+        )
         lacking = shortage(nbytes, self._device, collectives, local_size, "release the parameters")
         if lacking is not None:
             needed, free = map(format_size, lacking)
@@ -75,9 +81,6 @@ class Released:
                 " save_16bit_model(DIR) or save_checkpoint(DIR), close() the engine and build the model again, with"
                 " initialize(weights=DIR) or load_checkpoint(DIR)"
             )
-
-    def _nbytes(self, group: ParamGroup, piece: Piece) -> int:
-        return piece.numel * (FP32 if self._masters and piece.trainable else group.dtype.itemsize)
 
 
 def target_device(requested: torch.device | str | None, engine_device: torch.device) -> torch.device:

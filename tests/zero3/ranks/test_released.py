@@ -92,11 +92,11 @@ def end_and_start_again(rank: int, nvme: Path, options: dict[str, Any]) -> list[
     """What differs from the engine's values: after destroy(), and in the engine of another initialize()."""
     engine = start(nvme, precision="bf16", **options)
     steps(engine, rank)
-    weights = engine.state_dict()
+    masters = engine.master_state_dict()
     engine.destroy()
-    lost = differing(engine.module.state_dict(), weights)
+    lost = differing({name: param.data for name, param in engine.module.named_parameters()}, masters)
     settings = config(nvme, precision="bf16", **options)
-    first = tiering.initialize(model=engine.module.float(), config=settings).engine
+    first = tiering.initialize(model=engine.module, config=settings).engine
     steps(first, rank)
     masters = first.master_state_dict()
     with tiering.initialize(model=first.module, config=settings).engine as again:

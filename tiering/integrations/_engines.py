@@ -1,11 +1,9 @@
-"""The engine of each model that a front end has started: another trainer of the same model ends it first."""
+"""The engine of a model: another trainer of the same model ends it first."""
 
 from __future__ import annotations
 
 import os
 import sys
-import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -18,19 +16,6 @@ from tiering.integrations import _ranks
 
 if TYPE_CHECKING:
     from tiering import DeepSpeedEngine
-
-_engines: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[DeepSpeedEngine], torch.dtype]]
-_engines = weakref.WeakKeyDictionary()
-"""The engine of each model, and the dtype of the model before it had the engine."""
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of most elements of floating-point parameters."""
-    elements: Counter[torch.dtype] = Counter()
-    for param in model.parameters():
-        if param.is_floating_point():
-            elements[param.dtype] += param.numel()
-    return max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
 
 
 def start(
@@ -48,36 +33,22 @@ def start(
     Raises EngineStateError if other ranks train together than the loop counts.
     """
     release(model)
-    dtype = dtype_of(model)
     with _ranks.counted(processes), nullcontext() if device is None else computing_on(device):
         engine = tiering.initialize(model=model, config=dict(config), **options).engine
-    remember(engine, dtype)
     set_synced(engine)
     return engine
 
 
-def remember(engine: DeepSpeedEngine, dtype: torch.dtype) -> None:
-    """Remember that ``engine`` has its model, whose parameters had ``dtype`` before."""
-    _engines[engine.module] = weakref.ref(engine), dtype
-
-
 def release(model: nn.Module, device: torch.device | str | None = None) -> None:
-    """End the engine of ``model``, if there is one: its parameters are ordinary again, in the dtype that they had.
+    """End the open engine of ``model``, if any: its parameters are ordinary again, in the dtypes that they had.
 
-    See ``Engine.release`` for ``device`` and errors.
+    They go to ``device``; if it is None, to the engine's device or, with a warning, to host memory if they do not fit
+    there. See ``Engine.release`` for errors.
     """
-    reference, dtype = _engines.get(model, (None, torch.float32))
-    engine = None if reference is None else reference()
+    engine = tiering.DeepSpeedEngine.of(model)
     if engine is not None:
-        engine.release(device, masters=dtype == torch.float32)
+        engine.give_back("release", device)
         set_synced(engine, False)
-    _engines.pop(model, None)
-
-
-def close(engine: DeepSpeedEngine) -> None:
-    """Close ``engine``; its model has lost its parameters."""
-    engine.close()
-    _engines.pop(engine.module, None)
 
 
 @contextmanager

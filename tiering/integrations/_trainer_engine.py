@@ -83,11 +83,9 @@ class TrainerEngines:
         _engines.release(model)
         training = training or trainer.train_dataset is not None
         optimizer = trainer.create_optimizer() if training else None
-        dtype = _engines.dtype_of(model)
         self.engine = engine = self._initialize(
             model, self.config, training=training, optimizer=optimizer, weights=self._weights
         )
-        _engines.remember(engine, dtype)
         self.traffic = Traffic(engine.snapshot)
         if training:
             trainer.optimizer = engine.as_optimizer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from torch import nn
 
 from tiering.config import ds_config
 from tiering.errors import ConfigError
-from tiering.integrations import _engines
 
 Config = Mapping[str, Any] | str | Path
 
@@ -45,7 +45,7 @@ def known(args: Any, model: nn.Module, max_steps: int) -> dict[str, Any]:
         "bf16": bool(args.bf16 or args.bf16_full_eval),
         "fp16": bool(args.fp16 or args.fp16_full_eval),
     }
-    if not any(requested.values()) and (half := _HALVES.get(_engines.dtype_of(model))):
+    if not any(requested.values()) and (half := _HALVES.get(_dtype_of(model))):
         requested[half] = True
     names = (
         *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "learning_rate"),
@@ -83,3 +83,12 @@ _REMEDIES = {
     ),
     "save_on_each_node": "remove it, and name a directory in output_dir that all nodes share",
 }
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of most elements of floating-point parameters."""
+    elements: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        if param.is_floating_point():
+            elements[param.dtype] += param.numel()
+    return max(elements, key=lambda dtype: elements[dtype], default=torch.float32)

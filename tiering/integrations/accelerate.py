@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from tiering.errors import CheckpointError, ConfigError, EngineStateError, PlacementError
+from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.integrations import _accelerator_arguments, _engines
 from tiering.integrations._accelerator_arguments import TRAINING, Config
 
@@ -261,11 +261,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
         The parameters of a model are ordinary again, if they fit in memory; otherwise they cannot be used any more.
         """
         for engine in self._by_front.values():
-            try:
-                _engines.release(engine.module)
-            except PlacementError as error:
-                log.warning("the parameters of a model are unusable after free_memory(): %s", error)
-                engine.close()
+            engine.destroy()
+            _engines.set_synced(engine, False)
         self._by_front = {}
         return super().free_memory(*objects)
 

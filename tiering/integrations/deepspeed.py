@@ -19,10 +19,8 @@ For a program that you do not change, with all processes that it starts:
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -33,17 +31,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import tiering
-from tiering.errors import EngineStateError, PlacementError
+from tiering.errors import EngineStateError
 from tiering.integrations import _deepspeed_models, _deepspeed_trainer, _ranks
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from tiering import DeepSpeedEngine, EngineParts
+    from tiering import EngineParts
 
 __all__ = ["VERSION", "install", "is_installed", "uninstall"]
-
-log = logging.getLogger(__name__)
 
 NAME = "deepspeed"
 VERSION = "0.19.8"
@@ -212,55 +208,20 @@ def _attribute(name: str) -> Any:
     return import_module(module) if module in _OWN else getattr(tiering, name)
 
 
-_lost: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-"""For a model that has lost its parameters with its engine, the reason."""
-
-
 def _initialize(
     args: Any = None, model: nn.Module | None = None, *others: Any, **options: Any
 ) -> EngineParts:
-    """``tiering.initialize``; ``destroy`` of the engine, and another ``initialize``, give the model back."""
-    from tiering.integrations import _engines
-
+    """``tiering.initialize``, which makes the process group that programs rely on, also of one process."""
     if options.get("dist_init_required") is None:
-        # Programs rely on the process group that DeepSpeed makes, also of one process.
         tiering.init_distributed(verbose=False)
     if isinstance(config := options.get("config"), Mapping):
         # trl adds keys with dots for a reference model. DeepSpeed does not read them.
         options["config"] = {
             key: value for key, value in config.items() if not key.startswith("zero_optimization.")
         }
-    if model is None:
-        return tiering.initialize(args, model, *others, **options)
-    _ranks.check_accelerate()
-    if model in _lost:
-        raise PlacementError(
-            f"{type(model).__name__} cannot be initialized again: {_lost[model]} when its engine was destroyed; build"
-            " the model again, with the weights of a checkpoint, or free memory before destroy()"
-        )
-    _engines.release(model)
-    dtype = _engines.dtype_of(model)
-    parts = tiering.initialize(args, model, *others, **options)
-    _engines.remember(parts.engine, dtype)
-    reference = weakref.ref(parts.engine)
-    parts.engine.destroy = lambda: _destroy(reference())  # type: ignore[method-assign]
-    return parts
-
-
-def _destroy(engine: DeepSpeedEngine | None) -> None:
-    """End the engine. The model is usable afterwards, as with DeepSpeed, if it fits in memory."""
-    from tiering.integrations import _engines
-
-    if engine is None:
-        return
-    try:
-        _engines.release(engine.module)
-    except (PlacementError, EngineStateError) as error:
-        if isinstance(error, PlacementError):
-            # The remedies after the sizes are for an open engine.
-            _lost[engine.module] = error.message.partition(";")[0]
-        log.warning("the parameters of the model are unusable after destroy(): %s", error)
-        _engines.close(engine)
+    if model is not None:
+        _ranks.check_accelerate()
+    return tiering.initialize(args, model, *others, **options)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

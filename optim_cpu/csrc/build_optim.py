@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = "optim_cpu/csrc"
 UNITS = (
     "kernels.c",
+    "quantized.c",
     "refuse.c",
     "rules.c",
     "dispatch.c",

@@ -16,8 +16,17 @@
  *     v_bits v_of_bits             the same bits as vi, as vf
  *     vi_set1 vi_add vi_mul vi_and vi_xor    modulo 2^32
  *     vi_srl                       shifts right by a constant, zeros in
+ *     vi_max                       of signed numbers
+ *     vi_add_if_less(vi n, vf a, vf b)    n + 1 where a < b, n elsewhere
  *     vi_iota                      0, 1, .. LANES-1
  *     vi_to_half, vi_upper_half    the lower, the upper 16 bits of each lane
+ *     vi_load_bytes                LANES bytes, zeros above
+ *     vi_store_bytes               the lower 8 bits of each lane to memory
+ *     v_from_int8                  from LANES signed bytes in memory
+ *     v_from_e4m3                  from LANES bytes in memory, times 2^-8: an fp16 has the same bits, two places up
+ *     vt, vt_load                  a table of 16 float32, from memory
+ *     vt_scale(vt, vf)             every value times a vector of equal lanes
+ *     vt_at(vt, vi)                the value at the lower 4 bits of each lane
  *     v_any_nan(vf a, vf b)        whether a lane is NaN; a unit without a cheap test returns 1
  *
  * and, for 2 * LANES elements in two vectors a and b (a `pair`), whose lanes may have an order other than memory's:
@@ -71,6 +80,21 @@ struct opt_reduction {
     int target_dtype, source_dtype, overwrite;
 };
 
+/* A part of a matrix that is decoded to dst, and its rows of the product with x. */
+struct opt_part {
+    const opt_matrix *matrix;
+    uint64_t first_row, rows, first_column, columns;
+    char *dst;
+    int dst_dtype;
+};
+
+struct opt_product {
+    const opt_matrix *matrix;
+    const float *x;
+    float *y;
+    uint64_t x_rows;
+};
+
 struct opt_kernels {
     const char *name;
     void (*step)(const opt_segment *segment, const opt_rule *rule, float grad_scale, uint64_t begin,
@@ -81,6 +105,10 @@ struct opt_kernels {
                        int overwrite);
     void (*reduce)(const struct opt_reduction *reduction, uint64_t begin, uint64_t end);
     void (*block_squares)(const void *src, int dtype, uint64_t numel, double *block_sums);
+    void (*quantize)(int format, uint8_t *codes, float *scales, const void *src, int src_dtype,
+                     uint64_t numel, uint64_t block);
+    void (*dequantize)(const struct opt_part *part, uint64_t begin, uint64_t end);    /* rows of it */
+    void (*product)(const struct opt_product *product, uint64_t begin, uint64_t end); /* rows of the matrix */
 };
 
 extern const struct opt_kernels opt_portable;
@@ -94,6 +122,16 @@ extern const struct opt_kernels opt_neon;
 const struct opt_kernels *opt_selected(void);
 
 static inline size_t opt_element_size(int dtype) { return dtype == OPT_FP32 ? 4 : 2; }
+
+/* Bytes of `numel` codes of a block format, a multiple of 32. */
+static inline uint64_t opt_code_bytes(int format, uint64_t numel)
+{
+    return format == OPT_NF4 ? numel / 2 : numel;
+}
+
+/* NF4's codebook with its midpoints, and the dynamic map of scales; all ascending. */
+extern const float opt_nf4[16], opt_nf4_midpoints[15];
+const float *opt_dynamic_map(void);
 
 /* The finalizer of splitmix64. */
 static inline uint64_t opt_mix(uint64_t x)

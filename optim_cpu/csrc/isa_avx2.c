@@ -70,12 +70,51 @@ INLINE vi vi_xor(vi a, vi b) { return _mm256_xor_si256(a, b); }
 INLINE vi vi_mul(vi a, vi b) { return _mm256_mullo_epi32(a, b); }
 INLINE vi vi_srl(vi x, const int by) { return _mm256_srli_epi32(x, by); }
 INLINE vi vi_iota(void) { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+INLINE vi vi_max(vi a, vi b) { return _mm256_max_epi32(a, b); }
+INLINE vi vi_add_if_less(vi n, vf a, vf b)
+{
+    return _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ)));
+}
 INLINE vh pack(vi x) /* each lane at most 0xFFFF */
 {
     return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
 }
 INLINE vh vi_to_half(vi x) { return pack(_mm256_and_si256(x, _mm256_set1_epi32(0xFFFF))); }
 INLINE vh vi_upper_half(vi x) { return pack(_mm256_srli_epi32(x, 16)); }
+
+typedef struct {
+    __m256 low, high; /* values 0-7 and 8-15 */
+} vt;
+
+INLINE vi vi_load_bytes(const void *address) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(address)); }
+INLINE void vi_store_bytes(void *address, vi x)
+{
+    vh halves = pack(_mm256_and_si256(x, _mm256_set1_epi32(0xFF)));
+
+    _mm_storel_epi64(address, _mm_packus_epi16(halves, halves));
+}
+INLINE vf v_from_int8(const void *address)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(address)));
+}
+INLINE vf v_from_e4m3(const void *address)
+{
+    __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(address)), 7);
+
+    return _mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16((short)0xBF80)));
+}
+INLINE vt vt_load(const float *values) { return (vt){_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8)}; }
+INLINE vt vt_scale(vt table, vf by)
+{
+    return (vt){_mm256_mul_ps(table.low, by), _mm256_mul_ps(table.high, by)};
+}
+INLINE vf vt_at(vt table, vi index)
+{
+    __m256 is_high = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)); /* bit 3 becomes the sign */
+
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, index),
+                            _mm256_permutevar8x32_ps(table.high, index), is_high);
+}
 
 INLINE vf v_sign(vf x)
 {

@@ -71,8 +71,31 @@ INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
 INLINE vi vi_mul(vi a, vi b) { return _mm512_mullo_epi32(a, b); }
 INLINE vi vi_srl(vi x, const int by) { return _mm512_srli_epi32(x, (unsigned)by); }
 INLINE vi vi_iota(void) { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+INLINE vi vi_max(vi a, vi b) { return _mm512_max_epi32(a, b); }
+INLINE vi vi_add_if_less(vi n, vf a, vf b)
+{
+    return _mm512_mask_add_epi32(n, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), n, _mm512_set1_epi32(1));
+}
 INLINE vh vi_to_half(vi x) { return _mm512_cvtepi32_epi16(x); }
 INLINE vh vi_upper_half(vi x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)); }
+
+typedef __m512 vt;
+
+INLINE vi vi_load_bytes(const void *address) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(address)); }
+INLINE void vi_store_bytes(void *address, vi x) { _mm_storeu_si128(address, _mm512_cvtepi32_epi8(x)); }
+INLINE vf v_from_int8(const void *address)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(address)));
+}
+INLINE vf v_from_e4m3(const void *address)
+{
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(address)), 7);
+
+    return _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xBF80)));
+}
+INLINE vt vt_load(const float *values) { return _mm512_loadu_ps(values); }
+INLINE vt vt_scale(vt table, vf by) { return _mm512_mul_ps(table, by); }
+INLINE vf vt_at(vt table, vi index) { return _mm512_permutexvar_ps(index, table); }
 
 INLINE vf v_sign(vf x)
 {

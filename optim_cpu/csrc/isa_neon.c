@@ -53,6 +53,63 @@ INLINE vi vi_iota(void)
 }
 INLINE vh vi_to_half(vi x) { return vmovn_u32(x); }
 INLINE vh vi_upper_half(vi x) { return vshrn_n_u32(x, 16); }
+INLINE vi vi_max(vi a, vi b)
+{
+    return vreinterpretq_u32_s32(vmaxq_s32(vreinterpretq_s32_u32(a), vreinterpretq_s32_u32(b)));
+}
+INLINE vi vi_add_if_less(vi n, vf a, vf b) { return vsubq_u32(n, vcltq_f32(a, b)); }
+
+typedef struct {
+    float32x4_t values[4];
+} vt;
+
+INLINE uint8x8_t load_bytes(const void *address)
+{
+    uint32_t bytes;
+    memcpy(&bytes, address, sizeof bytes);
+    return vcreate_u8(bytes);
+}
+INLINE vi vi_load_bytes(const void *address)
+{
+    return vmovl_u16(vget_low_u16(vmovl_u8(load_bytes(address))));
+}
+INLINE void vi_store_bytes(void *address, vi x)
+{
+    uint16x4_t halves = vmovn_u32(x);
+    uint8x8_t bytes = vmovn_u16(vcombine_u16(halves, halves));
+    uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
+    memcpy(address, &four, sizeof four);
+}
+INLINE int16x4_t load_int8(const void *address)
+{
+    return vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_bytes(address))));
+}
+INLINE vf v_from_int8(const void *address) { return vcvtq_f32_s32(vmovl_s16(load_int8(address))); }
+INLINE vf v_from_e4m3(const void *address)
+{
+    uint16x4_t wide = vshl_n_u16(vreinterpret_u16_s16(load_int8(address)), 7);
+
+    return vcvt_f32_f16(vreinterpret_f16_u16(vand_u16(wide, vdup_n_u16(0xBF80))));
+}
+INLINE vt vt_load(const float *values)
+{
+    return (vt){{v_load(values), v_load(values + 4), v_load(values + 8), v_load(values + 12)}};
+}
+INLINE vt vt_scale(vt table, vf by)
+{
+    for (int i = 0; i < 4; i++)
+        table.values[i] = vmulq_f32(table.values[i], by);
+    return table;
+}
+INLINE vf vt_at(vt table, vi index)
+{
+    uint8x16x4_t bytes = {{vreinterpretq_u8_f32(table.values[0]), vreinterpretq_u8_f32(table.values[1]),
+                           vreinterpretq_u8_f32(table.values[2]), vreinterpretq_u8_f32(table.values[3])}};
+    /* The four bytes of value i are at 4i to 4i + 3. */
+    vi at = vmlaq_u32(vi_set1(0x03020100), vi_and(index, vi_set1(15)), vi_set1(0x04040404));
+
+    return vreinterpretq_f32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(at)));
+}
 
 /* Comparisons with a NaN are false. */
 INLINE vi is_number(vf x) { return vceqq_f32(x, x); }

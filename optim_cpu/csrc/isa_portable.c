@@ -103,10 +103,39 @@ INLINE vi vi_xor(vi a, vi b) { return a ^ b; }
 INLINE vi vi_mul(vi a, vi b) { return a * b; }
 INLINE vi vi_srl(vi x, const int by) { return x >> by; }
 INLINE vi vi_iota(void) { return 0; }
+INLINE vi vi_max(vi a, vi b) { return (int32_t)a > (int32_t)b ? a : b; }
+INLINE vi vi_add_if_less(vi n, vf a, vf b) { return n + (a < b); }
 INLINE vh vi_to_half(vi x) { return (vh)x; }
 INLINE vh vi_upper_half(vi x) { return (vh)(x >> 16); }
 
 INLINE vf v_sign(vf x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
+
+typedef struct {
+    float values[16];
+} vt;
+
+INLINE vi vi_load_bytes(const void *address) { return *(const uint8_t *)address; }
+INLINE void vi_store_bytes(void *address, vi x) { *(uint8_t *)address = (uint8_t)x; }
+INLINE vf v_from_int8(const void *address) { return *(const int8_t *)address; }
+INLINE vf v_from_e4m3(const void *address)
+{
+    uint32_t byte = *(const uint8_t *)address;
+
+    return v_from_fp16((vh)((byte & 0x80) << 8 | (byte & 0x7F) << 7));
+}
+INLINE vt vt_load(const float *values)
+{
+    vt table;
+    memcpy(&table, values, sizeof table);
+    return table;
+}
+INLINE vt vt_scale(vt table, vf by)
+{
+    for (int i = 0; i < 16; i++)
+        table.values[i] *= by;
+    return table;
+}
+INLINE vf vt_at(const vt table, vi index) { return table.values[index & 15]; }
 
 INLINE void v_add_squares(vd *acc, vf x) { acc[0] += (double)x * (double)x; }
 INLINE void vd_store(double *address, vd x) { *address = x; }

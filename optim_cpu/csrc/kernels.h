@@ -61,6 +61,29 @@
  *
  * whose lower half rounds the first state and whose upper half rounds the second.
  *
+ * Block formats. A matrix of frozen weights is stored as a code for each element and a scale for each block of elements
+ * (32 to 4096 of them, a power of two, consecutive in a row). An element is decoded to  float32(value of the code * scale
+ * of the block).
+ *
+ *     NF4    16 values of a codebook, absmax 1 (QLoRA); scale = absmax of the block. 4 bits: byte i of each 16 bytes has
+ *            the codes of elements i (lower half) and i + 16 (upper half) of 32
+ *     INT8   value q, -127 to 127; scale = absmax / 127. One byte, two's complement
+ *     FP8    value of e4m3 (fn: no infinity), at most 448; scale = absmax / 448. One byte; that of NaN is never written
+ *
+ *     code = the nearest value to c = element / scale: NF4 the number of codebook midpoints m with m < c, a midpoint being
+ *     float32((a + b) / 2) of neighbours; INT8 and FP8 to nearest even. A scale below 2^-126 is stored as 0,
+ *     with codes of value 0. A block with an infinity or a NaN gets the quiet NaN as scale, and codes of value 0; a
+ *     scale that is not finite decodes to NaN.
+ *
+ * Scales are float32, or quantised once more (QLoRA's double quantisation): offset = the mean of all scales, summed in
+ * float64 in index order; d = scale - offset; for each 256 scales, group scale = max |d|, and the code of d / group scale
+ * in the dynamic map of 256 values, nearest by midpoints as above:  scale = float32(float32(map[code] * group scale) +
+ * offset). Value k = 1 to 127 above zero of the map is (2n + 18j + 9) / (20n) * 10^(i-6), where n = 2^i is the largest
+ * power of two up to k, and j = k - n; negated below zero; the last is 1.
+ *
+ * The product y = x W^T of a few rows x with the decoded W is, for each output: element i of a row is multiplied, and
+ * added to lane i % 32 in order; then the 32 lanes fold as l[i] += l[i+16], 8, 4, 2, 1. All float32. W is not stored.
+ *
  * Rules for callers. Addresses need element alignment only. Ranges must not overlap, with one exception: `out` may be
  * exactly `grad` if their dtypes have the same width. State starts as zeros. Memory is borrowed for the duration of a
  * call. Any thread may call any function at any time; calls on disjoint memory run concurrently. Functions return >= 0
@@ -68,7 +91,8 @@
  * or asserts.
  *
  * Sources: Adam, Kingma and Ba 2015; AdamW, Loshchilov and Hutter 2019; Lion, Chen et al. 2023; Adagrad, Duchi et al.
- * 2011; SGD with momentum and dampening as torch.optim.SGD has it. The hash's constants: github.com/skeeto/
+ * 2011; SGD with momentum and dampening as torch.optim.SGD has it; NF4 and double quantisation, Dettmers et al. 2023
+ * (QLoRA); the dynamic map, Dettmers 2015, with the signs of bitsandbytes; e4m3, Micikevicius et al. 2022. The hash's constants: github.com/skeeto/
  * hash-prospector, "lowbias32", issue 19.
  */
 #ifndef OPTIM_CPU_KERNELS_H
@@ -80,9 +104,13 @@
 
 enum { OPT_FP32, OPT_BF16, OPT_FP16 };
 enum { OPT_STATE_FP32, OPT_STATE_BF16, OPT_STATE_BF16_STOCHASTIC };
+enum { OPT_NF4, OPT_INT8, OPT_FP8 };
 
 #define OPT_SQUARE_BLOCK 4096
 #define OPT_MAX_THREADS 4096
+#define OPT_MIN_BLOCK 32
+#define OPT_MAX_BLOCK 4096
+#define OPT_SCALE_GROUP 256
 
 /* An optimizer with its hyperparameters at one step. Filled by opt_<optimizer>_rule; owns nothing. */
 typedef struct {
@@ -158,6 +186,37 @@ int opt_reduce(intptr_t target, int target_dtype, const intptr_t *sources, int64
  * 32 lanes fold as l[i] += l[i+16], 8, 4, 2, 1; block sums are added to `initial` in index order. The result is finite
  * if and only if `initial` and all elements are finite. */
 int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, double initial, double *result);
+
+/* A matrix in a block format. Filled by opt_matrix_init; it borrows the memory, which must live while it is used. */
+typedef struct {
+    const uint8_t *codes;
+    const float *scales; /* NULL: scale_codes, group_scales and offset instead */
+    const uint8_t *scale_codes;
+    const float *group_scales; /* one for each 256 scales */
+    const float *offset;
+    uint64_t rows, columns, block;
+    int format;
+} opt_matrix;
+
+/* columns is a multiple of block. scales: float32 if group_scales is 0, else codes of one byte. */
+int opt_matrix_init(opt_matrix *matrix, int format, int64_t rows, int64_t columns, int64_t block,
+                    intptr_t codes, intptr_t scales, intptr_t group_scales, intptr_t offset);
+
+/* Encode numel elements of src, a multiple of block, with scales in float32. */
+int opt_quantize(int format, intptr_t codes, intptr_t scales, intptr_t src, int src_dtype, int64_t numel,
+                 int64_t block);
+
+/* Encode the `count` float32 scales of a tensor: codes of one byte, group scales, and the one offset. */
+int opt_quantize_scales(intptr_t codes, intptr_t group_scales, intptr_t offset, intptr_t scales,
+                        int64_t count);
+
+/* dst = a part of the decoded matrix, row by row without gaps, rounded to dst_dtype, to nearest even. first_column and
+ * columns are multiples of the block. */
+int opt_dequantize(intptr_t dst, int dst_dtype, const opt_matrix *matrix, int64_t first_row, int64_t rows,
+                   int64_t first_column, int64_t columns);
+
+/* y = x W^T: x has `rows` rows of matrix->columns float32, y has as many rows of matrix->rows. */
+int opt_quantized_product(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix);
 
 /* The instruction set in use, chosen at first use: the widest that the CPU supports, or the one in the environment
  * variable TIERING_ISA. For an unknown or unsupported name, every kernel returns -ENOTSUP, and this function NULL. */

@@ -100,6 +100,39 @@ static uint64_t reduce_many(int pair, int64_t numel)
     return left;
 }
 
+/* A matrix of `rows` rows, encoded, decoded in part and multiplied. */
+static uint64_t quantize_and_multiply(int format, int64_t rows)
+{
+    enum { COLUMNS = 192, BLOCK = 64, X_ROWS = 3 };
+    int64_t numel = rows * COLUMNS, scales = numel / BLOCK, groups = (scales + 255) / 256;
+    uint64_t seed = (uint64_t)format, left;
+    struct array src = make_array(&seed, OPT_BF16, numel, TAME, 0);
+    struct array x = make_array(&seed, OPT_FP32, X_ROWS * COLUMNS, TAME, 0);
+    struct array y = make_array(&seed, OPT_FP32, X_ROWS * rows, TAME, 0);
+    struct array half = make_array(&seed, OPT_BF16, rows * BLOCK, TAME, 0);
+    struct array scale = make_array(&seed, OPT_FP32, scales, TAME, 0);
+    struct array group = make_array(&seed, OPT_FP32, groups, TAME, 0);
+    size_t bytes = (size_t)(format == OPT_NF4 ? numel / 2 : numel);
+    uint8_t *codes = malloc(bytes), *few = malloc((size_t)scales);
+    float offset;
+    opt_matrix matrix;
+
+    REQUIRE(codes && few);
+    REQUIRE(
+        !opt_quantize(format, (intptr_t)codes, address_of(scale), address_of(src), OPT_BF16, numel, BLOCK));
+    REQUIRE(
+        !opt_quantize_scales((intptr_t)few, address_of(group), (intptr_t)&offset, address_of(scale), scales));
+    REQUIRE(!opt_matrix_init(&matrix, format, rows, COLUMNS, BLOCK, (intptr_t)codes, (intptr_t)few,
+                             address_of(group), (intptr_t)&offset));
+    REQUIRE(!opt_dequantize(address_of(half), OPT_BF16, &matrix, 0, rows, BLOCK, BLOCK));
+    REQUIRE(!opt_quantized_product(address_of(y), address_of(x), X_ROWS, &matrix));
+    left = digest(digest(0, codes, bytes), few, (size_t)scales);
+    left = digest(digest(left, half.block, half.bytes), y.block, y.bytes);
+    free(src.block), free(x.block), free(y.block), free(half.block), free(scale.block), free(group.block);
+    free(codes), free(few);
+    return left;
+}
+
 static void *work(void *result)
 {
     uint64_t all = step_batches();
@@ -108,6 +141,7 @@ static void *work(void *result)
         all = all * 31 + accumulate_and_sum(i, i == 4 ? MANY : 33333 + i);
         all = all * 31 + reduce_many(i, i == 5 ? 222222 : 3333 * i);
         all = all * 31 + split_and_join(i * i * i * 137 + i / 2);
+        all = all * 31 + quantize_and_multiply(i % 3, 1 + i * 57);
     }
     *(uint64_t *)result = all;
     return NULL;

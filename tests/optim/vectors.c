@@ -286,6 +286,42 @@ static void square_cases(int dtype)
     }
 }
 
+/* Encoded blocks of a type, decoded, and multiplied. which: 3 * format + src_dtype. */
+static void quantize_cases(int which)
+{
+    static const int64_t shapes[][3] = {
+        {3, 64, 32}, {7, 192, 64}, {1, 4096, 4096}, {67, 1024, 64}, {0, 64, 64}};
+    int format = which / 3, dtype = which % 3;
+
+    for (int i = 0; i < 20; i++) {
+        if (!next_case())
+            continue;
+        int64_t rows = shapes[i / 4][0], columns = shapes[i / 4][1], block = shapes[i / 4][2];
+        int64_t numel = rows * columns, scales = numel / block, groups = (scales + 255) / 256;
+        uint64_t seed = (uint64_t)(i * 9 + which), left;
+        struct array src = make_array(&seed, dtype, numel, i % 2 ? WILD : TAME, 0);
+        struct array x = make_array(&seed, OPT_FP32, 7 * columns, TAME, 0);
+        uint8_t *codes = calloc((size_t)numel + 1, 1), *few = calloc((size_t)scales + 1, 1);
+        float *scale = calloc((size_t)scales + 1, 4), *group = calloc((size_t)groups + 1, 4), offset = 0;
+        float *back = calloc((size_t)numel + 1, 4), *y = calloc((size_t)(7 * rows) + 1, 4);
+        opt_matrix matrix;
+        REQUIRE(codes && few && scale && group && back && y);
+        CALL(opt_quantize(format, (intptr_t)codes, (intptr_t)scale, address_of(src), dtype, numel, block));
+        left = digest(digest(0, codes, (size_t)numel), scale, (size_t)scales * 4);
+        CALL(opt_quantize_scales((intptr_t)few, (intptr_t)group, (intptr_t)&offset, (intptr_t)scale, scales));
+        left = digest(digest(digest(left, few, (size_t)scales), group, (size_t)groups * 4), &offset, 4);
+        CALL(opt_matrix_init(&matrix, format, rows, columns, block, (intptr_t)codes,
+                             i % 4 < 2 ? (intptr_t)scale : (intptr_t)few, i % 4 < 2 ? 0 : (intptr_t)group,
+                             (intptr_t)&offset));
+        CALL(opt_dequantize((intptr_t)back, i % 3, &matrix, 0, rows, 0, columns));
+        left = digest(left, back, (size_t)numel * 4);
+        CALL(opt_quantized_product((intptr_t)y, address_of(x), 7, &matrix));
+        ran(digest(left, y, (size_t)(7 * rows) * 4));
+        free_array(src), free_array(x);
+        free(codes), free(few), free(scale), free(group), free(back), free(y);
+    }
+}
+
 static const struct {
     const char *name;
     void (*run)(int which);
@@ -337,6 +373,15 @@ static const struct {
     {"squares of fp32", square_cases, OPT_FP32},
     {"squares of bf16", square_cases, OPT_BF16},
     {"squares of fp16", square_cases, OPT_FP16},
+    {"nf4 of fp32", quantize_cases, 0},
+    {"nf4 of bf16", quantize_cases, 1},
+    {"nf4 of fp16", quantize_cases, 2},
+    {"int8 of fp32", quantize_cases, 3},
+    {"int8 of bf16", quantize_cases, 4},
+    {"int8 of fp16", quantize_cases, 5},
+    {"fp8 of fp32", quantize_cases, 6},
+    {"fp8 of bf16", quantize_cases, 7},
+    {"fp8 of fp16", quantize_cases, 8},
 };
 
 static void *run_all(void *unused)

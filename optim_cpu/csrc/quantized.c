@@ -1,0 +1,358 @@
+/* quantized.c - block formats: checks arguments, divides calls into tiles for the pool, and encodes scales, which are few. */
+
+#include <errno.h>
+#include <float.h>
+#include <pthread.h>
+
+#include "fp_environment.h"
+#include "isa.h"
+#include "pool.h"
+#include "refuse.h"
+
+enum {
+    TILE = 1 << 15, /* elements; a multiple of each block */
+    GROUPS = 64,    /* of scales in a tile */
+    MIDDLE = 127,   /* the code of 0 in the dynamic map */
+};
+
+const float opt_nf4[16] = {
+    -1.0f,
+    -0.6961928009986877f,
+    -0.5250730514526367f,
+    -0.39491748809814453f,
+    -0.28444138169288635f,
+    -0.18477343022823334f,
+    -0.09105003625154495f,
+    0.0f,
+    0.07958029955625534f,
+    0.16093020141124725f,
+    0.24611230194568634f,
+    0.33791524171829224f,
+    0.44070982933044434f,
+    0.5626170039176941f,
+    0.7229568362236023f,
+    1.0f,
+};
+
+const float opt_nf4_midpoints[15] = {
+    -0.8480963706970215f,  -0.6106328964233398f,  -0.4599952697753906f,   -0.33967941999435425f,
+    -0.23460739850997925f, -0.13791173696517944f, -0.045525018125772476f, 0.03979014977812767f,
+    0.120255246758461f,    0.2035212516784668f,   0.2920137643814087f,    0.3893125355243683f,
+    0.5016634464263916f,   0.6427869200706482f,   0.8614784479141235f,
+};
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static float dynamic_map[256]; /* only fill_map() writes it, under `once`; later it is constant */
+
+/* Not inlined: the compiler may move arithmetic across a change of the environment, but not a call. */
+static __attribute__((noinline)) double map_value(int k)
+{
+    int i = 0, n = 1;
+    double tens = 20e6;
+
+    for (; 2 * n <= k; n *= 2, i++)
+        tens /= 10;
+    return (2 * n + 18 * (k - n) + 9) / (tens * n); /* one rounding: both are whole numbers */
+}
+
+static void fill_map(void)
+{
+    fp_environment saved = fp_enter_default();
+
+    for (int k = 1; k <= MIDDLE; k++) {
+        dynamic_map[MIDDLE + k] = (float)map_value(k);
+        dynamic_map[MIDDLE - k] = -dynamic_map[MIDDLE + k];
+    }
+    dynamic_map[255] = 1;
+    fp_restore(saved);
+}
+
+const float *opt_dynamic_map(void)
+{
+    pthread_once(&once, fill_map);
+    return dynamic_map;
+}
+
+static int is_format(int format) { return format >= OPT_NF4 && format <= OPT_FP8; }
+static int is_dtype(int dtype) { return dtype >= OPT_FP32 && dtype <= OPT_FP16; }
+
+static int is_block(int64_t block)
+{
+    return block >= OPT_MIN_BLOCK && block <= OPT_MAX_BLOCK && !(block & (block - 1));
+}
+
+static int is_address(intptr_t address, size_t alignment)
+{
+    return address > 0 && address % (intptr_t)alignment == 0;
+}
+
+static int is_count(int64_t numel) { return numel >= 0 && numel <= INT64_MAX / 16; }
+
+#define ADDRESS_RULE " must be the address of memory aligned to its element"
+#define COUNT_RULE " must be a count, 0 or more"
+#define BLOCK_RULE "block must be a power of two from 32 to 4096"
+#define FORMAT_RULE "format must be NF4, INT8 or FP8"
+#define DTYPE_RULE " must be FP32, BF16 or FP16"
+
+/* Encoding. */
+
+struct quantize_run {
+    const struct opt_kernels *kernels;
+    uint8_t *codes;
+    float *scales;
+    const char *src;
+    uint64_t numel, block;
+    int format, src_dtype;
+};
+
+static void quantize_tile(void *context, uint64_t tile)
+{
+    const struct quantize_run *run = context;
+    uint64_t begin = tile * TILE, numel = run->numel - begin < TILE ? run->numel - begin : TILE;
+
+    run->kernels->quantize(
+        run->format, run->codes + opt_code_bytes(run->format, begin), run->scales + begin / run->block,
+        run->src + begin * opt_element_size(run->src_dtype), run->src_dtype, numel, run->block);
+}
+
+int opt_quantize(int format, intptr_t codes, intptr_t scales, intptr_t src, int src_dtype, int64_t numel,
+                 int64_t block)
+{
+    if (!is_format(format))
+        return opt_refuse(FORMAT_RULE);
+    if (!is_dtype(src_dtype))
+        return opt_refuse("src_dtype" DTYPE_RULE);
+    if (!is_block(block))
+        return opt_refuse(BLOCK_RULE);
+    if (!is_count(numel) || numel % block)
+        return opt_refuse("numel must be a multiple of block, 0 or more");
+    if (numel && !is_address(codes, 1))
+        return opt_refuse("codes" ADDRESS_RULE);
+    if (numel && !is_address(scales, sizeof(float)))
+        return opt_refuse("scales" ADDRESS_RULE);
+    if (numel && !is_address(src, opt_element_size(src_dtype)))
+        return opt_refuse("src" ADDRESS_RULE);
+
+    struct quantize_run run = {
+        opt_selected(),  (uint8_t *)codes, (float *)scales, (const char *)src,
+        (uint64_t)numel, (uint64_t)block,  format,          src_dtype,
+    };
+    if (!run.kernels)
+        return -ENOTSUP;
+    opt_pool_run(quantize_tile, &run, (run.numel + TILE - 1) / TILE);
+    return 0;
+}
+
+struct scales_run {
+    uint8_t *codes;
+    float *group_scales, *offset;
+    const float *scales;
+    uint64_t count;
+};
+
+/* A run with a single tile: the sum has one order. */
+static void offset_tile(void *context, uint64_t tile)
+{
+    const struct scales_run *run = context;
+    double sum = 0;
+
+    (void)tile;
+    for (uint64_t i = 0; i < run->count; i++)
+        sum += run->scales[i];
+    float offset = (float)(sum / (double)run->count);
+    /* Hardware selects sign and payload of a NaN. */
+    *run->offset = offset != offset ? __builtin_nanf("") : offset;
+}
+
+/* The number of midpoints of the map that are less than c. */
+static uint8_t nearest_code(const float *map, float c)
+{
+    int code = 0;
+
+    for (int step = 128; step; step /= 2)
+        if (code + step < 256 && (map[code + step - 1] + map[code + step]) / 2 < c)
+            code += step;
+    return (uint8_t)code;
+}
+
+static void encode_group(const struct scales_run *run, uint64_t group)
+{
+    const float *map = opt_dynamic_map(), offset = *run->offset;
+    uint64_t begin = group * OPT_SCALE_GROUP, left = run->count - begin;
+    uint64_t n = left < OPT_SCALE_GROUP ? left : OPT_SCALE_GROUP;
+    float most = 0;
+    int finite = 1;
+
+    for (uint64_t i = begin; i < begin + n; i++) {
+        float distance = __builtin_fabsf(run->scales[i] - offset);
+        finite &= distance <= FLT_MAX;
+        most = distance > most ? distance : most;
+    }
+    if (!finite) /* then the offset is not finite either, and no scale will be */
+        most = 0;
+    run->group_scales[group] = most;
+    for (uint64_t i = begin; i < begin + n; i++)
+        run->codes[i] = most > 0 ? nearest_code(map, (run->scales[i] - offset) / most) : MIDDLE;
+}
+
+static void scales_tile(void *context, uint64_t tile)
+{
+    const struct scales_run *run = context;
+    uint64_t groups = (run->count + OPT_SCALE_GROUP - 1) / OPT_SCALE_GROUP, end = (tile + 1) * GROUPS;
+
+    for (uint64_t group = tile * GROUPS; group < end && group < groups; group++)
+        encode_group(run, group);
+}
+
+int opt_quantize_scales(intptr_t codes, intptr_t group_scales, intptr_t offset, intptr_t scales,
+                        int64_t count)
+{
+    if (!is_count(count))
+        return opt_refuse("count" COUNT_RULE);
+    if (count && !is_address(codes, 1))
+        return opt_refuse("codes" ADDRESS_RULE);
+    if (count && !is_address(group_scales, sizeof(float)))
+        return opt_refuse("group_scales" ADDRESS_RULE);
+    if (!is_address(offset, sizeof(float)))
+        return opt_refuse("offset" ADDRESS_RULE);
+    if (count && !is_address(scales, sizeof(float)))
+        return opt_refuse("scales" ADDRESS_RULE);
+
+    struct scales_run run = {(uint8_t *)codes, (float *)group_scales, (float *)offset, (const float *)scales,
+                             (uint64_t)count};
+    uint64_t in_a_tile = (uint64_t)GROUPS * OPT_SCALE_GROUP;
+    *run.offset = 0;
+    if (!run.count)
+        return 0;
+    opt_pool_run(offset_tile, &run, 1);
+    opt_pool_run(scales_tile, &run, (run.count + in_a_tile - 1) / in_a_tile);
+    return 0;
+}
+
+/* Matrices. */
+
+int opt_matrix_init(opt_matrix *matrix, int format, int64_t rows, int64_t columns, int64_t block,
+                    intptr_t codes, intptr_t scales, intptr_t group_scales, intptr_t offset)
+{
+    if (!is_format(format))
+        return opt_refuse(FORMAT_RULE);
+    if (!is_block(block))
+        return opt_refuse(BLOCK_RULE);
+    if (!is_count(columns) || columns % block)
+        return opt_refuse("columns must be a multiple of block, 0 or more");
+    if (!is_count(rows) || (columns && rows > INT64_MAX / 16 / columns))
+        return opt_refuse("rows" COUNT_RULE);
+    if (rows && columns && !is_address(codes, 1))
+        return opt_refuse("codes" ADDRESS_RULE);
+    if (rows && columns && !is_address(scales, group_scales ? 1 : sizeof(float)))
+        return opt_refuse("scales" ADDRESS_RULE);
+    if (group_scales && !is_address(group_scales, sizeof(float)))
+        return opt_refuse("group_scales" ADDRESS_RULE ", or 0");
+    if (group_scales && !is_address(offset, sizeof(float)))
+        return opt_refuse("offset" ADDRESS_RULE);
+
+    *matrix = (opt_matrix){
+        .codes = (const uint8_t *)codes,
+        .scales = group_scales ? NULL : (const float *)scales,
+        .scale_codes = group_scales ? (const uint8_t *)scales : NULL,
+        .group_scales = (const float *)group_scales,
+        .offset = (const float *)offset,
+        .rows = (uint64_t)rows,
+        .columns = (uint64_t)columns,
+        .block = (uint64_t)block,
+        .format = format,
+    };
+    return 0;
+}
+
+/* The rows of about a tile's elements. */
+static uint64_t rows_of_tile(uint64_t columns) { return columns < TILE ? TILE / columns : 1; }
+
+struct dequantize_run {
+    const struct opt_kernels *kernels;
+    struct opt_part part;
+    uint64_t tile_rows;
+};
+
+static void dequantize_tile(void *context, uint64_t tile)
+{
+    const struct dequantize_run *run = context;
+    uint64_t begin = tile * run->tile_rows, left = run->part.rows - begin;
+
+    run->kernels->dequantize(&run->part, begin, begin + (left < run->tile_rows ? left : run->tile_rows));
+}
+
+int opt_dequantize(intptr_t dst, int dst_dtype, const opt_matrix *matrix, int64_t first_row, int64_t rows,
+                   int64_t first_column, int64_t columns)
+{
+    if (!is_dtype(dst_dtype))
+        return opt_refuse("dst_dtype" DTYPE_RULE);
+    if (first_row < 0 || (uint64_t)first_row > matrix->rows)
+        return opt_refuse("first_row must be a row of the matrix");
+    if (rows < 0 || (uint64_t)rows > matrix->rows - (uint64_t)first_row)
+        return opt_refuse("rows must be a count of rows of the matrix");
+    if (first_column < 0 || (uint64_t)first_column > matrix->columns ||
+        (uint64_t)first_column % matrix->block)
+        return opt_refuse("first_column must be a multiple of block in the matrix");
+    if (columns < 0 || (uint64_t)columns > matrix->columns - (uint64_t)first_column ||
+        (uint64_t)columns % matrix->block)
+        return opt_refuse("columns must be a multiple of block in the matrix");
+    if (!rows || !columns)
+        return 0;
+    if (!is_address(dst, opt_element_size(dst_dtype)))
+        return opt_refuse("dst" ADDRESS_RULE);
+
+    struct dequantize_run run = {
+        opt_selected(),
+        {
+            .matrix = matrix,
+            .first_row = (uint64_t)first_row,
+            .rows = (uint64_t)rows,
+            .first_column = (uint64_t)first_column,
+            .columns = (uint64_t)columns,
+            .dst = (char *)dst,
+            .dst_dtype = dst_dtype,
+        },
+        rows_of_tile((uint64_t)columns),
+    };
+    if (!run.kernels)
+        return -ENOTSUP;
+    opt_pool_run(dequantize_tile, &run, (run.part.rows + run.tile_rows - 1) / run.tile_rows);
+    return 0;
+}
+
+struct product_run {
+    const struct opt_kernels *kernels;
+    struct opt_product product;
+    uint64_t tile_rows;
+};
+
+static void product_tile(void *context, uint64_t tile)
+{
+    const struct product_run *run = context;
+    uint64_t begin = tile * run->tile_rows, left = run->product.matrix->rows - begin;
+
+    run->kernels->product(&run->product, begin, begin + (left < run->tile_rows ? left : run->tile_rows));
+}
+
+int opt_quantized_product(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix)
+{
+    if (!is_count(rows))
+        return opt_refuse("rows" COUNT_RULE);
+    if (!rows || !matrix->rows)
+        return 0;
+    if (!is_address(y, sizeof(float)))
+        return opt_refuse("y" ADDRESS_RULE);
+    if (matrix->columns && !is_address(x, sizeof(float)))
+        return opt_refuse("x" ADDRESS_RULE);
+
+    struct product_run run = {
+        opt_selected(),
+        {.matrix = matrix, .x = (const float *)x, .y = (float *)y, .x_rows = (uint64_t)rows},
+        matrix->columns ? rows_of_tile(matrix->columns) : TILE,
+    };
+    if (!run.kernels)
+        return -ENOTSUP;
+    opt_pool_run(product_tile, &run, (matrix->rows + run.tile_rows - 1) / run.tile_rows);
+    return 0;
+}

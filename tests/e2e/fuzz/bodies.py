@@ -112,6 +112,27 @@ class LowRank(nn.Module):
         return result
 
 
+class Coded(nn.Module):
+    """A frozen layer of bytes, two codes of 4 bits in each, whose outputs go where frozen integers say; an adapter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(2, width) / 8)
+        self.b = nn.Parameter(torch.randn(width, 2) / 8)
+        # One byte more than codes: it ends inside an element of a flat tensor.
+        codes = torch.randint(256, (width * width // 2 + 1,), dtype=torch.uint8)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.order = nn.Parameter(torch.randperm(width), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((width, 1), 1 / 32), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = x.shape[-1]
+        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=1).flatten()[: width * width]
+        weight = (codes.view(width, width).to(x.dtype) - 7.5) * self.scale
+        result: Tensor = functional.linear(x, weight)[..., self.order % width] + x @ self.a.T @ self.b.T
+        return result
+
+
 class _Product(torch.autograd.Function):
     """x @ weight, whose backward reads the parameter from where forward has kept it."""
 
@@ -169,6 +190,7 @@ BODIES: dict[str, Any] = {
     "stateful": Stateful,
     "stateful base": StatefulBase,
     "low rank": LowRank,
+    "coded": Coded,
     "by function": ByFunction,
     "normalised": Normalised,
     "recurrent": Recurrent,

@@ -22,7 +22,8 @@ def edit(run: Run, rng: random.Random) -> None:
     with tiering.gathered(params, modify=True), torch.no_grad():
         for param in params:
             part = tuple(slice(0, max(1, size // 2)) for size in param.shape)
-            (param.data if through_data else param)[part].mul_(0.75)
+            values = (param.data if through_data else param)[part]
+            values.mul_(0.75) if values.is_floating_point() else values.add_(3)
 
 
 @action(Effect.WEIGHTS)

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 import tiering
 
+from .edits import scaled
 from .run import Run
 from .table import Effect, Needs, action
 
@@ -106,13 +107,14 @@ def pickled(model: nn.Module) -> nn.Module:
 @action(Effect.NUMBERS, Needs.NO_SHARED_BLOCK)
 def call_with_copies(run: Run, rng: random.Random) -> None:
     """The model as a function of copies of its weights: torch leaves some of them in modules that have two names."""
-    copies = {name: value.requires_grad_() for name, value in _copies(run).items()}
+    copies = _copies(run)
+    tracked = [value.requires_grad_() for value in copies.values() if value.is_floating_point()]
     run.loop.eval()
     loss = functional_call(run.model, copies, run.batch(rng))
     run.loop.train()
     run.record("loss", loss)
     if not run.plan.reentrant:
-        for gradient in torch.autograd.grad(loss, [*copies.values()], allow_unused=True):
+        for gradient in torch.autograd.grad(loss, tracked, allow_unused=True):
             if gradient is not None:
                 run.record_sum("gradient of a copy", gradient)
 
@@ -120,7 +122,7 @@ def call_with_copies(run: Run, rng: random.Random) -> None:
 def _copies(run: Run) -> dict[str, Tensor]:
     state = run.loop.state_dict()
     names = {name for name, _ in run.model.named_parameters()}
-    return {name: 0.9 * value for name, value in state.items() if name in names}
+    return {name: scaled(value, 0.9) for name, value in state.items() if name in names}
 
 
 @action(Effect.WEIGHTS)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tiering import _logs
-from tiering.config.training import TieringConfig
+from tiering.config.training import TieringConfig, format_size
 from tiering.host import topology
 from tiering.placement.budgets import least_of, plan_within, resolve_budgets
 from tiering.placement.plan import Budgets, Plan
@@ -195,6 +195,9 @@ def _plan(model: nn.Module, config: TieringConfig, chosen: OptimizerChoice, rank
         log.log(
             _logs.once(logging.INFO), "%d parameters stay fp32 (tiering.keep_fp32)", len(sized.kept_in_fp32)
         )
+    if sized.own_dtypes:
+        sizes = ", ".join(f"{format_size(nbytes)} of {dtype}" for dtype, nbytes in sized.own_dtypes.items())
+        log.log(_logs.once(logging.INFO), "frozen parameters that keep their dtype: %s", sizes)
     return _Planned(sized, nvme, plan)
 
 

@@ -5,6 +5,7 @@ Only names, shapes and dtypes are read, so the model may be on the meta device.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from tiering.placement.workload import GroupSizes, StateKept, Workload, make_wor
 from zero3.device.storages import can_exchange
 from zero3.device.tiers import NvmePaths
 from zero3.params.grouping import GroupMembers, form_groups, leaf_modules
-from zero3.params.layout import FlatLayout, lay_out
+from zero3.params.layout import FlatLayout, lay_out, product
 from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype, kept_in_fp32
 from zero3.passes.gradient_parts import tied_in
 from zero3.setup.optimizer_choice import OptimizerChoice
@@ -35,6 +36,16 @@ class SizedModel:
     reduce_dtype: torch.dtype
     workload: Workload
     kept_in_fp32: frozenset[nn.Parameter]
+
+    @property
+    def own_dtypes(self) -> dict[torch.dtype, int]:
+        """Bytes of the frozen parameters that keep their dtype, by dtype."""
+        nbytes: Counter[torch.dtype] = Counter()
+        for layout in self.layouts:
+            for piece in layout.pieces:
+                if piece.own_dtype is not None:
+                    nbytes[piece.own_dtype] += product(piece.shape) * piece.own_dtype.itemsize
+        return dict(nbytes)
 
 
 def size_up(

@@ -15,6 +15,7 @@ import tiering
 from tests.zero3.frozen_bytes import FrozenModel, frozen_model
 from tiering.checkpoint.conversion import to_checkpoint, to_weights
 from tiering.checkpoint.reader import open_checkpoint
+from tiering.config.fields import format_size
 from tiering.errors import CheckpointError, ConfigError, EngineStateError, WeightsError
 from tiering.placement.workload import Tier
 from tiering.weights.files import open_weights
@@ -45,10 +46,13 @@ def step(engine: Any, micro_batches: Callable[..., Any], seed: int = 7) -> float
     return float(loss.item())
 
 
-def test_the_plan_counts_their_bytes_once(start: Start) -> None:
+def test_the_plan_counts_their_bytes_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """As many bytes as they have, in the group of their block, and no gradients or optimizer state."""
-    engine = start(frozen_model(), threshold=0, **STREAMED)
+    with caplog.at_level("INFO"):
+        engine = start(frozen_model(), threshold=0, **STREAMED)
     model = frozen_model()
+    packed = sum(p.nbytes for p in model.parameters() if p.dtype is torch.uint8)
+    assert f"{format_size(packed)} of torch.uint8" in caplog.text
     plan = engine.plan
     for number, block in enumerate(model.blocks):
         index = [group.name for group in plan.workload.groups].index(f"blocks.{number}")
@@ -205,3 +209,16 @@ def test_patterns_of_keep_fp32_leave_them_alone(start: Start) -> None:
     weights = engine.state_dict()
     assert weights["blocks.1.up.a"].dtype is torch.float32
     assert torch.equal(weights[NAME], frozen_model().get_parameter(NAME))
+
+
+def test_a_teacher_of_bytes_computes_without_an_optimizer(
+    start: Start, micro_batches: Callable[..., Any]
+) -> None:
+    """Only codes and frozen floats, with nothing that trains, on NVMe."""
+    ((tokens, targets),) = micro_batches(1)
+    losses = []
+    for where in (IN_PLACE, {"offload_param": "nvme", "cache_in_host": False}):
+        engine = start(frozen_model().requires_grad_(False), rule=None, threshold=0, **where)
+        with torch.no_grad():
+            losses.append([engine(tokens, targets).item() for _ in range(2)])
+    assert losses[0] == losses[1]

@@ -423,9 +423,9 @@ class DeepSpeedEngine(Engine):
 
         A ``save_filename`` of a pickle file, as DeepSpeed's scripts have it, is changed to a safetensors name:
         pytorch_model.bin becomes model.safetensors. Parameters are written in their compute dtype; those of an fp32
-        model in the autocast dtype, or bf16. Buffers, packed quantised weights and parameters of ``tiering.keep_fp32``
-        keep their dtype. All ranks call this together. Raises CheckpointError, on all ranks, if the file cannot be
-        written.
+        model in the autocast dtype, or bf16. Buffers, parameters of ``tiering.keep_fp32`` and frozen parameters of
+        other dtypes (integers, float8, packed codes) keep their dtype. All ranks call this together. Raises
+        CheckpointError, on all ranks, if the file cannot be written.
         """
         return self._files.save_16bit_model(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.zero3.conftest import batches
+from tests.zero3.frozen_bytes import frozen_model
 from tiering.errors import ConfigError, EngineStateError
 from zero3.passes.pass_state import PassState
 from zero3.state.parameters import Parameters
@@ -334,3 +335,23 @@ def test_a_wrapped_model_is_refused_at_initialize(start: Start) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ConfigError, match=r"the model is wrapped by torch\.compile"):
         start(torch.compile(model, backend="eager"))
+
+
+@pytest.mark.slow
+def test_compiled_blocks_read_frozen_bytes(start: Start) -> None:
+    """Codes and integers, wherever they live, without a graph break."""
+    results = []
+    for where in ({}, STREAMED):
+        model = frozen_model()
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend=BACKEND)
+        engine = start(model, threshold=0, accumulation=1, **where)
+        losses = []
+        for tokens, targets in batches(3):
+            loss = engine(tokens, targets)
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        results.append((losses, [values.tolist() for values in engine.master_state_dict().values()]))
+    assert results[0] == results[1]
+    assert len({*results[0][0]}) == 3

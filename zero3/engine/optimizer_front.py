@@ -90,6 +90,7 @@ class OptimizerFront(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the gradients of the next ``step`` to ``max_norm``; returns their norm, unscaled, before clipping.
 
+        Of gradients that are not finite, it is infinity or NaN, as torch's.
         ``gradient_clipping`` of the configuration applies, too: the lower norm counts. All ranks call this together,
         after the last backward. Raises ConfigError if ``max_norm`` is not above 0, or with tiering.step_in_backward,
         and EngineStateError without a backward since the last step.

@@ -71,11 +71,6 @@ class _Sums:
     saving: int
 
 
-def _root(squares: float) -> float:
-    """The norm; not finite exactly when ``squares`` is not."""
-    return math.sqrt(squares) if math.isfinite(squares) else math.nan
-
-
 class Update:
     """Updates the parameters of ``groups``.
 
@@ -305,7 +300,7 @@ class Update:
         squares = self._gradients.sum_of_squares()
         bad = None if math.isfinite(squares) else self._gradients.first_not_finite()
         if self._collectives is None:
-            return _Sums(_root(squares), bad.name if bad is not None else "", loss, stop, saving)
+            return _Sums(math.sqrt(squares), bad.name if bad is not None else "", loss, stop, saving)
         index, loss_figure = -1 if bad is None else bad.index, math.nan if loss is None else loss
         options = hyperparameters.described(self._optimizer.param_groups, self._optimizer.defaults)
         local = _RankFigures(
@@ -331,7 +326,7 @@ class Update:
         average = None if loss is None else sum(each.loss for each in figures) / len(figures)
         stop_signal = next((int(each.stop) for each in figures if each.stop), 0)
         return _Sums(
-            _root(total),
+            math.sqrt(total),
             self._names.get(int(first), ""),
             average,
             stop_signal,

@@ -219,6 +219,18 @@ def test_clipping_by_the_loop(start: Start, configured: float) -> None:
         torch.testing.assert_close(master, expected.masters[name], rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_the_norm_of_an_overflow_is_that_of_torch(start: Start, value: float) -> None:
+    engine = start(accumulation=1, precision="fp16", fp16={"loss_scale": 64})
+    ((tokens, targets),) = batches(1)
+    engine.backward(engine(tokens, targets))
+    spoilt = engine.get_fp32_gradient("blocks.0.up.weight")
+    spoilt[1, 2] = value
+    engine.set_fp32_gradient("blocks.0.up.weight", spoilt)
+    expected = float(nn.utils.get_total_norm([spoilt]))
+    assert engine.as_optimizer().clip_grad_norm_(1.0) == pytest.approx(expected, nan_ok=True)
+
+
 def test_clipping_is_refused_where_it_would_do_nothing(start: Start) -> None:
     optimizer = start(accumulation=1).as_optimizer()
     with pytest.raises(EngineStateError, match="without a backward since the last step"):

@@ -205,10 +205,11 @@ class Access:
         if not self._warned_of_gradients:
             self._warned_of_gradients = True
             log.warning(
-                "%r.grad was read: it is None, because the engine takes gradients as they arrive. To clip, set"
-                ' "gradient_clipping" in the configuration; to drop gradients, call optimizer.zero_grad(); to read'
-                " them, call get_global_grad_norm() or get_fp32_gradient(name) of the engine; to replace one, call"
-                " set_fp32_gradient(name, values)",
+                "%r.grad was read: it is None, because the engine takes gradients as they arrive. To read one, call"
+                " tiering.utils.safe_get_full_grad(param) between backward and step; to replace one,"
+                " tiering.utils.safe_set_full_grad(param, values); for the norm of all, get_global_grad_norm() of the"
+                ' engine. To clip, set "gradient_clipping" in the configuration, or use the clipping of the trainer; to'
+                " drop gradients, call optimizer.zero_grad()",
                 piece.name,
             )
 
@@ -230,7 +231,7 @@ class Access:
             raise EngineStateError(
                 f"{piece.name!r}.grad was read as None while the engine had the gradient, and is assigned now: a value"
                 " that was computed from None would replace the gradient. Read it with"
-                f" engine.get_fp32_gradient({piece.name!r}), and replace it with engine.set_fp32_gradient"
+                " tiering.utils.safe_get_full_grad(param), and replace it with safe_set_full_grad(param, values)"
             )
         self._read_as_none.discard(param)
         self._on_gradient(group, piece, values)

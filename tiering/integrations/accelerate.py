@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from tiering import _logs
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.integrations import _accelerator_arguments, _engines
 from tiering.integrations._accelerator_arguments import TRAINING, Config
@@ -94,6 +95,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
         self._precision = _accelerator_arguments.precision(self._config, mixed_precision)
         self._by_front: dict[nn.Module, DeepSpeedEngine] = {}
         self._is_saving = False
+        self._warned_of_clipping = False
         steps = _accelerator_arguments.accumulation(self._config)
         if steps is not None and "gradient_accumulation_plugin" not in kwargs:
             kwargs.setdefault("gradient_accumulation_steps", steps)
@@ -251,9 +253,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
         """``optimizer``, if ``prepare`` has returned it. Raises ConfigError for any other."""
         if isinstance(optimizer, EngineOptimizer):
             return optimizer
-        raise ConfigError(
-            "prepare() got an optimizer without its model; pass both in one call: accelerator.prepare(model, optimizer)"
-        )
+        raise ConfigError(_WITHOUT_MODEL)
 
     def free_memory(self, *objects: Any) -> Any:
         """End the engines, and then free memory as accelerate does.
@@ -296,8 +296,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
     ) -> torch.Tensor:
         """Clip in the next step of the optimizer; returns the norm before clipping.
 
-        ``parameters`` are all parameters of one prepared model. Raises ConfigError for others and for other norms, and
-        where ``clip_grad_norm_`` of the engine's optimizer does.
+        ``parameters`` are all parameters of one prepared model. The step clips the sum of all micro-batches once: calls
+        before the last micro-batch of an update only return the norm so far, with a warning. Raises ConfigError for
+        other parameters and norms, and where ``clip_grad_norm_`` of the engine's optimizer does.
         """
         clipped = {
             id(param) for param in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)
@@ -320,6 +321,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
             )
         if float(norm_type) != 2:
             raise ConfigError(f"unsupported norm_type={norm_type}; an engine clips to the 2-norm")
+        if not self.sync_gradients and not self._warned_of_clipping:
+            self._warned_of_clipping = True
+            log.log(
+                _logs.once(logging.WARNING),
+                "clip_grad_norm_ was called before the last micro-batch of an update. The gradients are clipped once,"
+                " as a sum, in the step of the optimizer; without tiering, each call clips what has accumulated until"
+                " then. Call it in a block `if accelerator.sync_gradients:`",
+            )
         return torch.tensor(engines[0].as_optimizer().clip_grad_norm_(max_norm))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -419,16 +428,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
         return [(f"{TAG}_{number}" if number else TAG, engine) for number, engine in enumerate(engines)]
 
 
+_WITHOUT_MODEL = (
+    "prepare() got an optimizer without its model; call accelerator.prepare(model, optimizer) with both"
+)
+
+
 def _matched(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[tuple[nn.Module, Any]]:
     """Each model with the optimizer of its parameters, or None."""
     optimizers_of: dict[int, list[Any]] = {id(model): [] for model in models}
     for optimizer in optimizers:
         params = _parameters(optimizer)
         owners = [model for model in models if not params.isdisjoint(map(id, model.parameters()))]
-        if len(owners) != 1:
+        if not owners:
+            raise ConfigError(_WITHOUT_MODEL)
+        if len(owners) > 1:
             raise ConfigError(
-                f"prepare() got an optimizer with parameters of {len(owners)} of its models; pass each model and its"
-                " own optimizer in one call: accelerator.prepare(model, optimizer)"
+                f"prepare() got an optimizer with parameters of {len(owners)} models; each model has an engine of its"
+                " own, which keeps its optimizer: make an optimizer for each model, or prepare one nn.Module whose"
+                " forward calls all of them"
             )
         optimizers_of[id(owners[0])].append(optimizer)
     most = max(map(len, optimizers_of.values()), default=0)

@@ -223,11 +223,18 @@ def test_the_environment_names_the_configuration(tmp_path: Path, monkeypatch: py
     assert Accelerator(cpu=True).gradient_accumulation_steps == 8
 
 
+def another_with_its_optimizer(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Another model, and an optimizer of both."""
+    other = nn.Linear(2, 2)
+    return other, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
-        (lambda model, optimizer: (optimizer,), "parameters of 0 of its models"),
+        (lambda model, optimizer: (optimizer,), "an optimizer without its model"),
         (lambda model, optimizer: (model, optimizer, optimizer), "2 optimizers of a model"),
+        (lambda model, optimizer: (model, *another_with_its_optimizer(model)), "parameters of 2 models"),
         (lambda model, optimizer: (model, DummyOptim(model.parameters())), "no section 'optimizer'"),
     ],
 )
@@ -235,6 +242,7 @@ def test_prepare_refuses(objects: Any, message: str, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with accelerator(config("device", tmp_path)) as made, pytest.raises(ConfigError, match=message):
         made.prepare(*objects(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert type(model.weight) is nn.Parameter, "a refused model is an ordinary one"
 
 
 def test_a_prepared_model_is_prepared_again_after_free_memory(tmp_path: Path) -> None:
@@ -250,6 +258,27 @@ def test_a_prepared_model_is_prepared_again_after_free_memory(tmp_path: Path) ->
         made.backward(prepared(torch.ones(1, 2)).sum())
         stepped.step()
         assert made.unwrap_model(prepared).weight.allclose(before - 0.1)
+
+
+def test_clipping_before_the_last_micro_batch_only_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its norm is that of accelerate without the engine; the step clips once."""
+
+    def norms(settings: Any) -> list[float]:
+        with accelerator(settings) as made:
+            model, _, loader, _ = made.prepare(*parts())
+            found = []
+            for _, batch in zip(range(2), loader, strict=False):
+                with made.accumulate(model):
+                    made.backward(model(**batch).loss)
+                    found.append(float(made.clip_grad_norm_(model.parameters(), 10.0)))
+            return found
+
+    expected = norms(None)
+    assert norms(config("nvme", tmp_path)) == pytest.approx(expected, rel=1e-6)
+    (message,) = [record.getMessage() for record in caplog.records if "clip_grad_norm_" in record.msg]
+    assert "`if accelerator.sync_gradients:`" in message
 
 
 def test_clipping_refuses_what_an_engine_cannot_do(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optim_cpu.formats import STATE_FORMATS
 from optim_cpu.kernels import DType, Rule, StateFormat, StepBatch
 from optim_cpu.masters import HALVES, fit_master, master_keys
 from optim_cpu.memory_order import in_order_of, is_dense, same_order
@@ -38,7 +39,7 @@ class Form:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.format is StateFormat.FP32 else torch.bfloat16
+        return STATE_FORMATS[self.format].dtype
 
 
 @dataclass(eq=False, slots=True)

@@ -320,5 +320,5 @@ def test_the_binary_holds_no_fused_multiply_add() -> None:
 
 
 def test_kernels_load_without_torch() -> None:
-    done = run_python("import sys, optim_cpu.kernels; print('torch' in sys.modules, 'numpy' in sys.modules)")
+    done = run_python("import sys, optim_cpu.formats; print('torch' in sys.modules, 'numpy' in sys.modules)")
     assert done.stdout == "False False\n"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optim_cpu import kernels
-from optim_cpu.formats import round_parameters
+from optim_cpu.formats import STATE_FORMATS, round_parameters
 from optim_cpu.kernels import StateFormat
 from tiering.placement.plan import SubGroup
 from tiering.placement.workload import Workload
@@ -57,7 +57,7 @@ class StateLayout:
         return numel * self.master_itemsize + (number * numel + inside) * self.moment_format.itemsize
 
     def moment_dtype(self) -> torch.dtype:
-        return torch.float32 if self.moment_format is StateFormat.FP32 else torch.bfloat16
+        return STATE_FORMATS[self.moment_format].dtype
 
     def store_moment(self, values: Tensor, into: Tensor) -> None:
         """Write fp32 ``values`` as a moment to the bytes ``into``; in bf16 rounded to the nearest."""

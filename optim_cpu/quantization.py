@@ -1,0 +1,207 @@
+"""Block formats on tensors: encode on the CPU, decode and multiply on any device.
+
+A decoded weight has the same bits on each device: on the CPU the kernels compute it, elsewhere torch operations that
+round at the same places.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from optim_cpu import kernels
+from optim_cpu.formats import QuantizedFormat
+from optim_cpu.kernels import SCALE_GROUP, BlockFormat, DType, QuantizedMatrix
+
+DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+"""The dtypes that are encoded, and those to which the kernels decode."""
+
+FEW_ROWS = 8
+"""Rows of inputs up to which a product is computed from the codes; more share a decoded weight."""
+
+CHUNK = 1 << 22
+"""Elements of a weight that are decoded at once: they stay in the last-level cache until the product has used them."""
+
+
+def encode_blocks(form: QuantizedFormat, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of ``values``, (..., columns), and its float32 scales, (..., columns / block), on the CPU.
+
+    Raises TypeError for a dtype that is not float32, bfloat16 or float16, and ValueError for a number of columns that
+    is no multiple of the block, or for an element that is not finite.
+    """
+    if values.dtype not in DTYPES:
+        raise TypeError(f"the values are {values.dtype}; they must be float32, bfloat16 or float16")
+    block, columns = form.group_size, values.shape[-1]
+    if columns % block:
+        raise ValueError(f"the last dimension is {columns}; it must be a multiple of the block size, {block}")
+    source = values.detach().cpu().contiguous()
+    codes = torch.empty((*values.shape[:-1], columns // form.code_elements), dtype=torch.uint8, device="cpu")
+    scales = torch.empty((*values.shape[:-1], columns // block), device="cpu")
+    kernels.quantize(
+        form.code, codes.data_ptr(), scales.data_ptr(), source.data_ptr(), DTYPES[source.dtype], source.numel(), block
+    )  # fmt: skip
+    if not scales.isfinite().all():
+        raise ValueError("an element is infinite or NaN, which a block format cannot store")
+    return codes, scales
+
+
+def encode_scales(form: QuantizedFormat, scales: Tensor) -> Tensor:
+    """The bytes of all ``scales`` of a tensor, flat: in float32, or offset, group scales and codes."""
+    flat = scales.contiguous().view(-1)
+    if not form.double_quantised:
+        return flat.view(torch.uint8)
+    count = flat.numel()
+    encoded = torch.empty(form.scale_bytes(count * form.group_size), dtype=torch.uint8, device="cpu")
+    offset, group_scales, codes = _parts(encoded, count)
+    kernels.quantize_scales(
+        codes.data_ptr(), group_scales.data_ptr(), offset.data_ptr(), flat.data_ptr(), count
+    )
+    return encoded
+
+
+def decode(
+    form: QuantizedFormat, codes: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """All values of an encoded tensor in ``dtype`` (None: float32), on the device of its codes."""
+    shape = (*codes.shape[:-1], codes.shape[-1] * form.code_elements)
+    weight = Weight(form, codes, scales)
+    return weight.decoded(dtype or torch.float32).view(shape)
+
+
+class Weight:
+    """An encoded matrix, or a stack of them, whose rows are then one after the other. Borrows its tensors.
+
+    ``codes`` has the shape (..., rows, bytes), ``scales`` is flat. Both are contiguous, of uint8, on one device.
+    """
+
+    def __init__(self, form: QuantizedFormat, codes: Tensor, scales: Tensor) -> None:
+        self._form = form
+        self._codes = codes
+        # A tensor's bytes may begin anywhere in a group of parameters.
+        self._scales = scales if scales.data_ptr() % 4 == 0 else scales.clone()
+        self.columns = codes.shape[-1] * form.code_elements
+        self.rows = codes.numel() // max(codes.shape[-1], 1)
+
+    def decoded(
+        self,
+        dtype: torch.dtype,
+        rows: slice = slice(None),
+        columns: slice = slice(None),
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The values of a part in ``dtype``, rounded to nearest even. ``columns`` begin and end at blocks.
+
+        ``out`` receives them if it is given: flat memory of the dtype with room for them, on the CPU.
+        """
+        first, end, _ = rows.indices(self.rows)
+        left, right, _ = columns.indices(self.columns)
+        shape = (end - first, right - left)
+        if self._codes.device.type != "cpu":
+            return self._by_torch(first, end, left, right).to(dtype)
+        if dtype not in DTYPES:
+            return self.decoded(torch.float32, rows, columns).to(dtype)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device="cpu")
+        into = out.view(-1)[: shape[0] * shape[1]].view(shape)
+        kernels.dequantize(
+            into.data_ptr(), DTYPES[dtype], self._matrix(), (first, shape[0]), (left, shape[1])
+        )
+        return into
+
+    def product(self, x: Tensor) -> Tensor:
+        """``x W^T``: (inputs, columns) to (inputs, rows), in the dtype of ``x``. The shape alone selects the way."""
+        if x.device.type != "cpu" or x.dtype not in DTYPES:
+            return x @ self.decoded(x.dtype).t()
+        if x.shape[0] <= FEW_ROWS:
+            wide = x.float().contiguous()
+            y = torch.empty((x.shape[0], self.rows), device="cpu")
+            kernels.quantized_product(y.data_ptr(), wide.data_ptr(), x.shape[0], self._matrix())
+            return y.to(x.dtype)
+        y = torch.empty((x.shape[0], self.rows), dtype=x.dtype, device="cpu")
+        step = max(CHUNK // max(self.columns, 1), 64)
+        room = torch.empty(min(step, self.rows) * self.columns, dtype=x.dtype, device="cpu")
+        for row in range(0, self.rows, step):
+            part = slice(row, row + step)
+            torch.mm(x, self.decoded(x.dtype, rows=part, out=room).t(), out=y[:, part])
+        return y
+
+    def transposed_product(self, y: Tensor) -> Tensor:
+        """``y W``: (inputs, rows) to (inputs, columns), in the dtype of ``y``. Each sum is one of torch's."""
+        if y.device.type != "cpu" or y.dtype not in DTYPES:
+            return y @ self.decoded(y.dtype)
+        x = torch.empty((y.shape[0], self.columns), dtype=y.dtype, device="cpu")
+        block = self._form.group_size
+        step = max(CHUNK // max(self.rows, 1) // block, 1) * block
+        room = torch.empty(self.rows * min(step, self.columns), dtype=y.dtype, device="cpu")
+        for column in range(0, self.columns, step):
+            part = slice(column, column + step)
+            torch.mm(y, self.decoded(y.dtype, columns=part, out=room), out=x[:, part])
+        return x
+
+    def _matrix(self) -> QuantizedMatrix:
+        codes, scales = self._codes.data_ptr(), self._scales.data_ptr()
+        form, group_scales, offset = self._form, 0, 0
+        if form.double_quantised:
+            parts = _parts(self._scales, self.rows * self.columns // form.group_size)
+            offset, group_scales, scales = (part.data_ptr() for part in parts)
+        return QuantizedMatrix(
+            form.code, self.rows, self.columns, form.group_size, codes=codes, scales=scales, group_scales=group_scales,
+            offset=offset,
+        )  # fmt: skip
+
+    def _by_torch(self, first: int, end: int, left: int, right: int) -> Tensor:
+        form, per_row = self._form, self.columns // self._form.group_size
+        at = slice(left // form.code_elements, right // form.code_elements)
+        codes = self._codes.view(self.rows, -1)[first:end, at]
+        scales = self._scales_by_torch().view(self.rows, per_row)
+        scales = scales[first:end, left // form.group_size : right // form.group_size]
+        values = _values(form.code, codes.reshape(*scales.shape, -1))
+        return (values * scales.unsqueeze(-1)).view(end - first, right - left)
+
+    def _scales_by_torch(self) -> Tensor:
+        if not self._form.double_quantised:
+            return self._scales.view(torch.float32)
+        count = self.rows * self.columns // self._form.group_size
+        offset, group_scales, codes = _parts(self._scales, count)
+        book = torch.tensor(dynamic_map(), device=codes.device)
+        groups = torch.arange(count, device=codes.device) // SCALE_GROUP
+        return book[codes.int()] * group_scales[groups] + offset
+
+
+def _parts(scales: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Offset, group scales and codes of ``count`` scales in their bytes."""
+    groups = -(-count // SCALE_GROUP)
+    floats = scales[: 4 + 4 * groups].view(torch.float32)
+    return floats[:1], floats[1:], scales[4 + 4 * groups :]
+
+
+def _values(code: BlockFormat, codes: Tensor) -> Tensor:
+    """The float32 value of each code of blocks, (..., block)."""
+    if code is BlockFormat.INT8:
+        return codes.view(torch.int8).float()
+    if code is BlockFormat.FP8:
+        return codes.view(torch.float8_e4m3fn).float()
+    halves = codes.unflatten(-1, (-1, 16))
+    book = torch.tensor(NF4_VALUES, device=codes.device)
+    indices = torch.stack((halves & 15, halves >> 4), dim=-2).flatten(-3)
+    return book[indices.int()]
+
+
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The codebook of QLoRA's NF4 (Dettmers et al. 2023)."""
+
+
+@functools.cache
+def dynamic_map() -> tuple[float, ...]:
+    """The 256 values of the codes of scales, as in ``csrc/kernels.h``."""
+    above = []
+    for k in range(1, 128):
+        n = 1 << (k.bit_length() - 1)
+        above.append((2 * n + 18 * (k - n) + 9) / (20 * n * 10 ** (7 - n.bit_length())))
+    return (*(-value for value in reversed(above)), 0.0, *above, 1.0)

@@ -1,0 +1,127 @@
+"""Block formats on tensors: the decoded weight is one, however it is computed, and products are those with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from optim_cpu import formats, kernels, quantization
+from optim_cpu.formats import QuantizedFormat, quantized
+from optim_cpu.quantization import Weight
+
+FORMATS = [
+    quantized("nf4"),
+    quantized("nf4", double_quant=False, block_size=128),
+    quantized("int8"),
+    quantized("fp8", block_size=32),
+]
+
+
+def name_of(form: QuantizedFormat) -> str:
+    return f"{form.name}-{form.group_size}"
+
+
+def encoded(form: QuantizedFormat, shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Weight]:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+    return values, Weight(form, *form.encode(values))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_weight_is_decoded_to_the_same_bits_by_kernels_and_by_torch(
+    form: QuantizedFormat, dtype: torch.dtype
+) -> None:
+    values, weight = encoded(form, (100, 384))
+    decoded = weight.decoded(dtype)
+    assert torch.equal(decoded, weight._by_torch(0, 100, 0, 384).to(dtype))
+    assert torch.equal(decoded, form.decode(form.encode(values), dtype))
+    part = weight.decoded(dtype, slice(40, 90), slice(128, 256))
+    assert torch.equal(part, decoded[40:90, 128:256])
+    assert torch.equal(part, weight._by_torch(40, 90, 128, 256).to(dtype))
+    kept = form.decode(form.encode(values))
+    assert (
+        (kept - values).abs()
+        <= form.error
+        * values.abs().view(100, -1, form.group_size).amax(-1).repeat_interleave(form.group_size, 1)
+        * (1 + 2**-6)
+    ).all()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_with_the_decoded_weight(
+    form: QuantizedFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "CHUNK", 64 * 384)  # several chunks
+    _, weight = encoded(form, (200, 384))
+    decoded = weight.decoded(torch.float64)
+    for inputs in (1, 3, 8, 9, 40):
+        x = torch.randn(inputs, 384, generator=torch.Generator().manual_seed(inputs)).to(dtype)
+        y = torch.randn(inputs, 200, generator=torch.Generator().manual_seed(inputs)).to(dtype)
+        tolerance = 2**-7 if dtype is torch.bfloat16 else 2**-20
+        torch.testing.assert_close(
+            weight.product(x).double(), x.double() @ decoded.t(), rtol=tolerance, atol=tolerance
+        )
+        torch.testing.assert_close(
+            weight.transposed_product(y).double(), y.double() @ decoded, rtol=tolerance, atol=tolerance
+        )
+        assert weight.product(x).dtype is weight.transposed_product(y).dtype is dtype
+        strided = torch.cat((x, x), 1)[:, :384]
+        assert torch.equal(weight.product(strided), weight.product(x))
+        threads = kernels.thread_count()
+        kernels.set_thread_count(threads + 1)
+        assert torch.equal(weight.product(x), weight.product(x.clone()))
+
+
+def test_the_bytes_per_weight_are_those_of_qlora() -> None:
+    single = quantized("nf4", double_quant=False)
+    assert quantized("nf4").bytes_per_element == 0.5 + 1 / 64 + 4 / (64 * 256)
+    assert (single.bytes_per_element, quantized("int8").bytes_per_element) == (0.5625, 1.0625)
+    assert quantized("fp8", block_size=128).bytes_per_element == 1 + 4 / 128
+    for form in FORMATS:
+        codes, scales = form.encode(torch.ones(33, 384))
+        assert form.nbytes(33 * 384) == codes.nbytes + scales.nbytes
+        assert form.scale_bytes(33 * 384) == scales.nbytes
+        assert not form.is_exact
+
+
+def test_state_is_encoded_by_the_same_notion() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(formats.FP32.decode(formats.FP32.encode(values)), values)
+    assert torch.equal(formats.SPLIT.decode(formats.SPLIT.encode(values)), values)
+    rounded = formats.BF16.decode(formats.BF16.encode(values))
+    assert 0 < ((rounded - values) / values).abs().max() <= formats.BF16.error
+    assert (formats.SPLIT.is_exact, formats.SPLIT.bytes_per_element, formats.BF16.nbytes(10)) == (True, 4, 20)
+
+
+def test_a_stack_of_matrices_is_one_matrix_of_all_rows() -> None:
+    form = quantized("nf4")
+    values = torch.randn(5, 32, 128, generator=torch.Generator().manual_seed(4))
+    codes, scales = form.encode(values)
+    assert codes.shape == (5, 32, 64)
+    whole = form.decode((codes, scales))
+    assert whole.shape == values.shape
+    assert torch.equal(Weight(form, codes, scales).decoded(torch.float32, slice(96, 128)), whole[3])
+    moved = torch.cat((torch.zeros(1, dtype=torch.uint8), scales))[1:]
+    assert torch.equal(form.decode((codes, moved)), whole)  # at an odd address
+
+
+def test_what_cannot_be_encoded_is_named() -> None:
+    form = quantized("nf4")
+    with pytest.raises(
+        ValueError, match=r"unknown quantised format 'int3'; choose one of 'nf4', 'int8', 'fp8'"
+    ):
+        quantized("int3")
+    with pytest.raises(ValueError, match=r"block_size is 100; it must be a power of two from 32 to 4096"):
+        quantized("nf4", block_size=100)
+    with pytest.raises(
+        ValueError, match=r"the last dimension is 100; it must be a multiple of the block size, 64"
+    ):
+        form.encode(torch.ones(3, 100))
+    with pytest.raises(
+        TypeError, match=r"the values are torch.int8; they must be float32, bfloat16 or float16"
+    ):
+        form.encode(torch.ones(3, 64, dtype=torch.int8))
+    with pytest.raises(ValueError, match=r"an element is infinite or NaN"):
+        form.encode(torch.full((3, 64), torch.inf))

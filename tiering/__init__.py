@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         TieringError,
         WeightsError,
     )
+    from zero3.building.quantization import quantize
     from zero3.checkpoint.saving import Saving
     from zero3.deepspeed.accelerator import get_accelerator
     from zero3.deepspeed.arguments import add_config_arguments
@@ -68,6 +69,7 @@ __getattr__, __dir__ = _lazy.names(
         "zero3.initialize": ("EngineParts", "initialize"),
         "zero3.setup.plan_for": ("measure_rates", "plan_for"),
         "zero3.checkpoint.saving": ("Saving",),
+        "zero3.building.quantization": ("quantize",),
     },
     submodules=("accelerator", "checkpointing", "comm", "ops", "runtime", "utils", "zero"),
 )
@@ -103,6 +105,7 @@ __all__ = [
     "measure_rates",
     "ops",
     "plan_for",
+    "quantize",
     "runtime",
     "utils",
     "version",

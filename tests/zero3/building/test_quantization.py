@@ -1,0 +1,204 @@
+"""Frozen linear layers in block formats: which layers, their arithmetic, adapters over them, and every placement."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tiering
+from optim_cpu.formats import quantized
+from tiering.errors import ConfigError
+from zero3.building.quantized_linear import QuantizedLinear
+
+PLACEMENTS: list[dict[str, Any]] = [
+    {},
+    {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False},
+]
+WIDTH = 64
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.gate = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.gate(functional.gelu(self.down(functional.gelu(self.up(x)))))
+        return output
+
+
+def model(*, frozen: bool = True) -> Model:
+    torch.manual_seed(5)
+    return Model().requires_grad_(not frozen)
+
+
+def test_frozen_layers_are_quantised_in_place() -> None:
+    plain, changed = model(), model()
+    changed.gate.requires_grad_(True)
+    called: list[tuple[int, ...]] = []
+    changed.up.register_forward_hook(lambda module, args, output: called.append(tuple(output.shape)))
+    up = changed.up
+    assert tiering.quantize(changed, "int8") is changed
+    assert [type(layer) for layer in (changed.up, changed.down, changed.gate)] == [
+        QuantizedLinear, QuantizedLinear, nn.Linear,
+    ]  # fmt: skip
+    assert changed.up is up and isinstance(up, QuantizedLinear)
+    assert up.weight.dtype is up.weight_scales.dtype is torch.uint8
+    assert (up.in_features, up.out_features, up.weight.shape) == (WIDTH, 2 * WIDTH, (2 * WIDTH, WIDTH))
+    form = quantized("int8")
+    expected = form.decode(form.encode(plain.up.weight.detach()))
+    assert torch.equal(up.dequantized_weight(), expected)
+    changed.to(torch.bfloat16)
+    assert torch.equal(up.dequantized_weight(), expected)  # a cast reaches the bias only
+    assert up.bias.dtype is torch.bfloat16
+    changed(torch.ones(2, WIDTH, dtype=torch.bfloat16))
+    assert called == [(2, 2 * WIDTH)]
+    again = copy.deepcopy(changed)
+    assert isinstance(again.up, QuantizedLinear) and torch.equal(again.up.weight, up.weight)
+    assert "form=int8, block_size=64" in repr(changed)
+
+
+def test_a_layer_on_meta_has_the_same_shapes_and_takes_saved_values() -> None:
+    with torch.device("meta"):
+        empty = Model().requires_grad_(False)
+    tiering.quantize(empty, "nf4")
+    filled = tiering.quantize(model(), "nf4")
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in empty.state_dict().items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in filled.state_dict().items()
+    }
+    assert all(param.is_meta for param in empty.parameters())
+    built = QuantizedLinear(WIDTH, 2 * WIDTH, quantized("nf4"))
+    built.load_state_dict(filled.up.state_dict())  # type: ignore[union-attr] # Module's attributes
+    x = torch.randn(3, WIDTH)
+    assert torch.equal(built(x), filled.up(x))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_backward_needs_the_codes_only(name: str, rows: int) -> None:
+    layer = tiering.quantize(model(), name).up
+    layer.bias.requires_grad_(True)  # type: ignore[union-attr]
+    x = torch.randn(rows, 2, WIDTH, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        y = layer(x)  # type: ignore[operator]
+    assert [tensor.data_ptr() for tensor in saved] == [
+        layer.weight.data_ptr(),
+        layer.weight_scales.data_ptr(),
+    ]  # type: ignore[union-attr]
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    weight = layer.dequantized_weight()  # type: ignore[operator]
+    torch.testing.assert_close(y, functional.linear(x, weight, layer.bias))  # type: ignore[arg-type]
+    torch.testing.assert_close(x.grad, grad @ weight)
+    torch.testing.assert_close(layer.bias.grad, grad.sum((0, 1)))  # type: ignore[union-attr]
+    assert layer.weight.grad is None  # type: ignore[union-attr]
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    layer = tiering.quantize(model(), "nf4").up
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)  # type: ignore[operator]
+    assert y.dtype is torch.bfloat16
+    y.sum().backward()
+    assert x.grad is not None and x.grad.dtype is torch.float32
+
+
+def shared_weight() -> nn.Module:
+    both = model()
+    both.gate = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+    both.gate.weight = both.down.weight
+    return both
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "words"),
+    [
+        (model, {"quant_type": "int3"}, r"unknown quantised format 'int3'; choose one of 'nf4'"),
+        (model, {"block_size": 100}, r"block_size is 100; it must be a power of two from 32 to 4096"),
+        (model, {"block_size": 128}, r"'up' has 64 inputs, no multiple of the block size 128"),
+        (lambda: model(frozen=False), {}, r"the model has no frozen nn.Linear; freeze it first"),
+        (lambda: model(frozen=False), {"modules": "up"}, r"the weight of 'up' is to be trained.*freeze it"),
+        (model, {"modules": ["up", "q_proj"]}, r"no module of the model is named 'q_proj', or ends in it"),
+        (
+            lambda: nn.Sequential(model(), nn.GELU()),
+            {"modules": "1"},
+            r"'1' is a GELU; only layers of class nn.Linear",
+        ),
+        (shared_weight, {"modules": "down"}, r"the weight of 'down' is shared with another module"),
+    ],
+)
+def test_what_cannot_be_quantised_is_named(
+    make: Callable[[], nn.Module], arguments: dict[str, Any], words: str
+) -> None:
+    unchanged = make()
+    before = {name: param.clone() for name, param in unchanged.named_parameters()}
+    with pytest.raises(ConfigError, match=words):
+        tiering.quantize(unchanged, **({"quant_type": "nf4"} | arguments))
+    after = dict(unchanged.named_parameters())
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    damaged = model()
+    damaged.down.weight.view(-1)[7] = torch.nan
+    with pytest.raises(ConfigError, match=r"the weight of 'down': an element is infinite or NaN"):
+        tiering.quantize(damaged, "fp8")
+
+
+def adapted(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A Llama with a quantised base and adapters of peft."""
+    import peft
+    import transformers as hf
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    base = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=96, num_key_value_heads=2, **sizes)).to(dtype)
+    base.requires_grad_(False)
+    tiering.quantize(base, name)
+    assert isinstance(base.model.layers[0].mlp.up_proj, QuantizedLinear) and type(base.lm_head) is nn.Linear
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(base, settings)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.parametrize(
+    "name", ["nf4", pytest.param("int8", marks=pytest.mark.slow), pytest.param("fp8", marks=pytest.mark.slow)]
+)
+def test_placement_does_not_change_adapters_over_a_quantised_base(
+    start: Callable[..., Any], name: str
+) -> None:
+    results = []
+    for placement in PLACEMENTS:
+        tuned = adapted(name)
+        layer = tuned.base_model.model.model.layers[1].self_attn.q_proj
+        assert type(layer).__module__.startswith("peft") and isinstance(layer.base_layer, QuantizedLinear)
+        trained = [each for each, param in tuned.named_parameters() if param.requires_grad]
+        assert len(trained) == 2 * 2 * 7 and all("lora_" in each for each in trained)
+        engine = start(tuned, precision="bf16", accumulation=1, threshold=0, **placement)
+        tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(2))
+        losses = []
+        for _ in range(3):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        results.append((losses, engine.state_dict()))
+    (losses, resident), (other_losses, streamed) = results
+    assert losses == other_losses and losses[-1] < losses[0]
+    assert resident.keys() == streamed.keys()
+    assert all(torch.equal(resident[key], streamed[key]) for key in resident)
+    codes = [key for key in resident if key.endswith("base_layer.weight")]
+    expected = adapted(name).state_dict()
+    assert len(codes) == 14 and all(torch.equal(resident[key], expected[key]) for key in codes)

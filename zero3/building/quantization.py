@@ -1,0 +1,121 @@
+"""Stores the frozen linear layers of a model in a block format: ``tiering.quantize``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from optim_cpu.formats import QuantizedFormat, quantized
+from tiering.errors import ConfigError
+from zero3.building.quantized_linear import QuantizedLinear, to_quantized
+
+
+def quantize(
+    model: nn.Module,
+    quant_type: str,
+    *,
+    modules: str | Sequence[str] | None = None,
+    double_quant: bool = True,
+    block_size: int = 64,
+) -> nn.Module:
+    """Store the weights of frozen ``nn.Linear`` layers of ``model`` in 4 or 8 bits, in place; returns ``model``.
+
+    ``quant_type`` is "nf4" (0.516 bytes per weight; 0.5625 with ``double_quant=False``), "int8" or "fp8" (1.0625), each
+    with a scale per ``block_size`` weights. ``modules`` are names of layers, or the ends of names ("q_proj",
+    "mlp.up_proj"). Without it, every frozen ``nn.Linear`` is quantised, except the output layer of a model of
+    transformers and layers whose weight another module shares. Biases stay as they are.
+
+    A layer on the meta device gets parameters without values: ``tiering.initialize(model=model, weights=DIR)`` encodes
+    the stored weights while it reads them. Add adapters afterwards.
+
+    Raises ConfigError for a type or block size that does not exist, for a name that no layer has, and for a layer that
+    is to be trained, that is not an ``nn.Linear``, whose inputs are no multiple of the block size, or whose weight is
+    shared or not finite. Except for a weight that is not finite, the model is then unchanged.
+    """
+    try:
+        form = quantized(quant_type, double_quant=double_quant, block_size=block_size)
+    except ValueError as error:
+        raise ConfigError(f"quantize: {error}") from None
+    layers = list(_chosen(model, (modules,) if isinstance(modules, str) else modules))
+    for name, layer in layers:
+        _check(name, layer, form)
+    for name, layer in layers:
+        try:
+            to_quantized(layer, form)
+        except ValueError as error:
+            raise ConfigError(f"quantize: the weight of {name!r}: {error}") from None
+    return model
+
+
+def _chosen(model: nn.Module, modules: Sequence[str] | None) -> Iterator[tuple[str, nn.Linear]]:
+    """The layers to quantise, with their names. Those that already are do not count."""
+    shared = _shared_weights(model)
+    if modules is None:
+        head = _output_layer(model)
+        found = [
+            (name, module)
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear and module is not head
+            and not module.weight.requires_grad and module.weight not in shared
+        ]  # fmt: skip
+        if not found:
+            raise ConfigError(
+                "quantize: the model has no frozen nn.Linear; freeze it first with model.requires_grad_(False), and add"
+                " adapters afterwards"
+            )
+        yield from found
+        return
+    for wanted in modules:
+        matches = [
+            (name, module)
+            for name, module in model.named_modules()
+            if name == wanted or name.endswith(f".{wanted}")
+        ]
+        if not matches:
+            raise ConfigError(f"quantize: no module of the model is named {wanted!r}, or ends in it")
+        for name, module in matches:
+            if type(module) is not nn.Linear:
+                kind = type(module).__name__
+                raise ConfigError(
+                    f"quantize: {name!r} is a {kind}; only layers of class nn.Linear can be quantised"
+                )
+            if module.weight in shared:
+                raise ConfigError(
+                    f"quantize: the weight of {name!r} is shared with another module; leave it out of modules"
+                )
+            yield name, module
+
+
+def _check(name: str, layer: nn.Linear, form: QuantizedFormat) -> None:
+    if layer.weight.requires_grad:
+        raise ConfigError(
+            f"quantize: the weight of {name!r} is to be trained, and codes have no gradient; freeze it with"
+            " requires_grad_(False), or leave it out of modules"
+        )
+    if layer.in_features % form.group_size:
+        raise ConfigError(
+            f"quantize: {name!r} has {layer.in_features} inputs, no multiple of the block size {form.group_size};"
+            " choose a smaller block_size, or name the other layers with modules"
+        )
+
+
+def _shared_weights(model: nn.Module) -> set[nn.Parameter]:
+    once: set[nn.Parameter] = set()
+    shared: set[nn.Parameter] = set()
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                (shared if param in once else once).add(param)
+    return shared
+
+
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    find = getattr(model, "get_output_embeddings", None)
+    head: nn.Module | None = find() if find is not None else None
+    return head
+
+
+def quantized_layers(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
+    """The quantised layers of ``model``, with their names."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]

@@ -1,0 +1,114 @@
+"""A frozen linear layer whose weight is stored in a block format, and decoded when it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from optim_cpu.formats import QuantizedFormat
+from optim_cpu.quantization import Weight
+
+
+class QuantizedLinear(nn.Linear):
+    """``nn.Linear`` with a frozen weight of shape (out_features, in_features) in ``form``.
+
+    ``weight`` holds the codes, of uint8 and shape (out_features, bytes), and ``weight_scales`` the bytes of the scales,
+    so that neither a cast of the model nor the engine changes them. ``bias`` is an ordinary parameter. Libraries that
+    adapt ``nn.Linear``, such as peft, adapt this class. Backward computes the gradient of the input and of the bias
+    only, from the codes: no decoded weight is saved.
+    """
+
+    form: QuantizedFormat
+    weight_scales: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        form: QuantizedFormat,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device="meta", dtype=dtype)
+        _quantize_in_place(self, form, *_empty(form, out_features, in_features, device))
+        if self.bias is not None:
+            self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device))
+
+    def reset_parameters(self) -> None:
+        """Nothing: the codes are values that were stored, and no initializer computes them."""
+
+    @property
+    def encoded(self) -> Weight:
+        """The weight, which decodes any part of itself. Borrows the parameters, which must be on their device."""
+        return Weight(self.form, self.weight.detach(), self.weight_scales.detach())
+
+    def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A copy of the decoded weight, of shape (out_features, in_features), rounded to ``dtype``."""
+        return self.encoded.decoded(dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input W^T + bias`` in the dtype of the input, or under autocast in that of autocast."""
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        output: Tensor = _Product.apply(input, self.weight, self.weight_scales, self.form)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, form={self.form.name}, block_size={self.form.group_size}"
+
+
+class _Product(torch.autograd.Function):
+    """``x W^T``. Saves the encoded weight only, which the engine fetches again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, form: QuantizedFormat) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.form = form
+        weight = Weight(form, codes.detach(), scales.detach())
+        return weight.product(x.reshape(-1, weight.columns)).view(*x.shape[:-1], weight.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        codes, scales = ctx.saved_tensors
+        weight = Weight(ctx.form, codes.detach(), scales.detach())
+        x_grad = weight.transposed_product(grad.reshape(-1, weight.rows))
+        return x_grad.view(*grad.shape[:-1], weight.columns), None, None, None
+
+
+def to_quantized(layer: nn.Linear, form: QuantizedFormat) -> None:
+    """Turn ``layer`` into a ``QuantizedLinear`` in place, so that its hooks and references to it stay.
+
+    On the meta device the layer gets parameters without values. Raises ValueError for a weight that ``form`` cannot
+    store.
+    """
+    weight = layer.weight
+    if weight.is_meta:
+        encoded = _empty(form, layer.out_features, layer.in_features, weight.device)
+    else:
+        codes, scales = form.encode(weight.detach())
+        encoded = codes.to(weight.device), scales.to(weight.device)
+    _quantize_in_place(layer, form, *encoded)
+
+
+def _quantize_in_place(layer: nn.Linear, form: QuantizedFormat, codes: Tensor, scales: Tensor) -> None:
+    layer.__class__ = QuantizedLinear
+    assert isinstance(layer, QuantizedLinear)
+    layer.form = form
+    layer.weight = nn.Parameter(codes, requires_grad=False)
+    layer.weight_scales = nn.Parameter(scales, requires_grad=False)
+
+
+def _empty(
+    form: QuantizedFormat, rows: int, columns: int, device: torch.device | str | None
+) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(rows, columns // form.code_elements, dtype=torch.uint8, device=device)
+    return codes, torch.empty(form.scale_bytes(rows * columns), dtype=torch.uint8, device=device)

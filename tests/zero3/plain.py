@@ -282,17 +282,17 @@ def assert_same_everywhere(
     for name, placement in PLACEMENTS.items():
         if roomy and placement.get("prefetch") == 0:
             continue
-        _assert_same(
+        assert_same(
             run_engine(start, build, script, precision=precision, **options, **placement), reference, name
         )
     if roomy:
         return reference
     least = run_engine(start, build, script, precision=precision, smallest=True, **options, **STREAMED)
-    _assert_same(least, reference, "the smallest budgets")
+    assert_same(least, reference, "the smallest budgets")
     return reference
 
 
-def _assert_same(run: Outcome, reference: Outcome, where: str) -> None:
+def assert_same(run: Outcome, reference: Outcome, where: str) -> None:
     assert run.losses == reference.losses, where
     assert differing(run.masters, reference.masters) == [], where
     assert differing(run.state, reference.state) == [], where

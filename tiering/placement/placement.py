@@ -177,8 +177,7 @@ def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], lis
 
 def _stay_open(load: Workload) -> list[bool]:
     """Whether each group receives gradients during a whole backward: enclosing groups and persistent parameters."""
-    parents = {group.parent for group in load.groups}
-    return [group.persistent or index in parents for index, group in enumerate(load.groups)]
+    return [group.persistent or index in load.enclosing for index, group in enumerate(load.groups)]
 
 
 def _reduction(load: Workload, *, ahead: int = 0) -> ReductionRoom:
@@ -385,8 +384,11 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
         for group, tier in zip(load.groups, param_tiers, strict=True)
     ]
     # Groups are fetched whole, so room for less than one group is useless. Enclosing groups are unsharded already.
-    enclosing = {group.parent for group in load.groups}
-    inner = [nbytes for index, nbytes in enumerate(moving) if index not in enclosing]
+    inner = [
+        nbytes + (0 if group.beside is None else moving[group.beside])
+        for index, (group, nbytes) in enumerate(zip(load.groups, moving, strict=True))
+        if index not in load.enclosing
+    ]
     ahead = max(round_up(load.prefetch_bytes), *inner) if load.prefetch_bytes and inner else 0
     room = fixed.remaining(Tier.DEVICE) // PAGE * PAGE
     return min(sum(moving), room, least + ahead)

@@ -52,6 +52,8 @@ class GroupSizes:
     largest_trained: int = 0
     # Gradients per backward of one process: one for each use of a tied parameter.
     parts: int = 1
+    # Index of the other group of the same modules: one is trained, the other frozen.
+    beside: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,22 @@ class Workload:
         )
 
     def chain(self, index: int) -> Iterator[int]:
-        """The indices of a group and of the groups that enclose it, innermost first."""
+        """The indices of a group, of the group beside it, and of those that enclose them, innermost first."""
         at: int | None = index
         while at is not None:
             yield at
-            at = self.groups[at].parent
+            group = self.groups[at]
+            if group.beside is not None:
+                yield group.beside
+            at = group.parent
+
+    @cached_property
+    def enclosing(self) -> frozenset[int]:
+        """The indices of groups that are unsharded while groups inside of them are unsharded and resharded."""
+        parents = {group.parent for group in self.groups if group.parent is not None}
+        return frozenset(
+            parents | {beside for at in parents if (beside := self.groups[at].beside) is not None}
+        )
 
     def state_bytes(self, group: GroupSizes) -> int:
         """Bytes of optimizer state that a rank keeps."""

@@ -6,8 +6,11 @@ is a group of its own. Other parameters join the group of the nearest ancestor, 
 persistence threshold form one group that never leaves the device. Parameters that stay fp32 are never in one group with
 16-bit parameters; if a module has large parameters of both kinds, those in fp32 do not leave the device either.
 
-A leaf module is one group with all parameters inside, without a look at its modules: which of these are called, and in
-which order, may then differ between ranks.
+Of a module that has trained and frozen parameters, as with adapters, the two kinds are groups beside each other, which
+the same calls unshard: what a step writes may then live on a faster tier than what is only read.
+
+A leaf module is one group (or two, see above) with all parameters inside, without a look at its modules: which of these
+are called, and in which order, may then differ between ranks.
 
 A tied parameter belongs to the first group that uses it, and every module that uses it becomes an *entry* of that
 group: a call of the module unshards the group. If the users are in groups side by side (two blocks), the parameter
@@ -20,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
@@ -44,9 +48,20 @@ class GroupMembers:
     params: list[tuple[int, str, nn.Parameter]] = field(default_factory=list)
     entries: list[nn.Module] = field(default_factory=list)
     parent: int | None = None
+    # The index of the other group of the same modules: one is trained, the other frozen.
+    beside: int | None = None
     persistent: bool = False
     # Whether the group is fp32 in a model that computes in 16 bits.
     in_fp32: bool = False
+
+
+class _Key(NamedTuple):
+    """The parameters of ``anchor``, the name of a module, that form one group."""
+
+    anchor: str
+    persistent: bool
+    in_fp32: bool
+    frozen: bool
 
 
 def form_groups(
@@ -54,11 +69,13 @@ def form_groups(
     persistence_threshold: int,
     leaves: Collection[nn.Module] = (),
     kept_in_fp32: Collection[nn.Parameter] = (),
+    trained: Collection[nn.Parameter] | None = None,
 ) -> list[GroupMembers]:
     """Cut ``model`` into groups, in the order of its modules; every parameter is in exactly one.
 
     ``persistence_threshold`` counts elements: smaller parameters go to the persistent group, whatever their module.
-    Parameters that are ``kept_in_fp32`` form groups of their own.
+    Parameters that are ``kept_in_fp32`` form groups of their own. Frozen parameters, which are not in ``trained``
+    (default: all parameters), do so beside the trained parameters of the same module: only the latter are written.
     """
     modules = dict(model.named_modules())
     users = _users(model)
@@ -81,7 +98,7 @@ def form_groups(
     in_16_bits = {
         _anchor_of(names, anchors) for p, names in users.items() if p not in kept_in_fp32 and not is_small(p)
     }
-    groups: dict[tuple[str, bool, bool], GroupMembers] = {}
+    groups: dict[_Key, GroupMembers] = {}
     owner: dict[nn.Parameter, GroupMembers] = {}
     index = 0
     for module_name, module in modules.items():
@@ -95,8 +112,10 @@ def form_groups(
             persistent = is_small(param) or (in_fp32 and anchor in in_16_bits)
             if persistent:
                 anchor = ""
+            # Persistent parameters live in one place, written or not.
+            frozen = trained is not None and param not in trained and not persistent
             group = groups.setdefault(
-                (anchor, persistent, in_fp32),
+                _Key(anchor, persistent, in_fp32, frozen),
                 GroupMembers(_label(anchor, persistent, in_fp32), persistent=persistent, in_fp32=in_fp32),
             )
             if not persistent and not group.entries:
@@ -104,9 +123,8 @@ def form_groups(
             group.params.append((index, f"{module_name}.{short}" if module_name else short, param))
             owner[param] = group
             index += 1
-    formed = list(groups.values())
-    _link_parents(formed, modules)
-    return formed
+    _link(groups, modules)
+    return list(groups.values())
 
 
 def _label(anchor: str, persistent: bool, in_fp32: bool) -> str:
@@ -226,15 +244,24 @@ def _add_entry(group: GroupMembers, module: nn.Module, modules: dict[str, nn.Mod
         group.entries.append(module)
 
 
-def _link_parents(groups: list[GroupMembers], modules: dict[str, nn.Module]) -> None:
-    """Set each group's parent: the innermost other group one of whose entries encloses this group's first entry."""
+def _link(groups: dict[_Key, GroupMembers], modules: dict[str, nn.Module]) -> None:
+    """Set the group beside each group, and its parent: the innermost other group, not beside it, around its modules.
+
+    Of two groups beside each other, the trained one is the parent of those inside, because it may receive gradients.
+    """
+    index_of = {key: index for index, key in enumerate(groups)}
     names = {module: name for name, module in modules.items()}
-    owners = {entry: index for index, group in enumerate(groups) for entry in group.entries}
-    for index, group in enumerate(groups):
+    owners: dict[nn.Module, int] = {}
+    for key in sorted(groups, key=lambda key: not key.frozen):
+        owners.update(dict.fromkeys(groups[key].entries, index_of[key]))
+    for key, group in groups.items():
         if group.persistent:
             continue
+        group.beside = index_of.get(key._replace(frozen=not key.frozen))
+        if key.frozen and group.beside is not None:
+            group.name = f"{group.name} (frozen)"
         for ancestor in _ancestors(names[group.entries[0]]):
             parent = owners.get(modules[ancestor])
-            if parent is not None and parent != index:
+            if parent not in (None, index_of[key], group.beside):
                 group.parent = parent
                 break

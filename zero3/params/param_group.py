@@ -70,9 +70,9 @@ class EditListener(Protocol):
 class ParamGroup:
     """A group with storage: ``params`` in the order of ``layout.pieces``, in a flat tensor of ``dtype``.
 
-    ``entries`` are the modules whose call unshards it; ``parent`` is the index of the group around it. The group is
-    ``sharded`` if ``collectives`` are given: they gather it. ``in_fp32``: its parameters are fp32 among others in 16
-    bits, and so are its gradients.
+    ``entries`` are the modules whose call unshards it; ``parent`` is the index of the group around it, ``beside`` that
+    of the other group of the same modules. The group is ``sharded`` if ``collectives`` are given: they gather it.
+    ``in_fp32``: its parameters are fp32 among others in 16 bits, and so are its gradients.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class ParamGroup:
         self.params = [by_index[piece.index] for piece in layout.pieces]
         self.entries = members.entries
         self.parent = members.parent
+        self.beside = members.beside
         self.in_fp32 = members.in_fp32
         self.dtype = dtype
         self.home = home = memory.home

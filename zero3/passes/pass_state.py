@@ -131,7 +131,8 @@ class GroupProgress:
     ``running`` and ``called`` live until an exception ends a pass. The counters below them restart with each pass.
     """
 
-    enclosing: frozenset[ParamGroup]  # groups around this one
+    enclosing: frozenset[ParamGroup]  # groups around this one, and beside it
+    beside: ParamGroup | None  # the other group of the same modules
     expected: int  # trained parameters of the group: the gradients that complete it
     running: int = 0  # forwards that use the group now
     called: bool = False  # whether a forward used the group since an exception last ended a pass
@@ -160,18 +161,23 @@ class RunningForward:
 def progress_of(groups: list[ParamGroup]) -> dict[ParamGroup, GroupProgress]:
     """The progress of each group at the beginning of the first pass."""
     return {
-        group: GroupProgress(_enclosing(group, groups), sum(piece.trainable for piece in group.layout.pieces))
+        group: GroupProgress(
+            enclosing=_enclosing(group, groups),
+            beside=None if group.beside is None else groups[group.beside],
+            expected=sum(piece.trainable for piece in group.layout.pieces),
+        )
         for group in groups
     }
 
 
 def _enclosing(group: ParamGroup, groups: list[ParamGroup]) -> frozenset[ParamGroup]:
-    """The groups around ``group``, from its parent to the root."""
-    enclosing = set()
-    while group.parent is not None:
-        group = groups[group.parent]
-        enclosing.add(group)
-    return frozenset(enclosing)
+    """The group beside ``group``, and the groups around both, to the root."""
+    enclosing, at = set[ParamGroup](), group
+    while True:
+        enclosing |= {at} if at.beside is None else {at, groups[at.beside]}
+        if at.parent is None:
+            return frozenset(enclosing - {group})
+        at = groups[at.parent]
 
 
 def next_node() -> int:

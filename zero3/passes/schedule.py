@@ -364,7 +364,8 @@ class PassSchedule:
             return False
         entered, nodes, task = self._entered
         # Each thread numbers its own nodes, so equal numbers of another graph task mean other nodes.
-        return entered is group and task == graph_task() and node._sequence_nr() in nodes
+        same = group in (entered, self._progress[entered].beside)
+        return same and task == graph_task() and node._sequence_nr() in nodes
 
     def _use(self, group: ParamGroup) -> None:
         """Count one more use of ``group`` by a forward, and unshard it for the first one."""
@@ -382,6 +383,8 @@ class PassSchedule:
         try:
             self._prefetcher.acquire(group)
         except ArenaError as error:
+            if self._acquire_with_neighbour(group):
+                return None
             if self._end_borrowing(but=group):
                 return self._acquire(group)
             names_in_use = [
@@ -395,6 +398,23 @@ class PassSchedule:
                 " module, or calls a block from inside a block, needs more: raise device_budget, or"
                 " stage3_prefetch_bucket_size if the budget has room"
             ) from error
+
+    def _acquire_with_neighbour(self, group: ParamGroup) -> bool:
+        """Unshard ``group`` after the group beside it has made way. Returns False if that one holds no room.
+
+        The plan has room for both, but the other one may lie in the middle of it. Both are fetched anew, the larger one
+        first: then the rest of the room is in one piece.
+        """
+        neighbour = self._progress[group].beside
+        if neighbour is None or neighbour.residency in (Residency.RESIDENT, Residency.SHARDED):
+            return False
+        was_shown = neighbour.is_shown
+        neighbour.reshard()
+        for each in sorted((group, neighbour), key=lambda each: -each.layout.numel):
+            self._prefetcher.acquire(each)
+        if was_shown:
+            neighbour.show()
+        return True
 
     def _end_borrowing(self, *, but: ParamGroup) -> bool:
         """Release the groups that running modules have borrowed, except ``but``. Returns False if there were none.

@@ -7,7 +7,6 @@ import torch
 from tiering.placement.workload import GroupSizes
 from tiering.storage.arena import round_up
 from zero3.device.tiers import Home, Tiers
-from zero3.params.grouping import GroupMembers
 from zero3.params.layout import FlatLayout, shard, shard_ranges
 from zero3.params.param_group import GroupMemory, ParamGroup
 from zero3.ranks.collectives import Collectives
@@ -18,7 +17,7 @@ from zero3.setup.model_size import SizedModel
 def make_groups(sized: SizedModel, tiers: Tiers, collectives: Collectives | None) -> list[ParamGroup]:
     """The groups of ``sized`` with homes on ``tiers``; ``collectives`` gather those that are sharded over ranks."""
     load = tiers.plan.workload
-    offsets = _offsets_of_parents(sized.members, tiers)
+    offsets = _offsets_of_parents(tiers)
     groups = []
     for index, (members, layout) in enumerate(zip(sized.members, sized.layouts, strict=True)):
         dtype = torch.float32 if members.in_fp32 else sized.compute
@@ -53,21 +52,21 @@ def _shard_of_home(home: Home, layout: FlatLayout, dtype: torch.dtype, world: Wo
     return Home(home.tensor[start:stop], on_device=home.on_device)
 
 
-def _offsets_of_parents(members: list[GroupMembers], tiers: Tiers) -> dict[int, int]:
+def _offsets_of_parents(tiers: Tiers) -> dict[int, int]:
     """The offsets in the working arena of groups that enclose others, by index: stacked from its end, outermost first.
 
     These groups stay unsharded while the groups inside them are unsharded and resharded. At any other offset they could
     split the remaining room into ranges that are too small for a group, although the plan has counted enough bytes.
     """
     plan = tiers.plan
+    load = plan.workload
 
-    def stacked_bytes(index: int | None) -> int:
-        if index is None:
-            return 0
-        sizes = plan.workload.groups[index]
-        moves = not plan.workload.computes_in_place(sizes, plan.param_tiers[index])
-        nbytes = round_up(sizes.param_bytes) if moves else 0
-        return nbytes + stacked_bytes(members[index].parent)
+    def stacked_bytes(index: int) -> int:
+        """The bytes of the group and of those that lie behind it: of two beside each other, the first one does not."""
+        stacked = [
+            at for at in load.chain(index) if at == index or load.groups[index].beside != at or at > index
+        ]
+        moving = (at for at in stacked if not load.computes_in_place(load.groups[at], plan.param_tiers[at]))
+        return sum(round_up(load.groups[at].param_bytes) for at in moving)
 
-    parents = {group.parent for group in members if group.parent is not None}
-    return {index: tiers.working.capacity - stacked_bytes(index) for index in parents}
+    return {index: tiers.working.capacity - stacked_bytes(index) for index in load.enclosing}

@@ -61,8 +61,8 @@ def size_up(
     )
     leaves = leaf_modules(model, config.zero.leaf_module)
     in_fp32 = kept_in_fp32(model, config)
-    members = form_groups(model, config.zero.persistence_threshold, leaves, in_fp32)
     trained = chosen.trained
+    members = form_groups(model, config.zero.persistence_threshold, leaves, in_fp32, trained)
     layouts = [
         lay_out(
             [(i, name, tuple(p.shape), p in trained) for i, name, p in group.params],
@@ -81,6 +81,7 @@ def size_up(
                 param_bytes=layout.numel * _dtype_of(group, compute).itemsize,
                 trainable_numel=layout.trainable_numel,
                 parent=group.parent,
+                beside=group.beside,
                 persistent=group.persistent,
                 uses=len(group.entries),
                 largest_trained=max((p.numel for p in layout.pieces if p.trainable), default=0),

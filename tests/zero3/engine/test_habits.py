@@ -15,6 +15,7 @@ from tests.zero3.plain import (
     STREAMED,
     Loop,
     Tower,
+    assert_same,
     assert_same_everywhere,
     differing,
     inputs,
@@ -74,11 +75,11 @@ class Adapted(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.base = nn.Linear(width, width).requires_grad_(False)
-        self.a, self.b = nn.Parameter(torch.randn(1, width) / width), nn.Parameter(torch.zeros(width, 1))
+        self.a, self.b = nn.Linear(width, 1, bias=False), nn.Linear(1, width, bias=False)
+        nn.init.zeros_(self.b.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.tanh(self.base(x) + x @ self.a.T @ self.b.T)
-        return result
+        return torch.tanh(self.base(x) + self.b(self.a(x)))
 
 
 class LowRank(nn.Module):
@@ -93,9 +94,20 @@ class LowRank(nn.Module):
         return x.float().pow(2).mean()
 
 
+def moved_by(engine: Any) -> list[tuple[int, int]]:
+    """The bytes that NVMe has read and written after each of four updates."""
+    moved = []
+    for x in inputs(4):
+        update(engine, x)
+        wait_for_transfers(engine)
+        (path,) = engine.snapshot().io
+        moved.append((path.read.bytes, path.written.bytes))
+    return moved
+
+
 def test_low_rank_adapters(start: Start) -> None:
     """99 % is frozen: it has no optimizer state and is never written after it was placed."""
-    assert_same_everywhere(start, LowRank, plainly, precision="bf16")
+    reference = assert_same_everywhere(start, LowRank, plainly, precision="bf16")
     engine = start(LowRank(), accumulation=1, threshold=0, **STREAMED)
     trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in engine.module.parameters() if not p.requires_grad)
@@ -103,16 +115,21 @@ def test_low_rank_adapters(start: Start) -> None:
     in_pages = 3 * 4096 // 2  # each layer's 512 trained elements, rounded up to a page of bfloat16
     assert engine.plan.contents(Tier.NVME)["optimizer state"] == 12 * in_pages
 
-    moved = []
-    for x in inputs(4):
-        update(engine, x)
-        wait_for_transfers(engine)
-        (path,) = engine.snapshot().io
-        moved.append((path.read.bytes, path.written.bytes))
+    moved = moved_by(engine)
     read, written = engine.plan.nvme_traffic()
     assert moved[3][0] - moved[1][0] == 2 * read
     assert moved[3][1] - moved[1][1] == 2 * written
     assert written == (12 + 2) * in_pages < 2 * frozen
+
+    # With room for the adapters, but not for a frozen layer beside them, nothing is written.
+    with_room = {**STREAMED, "cache_in_host": True, "host_budget": "300KiB", "threshold": 0}
+    engine = start(LowRank(), precision="bf16", accumulation=1, **with_room)
+    assert set(engine.plan.contents(Tier.NVME)) == {"parameters"}
+    assert engine.plan.contents(Tier.HOST)["optimizer state"] == 12 * in_pages
+    moved = moved_by(engine)
+    assert moved[3][0] - moved[1][0] == 2 * engine.plan.nvme_traffic()[0] > 0
+    assert moved[3][1] == moved[0][1]
+    assert_same(run_engine(start, LowRank, plainly, precision="bf16", **with_room), reference, "host memory")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

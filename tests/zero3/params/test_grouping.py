@@ -254,6 +254,23 @@ def test_a_module_under_two_names_goes_by_the_first() -> None:
     }
 
 
+def test_trained_and_frozen_parameters_of_a_module_are_groups_beside_each_other() -> None:
+    model = Model(embed=nn.Embedding(1000, 8), layers=blocks(2), norm=nn.LayerNorm(9)).requires_grad_(False)
+    trained = {*model.layers[0].down.parameters(), model.norm.bias}
+    groups = form_groups(model, 9, trained=trained)
+    assert [(group.name, group.beside, group.parent, names(group)) for group in groups] == [
+        ("embed", None, 6, ["embed.weight"]),
+        ("persistent", None, None, [name for name, p in model.named_parameters() if p.numel() < 9]),
+        ("layers.0 (frozen)", 3, 6, ["layers.0.up.weight", "layers.0.up.bias"]),
+        ("layers.0", 2, 6, ["layers.0.down.weight"]),
+        ("layers.1", None, 6, [f"layers.1.{name}" for name in ("up.weight", "up.bias", "down.weight")]),
+        ("root (frozen)", 6, None, ["norm.weight"]),
+        ("root", 5, None, ["norm.bias"]),
+    ]
+    assert groups[2].entries == groups[3].entries == [model.layers[0]]
+    assert groups[5].entries == groups[6].entries == [model]
+
+
 @pytest.mark.parametrize("name", ["root", "persistent"])
 def test_a_module_may_have_a_name_of_ours(name: str) -> None:
     model = Model(**{name: nn.Embedding(1000, 8)}, layers=blocks(2), norm=nn.LayerNorm(9))

@@ -47,24 +47,27 @@ def step(engine: Any, micro_batches: Callable[..., Any], seed: int = 7) -> float
 
 
 def test_the_plan_counts_their_bytes_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """As many bytes as they have, in the group of their block, and no gradients or optimizer state."""
+    """As many bytes as they have, in the frozen group of their block, and no gradients or optimizer state."""
     with caplog.at_level("INFO"):
         engine = start(frozen_model(), threshold=0, **STREAMED)
     model = frozen_model()
     packed = sum(p.nbytes for p in model.parameters() if p.dtype is torch.uint8)
     assert f"{format_size(packed)} of torch.uint8" in caplog.text
     plan = engine.plan
+    by_name = dict(zip((group.name for group in plan.workload.groups), plan.param_tiers, strict=True))
+    sizes = {group.name: group for group in plan.workload.groups}
     for number, block in enumerate(model.blocks):
-        index = [group.name for group in plan.workload.groups].index(f"blocks.{number}")
-        sizes = plan.workload.groups[index]
         trained = sum(p.numel() for p in block.parameters() if p.requires_grad)
         fixed = sum(
             p.nbytes if keeps_dtype(p) else 2 * p.numel() for p in block.parameters() if not p.requires_grad
         )
-        assert plan.param_tiers[index] is Tier.NVME
-        assert trained <= sizes.trainable_numel < trained + 2 * QUANTUM
+        own, frozen = f"blocks.{number}", f"blocks.{number} (frozen)"
+        assert by_name[own] is by_name[frozen] is Tier.NVME
+        assert trained <= sizes[own].trainable_numel < trained + 2 * QUANTUM
+        assert sizes[own].param_bytes == 2 * sizes[own].trainable_numel
         padding = 256 * len(list(block.parameters())) + 2 * QUANTUM
-        assert fixed <= sizes.param_bytes - 2 * sizes.trainable_numel < fixed + padding
+        assert sizes[frozen].trainable_numel == 0
+        assert fixed <= sizes[frozen].param_bytes < fixed + padding
 
 
 @WHERE

@@ -35,6 +35,7 @@ class Group:
     parent: int | None = None
     persistent: bool = False
     in_fp32: bool = False
+    beside: int | None = None
     param: nn.Parameter = field(init=False)
 
     def __post_init__(self) -> None:

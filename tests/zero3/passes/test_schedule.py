@@ -33,6 +33,7 @@ class FakeGroup:
         self.name = name
         self.device = device
         self.parent = parent
+        self.beside: int | None = None
         self.residency = Residency.SHARDED
         self.moves = False  # saves no tensors
         self.sharded = self.stays = False

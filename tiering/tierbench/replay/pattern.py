@@ -88,12 +88,6 @@ def pass_orders(groups: Sequence[GroupSizes]) -> tuple[list[int], list[int]]:
     return list(walk(None, 1)), list(walk(None, -1))
 
 
-def with_parents(groups: Sequence[GroupSizes], number: int) -> set[int]:
-    """The group and the groups that enclose it."""
-    parent = groups[number].parent
-    return {number} if parent is None else {number} | with_parents(groups, parent)
-
-
 def sizes_on_nvme(plan: Plan) -> dict[Kind, list[int]]:
     """Bytes on NVMe: parameters and gradients of each group, state of each tile; 0 where they live in memory."""
     load = plan.workload

@@ -31,7 +31,6 @@ from tiering.tierbench.replay.pattern import (
     pass_orders,
     share_extents,
     turns_of,
-    with_parents,
 )
 from tiering.tierbench.replay.stepping import Gradients, Kernel, Tile, Tiles, scratch_bytes
 
@@ -257,7 +256,7 @@ class Replay:
         self._fetches.begin(backward=False)
         in_use: list[int] = []
         for group in [*self._forward, None]:
-            enclosing = set() if group is None else with_parents(self._groups, group)
+            enclosing = set() if group is None else set(self.plan.workload.chain(group))
             for other in [other for other in reversed(in_use) if other not in enclosing]:
                 in_use.remove(other)
                 self._fetches.release(other)
@@ -271,7 +270,7 @@ class Replay:
         self._fetches.begin(backward=True)
         live: list[int] = []
         for group in [*self._backward, None]:
-            enclosing = set() if group is None else with_parents(self._groups, group)
+            enclosing = set() if group is None else set(self.plan.workload.chain(group))
             for other in [other for other in live if other not in enclosing]:
                 live.remove(other)
                 if turn.gradients:

@@ -150,7 +150,7 @@ class _Unbuilt:
         resharded.set_data(param, values)
         self._versions[param] = param._version, values.data_ptr()
 
-    def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
+    def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int | None) -> str:
         edited = self._versions.pop(param) != (param._version, param.data_ptr())
         if modify and rank == 0:
             # ``initialize`` takes the values of rank 0.

@@ -24,9 +24,10 @@ def GatheredParameters(  # noqa: N802 # DeepSpeed's is a class
 ) -> Iterator[None]:
     """Within the block, ``params`` hold their values; with ``modifier_rank``, changes of that rank are stored.
 
-    ``tiering.gathered`` under DeepSpeed's name, with the same rules: without ``modifier_rank`` a change is an error,
-    and all ranks enter and leave the block together. ``fwd_module`` is ignored: the engine detects which parameters of
-    another module a module reads.
+    Without ``modifier_rank``, a change that all ranks make alike between passes is stored, with a warning, and any
+    other change is an error. (DeepSpeed drops both.) All ranks enter and leave the block together; see
+    ``tiering.gathered``. ``fwd_module`` is ignored: the engine detects which parameters of another module a module
+    reads.
     """
     if not enabled:
         yield
@@ -37,7 +38,7 @@ def GatheredParameters(  # noqa: N802 # DeepSpeed's is a class
             f"GatheredParameters got modifier_rank {modifier_rank}, but the ranks are 0 to {world_size - 1}; pass"
             " modifier_rank=None to read only"
         )
-    with gathered(params, modify=modifier_rank is not None, rank=modifier_rank or 0):
+    with gathered(params, modify=modifier_rank is not None, rank=modifier_rank):
         yield
 
 

@@ -84,7 +84,7 @@ class Owner(Protocol):
     def show_values(self, param: nn.Parameter, *, modify: bool) -> None:
         """Let ``param`` show its values until ``hide_values``."""
 
-    def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
+    def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int | None) -> str:
         """End ``show_values`` and keep the changes of ``rank``. Returns why they cannot be kept, or an empty text."""
 
     def saving_copies(self) -> AbstractContextManager[Any]:

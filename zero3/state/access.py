@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tiering import _logs
 from tiering.errors import ConfigError, EngineStateError
 from zero3.params import resharded
 from zero3.params.layout import Piece, product
@@ -49,7 +50,10 @@ os.register_at_fork(after_in_child=_give_up_in_child)
 
 @contextmanager
 def gathered(
-    params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool = False, rank: int = 0
+    params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+    *,
+    modify: bool = False,
+    rank: int | None = 0,
 ) -> Iterator[Any]:
     """Within the block, ``params`` (one, several, or a module's) hold their values, in their dtype.
 
@@ -59,13 +63,14 @@ def gathered(
     fp32 master takes the values of the changed elements; other elements keep their bits below the compute dtype, and
     optimizer state stays. Yields ``params``, as a list unless it is a single parameter. Ordinary parameters, None (an
     absent bias) and other tensors are yielded unchanged. All ranks enter and leave the block together, and the values
-    of ``rank`` count.
+    of ``rank`` count; with ``rank`` None, all ranks make the same change, which is then stored without ``modify``, too.
 
     Before ``initialize``, this recreates the values of parameters that zero.Init has built without memory; with
     ``modify`` they stay in memory, and rank 0's values count.
 
     Raises EngineStateError: without ``modify``, if the block has changed a value (the change is dropped); with
-    ``modify``, while a forward or backward is running; and for ``engine.step()`` in the block.
+    ``modify``, while a forward or backward is running; with ``rank`` None, if ranks have made different changes (they
+    are dropped); and for ``engine.step()`` in the block.
     """
     listed, yielded = _listed(params)
     loans: list[tuple[resharded.Owner, nn.Parameter]] = []
@@ -92,7 +97,9 @@ def gathered(
         raise EngineStateError(f"inside gathered(), {refused[0]}; the change is dropped")
 
 
-def _hide_values(loans: list[tuple[resharded.Owner, nn.Parameter]], *, modify: bool, rank: int) -> list[str]:
+def _hide_values(
+    loans: list[tuple[resharded.Owner, nn.Parameter]], *, modify: bool, rank: int | None
+) -> list[str]:
     """End all loans, also after an error in one of them; returns a message for each change that is refused."""
     refused, errors = list[str](), list[BaseException]()
     for owner, param in loans:
@@ -145,7 +152,7 @@ class Access:
         # Nested state_dict calls that are running, and the copies that they have made.
         self._saving = 0
         self._saved: dict[nn.Parameter, Tensor] = {}
-        self._warned_of_gradients = False
+        self._warned_of_gradients = self._warned_of_change = False
         # Parameters whose .grad was read as None since the last update, while the engine had the gradient.
         self._read_as_none: set[nn.Parameter] = set()
         self._on_gradient = on_gradient
@@ -262,15 +269,17 @@ class Access:
         group.show_copy(position, self.copy_of(param), modify=modify)
         self._schedule.gathers(group)
 
-    def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
+    def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int | None) -> str:
         """End ``show_values``, and store the changes of ``rank``. Returns why they are refused, or ""."""
         group, position = self.parameters.place_of(param)
         piece, tensor = group.layout.pieces[position], resharded.data_of(param)
         # Before ``hide_copy``, which forgets the state that it compares with.
         edited = group.copy_was_edited(position)
         try:
-            if not modify:
-                return f"{piece.name!r} was changed without modify=True" if edited else ""
+            if not modify and not edited:
+                return ""
+            if not modify and (rank is not None or self._schedule.state is not PassState.IDLE):
+                return f"{piece.name!r} was changed without modify=True"
             own = group.dtype_of(piece)
             # A value of another dtype becomes the master; a parameter that keeps its dtype has none.
             is_convertible = piece.own_dtype is None and tensor.is_floating_point()
@@ -279,17 +288,23 @@ class Access:
             dtype = own if tensor.dtype == own else torch.float32
             # All ranks reach this, whatever their values are: the following depends only on the answer, which is the
             # same on all.
-            dtype_on_rank = self._state.dtype_on(rank, piece, dtype if has_valid_value else None)
+            first = rank or 0
+            dtype_on_rank = self._state.dtype_on(first, piece, dtype if has_valid_value else None)
             if dtype_on_rank is None:
                 return f"{piece.name!r} of shape {piece.shape} has " + (
-                    f"another shape or dtype on rank {rank}"
+                    f"another shape or dtype on rank {first}"
                     if has_valid_value
                     else f"dtype {tensor.dtype} and shape {tuple(tensor.shape)} now"
                 )
             # A group that was fetched ahead has the old values.
             self._prefetcher.drop(group)
             flat = tensor.reshape(-1) if has_valid_value else torch.empty(product(piece.shape), device="cpu")
-            values = self._state.values_of_rank(rank, piece, flat.to(dtype_on_rank))
+            flat = flat.to(dtype_on_rank)
+            values = self._state.values_of_rank(first, piece, flat)
+            if rank is None and not self._state.are_alike(piece, values, flat):
+                return f"{piece.name!r} was changed, and not alike on all ranks"
+            if not modify:
+                self._warn_of_change(piece)
             if dtype_on_rank == own:
                 self._state.store_edit(group, piece, values, in_place=False)
             else:
@@ -299,6 +314,17 @@ class Access:
             return ""
         finally:
             group.hide_copy(position)
+
+    def _warn_of_change(self, piece: Piece) -> None:
+        if not self._warned_of_change:
+            self._warned_of_change = True
+            log.log(
+                _logs.once(logging.WARNING),
+                "GatheredParameters was called without modifier_rank, and its block has changed %r, alike on all ranks:"
+                " the change is kept, as it would be without ZeRO. DeepSpeed drops it. Pass modifier_rank=0 if the"
+                " change is intended",
+                piece.name,
+            )
 
     def saving_copies(self) -> AbstractContextManager[Any]:
         """Within the block, autograd saves copies of lent parameters, for a backward after their groups are resharded.

@@ -242,6 +242,14 @@ class TieredState:
         self._collectives.broadcast(received, rank, purpose)
         return received
 
+    def are_alike(self, piece: Piece, values: Tensor, local_values: Tensor) -> bool:
+        """Whether the ``local_values`` of ``piece`` on each rank have the bits of ``values``, which all ranks have."""
+        if self._collectives is None:
+            return True
+        alike = torch.equal(values.view(torch.uint8), local_values.cpu().view(torch.uint8))
+        rows = self._collectives.table(torch.tensor([alike], device="cpu"), f"compare {piece.name!r}")
+        return bool(rows.all())
+
     def has_gradient(self, piece: Piece) -> bool:
         """Whether the parameter has received a gradient since the last step."""
         return self._gradients.received(piece)

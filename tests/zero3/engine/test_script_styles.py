@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DistributedSampler
 
 import tiering as deepspeed
+from tests.zero3.conftest import batches
 from tiering.errors import ConfigError, EngineStateError
 from tiering.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -324,17 +325,30 @@ def test_what_scripts_do_between_steps_is_the_same_at_every_placement(
     assert differing(*states) == []
 
 
+def change(param: nn.Parameter) -> None:
+    with deepspeed.zero.GatheredParameters([param]):
+        param.data.lerp_(torch.ones_like(param), 0.1)
+
+
 @pytest.mark.parametrize("home", ["none", "nvme"])
-def test_a_change_by_data_in_a_block_that_reads_is_told(start: Callable[..., Any], home: str) -> None:
-    """torch counts no version of it; a moving average that is kept in an engine's parameters would stay as it was."""
+def test_a_change_by_data_in_a_block_that_reads(
+    start: Callable[..., Any], home: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch counts no version of it. A script keeps a moving average like this in the parameters of an engine."""
     engine = start(precision="fp32", offload_param=home, cache_in_host=False)
     param, other = engine.module.blocks[0].up.parameters()
     before = engine.get_fp32_parameter("blocks.0.up.weight")
     with deepspeed.zero.GatheredParameters([param, other]):
         assert torch.equal(param.data, before) and other.data.abs().sum() > 0
-    with (
-        pytest.raises(EngineStateError, match=r"blocks.0.up.weight' was changed without modify=True"),
-        deepspeed.zero.GatheredParameters([param, other]),
-    ):
-        param.data.lerp_(torch.ones_like(param), 0.1)
+    engine.module.norm.register_forward_hook(lambda *_: change(param))
+    with pytest.raises(EngineStateError, match=r"blocks.0.up.weight' was changed without modify=True"):
+        engine(*next(batches(1)))
+    assert torch.equal(engine.get_fp32_parameter("blocks.0.up.weight"), before)
+    assert "modifier_rank" not in caplog.text
+    change(param)
+    assert torch.equal(engine.get_fp32_parameter("blocks.0.up.weight"), before.lerp(torch.ones(()), 0.1))
+    assert caplog.text.count("has changed 'blocks.0.up.weight', alike on all ranks: the change is kept") == 1
+    before = engine.get_fp32_parameter("blocks.0.up.weight")
+    with pytest.raises(EngineStateError, match="was changed without modify"), deepspeed.gathered(param):
+        param.data.zero_()
     assert torch.equal(engine.get_fp32_parameter("blocks.0.up.weight"), before)

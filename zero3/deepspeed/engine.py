@@ -26,7 +26,7 @@ from zero3.engine.generation import on_all_ranks
 from zero3.loop.data_loader import make_loader, make_ordered_loader
 from zero3.loop.step_state import accumulation_steps
 from zero3.observe.ending import error_under_way
-from zero3.params.precision import COMPUTE_DTYPES
+from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype
 from zero3.setup.assembly import Weights
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
@@ -63,7 +63,9 @@ class DeepSpeedEngine(Engine):
         weights: Weights | None = None,
         configuration: ConfigurationStatus | None = None,
     ) -> None:
-        self._were_fp32 = {param for param in model.parameters() if param.dtype == torch.float32}
+        self._were_fp32 = {
+            param for param in model.parameters() if param.dtype == torch.float32 and not keeps_dtype(param)
+        }
         super().__init__(model, settings, model_parameters, optimizer, weights, configuration)
         _engines[model] = weakref.ref(self)
         self.config: dict[str, Any] = {}

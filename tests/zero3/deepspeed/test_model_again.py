@@ -126,6 +126,23 @@ def test_a_model_whose_masters_do_not_fit_has_16_bit_values(
     assert differing(engine.module.state_dict(), weights) == []
 
 
+def test_packed_weights_need_room_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their elements of fp32 are bytes, which the engine counts in elements of 16 bits."""
+    model = built()
+    packed = model.position.weight.requires_grad_(False)
+    packed.bnb_quantized = True
+    codes = packed.data.clone()
+    nbytes = 4 * sum(param.numel() for param in model.parameters())
+    engine = start(model)
+    monkeypatch.setattr(whole_copies, "available_memory", lambda: nbytes)
+    engine.destroy()
+    assert "without its fp32 masters" not in caplog.text
+    assert torch.equal(packed, codes)
+    assert model.head.weight.dtype == torch.float32
+
+
 def test_a_model_that_does_not_fit_is_closed(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

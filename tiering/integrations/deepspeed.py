@@ -221,7 +221,10 @@ def _initialize(
         }
     if model is not None:
         _ranks.check_accelerate()
-    return tiering.initialize(args, model, *others, **options)
+    parts = tiering.initialize(args, model, *others, **options)
+    # Programs call state_dict() on one rank, for the names.
+    parts.engine.show_no_values()
+    return parts
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

@@ -383,6 +383,15 @@ class DeepSpeedEngine(Engine):
             self._drop_frozen(state, prefix)
         return state
 
+    def show_no_values(self) -> None:
+        """Let ``module.state_dict()`` read no values at stage 3 with several ranks, and wait for no rank.
+
+        DeepSpeed has empty tensors there, and programs for it use the names. Here it has the parameter itself, with
+        name, shape and dtype; a use of its values outside of passes raises ResidencyError. Parameters that do not leave
+        the device keep their values. The methods of the engine still read values.
+        """
+        self._access.saves_copies = self.world_size == 1 or not self._access.partitioned
+
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """The key stage3_gather_16bit_weights_on_model_save: whether a trainer is to save the whole model on rank 0."""
         zero = self.config.get("zero_optimization") or {}

@@ -61,7 +61,7 @@ class Owner(Protocol):
         """A copy of the values, on the parameter's device."""
 
     def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
-        """A copy for the ``state_dict`` call that is running; None if none is running."""
+        """A copy or a placeholder for the ``state_dict`` call that is running; None if none is running."""
 
     def store(self, param: nn.Parameter, values: Tensor) -> bool:
         """``param.copy_(values)`` is called: keep ``values``, rounded. False while a pass is running."""

@@ -152,6 +152,8 @@ class Access:
         # Nested state_dict calls that are running, and the copies that they have made.
         self._saving = 0
         self._saved: dict[nn.Parameter, Tensor] = {}
+        # Whether state_dict calls read values, with all ranks, or have the parameters themselves.
+        self.saves_copies = True
         self._warned_of_gradients = self._warned_of_change = False
         # Parameters whose .grad was read as None since the last update, while the engine had the gradient.
         self._read_as_none: set[nn.Parameter] = set()
@@ -171,6 +173,8 @@ class Access:
     def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
         if not self._saving:
             return None
+        if not self.saves_copies:
+            return param
         if param not in self._saved:
             # Kept until the outermost call ends: each name of a tied parameter gets the same copy.
             self._saved[param] = self._state.weight(*self.parameters.piece_of(param))
@@ -423,7 +427,7 @@ class _BeginSaving(OurHook):
         self.access = access
 
     def run(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.access.begin_saving(module, copies=not keep_vars)
+        self.access.begin_saving(module, copies=self.access.saves_copies and not keep_vars)
 
 
 class _EndSaving(OurHook):

@@ -33,7 +33,7 @@ from zero3.loop.lifecycle import check_loss
 from zero3.loop.preemption import final_save
 from zero3.loop.step_state import StepState
 from zero3.params.compilation import eager
-from zero3.params.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating, explain_inputs
+from zero3.params.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating, explain_dtypes
 from zero3.setup.assembly import Weights, assemble
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
@@ -100,7 +100,7 @@ class Engine:
                 return self.module(*args, **kwargs)
             except BaseException as error:
                 self._schedule.abandon()
-                explain_inputs(error, (args, kwargs), self.settings)
+                explain_dtypes(error, self.module, (args, kwargs), self.settings)
                 raise
 
     def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:

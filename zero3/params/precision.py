@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tiering._text import shorten
 from tiering.config.training import TieringConfig
 from tiering.errors import EngineStateError
 
@@ -62,8 +63,8 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, values)
 
 
-def explain_inputs(error: BaseException, inputs: Any, config: TieringConfig) -> None:
-    """Add a note to torch's error about two dtypes in one operation, if inputs of the model are in another dtype."""
+def explain_dtypes(error: BaseException, module: nn.Module, inputs: Any, config: TieringConfig) -> None:
+    """Add a note to torch's error about two dtypes in one operation: which inputs or buffers are in another dtype."""
     dtype = COMPUTE_DTYPES[config.precision]
     unhandled = not config.cast_inputs and config.autocast is None and dtype is not torch.float32
     if not (unhandled and isinstance(error, RuntimeError | ValueError) and _is_of_dtypes(str(error))):
@@ -77,6 +78,18 @@ def explain_inputs(error: BaseException, inputs: Any, config: TieringConfig) -> 
         error.add_note(
             f"The model computes in {dtype} and was called with {', '.join(sorted(map(str, input_dtypes)))} tensors."
             f" Set {config.precision}.auto_cast to true in the configuration to cast them, or cast them in the script"
+        )
+        return
+    buffers = tuple(
+        name
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point() and buffer.dtype is not dtype
+    )
+    if buffers:
+        error.add_note(
+            f"The model computes in {dtype}, and these buffers are not in it: {shorten(buffers)}. If the operation uses"
+            f" one of them, set data_types.buffer_dtype to {config.precision!r} in the configuration, which casts all"
+            " of them"
         )
 
 

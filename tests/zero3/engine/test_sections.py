@@ -270,6 +270,29 @@ def test_an_error_about_dtypes_names_auto_cast(
     assert "bf16.auto_cast" in refusal.value.__notes__[0]
 
 
+class Positioned(nn.Module):
+    """Adds a buffer of fp32 to activations, as M2M100 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("positions", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.positions).sum()
+
+
+def test_an_error_about_dtypes_names_buffers_and_their_key(start: Start) -> None:
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError) as refusal:
+        start(Positioned())(x)
+    (note,) = refusal.value.__notes__
+    assert "computes in torch.bfloat16, and these buffers are not in it: positions. If" in note
+    assert "set data_types.buffer_dtype to 'bf16'" in note
+    engine = start(Positioned(), sections={"data_types": {"buffer_dtype": "bf16"}})
+    assert engine(x).dtype is torch.bfloat16
+
+
 class Weighted(nn.Module):
     """Its gradients are its inputs, exactly: whatever they become was done to them afterwards."""
 

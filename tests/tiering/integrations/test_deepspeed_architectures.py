@@ -1,7 +1,8 @@
 """Architectures of transformers under the shim in fp16, and the weights that their checkpoints hold.
 
 transformers' test_zero_to_fp32 runs its example scripts with small models of the hub. These models are built here, one
-of each of its architectures, for the same tasks; without M2M100, whose position buffer this engine leaves in fp32.
+of each of its architectures, for the same tasks. M2M100 adds its positions, a buffer of fp32, to activations: as with
+DeepSpeed 0.19.8, which leaves buffers in fp32, too, it needs the key data_types.buffer_dtype.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "trans_bart": ("BartForConditionalGeneration", SEQ2SEQ),
     "trans_t5": ("T5ForConditionalGeneration", T5),
     "trans_t5_v1": ("T5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu"}),
+    "trans_m2m_100": ("M2M100ForConditionalGeneration", SEQ2SEQ),
     "clm_bigbird_pegasus": ("BigBirdPegasusForCausalLM", SEQ2SEQ | {"attention_type": "original_full"}),
     "clm_blenderbot": ("BlenderbotForCausalLM", SEQ2SEQ),
     "clm_bloom": ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 2}),
@@ -69,6 +71,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "img_clas_vit": ("ViTForImageClassification", WIDE | {"image_size": 8, "patch_size": 4}),
 }
+SECTIONS = {"trans_m2m_100": {"data_types": {"buffer_dtype": "fp16"}}}
 WORDS, SEPARATOR = 96, 2
 
 
@@ -105,7 +108,7 @@ def test_zero_to_fp32(name: str, stage: int, tmp_path: Path) -> None:
     made.save_pretrained(tmp_path / "files")
     # With this scale no step is an overflow.
     half = {"enabled": "auto", "initial_scale_power": 4}
-    settings = ds_config(stage, "scheduler", fp16=half)
+    settings = ds_config(stage, "scheduler", fp16=half, **SECTIONS.get(name, {}))
     saves = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "learning_rate": 1e-3}
     args = arguments(tmp_path, settings, fp16=True, per_device_train_batch_size=2, **saves)
     # In stage 3, transformers loads the model without memory.

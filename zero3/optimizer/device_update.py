@@ -55,30 +55,28 @@ class OnDevice:
 
     def segments(
         self, layout: StateLayout, rules: Mapping[int, Rule], grad_dtype: torch.dtype
-    ) -> list[Segment]:
-        """The segments whose parameters, by their index, have a rule, for the kernels."""
+    ) -> dict[int, Segment]:
+        """The segments whose parameters, by their index, have a rule, for the kernels. By that index."""
         tile = self.tile
         master = self.state[: tile.numel * layout.master_itemsize]
         moments = self.state[master.numel() :].view(layout.moment_dtype()).view(layout.moments, tile.numel)
         param, grad = self.param.view(tile.group.dtype), self.grad.view(grad_dtype)
-        result = []
+        result = {}
         for segment, first_index in zip(tile.segments, tile.first_indices, strict=True):
             rule = rules.get(segment.piece.index)
             if rule is None:
                 continue
             elements = slice(segment.start - tile.start, segment.start - tile.start + segment.numel)
             separate = layout.master_itemsize == FP32
-            result.append(
-                Segment(
-                    rule,
-                    master.view(torch.float32)[elements] if separate else param[elements],
-                    moments[:, elements].unbind(),
-                    grad[elements],
-                    out=param[elements] if separate else None,
-                    remainder=master.view(torch.int16)[elements] if layout.splits else None,
-                    state_format=layout.moment_format,
-                    first_index=first_index,
-                )
+            result[segment.piece.index] = Segment(
+                rule,
+                master.view(torch.float32)[elements] if separate else param[elements],
+                moments[:, elements].unbind(),
+                grad[elements],
+                out=param[elements] if separate else None,
+                remainder=master.view(torch.int16)[elements] if layout.splits else None,
+                state_format=layout.moment_format,
+                first_index=first_index,
             )
         return result
 

@@ -78,6 +78,8 @@ class TileStepper:
         )
         self._batch = StepBatch()
         self._on_device_now: list[device_kernels.Segment] = []
+        # Of tiles in a GPU's memory, by piece index: their memory does not move, so each is described to CUDA once.
+        self._resident: defaultdict[Tile, dict[int, device_kernels.Segment]] = defaultdict(dict)
         self._numbers: dict[kernels.Rule, int] = {}  # of the rules in the batch
         # Of the step that is under way:
         self._rule_of: dict[int, kernels.Rule] = {}  # by piece index, if it is stepped
@@ -249,17 +251,20 @@ class TileStepper:
 
     def _step_on_device(self, tile: Tile) -> None:
         """Add a tile in a GPU's memory to its next batch."""
-        state, params, grads = (
-            tile.state.tensor,
-            tile.group.shard_home,
-            self._gradients.homes[tile.group.index],
-        )
-        assert state is not None
-        param = part_of(params, tile, tile.group.dtype.itemsize)
-        grad = part_of(grads, tile, self._gradients.dtype_of(tile.group).itemsize)
         # Before the kernels are queued: a save has then copied the tile on its own stream.
         self._before_change(tile)
-        self._on_device_now += self._segments(OnDevice(tile, state, param, grad))
+        stepped = [segment.piece.index for segment in tile.segments if segment.piece.index in self._rule_of]
+        segments = self._resident[tile]
+        if not segments.keys() >= set(stepped):
+            params, grads = tile.group.shard_home, self._gradients.homes[tile.group.index]
+            state = tile.state.tensor
+            assert state is not None
+            param = part_of(params, tile, tile.group.dtype.itemsize)
+            grad = part_of(grads, tile, self._gradients.dtype_of(tile.group).itemsize)
+            segments |= self._segments(OnDevice(tile, state, param, grad))
+        for index in stepped:
+            segments[index].rule = self._rule_of[index]
+            self._on_device_now.append(segments[index])
 
     def _step_visiting(self) -> None:
         """Queue on the GPU: fetch a tile, step it and copy it back."""
@@ -278,9 +283,9 @@ class TileStepper:
         self._finish_tile(tile)
 
     def _run_on_device(self, tile: OnDevice) -> None:
-        device_kernels.step_segments(self._segments(tile), self._grad_scale)
+        device_kernels.step_segments(list(self._segments(tile).values()), self._grad_scale)
 
-    def _segments(self, tile: OnDevice) -> list[device_kernels.Segment]:
+    def _segments(self, tile: OnDevice) -> dict[int, device_kernels.Segment]:
         group = tile.tile.group
         return tile.segments(self._layout.for_group(group), self._rule_of, self._gradients.dtype_of(group))
 

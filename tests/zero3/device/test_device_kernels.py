@@ -593,18 +593,29 @@ def segments(draw: st.DrawFn) -> tuple[list[Segment], list[Segment]]:
     return first, other
 
 
-@given(drawn=segments(), scale=st.sampled_from([1.0, 0.37, 1 / 65536]))
+@given(
+    drawn=segments(),
+    scale=st.sampled_from([1.0, 0.37, 1 / 65536]),
+    later=st.sampled_from(list(RULES.values())),
+)
 @settings(max_examples=60, deadline=None)
 def test_any_segments(
-    by_gcc: CompiledByGcc, drawn: tuple[list[Segment], list[Segment]], scale: float
+    by_gcc: CompiledByGcc,
+    drawn: tuple[list[Segment], list[Segment]],
+    scale: float,
+    later: Callable[..., Rule],
 ) -> None:
+    """One step, and a later one of the same segments by another rule."""
     ours, theirs = drawn
-    fused.step(by_gcc, ours, scale)
-    for mine, other in zip(ours, theirs, strict=True):
-        how = {"remainder": other.remainder, "state_format": other.state_format, "out": other.out}
-        how |= {"grad_scale": scale, "first_index": other.first_index}
-        step_in_c(other.rule, other.param, list(other.state), other.grad, **how)
-        for name in ("param", "remainder", "out"):
-            tensor, in_c = getattr(mine, name), getattr(other, name)
-            assert tensor is None or same_bits(tensor, in_c), name
-        assert all(map(same_bits, mine.state, other.state))
+    for rule in (None, later(11, seed=11)):
+        for segment in (*ours, *theirs) if rule else ():
+            segment.rule = rule
+        fused.step(by_gcc, ours, scale)
+        for mine, other in zip(ours, theirs, strict=True):
+            how = {"remainder": other.remainder, "state_format": other.state_format, "out": other.out}
+            how |= {"grad_scale": scale, "first_index": other.first_index}
+            step_in_c(other.rule, other.param, list(other.state), other.grad, **how)
+            for name in ("param", "remainder", "out"):
+                tensor, in_c = getattr(mine, name), getattr(other, name)
+                assert tensor is None or same_bits(tensor, in_c), name
+            assert all(map(same_bits, mine.state, other.state))

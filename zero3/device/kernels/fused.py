@@ -150,28 +150,40 @@ def _step_of(segment: Segment) -> str:
     return f"step<{optimizer}, {states}, {state_format:d}, {split:d}, {DTYPES[segment.grad.dtype]:d}>"
 
 
-def _entries(segment: Segment) -> Iterator[_Segment]:
-    """The table entries of ``segment``, one for each upper half of the indices: the random bits' key depends on it."""
-    numel, first_index = segment.param.numel(), segment.first_index
-    wraps = range((first_index >> 32) + 1 << 32, first_index + numel, 1 << 32)
+def _entries(segment: Segment) -> list[_Segment]:
+    """The table entries of ``segment``, made at its first step."""
+    if not segment.entries:
+        segment.entries = [_entry(segment, start, stop) for start, stop in _ranges(segment)]
+    if segment.state_format is StateFormat.BF16_STOCHASTIC:
+        for entry, (start, _) in zip(segment.entries, _ranges(segment), strict=True):
+            key = mix(segment.rule.key + (start >> 32))
+            entry.key_low, entry.key_high = key & 0xFFFFFFFF, key >> 32
+    return segment.entries
+
+
+def _ranges(segment: Segment) -> Iterator[tuple[int, int]]:
+    """The indices in the model, one range for each upper half of them: the random bits' key depends on it."""
+    first, numel = segment.first_index, segment.param.numel()
+    wraps = range((first >> 32) + 1 << 32, first + numel, 1 << 32)
+    return pairwise((first, *wraps, first + numel) if numel else ())
+
+
+def _entry(segment: Segment, start: int, stop: int) -> _Segment:
     tensors = {
         "param": segment.param,
         "grad": segment.grad,
         "out": segment.out,
         "remainder": segment.remainder,
     }
-    tensors |= {f"state{i}": tensor for i, tensor in enumerate(segment.used_state)}
-    for start, stop in pairwise((first_index, *wraps, first_index + numel) if numel else ()):
-        key = mix(segment.rule.key + (start >> 32))
-        at = start - first_index
-        yield _Segment(
-            numel=stop - start,
-            index=start & 0xFFFFFFFF,
-            key_low=key & 0xFFFFFFFF,
-            key_high=key >> 32,
-            out_dtype=DTYPES[segment.out.dtype] if segment.out is not None else 0,
-            **{name: t.data_ptr() + at * t.itemsize for name, t in tensors.items() if t is not None},
-        )
+    # All of them, because a later rule may use more than this one.
+    tensors |= {f"state{i}": tensor for i, tensor in enumerate(segment.state)}
+    at = start - segment.first_index
+    return _Segment(
+        numel=stop - start,
+        index=start & 0xFFFFFFFF,
+        out_dtype=DTYPES[segment.out.dtype] if segment.out is not None else 0,
+        **{name: t.data_ptr() + at * t.itemsize for name, t in tensors.items() if t is not None},
+    )
 
 
 def _batches(items: Sequence[T], max_length: int) -> Iterator[Sequence[T]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,12 @@ _STATE_DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Segment:
     """Elements that one rule updates, as a segment of ``optim_cpu.kernels.StepBatch``.
+
+    A segment whose memory does not move serves every step: only ``rule`` is replaced. ``entries`` are what fused.py
+    tells the kernels of this memory.
 
     ``param`` is float32, or, with ``remainder`` (int16), the bfloat16 half of a split parameter. ``state`` is float32,
     or bfloat16 by ``state_format``, and may hold more tensors than the rule uses. ``out`` receives the rounded
@@ -35,6 +39,7 @@ class Segment:
     remainder: Tensor | None = None
     state_format: StateFormat = StateFormat.FP32
     first_index: int = 0
+    entries: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         split, state_dtype = self.remainder is not None, _STATE_DTYPES[self.state_format]

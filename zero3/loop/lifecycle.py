@@ -112,14 +112,15 @@ class Readiness:
             raise EngineStateError(
                 f"{call} was called on an engine without an optimizer, which does not train: to train, name one in the"
                 ' configuration\'s optimizer section ({"type": "AdamW", "params": {"lr": 1e-4}}), or pass a torch'
-                " optimizer to initialize(optimizer=...)"
+                " optimizer to initialize(optimizer=...) or to the trainer"
             )
 
     def check_step(self) -> None:
         """A backward has ended since the last step."""
         if not self._step.pending:
             raise EngineStateError(
-                "step was called without a backward since the last one; call engine.backward(loss) first"
+                "step was called without a backward since the last one; call backward(loss) of the engine first, or"
+                " that of the trainer (accelerator.backward)"
             )
         if not self._accumulation.syncing:
             raise EngineStateError(

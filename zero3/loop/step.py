@@ -437,7 +437,8 @@ class BackwardEvents:
                     [f"divide by gradient_accumulation_steps ({steps})"] * (steps > 1)
                     + [f"multiply by the loss scale ({scale:g})"] * (scale != 1.0)
                 )
-                + "; call engine.backward(loss), or engine.scale(loss).backward()"
+                + "; call engine.backward(loss), or engine.scale(loss).backward(); in a loop of accelerate,"
+                " accelerator.backward(loss)"
             )
         if not self._updates.steps_in_backward:
             return False

@@ -26,7 +26,7 @@ def unknown_optimizer(name: str) -> str:
             return f"unknown optimizer {name!r}; did you mean {rule!r}?"
     return (
         f"no kernel for optimizer {bare}; the kernels are {', '.join(RULES)}, which train differently. To keep {bare},"
-        f" pass it as an object: initialize(optimizer={bare}(...))"
+        f" pass it as an object: initialize(optimizer={bare}(...)), or the trainer's argument"
     )
 
 

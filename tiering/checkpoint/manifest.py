@@ -39,6 +39,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiering._remedies import ANOTHER_CHECKPOINT
 from tiering._strict_json import FormatError, parse, short
 from tiering.errors import CheckpointError, WeightsError
 from tiering.weights.files import opened
@@ -210,7 +211,7 @@ def read_sealed(path: Path, *, sha256: str | None = None) -> dict[str, Any]:
     try:
         text = _read(path)
     except WeightsError as error:
-        raise CheckpointError(f"{error.problem}; load another checkpoint (tag=)") from error
+        raise CheckpointError(f"{error.problem}; {ANOTHER_CHECKPOINT}") from error
     if sha256 is not None and hashlib.sha256(text).hexdigest() != sha256:
         raise damaged(path, "its SHA-256 differs from checkpoint.json")
     try:
@@ -232,7 +233,7 @@ def _read(path: Path) -> bytes:
 
 def damaged(path: Path, problem: str) -> CheckpointError:
     """The error for a damaged file of a checkpoint."""
-    return CheckpointError(f"{path} is damaged: {problem}; load another checkpoint (tag=)")
+    return CheckpointError(f"{path} is damaged: {problem}; {ANOTHER_CHECKPOINT}")
 
 
 def _unsealed(text: bytes) -> dict[str, Any]:

@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tiering._remedies import ANOTHER_CHECKPOINT
 from tiering._strict_json import short
 from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name
 from tiering.checkpoint.root import Root
@@ -46,7 +48,7 @@ class Checkpoint:
 
     def rank(self, number: int) -> RankFiles:
         """The files with the state of rank ``number`` only. Raises CheckpointError if they are damaged."""
-        with reading_checkpoint(self.path):
+        with reading_checkpoint():
             file = self.path / file_name("rank", number, self.manifest.world_size)
             opened = open_weights(file)
             tensors = WeightFiles(
@@ -93,27 +95,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises CheckpointError, which names the file, if a file is missing, or JSON or a header is damaged.
     """
-    with reading_checkpoint(path):
+    with reading_checkpoint():
         manifest = Manifest.read(path)
         sums = Root(path, manifest).check()
         kinds = {kind: _open_kind(path, manifest, kind, sums) for kind in (WEIGHTS, *manifest.kinds)}
     return Checkpoint(path, manifest, kinds.pop(WEIGHTS), kinds, sums)
 
 
-class reading_checkpoint:  # noqa: N801 # used like a function
-    """Context manager that raises CheckpointError in place of a WeightsError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, WeightsError):
-            raise CheckpointError(
-                f"{error.problem}; load a checkpoint other than {self._path} (tag=)"
-            ) from error
+@contextmanager
+def reading_checkpoint() -> Iterator[None]:
+    """Raise CheckpointError in place of a WeightsError of the block."""
+    try:
+        yield
+    except WeightsError as error:
+        raise CheckpointError(f"{error.problem}; {ANOTHER_CHECKPOINT}") from error
 
 
 def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, Sums]) -> WeightFiles:

@@ -12,6 +12,7 @@ lightning.py              Trainer and Fabric of lightning; pytorch_lightning.py 
 _lightning.py             configuration, precision and checkpoints of both strategies
 _lightning_trainer.py     the strategy of a Trainer, _lightning_fabric.py that of Fabric
 _engines.py               the engine of each model
+_remedies.py              remedies of errors, in the words of each front end
 _ranks.py                 the processes that a loop counts, and the ranks that train together
 _traffic.py               bytes, bandwidth and stall of an engine between two log lines
 """

@@ -20,6 +20,7 @@ from tiering.integrations._lightning import (
     is_checkpoint,
     save,
 )
+from tiering.integrations._remedies import FABRIC, named_by
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -209,7 +210,8 @@ class EngineFabricStrategy(StrategyOfEngines):
                 "storage_options and filter are not supported, because the engine writes the checkpoint"
             )
         engine, rest = self._split(state)
-        save(engine, self.broadcast(path), self._convert_stateful_objects_in_state(rest, filter={}))
+        with named_by(FABRIC):
+            save(engine, self.broadcast(path), self._convert_stateful_objects_in_state(rest, filter={}))
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -224,10 +226,12 @@ class EngineFabricStrategy(StrategyOfEngines):
             loaded: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
             return loaded
         if isinstance(state, nn.Module):
-            self.engine(state).load_checkpoint(path, tag=TAG, load_module_only=True)
+            with named_by(FABRIC):
+                self.engine(state).load_checkpoint(path, tag=TAG, load_module_only=True)
             return {}
         engine, rest = self._split(state or {})
-        _, values = engine.load_checkpoint(path, tag=TAG, load_module_strict=strict)
+        with named_by(FABRIC):
+            _, values = engine.load_checkpoint(path, tag=TAG, load_module_strict=strict)
         if strict and (missing := sorted(set(rest) - set(values))):
             raise CheckpointError(
                 f"the checkpoint {path} has no {', '.join(map(repr, missing))}; remove it from state, or pass"

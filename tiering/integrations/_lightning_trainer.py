@@ -18,6 +18,7 @@ from tiering.integrations._lightning import (
     is_checkpoint,
     save,
 )
+from tiering.integrations._remedies import LIGHTNING, named_by
 
 if TYPE_CHECKING:
     import torch
@@ -284,7 +285,8 @@ class EngineStrategy(StrategyOfEngines):
             raise ConfigError("storage_options is not supported, because the engine writes the checkpoint")
         skipped = ("state_dict", "optimizer_states")
         rest = {key: value for key, value in checkpoint.items() if key not in skipped}
-        save(self.engine, filepath, rest)
+        with named_by(LIGHTNING):
+            save(self.engine, filepath, rest)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the checkpoint of the engine in the directory ``checkpoint_path``, or read a file of Lightning."""
@@ -292,12 +294,13 @@ class EngineStrategy(StrategyOfEngines):
         if not is_checkpoint(checkpoint_path):
             values: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
             return values
-        _, client_state = self.engine.load_checkpoint(
-            checkpoint_path,
-            tag=TAG,
-            load_module_strict=self._module().strict_loading,
-            load_lr_scheduler_states=False,
-        )
+        with named_by(LIGHTNING):
+            _, client_state = self.engine.load_checkpoint(
+                checkpoint_path,
+                tag=TAG,
+                load_module_strict=self._module().strict_loading,
+                load_lr_scheduler_states=False,
+            )
         return client_state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -19,6 +19,7 @@ from tiering.config.ds_config.auto import hidden_size_of
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 from tiering.integrations import _engines, _ranks, _training_arguments
+from tiering.integrations._remedies import TRAINER, named_by
 from tiering.integrations._traffic import Traffic
 from tiering.integrations._training_arguments import Config
 
@@ -100,7 +101,8 @@ class TrainerEngines:
             hidden_size=hidden_size_of(getattr(self._trainer.model, "config", None)),
             arguments=_training_arguments.known(self._trainer.args, self._trainer.model, max_steps),
         )
-        return ds_config.load(self.config, world_size=self._trainer.args.world_size, context=context)[0]
+        with named_by(TRAINER):
+            return ds_config.load(self.config, world_size=self._trainer.args.world_size, context=context)[0]
 
     def release(self, device: torch.device | str | None) -> None:
         """Turn the parameters of the model into ordinary ones, and end its engine."""
@@ -128,7 +130,7 @@ class TrainerEngines:
         unused = {"scheduler"} if training else {"optimizer", "scheduler"}
         sections = _training_arguments.completed(config).items()
         args = self._trainer.args
-        with _ranks.counted(args.world_size), _engines.computing_on(args.device):
+        with named_by(TRAINER), _ranks.counted(args.world_size), _engines.computing_on(args.device):
             return tiering.initialize(
                 args=_training_arguments.known(args, model, self._trainer.state.max_steps),
                 model=model,

@@ -25,6 +25,7 @@ from tiering import _logs
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.integrations import _accelerator_arguments, _engines
 from tiering.integrations._accelerator_arguments import TRAINING, Config
+from tiering.integrations._remedies import ACCELERATOR, named_by
 
 try:
     import accelerate
@@ -82,6 +83,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
     Raises ConfigError if there is no configuration, or if it contradicts the other arguments.
     """
 
+    # Attributes of accelerate's class.
+    _optimizers: list[Any]
+    _schedulers: list[Any]
+
     def __init__(
         self,
         *args: Any,
@@ -95,6 +100,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
         self._precision = _accelerator_arguments.precision(self._config, mixed_precision)
         self._by_front: dict[nn.Module, DeepSpeedEngine] = {}
         self._is_saving = False
+        self._save_options: dict[str, Any] = {}
+        self._load_options: dict[str, Any] = {}
         self._warned_of_clipping = False
         steps = _accelerator_arguments.accumulation(self._config)
         if steps is not None and "gradient_accumulation_plugin" not in kwargs:
@@ -371,14 +378,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
 
     # Checkpoints
 
-    def save_state(self, output_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> Any:
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        *args: Any,
+        exclude_frozen_parameters: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Save as accelerate does, with a checkpoint of each engine in place of its weights and optimizer state.
 
-        A save into a folder that has a checkpoint replaces it; if it is interrupted, neither is complete.
+        ``exclude_frozen_parameters`` is that of ``Engine.save_checkpoint``. A save into a folder that has a checkpoint
+        replaces it; if it is interrupted, neither is complete.
         """
         self._is_saving = True
+        self._save_options = {"exclude_frozen_parameters": exclude_frozen_parameters}
         try:
-            directory = super().save_state(output_dir, *args, **kwargs)
+            with named_by(ACCELERATOR):
+                directory = super().save_state(output_dir, *args, **kwargs)
         finally:
             self._is_saving = False
         self.wait_for_everyone()
@@ -387,15 +403,38 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
         self.wait_for_everyone()
         return directory
 
-    def load_state(self, input_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        *args: Any,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        **kwargs: Any,
+    ) -> None:
         """Load what ``save_state`` has saved; any number of ranks may have saved it.
 
-        None is the last complete checkpoint, with automatic checkpoint naming. Raises CheckpointError if the save was
-        interrupted.
+        None is the last complete checkpoint, with automatic checkpoint naming. ``load_module_strict``,
+        ``load_optimizer_states`` and ``load_lr_scheduler_states`` are those of ``Engine.load_checkpoint``; without the
+        last two, optimizers and schedules that were prepared stay as they are. Raises CheckpointError if the save was
+        interrupted, and where ``Engine.load_checkpoint`` does.
         """
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = self._last_complete()
-        super().load_state(None if input_dir is None else str(input_dir), *args, **kwargs)
+        self._load_options = {
+            "load_module_strict": load_module_strict,
+            "load_optimizer_states": load_optimizer_states,
+            "load_lr_scheduler_states": load_lr_scheduler_states,
+        }
+        optimizers, schedulers = self._optimizers, self._schedulers
+        # accelerate would load the options of the optimizer, and the state of the schedule, after the engines.
+        self._optimizers = optimizers if load_optimizer_states else []
+        self._schedulers = schedulers if load_lr_scheduler_states else []
+        try:
+            with named_by(ACCELERATOR):
+                super().load_state(None if input_dir is None else str(input_dir), *args, **kwargs)
+        finally:
+            self._optimizers, self._schedulers = optimizers, schedulers
 
     def _last_complete(self) -> Path | None:
         folders = [
@@ -411,7 +450,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
             (Path(output_dir) / COMPLETE).unlink(missing_ok=True)
         self.wait_for_everyone()
         for tag, engine in self._tagged(models):
-            engine.save_checkpoint(output_dir, tag, save_latest=False)
+            engine.save_checkpoint(output_dir, tag, save_latest=False, **self._save_options)
 
     def _load_engines(self, models: list[nn.Module], input_dir: str) -> None:
         if not (Path(input_dir) / COMPLETE).is_file():
@@ -420,7 +459,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # not followed 
                 f" {COMPLETE} is missing; load the checkpoint before it"
             )
         for tag, engine in self._tagged(models):
-            engine.load_checkpoint(input_dir, tag)
+            engine.load_checkpoint(input_dir, tag, **self._load_options)
         models[:] = [model for model in models if not self._has_engine(model)]
 
     def _tagged(self, models: Iterable[nn.Module]) -> list[tuple[str, DeepSpeedEngine]]:

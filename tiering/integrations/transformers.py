@@ -23,6 +23,7 @@ from torch import nn
 from tiering import _logs
 from tiering.errors import CheckpointError, EngineStateError
 from tiering.integrations import _training_arguments
+from tiering.integrations._remedies import TRAINER, named_by
 from tiering.integrations._training_arguments import Config
 from tiering.runtime import lr_schedules
 
@@ -211,7 +212,8 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the weights in the compute dtype, from the tiers to files, and the files that the Trainer adds."""
         directory = Path(output_dir or self.args.output_dir)
-        self._tiering.start(training=False).save_pretrained(directory)
+        with named_by(TRAINER):
+            self._tiering.start(training=False).save_pretrained(directory)
         if not self.args.should_save:
             return
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -224,9 +226,10 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
             # An earlier run may have saved in this folder: with its file, an interrupted save would look complete.
             (Path(output_dir) / TRAINER_STATE_NAME).unlink(missing_ok=True)
         # As with DeepSpeed, the base model of an adapter is not in its checkpoints.
-        self.engine.save_checkpoint(
-            output_dir, TAG, exclude_frozen_parameters=hasattr(self.model, "peft_config")
-        )
+        with named_by(TRAINER):
+            self.engine.save_checkpoint(
+                output_dir, TAG, exclude_frozen_parameters=hasattr(self.model, "peft_config")
+            )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -253,14 +256,16 @@ class TieringTrainerMixin(_Trainer):  # type: ignore[misc] # Any
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self.engine.load_checkpoint(checkpoint, TAG)
+        with named_by(TRAINER):
+            self.engine.load_checkpoint(checkpoint, TAG)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         if (best / TAG).is_dir():
             log.info("loading the best model, from %s", best)
-            self.engine.load_checkpoint(best, TAG, load_module_only=True)
+            with named_by(TRAINER):
+                self.engine.load_checkpoint(best, TAG, load_module_only=True)
         else:
             # With save_only_model: the weights in the compute dtype.
             super()._load_best_model()

@@ -9,6 +9,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from tiering._remedies import FEWER_CHECKPOINTS
+
 # Constants of <linux/fs.h>.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -16,8 +18,8 @@ _RENAME_EXCHANGE = 2
 _MAY_NOT = "save to a writable directory, or change the mode of this one"
 _ANOTHER = "another file has that name: save elsewhere, or move it"
 _REMEDIES = {
-    errno.ENOSPC: "make room there, keep fewer checkpoints (keep=), or save elsewhere",
-    errno.EDQUOT: "raise the quota, make room there, keep fewer checkpoints (keep=), or save elsewhere",
+    errno.ENOSPC: f"make room there, {FEWER_CHECKPOINTS}, or save elsewhere",
+    errno.EDQUOT: f"raise the quota, make room there, {FEWER_CHECKPOINTS}, or save elsewhere",
     errno.EFBIG: "the file would pass the process's file size limit: raise it with `ulimit -f`",
     errno.EMFILE: "raise the limit of open files with `ulimit -n`",
     errno.EEXIST: "another process writes there: use one directory per run",

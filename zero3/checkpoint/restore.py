@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from tiering import _logs
+from tiering._remedies import NEW_OPTIMIZER_STATE, PART_OF_MODEL
 from tiering.checkpoint.reader import Checkpoint, RankFiles, reading_checkpoint
 from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, WeightsError
@@ -60,7 +61,7 @@ class Restore:
         except WeightsError as error:
             remedy = "build the model that was saved"
             if strict:
-                remedy += "; load_module_strict=False ignores tensors that only one side has"
+                remedy += f"; {PART_OF_MODEL}"
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} is of another model: {error.problem}; {remedy}"
             ) from error
@@ -102,7 +103,7 @@ class Restore:
         """Open all files that this rank reads. Open files may be removed, as a save removes older checkpoints."""
         groups, matched = self._parts.groups, self._matched
         buffers = {tensor.file for _, _, tensor in matched.buffers}
-        with reading_checkpoint(self._checkpoint.path), ExitStack() as files:
+        with reading_checkpoint(), ExitStack() as files:
             order = _order(groups, matched.sources)
             # Before the first value changes: a file that is missing ends the load here.
             self._open(files, matched.files, matched.opened, order, buffers)
@@ -118,7 +119,7 @@ class Restore:
             )
             for param, source in self._matched.sources.items()
         }
-        with reading_checkpoint(self._checkpoint.path):
+        with reading_checkpoint():
             self._matched.fill_buffers()
             if self._parts.tiers.streams is not None:
                 # Copies to the device may still read the homes that are overwritten next.
@@ -167,14 +168,13 @@ class Restore:
             raise CheckpointError(
                 f"checkpoint {self._checkpoint.path} has the state of {manifest.optimizer}"
                 f" ({', '.join(manifest.kinds) or 'none'}), but this engine trains with {optimizer_here}"
-                f" ({', '.join(optimizer.state_names) or 'none'}): choose the optimizer that was saved, or"
-                " load_optimizer_states=False to start with new state"
+                f" ({', '.join(optimizer.state_names) or 'none'}): choose the optimizer that was saved;"
+                f" {NEW_OPTIMIZER_STATE}"
             )
         if isinstance(optimizer, ClientOptimizer) and (self._matched.missing or self._matched.unexpected):
             raise CheckpointError(
                 f"checkpoint {self._checkpoint.path} has other parameters than this model, but a {optimizer_here} keeps"
-                " its state by their numbers: build the model that was saved, or start with new optimizer state"
-                " (load_optimizer_states=False)"
+                f" its state by their numbers: build the model that was saved; {NEW_OPTIMIZER_STATE}"
             )
         if manifest.optimizer != optimizer_here:
             log.log(
@@ -248,7 +248,7 @@ def rank_state(files: RankFiles, io: IoConfig) -> RankState:
     """Read the state of a rank that is not on tiers. CheckpointError if a tensor is damaged."""
     opened, tensors = OpenFiles(), dict[str, Tensor]()
     with (
-        reading_checkpoint(files.tensors.path.parent),
+        reading_checkpoint(),
         opened.reading(files.tensors, io, files.tensors.tensors.values()),
     ):
         for name, stored in files.tensors.tensors.items():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tiering import _logs
+from tiering._remedies import ANOTHER_CHECKPOINT, NEW_OPTIMIZER_STATE, NEW_SCHEDULE
 from tiering._strict_json import short
 from tiering.checkpoint.manifest import MOST
 from tiering.errors import CheckpointError, ConfigError
@@ -138,7 +139,7 @@ class RunState:
         _check_counters(saved_counters)
         saved, param_groups = _decoded(shared, "param_groups"), self._optimizer.param_groups
         _check_like(saved, [], "param_groups")
-        as_saved = "make the optimizer as in the run that saved, or load with load_optimizer_states=False"
+        as_saved = f"make the optimizer as in the run that saved; {NEW_OPTIMIZER_STATE}"
         if len(saved) != len(param_groups):
             raise CheckpointError(
                 f"the checkpoint has {len(saved)} param groups, but the optimizer has {len(param_groups)}: {as_saved}"
@@ -208,8 +209,7 @@ class RunState:
         if isinstance(optimizer, ClientOptimizer):
             if client is None:
                 raise CheckpointError(
-                    f"the checkpoint has no state for a {type(optimizer.client).__name__}: load it with"
-                    " load_optimizer_states=False"
+                    f"the checkpoint has no state for a {type(optimizer.client).__name__}; {NEW_OPTIMIZER_STATE}"
                 )
             optimizer.load_state_dict(client)
         for number, group in enumerate(_decoded(shared, "param_groups")):
@@ -240,7 +240,7 @@ class RunState:
         if saved["class"] != class_name:
             raise CheckpointError(
                 f"the checkpoint has a {saved['class']}, but the learning rate scheduler is a {class_name}: make the"
-                " scheduler of the run that saved, or load with load_lr_scheduler_states=False"
+                f" scheduler of the run that saved; {NEW_SCHEDULE}"
             )
 
     def _restore_scheduler(self, shared: RankState) -> None:
@@ -252,8 +252,8 @@ class RunState:
             except Exception as error:
                 raise CheckpointError(
                     f"this {type(scheduler).__name__} cannot load the saved state of the learning rate scheduler"
-                    f" ({type(error).__name__}: {error}): make the scheduler of the run that saved, or load with"
-                    " load_lr_scheduler_states=False"
+                    f" ({type(error).__name__}: {error}): make the scheduler of the run that saved;"
+                    f" {NEW_SCHEDULE}"
                 ) from error
         elif scheduler is not None or saved is not None:
             missing_side = "engine has none" if scheduler is None else "checkpoint has none"
@@ -326,13 +326,13 @@ def _check_like(saved: Any, expected: Any, place: str) -> None:
     if not is_optional and _kind(saved) is not _kind(expected):
         raise CheckpointError(
             f"{place} of the checkpoint is a {type(saved).__name__}, not a {type(expected).__name__} as in this engine:"
-            " the checkpoint is damaged, or of another kind of run; load another one (tag=)"
+            f" the checkpoint is damaged, or of another kind of run; {ANOTHER_CHECKPOINT}"
         )
     if _kind(expected) is list and expected:
         if len(saved) != len(expected):
             raise CheckpointError(
                 f"{place} of the checkpoint has {len(saved)} values, not {len(expected)} as in this engine: it is"
-                " damaged; load another one (tag=)"
+                f" damaged; {ANOTHER_CHECKPOINT}"
             )
         for number, (saved_item, expected_item) in enumerate(zip(saved, expected, strict=True)):
             _check_like(saved_item, expected_item, f"{place}[{number}]")
@@ -340,7 +340,7 @@ def _check_like(saved: Any, expected: Any, place: str) -> None:
         for key, value in expected.items():
             if key not in saved:
                 raise CheckpointError(
-                    f"{place} of the checkpoint has no {key!r}: it is damaged; load another one (tag=)"
+                    f"{place} of the checkpoint has no {key!r}: it is damaged; {ANOTHER_CHECKPOINT}"
                 )
             _check_like(saved[key], value, f"{place}[{key!r}]")
 
@@ -353,12 +353,12 @@ def _check_counters(saved: Mapping[str, Any]) -> None:
     for place, value in counts.items():
         if type(value) is not int or not 0 <= value < MOST:
             raise CheckpointError(
-                f"{place} of the checkpoint is {short.repr(value)}, not a count: it is damaged; load another one (tag=)"
+                f"{place} of the checkpoint is {short.repr(value)}, not a count: it is damaged; {ANOTHER_CHECKPOINT}"
             )
     if not 0 < scale["value"] < math.inf:
         raise CheckpointError(
             f"engine['loss_scale']['value'] of the checkpoint is {short.repr(scale['value'])}, not a loss scale: it is"
-            " damaged; load another one (tag=)"
+            f" damaged; {ANOTHER_CHECKPOINT}"
         )
 
 
@@ -405,5 +405,5 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _decoded(state: RankState, name: str) -> Any:
     if name not in state.content:
-        raise CheckpointError(f"the checkpoint has no {name!r}: it is damaged; load another one (tag=)")
+        raise CheckpointError(f"the checkpoint has no {name!r}: it is damaged; {ANOTHER_CHECKPOINT}")
     return encoding.decode(state.content[name], dict(state.tensors), name)

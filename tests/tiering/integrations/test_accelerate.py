@@ -110,6 +110,35 @@ def test_an_interrupted_save_is_not_loaded(tmp_path: Path) -> None:
             made.load_state(tmp_path / "checkpoints/checkpoint_1")
 
 
+def test_another_optimizer_loads_the_weights_alone(tmp_path: Path) -> None:
+    def loop(made: Any, kind: type) -> Any:
+        torch.manual_seed(5)
+        model = nn.Linear(2, 2)
+        optimizer = kind(model.parameters(), lr=0.1)
+        model, optimizer, schedule = made.prepare(
+            model, optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
+        )
+        made.backward(model(torch.ones(1, 2)).sum())
+        return model, optimizer, schedule
+
+    with accelerator(config("nvme", tmp_path), gradient_accumulation_steps=1) as made:
+        _, optimizer, schedule = loop(made, torch.optim.Adagrad)
+        optimizer.step()
+        schedule.step()
+        made.save_state(tmp_path / "saved")
+        values = made.engine().master_state_dict()
+    with accelerator(config("device", tmp_path), gradient_accumulation_steps=1) as made:
+        _, optimizer, schedule = loop(made, torch.optim.AdamW)
+        optimizer.zero_grad()
+        with pytest.raises(CheckpointError, match=r"load_state\(folder, load_optimizer_states=False\)"):
+            made.load_state(tmp_path / "saved")
+        alone = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
+        made.load_state(tmp_path / "saved", **alone)
+        assert different(made.engine().master_state_dict(), values) == []
+        assert schedule.get_last_lr() == [0.1]
+        assert made.engine().global_steps == 0
+
+
 def test_save_model_writes_the_weights(tmp_path: Path) -> None:
     with accelerator(config("nvme", tmp_path)) as made:
         loop = Loop(made)

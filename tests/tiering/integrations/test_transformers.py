@@ -360,5 +360,7 @@ def test_all_values_that_differ_from_the_arguments_are_in_one_error(tmp_path: Pa
         *("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"),
     ):
         assert f"\n  {key}: " in str(raised.value)
+    assert "change the TrainingArguments" in str(raised.value)
+    assert "initialize()" not in str(raised.value)
     # The model is untouched.
     assert trainer.model.lm_head.weight.abs().sum() > 0

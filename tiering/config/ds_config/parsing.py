@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tiering._remedies import CONFIGURED_VALUE
 from tiering._text import similar
 from tiering.config.ds_config.auto import UNSET, Filled, LoadContext, argument, missing_argument
 from tiering.config.ds_config.in_effect import description
@@ -26,7 +27,7 @@ from tiering.config.training import Batch, TieringConfig, parse_size, resolve_ba
 _CLIPPING = 1.0
 """DeepSpeed's default since 0.19."""
 _OFF = "off: requests nothing"
-_ANY_SCHEDULER = "Pass any other scheduler to initialize(lr_scheduler=...)"
+_ANY_SCHEDULER = "Pass any other scheduler to initialize(lr_scheduler=...), or to the trainer"
 _ABSENT = "empty: same as absent"
 _COMMENT = "comment: its name starts with _"
 
@@ -434,7 +435,7 @@ class ConfigReading:
                 self._refuse(
                     key,
                     f"{brief(entry.value)} differs from {expected.source}, {brief(expected.value)}; set it to"
-                    ' "auto", or pass strict_args=False to initialize() to train with the value of the configuration',
+                    f' "auto", or {CONFIGURED_VALUE}',
                 )
 
     def _key_of(self, location: tuple[int | str, ...]) -> str:

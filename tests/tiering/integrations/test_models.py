@@ -197,19 +197,22 @@ def test_building_without_memory_gives_the_bits_of_an_ordinary_build(tmp_path: P
     trainer.engine.close()
 
 
+class WithHead(LlamaForCausalLM):
+    """Has a layer more than ``llama``, with initial values of its own."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.new_head = nn.Linear(32, 96)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is getattr(self, "new_head", None):
+            nn.init.constant_(module.weight, -100.0)
+            nn.init.constant_(module.bias, 100.0)
+
+
 def test_parameters_that_the_files_lack_are_initialised(tmp_path: Path) -> None:
-    class WithHead(LlamaForCausalLM):
-        def __init__(self, settings: Any) -> None:
-            super().__init__(settings)
-            self.new_head = nn.Linear(32, 96)
-            self.post_init()
-
-        def _init_weights(self, module: nn.Module) -> None:
-            super()._init_weights(module)
-            if module is getattr(self, "new_head", None):
-                nn.init.constant_(module.weight, -100.0)
-                nn.init.constant_(module.bias, 100.0)
-
     llama().save_pretrained(tmp_path / "files")
     with tiering.zero.Init():
         model = WithHead.from_pretrained(tmp_path / "files")

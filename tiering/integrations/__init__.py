@@ -13,6 +13,7 @@ _lightning.py             configuration, precision and checkpoints of both strat
 _lightning_trainer.py     the strategy of a Trainer, _lightning_fabric.py that of Fabric
 _engines.py               the engine of each model
 _remedies.py              remedies of errors, in the words of each front end
+_missing.py               the error if a library is missing
 _ranks.py                 the processes that a loop counts, and the ranks that train together
 _traffic.py               bytes, bandwidth and stall of an engine between two log lines
 """

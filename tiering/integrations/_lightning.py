@@ -44,14 +44,6 @@ _SECTIONS = {
 """The section of the configuration for each precision. As with DeepSpeed, masters are fp32 in every precision."""
 
 
-def missing(namespace: str, cause: ImportError) -> ImportError:
-    """The error if ``namespace`` of Lightning ("lightning") cannot be imported because of ``cause``."""
-    return ImportError(
-        f"tiering.integrations.{namespace} needs {namespace}; install it with `pip install 'tiering[lightning]'`"
-        f" ({cause})"
-    )
-
-
 def check_precision(precision: str) -> None:
     """Raise ConfigError unless an engine computes in ``precision``, a name of Lightning ("bf16-mixed")."""
     if precision not in _SECTIONS:

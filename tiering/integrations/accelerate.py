@@ -25,6 +25,7 @@ from tiering import _logs
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.integrations import _accelerator_arguments, _engines
 from tiering.integrations._accelerator_arguments import TRAINING, Config
+from tiering.integrations._missing import missing
 from tiering.integrations._remedies import ACCELERATOR, named_by
 
 try:
@@ -33,10 +34,7 @@ try:
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler
 except ImportError as error:
-    raise ImportError(
-        "tiering.integrations.accelerate needs accelerate; install it with `pip install 'tiering[accelerate]'`"
-        f" ({error})"
-    ) from error
+    raise missing("accelerate", "accelerate", "accelerate", error) from error
 
 if TYPE_CHECKING:
     from tiering import DeepSpeedEngine

@@ -12,9 +12,10 @@
 
 from __future__ import annotations
 
-from tiering.integrations._lightning import REGISTERED, missing
+from tiering.integrations._lightning import REGISTERED
 from tiering.integrations._lightning_fabric import EngineFabricPrecision, EngineFabricStrategy
 from tiering.integrations._lightning_trainer import EnginePrecision, EngineStrategy
+from tiering.integrations._missing import missing
 
 try:
     from lightning.fabric.plugins.precision import Precision as FabricPrecision
@@ -24,7 +25,7 @@ try:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 except ImportError as error:
-    raise missing("lightning", error) from error
+    raise missing("lightning", "lightning", "lightning", error) from error
 
 __all__ = ["REGISTERED", "TieringFabricStrategy", "TieringStrategy"]
 

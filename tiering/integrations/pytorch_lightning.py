@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from tiering.integrations._lightning import REGISTERED, missing
+from tiering.integrations._lightning import REGISTERED
 from tiering.integrations._lightning_trainer import EnginePrecision, EngineStrategy
+from tiering.integrations._missing import missing
 
 try:
     from pytorch_lightning.plugins.precision import Precision
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
     from pytorch_lightning.utilities.types import LRSchedulerConfig
 except ImportError as error:
-    raise missing("pytorch_lightning", error) from error
+    raise missing("pytorch_lightning", "pytorch_lightning", "lightning", error) from error
 
 __all__ = ["REGISTERED", "TieringStrategy"]
 

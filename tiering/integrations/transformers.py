@@ -23,6 +23,7 @@ from torch import nn
 from tiering import _logs
 from tiering.errors import CheckpointError, EngineStateError
 from tiering.integrations import _training_arguments
+from tiering.integrations._missing import missing
 from tiering.integrations._remedies import TRAINER, named_by
 from tiering.integrations._training_arguments import Config
 from tiering.runtime import lr_schedules
@@ -40,10 +41,7 @@ try:
     from tiering.integrations._trainer_checkpoints import TAG, last_complete, unusable
     from tiering.integrations._trainer_engine import TrainerEngines
 except (ImportError, PackageNotFoundError) as error:
-    raise ImportError(
-        "tiering.integrations.transformers needs transformers 5.7 or newer and accelerate; install them with"
-        f" `pip install 'tiering[hf]'` ({error})"
-    ) from error
+    raise missing("transformers", "transformers 5.7 or newer, and accelerate", "hf", error) from error
 
 if TYPE_CHECKING:
     from tiering import DeepSpeedEngine

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,24 @@ def test_a_front_end_has_words_for_each_remedy(name: str) -> None:
         raise CheckpointError(f"the file is damaged; {'; '.join(words)}")
     assert str(raised.value) == f"[TIER-CHECKPOINT] the file is damaged; {'; '.join(words.values())}"
     assert raised.value.message == f"the file is damaged; {'; '.join(words.values())}"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("accelerate", r"needs accelerate; install it with `pip install 'tiering\[accelerate\]'`"),
+        ("lightning", r"needs lightning; install it with `pip install 'tiering\[lightning\]'`"),
+        ("transformers", r"needs transformers 5.7 or newer, and accelerate; .*'tiering\[hf\]'`"),
+    ],
+)
+def test_a_missing_library_is_named_with_its_extra(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, f"tiering.integrations.{name}", raising=False)
+    # The import of a name whose module is None fails.
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=f"tiering.integrations.{name} {message}"):
+        importlib.import_module(f"tiering.integrations.{name}")
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, is_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -151,6 +152,34 @@ def test_save_model_writes_the_weights(tmp_path: Path) -> None:
     written = load_file(tmp_path / "model/model.safetensors")
     assert different(written, {name: values[name] for name in written}) == []
     assert set(values) - set(written) <= {"lm_head.weight"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+def test_an_adapter_is_unwrapped_and_saved(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+    model = get_peft_model(llama(), LoraConfig(**options))
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    loader = DataLoader(sentences(8), batch_size=2)
+    with accelerator(config("nvme", tmp_path)) as made:
+        loop = Loop(made, model, optimizer, loader, LambdaLR(optimizer, lambda step: 1.0))
+        loop.run(2)
+        unwrapped = made.unwrap_model(loop.model)
+        assert unwrapped is model
+        assert is_peft_model(unwrapped)
+        unwrapped.save_pretrained(tmp_path / "both", state_dict=made.get_state_dict(loop.model))
+        unwrapped.save_pretrained(tmp_path / "alone")
+        loop.model.eval()
+        batch = next(iter(loader))
+        with torch.no_grad():
+            expected = loop.model(**batch).loss.item()
+    name = "adapter_model.safetensors"
+    written = load_file(tmp_path / "both" / name)
+    assert different(written, load_file(tmp_path / "alone" / name)) == []
+    assert any(values.any() for key, values in written.items() if "lora_B" in key)
+    again = PeftModel.from_pretrained(llama(), tmp_path / "both").eval()
+    with torch.no_grad():
+        assert again(**batch).loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_free_memory_gives_the_model_back(tmp_path: Path) -> None:

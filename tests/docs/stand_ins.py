@@ -275,6 +275,14 @@ NOT_RUN: dict[Key, str] = {
         "pip install 'tiering[accelerate]'",
     ): "installs packages; tests/test_wheel.py installs a wheel",
     (
+        "accelerate.md",
+        "torchrun --nproc-per-node 2 train.py",
+    ): "a pattern: train.py is the reader's own script; tests/tiering/integrations starts ranks",
+    (
+        "accelerate.md",
+        "python -m tiering.integrations.deepspeed accelerate launch --config_file launch.yaml train.py",
+    ): "starts a launcher; tests/tiering/integrations/test_accelerate.py runs it with the file of the page",
+    (
         "deepspeed-programs.md",
         "python -m tiering.integrations.deepspeed train.py --deepspeed ds_config.json",
     ): "a pattern: train.py is the reader's own script; tests/tiering/integrations has programs of its own",

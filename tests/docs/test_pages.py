@@ -111,7 +111,7 @@ def test_code_is_code(page: Path) -> None:
         elif block["language"] == "json":
             ds_config.load(json.loads(block["body"]))
         elif block["language"] == "yaml":
-            config = yaml.safe_load(block["body"])["tiering_config"]
+            config = yaml.safe_load(block["body"]).get("tiering_config")
             if isinstance(config, dict):
                 ds_config.load({"train_micro_batch_size_per_gpu": 1, **config})
 

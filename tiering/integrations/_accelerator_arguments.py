@@ -26,8 +26,8 @@ _FILE = "TIERING_CONFIG"
 def source(config: Config | None) -> Mapping[str, Any]:
     """The configuration ``config``, or the file that the environment names, as a mapping.
 
-    ``accelerate launch`` with a deepspeed_config_file passes its path to the processes that it starts. It also asks
-    them for DeepSpeed, which is not asked for afterwards.
+    ``accelerate launch`` with a deepspeed_config_file passes its path to the processes that it starts, and tells them
+    to use DeepSpeed, which they forget here. It runs only where it finds DeepSpeed: see tiering.integrations.deepspeed.
 
     Raises ConfigError if there is none.
     """
@@ -37,7 +37,8 @@ def source(config: Config | None) -> Mapping[str, Any]:
     if config is None or config == "none":
         raise ConfigError(
             "Accelerator needs a configuration: pass tiering_config=, a path or a dict, set the environment variable"
-            f" {_FILE}, or name a deepspeed_config_file in the file of `accelerate launch`"
+            f" {_FILE}, or start `python -m tiering.integrations.deepspeed accelerate launch --config_file FILE`, where"
+            " FILE names a deepspeed_config_file"
         )
     return ds_config.mapping_of(config)
 

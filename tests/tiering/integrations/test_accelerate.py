@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from tests.docs.blocks import blocks
 from tests.zero3.ranks.pool import Pool
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.integrations.accelerate import COMPLETE, Accelerator, DummyOptim, DummyScheduler
 
 from .loops import Loop, accelerator, parts, resumed, run, saved, state
+from .programs import output_of
 from .trainers import PLACES, config, different, llama, sentences
 
 UPDATES = 20
@@ -285,6 +288,30 @@ def another_with_its_optimizer(model: nn.Module) -> tuple[nn.Module, torch.optim
     """Another model, and an optimizer of both."""
     other = nn.Linear(2, 2)
     return other, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+
+
+LAUNCHED = """
+import torch
+from tiering.integrations.accelerate import Accelerator
+accelerator = Accelerator()
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+print("ended", accelerator.num_processes, accelerator.engine().global_steps)
+accelerator.free_memory()
+"""
+
+
+@pytest.mark.slow
+def test_accelerate_launch_passes_the_file_of_the_page(tmp_path: Path) -> None:
+    (settings,) = [block.body for block in blocks("accelerate.md") if block.language == "yaml"]
+    (tmp_path / "launch.yaml").write_text(settings)
+    (tmp_path / "ds_config.json").write_text(json.dumps(config("nvme", tmp_path)))
+    (tmp_path / "train.py").write_text(LAUNCHED)
+    launcher = ("-m", "tiering.integrations.deepspeed", "-m", "accelerate.commands.launch")
+    output = output_of(*launcher, "--config_file", "launch.yaml", "train.py", directory=tmp_path)
+    assert output.count("ended 2 1") == 2
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import tiering
+from tests.fakes.fake_device import FakeDevice
+from tests.fakes.gpu.streams import never
 from tests.zero3.frozen_bytes import FrozenModel, frozen_model
 from tiering.checkpoint.conversion import to_checkpoint, to_weights
 from tiering.checkpoint.reader import open_checkpoint
@@ -225,3 +227,29 @@ def test_a_teacher_of_bytes_computes_without_an_optimizer(
         with torch.no_grad():
             losses.append([engine(tokens, targets).item() for _ in range(2)])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place", [{"offload_param": "cpu", "offload_optimizer": "cpu"}, STREAMED], ids=["host", "nvme"]
+)
+def test_a_gpu_that_copies_them(
+    start: Start, micro_batches: Callable[..., Any], differing: Differing, place: dict[str, Any]
+) -> None:
+    """The same bits on a device of its own memory, whose copies are queued, and with no copy used too early."""
+    # Without square roots and products whose rounding differs there.
+    sgd = {"rule": "SGD", "optimizer": {"lr": 0.1}, "threshold": 0, "accumulation": 1, "prefetch": 10**5}
+
+    def trained(**where: Any) -> tuple[list[float], dict[str, Tensor]]:
+        engine = start(frozen_model(), **sgd, **where)
+        losses = [step(engine, micro_batches, seed) for seed in range(3)]
+        weights = engine.state_dict()
+        engine.close()
+        return losses, weights
+
+    expected = trained()
+    with pytest.MonkeyPatch.context() as patch, FakeDevice(never) as gpu:
+        gpu.run_engines(patch)
+        outcome = trained(**place, device_budget="8MiB")
+    assert outcome[0] == expected[0]
+    assert differing(outcome[1], expected[1]) == []

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tiering.checkpoint.manifest import Manifest, StoredParameter
+from tiering.checkpoint.manifest import KEPT, Manifest, StoredParameter
 from tiering.config import ds_config
 from tiering.config.optimizer import RULES
 from tiering.errors import ConfigError
@@ -26,6 +26,7 @@ from tiering.planning.plan_report import ModelSize, PlanReport, report
 from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting
 from tiering.storage.arena import round_up
+from tiering.weights.files import nbytes_of
 
 _PERSISTENT = "persistent"
 _ROOT = "root"
@@ -74,13 +75,20 @@ def _groups(
         members.setdefault(_PERSISTENT if small else names[name], []).append(stored)
     around = list(members).index(_ROOT) if _ROOT in members else None
     for name, stored_parameters in members.items():
-        numel = round_up(sum(each.numel for each in stored_parameters), QUANTUM)
+        numel = round_up(sum(_flat_numel(each, itemsize) for each in stored_parameters), QUANTUM)
         trained = round_up(sum(each.numel for each in stored_parameters if each.trained), QUANTUM)
         persistent = name == _PERSISTENT
         parent = None if persistent or name == _ROOT else around
         uses = 0 if persistent else 1
         largest = max((each.numel for each in stored_parameters if each.trained), default=0)
         yield GroupSizes(name, numel * itemsize, trained, parent, persistent, uses, largest_trained=largest)
+
+
+def _flat_numel(stored: StoredParameter, itemsize: int) -> int:
+    """The elements of ``itemsize`` bytes that the parameter takes: it is cast to them, or keeps its dtype."""
+    if stored.dtype in KEPT:
+        return -(-nbytes_of(stored.dtype, stored.numel) // itemsize)
+    return stored.numel
 
 
 def _own_groups(parameters: Mapping[str, StoredParameter]) -> dict[str, str]:

@@ -448,6 +448,10 @@ def test_the_plan_counts_what_training_needs(tmp_path: Path) -> None:
     # But for the budgets, which are what the machine has free at that moment.
     assert replace(excluded.plan, budgets=frozen.plan.budgets) == frozen.plan
     assert numel * 2 <= frozen.plan.state_bytes() <= (numel + padding) * 2
+    codes = {name: replace(each, dtype="U8") for name, each in blocks(8, trained=False).items()}
+    of_bytes = plan_to_load(manifest(codes), tmp_path)
+    assert of_bytes.plan is not None
+    assert numel <= of_bytes.plan.state_bytes() <= numel + 2 * padding
 
 
 @pytest.mark.parametrize(

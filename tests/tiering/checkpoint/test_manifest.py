@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,17 @@ def test_a_parameter_that_cannot_be(tmp_path: Path, shape: Any, dtype: str) -> N
     write_sealed(tmp_path / MANIFEST, content)
     with pytest.raises(CheckpointError, match=r"checkpoint.json.*'a' has "):
         Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "is_known"), [("U8", True), ("F8_E4M3", True), ("F4", False)])
+def test_a_frozen_parameter_may_keep_its_dtype(tmp_path: Path, dtype: str, is_known: bool) -> None:
+    content = content_of(tmp_path)
+    content["parameters"]["a"] = {"shape": [3], "dtype": dtype, "trained": False, "steps": 0}
+    write_sealed(tmp_path / MANIFEST, content)
+    with (
+        nullcontext() if is_known else pytest.raises(CheckpointError, match="'a' has the invalid dtype 'F4'")
+    ):
+        assert Manifest.read(tmp_path).parameters["a"].dtype == dtype
 
 
 @given(st.data())

@@ -121,11 +121,12 @@ def _check_tensor(name: str, param: nn.Parameter) -> None:
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise ConfigError(
             f"parameter {name!r} is a {kind.__name__}, a tensor subclass with its own storage format (quantised?),"
-            " which cannot be tiered: convert the model after training, or keep the tensor outside of the model's"
-            " parameters"
+            " which cannot be tiered: keep its codes and scales as ordinary frozen parameters of the module, which stay"
+            " in their dtype, or convert the model after training"
         )
-    # By name: an import of the library would be slow, and it is often absent.
-    if any(base.__name__ == "Int8Params" for base in kind.__mro__):
+    # By name: an import of the library would be slow, and it is often absent. Before it is quantised, such a parameter
+    # holds ordinary numbers.
+    if any(base.__name__ == "Int8Params" for base in kind.__mro__) and not param.is_floating_point():
         raise ConfigError(
             f"parameter {name!r} is an Int8Params of bitsandbytes, whose layer keeps a second reference to its codes:"
             " they cannot leave the device. Load the model with load_in_4bit=True, or without quantisation"

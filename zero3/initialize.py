@@ -28,7 +28,7 @@ from zero3.optimizer import schedulers
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
 from zero3.params.compilation import unwrap
-from zero3.params.precision import COMPUTE_DTYPES
+from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype
 from zero3.ranks.joining import standing
 from zero3.setup.assembly import Weights
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
@@ -237,10 +237,10 @@ def _configuration(
 
 
 def _dtype_of(model: nn.Module) -> str:
-    """The dtype of most elements: models in bf16 keep some parameters in fp32."""
+    """The dtype of most elements: models in bf16 keep some parameters in fp32. Codes of a frozen base do not count."""
     elements: Counter[torch.dtype] = Counter()
     for param in model.parameters():
-        if param.is_floating_point():
+        if param.is_floating_point() and not keeps_dtype(param):
             elements[param.dtype] += param.numel()
     names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
     return next((names.get(dtype, "fp32") for dtype, _ in elements.most_common(1)), "fp32")

@@ -86,9 +86,9 @@ _REMEDIES = {
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of most elements of floating-point parameters."""
+    """The dtype of most elements of floating-point parameters; frozen codes in float8 do not count."""
     elements: Counter[torch.dtype] = Counter()
     for param in model.parameters():
-        if param.is_floating_point():
+        if param.is_floating_point() and param.itemsize > 1:
             elements[param.dtype] += param.numel()
     return max(elements, key=lambda dtype: elements[dtype], default=torch.float32)

@@ -253,3 +253,18 @@ def test_a_gpu_that_copies_them(
         outcome = trained(**place, device_budget="8MiB")
     assert outcome[0] == expected[0]
     assert differing(outcome[1], expected[1]) == []
+
+
+def test_codes_do_not_decide_the_precision() -> None:
+    """Most of the model is frozen float8; what computes is bf16, and so is what "auto" chooses."""
+    model = nn.Sequential(nn.Linear(64, 64).to(torch.float8_e4m3fn).requires_grad_(False), nn.Linear(64, 2))
+    model[1].bfloat16()
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW"},
+        "tiering": {"device_budget": "16MiB", "host_budget": "64MiB", "telemetry": {"enabled": False}},
+    }
+    with tiering.initialize(model=model, config=settings).engine as engine:
+        assert engine.settings.precision == "bf16"
+        assert engine.state_dict()["0.weight"].dtype is torch.float8_e4m3fn

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tiering.errors import ConfigError
+from zero3.building.peft_models import initialise_adapters
 from zero3.building.weights import Matched
 from zero3.building.zero_init import Init, forget
 from zero3.params import resharded
@@ -27,9 +28,9 @@ REMEDY = "build this model inside `with tiering.zero.Init():`, which records all
 def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
     """Give tensors on the meta device their initial values: buffers at once, parameters when they are needed.
 
-    Tensors in ``loaded`` get their values from the files instead. Raises ConfigError, with all tensors on meta again,
-    if initial values are unknown: a constructor wrote a parameter in another way than ``reset_parameters``, or no
-    initializer writes it.
+    Tensors in ``loaded`` get their values from the files instead, and adapters over them those that peft gives. Raises
+    ConfigError, with all tensors on meta again, if initial values are unknown: a constructor wrote a parameter in
+    another way than ``reset_parameters``, or no initializer writes it.
     """
     names = {param: name for name, param in model.named_parameters() if param.is_meta}
     buffers_on_meta = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
@@ -65,10 +66,13 @@ def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
             added: Counter[nn.Parameter] = Counter()
             for module in _children_first(model):
                 added.update(_initialise(module, versions, set(new_buffers.values())))
+            # After transformers, which takes the layers of an adapter for those of its model.
+            adapters = set() if loaded is None else initialise_adapters(model, versions)
             unset = [
                 name
                 for param, name in names.items()
                 if param in versions
+                and param not in adapters
                 and (param._version == 0 or param._version - added[param] != versions[param])
             ]
             for name, buffer in buffers_on_meta.items():

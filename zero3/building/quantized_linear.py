@@ -22,6 +22,7 @@ class QuantizedLinear(nn.Linear):
     """
 
     form: QuantizedFormat
+    weight: nn.Parameter
     weight_scales: nn.Parameter
 
     def __init__(

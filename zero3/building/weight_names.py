@@ -1,10 +1,10 @@
 """Matches stored tensors to a model by name.
 
-Names decide, as in ``load_state_dict``. Besides exact names, the rules of transformers apply: a tied parameter matches
-any of its names, the weights of a base model fit the same model with a head and vice versa (``base_model_prefix``), and
-names of older versions are renamed. Experts that are stored one by one are concatenated if the model has them as one
-tensor. Other computations of transformers on stored tensors (transposes, interleaved rows) are an error, because ranges
-of the files are streamed.
+Names decide, as in ``load_state_dict``. A model that peft has wrapped matches the files of its base. Besides exact
+names, the rules of transformers apply: a tied parameter matches any of its names, the weights of a base model fit the
+same model with a head and vice versa (``base_model_prefix``), and names of older versions are renamed. Experts that are
+stored one by one are concatenated if the model has them as one tensor. Other computations of transformers on stored
+tensors (transposes, interleaved rows) are an error, because ranges of the files are streamed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tiering.errors import WeightsError
 from tiering.weights.files import StoredTensor, WeightFiles
 from zero3.building.model_names import ModelNames
+from zero3.building.peft_models import base_of, is_from_peft, name_in_base
 
 
 @dataclass(eq=False)
@@ -81,7 +82,10 @@ def pair(model: nn.Module, files: WeightFiles, names: ModelNames) -> Pairs:
     """Find the stored tensors of all targets by name. Raises WeightsError for values that must be computed."""
     targets = _targets(names.modules(remove_duplicate=False))
     target_of = {name: target for target in targets for name in target.names}
-    naming, prefix = _Naming.of(model), getattr(model, "base_model_prefix", "")
+    if is_from_peft(model):
+        target_of = {name_in_base(name): target for name, target in target_of.items()} | target_of
+    base = base_of(model)
+    naming, prefix = _Naming.of(base), getattr(base, "base_model_prefix", "")
     candidates: dict[str, list[Values]] = defaultdict(list)  # by the model's name
     stacks: dict[str, dict[str, list[StoredTensor]]] = defaultdict(lambda: defaultdict(list))
     unexpected = []

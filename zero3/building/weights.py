@@ -7,7 +7,7 @@ import difflib
 import itertools
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
@@ -20,7 +20,9 @@ from tiering.config.training import IoConfig
 from tiering.errors import EngineStateError, WeightsError
 from tiering.weights.files import StoredTensor, WeightFiles, same_bytes
 from tiering.weights.reader import Request, WeightReader
+from zero3.building.encoded_weights import StoredValues, encoded_sources
 from zero3.building.model_names import ModelNames
+from zero3.building.quantized_linear import QuantizedLinear
 from zero3.building.weight_names import Partners, Values, pair
 
 log = logging.getLogger(__name__)
@@ -124,7 +126,7 @@ class Matched:
     """
 
     files: WeightFiles
-    sources: dict[nn.Parameter, FileSource]
+    sources: dict[nn.Parameter, StoredValues]
     buffers: list[tuple[nn.Module, str, StoredTensor]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -158,18 +160,24 @@ def match(
     names: ModelNames | None = None,
     strict: bool = True,
     excluded: Collection[str] = (),
+    encode: bool = False,
 ) -> Matched:
     """Find the stored tensor of each parameter and persistent buffer by ``names`` (None: the current names).
 
     Only tensors that are stored twice are read. Raises WeightsError for different shapes and dtypes and, if ``strict``,
     for names without a partner, which are logged otherwise; names in ``excluded`` may be missing. Tensors in F64, F32,
-    BF16 and F16 fit every floating-point parameter; other dtypes fit only the same dtype.
+    BF16 and F16 fit every floating-point parameter; other dtypes fit only the same dtype. With ``encode``, a quantised
+    layer takes a weight that is stored as floats, whose ranges are encoded when they are read.
     """
-    partners, absent, unknown = pair(model, files, names or ModelNames(model))
-    _check_shapes(files, partners)
-    _check_dtypes(files, partners)
+    names = names or ModelNames(model)
+    partners, absent, unknown = pair(model, files, names)
+    layers = _encoded_layers(model, partners) if encode else {}
+    _check_shapes(files, partners, layers)
+    _check_dtypes(files, partners, layers)
     _warn_of_doubles(partners)
-    absent = [name for name in absent if name not in excluded]
+    made = {layer.weight_scales for layer in layers.values()}
+    known = {name for name, param in names.parameters(remove_duplicate=False) if param in made}
+    absent = [name for name in absent if name not in excluded and name not in known]
     missing = _not_ignored(absent, _patterns(model, "_keys_to_ignore_on_load_missing"))
     ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected") | _outdated(model)
     unexpected = _not_ignored(unknown, ignored)
@@ -182,15 +190,14 @@ def match(
         outcome = "missing tensors keep the model's values" if missing else "these tensors are not loaded"
         log.warning("%s; %s", difference, outcome)
     opened = OpenFiles()
+    stored: dict[nn.Parameter, StoredValues] = {
+        target.tensor: FileSource(itertools.chain.from_iterable(map(files.parts_of, values[0].parts)), opened)
+        for target, values in partners.items()
+        if isinstance(target.tensor, nn.Parameter)
+    }
     return Matched(
         files=files,
-        sources={
-            target.tensor: FileSource(
-                itertools.chain.from_iterable(map(files.parts_of, values[0].parts)), opened
-            )
-            for target, values in partners.items()
-            if isinstance(target.tensor, nn.Parameter)
-        },
+        sources=stored | encoded_sources(layers.values(), stored),
         buffers=[
             (module, name, values[0].parts[0])
             for target, values in partners.items()
@@ -203,12 +210,21 @@ def match(
     )
 
 
-def _check_shapes(files: WeightFiles, partners: Partners) -> None:
+def _encoded_layers(model: nn.Module, partners: Partners) -> dict[Tensor, QuantizedLinear]:
+    """The quantised layers whose weights are stored as floats, by their codes."""
+    layers = {module.weight: module for module in model.modules() if isinstance(module, QuantizedLinear)}
+    stored = {target.tensor: values[0].dtype for target, values in partners.items()}
+    return {codes: layer for codes, layer in layers.items() if stored.get(codes) in _FLOATS}
+
+
+def _check_shapes(files: WeightFiles, partners: Partners, encoded: Mapping[Tensor, QuantizedLinear]) -> None:
+    shapes = {codes: (layer.out_features, layer.in_features) for codes, layer in encoded.items()}
     wrong = [
-        f"{values.name!r} {_verb(values)} {list(values.shape)} and should be {list(target.tensor.shape)}"
+        f"{values.name!r} {_verb(values)} {list(values.shape)} and should be {list(shape)}"
         for target, candidates in partners.items()
+        for shape in [shapes.get(target.tensor, tuple(target.tensor.shape))]
         for values in candidates
-        if values.shape != tuple(target.tensor.shape)
+        if values.shape != shape
     ]
     if wrong:
         raise WeightsError(
@@ -217,12 +233,12 @@ def _check_shapes(files: WeightFiles, partners: Partners) -> None:
         )
 
 
-def _check_dtypes(files: WeightFiles, partners: Partners) -> None:
+def _check_dtypes(files: WeightFiles, partners: Partners, encoded: Container[Tensor]) -> None:
     wrong = [
         f"{values.name!r} is {values.dtype} and should be {target.tensor.dtype}"
         for target, candidates in partners.items()
         for values in candidates
-        if not _serves(values.dtype, target.tensor.dtype)
+        if not _serves(values.dtype, torch.float32 if target.tensor in encoded else target.tensor.dtype)
     ]
     if wrong:
         raise WeightsError(

@@ -24,12 +24,12 @@ from tiering.errors import ConfigError
 from tiering.weights.tensor_file import TensorSpec
 from tiering.weights.writer import SUFFIX, WeightWriter
 from zero3.building.fill import RANGE
+from zero3.building.peft_models import is_from_peft
 from zero3.building.weights import STORED_NAMES
 from zero3.checkpoint.saved_names import (
     Saved,
     adapter_names,
     has_adapter,
-    is_from_peft,
     is_from_transformers,
     own_names,
     transformers_names,

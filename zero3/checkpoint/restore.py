@@ -21,6 +21,7 @@ from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, WeightsError
 from tiering.weights.files import StoredTensor, WeightFiles
 from tiering.weights.reader import Request
+from zero3.building.encoded_weights import StoredValues
 from zero3.building.fill import FirstValues
 from zero3.building.weights import STORED_NAMES, FileSource, OpenFiles, match
 from zero3.checkpoint.run_state import RankState
@@ -263,7 +264,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _order(
-    groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FileSource], *, states: bool = False
+    groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, StoredValues], *, states: bool = False
 ) -> list[Request]:
     """The ranges that this rank reads, in order: its parts of the parameters, and the ``states`` that it updates."""
     order: list[Request] = []

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tiering.errors import ConfigError
+from zero3.building.peft_models import is_from_peft
 from zero3.params.layout import product
 
 log = logging.getLogger(__name__)
@@ -66,12 +67,6 @@ def own_names(model: nn.Module) -> list[Saved]:
 def is_from_transformers(model: nn.Module) -> bool:
     """Whether ``model`` is a transformers model, with a config for ``from_pretrained``."""
     return isinstance(model, _transformers_models())
-
-
-def is_from_peft(model: nn.Module) -> bool:
-    """Whether ``model`` is a model that peft has wrapped."""
-    library = sys.modules.get("peft")
-    return library is not None and isinstance(model, library.PeftModel)
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from tiering.weights.files import open_weights
 from zero3.building.fill import Fill, FirstValues
 from zero3.building.meta import build_on_meta
 from zero3.building.model_names import ModelNames
+from zero3.building.peft_models import added_names
 from zero3.building.weights import Matched, match
 from zero3.building.zero_init import check_apart
 from zero3.device.choice import chosen_device
@@ -157,7 +158,12 @@ def _check(request: _Request, rank: _Rank) -> _Checked:
     # Rank 0 writes to the monitors.
     if rank.world.rank == 0:
         check_monitors(config.monitor)
-    loaded = None if weights is None else match(model, open_weights(weights.path), strict=weights.strict)
+    loaded = None
+    if weights is not None:
+        adapters = frozenset(added_names(model))
+        loaded = match(
+            model, open_weights(weights.path), strict=weights.strict, excluded=adapters, encode=True
+        )
     chosen = choose_optimizer(model, config, request.model_parameters, request.optimizer)
     if rank.collectives is not None:
         check_ranks_agree(rank.collectives, model, config, chosen, loaded)

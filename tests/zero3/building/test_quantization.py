@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import tiering
 from optim_cpu.formats import quantized
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, WeightsError
+from zero3.building import fill
 from zero3.building.quantized_linear import QuantizedLinear
 
 PLACEMENTS: list[dict[str, Any]] = [
@@ -157,19 +160,22 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
         tiering.quantize(damaged, "fp8")
 
 
-def adapted(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A Llama with a quantised base and adapters of peft."""
-    import peft
+def llama() -> Any:
     import transformers as hf
 
     torch.manual_seed(1)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    base = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=96, num_key_value_heads=2, **sizes)).to(dtype)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=96, num_key_value_heads=2, **sizes))
+
+
+def adapted(base: Any, name: str, **lora: Any) -> Any:
+    """``base`` quantised, with adapters of peft."""
+    import peft
+
     base.requires_grad_(False)
     tiering.quantize(base, name)
     assert isinstance(base.model.layers[0].mlp.up_proj, QuantizedLinear) and type(base.lm_head) is nn.Linear
-    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-    return peft.get_peft_model(base, settings)
+    return peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **lora))
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")  # peft 0.21
@@ -181,7 +187,7 @@ def test_placement_does_not_change_adapters_over_a_quantised_base(
 ) -> None:
     results = []
     for placement in PLACEMENTS:
-        tuned = adapted(name)
+        tuned = adapted(llama().bfloat16(), name, init_lora_weights=False)
         layer = tuned.base_model.model.model.layers[1].self_attn.q_proj
         assert type(layer).__module__.startswith("peft") and isinstance(layer.base_layer, QuantizedLinear)
         trained = [each for each, param in tuned.named_parameters() if param.requires_grad]
@@ -200,5 +206,46 @@ def test_placement_does_not_change_adapters_over_a_quantised_base(
     assert resident.keys() == streamed.keys()
     assert all(torch.equal(resident[key], streamed[key]) for key in resident)
     codes = [key for key in resident if key.endswith("base_layer.weight")]
-    expected = adapted(name).state_dict()
+    expected = adapted(llama().bfloat16(), name, init_lora_weights=False).state_dict()
     assert len(codes) == 14 and all(torch.equal(resident[key], expected[key]) for key in codes)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_a_base_on_meta_is_encoded_while_its_weights_stream_in(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(fill, "RANGE", 1000)  # ranges that end inside a block
+    stored = llama().bfloat16()
+    save_file(stored.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = llama()
+    tuned = adapted(empty, name)
+    assert all(param.is_meta for param in tuned.parameters())
+    engine = start(tuned, weights=tmp_path, precision="bf16", threshold=0, **PLACEMENTS[1])
+    values = engine.state_dict()
+    expected = adapted(stored, name).state_dict()
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(values[key], expected[key]) for key in expected if "lora_" not in key)
+    for key in (key for key in expected if "lora_" in key):
+        width = values[key].shape[1]
+        if "lora_B" in key:
+            assert not values[key].any()  # as peft starts it, so that the first output is the base's
+        else:
+            assert 0 < values[key].abs().max() <= width**-0.5 and values[key].std() > 0.4 * width**-0.5
+
+
+def test_stored_weights_of_another_shape_or_that_are_not_finite_are_named(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    state = {key: value.clone() for key, value in model().state_dict().items()}
+    path = tmp_path / "model.safetensors"
+    save_file(state | {"up.weight": torch.ones(WIDTH, WIDTH)}, path)
+    layers = tiering.quantize(model(), "nf4", modules=["up", "down"])
+    layers.gate.requires_grad_(True)  # type: ignore[union-attr]
+    with pytest.raises(WeightsError, match=r"'up.weight' is \[64, 64\] and should be \[128, 64\]"):
+        start(layers, weights=path)
+    state["down.weight"][3, 100] = torch.inf
+    save_file(state, path)
+    with pytest.raises(WeightsError, match=r"'down.weight': an element is infinite or NaN"):
+        start(layers, weights=path)

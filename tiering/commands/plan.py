@@ -16,6 +16,7 @@ from tiering.errors import ConfigError, SwapSpaceError, TieringError
 if TYPE_CHECKING:
     from tiering.config.training import IoConfig, TieringConfig
     from tiering.placement.workload import Workload
+    from tiering.planning.adapters import Adapters
     from tiering.planning.measure import Measurement
     from tiering.planning.plan_report import PlanReport
     from tiering.planning.profiles import Profile
@@ -64,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--model",
-        type=Path,
-        metavar="PATH",
-        help="plan the model of a transformers config.json, or of its directory",
+        metavar="MODEL",
+        help="plan the model of a transformers config.json or of its directory, or llama-3-8b, qwen2.5-32b or"
+        " llama-3-70b",
     )
     parser.add_argument(
         "--json", action="store_true", help="print JSON, with sizes in bytes and times in seconds"
@@ -83,6 +84,22 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="FILE",
         help="a ds_config.json (default: bf16, AdamW, stage 3, everything may be on NVMe)",
+    )
+    group.add_argument(
+        "--lora",
+        type=_positive,
+        metavar="RANK",
+        help="train LoRA adapters of this rank; the model is frozen",
+    )
+    group.add_argument(
+        "--lora-modules",
+        metavar="NAMES",
+        help="linear layers with adapters, such as q_proj,v_proj (default: all-linear, without the output head)",
+    )
+    group.add_argument(
+        "--base",
+        metavar="FORMAT",
+        help="format of the frozen linear layers: bf16 (default), nf4, int8 or fp8",
     )
     group.add_argument(
         "--state", metavar="FORMAT", help="format of the optimizer state: fp32, split, bf16 or split+bf16"
@@ -205,16 +222,20 @@ def answer(options: argparse.Namespace) -> PlanReport:
         checkpointed=options.checkpointing,
         endurance=endurance if options.tbw is None else options.tbw,
     )
+    adapters = _adapters(options)
     config = _config(options, profile, ranks)
     rates = _rates(options, profile, setting, config.tiering.io)
-    if options.model is None:
-        from tiering.planning.sizing import plan_of_size
+    from tiering.planning.sizing import NAMED, plan_of_decoder, plan_of_size
 
-        return plan_of_size(options.params, config, setting, rates)
+    if options.model is None:
+        return plan_of_size(options.params, config, setting, rates, adapters)
+    if options.model in NAMED and not Path(options.model).exists():
+        shape = NAMED[options.model]
+        return plan_of_decoder(f"{options.model}, {shape}", shape, config, setting, rates, adapters)
     import tiering
 
     return tiering.plan_for(
-        model=options.model,
+        model=Path(options.model),
         config=config,
         world_size=setting.world_size,
         ranks_per_node=setting.local_size,
@@ -224,7 +245,19 @@ def answer(options: argparse.Namespace) -> PlanReport:
         sequence=setting.sequence,
         checkpointed=setting.checkpointed,
         endurance=setting.endurance,
+        adapters=adapters,
     )
+
+
+def _adapters(options: argparse.Namespace) -> Adapters | None:
+    from tiering.planning.adapters import ALL_LINEAR, Adapters
+
+    if options.lora is None:
+        for name in ("lora_modules", "base"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --lora RANK")
+        return None
+    return Adapters.of(options.lora, options.lora_modules or ALL_LINEAR, options.base or "bf16")
 
 
 def _profile(name: str | None) -> Profile | None:

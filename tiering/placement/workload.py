@@ -18,6 +18,9 @@ from tiering.errors import ConfigError
 from tiering.storage.arena import PAGE, round_up
 
 FP32 = 4
+# Bytes at which each parameter in a flat tensor starts: a multiple of every vector width, so that a placement cannot
+# change the path that a kernel takes.
+PARAM_ALIGNMENT = 256
 # Elements to which the ranks' shards of a group are padded: a memory page of the smallest dtype.
 QUANTUM = PAGE // 2
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -136,13 +136,15 @@ def forecast(
     checkpointed: bool = False,
     active: float = 1.0,
     attention_flops: float = 0.0,
+    computed: int | None = None,
 ) -> Forecast:
     """A steady step of ``plan`` at the node's ``rates``, with ``tokens`` per micro-batch and rank.
 
     The device needs 2 floating-point operations per parameter and token in forward and 4 in backward (2 for a frozen
     parameter), 6 in total; activation checkpointing (``checkpointed``) adds 2, because backward repeats the forward.
     ``active`` is the fraction of the parameters that a token uses, below 1 for a mixture of experts.
-    ``attention_flops`` are the operations per token of a forward that use no parameter.
+    ``attention_flops`` are the operations per token of a forward that use no parameter. ``computed`` is the number of
+    parameters, if the frozen ones are stored in another format than that in which they compute.
 
     Raises ConfigError if a rate is missing that this plan needs.
     """
@@ -150,7 +152,7 @@ def forecast(
     rank = rates.of_rank(local_ranks)
     if not plan.workload.verified_files:
         rank = replace(rank, checksum=None)
-    per_token = _flops(plan, checkpointed, active, attention_flops)
+    per_token = _flops(plan, checkpointed, active, attention_flops, computed)
 
     def phases(tokens: int) -> tuple[Phase, ...]:
         return tuple(
@@ -192,10 +194,13 @@ def _fewest(hidden: Callable[[int], bool]) -> int:
     return high
 
 
-def _flops(plan: Plan, checkpointed: bool, active: float, attention_flops: float) -> dict[str, float]:
+def _flops(
+    plan: Plan, checkpointed: bool, active: float, attention_flops: float, computed: int | None
+) -> dict[str, float]:
     """Floating-point operations per token of a micro-batch, by phase."""
     load = plan.workload
-    numel = active * sum(group.param_bytes / load.of(group).compute_itemsize for group in load.groups)
+    held = sum(group.param_bytes / load.of(group).compute_itemsize for group in load.groups)
+    numel = active * (held if computed is None else computed)
     trained = active * sum(group.trainable_numel for group in load.groups)
     forward = 2 * numel + attention_flops
     backward = 2 * numel + 2 * trained + 2 * attention_flops + (forward if checkpointed else 0)

@@ -44,13 +44,14 @@ NOT_COUNTED = (
 class ModelSize:
     """The size of a model, with its ``name`` for the report; ``params`` counts its parameters.
 
-    ``active`` and ``attention_flops`` are those of ``forecast``.
+    ``active``, ``attention_flops`` and ``computed`` are those of ``forecast``.
     """
 
     name: str
     params: int
     active: float = 1.0
     attention_flops: float = 0.0
+    computed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,7 @@ def report(
             checkpointed=setting.checkpointed,
             active=model.active,
             attention_flops=model.attention_flops,
+            computed=model.computed,
         )
     except ConfigError as missing:
         unforeseen = str(missing)

@@ -1,31 +1,35 @@
-"""A decoder with a given number of parameters, for plans without a model: its shape by a rule, and its groups.
+"""A decoder of a given size or name, for plans without a model: its shape, and its groups.
 
-The shape is that of the Llama family. Its hidden size is a multiple of 128, from 4096 on of 512; heads have 128
-elements; the three matrices of the MLP are 8/3 as wide as the hidden size, rounded up to 256; the embedding of 32,000
-tokens and the head are not tied. Of all such shapes within 5 % of the requested size, the rule selects the one that is
-closest to it and to a hidden size of 128 times the layers: 4096 x 32 for 7B, 5120 x 40 for 13B and 12288 x 96 for 175B,
-as published. The plan depends little on the shape, because the bytes per parameter are the same.
+For a number of parameters, the shape is that of the Llama family. Its hidden size is a multiple of 128, from 4096 on of
+512; heads have 128 elements; the three matrices of the MLP are 8/3 as wide as the hidden size, rounded up to 256; the
+embedding of 32,000 tokens and the head are not tied. Of all such shapes within 5 % of the requested size, the rule
+selects the one that is closest to it and to a hidden size of 128 times the layers: 4096 x 32 for 7B, 5120 x 40 for 13B
+and 12288 x 96 for 175B, as published. The plan depends little on the shape, because the bytes per parameter are the
+same.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from tiering._text import counted
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement.workload import (
     ITEMSIZES,
+    PARAM_ALIGNMENT,
     QUANTUM,
     GroupSizes,
     Workload,
     configured_state,
     make_workload,
 )
+from tiering.planning.adapters import Adapters
 from tiering.planning.plan_report import ModelSize, PlanReport, report
 from tiering.planning.setting import RatesOf, Setting
 from tiering.storage.arena import round_up
@@ -44,14 +48,39 @@ _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.ASCII | re.IGNORECASE)
 
 
+class _Weight(NamedTuple):
+    """A parameter of the module ``module``: (outputs, inputs) elements of a linear layer, or a number of elements."""
+
+    module: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class _Stored(NamedTuple):
+    """A tensor in the groups: its elements as the persistence threshold counts them, and those of its flat tensor."""
+
+    numel: int
+    flat_numel: int
+    trained: bool
+
+
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder-only transformer. Sizes are elements."""
+    """A decoder-only transformer. Sizes are elements.
+
+    ``key_values``: the outputs of each of the projections of keys and values, by default as many as ``hidden``.
+    ``attention_bias``: the projections of queries, keys and values have biases.
+    """
 
     hidden: int
     layers: int
     intermediate: int
     vocabulary: int = VOCABULARY
+    key_values: int | None = None
+    attention_bias: bool = False
 
     @property
     def heads(self) -> int:
@@ -60,8 +89,11 @@ class Decoder:
     @property
     def params(self) -> int:
         """Its number of parameters."""
-        block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * block + 2 * self.vocabulary * self.hidden + self.hidden
+        return (
+            self.layers * sum(weight.numel for weight in self._block())
+            + 2 * self.vocabulary * self.hidden
+            + self.hidden
+        )
 
     def __str__(self) -> str:
         return (
@@ -69,49 +101,129 @@ class Decoder:
             f" {self.hidden}, {counted(self.heads, 'head')}, MLP {self.intermediate}, vocabulary {self.vocabulary}"
         )
 
+    def trained_params(self, adapters: Adapters | None = None) -> int:
+        """The number of parameters that train: all, or those of ``adapters``."""
+        if adapters is None:
+            return self.params
+        adapted = [weight for weight in self.linear_layers if _is_adapted(weight, adapters)]
+        return sum(math.prod(shape) for weight in adapted for shape in adapters.matrices(*weight.shape[::-1]))
+
+    @property
+    def linear_layers(self) -> list[_Weight]:
+        """The matrices of all linear layers, with the output head."""
+        weights = (weight for weights in self._modules().values() for weight in weights)
+        return [weight for weight in weights if len(weight.shape) == 2]
+
     def groups(
-        self, *, persistence_threshold: int, itemsize: int, world_size: int = 1
+        self,
+        *,
+        persistence_threshold: int,
+        itemsize: int,
+        world_size: int = 1,
+        adapters: Adapters | None = None,
     ) -> tuple[GroupSizes, ...]:
         """The ParamGroups in a compute dtype of ``itemsize`` bytes, divided and padded as in the engine.
 
         Parameters with fewer elements than ``persistence_threshold`` are one group. The embedding and the head are
         separate groups if they are larger than a block; otherwise they belong to the root, which encloses all others.
+        With ``adapters``, trained and frozen parameters of a module are groups beside each other.
         """
-        modules = list(self._modules())
-        block = sum(modules[1][1])
-        members: dict[str, list[int]] = {}
-        for name, params in modules:
-            own = ".layers." in name or sum(params) > block
-            for numel in params:
-                group = "persistent" if numel < persistence_threshold else name if own else "root"
-                members.setdefault(group, []).append(numel)
-        around = list(members).index("root") if "root" in members else None
+        modules = {
+            name: [stored for weight in weights for stored in _stored(weight, itemsize, adapters)]
+            for name, weights in self._modules().items()
+        }
+        block = sum(stored.numel for stored in modules["model.layers.0"])
+        members: dict[tuple[str, bool], list[_Stored]] = {}
+        for name, tensors in modules.items():
+            own = ".layers." in name or sum(stored.numel for stored in tensors) > block
+            for stored in tensors:
+                group = "persistent" if stored.numel < persistence_threshold else name if own else "root"
+                frozen = group != "persistent" and not stored.trained
+                members.setdefault((group, frozen), []).append(stored)
+        index_of = {key: index for index, key in enumerate(members)}
+        # Of two groups beside each other, the trained one encloses those inside.
+        around = index_of.get(("root", False), index_of.get(("root", True)))
         groups = []
-        for name, numels in members.items():
+        for (name, frozen), inside in members.items():
             persistent = name == "persistent"
-            padded = round_up(sum(numels), QUANTUM * world_size)
+            beside = None if persistent else index_of.get((name, not frozen))
+            trained, fixed = (
+                _padded([each for each in inside if each.trained is kind], itemsize, world_size)
+                for kind in (True, False)
+            )
             groups.append(
                 GroupSizes(
-                    name,
-                    padded * itemsize,
-                    padded,
+                    f"{name} (frozen)" if frozen and beside is not None else name,
+                    (trained + fixed) * itemsize,
+                    trained,
                     parent=None if persistent or name == "root" else around,
                     persistent=persistent,
                     uses=0 if persistent else 1,
-                    largest_trained=max(numels),
+                    largest_trained=max((each.numel for each in inside if each.trained), default=0),
+                    beside=beside,
                 )
             )
         return tuple(groups)
 
-    def _modules(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The embedding, the blocks, the last norm and the head, each with the sizes of its parameters."""
-        hidden, vocabulary = self.hidden, self.vocabulary
-        block = 4 * (hidden * hidden,) + 3 * (hidden * self.intermediate,) + 2 * (hidden,)
-        yield "model.embed_tokens", (vocabulary * hidden,)
-        for layer in range(self.layers):
-            yield f"model.layers.{layer}", block
-        yield "model.norm", (hidden,)
-        yield "lm_head", (vocabulary * hidden,)
+    def _modules(self) -> dict[str, list[_Weight]]:
+        """The parameters of the embedding, the blocks, the last norm and the head, in the engine's order."""
+        block = self._block()
+        return {
+            "model.embed_tokens": [_Weight("embed_tokens", (self.vocabulary * self.hidden,))],
+            **{f"model.layers.{layer}": block for layer in range(self.layers)},
+            "model.norm": [_Weight("norm", (self.hidden,))],
+            "lm_head": [_Weight("lm_head", (self.vocabulary, self.hidden))],
+        }
+
+    def _block(self) -> list[_Weight]:
+        hidden, narrow = self.hidden, self.key_values or self.hidden
+        attention = []
+        for name, outputs in (("q_proj", hidden), ("k_proj", narrow), ("v_proj", narrow)):
+            attention.append(_Weight(name, (outputs, hidden)))
+            if self.attention_bias:
+                attention.append(_Weight(f"{name}.bias", (outputs,)))
+        return [
+            *attention,
+            _Weight("o_proj", (hidden, hidden)),
+            _Weight("gate_proj", (self.intermediate, hidden)),
+            _Weight("up_proj", (self.intermediate, hidden)),
+            _Weight("down_proj", (hidden, self.intermediate)),
+            _Weight("input_layernorm", (hidden,)),
+            _Weight("post_attention_layernorm", (hidden,)),
+        ]
+
+
+# By the names of their publishers' configurations.
+NAMED = {
+    "llama-3-8b": Decoder(4096, 32, 14336, 128_256, key_values=1024),
+    "qwen2.5-32b": Decoder(5120, 64, 27648, 152_064, key_values=1024, attention_bias=True),
+    "llama-3-70b": Decoder(8192, 80, 28672, 128_256, key_values=1024),
+}
+
+
+def _is_adapted(weight: _Weight, adapters: Adapters) -> bool:
+    return len(weight.shape) == 2 and adapters.adapts(weight.module, is_head=weight.module == "lm_head")
+
+
+def _stored(weight: _Weight, itemsize: int, adapters: Adapters | None) -> Iterator[_Stored]:
+    """The tensors of ``weight`` in a model with ``adapters``, in the order of their modules."""
+    if adapters is None:
+        yield _Stored(weight.numel, weight.numel, trained=True)
+        return
+    if adapters.quantises and len(weight.shape) == 2 and weight.module != "lm_head":
+        for nbytes in adapters.stored(weight.numel):
+            yield _Stored(nbytes, -(-nbytes // itemsize), trained=False)
+    else:
+        yield _Stored(weight.numel, weight.numel, trained=False)
+    if _is_adapted(weight, adapters):
+        for shape in adapters.matrices(*weight.shape[::-1]):
+            yield _Stored(math.prod(shape), math.prod(shape), trained=True)
+
+
+def _padded(tensors: Iterable[_Stored], itemsize: int, world_size: int) -> int:
+    """Elements of the flat tensor for ``tensors``, with the alignment of each and the padding of all."""
+    alignment = PARAM_ALIGNMENT // itemsize
+    return round_up(sum(round_up(each.flat_numel, alignment) for each in tensors), QUANTUM * world_size)
 
 
 def decoder(params: int) -> Decoder:
@@ -154,24 +266,59 @@ def _shape(hidden: int, layers: int) -> Decoder:
     return Decoder(hidden, layers, intermediate=round_up(-(-8 * hidden // 3), 256))
 
 
-def plan_of_size(params: int, config: TieringConfig, setting: Setting, rates: RatesOf) -> PlanReport:
+def plan_of_size(
+    params: int, config: TieringConfig, setting: Setting, rates: RatesOf, adapters: Adapters | None = None
+) -> PlanReport:
     """The plan of the decoder of about ``params`` parameters.
 
     Raises ConfigError if there is no such decoder, or the configuration does not support it.
     """
     shape = decoder(params)
+    return plan_of_decoder(str(shape), shape, config, setting, rates, adapters)
+
+
+def plan_of_decoder(
+    name: str,
+    shape: Decoder,
+    config: TieringConfig,
+    setting: Setting,
+    rates: RatesOf,
+    adapters: Adapters | None = None,
+) -> PlanReport:
+    """The plan of ``shape``, with ``adapters`` over it if they are given; the report calls it ``name``."""
     attention = setting.attention_flops(shape.layers, shape.hidden)
-    size = ModelSize(str(shape), shape.params, attention_flops=attention)
-    return report(size, load_of(shape, config, setting), config, setting, rates)
+    size = ModelSize(name, shape.params, attention_flops=attention)
+    if adapters is not None:
+        size = with_adapters(size, adapters, shape.trained_params(adapters))
+    return report(size, load_of(shape, config, setting, adapters), config, setting, rates)
 
 
-def load_of(shape: Decoder, config: TieringConfig, setting: Setting) -> Workload:
-    """The engine's Workload for ``shape``, if torch can compute in the memory that reads land in."""
+def with_adapters(size: ModelSize, adapters: Adapters, trained: int) -> ModelSize:
+    """``size``, of the frozen model alone, with the ``trained`` parameters of ``adapters``."""
+    params = size.params + trained
+    return replace(
+        size,
+        name=f"{size.name}, with {adapters} ({format_count(trained)} trained)",
+        params=params,
+        computed=params,
+    )
+
+
+def load_of(
+    shape: Decoder, config: TieringConfig, setting: Setting, adapters: Adapters | None = None
+) -> Workload:
+    """The engine's Workload for ``shape``, if torch can compute in the memory that reads land in.
+
+    Raises ConfigError if ``adapters`` name a layer that the decoder does not have.
+    """
+    if adapters is not None:
+        adapters.check_found({each.module for each in shape.linear_layers})
     on_gpu = setting.gpu_memory is not None
     groups = shape.groups(
         persistence_threshold=config.zero.persistence_threshold,
         itemsize=ITEMSIZES[config.precision],
         world_size=setting.world_size,
+        adapters=adapters,
     )
     return make_workload(
         config,

@@ -24,8 +24,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-# Bytes: a multiple of every vector width, so that a placement cannot change the path that a kernel takes.
-PARAM_ALIGNMENT = 256
+from tiering.placement.workload import PARAM_ALIGNMENT
+
 # Elements: 4096 bytes in the smallest dtype that is stored (16 bits).
 QUANTUM = 2048
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,11 +17,13 @@ from tiering.config.training import IoConfig, TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement.workload import Workload
 from tiering.planning import measure
+from tiering.planning.adapters import Adapters
 from tiering.planning.measure import Measurement, quietly
 from tiering.planning.plan_report import ModelSize, PlanReport, report
 from tiering.planning.rates import Rates
 from tiering.planning.setting import TOKENS, RatesOf, Setting
-from tiering.planning.sizing import format_count
+from tiering.planning.sizing import format_count, with_adapters
+from zero3.building.quantization import quantize
 from zero3.observe import device_rates
 from zero3.setup.model_size import size_up
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
@@ -46,6 +49,7 @@ def plan_for(
     sequence: int | None = None,
     checkpointed: bool = False,
     endurance: float | None = None,
+    adapters: Adapters | None = None,
 ) -> PlanReport:
     """Plan the placement that ``initialize`` would make; with ``rates``, also estimate the time of a step.
 
@@ -54,7 +58,8 @@ def plan_for(
     ``initialize``. ``ranks_per_node`` defaults to ``world_size``. ``gpu_memory`` is the free memory in bytes of the GPU
     of each rank; with None the CPU is the device. ``tokens`` is the number of tokens in a micro-batch of one rank, in
     sequences of ``sequence`` tokens (default: one sequence). ``checkpointed`` says that activations are checkpointed.
-    ``endurance`` is the number of bytes that may be written to the drives of a node.
+    ``endurance`` is the number of bytes that may be written to the drives of a node. With ``adapters``, the model of a
+    configuration is frozen, and only adapters on its linear layers are trained.
 
     A model that does not fit is not an error: the report then says why, and suggests changes. Raises ConfigError for a
     configuration or a model that cannot be trained.
@@ -72,14 +77,21 @@ def plan_for(
         endurance=endurance,
     )
     built = model if isinstance(model, nn.Module) else described(Path(model))
+    params = sum(param.numel() for param in built.parameters())
+    name = f"{type(built).__name__} of {format_count(params)} parameters"
+    size = ModelSize(name, params, active=_active(built), attention_flops=_attention_flops(built, setting))
+    if adapters is not None:
+        if isinstance(model, nn.Module):
+            raise ConfigError(
+                "adapters are planned over the model of a config.json, but model is a module: add the adapters to the"
+                " module (for example with peft), and plan it without this argument"
+            )
+        size = with_adapters(size, adapters, add_adapters(built, adapters))
     if model_parameters is None:
         # The plan is for training, so parameters are trained even without an optimizer section.
         model_parameters = [param for param in built.parameters() if param.requires_grad]
     chosen = choose_optimizer(built, settings, model_parameters, optimizer)
     sized = size_up(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
-    params = sum(param.numel() for param in built.parameters())
-    name = f"{type(built).__name__} of {format_count(params)} parameters"
-    size = ModelSize(name, params, active=_active(built), attention_flops=_attention_flops(built, setting))
     return report(size, sized.workload, settings, setting, rates or Rates())
 
 
@@ -141,6 +153,45 @@ def described(path: Path) -> nn.Module:
             f"{path} describes no model that transformers {transformers.__version__} can build: {message}"
         ) from error
     return built
+
+
+def add_adapters(model: nn.Module, adapters: Adapters) -> int:
+    """Freeze ``model``, which is on the meta device, store its linear layers in the base format, and add ``adapters``.
+
+    Returns the number of parameters of the adapters. Raises ConfigError if ``adapters`` name a layer that the model
+    does not have, or for layers that the base format cannot store.
+    """
+    model.requires_grad_(False)
+    if adapters.quantises:
+        quantize(model, adapters.base)
+    find_head = getattr(model, "get_output_embeddings", lambda: None)
+    head = find_head()
+    adapted = {
+        name: module
+        for name, module in model.named_modules()
+        if _shape_of(module) is not None and adapters.adapts(name, is_head=module is head)
+    }
+    adapters.check_found(set(adapted))
+    trained = 0
+    for layer in adapted.values():
+        shape = _shape_of(layer)
+        assert shape is not None
+        for part, size in zip("ab", adapters.matrices(*shape), strict=True):
+            layer.register_parameter(f"lora_{part}", nn.Parameter(torch.empty(size, device="meta")))
+            trained += math.prod(size)
+    return trained
+
+
+def _shape_of(module: nn.Module) -> tuple[int, int] | None:
+    """(inputs, outputs) of a linear layer; None for another module."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    # The linear layer of transformers' GPT-2, whose weight has the inputs first.
+    if type(module).__name__ == "Conv1D":
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight.shape[0], weight.shape[1]
+    return None
 
 
 def _measured(part: Measurement) -> Rates:

@@ -93,6 +93,39 @@ def test_json_is_in_bytes_and_seconds(plan: Plan) -> None:
     }
 
 
+def test_a_named_model_is_planned_with_adapters(plan: Plan) -> None:
+    asked = [
+        "--model=llama-3-8b",
+        *SMALL[2:],
+        "--device-budget=2GiB",
+        "--host-budget=8GiB",
+        "--nvme-budget=32GiB",
+    ]
+    answers = {base: answered(plan, *asked, "--lora=8", f"--base={base}") for base in ("bf16", "nf4")}
+    for answer in answers.values():
+        assert answer["model"].startswith("llama-3-8b, a decoder of 8.03B parameters")
+        assert "adapters of rank 8 on all linear layers" in answer["model"]
+        assert answer["plan"]["nvme_written"] == 0
+    assert answers["bf16"]["plan"]["nvme_read"] > 0 == answers["nf4"]["plan"]["nvme_read"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--base=nf4"], "--base needs --lora RANK"),
+        (["--lora-modules=q_proj"], "--lora-modules needs --lora RANK"),
+        (
+            ["--lora=8", "--base=int4"],
+            "unknown format 'int4' of the frozen model; use one of bf16, nf4, int8, fp8",
+        ),
+        (["--lora=8", "--lora-modules=q_proj,qkv"], "no linear layer of the model is called 'qkv'"),
+    ],
+)
+def test_adapters_that_make_no_sense_are_usage_errors(plan: Plan, options: list[str], message: str) -> None:
+    code, _, error = plan(*SMALL, *options)
+    assert code == 2 and message in error
+
+
 def test_a_plan_says_that_it_counts_no_activations(plan: Plan) -> None:
     assert answered(plan, *SMALL, *RATES, "--tokens=65536")["not_counted"] == ["activations"]
     _, out, _ = plan(*SMALL, *RATES)

@@ -16,8 +16,10 @@ from tiering.config import ds_config
 from tiering.config.training import parse_size
 from tiering.errors import ConfigError
 from tiering.placement.workload import Tier, configured_state
+from tiering.planning.adapters import Adapters
+from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting, usual_config, with_changes
-from tiering.planning.sizing import decoder, load_of
+from tiering.planning.sizing import Decoder, decoder, load_of, plan_of_decoder
 from zero3.optimizer import update_rules
 
 from .asking import RATES, SMALL, Model, Plan, answered, configured
@@ -88,6 +90,82 @@ def test_a_llama_by_its_config_is_planned_as_a_decoder_of_its_size(plan: Plan, t
     assert by_size.pop("model").startswith("a decoder of 61.28M parameters: 4 layers, hidden 640, 5 heads")
     assert by_config == by_size
     assert answered(plan, "--model", tmp_path / "config.json", *SMALL[2:], *RATES)["plan"] == by_size["plan"]
+
+
+@WITH_TRANSFORMERS
+@pytest.mark.parametrize("base", ["bf16", "nf4", "int8", "fp8"])
+@pytest.mark.parametrize("modules", ["all-linear", "q_proj, down_proj"])
+def test_adapters_over_a_config_are_planned_as_over_a_decoder(
+    base: str, modules: str, plan: Plan, tmp_path: Path
+) -> None:
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": 640, "num_hidden_layers": 4, "num_attention_heads": 5, "intermediate_size": 1792}
+    LlamaConfig(**shape, vocab_size=32_000, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    asked = [
+        *SMALL[2:],
+        "--host-budget=150MiB",
+        *RATES,
+        "--lora=160",
+        "--base",
+        base,
+        "--lora-modules",
+        modules,
+    ]
+    by_size = answered(plan, *SMALL[:2], *asked)
+    by_config = answered(plan, "--model", tmp_path, *asked)
+    trained = 4 * 160 * (2 * 640 + 640 + 1792)
+    if modules == "all-linear":
+        trained += 4 * 160 * (3 * 2 * 640 + 2 * (640 + 1792))
+    assert by_config.pop("model") == (
+        f"LlamaForCausalLM of 61.28M parameters, with adapters of rank 160 on"
+        f" {'all linear layers' if modules == 'all-linear' else modules}, over a frozen model in {base}"
+        f" ({trained / 1e6:.2f}M trained)"
+    )
+    assert by_size.pop("model").endswith(" trained)")
+    assert by_config == by_size
+    assert by_size["parameters"] == 61_281_920 + trained
+    state = sum(tier["contents"].get("optimizer state", 0) for tier in by_size["plan"]["tiers"].values())
+    assert 12 * trained <= state <= 12.1 * trained
+
+
+@WITH_TRANSFORMERS
+# Transformers has renamed what peft calls.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+def test_adapters_are_planned_as_those_of_peft() -> None:
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = Decoder(640, 4, 1792)
+    settings = with_changes(
+        usual_config(Path()),
+        tiers={"host_budget": 220 << 20, "device_budget": 100 << 20, "nvme_budget": 2 << 30},
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=640,
+                num_hidden_layers=4,
+                num_attention_heads=5,
+                intermediate_size=1792,
+                vocab_size=32_000,
+            )
+        )
+        adapted = peft.get_peft_model(
+            model, peft.LoraConfig(r=160, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+    report = tiering.plan_for(model=adapted, config=settings)
+    expected = plan_of_decoder("", shape, settings, Setting(), Rates(), Adapters(160))
+    assert report.params == expected.params
+    assert report.plan is not None and expected.plan is not None
+    assert report.plan.nvme_traffic()[0] > 0 == report.plan.nvme_traffic()[1]
+    for tier in Tier:
+        assert report.plan.contents(tier) == expected.plan.contents(tier)
+
+
+def test_adapters_of_a_model_in_memory_are_its_own() -> None:
+    with pytest.raises(ConfigError, match="add the adapters to the module"):
+        tiering.plan_for(model=Model(), config=usual_config(Path()), adapters=Adapters(8))
 
 
 @WITH_TRANSFORMERS

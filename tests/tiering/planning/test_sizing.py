@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.errors import ConfigError
+from tiering.placement.placement import place
+from tiering.placement.plan import Budgets
 from tiering.placement.workload import QUANTUM
-from tiering.planning.sizing import Decoder, decoder, format_count, parse_count
+from tiering.planning.adapters import Adapters
+from tiering.planning.setting import Setting, usual_config
+from tiering.planning.sizing import NAMED, Decoder, decoder, format_count, load_of, parse_count
 from zero3.params import layout as partition
 
 
@@ -33,6 +39,56 @@ def test_published_shapes_come_out(
 ) -> None:
     assert decoder(parse_count(text)) == Decoder(hidden, layers, intermediate)
     assert decoder(parse_count(text)).params == params
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("llama-3-8b", 8_030_261_248), ("qwen2.5-32b", 32_763_876_352), ("llama-3-70b", 70_553_706_496)],
+)
+def test_named_decoders_have_the_parameters_of_the_published_models(name: str, params: int) -> None:
+    assert NAMED[name].params == params
+
+
+def test_adapters_of_llama_3_70b_need_little_host_memory() -> None:
+    """Two of the largest tensor, which is frozen, and the adapters of a block: 7.8 GiB were windows of frozen sizes."""
+    config = usual_config(Path())
+    setting = Setting(gpu_memory=24 << 30)
+    load = load_of(NAMED["llama-3-70b"], config, setting, Adapters(16))
+    assert NAMED["llama-3-70b"].trained_params(Adapters(16)) == 207_093_760
+    plan = place(load, Budgets(12 << 30, int(4.2 * 2**30), 1 << 40))
+    assert plan.fetch_window_bytes == 2 * 2 * 128_256 * 8192
+    # With room for gradients and state besides, nothing is written.
+    read, written = place(load, Budgets(12 << 30, int(7.25 * 2**30), 1 << 40)).nvme_traffic()
+    assert written == 0 < read
+
+
+@pytest.mark.parametrize(
+    ("base", "per_weight"),
+    [("nf4", 0.5 + 1 / 64 + 4 / (64 * 256)), ("int8", 1 + 4 / 64), ("fp8", 1 + 4 / 64)],
+)
+def test_frozen_linear_layers_take_the_bytes_of_their_format(base: str, per_weight: float) -> None:
+    shape = NAMED["llama-3-8b"]
+    load = load_of(shape, usual_config(Path()), Setting(), Adapters(16, base=base))
+    frozen = [group for group in load.groups if group.name.endswith(".5 (frozen)")]
+    block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    # Scales of the projections of keys and values are below the persistence threshold.
+    assert [group.param_bytes / block for group in frozen] == [pytest.approx(per_weight, rel=2e-3)]
+    (embedding,) = (group for group in load.groups if group.name == "model.embed_tokens")
+    assert embedding.param_bytes == 2 * 128_256 * 4096
+
+
+def test_modules_without_a_linear_layer_of_that_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no linear layer of the model is called 'c_attn'"):
+        load_of(decoder(60_000_000), usual_config(Path()), Setting(), Adapters(8, ("q_proj", "c_attn")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"rank": 0}, "at least 1"), ({"rank": 8, "base": "int4"}, "unknown format 'int4'")],
+)
+def test_impossible_adapters_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Adapters(**arguments)
 
 
 @given(st.floats(math.log(12e6), math.log(19e12)))

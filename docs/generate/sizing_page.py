@@ -12,16 +12,22 @@ from pathlib import Path
 from tiering.errors import PlacementError
 from tiering.placement.budgets import AUTO_SHARE, NVME_SHARE
 from tiering.placement.placement import place
-from tiering.placement.plan import Budgets
+from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier, Workload
+from tiering.planning.adapters import Adapters
 from tiering.planning.fit import UNLIMITED, least_budget
 from tiering.planning.forecast import HIDDEN, forecast
 from tiering.planning.profiles import PROFILES, SSD_990_PRO, Profile
 from tiering.planning.setting import TOKENS, Setting, profile_budgets, usual_config, with_changes
-from tiering.planning.sizing import decoder, load_of, parse_count
+from tiering.planning.sizing import NAMED, decoder, load_of, parse_count
 from tiering.planning.update_share import best_share
 
 SIZES = ("1.5B", "3B", "7B", "13B", "30B", "70B")
+MODELS = ("llama-3-8b", "qwen2.5-32b", "llama-3-70b")
+BASES = ("bf16", "nf4")
+RANK = 16
+CARDS_GIB = (8, 16, 24)
+HOST_BYTES = 32 << 30
 STATES = ("fp32", "split+bf16")
 MICRO_BATCHES = 16
 LAPTOP_BYTES = 16 << 30
@@ -43,6 +49,7 @@ tiering plan --params 13B --profile rtx4090    # one of the machines below
 tiering plan --model config.json --measure /nvme0 /nvme1    # a transformers model, on this machine
 tiering plan --params 70B --gpu 24GiB --host-budget 48GiB --nvme-budget 2TB    # without rates no step time
 tiering plan --params 70B --profile a100 --micro-batches 4 --json
+tiering plan --model llama-3-70b --lora 16 --base nf4 --profile rtx4090    # adapters over a frozen model
 ```
 
 In Python, `tiering.plan_for(model=model, config=config)` returns the plan that `initialize` would make.
@@ -93,9 +100,37 @@ LAPTOP = f"""\
 Data sheets have no rate for bf16 training on a CPU: the last column is the time that the drive alone needs for a step.
 """
 
+ADAPTERS = f"""\
+## Adapters over a frozen model
 
-def page(sizes: Sequence[str] = SIZES) -> str:
-    """docs/tools/sizing.md, or with fewer sizes its first rows."""
+`tiering plan --lora {RANK}` plans LoRA adapters of rank {RANK} on all linear layers except the output head. Only the
+adapters have gradients (bf16) and optimizer state (fp32). The frozen model is read once in forward and once in
+backward. `--base` is the format of its linear layers: `bf16`, `nf4` (0.516 bytes per weight, with the scales quantised
+once more), `int8` or `fp8` (1.0625 bytes). Embeddings, norms and the output head stay in bf16. A step is one
+micro-batch of {TOKENS:,} tokens.
+
+If host memory has room for the adapters, their gradients and their state, a step writes nothing to NVMe. The table has
+all bytes, and the smallest budgets of one GPU and its host, as in the first section:
+"""
+
+CARDS = f"""\
+Cards of {", ".join(map(str, CARDS_GIB))} GiB with half of their memory as the budget, {HOST_BYTES // GIB} GiB of RAM
+with {AUTO_SHARE:.0%} as the budget, and one {SSD_990_PRO.name}. Cards with the same figures share a row: the rest of a
+card's memory is for activations. The last column is the time that the drive alone needs for a step.
+"""
+
+ON_4090 = """\
+On the machine `rtx4090` above, with the rates of its data sheets. The times do not include that of decoding a
+quantised model.
+"""
+
+ADAPTERS_ON_LAPTOP = f"""\
+On the laptop above: {LAPTOP_BYTES // GIB} GiB of RAM, no GPU.
+"""
+
+
+def page(sizes: Sequence[str] = SIZES, models: Sequence[str] = MODELS) -> str:
+    """docs/tools/sizing.md, or with fewer sizes and models the first rows of its tables."""
     heads: Sequence[str] = ("model", "bytes, fp32", "bytes, split+bf16", "least GPU", "least host")
     parts = [INTRO, LEAST, _table(heads, map(_least, sizes)), MACHINES]
     heads = (
@@ -114,7 +149,109 @@ def page(sizes: Sequence[str] = SIZES) -> str:
     for profile in PROFILES.values():
         parts += [f"### {profile.name}\n\n{profile}.\n", _table(heads, _rows_of(profile, sizes))]
     heads = ("model", "state", "device and host", "NVMe", "read", "written", "drive alone, s")
-    return "\n".join([*parts, LAPTOP, _table(heads, _laptop_rows(sizes))])
+    parts += [LAPTOP, _table(heads, _laptop_rows(sizes))]
+    return "\n".join([*parts, *_adapters(models)])
+
+
+def _adapters(models: Sequence[str]) -> Iterator[str]:
+    """The section on adapters."""
+    heads: Sequence[str] = ("model", "base", "bytes", "least GPU", "least host")
+    yield ADAPTERS
+    yield _table(heads, _least_of_adapters(models))
+    yield CARDS
+    moved = ("host", "NVMe", "read", "written")
+    yield _table(("model", "base", "GPU", *moved, "drive alone, s"), _rows_of_cards(models))
+    yield ON_4090
+    heads = ("model", "base", *moved, "step, s", "bound by", "tokens/s", "hides")
+    yield _table(heads, _adapters_on_4090(models))
+    yield ADAPTERS_ON_LAPTOP
+    heads = ("model", "base", "device and host", "NVMe", "read", "written", "drive alone, s")
+    yield _table(heads, _adapters_on_laptop(models))
+
+
+def _least_of_adapters(models: Sequence[str]) -> Iterator[Sequence[str]]:
+    for model, base, load in _adapted(models, Setting(gpu_memory=UNLIMITED)):
+        budgets = Budgets(UNLIMITED, UNLIMITED, UNLIMITED)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            budgets = least_budget(load, budgets, tier) or budgets
+        held = place(load, Budgets(UNLIMITED, UNLIMITED, UNLIMITED)).state_bytes()
+        yield model, base, *map(_gib, (held, budgets.device, budgets.host))
+
+
+def _rows_of_cards(models: Sequence[str]) -> Iterator[Sequence[str]]:
+    for model, base, load in _adapted(models, Setting(gpu_memory=max(CARDS_GIB) * GIB)):
+        # By the rest of the row: cards with the same figures are one row.
+        cards: dict[Sequence[str], list[str]] = {}
+        for card in CARDS_GIB:
+            budgets = Budgets(
+                card * GIB // 2, int(HOST_BYTES * AUTO_SHARE), int(SSD_990_PRO.capacity * NVME_SHARE)
+            )
+            try:
+                plan = place(load, budgets)
+            except PlacementError:
+                cards.setdefault(("too small", *("-" * 4)), []).append(str(card))
+                continue
+            held = (plan.total(Tier.HOST), plan.total(Tier.NVME), *plan.nvme_traffic())
+            cards.setdefault((*map(_gib, held), _digits(_drive_seconds(plan))), []).append(str(card))
+        for figures, sizes in cards.items():
+            yield model, base, ", ".join(sizes), *figures
+
+
+def _adapters_on_4090(models: Sequence[str]) -> Iterator[Sequence[str]]:
+    profile = PROFILES["rtx4090"]
+    shares, setting = profile_budgets(profile), Setting(gpu_memory=profile.device.memory_bytes)
+    budgets = Budgets(profile.device.memory_bytes // 2, shares["host_budget"], shares["nvme_budget"])
+    for model, base, load in _adapted(models, setting):
+        rates, shape = profile.rates(load), NAMED[model]
+        load = replace(load, update_on_device=best_share(load, budgets, rates))
+        plan = place(load, budgets)
+        told = forecast(
+            plan,
+            rates,
+            tokens=TOKENS,
+            checkpointed=True,
+            attention_flops=setting.attention_flops(shape.layers, shape.hidden),
+            computed=shape.params + shape.trained_params(Adapters(RANK)),
+        )
+        yield (
+            model,
+            base,
+            *map(_gib, (plan.total(Tier.HOST), plan.total(Tier.NVME), *plan.nvme_traffic())),
+            _digits(told.seconds),
+            told.bound.value,
+            f"{told.tokens_per_second:,.0f}",
+            f"{told.tokens_that_hide:,}" if told.read else "-",
+        )
+
+
+def _adapters_on_laptop(models: Sequence[str]) -> Iterator[Sequence[str]]:
+    for model, base, load in _adapted(models, Setting()):
+        try:
+            plan = place(load, _of_laptop())
+        except PlacementError:
+            yield _absent(model, base, 5)
+            continue
+        memory = plan.total(Tier.DEVICE) + plan.total(Tier.HOST)
+        moved = (memory, plan.total(Tier.NVME), *plan.nvme_traffic())
+        yield model, base, *map(_gib, moved), _digits(_drive_seconds(plan))
+
+
+def _adapted(models: Sequence[str], setting: Setting) -> Iterator[tuple[str, str, Workload]]:
+    """Each model over each base: (model, base, its Workload)."""
+    for model in models:
+        for base in BASES:
+            adapters = Adapters(RANK, base=base)
+            yield model, base, load_of(NAMED[model], usual_config(Path()), setting, adapters)
+
+
+def _drive_seconds(plan: Plan) -> float:
+    read, written = plan.nvme_traffic()
+    return read / SSD_990_PRO.read + written / SSD_990_PRO.write
+
+
+def _of_laptop() -> Budgets:
+    half = int(LAPTOP_BYTES * AUTO_SHARE) // 2  # device and host are one memory
+    return Budgets(half, half, int(SSD_990_PRO.capacity * NVME_SHARE))
 
 
 def _least(size: str) -> Sequence[str]:
@@ -168,19 +305,15 @@ def _rows_of(profile: Profile, sizes: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _laptop_rows(sizes: Sequence[str]) -> Iterator[Sequence[str]]:
-    half = int(LAPTOP_BYTES * AUTO_SHARE) // 2  # device and host are one memory
-    budgets = Budgets(half, half, int(SSD_990_PRO.capacity * NVME_SHARE))
     for size, state, load in _loads(sizes, Setting()):
         try:
-            plan = place(load, budgets)
+            plan = place(load, _of_laptop())
         except PlacementError:
             yield _absent(size, state, 5)
             continue
-        read, written = plan.nvme_traffic()
         memory = plan.total(Tier.DEVICE) + plan.total(Tier.HOST)
-        seconds = read / SSD_990_PRO.read + written / SSD_990_PRO.write
-        moved = (memory, plan.total(Tier.NVME), read, written)
-        yield size, state, *map(_gib, moved), _digits(seconds)
+        moved = (memory, plan.total(Tier.NVME), *plan.nvme_traffic())
+        yield size, state, *map(_gib, moved), _digits(_drive_seconds(plan))
 
 
 def _loads(

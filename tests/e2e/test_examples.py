@@ -177,6 +177,70 @@ def test_the_script_for_ranks_is_that_of_one_process(
     assert engine.plan.contents(Tier.NVME).keys() == {"parameters", "optimizer state"}
 
 
+# Transformers has renamed what peft calls.
+RENAMED = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+
+
+# Slow, as the import of peft is.
+@pytest.mark.slow
+@RENAMED
+def test_adapters_are_trained_over_a_frozen_model_on_nvme(
+    run: Callable[..., tuple[Said, Engine]], tmp_path: Path
+) -> None:
+    """A step writes nothing to NVMe, placement changes no digit, and peft loads the adapter."""
+    import peft
+    import transformers
+
+    (nvme := tmp_path / "nvme").mkdir()
+    output, engine = run("lora_nvme.py", "--steps", 12, "--nvme", nvme, "--save", tmp_path / "adapter")
+    assert output.falls(by=0.8), output.text
+    read, written = engine.plan.nvme_traffic()
+    assert output.text.startswith(f"a step reads {read} bytes from NVMe and writes {written}\n")
+    assert read > 2 * 10**6 and written == 0
+    assert list(nvme.iterdir()) == []
+    in_memory, other = run("lora_nvme.py", "--steps", 12, "--nvme", nvme, "--host-budget", "100MiB")
+    assert other.plan.nvme_traffic() == (0, 0)
+    assert in_memory.losses == output.losses
+    base = transformers.LlamaForCausalLM(engine.module.get_base_model().config)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(saved) == 4 * 7 * 2
+    for name, values in peft.get_peft_model_state_dict(loaded).items():
+        assert torch.equal(values, saved[name].to(values.dtype)), name
+
+
+@pytest.mark.slow
+@RENAMED
+def test_adapters_are_trained_over_the_files_of_a_model(
+    run: Callable[..., tuple[Said, Engine]], tmp_path: Path
+) -> None:
+    """The frozen weights come from the files, under the names that they have without adapters."""
+    import peft
+    import tokenizers
+    import transformers
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(5)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=256)).bfloat16()
+    base.save_pretrained(tmp_path / "base")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "base")
+
+    (nvme := tmp_path / "nvme").mkdir()
+    options = ("--nvme", nvme, "--model", tmp_path / "base", "--rank", 4, "--save", tmp_path / "adapter")
+    output, _ = run("lora_nvme.py", "--steps", 2, *options)
+    # Adapters begin with a product of zero, so the first loss is that of the base model.
+    tokens = runpy.run_path(str(EXAMPLES / "lora_nvme.py"))["text_of"](tmp_path / "base", size=4)(1)
+    with torch.no_grad():
+        expected = base(input_ids=tokens, labels=tokens).loss.item()
+    assert output.losses[1] == pytest.approx(expected, abs=2e-3)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert any(bool(p.any()) for name, p in loaded.named_parameters() if "lora_B" in name)
+
+
 @pytest.mark.slow
 def test_two_ranks_run_them_all(tmp_path: Path) -> None:
     (nvme := tmp_path / "nvme").mkdir()

@@ -130,6 +130,13 @@ GIVEN: dict[Key, str] = {
         model = LlamaForCausalLM(llama)
         data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]} for _ in range(64)]
         """),
+    ("README.md", "from peft import LoraConfig, get_peft_model"): dedent("""\
+        import warnings
+
+        # Transformers has renamed what peft calls.
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing.*is deprecated", FutureWarning)
+        LlamaForCausalLM(llama).save_pretrained("Llama-3.3-70B")
+        """),
     ("README.md", "from optim_cpu import AdamW"): "model = build()",
     ("building.md", "torch.manual_seed(0)"): MODEL + LLAMA + "config = llama\n",
     ("building.md", 'with torch.device("meta"):'): "engine.close()\nModel = build",

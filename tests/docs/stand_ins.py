@@ -130,6 +130,20 @@ GIVEN: dict[Key, str] = {
         model = LlamaForCausalLM(llama)
         data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]} for _ in range(64)]
         """),
+    ("engine.md", "with torch.no_grad(), engine.adapters_disabled():"): LLAMA
+    + dedent("""\
+        import warnings
+
+        import peft
+
+        # Transformers has renamed what peft calls.
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing.*is deprecated", FutureWarning)
+        of_page = engine, batch
+        adapters = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+        adapted = peft.get_peft_model(LlamaForCausalLM(llama), adapters)
+        engine, *_ = tiering.initialize(model=adapted, config=ds_config)
+        batch = {"input_ids": torch.randint(0, 256, (2, 16))}
+        """),
     ("README.md", "from peft import LoraConfig, get_peft_model"): dedent("""\
         import warnings
 
@@ -185,6 +199,10 @@ HOLDS: dict[Key, str] = {
     ("transformers.md", "import tiering"): "trainer.save_model()\nengine = trainer.engine",
     ("README.md", "import tiering"): "assert Path('runs/7/latest').read_text() == 'global_step8'",
     ("checkpoints.md", 'engine.load_checkpoint("runs/7")'): "assert Path('runs/7/global_step4').is_dir()",
+    (
+        "engine.md",
+        "with torch.no_grad(), engine.adapters_disabled():",
+    ): "engine.close()\nengine, batch = of_page",
     ("engine.md", "from contextlib import nullcontext"): (
         "assert (engine.global_steps, scheduler.last_epoch) == (2, 2)"
     ),

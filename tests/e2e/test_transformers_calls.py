@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tiering.errors import EngineStateError, ResidencyError
+from tiering.errors import ConfigError, EngineStateError, ResidencyError
+from tiering.placement.workload import Tier
 
 from .architectures import ARCHITECTURES, batches, build
 from .conftest import Habit
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is dep
 
 HABIT = Habit("bf16", 1)
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False, "threshold": 0}
+TRAINED = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
 
 
 def step(engine: Any, name: str, loss: Callable[[Any], Tensor] = lambda out: out.loss, **inputs: Any) -> None:
@@ -68,11 +70,29 @@ def test_an_adapter_is_saved_and_switched_off(start: Callable[..., Any], tmp_pat
     engine.eval()
     with torch.no_grad():
         adapted = engine(**batch).logits
-        with engine.module.disable_adapter(), model.disable_adapter():
+        before = nvme_read(engine)
+        with engine.adapters_disabled(), model.disable_adapter():
             base = engine(**batch).logits
             assert base.equal(model(**batch).logits)
         assert adapted.equal(model(**batch).logits)
         assert not adapted.equal(base)
+    # The forward without adapters has read each parameter once.
+    assert nvme_read(engine) - before == engine.plan.contents(Tier.NVME)["parameters"]
+    engine.train()
+    step(engine, "lora")
+    assert not engine.state_dict()[TRAINED].equal(now[TRAINED])
+
+
+def nvme_read(engine: Any) -> int:
+    (path,) = engine.snapshot().io
+    read: int = path.read.bytes
+    return read
+
+
+def test_a_model_without_adapters_has_none_to_disable(start: Callable[..., Any]) -> None:
+    engine = start("llama", HABIT)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has none"):
+        engine.adapters_disabled()
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -1,4 +1,4 @@
-"""Models with adapters of peft: the names of their base in files, and the first values of adapters.
+"""Models with adapters of peft: the names of their base in files, the first values of adapters, and the base alone.
 
 peft moves new adapters to the device of the layer that they adapt. Over a base on the meta device they are there too.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -66,3 +67,26 @@ def initialise_adapters(model: nn.Module, params: Container[nn.Parameter]) -> se
             if isinstance(module, lora.LoraLayer):
                 module.reset_lora_parameters(adapter, start)
     return adapters
+
+
+def adapters_disabled(model: nn.Module) -> AbstractContextManager[None]:
+    """The context in which ``model`` computes without its adapters. Raises ConfigError if it has none."""
+    wrapped: Any = model
+    if is_from_peft(model):
+        context: AbstractContextManager[None] = wrapped.disable_adapter()
+        return context
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return _disabled_by_transformers(wrapped)
+    raise ConfigError(
+        f"adapters_disabled() needs a model with adapters of peft, but this {type(model).__name__} has none; for a"
+        " model that is trained as a whole, make a second engine without an optimizer for the reference"
+    )
+
+
+@contextmanager
+def _disabled_by_transformers(model: Any) -> Iterator[None]:
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()

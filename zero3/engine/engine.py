@@ -22,6 +22,7 @@ from tiering._interrupts import deferred_interrupts
 from tiering.config.training import TieringConfig
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.telemetry import ConfigurationStatus, Phase, Snapshot
+from zero3.building import peft_models
 from zero3.checkpoint.saving import Saving
 from zero3.engine import released
 from zero3.engine.loop_parts import connect
@@ -151,6 +152,15 @@ class Engine:
         rounded to 16 bits.
         """
         return self._accumulation.no_sync()
+
+    def adapters_disabled(self) -> AbstractContextManager[None]:
+        """Inside the block, the model computes without its adapters of peft: the reference model of DPO and GRPO.
+
+        Call it under ``torch.no_grad()``. A forward reads the frozen parameters once; the adapters keep their values,
+        gradients and state. Raises ConfigError for a model without adapters.
+        """
+        self._ready.check_open("adapters_disabled")
+        return peft_models.adapters_disabled(self.module)
 
     def as_optimizer(self) -> OptimizerFront:
         """The engine as a ``torch.optim.Optimizer`` with the engine's param groups, whose ``step`` calls ``step``.

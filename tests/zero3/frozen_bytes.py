@@ -63,10 +63,9 @@ class Block(nn.Module):
 class FrozenModel(nn.Module):
     """Blocks of codes in every dtype of ``STEPS``, a table of bytes in the root, trained embeddings and adapters."""
 
-    def __init__(self, width: int = 48, *, frozen_embedding: bool = False) -> None:
+    def __init__(self, width: int = 48) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.embedding.weight.requires_grad_(not frozen_embedding)
         self.table = nn.Parameter(
             torch.randint(-128, 128, (16, width), dtype=torch.int8), requires_grad=False
         )
@@ -75,6 +74,8 @@ class FrozenModel(nn.Module):
             Block(width, first, second) for first, second in zip(dtypes, dtypes[1:] + dtypes[:1], strict=True)
         )
         self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
         self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64), requires_grad=False)
         self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.uint8), requires_grad=False)
 
@@ -84,11 +85,11 @@ class FrozenModel(nn.Module):
         for block in self.blocks:
             stream = block(stream)
         stream = self.norm(stream) * (self.phase.abs().sum() / 100).to(stream.dtype)
-        logits = functional.linear(stream, self.embedding.weight).float()
+        logits = self.head(stream).float()
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def frozen_model(**options: bool) -> FrozenModel:
+def frozen_model() -> FrozenModel:
     """The same model each time."""
     torch.manual_seed(11)
-    return FrozenModel(**options)
+    return FrozenModel()

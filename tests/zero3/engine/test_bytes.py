@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.crossed import crossed
+from tests.zero3.frozen_bytes import frozen_model
 from tests.zero3.plain import Tower, inputs
 from tiering.errors import PlacementError
 from tiering.placement.placement import place
@@ -28,6 +29,7 @@ from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE
 from tiering.storage.swap_file import memory_file_system
 from zero3.device import tiers
+from zero3.params.precision import keeps_dtype
 
 ALL = {"offload_param": "nvme", "offload_optimizer": "nvme"}
 STREAMED = {**ALL, "cache_in_host": False}
@@ -275,3 +277,19 @@ def test_what_short_transfers_repeat_is_counted_apart(
     assert calm.read.retries == calm.written.retries == 0
     assert (path.read.bytes, path.written.bytes) == (calm.read.bytes, calm.written.bytes)
     assert differing(engine.master_state_dict(), whole.master_state_dict()) == []
+
+
+@pytest.mark.parametrize("name", ["nothing persistent", "gradients too"])
+def test_frozen_bytes_are_read_as_they_are_and_never_written(
+    begin: Callable[..., Any], micro_batches: Any, name: str
+) -> None:
+    """Codes of 8 and 4 bits take their own bytes in each fetch, not those of the compute dtype."""
+    engine = begin(frozen_model(), accumulation=1, **PLACEMENTS[name])
+    kept = sum(param.nbytes for param in frozen_model().parameters() if keeps_dtype(param))
+    moved = sum(group.param_bytes for group in engine.plan.workload.groups)
+    numel = sum(param.numel() for param in frozen_model().parameters() if not keeps_dtype(param))
+    groups = len(engine.plan.workload.groups)
+    assert (
+        kept + 2 * numel <= moved < kept + 2 * numel + 256 * len(engine._parameters.all) + 2 * 4096 * groups
+    )
+    check_window(engine, micro_batches(100))

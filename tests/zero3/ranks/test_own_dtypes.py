@@ -26,7 +26,7 @@ PLACES: dict[int, list[dict[str, Any]]] = {
     0: [{}],
     1: [{}],
     2: [{}, {"offload_optimizer": "cpu", "sub_group_size": 2048}],
-    3: [{"threshold": 0}, {"threshold": 0, "offload_param": "cpu", "offload_optimizer": "cpu"}, STREAMED],
+    3: [{"threshold": 0}, STREAMED],
 }
 
 

@@ -177,6 +177,16 @@ GIVEN: dict[Key, str] = {
     ("distributed.md", "weights = engine.state_dict()"): 'os.environ["RANK"] = "0"',
     ("engine.md", "with tiering.gathered(model.head.weight, modify=True) as weight, torch.no_grad():"): ENGINE
     + "model = engine.module\nloss = 0\nengine.backward(engine(*batch()))\n",
+    ("engine.md", "from peft import LoraConfig, get_peft_model"): dedent("""\
+        engine.close()
+        import warnings
+        from transformers import AutoModelForCausalLM, LlamaConfig
+        # peft 0.21 reads a property that transformers has renamed.
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing.*is deprecated", FutureWarning)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+        config = LlamaConfig(vocab_size=96, **sizes)
+        AutoModelForCausalLM.from_config(config).save_pretrained("Llama-3.1-8B")
+        """),
     ("engine.md", "from contextlib import nullcontext"): dedent("""\
         engine.step()
         engine.close()
@@ -203,6 +213,12 @@ HOLDS: dict[Key, str] = {
         "engine.md",
         "with torch.no_grad(), engine.adapters_disabled():",
     ): "engine.close()\nengine, batch = of_page",
+    ("engine.md", "from peft import LoraConfig, get_peft_model"): (
+        "tokens = torch.randint(96, (2, 8))\n"
+        "engine.backward(engine(input_ids=tokens, labels=tokens).loss)\n"
+        "engine.step()\n"
+        "assert engine.state_dict()['base_model.model.model.layers.0.mlp.up_proj.base_layer.weight'].shape == (128, 32)"
+    ),
     ("engine.md", "from contextlib import nullcontext"): (
         "assert (engine.global_steps, scheduler.last_epoch) == (2, 2)"
     ),

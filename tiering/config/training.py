@@ -32,6 +32,7 @@ __all__ = [
     "OffloadConfig",
     "OffloadOptimizerConfig",
     "OptimizerConfig",
+    "QuantizeConfig",
     "SchedulerConfig",
     "TelemetryConfig",
     "TieringConfig",
@@ -246,6 +247,24 @@ class DistributedConfig(Section):
     )
 
 
+class QuantizeConfig(Section):
+    """The base of adapters in 4 or 8 bits: ``tiering.quantize`` as a part of ``initialize``."""
+
+    type: Literal["none", "nf4", "int8", "fp8"] = Field(
+        default="none", description="Format of the weights of frozen linear layers; none: unchanged."
+    )
+    modules: Names = Field(
+        default=(),
+        description="Names of layers, or ends of names; empty: all frozen linear layers but the output layer.",
+    )
+    double_quant: StrictBool = Field(
+        default=True, description="Quantise the scales of nf4 once more: 0.516 bytes per weight, else 0.5625."
+    )
+    block_size: Count = Field(
+        default=64, description="Weights with one scale: a power of two from 32 to 4096 that divides a row."
+    )
+
+
 class TiersConfig(Section):
     """Budgets and policies of the tiers: the ``tiering`` block of a configuration file."""
 
@@ -289,6 +308,9 @@ class TiersConfig(Section):
     )
     verify: StrictBool = Field(
         default=False, description="Checksum swapped data; needs host memory, 1/1024 of the data on NVMe."
+    )
+    quantize: QuantizeConfig = Field(
+        default=QuantizeConfig(), description="Frozen linear layers in 4 or 8 bits."
     )
     io: IoConfig = Field(default=IoConfig(), description="Asynchronous I/O to NVMe.")
     distributed: DistributedConfig = Field(

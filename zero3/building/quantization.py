@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from optim_cpu.formats import QuantizedFormat, quantized
+from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
+from zero3.building.peft_models import added_names
 from zero3.building.quantized_linear import QuantizedLinear, to_quantized
+from zero3.building.zero_init import recipe_of
 
 
 def quantize(
@@ -24,10 +27,11 @@ def quantize(
     ``quant_type`` is "nf4" (0.516 bytes per weight; 0.5625 with ``double_quant=False``), "int8" or "fp8" (1.0625), each
     with a scale per ``block_size`` weights. ``modules`` are names of layers, or the ends of names ("q_proj",
     "mlp.up_proj"). Without it, every frozen ``nn.Linear`` is quantised, except the output layer of a model of
-    transformers and layers whose weight another module shares. Biases stay as they are.
+    transformers, layers whose weight another module shares, and adapters of peft. Biases stay as they are, and so do
+    layers that are quantised already.
 
     A layer on the meta device gets parameters without values: ``tiering.initialize(model=model, weights=DIR)`` encodes
-    the stored weights while it reads them. Add adapters afterwards.
+    the stored weights while it reads them. Adapters may be added before or afterwards.
 
     Raises ConfigError for a type or block size that does not exist, for a name that no layer has, and for a layer that
     is to be trained, that is not an ``nn.Linear``, whose inputs are no multiple of the block size, or whose weight is
@@ -52,14 +56,18 @@ def _chosen(model: nn.Module, modules: Sequence[str] | None) -> Iterator[tuple[s
     """The layers to quantise, with their names. Those that already are do not count."""
     shared = _shared_weights(model)
     if modules is None:
-        head = _output_layer(model)
-        found = [
+        head, adapters = _output_layer(model), set(added_names(model))
+        frozen = (
             (name, module)
             for name, module in model.named_modules()
-            if type(module) is nn.Linear and module is not head
-            and not module.weight.requires_grad and module.weight not in shared
-        ]  # fmt: skip
-        if not found:
+            if type(module) is nn.Linear and not module.weight.requires_grad
+        )
+        found = [
+            (name, module)
+            for name, module in frozen
+            if module is not head and module.weight not in shared and f"{name}.weight" not in adapters
+        ]
+        if not found and not any(isinstance(module, QuantizedLinear) for module in model.modules()):
             raise ConfigError(
                 "quantize: the model has no frozen nn.Linear; freeze it first with model.requires_grad_(False), and add"
                 " adapters afterwards"
@@ -75,16 +83,22 @@ def _chosen(model: nn.Module, modules: Sequence[str] | None) -> Iterator[tuple[s
         if not matches:
             raise ConfigError(f"quantize: no module of the model is named {wanted!r}, or ends in it")
         for name, module in matches:
-            if type(module) is not nn.Linear:
-                kind = type(module).__name__
+            # A layer that peft adapts: its base is the layer.
+            layer = (
+                module.base_layer if isinstance(getattr(module, "base_layer", None), nn.Linear) else module
+            )
+            if isinstance(layer, QuantizedLinear):
+                continue
+            if type(layer) is not nn.Linear:
+                kind = type(layer).__name__
                 raise ConfigError(
                     f"quantize: {name!r} is a {kind}; only layers of class nn.Linear can be quantised"
                 )
-            if module.weight in shared:
+            if layer.weight in shared:
                 raise ConfigError(
                     f"quantize: the weight of {name!r} is shared with another module; leave it out of modules"
                 )
-            yield name, module
+            yield name, layer
 
 
 def _check(name: str, layer: nn.Linear, form: QuantizedFormat) -> None:
@@ -92,6 +106,11 @@ def _check(name: str, layer: nn.Linear, form: QuantizedFormat) -> None:
         raise ConfigError(
             f"quantize: the weight of {name!r} is to be trained, and codes have no gradient; freeze it with"
             " requires_grad_(False), or leave it out of modules"
+        )
+    if isinstance(layer.weight, nn.Parameter) and recipe_of(layer.weight) is not None:
+        raise ConfigError(
+            f"quantize: the weight of {name!r} was built under zero.Init and has no values yet; build the model on the"
+            " meta device and pass weights= to initialize, or build it in memory"
         )
     if layer.in_features % form.group_size:
         raise ConfigError(
@@ -116,6 +135,11 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     return head
 
 
-def quantized_layers(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
-    """The quantised layers of ``model``, with their names."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+def quantize_as_configured(model: nn.Module, config: TieringConfig) -> None:
+    """Quantise the layers that ``tiering.quantize`` of the configuration selects; see ``quantize`` for the errors."""
+    wanted = config.tiering.quantize
+    if wanted.type != "none":
+        quantize(
+            model, wanted.type, modules=wanted.modules or None, double_quant=wanted.double_quant,
+            block_size=wanted.block_size,
+        )  # fmt: skip

@@ -160,6 +160,41 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
         tiering.quantize(damaged, "fp8")
 
 
+def test_the_configuration_quantises_the_base_of_adapters(start: Callable[..., Any]) -> None:
+    by_key, by_call = model(), tiering.quantize(model(), "nf4", modules=["up", "down"], block_size=32)
+    for each in (by_key, by_call):
+        each.gate.requires_grad_(True)  # type: ignore[union-attr]
+    settings = {"type": "nf4", "block_size": 32}
+    engines = [start(by_key, threshold=0, quantize=settings), start(by_call, threshold=0)]
+    assert isinstance(by_key.up, QuantizedLinear) and type(by_key.gate) is nn.Linear
+    left, right = (engine.state_dict() for engine in engines)
+    assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+    with tiering.zero.Init():
+        unbuilt = model()
+    with pytest.raises(
+        ConfigError, match=r"'up' was built under zero.Init and has no values yet; build the model on"
+    ):
+        tiering.quantize(unbuilt, "nf4")
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")  # peft 0.21
+def test_the_base_below_adapters_is_quantised_and_adapters_are_not() -> None:
+    import peft
+
+    adapters = peft.LoraConfig(r=64, target_modules="all-linear")
+    base, other = llama(), llama()
+    quantised = adapted(base, "int8")
+    tuned = peft.get_peft_model(other, adapters)
+    tuned.requires_grad_(False)  # as a reference model has them
+    assert tiering.quantize(tuned, "int8") is tuned
+    layers = {name for name, module in tuned.named_modules() if isinstance(module, QuantizedLinear)}
+    assert layers == {
+        name for name, module in quantised.named_modules() if isinstance(module, QuantizedLinear)
+    }
+    assert len(layers) == 14 and all(name.endswith("base_layer") for name in layers)
+    tiering.quantize(tuned, "int8", modules="q_proj")  # they already are
+
+
 def llama() -> Any:
     import transformers as hf
 

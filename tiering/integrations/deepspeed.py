@@ -222,8 +222,7 @@ def _initialize(
     if model is not None:
         _ranks.check_accelerate()
     parts = tiering.initialize(args, model, *others, **options)
-    # Programs call state_dict() on one rank, for the names.
-    parts.engine.show_no_values()
+    parts.engine.become_child()
     return parts
 
 

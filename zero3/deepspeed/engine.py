@@ -21,7 +21,7 @@ from tiering._text import similar
 from tiering.config.training import OffloadConfig, OffloadOptimizerConfig, TieringConfig
 from tiering.errors import ConfigError, DistributedError, EngineStateError, PlacementError, SwapError
 from tiering.telemetry import ConfigurationStatus
-from zero3.engine.engine import Engine
+from zero3.deepspeed.child_engine import ChildEngine
 from zero3.engine.generation import on_all_ranks
 from zero3.loop.data_loader import make_loader, make_ordered_loader
 from zero3.loop.step_state import accumulation_steps
@@ -47,7 +47,7 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DeepSpeedEngine]] = w
 """The last engine of each model."""
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(ChildEngine):
     """The engine that ``initialize`` returns. It also answers under DeepSpeed's names and its module's names.
 
     ``config`` is the configuration as it was passed to ``initialize``, a dict, with a value in place of each "auto";
@@ -382,15 +382,6 @@ class DeepSpeedEngine(Engine):
         if exclude_frozen_parameters:
             self._drop_frozen(state, prefix)
         return state
-
-    def show_no_values(self) -> None:
-        """Let ``module.state_dict()`` read no values at stage 3 with several ranks, and wait for no rank.
-
-        DeepSpeed has empty tensors there, and programs for it use the names. Here it has the parameter itself, with
-        name, shape and dtype; a use of its values outside of passes raises ResidencyError. Parameters that do not leave
-        the device keep their values. The methods of the engine still read values.
-        """
-        self._access.saves_copies = self.world_size == 1 or not self._access.partitioned
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """The key stage3_gather_16bit_weights_on_model_save: whether a trainer is to save the whole model on rank 0."""

@@ -33,9 +33,12 @@ class ModuleFront(nn.Module):
     that all ranks must run each forward together.
     """
 
+    _engine: Called
+
     def __init__(self, engine: Called, *, sharded: bool) -> None:
         super().__init__()
-        self._engine = engine
+        # Not as a child: in a program that imports deepspeed, torch takes an engine for a module.
+        self.__dict__["_engine"] = engine
         self._sharded = sharded
         # The same containers: a module that is replaced here is replaced in the model, and the reverse.
         self.__dict__.update({name: engine.module.__dict__[name] for name in _SHARED})

@@ -1,7 +1,7 @@
 """What OpenRLHF 0.11.0 does at stage 3 with several ranks, under the shim: it averages models, and saves them.
 
-The functions follow ``moving_average`` and ``save_model`` of its DeepspeedStrategy, without its command line, which
-needs GPUs.
+Its ``Actor`` has the engine in place of the model. The functions follow ``moving_average`` and ``save_model`` of its
+DeepspeedStrategy, without its command line, which needs GPUs.
 """
 
 from __future__ import annotations
@@ -32,6 +32,15 @@ SETTINGS: dict[str, Any] = {
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
+class Actor(nn.Module):
+    def __init__(self, model: nn.Module, **sections: Any) -> None:
+        import deepspeed
+
+        super().__init__()
+        self.model = model
+        self.model = deepspeed.initialize(model=self.model, config=SETTINGS | sections)[0]
+
+
 def to_fetch(params: list[nn.Parameter]) -> list[nn.Parameter]:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -42,7 +51,7 @@ def to_fetch(params: list[nn.Parameter]) -> list[nn.Parameter]:
     ]
 
 
-def moving_average(model: Any, average: Any) -> None:
+def moving_average(model: nn.Module, average: nn.Module) -> None:
     import deepspeed
 
     with torch.no_grad():
@@ -64,10 +73,8 @@ def save_model(model: Any, output: Path) -> None:
 
 @under_shim(ranks=2)
 def test_a_moving_average_is_kept_and_saved(tmp_path: Path) -> None:
-    import deepspeed
-
-    model = deepspeed.initialize(model=llama(), config=SETTINGS | {"optimizer": ADAMW})[0]
-    average = deepspeed.initialize(model=llama(seed=5), config=SETTINGS)[0]
+    actor, averaged = Actor(llama(), optimizer=ADAMW), Actor(llama(seed=5))
+    model, average = actor.model, averaged.model
     tokens = torch.randint(5, 50, (2, 8), generator=torch.Generator().manual_seed(model.global_rank))
     model.backward(model(input_ids=tokens, labels=tokens).loss)
     model.step()
@@ -75,9 +82,12 @@ def test_a_moving_average_is_kept_and_saved(tmp_path: Path) -> None:
     expected = {name: (1 - BETA) * weights[name] + BETA * before[name] for name in before}
     assert any(to_fetch([param]) for param in average.parameters())
     assert not all(to_fetch([param]) for param in average.parameters())
-    moving_average(model, average)
+    moving_average(actor, averaged)
     assert differing(average.state_dict(), expected) == []
     save_model(average, tmp_path)
+    assert isinstance(model, nn.Module) and isinstance(model, type(average))
+    assert not actor.eval().training and not model.training and averaged.train().model.training
+    assert [*averaged.state_dict()] == [f"model.{name}" for name in expected]
     saved = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
     assert differing(saved, {name: expected[name] for name in saved}) == []
 

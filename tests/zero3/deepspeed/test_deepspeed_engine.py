@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import tiering
 from tests.zero3.plain import STREAMED, differing
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
+from zero3.deepspeed.engine import DeepSpeedEngine
 from zero3.engine.engine import Engine
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -159,7 +160,7 @@ def test_an_engine_stands_for_its_module(start: Callable[..., Any]) -> None:
         def training(self) -> bool:
             return self.module.norm.nothing
 
-    engine.__class__ = Broken
+    vars(object)["__class__"].__set__(engine, Broken)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):  # and not: of no attribute 'training'
         engine.training  # noqa: B018 # is what is tried
 
@@ -297,3 +298,22 @@ def test_a_loss_that_the_engine_was_not_told_is_not_that_of_an_earlier_step(
     engine(*second).backward()
     engine.step()
     assert engine.snapshot().loss is None
+
+
+def test_a_module_has_an_engine_as_its_child(
+    start: Callable[..., Any], micro_batches: Callable[..., Any]
+) -> None:
+    engine, parent = start(), nn.Module()
+    parent.model = engine.module
+    with pytest.raises(TypeError, match="cannot assign"):
+        parent.model = engine
+    engine.become_child()
+    parent.model = engine
+    assert isinstance(engine, nn.Module)
+    assert type(engine) is DeepSpeedEngine
+    assert [*parent.state_dict()] == [f"model.{name}" for name in engine.state_dict()]
+    assert [*parent.parameters()] == [*engine.module.parameters()]
+    assert parent.eval().model is engine
+    assert not engine.module.training
+    batch = next(iter(micro_batches(1)))
+    assert torch.equal(engine.as_module()(*batch), engine(*batch))

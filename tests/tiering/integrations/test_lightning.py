@@ -212,6 +212,12 @@ def test_a_resumed_run_continues_with_the_same_bits(place: str, tmp_path: Path) 
     assert all(torch.equal(value, weights[name]) for name, value in again.model.state_dict().items())
 
 
+def cut(checkpoint: Path) -> None:
+    """Damage the checkpoint of the engine in that of Lightning."""
+    (weights,) = checkpoint.glob("*/weights-00001-*")
+    weights.write_bytes(weights.read_bytes()[:-8])
+
+
 def test_the_best_checkpoint_is_tested_and_others_are_removed(tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path / "saved", monitor="val_loss", save_top_k=1)
     fits = trainer("tiering_stage_3_offload", tmp_path, max_epochs=3, callbacks=[saves])
@@ -220,6 +226,9 @@ def test_the_best_checkpoint_is_tested_and_others_are_removed(tmp_path: Path) ->
     assert [str(path) for path in (tmp_path / "saved").iterdir()] == [saves.best_model_path]
     tested = fits.test(model, loader(), ckpt_path="best", verbose=False)
     assert tested[0]["test_loss"] == pytest.approx(saves.best_model_score.item(), rel=1e-6)
+    cut(Path(saves.best_model_path))
+    with pytest.raises(CheckpointError, match=r"load another checkpoint \(ckpt_path=\)"):
+        fits.test(model, loader(), ckpt_path="best", verbose=False)
 
 
 def test_weights_alone_are_a_file_that_any_strategy_loads(tmp_path: Path) -> None:
@@ -436,6 +445,9 @@ def test_fabric_in_half_precision_and_its_refusals(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no 'epoch'"):
         fabric.load(tmp_path / "one", {"model": front, "epoch": 0})
     assert fabric.load(tmp_path / "one", {"model": front}) == {"step": 1}
+    cut(tmp_path / "one")
+    with pytest.raises(CheckpointError, match=r"; load another checkpoint$"):
+        fabric.load(tmp_path / "one", {"model": front})
     with pytest.raises(ConfigError, match="unsupported norm_type"):
         fabric.clip_gradients(front, optimizer, max_norm=1.0, norm_type=1.0)
     with pytest.raises(ConfigError, match="clip_val is not supported"):

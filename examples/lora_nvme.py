@@ -7,7 +7,8 @@ Without --model, the frozen model is a small Llama over bytes with random weight
 Python's standard library, so nothing is downloaded. With --model, the weights go from the safetensors files of that
 directory to NVMe, and the text is tokenized as that model expects. The result is an adapter that peft loads.
 
-A step reads the frozen weights from NVMe, and writes nothing there if the host budget has room for the adapters.
+A step reads the frozen weights from NVMe, and writes nothing there if the host budget has room for the adapters. With
+--base, the linear layers of the frozen model are stored in 4 or 8 bits: qlora_nvme.py is this script with --base nf4.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import tiering
 from tiering.demo.corpus import Batches, standard_library
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="DIRECTORY", help="a transformers model with its tokenizer"
     )
+    parser.add_argument(
+        "--base", choices=("bf16", "nf4", "int8", "fp8"), default="bf16", help="of frozen layers"
+    )
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=4)
@@ -49,13 +53,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--save", type=Path, metavar="DIRECTORY", help="save the adapter there")
     options = parser.parse_args(argv)
 
-    config = SMALL if options.model is None else transformers.AutoConfig.from_pretrained(options.model)
     torch.manual_seed(0)
-    # The frozen model takes no memory here, whatever its size.
-    with tiering.zero.Init():
-        frozen = transformers.AutoModelForCausalLM.from_config(config)
     model = peft.get_peft_model(
-        frozen, peft.LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        frozen_model(options.model, options.base),
+        peft.LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     nvme = {"device": "nvme", "nvme_path": options.nvme}
     engine = tiering.initialize(
@@ -66,7 +67,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             "bf16": {"enabled": True},
             "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 3e-3 if options.model is None else 2e-4}},
-            "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": nvme,
+                "offload_optimizer": nvme,
+                # Smaller parameters stay on the device: with the usual 100,000 most of the small model would.
+                "stage3_param_persistence_threshold": 1_000 if options.model is None else 100_000,
+            },
             "tiering": {"host_budget": options.host_budget},
         },
     ).engine
@@ -83,6 +90,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.save is not None:
         print(f"saved {engine.save_pretrained(options.save)}")
     engine.close()
+
+
+def frozen_model(files: Path | None, base: str) -> nn.Module:
+    """The model of ``files``, or the small one. A model of files takes no memory before ``initialize``."""
+    config = SMALL if files is None else transformers.AutoConfig.from_pretrained(files)
+    if base == "bf16":
+        with tiering.zero.Init():
+            return transformers.AutoModelForCausalLM.from_config(config)
+    # The weights of a model on the meta device are encoded while they stream from its files.
+    with torch.device("cpu" if files is None else "meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return tiering.quantize(model.requires_grad_(False), base)
 
 
 def text_of(model: Path | None, *, size: int) -> Callable[[int], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -184,21 +185,23 @@ RENAMED = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprec
 # Slow, as the import of peft is.
 @pytest.mark.slow
 @RENAMED
+@pytest.mark.parametrize("script", ["lora_nvme.py", "qlora_nvme.py"])
 def test_adapters_are_trained_over_a_frozen_model_on_nvme(
-    run: Callable[..., tuple[Said, Engine]], tmp_path: Path
+    run: Callable[..., tuple[Said, Engine]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     """A step writes nothing to NVMe, placement changes no digit, and peft loads the adapter."""
     import peft
     import transformers
 
+    monkeypatch.syspath_prepend(EXAMPLES)
     (nvme := tmp_path / "nvme").mkdir()
-    output, engine = run("lora_nvme.py", "--steps", 12, "--nvme", nvme, "--save", tmp_path / "adapter")
+    output, engine = run(script, "--steps", 12, "--nvme", nvme, "--save", tmp_path / "adapter")
     assert output.falls(by=0.8), output.text
     read, written = engine.plan.nvme_traffic()
     assert output.text.startswith(f"a step reads {read} bytes from NVMe and writes {written}\n")
     assert read > 2 * 10**6 and written == 0
     assert list(nvme.iterdir()) == []
-    in_memory, other = run("lora_nvme.py", "--steps", 12, "--nvme", nvme, "--host-budget", "100MiB")
+    in_memory, other = run(script, "--steps", 12, "--nvme", nvme, "--host-budget", "100MiB")
     assert other.plan.nvme_traffic() == (0, 0)
     assert in_memory.losses == output.losses
     base = transformers.LlamaForCausalLM(engine.module.get_base_model().config)
@@ -211,8 +214,9 @@ def test_adapters_are_trained_over_a_frozen_model_on_nvme(
 
 @pytest.mark.slow
 @RENAMED
+@pytest.mark.parametrize("form", ["bf16", "nf4"])
 def test_adapters_are_trained_over_the_files_of_a_model(
-    run: Callable[..., tuple[Said, Engine]], tmp_path: Path
+    run: Callable[..., tuple[Said, Engine]], tmp_path: Path, form: str
 ) -> None:
     """The frozen weights come from the files, under the names that they have without adapters."""
     import peft
@@ -230,12 +234,13 @@ def test_adapters_are_trained_over_the_files_of_a_model(
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "base")
 
     (nvme := tmp_path / "nvme").mkdir()
-    options = ("--nvme", nvme, "--model", tmp_path / "base", "--rank", 4, "--save", tmp_path / "adapter")
+    options = ("--nvme", nvme, "--model", tmp_path / "base", "--base", form, "--save", tmp_path / "adapter")
     output, _ = run("lora_nvme.py", "--steps", 2, *options)
     # Adapters begin with a product of zero, so the first loss is that of the base model.
     tokens = runpy.run_path(str(EXAMPLES / "lora_nvme.py"))["text_of"](tmp_path / "base", size=4)(1)
+    quantised = tiering.quantize(copy.deepcopy(base).requires_grad_(False), form) if form != "bf16" else base
     with torch.no_grad():
-        expected = base(input_ids=tokens, labels=tokens).loss.item()
+        expected = quantised(input_ids=tokens, labels=tokens).loss.item()
     assert output.losses[1] == pytest.approx(expected, abs=2e-3)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert any(bool(p.any()) for name, p in loaded.named_parameters() if "lora_B" in name)

@@ -18,7 +18,7 @@ from optim_cpu.kernels import SCALE_GROUP, BlockFormat, DType, QuantizedMatrix
 DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 """The dtypes that are encoded, and those to which the kernels decode."""
 
-FEW_ROWS = 8
+FEW_ROWS = 16
 """Rows of inputs up to which a product is computed from the codes; more share a decoded weight."""
 
 CHUNK = 1 << 22

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from optim_cpu.formats import round_parameters
+from tiering.errors import SwapError
+from tiering.storage.arena import Arena
 from zero3.building.zero_init import Recipe, forget, recipe_of
 from zero3.device import heap
 from zero3.device.tiers import Home, Tiers
@@ -31,6 +33,11 @@ from zero3.ranks.collectives import Collectives
 
 Start = Tensor | float
 """The first values of a moment: a flat tensor on the CPU, or one number for all elements."""
+
+# Windows through which homes are written if staging slots are smaller, as they are where little or nothing is trained:
+# a write of a few KiB takes as long as one of a MiB.
+WINDOW = 1 << 20
+WINDOWS = 4
 
 RANGE = 1 << 20
 """Elements of a parameter that are read from a source at once: the window of a file."""
@@ -121,6 +128,7 @@ class Fill:
         self._layout = layout
         self._initial_state = initial_state
         self._collectives = collectives
+        self._windows: Arena | None = None
         self._tiles: dict[ParamGroup, list[Tile]] = {}
         for tile in optimizer_tiles:
             self._tiles.setdefault(tile.group, []).append(tile)
@@ -131,14 +139,15 @@ class Fill:
         Every rank reads the ``sources``. Other parameters have their values in memory, or were built without memory:
         then rank 0 sends its values to all ranks.
         """
-        for group in groups:
-            self._fill(group, sources)
-            for param in group.params:
-                param.grad = None
-            # Only after its values are in flight to their home: this frees the memory of the original parameters.
-            group.adopt_parameters()
-            # After each group, or the freed memory of all original parameters would stay resident.
-            heap.trim()
+        with self._writing(groups):
+            for group in groups:
+                self._fill(group, sources)
+                for param in group.params:
+                    param.grad = None
+                # Only after its values are in flight to their home: this frees the memory of the original parameters.
+                group.adopt_parameters()
+                # After each group, or the freed memory of all original parameters would stay resident.
+                heap.trim()
         # Waits for the writes: an error of a disk ends ``initialize``, and not the first step.
         self._tiers.staging.drain()
         self._note("")
@@ -150,11 +159,33 @@ class Fill:
 
         Parameters without a source keep their values and masters; their moments get their first values.
         """
-        for group in groups:
-            self._fill(group, sources, keeps=True)
+        with self._writing(groups):
+            for group in groups:
+                self._fill(group, sources, keeps=True)
         # Waits for the writes: an error of a disk ends the load.
         self._tiers.staging.drain()
         self._note("")
+
+    @contextmanager
+    def _writing(self, groups: Iterable[ParamGroup]) -> Iterator[None]:
+        """Within the block, homes on NVMe are written in windows, if there are any and staging slots are smaller.
+
+        Waits for the writes at the end; raises SwapError if one has failed.
+        """
+        on_nvme = any(group.home.extent is not None for group in groups)
+        if not on_nvme or self._tiers.chunk_bytes >= WINDOW:
+            yield
+            return
+        windows = self._windows = Arena.map(WINDOWS * WINDOW, "filling")
+        try:
+            yield
+            windows.drain()
+        finally:
+            self._windows = None
+            # After an exception, writes may still read the windows. It is raised, and not the error of a write.
+            with suppress(SwapError):
+                windows.drain()
+            windows.forget_memory()
 
     def _note(self, activity: str) -> None:
         if self._collectives is not None:
@@ -170,7 +201,7 @@ class Fill:
         unchanged = {
             piece.index for piece in group.layout.pieces if keeps and params[piece.index] not in sources
         }
-        home = _Home(self._tiers, group, layout, unchanged)
+        home = _Home(self._tiers, group, layout, unchanged, self._windows)
         state = _State(self._tiers, self._tiles.get(group, []), self._layout.for_group(group), unchanged)
         try:
             for piece in group.layout.pieces:
@@ -268,8 +299,9 @@ def copy_values(values: Tensor, into: Tensor) -> None:
 class _HomeWriter:
     """The range of a home that is being written. Ranges follow each other in order; ``gaps`` are zero."""
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: Tiers, through: Arena | None = None) -> None:
         self._tiers = tiers
+        self._through = through
         self._writing: AbstractContextManager[Tensor] | None = None
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -282,7 +314,7 @@ class _HomeWriter:
         self.end()
         # Before the window takes a slot, because ``load`` needs one as well.
         before = self._tiers.load(home, offset, nbytes) if keeps and not home.on_host else None
-        writing = self._tiers.writing(home, offset, nbytes)
+        writing = self._tiers.writing(home, offset, nbytes, self._through)
         self.bytes = writing.__enter__()
         # Only now: ``abandon`` ends a write that has begun.
         self._writing = writing
@@ -308,20 +340,28 @@ class _Home:
     """The home of a group's parameters, or of this rank's shard, filled from its beginning to its end.
 
     Parameters in ``unchanged`` keep their values; ranges that hold only such parameters are neither read nor written.
+    On NVMe it is written through ``windows``, or with None through staging.
     """
 
     def __init__(
-        self, tiers: Tiers, group: ParamGroup, layout: FlatLayout, unchanged: AbstractSet[int]
+        self,
+        tiers: Tiers,
+        group: ParamGroup,
+        layout: FlatLayout,
+        unchanged: AbstractSet[int],
+        windows: Arena | None,
     ) -> None:
         self.pieces = {piece.index: piece for piece in layout.pieces}
         self._unchanged = unchanged
         self._group = group
         self._numel = layout.numel
         self._trainable_numel = layout.trainable_numel
-        chunk = tiers.chunk_bytes // group.dtype.itemsize // QUANTUM * QUANTUM
+        chunk = (
+            (tiers.chunk_bytes if windows is None else WINDOW) // group.dtype.itemsize // QUANTUM * QUANTUM
+        )
         self._chunk = (chunk if group.home.extent is not None else layout.numel) or QUANTUM
         self._pieces = sorted(layout.pieces, key=lambda piece: piece.start)
-        self._window = _HomeWriter(tiers)
+        self._window = _HomeWriter(tiers, windows)
         self._at = range(0)
         self.abandon = self._window.abandon
 

@@ -230,11 +230,11 @@ class Tiers:
         return self.plan.staging.slot_bytes
 
     @contextmanager
-    def writing(self, home: Home, offset: int, nbytes: int) -> Iterator[Tensor]:
+    def writing(self, home: Home, offset: int, nbytes: int, through: Arena | None = None) -> Iterator[Tensor]:
         """A uint8 tensor in host memory for bytes [offset, offset + nbytes) of ``home``, stored when the block ends.
 
         Its initial content is undefined. On NVMe, ``offset`` and ``nbytes`` are multiples of 4096, and ``nbytes`` is at
-        most ``chunk_bytes``. The write may still be in flight after the block.
+        most ``chunk_bytes``, or what a lease of ``through`` can have. The write may still be in flight after the block.
         """
         if home.tensor is not None:
             target = home.tensor[offset : offset + nbytes]
@@ -245,7 +245,7 @@ class Tiers:
                 target.copy_(local)
             return
         assert home.extent is not None and self.swap is not None
-        lease = self.staging.lease(nbytes, "staging")
+        lease = (through or self.staging).lease(nbytes, "staging")
         try:
             yield as_tensor(lease)[:nbytes]
             # The extent orders this write behind transfers of the same bytes in flight.

@@ -103,7 +103,7 @@ def test_what_is_frozen_is_neither_in_the_file_nor_written_when_it_is_loaded(
     )
 
     written, writing = [], Tiers.writing
-    monkeypatch.setattr(Tiers, "writing", lambda *args: written.append(args[1:]) or writing(*args))
+    monkeypatch.setattr(Tiers, "writing", lambda *args: written.append(args[1:4]) or writing(*args))
     engine.load_checkpoint(tmp_path, "part")
     for group in engine._state._groups:
         ends = {offset + nbytes for home, offset, nbytes in written if home is group.home}

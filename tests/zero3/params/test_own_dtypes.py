@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ from tests.zero3.frozen_bytes import FrozenModel, frozen_model
 from tiering.checkpoint.conversion import to_checkpoint, to_weights
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.config.fields import format_size
-from tiering.errors import CheckpointError, ConfigError, EngineStateError, WeightsError
+from tiering.errors import CheckpointError, ConfigError, EngineStateError, SwapError, WeightsError
 from tiering.placement.workload import Tier
+from tiering.storage.aio import AioContext, Fault, FaultPlan
+from tiering.storage.arena import Arena
+from tiering.storage.swap_space import SwapSpace
 from tiering.weights.files import open_weights
 from zero3.checkpoint import rank_share
 from zero3.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from zero3.device import tiers
 from zero3.params.layout import QUANTUM
 from zero3.params.precision import keeps_dtype
 
@@ -272,3 +277,51 @@ def test_codes_do_not_decide_the_precision() -> None:
     with tiering.initialize(model=model, config=settings).engine as engine:
         assert engine.settings.precision == "bf16"
         assert engine.state_dict()["0.weight"].dtype is torch.float8_e4m3fn
+
+
+def frozen_base() -> nn.Module:
+    """5 MiB of codes in the block of an adapter with a few elements."""
+    base = nn.Linear(4, 4)
+    base.codes = nn.Parameter(torch.arange(5 << 20).to(torch.uint8), requires_grad=False)
+    return nn.Sequential(base, nn.Linear(4, 4))
+
+
+def test_a_base_is_written_in_large_pieces_though_little_is_trained(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staging slots are as small as what is trained: 4 KiB here."""
+    written: list[int] = []
+    swap_out = SwapSpace.swap_out
+
+    def counted(swap: SwapSpace, extent: Any, source: Any, **options: Any) -> Any:
+        written.append(source.nbytes)
+        return swap_out(swap, extent, source, **options)
+
+    monkeypatch.setattr(SwapSpace, "swap_out", counted)
+    engine = start(frozen_base(), threshold=0, offload_param="nvme", cache_in_host=False)
+    assert engine.plan.staging.slot_bytes == 4096
+    assert sum(written) >= 5 << 20
+    assert len(written) < 5 + 4 * len(engine.plan.workload.groups)
+    assert torch.equal(engine.state_dict()["0.codes"], frozen_base()[0].codes)
+
+
+def test_a_disk_that_fails_while_a_base_is_written_ends_initialize(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows: list[Arena] = []
+    map_arena = Arena.map
+
+    def seen(nbytes: int, name: str, *rest: Any, **options: Any) -> Arena:
+        arena = map_arena(nbytes, name, *rest, **options)
+        windows.extend([arena] if name == "filling" else [])
+        return arena
+
+    monkeypatch.setattr(Arena, "map", seen)
+
+    def failing(**options: Any) -> AioContext:
+        return AioContext(fault=FaultPlan((Fault("write", first=2, error=errno.EIO),)), **options)
+
+    monkeypatch.setattr(tiers, "AioContext", failing)
+    with pytest.raises(SwapError, match="EIO"):
+        start(frozen_base(), threshold=0, offload_param="nvme", cache_in_host=False)
+    assert [arena.used for arena in windows] == [0]

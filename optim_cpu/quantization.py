@@ -21,8 +21,11 @@ DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: 
 FEW_ROWS = 16
 """Rows of inputs up to which a product is computed from the codes; more share a decoded weight."""
 
-CHUNK = 1 << 22
-"""Elements of a weight that are decoded at once: they stay in the last-level cache until the product has used them."""
+CHUNK = 1 << 23
+"""Elements of a weight that are decoded at once, which bounds the buffer: 16 MiB in bf16.
+
+With fewer, the kernels' threads and torch's take turns more often, and torch's spin for a while after each product.
+"""
 
 
 def encode_blocks(form: QuantizedFormat, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,7 +168,7 @@ class Weight:
             return self._scales.view(torch.float32)
         count = self.rows * self.columns // self._form.group_size
         offset, group_scales, codes = _parts(self._scales, count)
-        book = torch.tensor(dynamic_map(), device=codes.device)
+        book = _table(dynamic_map(), codes.device)
         groups = torch.arange(count, device=codes.device) // SCALE_GROUP
         return book[codes.int()] * group_scales[groups] + offset
 
@@ -184,7 +187,7 @@ def _values(code: BlockFormat, codes: Tensor) -> Tensor:
     if code is BlockFormat.FP8:
         return codes.view(torch.float8_e4m3fn).float()
     halves = codes.unflatten(-1, (-1, 16))
-    book = torch.tensor(NF4_VALUES, device=codes.device)
+    book = _table(NF4_VALUES, codes.device)
     indices = torch.stack((halves & 15, halves >> 4), dim=-2).flatten(-3)
     return book[indices.int()]
 
@@ -195,6 +198,12 @@ NF4_VALUES = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The codebook of QLoRA's NF4 (Dettmers et al. 2023)."""
+
+
+@functools.cache
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """``values`` on the device, where they stay: a copy to a GPU waits for it."""
+    return torch.tensor(values, device=device)
 
 
 @functools.cache

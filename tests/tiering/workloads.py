@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -62,6 +63,12 @@ def workloads(draw: st.DrawFn) -> Workload:
             )
         )
     device_is_host = draw(st.booleans())
+    # Trained and frozen parameters of one module.
+    for first, second in itertools.pairwise(range(len(groups))):
+        pair = groups[first], groups[second]
+        if pair[0].beside is None and not any(each.persistent for each in pair) and draw(st.booleans()):
+            groups[first] = replace(pair[0], beside=second)
+            groups[second] = replace(pair[1], beside=first, parent=pair[0].parent)
     return Workload(
         groups=tuple(groups),
         micro_batches=draw(st.integers(1, 3)),

@@ -73,7 +73,7 @@ def nothing_is_placed_where_the_configuration_does_not_allow_it(load: Workload, 
         assert tier in allowed[home] or (visits and tier is DEVICE)
     parents = {group.parent for group in load.groups}
     for index, (group, tier) in enumerate(zip(load.groups, plan.grad_tiers, strict=True)):
-        if group.persistent or index in parents:
+        if group.persistent or index in parents or (group.beside is not None and group.beside in parents):
             assert tier is not NVME  # it would hold the window open for the whole pass
 
 
@@ -290,16 +290,19 @@ def the_device_holds_the_deepest_chain(load: Workload, plan: Plan) -> None:
         0 if tier in stays else group.param_bytes
         for group, tier in zip(load.groups, plan.param_tiers, strict=True)
     ]
+    pairs = [{index, group.beside} - {None} for index, group in enumerate(load.groups)]
     chains = []
     for index in range(len(load.groups)):
         chain, at = 0, index
         while at is not None:
-            chain += moving[at]
+            chain += sum(moving[each] for each in pairs[at])
             at = load.groups[at].parent
         chains.append(chain)
     assert max(chains) <= plan.working_bytes <= sum(moving)
-    enclosing = {group.parent for group in load.groups}
-    inner = [nbytes for index, nbytes in enumerate(moving) if index not in enclosing]
+    enclosing = set().union(*(pairs[group.parent] for group in load.groups if group.parent is not None))
+    inner = [
+        sum(moving[each] for each in pairs[index]) for index in range(len(moving)) if index not in enclosing
+    ]
     ahead = max(load.prefetch_bytes, *inner) if load.prefetch_bytes else 0
     assert plan.working_bytes <= max(chains) + ahead + PAGE
 

@@ -284,8 +284,18 @@ class Checkpointed(SmallModel):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class PartlyFrozen(SmallModel):
+    """Trained and frozen groups beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up.requires_grad_(False)
+
+
 MODELS: dict[str, Callable[[], SmallModel]] = {
     "small": SmallModel,
+    "partly frozen": PartlyFrozen,
     "checkpointed": lambda: Checkpointed(reentrant=False),
     "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
 }

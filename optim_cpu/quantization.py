@@ -7,12 +7,12 @@ round at the same places.
 from __future__ import annotations
 
 import functools
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from optim_cpu import kernels
-from optim_cpu.formats import QuantizedFormat
 from optim_cpu.kernels import SCALE_GROUP, BlockFormat, DType, QuantizedMatrix
 
 DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
@@ -28,7 +28,25 @@ With fewer, the kernels' threads and torch's take turns more often, and torch's 
 """
 
 
-def encode_blocks(form: QuantizedFormat, values: Tensor) -> tuple[Tensor, Tensor]:
+class BlockLayout(Protocol):
+    """What is read here of a block format, which is a ``formats.QuantizedFormat``."""
+
+    @property
+    def code(self) -> BlockFormat: ...
+
+    @property
+    def group_size(self) -> int: ...
+
+    @property
+    def code_elements(self) -> int: ...
+
+    @property
+    def double_quantised(self) -> bool: ...
+
+    def scale_bytes(self, numel: int) -> int: ...
+
+
+def encode_blocks(form: BlockLayout, values: Tensor) -> tuple[Tensor, Tensor]:
     """The codes of ``values``, (..., columns), and its float32 scales, (..., columns / block), on the CPU.
 
     Raises TypeError for a dtype that is not float32, bfloat16 or float16, and ValueError for a number of columns that
@@ -50,7 +68,7 @@ def encode_blocks(form: QuantizedFormat, values: Tensor) -> tuple[Tensor, Tensor
     return codes, scales
 
 
-def encode_scales(form: QuantizedFormat, scales: Tensor) -> Tensor:
+def encode_scales(form: BlockLayout, scales: Tensor) -> Tensor:
     """The bytes of all ``scales`` of a tensor, flat: in float32, or offset, group scales and codes."""
     flat = scales.contiguous().view(-1)
     if not form.double_quantised:
@@ -64,9 +82,7 @@ def encode_scales(form: QuantizedFormat, scales: Tensor) -> Tensor:
     return encoded
 
 
-def decode(
-    form: QuantizedFormat, codes: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None
-) -> Tensor:
+def decode(form: BlockLayout, codes: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """All values of an encoded tensor in ``dtype`` (None: float32), on the device of its codes."""
     shape = (*codes.shape[:-1], codes.shape[-1] * form.code_elements)
     weight = Weight(form, codes, scales)
@@ -79,7 +95,7 @@ class Weight:
     ``codes`` has the shape (..., rows, bytes), ``scales`` is flat. Both are contiguous, of uint8, on one device.
     """
 
-    def __init__(self, form: QuantizedFormat, codes: Tensor, scales: Tensor) -> None:
+    def __init__(self, form: BlockLayout, codes: Tensor, scales: Tensor) -> None:
         self._form = form
         self._codes = codes
         # A tensor's bytes may begin anywhere in a group of parameters.

@@ -6,10 +6,10 @@
 #     make gpu-carry                                  # where there is a network; then copy the repository, and there:
 #     bench/gpu_check.sh dist/gpu [REPORT [PART...]]
 #
-# dist/gpu has this project's wheel, and wheels of what the machine's python3 may lack beside torch with CUDA. REPORT
-# receives all output; what bench_gpu_step.py finds is put beside it, as REPORT-step.md and .json. Swap files go to
-# TIERING_CHECK_DIR, or else to the first usual directory whose file system takes direct I/O. The parts, all of them
-# unless some are named:
+# dist/gpu has this project's wheel, and wheels of what the machine's python3 may lack beside torch with CUDA. A torch on
+# PYTHONPATH is used before the machine's. REPORT receives all output; what bench_gpu_step.py finds is put beside it, as
+# REPORT-step.md and .json. Swap files go to TIERING_CHECK_DIR, or else to the first usual directory whose file system
+# takes direct I/O. The parts, all of them unless some are named:
 #
 #     tests      tests/gpu, each file in a process of its own: an error of CUDA would stay with the process
 #     sanitizer  tests/gpu/stress.py under compute-sanitizer, where there is one: accesses, and races of streams

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_ITEMSIZES = {"float32": 4, "bfloat16": 2, "int16": 2, "uint8": 1}
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,10 @@ class Format:
 class QuantizedFormat(Format):
     """A block format: a code for each element, and a scale for each ``group_size`` elements of a row.
 
-    ``encode`` takes a tensor whose last dimension is a multiple of ``group_size``, and returns two tensors of uint8:
-    the codes, of its shape but for the last dimension, and the bytes of all scales, flat. No cast of a model to another
-    dtype changes them.
+    ``encode`` takes a tensor whose last dimension is a multiple of ``group_size``, and returns two tensors: the codes,
+    of its shape but for the last dimension, and the bytes of all scales, flat. Codes are int8 in "int8" and uint8 in
+    other formats, as scales are. No cast of a model to another dtype changes them, and the shapes and dtypes of codes
+    and scales tell the formats apart, so that stored tensors fit one format only.
     """
 
     code: BlockFormat = BlockFormat.NF4
@@ -176,7 +177,7 @@ def quantized(name: str, *, double_quant: bool = True, block_size: int = 64) -> 
             Array("group scales", "float32", block_size * SCALE_GROUP),
             Array("scales", "uint8", block_size),
         )
-    codes = Array("codes", "uint8", 2 if name == "nf4" else 1)
+    codes = Array("codes", "int8" if name == "int8" else "uint8", 2 if name == "nf4" else 1)
     return QuantizedFormat(name, (codes, *scales), block_size, _ERRORS[name], BlockFormat[name.upper()])
 
 

@@ -41,6 +41,9 @@ class BlockLayout(Protocol):
     def code_elements(self) -> int: ...
 
     @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
     def double_quantised(self) -> bool: ...
 
     def scale_bytes(self, numel: int) -> int: ...
@@ -58,7 +61,7 @@ def encode_blocks(form: BlockLayout, values: Tensor) -> tuple[Tensor, Tensor]:
     if columns % block:
         raise ValueError(f"the last dimension is {columns}; it must be a multiple of the block size, {block}")
     source = values.detach().cpu().contiguous()
-    codes = torch.empty((*values.shape[:-1], columns // form.code_elements), dtype=torch.uint8, device="cpu")
+    codes = torch.empty((*values.shape[:-1], columns // form.code_elements), dtype=form.dtype, device="cpu")
     scales = torch.empty((*values.shape[:-1], columns // block), device="cpu")
     kernels.quantize(
         form.code, codes.data_ptr(), scales.data_ptr(), source.data_ptr(), DTYPES[source.dtype], source.numel(), block
@@ -92,7 +95,8 @@ def decode(form: BlockLayout, codes: Tensor, scales: Tensor, *, dtype: torch.dty
 class Weight:
     """An encoded matrix, or a stack of them, whose rows are then one after the other. Borrows its tensors.
 
-    ``codes`` has the shape (..., rows, bytes), ``scales`` is flat. Both are contiguous, of uint8, on one device.
+    ``codes`` has the shape (..., rows, bytes) and the dtype of ``form``, ``scales`` is flat and of uint8. Both are
+    contiguous, on one device.
     """
 
     def __init__(self, form: BlockLayout, codes: Tensor, scales: Tensor) -> None:

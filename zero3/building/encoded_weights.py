@@ -95,12 +95,11 @@ class _EncodedWeight:
 
 
 class EncodedCodes:
-    """The codes of a weight, as a source of its bytes."""
-
-    dtype = torch.uint8
+    """The codes of a weight, as a source."""
 
     def __init__(self, weight: _EncodedWeight) -> None:
         self._weight = weight
+        self.dtype = weight.form.dtype
         self.parts = weight.stored.parts
 
     def read(self, first: int, numel: int) -> Tensor:

@@ -15,10 +15,10 @@ from optim_cpu.quantization import Weight
 class QuantizedLinear(nn.Linear):
     """``nn.Linear`` with a frozen weight of shape (out_features, in_features) in ``form``.
 
-    ``weight`` holds the codes, of uint8 and shape (out_features, bytes), and ``weight_scales`` the bytes of the scales,
-    so that neither a cast of the model nor the engine changes them. ``bias`` is an ordinary parameter. Libraries that
-    adapt ``nn.Linear``, such as peft, adapt this class. Backward computes the gradient of the input and of the bias
-    only, from the codes: no decoded weight is saved.
+    ``weight`` holds the codes, of shape (out_features, bytes) and the dtype of ``form``, int8 or uint8, and
+    ``weight_scales`` the bytes of the scales, so that neither a cast of the model nor the engine changes them. ``bias``
+    is an ordinary parameter. Libraries that adapt ``nn.Linear``, such as peft, adapt this class. Backward computes the
+    gradient of the input and of the bias only, from the codes: no decoded weight is saved.
     """
 
     form: QuantizedFormat
@@ -59,6 +59,28 @@ class QuantizedLinear(nn.Linear):
             input = input.to(torch.get_autocast_dtype(kind))
         output: Tensor = _Product.apply(input, self.weight, self.weight_scales, self.form)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        stored = state_dict.get(f"{prefix}weight")
+        if isinstance(stored, Tensor) and stored.dtype is not self.weight.dtype:
+            # A copy would convert values to codes one by one.
+            error_msgs.append(
+                f"{prefix}weight is {stored.dtype}, and not {self.weight.dtype} as the codes of {self.form.name}: load"
+                " floats before tiering.quantize, or codes of the same format"
+            )
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, form={self.form.name}, block_size={self.form.group_size}"
@@ -111,5 +133,5 @@ def _quantize_in_place(layer: nn.Linear, form: QuantizedFormat, codes: Tensor, s
 def _empty(
     form: QuantizedFormat, rows: int, columns: int, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(rows, columns // form.code_elements, dtype=torch.uint8, device=device)
+    codes = torch.empty(rows, columns // form.code_elements, dtype=form.dtype, device=device)
     return codes, torch.empty(form.scale_bytes(rows * columns), dtype=torch.uint8, device=device)

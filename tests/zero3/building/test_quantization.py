@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import tiering
 from optim_cpu.formats import quantized
-from tiering.errors import ConfigError, WeightsError
+from tiering.errors import CheckpointError, ConfigError, WeightsError
 from zero3.building import fill
 from zero3.building.quantized_linear import QuantizedLinear
 
@@ -54,7 +54,7 @@ def test_frozen_layers_are_quantised_in_place() -> None:
         QuantizedLinear, QuantizedLinear, nn.Linear,
     ]  # fmt: skip
     assert changed.up is up and isinstance(up, QuantizedLinear)
-    assert up.weight.dtype is up.weight_scales.dtype is torch.uint8
+    assert (up.weight.dtype, up.weight_scales.dtype) == (torch.int8, torch.uint8)
     assert (up.in_features, up.out_features, up.weight.shape) == (WIDTH, 2 * WIDTH, (2 * WIDTH, WIDTH))
     form = quantized("int8")
     expected = form.decode(form.encode(plain.up.weight.detach()))
@@ -116,6 +116,31 @@ def test_autocast_computes_in_its_dtype() -> None:
     assert y.dtype is torch.bfloat16
     y.sum().backward()
     assert x.grad is not None and x.grad.dtype is torch.float32
+
+
+def test_codes_of_another_format_are_refused(start: Callable[..., Any], tmp_path: Path) -> None:
+    def base(name: str) -> Model:
+        layers = tiering.quantize(model(), name, modules=["up", "down"])
+        layers.gate.requires_grad_(True)  # type: ignore[union-attr]
+        return layers  # type: ignore[return-value]
+
+    start(base("int8"), threshold=0).save_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'up.weight' is I8 and should be torch.uint8"):
+        start(base("fp8"), threshold=0).load_checkpoint(tmp_path)
+    save_file(base("fp8").state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"'up.weight' is U8 and should be torch.int8"):
+        start(base("int8"), weights=tmp_path / "model.safetensors")
+    other = base("int8")
+    codes = other.up.weight.clone()
+    with pytest.raises(
+        RuntimeError, match=r"up.weight is torch.uint8, and not torch.int8 as the codes of int8"
+    ):
+        other.load_state_dict(base("fp8").state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"up.weight is torch.float32, and not torch.int8.*before tiering.quant"
+    ):
+        other.load_state_dict(model().state_dict(), strict=False)
+    assert torch.equal(other.up.weight, codes)
 
 
 def shared_weight() -> nn.Module:

@@ -53,11 +53,23 @@ class QuantizedLinear(nn.Linear):
         return self.encoded.decoded(dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input W^T + bias`` in the dtype of the input, or under autocast in that of autocast."""
+        """``input W^T + bias`` in the dtype of the input, or under autocast in that of autocast.
+
+        Raises TypeError for an input that is no float.
+        """
+        if not input.is_floating_point():
+            # Some models cast the input to the dtype of a layer's weight.
+            raise TypeError(
+                f"a linear layer in {self.form.name} was called with {input.dtype}; if the model casts inputs to the"
+                " dtype of the weight, which has codes here, leave this layer out of tiering.quantize(modules=...)"
+            )
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
-        output: Tensor = _Product.apply(input, self.weight, self.weight_scales, self.form)  # type: ignore[no-untyped-call]
+        rows = input.reshape(-1, self.in_features)
+        product: Tensor = _Product.apply(rows, self.weight, self.weight_scales, self.form)  # type: ignore[no-untyped-call]
+        # A view of a function's result can be changed in place, but a view that the function returns cannot.
+        output = product.view(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def _load_from_state_dict(
@@ -87,14 +99,14 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """``x W^T``. Saves the encoded weight only, which the engine fetches again in backward."""
+    """``x W^T`` of a matrix ``x``. Saves the encoded weight only, which the engine fetches again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, form: QuantizedFormat) -> Tensor:
         ctx.save_for_backward(codes, scales)
         ctx.form = form
         weight = Weight(form, codes.detach(), scales.detach())
-        return weight.product(x.reshape(-1, weight.columns)).view(*x.shape[:-1], weight.rows)
+        return weight.product(x)
 
     @staticmethod
     @once_differentiable
@@ -103,8 +115,7 @@ class _Product(torch.autograd.Function):
             return None, None, None, None
         codes, scales = ctx.saved_tensors
         weight = Weight(ctx.form, codes.detach(), scales.detach())
-        x_grad = weight.transposed_product(grad.reshape(-1, weight.rows))
-        return x_grad.view(*grad.shape[:-1], weight.columns), None, None, None
+        return weight.transposed_product(grad), None, None, None
 
 
 def to_quantized(layer: nn.Linear, form: QuantizedFormat) -> None:

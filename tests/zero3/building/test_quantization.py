@@ -118,6 +118,19 @@ def test_autocast_computes_in_its_dtype() -> None:
     assert x.grad is not None and x.grad.dtype is torch.float32
 
 
+def test_a_result_can_be_changed_in_place_and_inputs_that_are_no_floats_are_refused() -> None:
+    layer = tiering.quantize(model(), "nf4").down
+    x = torch.randn(3, 2, 2 * WIDTH, requires_grad=True)
+    expected = functional.linear(x, layer.dequantized_weight()).clamp_min(0)  # type: ignore[operator]
+    (gradient,) = torch.autograd.grad(expected.sum(), x)
+    y = functional.relu_(layer(x))  # type: ignore[operator]
+    y.sum().backward()
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(x.grad, gradient)
+    with pytest.raises(TypeError, match=r"a linear layer in nf4 was called with torch.uint8.*modules="):
+        layer(x.to(layer.weight.dtype))  # type: ignore[operator, union-attr] # as T5 does before its layer wo
+
+
 def test_codes_of_another_format_are_refused(start: Callable[..., Any], tmp_path: Path) -> None:
     def base(name: str) -> Model:
         layers = tiering.quantize(model(), name, modules=["up", "down"])

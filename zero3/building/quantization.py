@@ -13,6 +13,14 @@ from zero3.building.peft_models import added_names
 from zero3.building.quantized_linear import QuantizedLinear, to_quantized
 from zero3.building.zero_init import recipe_of
 
+# fmt: off
+_APART = frozenset((
+    "ADALORA", "BEFT", "BOFT", "FOURIERFT", "GRALORA", "IA3", "LILY", "LORA", "MISS", "OFT", "PVERA", "RANDLORA",
+    "ROAD", "VERA", "WAVEFT",
+))
+# fmt: on
+"""Types of adapters of peft that use the input and the output of a layer, and never its weight."""
+
 
 def quantize(
     model: nn.Module,
@@ -133,6 +141,31 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     find = getattr(model, "get_output_embeddings", None)
     head: nn.Module | None = find() if find is not None else None
     return head
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise ConfigError for adapters that compute with the weights of quantised layers: they would read the codes."""
+    adapted = next(
+        (
+            module.base_layer
+            for module in model.modules()
+            if isinstance(getattr(module, "base_layer", None), QuantizedLinear)
+        ),
+        None,
+    )
+    if not isinstance(adapted, QuantizedLinear):
+        return
+    for module in model.modules():
+        for adapter, config in (vars(module).get("peft_config") or {}).items():
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            dora = kind == "LORA" and config.use_dora
+            if kind in _APART and not dora and not (kind == "MISS" and config.init_weights == "bat"):
+                continue
+            raise ConfigError(
+                f"the {'DoRA' if dora else kind} adapter {adapter!r} may compute with the weights of layers that it"
+                f" adapts, which are codes in {adapted.form.name} here; use LoRA without DoRA, or leave these layers"
+                " out of the quantised ones (modules)"
+            )
 
 
 def quantize_as_configured(model: nn.Module, config: TieringConfig) -> None:

@@ -21,7 +21,7 @@ from zero3.building.fill import Fill, FirstValues
 from zero3.building.meta import build_on_meta
 from zero3.building.model_names import ModelNames
 from zero3.building.peft_models import added_names
-from zero3.building.quantization import quantize_as_configured
+from zero3.building.quantization import check_adapters, quantize_as_configured
 from zero3.building.weights import Matched, match
 from zero3.building.zero_init import check_apart
 from zero3.device.choice import chosen_device
@@ -160,6 +160,7 @@ def _check(request: _Request, rank: _Rank) -> _Checked:
     if rank.world.rank == 0:
         check_monitors(config.monitor)
     quantize_as_configured(model, config)
+    check_adapters(model)
     loaded = None
     if weights is not None:
         adapters = frozenset(added_names(model))

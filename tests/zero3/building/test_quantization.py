@@ -233,6 +233,25 @@ def test_the_base_below_adapters_is_quantised_and_adapters_are_not() -> None:
     tiering.quantize(tuned, "int8", modules="q_proj")  # they already are
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.parametrize(("name", "options"), [("Lora", {"use_dora": True}), ("HRA", {})])
+def test_adapters_that_would_read_codes_are_refused(
+    start: Callable[..., Any], name: str, options: dict[str, Any]
+) -> None:
+    import peft
+
+    def tuned(*quantised: str) -> Any:
+        base = tiering.quantize(llama().requires_grad_(False), "int8", modules=quantised)
+        return peft.get_peft_model(base, getattr(peft, f"{name}Config")(target_modules=["q_proj"], **options))
+
+    expected = "DoRA" if options else "HRA"
+    with pytest.raises(
+        ConfigError, match=rf"the {expected} adapter 'default' may.* codes in int8.*\(modules\)"
+    ):
+        start(tuned("q_proj", "up_proj"))
+    start(tuned("up_proj"))
+
+
 def llama() -> Any:
     import transformers as hf
 

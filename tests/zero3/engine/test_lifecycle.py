@@ -456,7 +456,9 @@ def test_calls_after_close_and_without_backward(start: Start) -> None:
     engine = start(tower(), **TIGHT)
     (x,) = inputs(1)
     loss = engine(x)
-    with pytest.raises(EngineStateError, match=r"without a backward.*call engine\.backward\(loss\) first"):
+    with pytest.raises(
+        EngineStateError, match=r"without a backward.*call backward\(loss\) of the engine first"
+    ):
         engine.step()
     engine.close()
     for call in (

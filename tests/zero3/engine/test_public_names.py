@@ -5,7 +5,17 @@ from __future__ import annotations
 from zero3.deepspeed.engine import DeepSpeedEngine
 from zero3.engine.engine import Engine
 
-PASSES = {"forward", "scale", "backward", "no_sync", "step", "zero_grad", "as_optimizer", "as_module"}
+PASSES = {
+    "adapters_disabled",
+    "forward",
+    "scale",
+    "backward",
+    "no_sync",
+    "step",
+    "zero_grad",
+    "as_optimizer",
+    "as_module",
+}
 FILES = {"save_checkpoint", "load_checkpoint", "save_pretrained", "save_and_exit_on"}
 BY_NAME = {
     *("get_fp32_parameter", "set_fp32_parameter", "get_fp32_gradient", "set_fp32_gradient"),

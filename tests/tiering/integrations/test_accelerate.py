@@ -298,7 +298,8 @@ model = torch.nn.Linear(4, 1)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 accelerator.backward(model(torch.ones(2, 4)).sum())
 optimizer.step()
-print("ended", accelerator.num_processes, accelerator.engine().global_steps)
+# One argument is one write, which another rank cannot part.
+print(f"ended {accelerator.num_processes} {accelerator.engine().global_steps}")
 accelerator.free_memory()
 """
 

@@ -15,10 +15,11 @@ from optim_cpu.quantization import Weight
 class QuantizedLinear(nn.Linear):
     """``nn.Linear`` with a frozen weight of shape (out_features, in_features) in ``form``.
 
-    ``weight`` holds the codes, of shape (out_features, bytes) and the dtype of ``form``, int8 or uint8, and
-    ``weight_scales`` the bytes of the scales, so that neither a cast of the model nor the engine changes them. ``bias``
-    is an ordinary parameter. Libraries that adapt ``nn.Linear``, such as peft, adapt this class. Backward computes the
-    gradient of the input and of the bias only, from the codes: no decoded weight is saved.
+    ``weight`` holds the codes, flat and in the dtype of ``form``, int8 or uint8, and ``weight_scales`` the bytes of the
+    scales, so that neither a cast of the model nor the engine changes them. Code that takes the codes for the matrix,
+    as a merge of adapters does, fails over their shape. ``bias`` is an ordinary parameter. Libraries that adapt
+    ``nn.Linear``, such as peft, adapt this class. Backward computes the gradient of the input and of the bias only,
+    from the codes: no decoded weight is saved.
     """
 
     form: QuantizedFormat
@@ -46,7 +47,7 @@ class QuantizedLinear(nn.Linear):
     @property
     def encoded(self) -> Weight:
         """The weight, which decodes any part of itself. Borrows the parameters, which must be on their device."""
-        return Weight(self.form, self.weight.detach(), self.weight_scales.detach())
+        return _weight(self.form, self.out_features, self.weight, self.weight_scales)
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy of the decoded weight, of shape (out_features, in_features), rounded to ``dtype``."""
@@ -67,7 +68,9 @@ class QuantizedLinear(nn.Linear):
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         rows = input.reshape(-1, self.in_features)
-        product: Tensor = _Product.apply(rows, self.weight, self.weight_scales, self.form)  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            rows, self.weight, self.weight_scales, self.form, self.out_features
+        )
         # A view of a function's result can be changed in place, but a view that the function returns cannot.
         output = product.view(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias.to(output.dtype)
@@ -102,20 +105,25 @@ class _Product(torch.autograd.Function):
     """``x W^T`` of a matrix ``x``. Saves the encoded weight only, which the engine fetches again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, form: QuantizedFormat) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, form: QuantizedFormat, rows: int
+    ) -> Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.form = form
-        weight = Weight(form, codes.detach(), scales.detach())
-        return weight.product(x)
+        ctx.form, ctx.rows = form, rows
+        return _weight(form, rows, codes, scales).product(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        codes, scales = ctx.saved_tensors
-        weight = Weight(ctx.form, codes.detach(), scales.detach())
-        return weight.transposed_product(grad), None, None, None
+            return None, None, None, None, None
+        weight = _weight(ctx.form, ctx.rows, *ctx.saved_tensors)
+        return weight.transposed_product(grad), None, None, None, None
+
+
+def _weight(form: QuantizedFormat, rows: int, codes: Tensor, scales: Tensor) -> Weight:
+    matrix = codes.detach().view(rows, codes.numel() // max(rows, 1))
+    return Weight(form, matrix, scales.detach())
 
 
 def to_quantized(layer: nn.Linear, form: QuantizedFormat) -> None:
@@ -129,7 +137,7 @@ def to_quantized(layer: nn.Linear, form: QuantizedFormat) -> None:
         encoded = _empty(form, layer.out_features, layer.in_features, weight.device)
     else:
         codes, scales = form.encode(weight.detach())
-        encoded = codes.to(weight.device), scales.to(weight.device)
+        encoded = codes.flatten().to(weight.device), scales.to(weight.device)
     _quantize_in_place(layer, form, *encoded)
 
 
@@ -144,5 +152,5 @@ def _quantize_in_place(layer: nn.Linear, form: QuantizedFormat, codes: Tensor, s
 def _empty(
     form: QuantizedFormat, rows: int, columns: int, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(rows, columns // form.code_elements, dtype=form.dtype, device=device)
+    codes = torch.empty(rows * (columns // form.code_elements), dtype=form.dtype, device=device)
     return codes, torch.empty(form.scale_bytes(rows * columns), dtype=torch.uint8, device=device)

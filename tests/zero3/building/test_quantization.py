@@ -55,7 +55,7 @@ def test_frozen_layers_are_quantised_in_place() -> None:
     ]  # fmt: skip
     assert changed.up is up and isinstance(up, QuantizedLinear)
     assert (up.weight.dtype, up.weight_scales.dtype) == (torch.int8, torch.uint8)
-    assert (up.in_features, up.out_features, up.weight.shape) == (WIDTH, 2 * WIDTH, (2 * WIDTH, WIDTH))
+    assert (up.in_features, up.out_features, up.weight.shape) == (WIDTH, 2 * WIDTH, (2 * WIDTH * WIDTH,))
     form = quantized("int8")
     expected = form.decode(form.encode(plain.up.weight.detach()))
     assert torch.equal(up.dequantized_weight(), expected)
@@ -241,8 +241,9 @@ def test_adapters_that_would_read_codes_are_refused(
     import peft
 
     def tuned(*quantised: str) -> Any:
-        base = tiering.quantize(llama().requires_grad_(False), "int8", modules=quantised)
-        return peft.get_peft_model(base, getattr(peft, f"{name}Config")(target_modules=["q_proj"], **options))
+        settings = getattr(peft, f"{name}Config")(target_modules=["q_proj"], **options)
+        model = peft.get_peft_model(llama().requires_grad_(False), settings)
+        return tiering.quantize(model, "int8", modules=quantised)
 
     expected = "DoRA" if options else "HRA"
     with pytest.raises(
@@ -250,6 +251,18 @@ def test_adapters_that_would_read_codes_are_refused(
     ):
         start(tuned("q_proj", "up_proj"))
     start(tuned("up_proj"))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.parametrize("safe", [False, True])
+def test_adapters_cannot_be_merged_into_codes(safe: bool) -> None:
+    """Codes of int8 have as many elements as the matrix: their shape is what a merge fails over."""
+    tuned = adapted(llama(), "int8", init_lora_weights=False)
+    tokens = torch.arange(24).view(2, 12)
+    before = tuned(input_ids=tokens).logits
+    with pytest.raises(RuntimeError, match=r"size|shape"):
+        tuned.merge_adapter(safe_merge=safe)
+    assert torch.equal(tuned(input_ids=tokens).logits, before)
 
 
 def llama() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import tiering
 from optim_cpu.formats import quantized
 from tiering.errors import CheckpointError, ConfigError, WeightsError
 from zero3.building import fill
+from zero3.building.encoded_weights import encoded_sources
 from zero3.building.quantized_linear import QuantizedLinear
 
 PLACEMENTS: list[dict[str, Any]] = [
@@ -251,6 +253,36 @@ def test_adapters_that_would_read_codes_are_refused(
     ):
         start(tuned("q_proj", "up_proj"))
     start(tuned("up_proj"))
+
+
+class Stored:
+    """The values of a weight, as a file has them."""
+
+    parts = (SimpleNamespace(name="up.weight"),)
+    dtype = torch.float32
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def read(self, first: int, numel: int) -> Tensor:
+        return self.values[first : first + numel]
+
+    def release(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+@pytest.mark.parametrize("first_read", [0, 0.25, 0.5])
+def test_a_rank_reads_codes_of_its_shard_and_all_scales(name: str, first_read: float) -> None:
+    """Wherever its shard begins."""
+    layer = QuantizedLinear(256, 512, quantized(name))
+    values = torch.randn(512 * 256, generator=torch.Generator().manual_seed(4))
+    codes, scales = layer.form.encode(values.view(512, 256))
+    sources = encoded_sources([layer], {layer.weight: Stored(values)})  # type: ignore[dict-item] # a file's
+    half, first = layer.weight.numel() // 2, int(first_read * layer.weight.numel())
+    read = sources[layer.weight].read(first, half)
+    assert torch.equal(read, codes.flatten()[first : first + half])
+    assert torch.equal(sources[layer.weight_scales].read(0, scales.numel()), scales)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")  # peft 0.21

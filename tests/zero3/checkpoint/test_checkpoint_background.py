@@ -225,7 +225,8 @@ def test_a_save_takes_its_own_windows_and_nothing_of_the_tiers(
     saved = [nbytes for name, nbytes in mapped if name == "checkpoint"]
     windows = AHEAD * WINDOW, (3 + 1 + WRITING) * WINDOW
     assert sorted(saved) == sorted(3 * windows)
-    assert {name for name, _ in mapped} == {"checkpoint", "weights"}
+    assert {name for name, _ in mapped} == {"checkpoint", "weights", "filling"}
+    assert {nbytes for name, nbytes in mapped if name == "filling"} == {4 << 20}
     assert all(nbytes < 13 << 20 for name, nbytes in mapped if name == "weights")
 
 

@@ -217,7 +217,7 @@ HOLDS: dict[Key, str] = {
         "tokens = torch.randint(96, (2, 8))\n"
         "engine.backward(engine(input_ids=tokens, labels=tokens).loss)\n"
         "engine.step()\n"
-        "assert engine.state_dict()['base_model.model.model.layers.0.mlp.up_proj.base_layer.weight'].shape == (128, 32)"
+        "assert engine.state_dict()['base_model.model.model.layers.0.mlp.up_proj.base_layer.weight'].shape == (4096,)"
     ),
     ("engine.md", "from contextlib import nullcontext"): (
         "assert (engine.global_steps, scheduler.last_epoch) == (2, 2)"

@@ -21,6 +21,11 @@ DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: 
 FEW_ROWS = 16
 """Rows of inputs up to which a product is computed from the codes; more share a decoded weight."""
 
+LARGEST = 2.0**127
+"""The largest magnitude that is encoded: a scale is rounded, and a larger product with a code may be infinite."""
+
+_LARGEST_CODES = {BlockFormat.NF4: 1.0, BlockFormat.INT8: 127.0, BlockFormat.FP8: 448.0}
+
 CHUNK = 1 << 23
 """Elements of a weight that are decoded at once, which bounds the buffer: 16 MiB in bf16.
 
@@ -53,7 +58,7 @@ def encode_blocks(form: BlockLayout, values: Tensor) -> tuple[Tensor, Tensor]:
     """The codes of ``values``, (..., columns), and its float32 scales, (..., columns / block), on the CPU.
 
     Raises TypeError for a dtype that is not float32, bfloat16 or float16, and ValueError for a number of columns that
-    is no multiple of the block, or for an element that is not finite.
+    is no multiple of the block, and for an element that is not finite or larger than ``LARGEST``.
     """
     if values.dtype not in DTYPES:
         raise TypeError(f"the values are {values.dtype}; they must be float32, bfloat16 or float16")
@@ -68,6 +73,11 @@ def encode_blocks(form: BlockLayout, values: Tensor) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     if not scales.isfinite().all():
         raise ValueError("an element is infinite or NaN, which a block format cannot store")
+    limit = LARGEST / _LARGEST_CODES[form.code]
+    if (scales > limit).any():
+        raise ValueError(
+            f"the magnitude of an element is above {LARGEST:.3g}, and rounding in a block format could make it infinite"
+        )
     return codes, scales
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from optim_cpu import formats, kernels, quantization
-from optim_cpu.formats import QuantizedFormat, quantized
-from optim_cpu.quantization import Weight
+from optim_cpu.formats import QUANTIZED, QuantizedFormat, quantized
+from optim_cpu.quantization import LARGEST, Weight
 
 FORMATS = [
     quantized("nf4"),
@@ -125,3 +125,22 @@ def test_what_cannot_be_encoded_is_named() -> None:
         form.encode(torch.ones(3, 64, dtype=torch.int8))
     with pytest.raises(ValueError, match=r"an element is infinite or NaN"):
         form.encode(torch.full((3, 64), torch.inf))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_what_is_encoded_decodes_to_finite_values(name: str, double_quant: bool) -> None:
+    form = quantized(name, double_quant=double_quant)
+    values = torch.rand(8, 4096, generator=torch.Generator().manual_seed(5)) * 2 - 1
+    # A mean of the scales far from the largest one, and a product with 127 that is rounded up.
+    values[:4] /= 100
+    for largest in (LARGEST, LARGEST * (1 - 2**-23), LARGEST * 0.9):
+        values[:, ::64] = largest
+        values[:, 1::64] = -largest
+        codes = form.encode(values)
+        for dtype in (torch.float32, torch.bfloat16):
+            assert form.decode(codes, dtype).isfinite().all()
+    values[7, 4000] = LARGEST * 1.01
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(ValueError, match=r"the magnitude of an element is above 1.7e\+38"):
+            form.encode(values.to(dtype))

@@ -166,9 +166,10 @@ def quantized(name: str, *, double_quant: bool = True, block_size: int = 64) -> 
             f"unknown quantised format {name!r}; choose one of {', '.join(map(repr, QUANTIZED))}"
         )
     smallest, largest = kernels.MIN_BLOCK, kernels.MAX_BLOCK
-    if not smallest <= block_size <= largest or block_size & (block_size - 1):
+    is_whole = isinstance(block_size, int) and not isinstance(block_size, bool)
+    if not is_whole or not smallest <= block_size <= largest or block_size & (block_size - 1):
         raise ValueError(
-            f"block_size is {block_size}; it must be a power of two from {smallest} to {largest}"
+            f"block_size is {block_size!r}; it must be a power of two from {smallest} to {largest}, as an int"
         )
     scales: tuple[Array, ...] = (Array("scales", "float32", block_size),)
     if name == "nf4" and double_quant:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
+from optim_cpu.formats import quantized
 from tiering._text import counted
 
 from .fields import ALIGNMENT, Bytes, Count, Elements, Number, Section, format_size, parse_size, whole_number
@@ -263,6 +264,15 @@ class QuantizeConfig(Section):
     block_size: Count = Field(
         default=64, description="Weights with one scale: a power of two from 32 to 4096 that divides a row."
     )
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        options = sorted(self.model_fields_set - {"type"})
+        if options and "type" not in self.model_fields_set:
+            raise ValueError(f"{', '.join(options)} without type; set type to 'nf4', 'int8' or 'fp8'")
+        if self.type != "none":
+            quantized(self.type, double_quant=self.double_quant, block_size=self.block_size)
+        return self
 
 
 class TiersConfig(Section):

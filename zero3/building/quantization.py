@@ -12,6 +12,7 @@ from tiering.errors import ConfigError
 from zero3.building.peft_models import added_names
 from zero3.building.quantized_linear import QuantizedLinear, to_quantized
 from zero3.building.zero_init import recipe_of
+from zero3.params.precision import NUMBERS
 
 # fmt: off
 _APART = frozenset((
@@ -54,7 +55,7 @@ def quantize(
         _check(name, layer, form)
     for name, layer in layers:
         try:
-            to_quantized(layer, form)
+            to_quantized(layer, form, name)
         except ValueError as error:
             raise ConfigError(f"quantize: the weight of {name!r}: {error}") from None
     return model
@@ -119,6 +120,11 @@ def _check(name: str, layer: nn.Linear, form: QuantizedFormat) -> None:
         raise ConfigError(
             f"quantize: the weight of {name!r} was built under zero.Init and has no values yet; build the model on the"
             " meta device and pass weights= to initialize, or build it in memory"
+        )
+    if layer.weight.dtype not in NUMBERS:
+        raise ConfigError(
+            f"quantize: the weight of {name!r} is {layer.weight.dtype}, and only floats of 16 bits or more can be"
+            " quantised; dequantise it first, or leave it out of modules"
         )
     if layer.in_features % form.group_size:
         raise ConfigError(

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from optim_cpu.formats import QuantizedFormat
 from optim_cpu.quantization import Weight
+from tiering.errors import EngineStateError
 
 
 class QuantizedLinear(nn.Linear):
@@ -25,6 +26,8 @@ class QuantizedLinear(nn.Linear):
     form: QuantizedFormat
     weight: nn.Parameter
     weight_scales: nn.Parameter
+    label = "a linear layer"
+    """The layer in messages: with its name at the time when it was quantised."""
 
     def __init__(
         self,
@@ -56,16 +59,27 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``input W^T + bias`` in the dtype of the input, or under autocast in that of autocast.
 
-        Raises TypeError for an input that is no float.
+        Raises TypeError for an input that is no float, ValueError for one of another width, and EngineStateError for a
+        layer without values.
         """
         if not input.is_floating_point():
             # Some models cast the input to the dtype of a layer's weight.
             raise TypeError(
-                f"a linear layer in {self.form.name} was called with {input.dtype}; if the model casts inputs to the"
+                f"{self.label} in {self.form.name} was called with {input.dtype}; if the model casts inputs to the"
                 " dtype of the weight, which has codes here, leave this layer out of tiering.quantize(modules=...)"
             )
+        if input.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"{self.label} in {self.form.name} has {self.in_features} inputs and was called with a tensor of shape"
+                f" {tuple(input.shape)}; its last dimension must be {self.in_features}"
+            )
+        if self.weight.is_meta and not input.is_meta:
+            raise EngineStateError(
+                f"{self.label} in {self.form.name} is on the meta device and has no values yet; pass weights= to"
+                " tiering.initialize, and call the engine"
+            )
         kind = input.device.type
-        if torch.is_autocast_enabled(kind):
+        if not input.is_meta and torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         rows = input.reshape(-1, self.in_features)
         product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
@@ -126,19 +140,21 @@ def _weight(form: QuantizedFormat, rows: int, codes: Tensor, scales: Tensor) -> 
     return Weight(form, matrix, scales.detach())
 
 
-def to_quantized(layer: nn.Linear, form: QuantizedFormat) -> None:
+def to_quantized(layer: nn.Linear, form: QuantizedFormat, name: str) -> None:
     """Turn ``layer`` into a ``QuantizedLinear`` in place, so that its hooks and references to it stay.
 
-    On the meta device the layer gets parameters without values. Raises ValueError for a weight that ``form`` cannot
-    store.
+    ``name`` is the name of the layer in messages. On the meta device the layer gets parameters without values. Raises
+    ValueError for a weight that ``form`` cannot store.
     """
     weight = layer.weight
     if weight.is_meta:
         encoded = _empty(form, layer.out_features, layer.in_features, weight.device)
     else:
-        codes, scales = form.encode(weight.detach())
+        values = weight.detach()
+        codes, scales = form.encode(values.float() if values.dtype is torch.float64 else values)
         encoded = codes.flatten().to(weight.device), scales.to(weight.device)
     _quantize_in_place(layer, form, *encoded)
+    vars(layer)["label"] = f"linear layer {name!r}"
 
 
 def _quantize_in_place(layer: nn.Linear, form: QuantizedFormat, codes: Tensor, scales: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import tiering
 from optim_cpu.formats import quantized
-from tiering.errors import CheckpointError, ConfigError, WeightsError
+from tiering.errors import CheckpointError, ConfigError, EngineStateError, WeightsError
 from zero3.building import fill
 from zero3.building.encoded_weights import encoded_sources
 from zero3.building.quantized_linear import QuantizedLinear
@@ -129,8 +129,24 @@ def test_a_result_can_be_changed_in_place_and_inputs_that_are_no_floats_are_refu
     y.sum().backward()
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(x.grad, gradient)
-    with pytest.raises(TypeError, match=r"a linear layer in nf4 was called with torch.uint8.*modules="):
+    with pytest.raises(TypeError, match=r"linear layer 'down' in nf4 was called with torch.uint8.*modules="):
         layer(x.to(layer.weight.dtype))  # type: ignore[operator, union-attr] # as T5 does before its layer wo
+
+
+def test_inputs_that_do_not_fit_a_quantised_layer_are_named() -> None:
+    quantised = tiering.quantize(model().double(), "nf4", modules=["up", "down"])
+    assert torch.equal(quantised.up.weight, tiering.quantize(model(), "nf4").up.weight)  # type: ignore[union-attr]
+    up = quantised.up
+    words = r"linear layer 'up' in nf4 has 64 inputs and was called with a tensor of shape \(2, 128\)"
+    with pytest.raises(ValueError, match=words):
+        up(torch.ones(2, 128))  # type: ignore[operator] # two rows would make four of 64
+    with torch.device("meta"):
+        empty = tiering.quantize(Model().requires_grad_(False), "nf4", modules=["up", "down"])
+    assert empty(torch.empty(5, WIDTH, device="meta")).shape == (5, 3)
+    with pytest.raises(
+        EngineStateError, match=r"'up' in nf4 is on the meta device.*pass weights= to tiering.init"
+    ):
+        empty(torch.ones(5, WIDTH))
 
 
 def test_codes_of_another_format_are_refused(start: Callable[..., Any], tmp_path: Path) -> None:
@@ -165,11 +181,27 @@ def shared_weight() -> nn.Module:
     return both
 
 
+def eight_bits() -> nn.Module:
+    mixed = model()
+    mixed.down.weight = nn.Parameter(mixed.down.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    return mixed
+
+
 @pytest.mark.parametrize(
     ("make", "arguments", "words"),
     [
         (model, {"quant_type": "int3"}, r"unknown quantised format 'int3'; choose one of 'nf4'"),
         (model, {"block_size": 100}, r"block_size is 100; it must be a power of two from 32 to 4096"),
+        (
+            model,
+            {"block_size": "64"},
+            r"block_size is '64'; it must be a power of two from 32 to 4096, as an int",
+        ),
+        (
+            eight_bits,
+            {},
+            r"the weight of 'down' is torch.float8_e4m3fn, and only floats of 16 bits or more can be",
+        ),
         (model, {"block_size": 128}, r"'up' has 64 inputs, no multiple of the block size 128"),
         (lambda: model(frozen=False), {}, r"the model has no frozen nn.Linear; freeze it first"),
         (lambda: model(frozen=False), {"modules": "up"}, r"the weight of 'up' is to be trained.*freeze it"),

@@ -105,6 +105,10 @@ class QuantizedFormat(Format):
 
     code: BlockFormat = BlockFormat.NF4
 
+    def __str__(self) -> str:
+        twice = ", double quantised," if self.double_quantised else ""
+        return f"{self.name} with blocks of {self.group_size}{twice}"
+
     @property
     def double_quantised(self) -> bool:
         """Whether the scales are quantised once more."""

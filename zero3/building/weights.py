@@ -23,7 +23,7 @@ from tiering.weights.reader import Request, WeightReader
 from zero3.building.encoded_weights import StoredValues, encoded_sources
 from zero3.building.model_names import ModelNames
 from zero3.building.quantized_linear import QuantizedLinear
-from zero3.building.weight_names import Partners, Values, pair
+from zero3.building.weight_names import Partners, Target, Values, pair
 
 log = logging.getLogger(__name__)
 
@@ -219,34 +219,54 @@ def _encoded_layers(model: nn.Module, partners: Partners) -> dict[Tensor, Quanti
 
 def _check_shapes(files: WeightFiles, partners: Partners, encoded: Mapping[Tensor, QuantizedLinear]) -> None:
     shapes = {codes: (layer.out_features, layer.in_features) for codes, layer in encoded.items()}
-    wrong = [
-        f"{values.name!r} {_verb(values)} {list(values.shape)} and should be {list(shape)}"
+    wrong = {
+        target: f"{values.name!r} {_verb(values)} {list(values.shape)} and should be {list(shape)}"
         for target, candidates in partners.items()
         for shape in [shapes.get(target.tensor, tuple(target.tensor.shape))]
         for values in candidates
         if values.shape != shape
-    ]
+    }
     if wrong:
         raise WeightsError(
-            f"{files.path} has {counted(len(wrong), 'tensor')} whose shape differs from the model's: {_first(wrong)}",
+            f"{files.path} has {counted(len(wrong), 'tensor')} whose shape differs from the model's:"
+            f" {_first(list(wrong.values()))}{_quantisation(files, wrong)}",
             "build the model from the config.json in the directory of the weights",
         )
 
 
 def _check_dtypes(files: WeightFiles, partners: Partners, encoded: Container[Tensor]) -> None:
-    wrong = [
-        f"{values.name!r} is {values.dtype} and should be {target.tensor.dtype}"
+    wrong = {
+        target: f"{values.name!r} is {values.dtype} and should be {target.tensor.dtype}"
         for target, candidates in partners.items()
         for values in candidates
         if not _serves(values.dtype, torch.float32 if target.tensor in encoded else target.tensor.dtype)
-    ]
+    }
     if wrong:
         raise WeightsError(
             f"{files.path} has {counted(len(wrong), 'tensor')} whose dtype cannot be converted to the model's:"
-            f" {_first(wrong)}",
+            f" {_first(list(wrong.values()))}{_quantisation(files, wrong)}",
             "a frozen parameter that is no float of 16 bits or more is never converted: build the model with the dtypes"
             " of the files, or dequantise quantised weights and save them again",
         )
+
+
+def _quantisation(files: WeightFiles, wrong: Iterable[Target]) -> str:
+    """A part of a message: the first of the ``wrong`` tensors that is quantised in the model or in ``files``."""
+    for target in wrong:
+        for module, name in target.places:
+            stored = name == "weight_scales" or any(
+                f"{each}_scales" in files.tensors for each in target.names
+            )
+            if isinstance(module, QuantizedLinear):
+                return (
+                    f" ({module.label} is in {module.form} here, {'and in another format' if stored else 'and not'}"
+                    " in the files: quantise the model as it was when they were saved)"
+                )
+            if name == "weight" and stored:
+                return (
+                    f" ({target.names[0]!r} is quantised in the files: quantise the model in the same format)"
+                )
+    return ""
 
 
 def _verb(values: Values) -> str:

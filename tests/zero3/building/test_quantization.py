@@ -156,7 +156,9 @@ def test_codes_of_another_format_are_refused(start: Callable[..., Any], tmp_path
         return layers  # type: ignore[return-value]
 
     start(base("int8"), threshold=0).save_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"'up.weight' is I8 and should be torch.uint8"):
+    with pytest.raises(
+        CheckpointError, match=r"'up.weight' is I8 and.* layer 'up' is in fp8 with blocks of 64"
+    ):
         start(base("fp8"), threshold=0).load_checkpoint(tmp_path)
     save_file(base("fp8").state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=r"'up.weight' is U8 and should be torch.int8"):
@@ -172,6 +174,48 @@ def test_codes_of_another_format_are_refused(start: Callable[..., Any], tmp_path
     ):
         other.load_state_dict(model().state_dict(), strict=False)
     assert torch.equal(other.up.weight, codes)
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "nf4": {},
+    "nf4 with plain scales": {"double_quant": False},
+    "nf4 in blocks of 32": {"block_size": 32},
+    "int8": {},
+    "fp8": {},
+    "fp8 in blocks of 32": {"block_size": 32},
+}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_quantisation_is_named_and_changes_nothing(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    def engine(name: str) -> Any:
+        layers = model()
+        if name != "none":
+            tiering.quantize(layers, name.split()[0], modules=["up", "down"], **FORMATS[name])
+        layers.gate.requires_grad_(True)
+        return start(layers, threshold=0)
+
+    for name in FORMATS:
+        engine(name).save_checkpoint(tmp_path / name)
+    for name in FORMATS:
+        loaded = engine(name)
+        before = loaded.state_dict()
+        words = (
+            r"is quantised in the files"
+            if name == "none"
+            else rf"layer 'up' is in {name[:3]}.* with blocks of"
+        )
+        for other in FORMATS:
+            if other == name:
+                continue
+            for strict in (True, False):
+                with pytest.raises(CheckpointError, match=words):
+                    loaded.load_checkpoint(tmp_path / other, load_module_strict=strict)
+        after = loaded.state_dict()
+        assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
 def shared_weight() -> nn.Module:

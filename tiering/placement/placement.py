@@ -12,7 +12,7 @@ Budgets are ceilings. A model that cannot fit is refused, with the numbers and t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tiering.config.fields import format_need
@@ -22,14 +22,14 @@ from tiering.placement.host_filling import Filled, HostFilling
 from tiering.placement.plan import Budgets, Plan, ReductionRoom, Staging, SubGroup, checksum_bytes
 from tiering.placement.slots import (
     USUAL_SLOTS,
-    grad_window,
     has_to_visit,
     largest_tile,
     slots_for,
     slots_of_sizes,
     tile_and_slots,
 )
-from tiering.placement.workload import Tier, Workload
+from tiering.placement.tenants import GRADIENTS, PARAMETERS, stay_open, tenants, with_windows
+from tiering.placement.workload import Tenant, Tier, Workload
 from tiering.storage.arena import PAGE, round_up
 
 # Bytes: more than any budget that is needed.
@@ -88,7 +88,10 @@ def _room(budgets: Budgets, tier: Tier, other: str = "") -> str:
 
 
 def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
-    fixed, param_tiers, grad_tiers = _mandatory(load, budgets)
+    everything = tenants(load)
+    fixed = _mandatory(load, everything, budgets)
+    tiers = {tenant.kind: [piece.tier for piece in tenant.pieces] for tenant in everything}
+    param_tiers, grad_tiers = tiers[PARAMETERS], tiers[GRADIENTS]
     if keep:
         _keep_what_cannot_move(load, fixed, param_tiers)
 
@@ -99,25 +102,30 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     fixed.add(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
 
     def fill(tile: int, slots: int | None) -> Filled | None:
-        return HostFilling(load, fixed.remaining(Tier.HOST), param_tiers, grad_tiers, tile, slots).run()
+        return HostFilling(load, everything, tiers, fixed.remaining(Tier.HOST), tile, slots).run()
 
     # If the device has its own memory, updated parameters reach it through a slot.
     filled = None if load.steps_copy_out else fill(largest_tile(load), None)
     if filled is None:
         # Checksums for all bytes that may go to NVMe: an upper bound, since bytes kept in host memory need none.
-        fixed.add(Tier.HOST, checksum_bytes(load, _most_on_nvme(load, param_tiers, grad_tiers)), "checksums")
-        tile, slots = tile_and_slots(load, fixed.remaining(Tier.HOST), param_tiers, grad_tiers)
+        fixed.add(Tier.HOST, checksum_bytes(load, _most_on_nvme(everything, tiers)), "checksums")
+        windows = {
+            tenant.kind: tenant.window_bytes(tiers[tenant.kind]) for tenant in with_windows(everything)
+        }
+        room = fixed.remaining(Tier.HOST) - sum(windows.values())
+        tile, slots = tile_and_slots(load, room, param_tiers, grad_tiers)
         fixed.add(Tier.HOST, slots_for(load, tile, slots, param_tiers, grad_tiers).nbytes, "staging")
-        fixed.add(Tier.HOST, grad_window(load, grad_tiers), "gradients on their way to NVMe")
+        for kind, nbytes in windows.items():
+            fixed.add(Tier.HOST, nbytes, f"{kind} on their way to NVMe")
         fixed.check()
         filled = fill(tile, slots)
     assert filled is not None
     least_working = max(
-        (_chain_bytes(load, index, filled.params) for index in range(len(load.groups))), default=0
+        (_chain_bytes(load, index, filled.tiers[PARAMETERS]) for index in range(len(load.groups))), default=0
     )
     tiles, update_window = _visits(load, filled, fixed.remaining(Tier.DEVICE) - least_working)
     fixed.add(Tier.DEVICE, update_window.nbytes, "update window")
-    working = _working_set(load, filled.params, fixed)
+    working = _working_set(load, filled.tiers[PARAMETERS], fixed)
     least, usual = _reduction(load), _reduction(load, ahead=1)
     fits = usual.nbytes - least.nbytes <= fixed.remaining(Tier.DEVICE) - working
     reduction = usual if fits else least
@@ -125,16 +133,16 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     plan = Plan(
         workload=load,
         budgets=budgets,
-        param_tiers=tuple(filled.params),
-        grad_tiers=tuple(_stay_to_be_used(load, tiles, filled.grads, spare)),
+        param_tiers=tuple(filled.tiers[PARAMETERS]),
+        grad_tiers=tuple(_stay_to_be_used(load, tiles, filled.tiers[GRADIENTS], spare)),
         sub_groups=tuple(tiles),
         working_bytes=working,
         staging=filled.staging,
-        grad_window_bytes=grad_window(load, filled.grads),
         fetch_window_bytes=fetch_window,
         offload_window_bytes=offload_window,
         reduction=reduction,
         update_window=update_window,
+        other_tiers=tuple(tuple(filled.tiers[tenant.kind]) for tenant in load.others),
     )
     for tier in Tier:
         if plan.total(tier) > budgets.of(tier):
@@ -145,39 +153,17 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     return plan
 
 
-def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], list[Tier]]:
-    """The room left after mandatory bytes, and the tier of each group's parameters and gradients."""
+def _mandatory(load: Workload, everything: Sequence[Tenant], budgets: Budgets) -> _Room:
+    """The room left after the bytes that no slower tier may have."""
     fixed = _Room(budgets)
-    param_tiers = [Tier.DEVICE if group.persistent else load.offload_param for group in load.groups]
-    # Groups that stay open for a whole pass would occupy the window all that time, so their gradients stay in memory. A
-    # frozen group has no gradients, and needs no window.
-    in_memory = [
-        open_ or not group.trainable_numel for group, open_ in zip(load.groups, _stay_open(load), strict=True)
-    ]
-    grad_tiers = [
-        Tier.HOST if tier is Tier.NVME and stays else tier
-        for tier, stays in zip(load.optimizer_tiers, in_memory, strict=True)
-    ]
-    for index in _too_large_to_stream(load, grad_tiers):
-        grad_tiers[index] = Tier.HOST
-    for index, group in enumerate(load.groups):
-        if param_tiers[index] is not Tier.NVME:
-            fixed.add(param_tiers[index], load.home_bytes(group), f"parameters of {group.name}")
-        if grad_tiers[index] is not Tier.NVME:
-            fixed.add(grad_tiers[index], load.home_grad_bytes(group), f"gradients of {group.name}")
-        if load.optimizer_tiers[index] is not Tier.NVME:
-            fixed.add(
-                load.optimizer_tiers[index], load.state_bytes(group), f"optimizer state of {group.name}"
-            )
+    for tenant in everything:
+        for piece in tenant.pieces:
+            if piece.tier is not Tier.NVME:
+                fixed.add(piece.tier, piece.nbytes, tenant.kind)
     fixed.add(Tier.DEVICE, load.local_grad_bytes, "local gradients")
     fixed.add(Tier.DEVICE, _reduction(load).nbytes, "gradient reduction")
     fixed.check()
-    return fixed, param_tiers, grad_tiers
-
-
-def _stay_open(load: Workload) -> list[bool]:
-    """Whether each group receives gradients during a whole backward: enclosing groups and persistent parameters."""
-    return [group.persistent or index in load.enclosing for index, group in enumerate(load.groups)]
+    return fixed
 
 
 def _reduction(load: Workload, *, ahead: int = 0) -> ReductionRoom:
@@ -187,7 +173,7 @@ def _reduction(load: Workload, *, ahead: int = 0) -> ReductionRoom:
     previous one is reduced. A rank sends zeros for parameters without gradients, which need the same room.
     """
     opened, passing = [(0, 0)], [(0, 0)]
-    for group, open_ in zip(load.groups, _stay_open(load), strict=True):
+    for group, open_ in zip(load.groups, stay_open(load), strict=True):
         (opened if open_ else passing).append(load.reduce_buffers(group))
     send = max(send for send, _ in passing)
     send_and_receive = max(send + receive for send, receive in passing)
@@ -245,8 +231,7 @@ class _Room:
 
     def add(self, tier: Tier, nbytes: int, use: str) -> None:
         if nbytes:
-            kind = use.split(" of ")[0]
-            self.used[tier][kind] = self.used[tier].get(kind, 0) + nbytes
+            self.used[tier][use] = self.used[tier].get(use, 0) + nbytes
 
     def remaining(self, tier: Tier) -> int:
         return self.budgets.of(tier) - sum(self.used[tier].values())
@@ -277,7 +262,7 @@ def _visits(load: Workload, filled: Filled, room: int) -> tuple[list[SubGroup], 
         return filled.tiles, Staging()
     required, optional = list[SubGroup](), list[SubGroup]()
     for tile in filled.tiles:
-        tiers = tile.tier, filled.params[tile.group], filled.grads[tile.group]
+        tiers = tile.tier, filled.tiers[PARAMETERS][tile.group], filled.tiers[GRADIENTS][tile.group]
         if Tier.NVME not in tiers and tile.tier is not Tier.DEVICE:
             optional.append(tile)
         elif has_to_visit(load, *tiers[:2]):
@@ -316,8 +301,8 @@ def _visitors(load: Workload, filled: Filled, tiles: Sequence[SubGroup], room: i
     """Device slots for the parts of ``tiles`` that live in host memory: at least two."""
     sized = [(tile.numel, load.of(load.groups[tile.group])) for tile in tiles]
     on_host = any(tile.tier is Tier.HOST for tile in tiles)
-    params_on_host = any(filled.params[tile.group] is Tier.HOST for tile in tiles)
-    grads_on_host = any(filled.grads[tile.group] is Tier.HOST for tile in tiles)
+    params_on_host = any(filled.tiers[PARAMETERS][tile.group] is Tier.HOST for tile in tiles)
+    grads_on_host = any(filled.tiers[GRADIENTS][tile.group] is Tier.HOST for tile in tiles)
     slot = slots_of_sizes(
         1,
         state=[numel * sizes.state_itemsize for numel, sizes in sized] if on_host else [],
@@ -328,33 +313,10 @@ def _visitors(load: Workload, filled: Filled, tiles: Sequence[SubGroup], room: i
     return replace(slot, slots=slots) if tiles else Staging()
 
 
-def _too_large_to_stream(load: Workload, grad_tiers: Sequence[Tier]) -> list[int]:
-    """Groups whose gradients need less memory than the window through which they would stream to NVMe.
-
-    For example an embedding that is much larger than the blocks: the window has room for two of the largest group.
-    """
-    tiers = enumerate(zip(load.groups, grad_tiers, strict=True))
-    sizes = [(round_up(load.home_grad_bytes(group)), i) for i, (group, tier) in tiers if tier is Tier.NVME]
-    sizes.sort(reverse=True)
-    count_kept, stay = 0, 0
-    least = 2 * sizes[0][0] if sizes else 0
-    for count, (nbytes, _) in enumerate(sizes, start=1):
-        stay += nbytes
-        window = 2 * sizes[count][0] if count < len(sizes) else 0
-        if stay + window < least:
-            count_kept, least = count, stay + window
-    return [index for _, index in sizes[:count_kept]]
-
-
-def _most_on_nvme(load: Workload, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]) -> int:
+def _most_on_nvme(everything: Sequence[Tenant], tiers: Mapping[str, Sequence[Tier]]) -> int:
     """Bytes on NVMe if everything that may live there does."""
-    total = 0
-    kinds = zip(load.groups, param_tiers, grad_tiers, load.optimizer_tiers, strict=True)
-    for group, param, grad, state in kinds:
-        total += load.home_bytes(group) if param is Tier.NVME else 0
-        total += load.home_grad_bytes(group) if grad is Tier.NVME else 0
-        total += load.state_bytes(group) if state is Tier.NVME else 0
-    return total
+    placed = (zip(tenant.pieces, tiers[tenant.kind], strict=True) for tenant in everything)
+    return sum(piece.nbytes for pieces in placed for piece, tier in pieces if tier is Tier.NVME)
 
 
 def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiering.config.training import format_size
-from tiering.placement.workload import Tier, Workload
+from tiering.placement.tenants import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, tenants, with_windows
+from tiering.placement.workload import Tenant, Tier, Workload
 from tiering.storage.arena import PAGE
 from tiering.telemetry import PlannedTier, PlanStatus
 
@@ -100,6 +102,16 @@ class ReductionRoom:
         return self.opened + self.collected + self.exchanged
 
 
+class PlacedPiece(NamedTuple):
+    """A piece of a tenant on its tier; ``read`` and ``written`` are its bytes over NVMe in a step if it lives there."""
+
+    kind: str
+    tier: Tier
+    nbytes: int
+    read: int
+    written: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """The placement of each rank. Tuples have the order of ``workload.groups``; bytes are exact and include padding."""
@@ -112,8 +124,6 @@ class Plan:
     # Device room for unsharded groups, including prefetch.
     working_bytes: int
     staging: Staging
-    # Host room for gradients that stream to and from NVMe.
-    grad_window_bytes: int
     # Host room for parameters that are read from NVMe and copied to where compute uses them.
     fetch_window_bytes: int
     # Host room for gradients that arrive from a device with its own memory.
@@ -126,6 +136,8 @@ class Plan:
     # A host budget with which a step moves nothing over NVMe, with cache_in_host and otherwise the same configuration.
     # None if no such budget exists, or nothing moves now.
     host_without_nvme: int | None = None
+    # The tiers of the pieces of each of ``workload.others``.
+    other_tiers: tuple[tuple[Tier, ...], ...] = ()
 
     def sizes_of(self, tile: SubGroup) -> Workload:
         """The Workload with the sizes per element of the group of ``tile``."""
@@ -135,21 +147,50 @@ class Plan:
         """Bytes of optimizer state of ``tile``."""
         return tile.numel * self.sizes_of(tile).state_itemsize
 
+    @cached_property
+    def tenants(self) -> tuple[Tenant, ...]:
+        """What lives on the tiers."""
+        return tenants(self.workload)
+
+    def placed(self) -> Iterator[PlacedPiece]:
+        """Each piece of each tenant, with the tier on which it lives; optimizer state in tiles."""
+        for tenant in self.tenants:
+            if tenant.kind in self.tiers:
+                for piece, tier in zip(tenant.pieces, self.tiers[tenant.kind], strict=True):
+                    yield PlacedPiece(tenant.kind, tier, piece.nbytes, piece.read, piece.written)
+        for tile in self.sub_groups:
+            nbytes = self.tile_state_bytes(tile)
+            yield PlacedPiece(OPTIMIZER_STATE, tile.tier, nbytes, nbytes, nbytes)
+
+    @cached_property
+    def tiers(self) -> dict[str, tuple[Tier, ...]]:
+        """The tiers of the pieces of each tenant whose pieces are not divided, by its kind."""
+        others = zip(self.workload.others, self.other_tiers, strict=True)
+        return {
+            PARAMETERS: self.param_tiers,
+            GRADIENTS: self.grad_tiers,
+            **{tenant.kind: tiers for tenant, tiers in others},
+        }
+
+    @cached_property
+    def windows(self) -> dict[str, int]:
+        """Host room through which the pieces of a tenant stream to and from NVMe, by its kind."""
+        return {
+            tenant.kind: tenant.window_bytes(self.tiers[tenant.kind]) for tenant in with_windows(self.tenants)
+        }
+
     def contents(self, tier: Tier) -> dict[str, int]:
         """Bytes planned on ``tier``, by kind."""
-        load, kinds = self.workload, {"parameters": 0, "gradients": 0, "optimizer state": 0}
-        for group, param, grad in zip(load.groups, self.param_tiers, self.grad_tiers, strict=True):
-            kinds["parameters"] += load.home_bytes(group) if param is tier else 0
-            kinds["gradients"] += load.home_grad_bytes(group) if grad is tier else 0
-        for tile in self.sub_groups:
-            kinds["optimizer state"] += self.tile_state_bytes(tile) if tile.tier is tier else 0
+        load, kinds = self.workload, {tenant.kind: 0 for tenant in self.tenants}
+        for piece in self.placed():
+            kinds[piece.kind] += piece.nbytes if piece.tier is tier else 0
         if tier is Tier.DEVICE:
             kinds["local gradients"] = load.local_grad_bytes
             kinds["gradient reduction"] = self.reduction.nbytes
             kinds["update window"] = self.update_window.nbytes
             kinds["unsharded groups"] = self.working_bytes
         if tier is Tier.HOST:
-            windows = self.grad_window_bytes + self.fetch_window_bytes + self.offload_window_bytes
+            windows = sum(self.windows.values()) + self.fetch_window_bytes + self.offload_window_bytes
             kinds["staging"] = self.staging.nbytes + windows
             kinds["checksums"] = self.checksum_bytes
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
@@ -165,8 +206,9 @@ class Plan:
 
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state of one rank on all tiers together."""
-        kinds = ("parameters", "gradients", "local gradients", "optimizer state")
-        return sum(self.contents(tier).get(kind, 0) for tier in Tier for kind in kinds)
+        kinds = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
+        placed = sum(piece.nbytes for piece in self.placed() if piece.kind in kinds)
+        return placed + self.workload.local_grad_bytes
 
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes (read, written) over NVMe in a steady step of ``micro_batches`` forward and backward passes."""
@@ -175,19 +217,12 @@ class Plan:
 
     def nvme_traffic_by_kind(self) -> tuple[Counter[str], Counter[str]]:
         """The bytes of ``nvme_traffic`` by the kinds of ``contents``."""
-        load = self.workload
         read: Counter[str] = Counter()
         written: Counter[str] = Counter()
-        for group, param, grad in zip(load.groups, self.param_tiers, self.grad_tiers, strict=True):
-            if param is Tier.NVME:
-                moved = load.param_traffic(group)
-                read["parameters"] += moved[0]
-                written["parameters"] += moved[1]
-            if grad is Tier.NVME:
-                read["gradients"] += load.grad_traffic(group)
-                written["gradients"] += load.grad_traffic(group)
-        state = sum(self.tile_state_bytes(tile) for tile in self.sub_groups if tile.tier is Tier.NVME)
-        read["optimizer state"] = written["optimizer state"] = state
+        for piece in self.placed():
+            if piece.tier is Tier.NVME:
+                read[piece.kind] += piece.read
+                written[piece.kind] += piece.written
         return +read, +written
 
     def visited(self, tile: SubGroup) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Staging: the size of tiles, the slots through which they pass, and the window of streamed gradients. Pure."""
+"""Staging: the size of tiles, and the slots through which they pass. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def tile_and_slots(
     grad_tiers: Sequence[Tier],
 ) -> tuple[int, int]:
     """The elements of a tile, and the number of slots, in ``room`` bytes of host memory."""
-    room -= grad_window(load, grad_tiers)
     longest = max((load.state_numel(group) for group in load.groups), default=0)
     tile = min(largest_tile(load), max(SMALLEST_TILE, longest))
     least = min(tile, round_up(max(1, -(-longest // MOST_TILES)), SMALLEST_TILE))
@@ -82,18 +81,6 @@ def tile_numel(numel: int, tile: int) -> int:
     """The elements of a tile if ``numel`` is divided into as few tiles of equal size, at most ``tile``, as possible."""
     count = max(1, -(-numel // tile))
     return max(SMALLEST_TILE, round_up(-(-numel // count), SMALLEST_TILE))
-
-
-def grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
-    """Bytes for two of the largest streamed gradients: one group accumulates while the previous one is written."""
-    return 2 * max(
-        (
-            round_up(load.home_grad_bytes(group))
-            for group, tier in zip(load.groups, grad_tiers, strict=True)
-            if tier is Tier.NVME
-        ),
-        default=0,
-    )
 
 
 def has_to_visit(load: Workload, state: Tier, param: Tier) -> bool:

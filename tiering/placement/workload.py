@@ -6,7 +6,7 @@ The engine measures the groups of a model in memory; ``planning.sizing`` compute
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -32,6 +32,37 @@ class Tier(Enum):
     DEVICE = "device"
     HOST = "host"
     NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class TenantPiece:
+    """The bytes of a tenant that are placed together; ``name`` is that of their group."""
+
+    name: str
+    # Bytes that a rank keeps.
+    nbytes: int
+    # The slowest tier on which they may live.
+    tier: Tier
+    # Bytes that a step reads and writes over NVMe if they live there.
+    read: int = 0
+    written: int = 0
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A kind of bytes that live on the tiers: ``kind`` is its name in plans, stalls, counters and errors."""
+
+    kind: str
+    pieces: tuple[TenantPiece, ...]
+    # It is in host memory only if it cannot be kept out: ``cache_in_host`` decides whether NVMe is cached there.
+    offloaded: bool = False
+    # It swaps to the paths of offload_param, not to those of offload_optimizer.
+    with_parameters: bool = False
+
+    def window_bytes(self, tiers: Sequence[Tier]) -> int:
+        """Host room for two of the largest pieces that stream: one is in use while another one is read or written."""
+        streamed = (piece.nbytes for piece, tier in zip(self.pieces, tiers, strict=True) if tier is Tier.NVME)
+        return 2 * round_up(max(streamed, default=0))
 
 
 @dataclass(frozen=True)
@@ -99,6 +130,8 @@ class Workload:
     stage: int = 3
     # Bytes per element of gradients sent between ranks; 0: grad_itemsize.
     reduce_itemsize: int = 0
+    # What lives on the tiers besides parameters, gradients and optimizer state.
+    others: tuple[Tenant, ...] = ()
 
     def of(self, group: GroupSizes) -> Workload:
         """The Workload with the sizes per element of ``group``: this one, or one in fp32 if the group is fp32."""

@@ -171,7 +171,9 @@ class Tiers:
             self._unpin = weakref.finalize(self, unregister_with_cuda, self.host.address, self.device)
             self._unpin.atexit = False  # at exit the process frees it, and CUDA may be in any state
         self.staging = self.host.split(plan.staging.nbytes, "staging")
-        self.grad_window = self.host.split(plan.grad_window_bytes, "gradient window")
+        self.windows = {
+            kind: self.host.split(nbytes, f"window of {kind}") for kind, nbytes in plan.windows.items()
+        }
         self.fetch_window = self.host.split(plan.fetch_window_bytes, "fetch window")
         self.offload_window = self.host.split(plan.offload_window_bytes, "offload window")
         by_copy = plan.workload.fetch_by_copy
@@ -193,7 +195,7 @@ class Tiers:
         self.nowhere: memoryview | None = None
         if not by_copy and plan.working_bytes and not storages.can_close():
             self.nowhere = nan_memory.map_nan(max(group.param_bytes for group in plan.workload.groups))
-        self._on_host = (self.staging, self.grad_window, self.fetch_window, self.offload_window)
+        self._on_host = (self.staging, *self.windows.values(), self.fetch_window, self.offload_window)
         self._on_device = (self.working, *self.reduction.values())
         windows = (self.host, self.device_arena, *self._on_host, *self._on_device)
         self._arenas = [arena for arena in windows if isinstance(arena, Arena)]
@@ -369,12 +371,13 @@ class Tiers:
 
 
 def _sections(plan: Plan, nvme: NvmePaths) -> dict[str, Section]:
-    """The bytes and the directories of each kind of state on NVMe."""
-    sections = {}
-    for kind, nbytes in plan.contents(Tier.NVME).items():
-        paths = nvme.param if kind == "parameters" else nvme.optimizer
-        assert paths, "a plan uses NVMe only where the configuration names a path"
-        sections[kind] = Section(nbytes, paths)
+    """The bytes and the directories of each tenant on NVMe."""
+    sections, on_nvme = {}, plan.contents(Tier.NVME)
+    for tenant in plan.tenants:
+        if nbytes := on_nvme.get(tenant.kind):
+            paths = nvme.param if tenant.with_parameters else nvme.optimizer
+            assert paths, "a plan uses NVMe only where the configuration names a path"
+            sections[tenant.kind] = Section(nbytes, paths)
     return sections
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from optim_cpu.kernels import Rule
+from tiering.placement.tenants import OPTIMIZER_STATE
 from tiering.placement.workload import Tier
 from tiering.telemetry import COPIES_OF
 from zero3.device.kernels import Segment
@@ -29,7 +30,6 @@ from zero3.device.tiers import Home, Tiers
 from zero3.optimizer.tiles import FP32, StateLayout, Tile
 from zero3.passes.gradients import GradientStore
 
-KIND = "optimizer state"
 # Rounds through all slots that are queued ahead: a batch of the CPU's kernels takes as long as several tiles. In
 # backward fewer, because copies of parameters and gradients have to wait for them.
 ROUNDS = 4
@@ -154,7 +154,7 @@ class DeviceUpdate:
         """Order later kernels of compute behind the updates in device memory."""
         if self._stepped is not None:
             # The updates run on one stream: when the last of them has ended, all have.
-            self._copies.hold_compute(self._stepped, KIND)
+            self._copies.hold_compute(self._stepped, OPTIMIZER_STATE)
 
     def publish(self) -> None:
         """Order later copies to the device behind the copies back to host memory. The CPU does not wait."""
@@ -166,7 +166,7 @@ class DeviceUpdate:
         # Behind ``_stepped``, no copy to the device reads host memory; behind ``_returned``, no copy back writes to it.
         for last in (self._stepped, self._returned):
             if last is not None:
-                with self._stalls.waiting_for(COPIES_OF + KIND):
+                with self._stalls.waiting_for(COPIES_OF + OPTIMIZER_STATE):
                     last.wait()
         self._stepped = self._returned = None
         self._under_way.clear()
@@ -182,12 +182,12 @@ class DeviceUpdate:
         target = self._memory.tensor[start : start + source.numel()]
         if needed and source.numel():
             # After ``free``: copies of the tile that was here before may still leave the slot.
-            self._copies.to_device(target, source, after=[slot.free], kind=KIND)
+            self._copies.to_device(target, source, after=[slot.free], kind=OPTIMIZER_STATE)
         return target
 
     def _copy_back(self, home: Tensor | None, changed: Tensor, stepped: Event) -> Event:
         """Queue the copy of changed bytes to their home; its event."""
         assert home is not None
         # The event of the last copy stands for all: they run on one stream.
-        self._returned = self._copies.to_host(home, changed, after=[stepped], kind=KIND)
+        self._returned = self._copies.to_host(home, changed, after=[stepped], kind=OPTIMIZER_STATE)
         return self._returned

@@ -19,6 +19,7 @@ import torch
 
 from optim_cpu import kernels
 from optim_cpu.kernels import DType, StepBatch
+from tiering.placement.tenants import OPTIMIZER_STATE, PARAMETERS
 from tiering.storage import read_ahead
 from tiering.storage.arena import Completion
 from zero3.device import kernels as device_kernels
@@ -34,7 +35,6 @@ from zero3.passes.gradients import KERNEL_DTYPES, GradientStore
 
 IN_PLACE_NUMEL = 4 << 20
 """Elements updated in place between two checks for arrived tiles: a few milliseconds of work."""
-KIND = "parameters"  # of the copies to the device and from it
 
 Staged = read_ahead.Staged[Tile, Completion]
 StatePipeline = read_ahead.StagingPipeline[Tile, Completion]
@@ -399,7 +399,9 @@ class SlotTransfers:
             source = home.tensor[tile.start * itemsize : tile.end * itemsize]
             target = as_tensor(staged.lease)[self._slots.param_offset :][: source.numel()]
             # Compute may still write these parameters: the copy comes after what it was given so far.
-            staged.reads.append(copies.to_host(target, source, after=[streams.compute.record()], kind=KIND))
+            staged.reads.append(
+                copies.to_host(target, source, after=[streams.compute.record()], kind=PARAMETERS)
+            )
 
     def start_gradient_read(self, staged: Staged) -> bool:
         """Start to read the gradient, before all queued reads of state: those started earlier and are needed later."""
@@ -412,7 +414,7 @@ class SlotTransfers:
         return True
 
     def wait_for_reads(self, reads: Sequence[Completion]) -> None:
-        with self._tiers.stalls.waiting_for("optimizer state"):
+        with self._tiers.stalls.waiting_for(OPTIMIZER_STATE):
             for read in reads:
                 read.wait()
 
@@ -443,7 +445,9 @@ class SlotTransfers:
                 source = as_tensor(staged.lease)[self._slots.param_offset :][: part.nbytes]
                 target = home.tensor[tile.start * itemsize :][: part.nbytes]
                 # Compute may still read the old parameters.
-                self._written = copies.to_device(target, source, after=[streams.compute.record()], kind=KIND)
+                self._written = copies.to_device(
+                    target, source, after=[streams.compute.record()], kind=PARAMETERS
+                )
                 # The slot stays until the copy has read it.
                 writes.append(self._written)
         if tile.state.extent is not None:
@@ -456,7 +460,7 @@ class SlotTransfers:
         if self._written is not None:
             assert self._tiers.copies is not None
             # The copies run on one stream: when the last of them has ended, all have.
-            self._tiers.copies.hold_compute(self._written, KIND)
+            self._tiers.copies.hold_compute(self._written, PARAMETERS)
             self._written = None
 
     def param_address(self, tile: Tile, staged: Staged | None) -> int:

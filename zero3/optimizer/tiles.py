@@ -18,6 +18,7 @@ from optim_cpu import kernels
 from optim_cpu.formats import STATE_FORMATS, round_parameters
 from optim_cpu.kernels import StateFormat
 from tiering.placement.plan import SubGroup
+from tiering.placement.tenants import OPTIMIZER_STATE
 from tiering.placement.workload import Workload
 from zero3.device.tiers import Home, Tiers
 from zero3.params.layout import Segment, segments
@@ -124,7 +125,7 @@ def make_tiles(sub_groups: Iterable[SubGroup], groups: Sequence[ParamGroup], tie
         group = groups[planned.group]
         parts = tuple(segments(group.shard.pieces, planned.start, planned.end))
         names = tuple(segment.piece.name for segment in parts)
-        home = tiers.home(planned.tier, tiers.plan.tile_state_bytes(planned), "optimizer state", names)
+        home = tiers.home(planned.tier, tiers.plan.tile_state_bytes(planned), OPTIMIZER_STATE, names)
         indices = tuple(begins[s.piece.index] + s.first for s in parts)
         tiles.append(Tile(group, planned.start, planned.end, home, parts, indices, planned.visits))
     return tiles

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from tiering.placement.tenants import PARAMETERS
 from tiering.storage.arena import Arena, Lease
 from tiering.storage.read_ahead import FETCH_PRIORITY
 from tiering.storage.tickets import Transfer
@@ -178,7 +179,7 @@ class CopiedStorage(FlatStorage):
             self._copy_in()
             return True
         assert self._tiers.swap is not None
-        lease = (window.lease if wait else window.try_lease)(extent.nbytes, "parameters")
+        lease = (window.lease if wait else window.try_lease)(extent.nbytes, PARAMETERS)
         if lease is None:
             # Nothing has written to the room, so it is free at once.
             self._room.release(None)
@@ -203,12 +204,12 @@ class CopiedStorage(FlatStorage):
 
     def finish(self) -> None:
         if self._ticket is not None:
-            with self._tiers.stalls.waiting_for("parameters"):
+            with self._tiers.stalls.waiting_for(PARAMETERS):
                 self._finish_read()
         if self._arrived is not None:
             assert self._tiers.copies is not None
             # Kernels that are queued from here on run behind the copy.
-            self._tiers.copies.hold_compute(self._arrived, "parameters")
+            self._tiers.copies.hold_compute(self._arrived, PARAMETERS)
             self._arrived = None
         self._room.attach()
 
@@ -236,7 +237,7 @@ class CopiedStorage(FlatStorage):
             target.copy_(source[: self._nbytes])
         else:
             self._arrived = self._tiers.copies.to_device(
-                target, source[: self._nbytes], after=after, kind="parameters"
+                target, source[: self._nbytes], after=after, kind=PARAMETERS
             )
         if self._lease is not None:
             # The CPU has copied the bytes; a device reads the lease until its copy has ended.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tiering.errors import DistributedError, SwapError
+from tiering.placement.tenants import PARAMETERS
 from tiering.storage.arena import Lease
 from tiering.storage.read_ahead import FETCH_PRIORITY
 from tiering.storage.tickets import Transfer
@@ -135,7 +136,7 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
         assert self._lease is not None
         # First: the transport reads this rank's shard as soon as the gather begins, and a read that has failed raises
         # before other ranks hear of the gather.
-        with self._tiers.stalls.waiting_for("parameters"):
+        with self._tiers.stalls.waiting_for(PARAMETERS):
             for read in self._reads:
                 read.wait()
         self._reads.clear()
@@ -211,7 +212,7 @@ class DeviceGatheredStorage(ShardedStorage):
             assert self._tiers.swap is not None
             # Half of the window for each shard, so that a second one always fits. The lease may wait for a copy, unlike
             # the room above, which alone decides whether a group is fetched ahead.
-            lease = window.lease(window.capacity // 2, "parameters")
+            lease = window.lease(window.capacity // 2, PARAMETERS)
             try:
                 part = lease.part(0, extent.nbytes)
                 self._ticket = self._tiers.swap.swap_in(extent, part, priority=FETCH_PRIORITY)
@@ -225,7 +226,7 @@ class DeviceGatheredStorage(ShardedStorage):
 
     def gather(self, *, foreseen: bool) -> None:
         if self._ticket is not None:
-            with self._tiers.stalls.waiting_for("parameters"):
+            with self._tiers.stalls.waiting_for(PARAMETERS):
                 self._ticket.wait()
             self._ticket = None
         # Before any copy starts: if this raises, ``drop`` has no copy to wait for.
@@ -275,7 +276,7 @@ class DeviceGatheredStorage(ShardedStorage):
             if copies is None:
                 target.copy_(source)
             else:
-                self._copied = copies.to_device(target, source, after=after, kind="parameters")
+                self._copied = copies.to_device(target, source, after=after, kind=PARAMETERS)
             base += len(elements)
         if self._lease is not None:
             # The device reads the lease until the last copy has ended; the CPU has copied the bytes.

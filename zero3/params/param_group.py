@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tiering._text import shorten
 from tiering.errors import EngineStateError
+from tiering.placement.tenants import PARAMETERS
 from zero3.device.storages import Placeholder
 from zero3.device.tiers import Home, Tiers
 from zero3.params import resharded
@@ -343,7 +344,7 @@ class ParamGroup:
                 f"group {self.name!r} is {self.residency.name}: unshard it before waiting for it"
             )
         assert self._storage is not None
-        with nullcontext() if self._storage_reports_stalls else self._stalls.waiting_for("parameters"):
+        with nullcontext() if self._storage_reports_stalls else self._stalls.waiting_for(PARAMETERS):
             self._storage.finish()
         # Only once the bytes are attached: before that, the storage refuses reads.
         self.residency = Residency.UNSHARDED

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tiering.placement.tenants import GRADIENTS
 from tiering.storage.arena import Lease
 from zero3.device.storages import as_tensor
 from zero3.device.tiers import Home, Tiers
@@ -58,16 +59,16 @@ class GradientWindows:
             return home.tensor
         if lease is None:
             assert home.extent is not None and self._tiers.swap is not None
-            with self._tiers.stalls.waiting_for("gradients"):
-                window = self._tiers.grad_window
-                while (lease := window.try_lease(home.extent.nbytes, "gradients")) is None:
+            with self._tiers.stalls.waiting_for(GRADIENTS):
+                window = self._tiers.windows[GRADIENTS]
+                while (lease := window.try_lease(home.extent.nbytes, GRADIENTS)) is None:
                     if self._stepper is not None and self._stepper.make_room():
                         continue
                     if not self._windows:
                         break
                     # More groups are open than the plan has room for: write the one that was opened first.
                     self.write_out(next(iter(self._windows)))
-                lease = lease or window.lease(home.extent.nbytes, "gradients")
+                lease = lease or window.lease(home.extent.nbytes, GRADIENTS)
                 if group in self._written_groups:
                     # Waits, because the next gradient is added to these bytes. The extent orders the read behind the
                     # write of the same window.

@@ -32,6 +32,7 @@ from optim_cpu import kernels
 from optim_cpu.kernels import DType
 from tiering._interrupts import uninterrupted
 from tiering.errors import ConfigError, EngineStateError
+from tiering.placement.tenants import GRADIENTS
 from tiering.storage.arena import Lease
 from tiering.telemetry import COPIES_OF
 from zero3.device import kernels as device_kernels
@@ -297,7 +298,7 @@ class GradientStore:
         """Wait for all transfers, and add up their gradients at home."""
         if not self._transfers:
             return
-        with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
+        with self._tiers.stalls.waiting_for(COPIES_OF + GRADIENTS):
             while self._transfers:
                 self._receive_next()
 
@@ -308,7 +309,7 @@ class GradientStore:
         gradients are in host memory; those in device memory are read with all others in ``sum_of_squares``.
         """
         if self._is_in_flight(group):
-            with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
+            with self._tiers.stalls.waiting_for(COPIES_OF + GRADIENTS):
                 while self._is_in_flight(group):
                     self._receive_next()
         self._completed_groups.add(group)
@@ -440,18 +441,18 @@ class GradientStore:
         if self.last_micro_batch and overwrite and whole and exact:
             (self._block_squares[piece.index],) = device_kernels.block_squares([grad.view(-1)])
         # The copy waits for the kernels that made the gradient, not for later ones.
-        event = copies.to_host(target, raw, after=[streams.compute.record()], kind="gradients")
+        event = copies.to_host(target, raw, after=[streams.compute.record()], kind=GRADIENTS)
         self._in_flight_bytes += raw.numel()
         self._transfers.append(_Transfer(event, raw, lease, group, piece, grad.dtype, overwrite, whole))
         self._receive_finished()
 
     def _room_to_arrive(self, nbytes: int) -> Lease:
-        while (lease := self._tiers.offload_window.try_lease(nbytes, "gradients")) is None:
+        while (lease := self._tiers.offload_window.try_lease(nbytes, GRADIENTS)) is None:
             self._wait_for_next()
         return lease
 
     def _wait_for_next(self) -> None:
-        with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
+        with self._tiers.stalls.waiting_for(COPIES_OF + GRADIENTS):
             self._receive_next()
 
     def _is_in_flight(self, group: ParamGroup) -> bool:

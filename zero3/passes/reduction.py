@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from optim_cpu import kernels
 from tiering.errors import EngineStateError, RankOrderError
+from tiering.placement.tenants import GRADIENTS
 from tiering.storage.arena import Lease
 from zero3.device import kernels as device_kernels
 from zero3.device.storages import as_tensor
@@ -296,13 +297,13 @@ class GradientReducer:
         if self._order.contradicted:
             while (collected := self._collected_bytes()) and collected + nbytes > self._least_room:
                 self._give_way()
-        while (lease := self._collecting.try_lease(nbytes, "gradients")) is None:
+        while (lease := self._collecting.try_lease(nbytes, GRADIENTS)) is None:
             if self._reductions:
                 self._finish_oldest()
             elif self._collected_bytes():
                 self._give_way()
             else:  # a defect of the plan: the lease raises an error that says so
-                return self._collecting.lease(nbytes, "gradients", alone=True)
+                return self._collecting.lease(nbytes, GRADIENTS, alone=True)
         return lease
 
     def _collected_bytes(self) -> int:
@@ -322,7 +323,7 @@ class GradientReducer:
         buffers = {}
         for group in self._order.stays_open:
             numel, dtype = group.layout.trainable_numel, self._dtype_of(group)
-            lease = self._tiers.reduction["opened"].lease(numel * dtype.itemsize, "gradients", alone=True)
+            lease = self._tiers.reduction["opened"].lease(numel * dtype.itemsize, GRADIENTS, alone=True)
             buffers[group] = self._tensor(lease, numel, dtype)
         return buffers
 
@@ -376,9 +377,9 @@ class GradientReducer:
         self._reductions.append(_Reduction(group, pending, parts, leases))
 
     def _room_to_exchange(self, nbytes: int) -> Lease | LedgerEntry:
-        while (lease := self._exchanging.try_lease(nbytes, "gradients")) is None:
+        while (lease := self._exchanging.try_lease(nbytes, GRADIENTS)) is None:
             if not self._reductions:  # a defect of the plan: the lease raises an error that says so
-                return self._exchanging.lease(nbytes, "gradients", alone=True)
+                return self._exchanging.lease(nbytes, GRADIENTS, alone=True)
             self._finish_oldest()
         return lease
 

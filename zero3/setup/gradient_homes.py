@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiering.placement.tenants import GRADIENTS
 from tiering.placement.workload import Tier
 from zero3.device.tiers import Home, Tiers
 from zero3.params.layout import shard_ranges
@@ -26,7 +27,7 @@ def make_gradient_store(
             tiers.home(
                 tier,
                 group.shard.trainable_numel * _accumulation_dtype(group, dtype).itemsize,
-                "gradients",
+                GRADIENTS,
                 tuple(piece.name for piece in group.shard.pieces if piece.trainable),
             )
             for group, tier in zip(groups, tiers.plan.grad_tiers, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tiering.placement.tenants import PARAMETERS
 from tiering.placement.workload import GroupSizes
 from tiering.storage.arena import round_up
 from zero3.device.tiers import Home, Tiers
@@ -41,7 +42,7 @@ def _make_home(index: int, sizes: GroupSizes, layout: FlatLayout, tiers: Tiers) 
     """The planned home for this rank's parameters of group ``index``."""
     names = tuple(piece.name for piece in layout.pieces)
     nbytes = tiers.plan.workload.home_bytes(sizes)
-    return tiers.home(tiers.plan.param_tiers[index], nbytes, "parameters", names)
+    return tiers.home(tiers.plan.param_tiers[index], nbytes, PARAMETERS, names)
 
 
 def _shard_of_home(home: Home, layout: FlatLayout, dtype: torch.dtype, world: World) -> Home:

@@ -298,7 +298,7 @@ def test_windows_count_what_trains() -> None:
     groups = tuple(GroupSizes(f"g{i}", 64 * NUMEL, NUMEL) for i in range(8))
     load = example(groups=groups, device_is_host=False, fetch_by_copy=True, micro_batches=2)
     plan = followed(load, Budgets(PLENTY, 0, PLENTY))
-    assert (plan.offload_window_bytes, plan.grad_window_bytes) == (2 * 2 * NUMEL, 2 * 2 * NUMEL)
+    assert (plan.offload_window_bytes, plan.windows["gradients"]) == (2 * 2 * NUMEL, 2 * 2 * NUMEL)
     assert plan.fetch_window_bytes == 2 * 64 * NUMEL
     assert plan.staging.slot_bytes == SMALLEST_TILE * (12 + 2 + 2)
     assert plan.total(HOST) < 2 * 64 * NUMEL + 16 * NUMEL

@@ -124,7 +124,7 @@ def the_windows_suffice(load: Workload, plan: Plan) -> None:
         assert state <= staging.param_offset or not state
         assert param <= staging.grad_offset - staging.param_offset or not param
         assert grad <= staging.slot_bytes - staging.grad_offset or not grad
-    assert plan.grad_window_bytes == 2 * max(grads, default=0)
+    assert plan.windows["gradients"] == 2 * max(grads, default=0)
     if load.fetch_by_copy and NVME in plan.param_tiers:
         assert plan.fetch_window_bytes >= 2 * max(group.param_bytes for group in load.groups)
 
@@ -199,7 +199,7 @@ def test_steps_in_backward_fit_into_the_same_host_budget(load: Workload, device:
     for spare in (0, PAGE, 16 * PAGE, 100 * PAGE):
         limits = replace(least, host=least.host + spare)
         after, during = (make_plan(replace(load, step_in_backward=on), limits) for on in (False, True))
-        windows = during.grad_window_bytes + during.staging.nbytes
+        windows = during.windows["gradients"] + during.staging.nbytes
         spared = sum(after.nvme_traffic()) + 2 * windows + 3 * dearest_piece(load, after)
         assert sum(during.nvme_traffic()) <= spared
 

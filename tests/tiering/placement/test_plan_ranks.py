@@ -282,7 +282,7 @@ def test_reduced_gradients_reach_nvme_as_often_as_they_are_reduced() -> None:
     for stage in (1, 2, 3):
         load = example(world_size=2, stage=stage, micro_batches=3, offload_param=DEVICE)
         plan = make_plan(load, followed(load, Budgets(PLENTY, 0, PLENTY)).budgets)
-        assert plan.grad_window_bytes == 2 * NUMEL // 2 * 2
+        assert plan.windows["gradients"] == 2 * NUMEL // 2 * 2
         state = 12 * 3 * NUMEL // 2
         moved[stage] = [(nbytes - state) // NUMEL for nbytes in plan.nvme_traffic()]
     assert moved == {1: [3, 3], 2: [9, 9], 3: [9, 9]}

@@ -163,7 +163,7 @@ def test_ctrl_c_while_gradients_are_dropped_drops_each_of_them_once(
     """It comes after an exception in backward, as soon as the first window of gradients is released."""
     options = {**STREAMED, "accumulation": 1, "host_budget": "250KiB"}
     reference, engine = train(1, **options), start(**options)
-    windows, release, armed = engine._tiers.grad_window, Lease.release, True
+    windows, release, armed = engine._tiers.windows["gradients"], Lease.release, True
 
     def interrupted(lease: Lease) -> None:
         nonlocal armed

@@ -19,6 +19,7 @@ from tiering.config.training import TiersConfig, format_size
 from tiering.errors import ConfigError
 from tiering.placement.budgets import host_memory
 from tiering.placement.plan import Plan
+from tiering.placement.tenants import GRADIENTS
 from tiering.storage.aio import AioContext
 from tiering.storage.io_stats import EngineInfo
 from tiering.storage.swap_space import Section, SwapSpace
@@ -292,7 +293,7 @@ class Replay:
 
 
 def _check_memory(plan: Plan, with_kernels: bool) -> None:
-    needed = plan.staging.nbytes + plan.grad_window_bytes + plan.fetch_window_bytes
+    needed = plan.staging.nbytes + plan.windows[GRADIENTS] + plan.fetch_window_bytes
     needed += 0 if plan.workload.fetch_by_copy else plan.working_bytes
     needed += scratch_bytes(plan) if with_kernels else 0
     limit, in_use = host_memory()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from optim_cpu.kernels import DType, StateFormat, StepBatch
 from tiering.placement.plan import Plan, SubGroup
+from tiering.placement.tenants import GRADIENTS
 from tiering.placement.workload import FP32, Tier, Workload
 from tiering.planning.measure import usual_rule
 from tiering.storage.arena import Arena, Completion, Lease, round_up
@@ -38,7 +39,7 @@ class Gradients:
         self._extents = extents
         self._transfers = transfers
         self._open: dict[int, tuple[Lease, list[Transfer]]] = {}
-        self.window = filled(plan.grad_window_bytes, "gradient window", numbers=numbers)
+        self.window = filled(plan.windows[GRADIENTS], "gradient window", numbers=numbers)
 
     def open(self, group: int, *, accumulates: bool) -> None:
         """The first gradient of ``group`` arrives; ``accumulates``: it is added to earlier ones, which are read."""

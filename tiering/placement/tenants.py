@@ -1,0 +1,100 @@
+"""What lives on the tiers: the tenants of a Workload, each with its pieces. Pure.
+
+This list is the only one. From it come the mandatory bytes and the refusals of a plan, the use of the host budget,
+the lines and the traffic of the plan, the sections of the swap space, and the windows through which pieces stream. The
+code that keeps the bytes of a tenant makes homes for its pieces (`Tiers.home`). A home on NVMe is an extent, which
+orders its transfers; bytes, leases and stalls are counted under the kind of the tenant. A further tenant is an entry of
+`Workload.others`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tiering.placement.workload import Tenant, TenantPiece, Tier, Workload
+from tiering.storage.arena import round_up
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER_STATE = "optimizer state"
+
+
+def tenants(load: Workload) -> tuple[Tenant, ...]:
+    """All tenants: parameters, gradients, optimizer state, with a piece for each group; then the others."""
+    return (parameters(load), gradients(load), optimizer_state(load), *load.others)
+
+
+def parameters(load: Workload) -> Tenant:
+    """Trained and frozen parameters: read by each pass; those that are trained are written by each step."""
+    pieces = []
+    for group in load.groups:
+        read, written = load.param_traffic(group)
+        tier = Tier.DEVICE if group.persistent else load.offload_param
+        pieces.append(TenantPiece(group.name, load.home_bytes(group), tier, read, written))
+    return Tenant(PARAMETERS, tuple(pieces), offloaded=True, with_parameters=True)
+
+
+def gradients(load: Workload) -> Tenant:
+    """Accumulated gradients: each backward adds to them, and the step reads them."""
+    pieces = []
+    for group, tier in zip(load.groups, _gradient_tiers(load), strict=True):
+        moved = load.grad_traffic(group)
+        pieces.append(TenantPiece(group.name, load.home_grad_bytes(group), tier, moved, moved))
+    return Tenant(GRADIENTS, tuple(pieces))
+
+
+def optimizer_state(load: Workload) -> Tenant:
+    """Optimizer state: each step reads and writes every byte once, in tiles, into which its pieces are divided."""
+    pieces = (
+        TenantPiece(
+            group.name, load.state_bytes(group), tier, load.state_bytes(group), load.state_bytes(group)
+        )
+        for group, tier in zip(load.groups, load.optimizer_tiers, strict=True)
+    )
+    return Tenant(OPTIMIZER_STATE, tuple(pieces), offloaded=True)
+
+
+def with_windows(everything: Iterable[Tenant]) -> list[Tenant]:
+    """Those whose pieces stream through a window of their own.
+
+    Parameters stream through the fetch window or the working memory, optimizer state through staging.
+    """
+    return [tenant for tenant in everything if tenant.kind not in (PARAMETERS, OPTIMIZER_STATE)]
+
+
+def stay_open(load: Workload) -> list[bool]:
+    """Whether each group receives gradients during a whole backward: enclosing groups and persistent parameters."""
+    return [group.persistent or index in load.enclosing for index, group in enumerate(load.groups)]
+
+
+def _gradient_tiers(load: Workload) -> list[Tier]:
+    """The slowest tier allowed for the gradients of each group."""
+    # Groups that stay open for a whole pass would occupy the window all that time, so their gradients stay in memory. A
+    # frozen group has no gradients, and needs no window.
+    in_memory = [
+        open_ or not group.trainable_numel for group, open_ in zip(load.groups, stay_open(load), strict=True)
+    ]
+    tiers = [
+        Tier.HOST if tier is Tier.NVME and stays else tier
+        for tier, stays in zip(load.optimizer_tiers, in_memory, strict=True)
+    ]
+    streamed = {index: load.home_grad_bytes(group) for index, group in enumerate(load.groups)}
+    for index in _too_large_to_stream({i: streamed[i] for i, tier in enumerate(tiers) if tier is Tier.NVME}):
+        tiers[index] = Tier.HOST
+    return tiers
+
+
+def _too_large_to_stream(streamed: Mapping[int, int]) -> list[int]:
+    """The keys of pieces that need less memory than the window through which they would stream to NVMe.
+
+    For example an embedding that is much larger than the blocks: the window has room for two of the largest piece.
+    """
+    sizes = sorted(((round_up(nbytes), key) for key, nbytes in streamed.items()), reverse=True)
+    count_kept, stay = 0, 0
+    least = 2 * sizes[0][0] if sizes else 0
+    for count, (nbytes, _) in enumerate(sizes, start=1):
+        stay += nbytes
+        window = 2 * sizes[count][0] if count < len(sizes) else 0
+        if stay + window < least:
+            count_kept, least = count, stay + window
+    return [key for _, key in sizes[:count_kept]]

@@ -14,7 +14,7 @@ from tiering.errors import PlacementError
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.slots import SMALLEST_TILE
-from tiering.placement.workload import GroupSizes, Tier, Workload
+from tiering.placement.workload import GroupSizes, Tenant, TenantPiece, Tier, Workload
 from tiering.storage.arena import PAGE
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -40,6 +40,17 @@ def example(**changes: object) -> Workload:
         device_is_host=True,
     )
     return replace(load, **changes)
+
+
+@st.composite
+def cached_keys(draw: st.DrawFn) -> Tenant:
+    """A tenant of which the engine knows nothing: its pieces may live down to any tier."""
+    pieces = []
+    for index in range(draw(st.integers(0, 4))):
+        read, written = (draw(st.integers(0, 1 << 20)) for _ in range(2))
+        tier = draw(st.sampled_from([DEVICE, HOST, NVME, NVME, NVME]))
+        pieces.append(TenantPiece(f"k{index}", PAGE * draw(st.integers(1, 100)), tier, read, written))
+    return Tenant("cached keys", tuple(pieces), offloaded=draw(st.booleans()))
 
 
 @st.composite
@@ -89,6 +100,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         moment_itemsize=draw(st.sampled_from([4, 2])),
         can_split=itemsize == 2,
         step_in_backward=draw(st.booleans()),
+        others=tuple(draw(st.lists(cached_keys(), max_size=1))),
     )
 
 

@@ -247,7 +247,8 @@ class Tiers:
                 target.copy_(local)
             return
         assert home.extent is not None and self.swap is not None
-        lease = (through or self.staging).lease(nbytes, "staging")
+        window = self.staging if through is None else through
+        lease = window.lease(nbytes, "staging" if through is None else home.extent.section)
         try:
             yield as_tensor(lease)[:nbytes]
             # The extent orders this write behind transfers of the same bytes in flight.

@@ -18,6 +18,7 @@ from tiering.placement.slots import FEWEST_SLOTS, SMALLEST_TILE
 from tiering.placement.workload import GroupSizes, Tier, Workload
 from tiering.storage.arena import PAGE
 
+KINDS = ("parameters", "gradients", "optimizer state")
 PROMISES: list[Callable[[Workload, Plan], None]] = []
 
 
@@ -75,6 +76,23 @@ def nothing_is_placed_where_the_configuration_does_not_allow_it(load: Workload, 
     for index, (group, tier) in enumerate(zip(load.groups, plan.grad_tiers, strict=True)):
         if group.persistent or index in parents or (group.beside is not None and group.beside in parents):
             assert tier is not NVME  # it would hold the window open for the whole pass
+
+
+@promise
+def other_tenants_are_placed_like_those_of_the_engine(load: Workload, plan: Plan) -> None:
+    placed = [piece for piece in plan.placed() if piece.kind not in KINDS]
+    pieces = [(tenant, piece) for tenant in load.others for piece in tenant.pieces]
+    assert len(placed) == len(pieces)
+    for (tenant, piece), at in zip(pieces, placed, strict=True):
+        assert at[0] == tenant.kind and at[2:] == (piece.nbytes, piece.read, piece.written)
+        kept = not tenant.offloaded or load.cache_in_host
+        assert at.tier is piece.tier or (at.tier is HOST and piece.tier is NVME and kept)
+    for tenant in load.others:
+        streamed = [piece.nbytes for piece in placed if piece.kind == tenant.kind and piece.tier is NVME]
+        assert plan.windows[tenant.kind] == 2 * max(streamed, default=0)
+        for tier in Tier:
+            nbytes = sum(piece.nbytes for piece in placed if piece.kind == tenant.kind and piece.tier is tier)
+            assert plan.contents(tier).get(tenant.kind, 0) == nbytes
 
 
 @given(load=workloads())
@@ -334,7 +352,9 @@ def dearest_piece(load: Workload, plan: Plan) -> int:
     gradients = [
         2 * load.micro_batches * load.of(group).grad_itemsize * group.trainable_numel for group in load.groups
     ]
-    return max(parameters + gradients + [2 * plan.tile_state_bytes(tile) for tile in plan.sub_groups])
+    others = [piece.read + piece.written for tenant in load.others for piece in tenant.pieces]
+    tiles = [2 * plan.tile_state_bytes(tile) for tile in plan.sub_groups]
+    return max(parameters + gradients + tiles + others)
 
 
 @given(load=workloads(), limits=budgets, files=st.integers(1, 3))

@@ -95,6 +95,31 @@ def encode_scales(form: BlockLayout, scales: Tensor) -> Tensor:
     return encoded
 
 
+def decode_scales(form: BlockLayout, scales: Tensor, count: int) -> Tensor:
+    """The ``count`` float32 scales whose bytes are ``scales``, with the bits of those in the kernels."""
+    if scales.data_ptr() % 4:
+        # A tensor's bytes may begin anywhere in a group of parameters.
+        scales = scales.clone()
+    if not form.double_quantised:
+        return scales.view(torch.float32)
+    offset, group_scales, codes = _parts(scales, count)
+    book = _table(dynamic_map(), codes.device)
+    groups = torch.arange(count, device=codes.device) // SCALE_GROUP
+    return book[codes.int()] * group_scales[groups] + offset
+
+
+def decode_blocks(form: BlockLayout, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values, flat, of whole blocks on the CPU, from their codes, flat, and float32 ``scales``, one per block."""
+    block = form.group_size
+    blocks = codes.numel() * form.code_elements // block
+    values = torch.empty(blocks * block, dtype=dtype if dtype in DTYPES else torch.float32, device="cpu")
+    if blocks:
+        addresses = {"codes": codes.data_ptr(), "scales": scales.data_ptr()}
+        matrix = QuantizedMatrix(form.code, blocks, block, block, **addresses)
+        kernels.dequantize(values.data_ptr(), DTYPES[values.dtype], matrix, (0, blocks), (0, block))
+    return values.to(dtype)
+
+
 def decode(form: BlockLayout, codes: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """All values of an encoded tensor in ``dtype`` (None: float32), on the device of its codes."""
     shape = (*codes.shape[:-1], codes.shape[-1] * form.code_elements)
@@ -188,19 +213,10 @@ class Weight:
         form, per_row = self._form, self.columns // self._form.group_size
         at = slice(left // form.code_elements, right // form.code_elements)
         codes = self._codes.view(self.rows, -1)[first:end, at]
-        scales = self._scales_by_torch().view(self.rows, per_row)
+        scales = decode_scales(form, self._scales, self.rows * per_row).view(self.rows, per_row)
         scales = scales[first:end, left // form.group_size : right // form.group_size]
         values = _values(form.code, codes.reshape(*scales.shape, -1))
         return (values * scales.unsqueeze(-1)).view(end - first, right - left)
-
-    def _scales_by_torch(self) -> Tensor:
-        if not self._form.double_quantised:
-            return self._scales.view(torch.float32)
-        count = self.rows * self.columns // self._form.group_size
-        offset, group_scales, codes = _parts(self._scales, count)
-        book = _table(dynamic_map(), codes.device)
-        groups = torch.arange(count, device=codes.device) // SCALE_GROUP
-        return book[codes.int()] * group_scales[groups] + offset
 
 
 def _parts(scales: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from optim_cpu import formats, kernels, quantization
 from optim_cpu.formats import QUANTIZED, QuantizedFormat, quantized
-from optim_cpu.quantization import LARGEST, Weight
+from optim_cpu.quantization import LARGEST, Weight, decode_blocks, decode_scales
 
 FORMATS = [
     quantized("nf4"),
@@ -93,6 +93,20 @@ def test_state_is_encoded_by_the_same_notion() -> None:
     rounded = formats.BF16.decode(formats.BF16.encode(values))
     assert 0 < ((rounded - values) / values).abs().max() <= formats.BF16.error
     assert (formats.SPLIT.is_exact, formats.SPLIT.bytes_per_element, formats.BF16.nbytes(10)) == (True, 4, 20)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_a_range_of_blocks_is_decoded_as_in_the_whole(name: str, double_quant: bool) -> None:
+    form = quantized(name, double_quant=double_quant)
+    codes, scales = form.encode(torch.randn(6, 4096, generator=torch.Generator().manual_seed(6)))
+    moved = torch.cat((torch.zeros(1, dtype=torch.uint8), scales))[1:]
+    floats = decode_scales(form, moved, 6 * 64)
+    part = codes.flatten()[640 // form.code_elements : 20480 // form.code_elements]
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        whole = form.decode((codes, scales), dtype).flatten()
+        assert torch.equal(decode_blocks(form, part, floats[10:320], dtype), whole[640:20480])
+    assert decode_blocks(form, codes[0, :0], floats[:0], torch.float32).shape == (0,)
 
 
 def test_a_stack_of_matrices_is_one_matrix_of_all_rows() -> None:

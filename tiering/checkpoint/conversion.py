@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from optim_cpu import kernels
+from tiering._text import counted
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.manifest import (
     FLOATS,
@@ -50,7 +52,8 @@ class Converted:
     """The result of a conversion: counts of written parameters and buffers.
 
     ``overflowed`` counts finite elements that became infinite, by tensor. ``excluded`` are parameters that the
-    checkpoint does not have. ``caveat`` is a warning about a property of the checkpoint that cannot be checked.
+    checkpoint does not have. ``caveats`` are warnings: about a property of the checkpoint that cannot be checked, and
+    about codes of quantised layers, which are written as they are.
     """
 
     tensors: int = 0
@@ -58,7 +61,7 @@ class Converted:
     nbytes: int = 0
     overflowed: dict[str, int] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
-    caveat: str = ""
+    caveats: tuple[str, ...] = ()
 
 
 def to_weights(
@@ -81,7 +84,8 @@ def to_weights(
     files, parameters = checkpoint.with_buffers(0), checkpoint.manifest.parameters
     frozen = {name for name, each in parameters.items() if exclude_frozen and not each.trained}
     excluded = *checkpoint.manifest.excluded, *sorted(frozen)
-    converted = Converted(excluded=excluded, caveat=checkpoint.caveat)
+    caveats = tuple(filter(None, (checkpoint.caveat, _codes(files, frozen))))
+    converted = Converted(excluded=excluded, caveats=caveats)
     specs = _widest_first(
         TensorSpec(
             name,
@@ -103,6 +107,22 @@ def to_weights(
             for values in _convert(reader, files, spec, converted, on_read):
                 writer.append(values)
     return converted
+
+
+def _codes(files: WeightFiles, without: AbstractSet[str]) -> str:
+    """A warning about weights that are codes of ``tiering.quantize``; empty if there are none."""
+    names = [
+        name
+        for name, stored in files.tensors.items()
+        if stored.dtype in ("U8", "I8") and len(stored.shape) == 1 and f"{name}_scales" in files.tensors
+    ]
+    if not names or names[0] in without:
+        return ""
+    return (
+        f"{counted(len(names), 'weight')} of quantised layers, such as {names[0]!r}, are written as codes, which only a"
+        " model that is quantised in the same way loads; to write decoded weights, load the checkpoint and call"
+        " engine.save_16bit_model(DIR)"
+    )
 
 
 def to_checkpoint(

@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
             f" {len(converted.excluded)}, the first {converted.excluded[0]!r}; the model that loads it must have them",
             file=sys.stderr,
         )
-    if converted.caveat:
-        print(f"tiering convert: {converted.caveat}", file=sys.stderr)
+    for caveat in converted.caveats:
+        print(f"tiering convert: {caveat}", file=sys.stderr)
     print(
         f"{options.into}: {counted(converted.tensors, 'tensor')} of {counted(converted.numel, 'element')},"
         f" {format_size(converted.nbytes)}, from {options.source}"

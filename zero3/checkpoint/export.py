@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_cpu.formats import round_parameters
+from optim_cpu.quantization import decode_blocks, decode_scales
 from tiering import _logs
 from tiering.config.training import TieringConfig, format_size, parse_size
 from tiering.errors import ConfigError
@@ -25,6 +26,7 @@ from tiering.weights.tensor_file import TensorSpec
 from tiering.weights.writer import SUFFIX, WeightWriter
 from zero3.building.fill import RANGE
 from zero3.building.peft_models import is_from_peft
+from zero3.building.quantized_linear import QuantizedLinear
 from zero3.building.weights import STORED_NAMES
 from zero3.checkpoint.saved_names import (
     Saved,
@@ -150,6 +152,8 @@ class Export:
         if saved.tensor not in self._pieces:
             return saved.tensor.dtype
         group, piece = self._pieces[saved.tensor]
+        if saved.quantised is not None:
+            return dtype
         return piece.own_dtype or (torch.float32 if group.in_fp32 else dtype)
 
     def _ranges(self, saved: Saved, dtype: torch.dtype) -> Generator[Tensor]:
@@ -163,6 +167,9 @@ class Export:
         group, piece = self._pieces[saved.tensor]
         if not (group.sharded or self._writes):
             return
+        if saved.quantised is not None:
+            yield from self._decoded(saved, saved.quantised, dtype)
+            return
         with closing(self._state.weight_ranges(group, piece, saved.first, saved.numel, RANGE)) as ranges:
             for values in ranges:
                 if values.dtype is dtype:
@@ -171,6 +178,25 @@ class Export:
                     rounded = torch.empty(values.numel(), dtype=dtype, device="cpu")
                     round_parameters(values, rounded)
                     yield rounded
+
+    def _decoded(self, saved: Saved, layer: QuantizedLinear, dtype: torch.dtype) -> Generator[Tensor]:
+        """The decoded weight of ``layer``, one range at a time. Holds all its scales, and the codes of a range."""
+        form, block = layer.form, layer.form.group_size
+        group, piece = self._pieces[layer.weight_scales]
+        count = layer.out_features * layer.in_features // block
+        scales = decode_scales(form, self._state.weight(group, piece), count)
+        group, piece = self._pieces[saved.tensor]
+        # Rows are whole blocks, and so is a part of the weight.
+        part = saved.first // form.code_elements, saved.numel // form.code_elements
+        at, rest = saved.first // block, torch.empty(0, dtype=form.dtype, device="cpu")
+        with closing(self._state.weight_ranges(group, piece, *part, RANGE)) as ranges:
+            for codes in ranges:
+                # A range may end inside a block.
+                joined = torch.cat((rest, codes))
+                end = at + joined.numel() * form.code_elements // block
+                whole = (end - at) * block // form.code_elements
+                yield decode_blocks(form, joined[:whole], scales[at:end], dtype)
+                at, rest = end, joined[whole:]
 
 
 def _stem(save_filename: str) -> str:

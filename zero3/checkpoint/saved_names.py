@@ -14,7 +14,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tiering.errors import ConfigError
 from zero3.building.peft_models import is_from_peft
+from zero3.building.quantized_linear import QuantizedLinear
 from zero3.params.layout import product
 
 log = logging.getLogger(__name__)
@@ -29,12 +30,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor to store: the elements of a parameter or buffer of the model from ``first`` on, in ``shape``."""
+    """A tensor to store: the elements of a parameter or buffer of the model from ``first`` on, in ``shape``.
+
+    If ``tensor`` has the codes of the layer ``quantised``, elements are those of the decoded weight.
+    """
 
     name: str
     tensor: Tensor
     shape: tuple[int, ...]
     first: int = 0
+    quantised: QuantizedLinear | None = None
 
     @property
     def numel(self) -> int:
@@ -42,7 +47,14 @@ class Saved:
 
 
 def own_names(model: nn.Module) -> list[Saved]:
-    """The tensors of ``model.state_dict()``; a tied tensor once, under the name that a loader expects."""
+    """The tensors of ``model.state_dict()``; a tied tensor once, under the name that a loader expects.
+
+    The codes and scales of a quantised layer are one tensor: its weight.
+    """
+    layers: dict[Tensor, QuantizedLinear] = {
+        module.weight: module for module in model.modules() if isinstance(module, QuantizedLinear)
+    }
+    scales = {layer.weight_scales for layer in layers.values()}
     names: dict[Tensor, list[str]] = defaultdict(list)
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
@@ -52,6 +64,10 @@ def own_names(model: nn.Module) -> list[Saved]:
     tied = _tied_by_declaration(model)
     saved_tensors = []
     for tensor, tensor_names in names.items():
+        if tensor in scales:
+            continue
+        layer = layers.get(tensor)
+        shape = tuple(tensor.shape) if layer is None else (layer.out_features, layer.in_features)
         if isinstance(model, _transformers_models()):
             untied_names = [
                 name for name in tensor_names if not any(re.search(pattern, name) for pattern in tied)
@@ -59,7 +75,7 @@ def own_names(model: nn.Module) -> list[Saved]:
         else:
             untied_names = []
         saved_tensors += [
-            Saved(name, tensor, tuple(tensor.shape)) for name in untied_names or tensor_names[:1]
+            Saved(name, tensor, shape, quantised=layer) for name in untied_names or tensor_names[:1]
         ]
     return saved_tensors
 
@@ -96,7 +112,7 @@ def transformers_names(model: Any) -> list[Saved]:
         unconverted += [] if parts else [saved]
         for part in parts:
             name, _ = _renamed(part.name, renamings)
-            stored.append(Saved(name, part.tensor, part.shape, part.first))
+            stored.append(replace(part, name=name))
     if unconverted:
         _check_loads(model, unconverted)
     return stored + unconverted
@@ -178,7 +194,7 @@ def _parts(saved: Saved, converters: Iterable[Any]) -> list[Saved]:
         splitter = copy.deepcopy(converter)
         splitter.add_tensor(name, saved.name, pattern, numbers)
         return [
-            Saved(part, saved.tensor, tuple(rows), int(number) * product(rows))
+            replace(saved, name=part, shape=tuple(rows), first=int(number) * product(rows))
             for part, number in splitter.convert(name).items()
         ]
     return [saved]

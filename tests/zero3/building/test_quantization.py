@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import tiering
 from optim_cpu.formats import quantized
+from tiering.checkpoint.conversion import to_weights
+from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, ConfigError, EngineStateError, WeightsError
 from zero3.building import fill
 from zero3.building.encoded_weights import encoded_sources
 from zero3.building.quantized_linear import QuantizedLinear
+from zero3.checkpoint import export
 
 PLACEMENTS: list[dict[str, Any]] = [
     {},
@@ -155,7 +158,13 @@ def test_codes_of_another_format_are_refused(start: Callable[..., Any], tmp_path
         layers.gate.requires_grad_(True)  # type: ignore[union-attr]
         return layers  # type: ignore[return-value]
 
-    start(base("int8"), threshold=0).save_checkpoint(tmp_path)
+    start(base("int8"), threshold=0).save_checkpoint(tmp_path, tag="one")
+    converted = to_weights(open_checkpoint(tmp_path / "one"), tmp_path / "converted")
+    assert converted.caveats[0].startswith(
+        "2 weights of quantised layers, such as 'up.weight', are written as codes"
+    )
+    converted = to_weights(open_checkpoint(tmp_path / "one"), tmp_path / "trained", exclude_frozen=True)
+    assert converted.caveats == ()
     with pytest.raises(
         CheckpointError, match=r"'up.weight' is I8 and.* layer 'up' is in fp8 with blocks of 64"
     ):
@@ -371,6 +380,30 @@ def test_adapters_cannot_be_merged_into_codes(safe: bool) -> None:
     with pytest.raises(RuntimeError, match=r"size|shape"):
         tuned.merge_adapter(safe_merge=safe)
     assert torch.equal(tuned(input_ids=tokens).logits, before)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_exports_hold_decoded_weights_under_the_names_of_the_model(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(export, "RANGE", 1000)  # ranges that end inside a block
+    base = tiering.quantize(llama().bfloat16().requires_grad_(False), "nf4")
+    base.lm_head.requires_grad_(True)
+    engine = start(base, precision="bf16", threshold=0, **placement)
+    engine.save_pretrained(tmp_path / "pretrained")
+    loaded = type(base).from_pretrained(tmp_path / "pretrained", dtype="auto")
+    by_name = load_file(engine.save_16bit_model(tmp_path / "16bit"))
+    engine.release()
+    expected = {
+        name: layer.dequantized_weight(torch.bfloat16)
+        for name, layer in base.named_modules()
+        if isinstance(layer, QuantizedLinear)
+    }
+    assert len(expected) == 14
+    for name, weight in expected.items():
+        assert torch.equal(loaded.get_submodule(name).weight, weight)
+    assert by_name.keys() == llama().state_dict().keys()
+    assert all(torch.equal(by_name[name], value) for name, value in loaded.state_dict().items())
 
 
 def llama() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -123,6 +123,13 @@ def loads(rank: int, nvme: Path, directory: Path, form: str, **options: Any) -> 
 def test_other_ranks_load_a_quantised_base(ranks: Ranks, nvme: Path, tmp_path: Path, form: str) -> None:
     saved, other = ranks(2).run(saves, nvme, tmp_path / "run", form, **STREAMED)
     assert same_bits(saved, other) == []
+    model = QuantisedModel(form)
+    model.load_state_dict(saved)
+    exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert exported.keys() == plain(form).keys()
+    for name in ("up", "down"):
+        layer: Any = model.get_submodule(name)
+        assert torch.equal(exported[f"{name}.weight"], layer.dequantized_weight(torch.bfloat16))
     for world_size, options in ((1, STREAMED), (2, {"stage": 2}), (4, STREAMED), (4, {"stage": 1})):
         for values in ranks(world_size).run(loads, nvme, tmp_path / "run", form, **options):
             assert same_bits(values, saved) == [], (world_size, options)

@@ -1,7 +1,8 @@
 """Fills the host budget with what would otherwise live on NVMe: the most traffic per byte first. Pure.
 
 At equal traffic, what is written comes before what is only read, because writes wear a drive. So training adapters with
-room for them writes nothing to NVMe, although their frozen model is read from it.
+room for them writes nothing to NVMe, although their frozen model is read from it. Experts come last: their traffic is
+that of a pass which routes tokens to all of them.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class HostFilling:
 
     def run(self) -> Filled | None:
         """Fill the room. Returns None if there are no slots, and something does not fit."""
-        # (traffic per byte, bytes of it that are written), and what keeps these bytes in host memory.
-        offers: list[tuple[tuple[float, float], Callable[[], None]]] = []
+        # (traffic per byte, bytes of it that are written, whether each pass has it), and what keeps these bytes in host
+        # memory.
+        offers: list[tuple[tuple[float, float, bool], Callable[[], None]]] = []
         for tenant in self._tenants:
             if tenant.kind == OPTIMIZER_STATE:
                 # The room for its slots depends on what else streams.
@@ -132,8 +134,12 @@ class HostFilling:
         return slots_for(self._load, self._tile, self._slots, tiers[PARAMETERS], tiers[GRADIENTS])
 
 
-def _traffic_per_byte(pieces: Sequence[TenantPiece]) -> tuple[float, float]:
-    """Bytes over NVMe in a step for each byte of ``pieces`` that lives there: (read and written, only written)."""
+def _traffic_per_byte(pieces: Sequence[TenantPiece]) -> tuple[float, float, bool]:
+    """Bytes over NVMe in a step for each byte of ``pieces`` that lives there: (read and written, only written).
+
+    The third value is whether each pass moves them.
+    """
     nbytes = max(sum(piece.nbytes for piece in pieces), 1)
     written = sum(piece.written for piece in pieces)
-    return (sum(piece.read for piece in pieces) + written) / nbytes, written / nbytes
+    always = not any(piece.routed for piece in pieces)
+    return (sum(piece.read for piece in pieces) + written) / nbytes, written / nbytes, always

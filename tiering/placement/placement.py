@@ -345,11 +345,12 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
         0 if load.computes_in_place(group, tier) else round_up(group.param_bytes)
         for group, tier in zip(load.groups, param_tiers, strict=True)
     ]
-    # Groups are fetched whole, so room for less than one group is useless. Enclosing groups are unsharded already.
+    # Groups are fetched whole, so room for less than one group is useless. Enclosing groups are unsharded already, but
+    # while one calls its experts, the next one is fetched.
     inner = [
         nbytes + (0 if group.beside is None else moving[group.beside])
         for index, (group, nbytes) in enumerate(zip(load.groups, moving, strict=True))
-        if index not in load.enclosing
+        if index not in load.enclosing or index in load.routing
     ]
     ahead = max(round_up(load.prefetch_bytes), *inner) if load.prefetch_bytes and inner else 0
     room = fixed.remaining(Tier.DEVICE) // PAGE * PAGE

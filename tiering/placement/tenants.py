@@ -30,7 +30,9 @@ def parameters(load: Workload) -> Tenant:
     for group in load.groups:
         read, written = load.param_traffic(group)
         tier = Tier.DEVICE if group.persistent else load.offload_param
-        pieces.append(TenantPiece(group.name, load.home_bytes(group), tier, read, written))
+        pieces.append(
+            TenantPiece(group.name, load.home_bytes(group), tier, read, written, routed=group.routed)
+        )
     return Tenant(PARAMETERS, tuple(pieces), offloaded=True, with_parameters=True)
 
 

@@ -46,6 +46,8 @@ class TenantPiece:
     # Bytes that a step reads and writes over NVMe if they live there.
     read: int = 0
     written: int = 0
+    # The bytes of an expert, which ``read`` counts although a pass may not use it.
+    routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class GroupSizes:
     parts: int = 1
     # Index of the other group of the same modules: one is trained, the other frozen.
     beside: int | None = None
+    # An expert: a pass uses the group only if a token is routed to it.
+    routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,14 @@ class Workload:
     def enclosing(self) -> frozenset[int]:
         """The indices of groups that are unsharded while groups inside of them are unsharded and resharded."""
         parents = {group.parent for group in self.groups if group.parent is not None}
+        return frozenset(
+            parents | {beside for at in parents if (beside := self.groups[at].beside) is not None}
+        )
+
+    @cached_property
+    def routing(self) -> frozenset[int]:
+        """The indices of groups that enclose experts, and of those beside them."""
+        parents = {group.parent for group in self.groups if group.routed and group.parent is not None}
         return frozenset(
             parents | {beside for at in parents if (beside := self.groups[at].beside) is not None}
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -24,7 +26,7 @@ from zero3.observe.observation import Observation
 from zero3.parts import Assembly
 from zero3.passes import hooks
 from zero3.passes.hooks import Removable
-from zero3.passes.prefetch import Prefetcher
+from zero3.passes.prefetch import Prefetcher, Room
 from zero3.passes.schedule import PassSchedule
 from zero3.state.access import Access
 from zero3.state.parameters import Parameters
@@ -106,7 +108,7 @@ def connect(
     parameters = Parameters(model, parts.groups, state, trains=parts.optimizer.trains)
 
     gathers = parts.collectives if any(group.sharded for group in parts.groups) else None
-    prefetcher = Prefetcher(None if gathers is None else gathers.agree)
+    prefetcher = Prefetcher(None if gathers is None else gathers.agree, _room_for_expert(parts))
     events = BackwardEvents(accumulation, updates, parameters, prefetcher)
     schedule = PassSchedule(parts.groups, prefetcher, parts.sink, events, parts.tiers.timeline)
     handles = hooks.install(model, parts.groups, schedule)
@@ -153,6 +155,16 @@ def connect(
         preemption=Preemption(updates, alone=parts.collectives is None),
         observation=observation,
     )
+
+
+def _room_for_expert(parts: Assembly) -> Callable[[], Room | None] | None:
+    """Leases room for the largest expert that moves; None if there is none."""
+    sizes = parts.plan.workload.groups
+    nbytes = max(
+        (sizes[g.index].param_bytes for g in parts.groups if g.moves and g.routing is not None), default=0
+    )
+    working = parts.tiers.working
+    return partial(working.try_lease, nbytes, "unsharded groups") if nbytes else None
 
 
 def _make_update(config: TieringConfig, parts: Assembly) -> Update:

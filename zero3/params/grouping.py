@@ -6,6 +6,10 @@ is a group of its own. Other parameters join the group of the nearest ancestor, 
 persistence threshold form one group that never leaves the device. Parameters that stay fp32 are never in one group with
 16-bit parameters; if a module has large parameters of both kinds, those in fp32 do not leave the device either.
 
+The experts of a block, four or more entries of one shape in a ``ModuleList`` or ``ModuleDict``, are groups of their own
+as far as they are frozen: in one process, a pass then fetches those that it calls. What is trained of them belongs to
+the block.
+
 Of a module that has trained and frozen parameters, as with adapters, the two kinds are groups beside each other, which
 the same calls unshard: what a step writes may then live on a faster tier than what is only read.
 
@@ -25,6 +29,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from tiering.config.training import LeafModulesConfig
@@ -38,6 +43,15 @@ IN_FP32 = "persistent in fp32"
 MARK = "_z3_leaf"
 """The attribute by which DeepSpeed's functions mark leaf modules; copies of a model have it, too."""
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+FEWEST_EXPERTS = 4
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts among which a router chooses: ``count`` groups, side by side in ``container``."""
+
+    container: str
+    count: int
 
 
 @dataclass
@@ -53,6 +67,8 @@ class GroupMembers:
     persistent: bool = False
     # Whether the group is fp32 in a model that computes in 16 bits.
     in_fp32: bool = False
+    # The experts to which the group belongs: not every pass uses it.
+    routing: Routing | None = None
 
 
 class _Key(NamedTuple):
@@ -70,12 +86,15 @@ def form_groups(
     leaves: Collection[nn.Module] = (),
     kept_in_fp32: Collection[nn.Parameter] = (),
     trained: Collection[nn.Parameter] | None = None,
+    *,
+    routed: bool = False,
 ) -> list[GroupMembers]:
     """Cut ``model`` into groups, in the order of its modules; every parameter is in exactly one.
 
     ``persistence_threshold`` counts elements: smaller parameters go to the persistent group, whatever their module.
     Parameters that are ``kept_in_fp32`` form groups of their own. Frozen parameters, which are not in ``trained``
     (default: all parameters), do so beside the trained parameters of the same module: only the latter are written.
+    With ``routed``, the frozen parameters of each expert in a block are a group.
     """
     modules = dict(model.named_modules())
     users = _users(model)
@@ -90,6 +109,7 @@ def form_groups(
         if name and not _inside(name, blocks) and mean_block and own > mean_block:
             anchors.add(name)
     anchors = {name for name in anchors if not any(around in leaf_names for around in _around(name))}
+    routing = _experts(modules, blocks, leaf_names) if routed else {}
 
     def is_small(param: nn.Parameter) -> bool:
         return param.numel() < max(1, persistence_threshold)  # no element: nothing to move
@@ -114,9 +134,16 @@ def form_groups(
                 anchor = ""
             # Persistent parameters live in one place, written or not.
             frozen = trained is not None and param not in trained and not persistent
+            if frozen:
+                anchor = _anchor_of(users[param], anchors | routing.keys())
             group = groups.setdefault(
                 _Key(anchor, persistent, in_fp32, frozen),
-                GroupMembers(_label(anchor, persistent, in_fp32), persistent=persistent, in_fp32=in_fp32),
+                GroupMembers(
+                    _label(anchor, persistent, in_fp32),
+                    persistent=persistent,
+                    in_fp32=in_fp32,
+                    routing=routing.get(anchor),
+                ),
             )
             if not persistent and not group.entries:
                 group.entries.append(modules[anchor])
@@ -185,6 +212,33 @@ def _callable_entries(entries: list[tuple[str, nn.Module]]) -> Iterator[list[str
             yield [name]
 
 
+def _experts(
+    modules: dict[str, nn.Module], blocks: Collection[str], leaves: Collection[str]
+) -> dict[str, Routing]:
+    """The experts inside of ``blocks`` and outside of ``leaves``, by name. An expert has no experts inside."""
+    found: dict[str, Routing] = {}
+    for name, module in modules.items():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or not _inside(name, blocks):
+            continue
+        if _inside(name, leaves) or _inside(name, found):
+            continue
+        entries = [
+            f"{name}.{short}" for short, child in module.named_children() if f"{name}.{short}" in modules
+        ]
+        shapes = {_shape_of(modules[entry]) for entry in entries}
+        if (
+            len(entries) >= FEWEST_EXPERTS
+            and len(shapes) == 1
+            and not isinstance(modules[entries[0]], NEVER_CALLED)
+        ):
+            found.update(dict.fromkeys(entries, Routing(name, len(entries))))
+    return found
+
+
+def _shape_of(module: nn.Module) -> tuple[type[nn.Module], tuple[tuple[str, torch.Size], ...]]:
+    return type(module), tuple((name, param.shape) for name, param in module.named_parameters())
+
+
 def _mean_block_size(modules: dict[str, nn.Module], blocks: set[str]) -> float:
     sizes = [sum(p.numel() for p in modules[name].parameters()) for name in blocks]
     return sum(sizes) / len(sizes) if sizes else 0.0
@@ -227,7 +281,7 @@ def _around(name: str) -> Iterator[str]:
     return (ancestor for ancestor in _ancestors(name) if ancestor != name)
 
 
-def _inside(name: str, anchors: set[str]) -> bool:
+def _inside(name: str, anchors: Collection[str]) -> bool:
     return any(ancestor in anchors for ancestor in _ancestors(name) if ancestor)
 
 

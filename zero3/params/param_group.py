@@ -94,6 +94,7 @@ class ParamGroup:
         self.entries = members.entries
         self.parent = members.parent
         self.beside = members.beside
+        self.routing = members.routing
         self.in_fp32 = members.in_fp32
         self.dtype = dtype
         self.home = home = memory.home

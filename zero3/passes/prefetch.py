@@ -11,22 +11,39 @@ Note [Gathers that all ranks expect]
     groups of the order without communication. A rank that does anything else (it leaves the order, ends a pass early,
     or changes from training to evaluation) first proposes this to the other ranks, and prefetches nothing until they
     agree. A rank that has not read the proposal waits for another gather, until it looks for the reason: see peers.py.
+
+Note [Experts are not foreseen]
+    The experts that a pass uses depend on its tokens. So they are fetched when they are called, and leave the recorded
+    order as it is. Fetches ahead leave room for one expert, which therefore drops nothing that was read. Experts of
+    which two passes in a row have used all, as with many tokens, are fetched ahead like other groups.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from typing import Protocol
 
 from tiering.errors import SwapError
 from tiering.storage.read_ahead import FetchAhead
+from zero3.params.grouping import Routing
 from zero3.params.param_group import ParamGroup, Residency
 
 
-class _Fetcher:
-    """Unshards and reshards one group; gathers groups that were fetched ahead when their shards have arrived."""
+class Room(Protocol):
+    """Leased room."""
 
-    def __init__(self) -> None:
+    def release(self) -> object: ...
+
+
+class _Fetcher:
+    """Unshards and reshards one group; gathers groups that were fetched ahead when their shards have arrived.
+
+    ``spare`` leases the room that fetches ahead leave for an expert: None if there is no such room now.
+    """
+
+    def __init__(self, spare: Callable[[], Room | None] | None) -> None:
+        self._spare = spare
         self.error: SwapError | None = None  # of a fetch ahead, not raised yet
         self.retained: set[ParamGroup] = set()  # groups ahead that stay since their last use
         self._ungathered: deque[ParamGroup] = deque()  # groups ahead that are sharded and not gathered
@@ -38,12 +55,20 @@ class _Fetcher:
         return not self._window_is_full(group) and group.unshard(wait=wait)
 
     def fetch_ahead(self, group: ParamGroup) -> bool:
+        spared = None
+        if self._spare is not None and group.routing is None:
+            spared = self._spare()
+            if spared is None:
+                return False
         try:
             if not self.fetch(group, wait=False):
                 return False
         except SwapError as error:
             self.error = error
             return False
+        finally:
+            if spared is not None:
+                spared.release()
         # Only once its read has begun: ``gather_ahead`` gathers what is in this queue, in its order.
         if group.sharded:
             self._ungathered.append(group)
@@ -86,15 +111,21 @@ class _Fetcher:
 class Prefetcher:
     """Unshards groups on demand and ahead of it.
 
-    ``agree`` waits until all ranks are about to do the same. It is None if no group is sharded over ranks.
+    ``agree`` waits until all ranks are about to do the same. It is None if no group is sharded over ranks. ``spare``
+    leases room for an expert for a moment; it is None if no expert moves.
     """
 
-    def __init__(self, agree: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, agree: Callable[[str], None] | None = None, spare: Callable[[], Room | None] | None = None
+    ) -> None:
         self._agree = agree
+        # With gradients? -> the experts of which the last pass used all; and those of which the next one probably does.
+        self._busy: dict[bool, set[Routing]] = {}
+        self._certain: dict[bool, set[Routing]] = {}
         self._orders: dict[bool, list[ParamGroup]] = {}  # with gradients? -> the last full pass
         self._trace: list[ParamGroup] = []
         self._training = True
-        self._fetcher = _Fetcher()
+        self._fetcher = _Fetcher(spare)
         self._ahead = FetchAhead[ParamGroup](self._fetcher)
         self._in_doubt = False  # whether other ranks may expect another group next
 
@@ -112,9 +143,20 @@ class Prefetcher:
     def end_pass(self) -> None:
         """The pass that was recorded is complete."""
         if self._trace:
-            self._orders[self._training] = self._trace
+            self._orders[self._training] = self._foreseen(self._trace)
             self._trace = []
             self._follow_order()
+
+    def _foreseen(self, trace: list[ParamGroup]) -> list[ParamGroup]:
+        """The groups of a pass that the next one probably uses. See Note [Experts are not foreseen]."""
+        used = Counter(group.routing for group in dict.fromkeys(trace))
+        busy = {experts for experts, count in used.items() if experts is not None and count == experts.count}
+        certain = busy & self._busy.get(self._training, set())
+        self._busy[self._training], self._certain[self._training] = busy, certain
+        for group in [group for group in self._ahead if group.routing and group.routing not in certain]:
+            # Fetched ahead and not used: it would hold its room during the next pass.
+            self._ahead.drop(group)
+        return [group for group in trace if group.routing is None or group.routing in certain]
 
     def acquire(self, group: ParamGroup) -> None:
         """Make ``group`` usable now, and start to fetch the groups after it."""
@@ -126,7 +168,9 @@ class Prefetcher:
             raise error
         self._trace.append(group)
         expected = self._ahead.next
-        foreseen = self._ahead.advance(group) and not self._in_doubt
+        certain = group.routing is None or group.routing in self._certain.get(self._training, ())
+        # An expert that was not foreseen does not change what comes next.
+        foreseen = certain and self._ahead.advance(group) and not self._in_doubt
         if group.sharded:
             self._in_doubt = False  # from the agreement below on
         if group in self._fetcher.retained:

@@ -58,16 +58,31 @@ def _offsets_of_parents(tiers: Tiers) -> dict[int, int]:
 
     These groups stay unsharded while the groups inside them are unsharded and resharded. At any other offset they could
     split the remaining room into ranges that are too small for a group, although the plan has counted enough bytes.
+    Of groups with experts, every second one is below the one before, if both and an expert fit: so it is fetched while
+    the experts of the one before are called.
     """
     plan = tiers.plan
     load = plan.workload
+
+    def room(at: int) -> int:
+        group = load.groups[at]
+        return 0 if load.computes_in_place(group, plan.param_tiers[at]) else round_up(group.param_bytes)
 
     def stacked_bytes(index: int) -> int:
         """The bytes of the group and of those that lie behind it: of two beside each other, the first one does not."""
         stacked = [
             at for at in load.chain(index) if at == index or load.groups[index].beside != at or at > index
         ]
-        moving = (at for at in stacked if not load.computes_in_place(load.groups[at], plan.param_tiers[at]))
-        return sum(round_up(load.groups[at].param_bytes) for at in moving)
+        return sum(map(room, stacked))
 
-    return {index: tiers.working.capacity - stacked_bytes(index) for index in load.enclosing}
+    offsets = {index: tiers.working.capacity - stacked_bytes(index) for index in load.enclosing}
+    blocks = dict.fromkeys(
+        frozenset(at for at in (index, load.groups[index].beside) if at is not None)
+        for index in sorted(load.routing)
+    )
+    second = frozenset[int]().union(*list(blocks)[1::2])
+    below = max((sum(room(at) for at in block) for block in blocks), default=0)
+    expert = max((room(index) for index, group in enumerate(load.groups) if group.routed), default=0)
+    if min((offsets[at] for at in second), default=0) >= below + expert:
+        offsets.update({at: offsets[at] - below for at in second})
+    return offsets

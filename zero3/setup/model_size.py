@@ -62,7 +62,9 @@ def size_up(
     leaves = leaf_modules(model, config.zero.leaf_module)
     in_fp32 = kept_in_fp32(model, config)
     trained = chosen.trained
-    members = form_groups(model, config.zero.persistence_threshold, leaves, in_fp32, trained)
+    # With several ranks all ranks gather the same groups, whatever their tokens are routed to.
+    threshold, routed = config.zero.persistence_threshold, world_size == 1
+    members = form_groups(model, threshold, leaves, in_fp32, trained, routed=routed)
     layouts = [
         lay_out(
             [(i, name, tuple(p.shape), p in trained) for i, name, p in group.params],
@@ -87,6 +89,7 @@ def size_up(
                 largest_trained=max((p.numel for p in layout.pieces if p.trainable), default=0),
                 parts=len(group.entries) if any(p in tied for _, _, p in group.params) else 1,
                 fp32=group.in_fp32,
+                routed=group.routing is not None,
             )
             for group, layout in zip(members, layouts, strict=True)
         ),

@@ -413,3 +413,12 @@ def test_a_budget_that_nobody_set_says_where_it_comes_from() -> None:
     )
     with pytest.raises(PlacementError, match=r"its budget is 4\.00 KiB(:| \().*raise nvme_budget"):
         make_plan(load, Budgets(PLENTY, PLENTY, 4096))
+
+
+def test_experts_are_kept_in_host_memory_after_what_each_pass_reads() -> None:
+    """Of three frozen groups of one size, host memory has room for one: the one that is no expert."""
+    sizes = {"expert 0": True, "expert 1": True, "dense": False}
+    groups = tuple(GroupSizes(name, MIB, 0, routed=routed) for name, routed in sizes.items())
+    load = example(groups=groups, cache_in_host=True)
+    plan = make_plan(load, Budgets(device=PLENTY, host=MIB + (MIB >> 1), nvme=PLENTY))
+    assert list(plan.param_tiers) == [NVME, NVME, HOST]

@@ -11,7 +11,7 @@ from torch import nn
 
 from tiering.config.training import LeafModulesConfig
 from tiering.errors import ConfigError
-from zero3.params.grouping import GroupMembers, form_groups, leaf_modules
+from zero3.params.grouping import GroupMembers, Routing, form_groups, leaf_modules
 
 
 class Block(nn.Module):
@@ -338,6 +338,33 @@ def test_experts_that_repeat_on_their_own_are_blocks_unless_a_leaf_holds_them() 
     whole = routed()
     assert set(formed(whole, 0, [whole.layers[0], whole.layers[0].moe])) == set(everything)
     assert set(formed(whole, 0, [whole])) == {"root"}
+
+
+def test_frozen_experts_of_a_block_are_groups_inside_of_it() -> None:
+    """What is trained of an expert belongs to the block. Unequal modules, and those in a leaf, are no experts."""
+    model = routed()
+    trained = {model.layers[0].mix.weight, model.layers[0].moe.experts[2].weight}
+    groups = {group.name: group for group in form_groups(model, 0, trained=trained, routed=True)}
+    blocks = {"layers.0", "layers.0 (frozen)", "layers.1"}
+    experts = [f"layers.{layer}.moe.experts.{number}" for layer in range(2) for number in range(4)]
+    assert set(groups) == {"embed", "head", *blocks, *experts}
+    names = list(groups)
+    for expert in experts:
+        block, number = expert[:8], int(expert[-1])
+        held = ["bias"] if (block, number) == ("layers.0", 2) else ["weight", "bias"]
+        assert [name for _, name, _ in groups[expert].params] == [f"{expert}.{each}" for each in held]
+        assert groups[expert].entries == [model.get_submodule(expert)]
+        assert groups[expert].routing == Routing(f"{block}.moe.experts", 4)
+        assert (groups[expert].parent, groups[expert].beside) == (names.index(block), None)
+    assert not any(groups[name].routing for name in ("embed", "head", *blocks))
+    assert {param for _, _, param in groups["layers.0"].params} == trained
+
+    leaf = form_groups(model, 0, [model.layers[0].moe], trained=(), routed=True)
+    assert {group.name for group in leaf if group.routing} == set(experts[4:])
+    for layer in model.layers:
+        layer.moe.experts[0] = nn.Linear(8, 9)
+    assert not any(group.routing for group in form_groups(model, 0, trained=(), routed=True))
+    assert not any(group.routing for group in form_groups(routed(), 0, trained=()))
 
 
 def test_small_parameters_of_a_leaf_persist_as_others_do() -> None:

@@ -69,6 +69,7 @@ class Sharded:
 
     sharded = stays = moves = True
     through_window = reads_first = gathered = False
+    routing = None
 
     def __init__(self, name: str, gathers: list[tuple[str, bool]]) -> None:
         self.name = name

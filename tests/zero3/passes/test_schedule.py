@@ -43,6 +43,7 @@ class FakeGroup:
         self.storage_key = id(self)
         self.is_shown = False
         self.through_window = device.window is not None
+        self.routing = None
 
     def advance(self) -> None:
         pass

@@ -408,6 +408,7 @@ def test_many_groups_are_looked_through_once() -> None:
 
     class Group:
         moves, through_window, sharded, stays = True, False, False, False
+        routing = None
 
         def __init__(self) -> None:
             self.state = Residency.SHARDED

@@ -10,6 +10,7 @@ from torch import nn
 from tiering.placement.plan import Plan
 from zero3.building.fill import Fill
 from zero3.building.model_names import ModelNames
+from zero3.building.wrapped_parameters import WrappedParameters
 from zero3.device.tiers import Tiers
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
@@ -29,7 +30,8 @@ class Assembly:
     ``sink`` takes gradients from autograd: ``gradients`` itself, or a reducer that passes their mean over the ranks to
     ``gradients``. ``replicas`` are the parameters that every rank keeps whole though it steps a shard. ``fill`` has
     filled the tiers. ``frozen`` are parameters that required a gradient before and were frozen, because nothing trains
-    them. ``names`` are the names that checkpoints use.
+    them. ``wrapped`` parameters must be joined when the model's are ordinary again. ``names`` are the names that
+    checkpoints use.
     """
 
     world: World
@@ -46,4 +48,5 @@ class Assembly:
     replicas: Replicas | None
     fill: Fill
     frozen: list[nn.Parameter]
+    wrapped: WrappedParameters
     names: ModelNames

@@ -14,6 +14,7 @@ from tiering import _logs
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3.building.weights import STORED_NAMES
+from zero3.building.wrapped_parameters import check_wrapped
 from zero3.building.zero_init import recipe_of
 from zero3.params import resharded
 from zero3.params.compilation import is_wrapped
@@ -34,6 +35,7 @@ def check_model(model: nn.Module) -> None:
         _check_module(f"module {name!r}" if name else "the model", module)
     for name, param in model.named_parameters():
         _check_tensor(name, param)
+    check_wrapped(model)
 
 
 def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
@@ -117,19 +119,6 @@ def _check_tensor(name: str, param: nn.Parameter) -> None:
         raise ConfigError(
             f"parameter {name!r} is a DTensor, sharded by parallelize_module, distribute_tensor or fully_shard. The"
             " engine shards ordinary parameters over all ranks itself: initialize the model without those calls"
-        )
-    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise ConfigError(
-            f"parameter {name!r} is a {kind.__name__}, a tensor subclass with its own storage format (quantised?),"
-            " which cannot be tiered: keep its codes and scales as ordinary frozen parameters of the module, which stay"
-            " in their dtype, or convert the model after training"
-        )
-    # By name: an import of the library would be slow, and it is often absent. Before it is quantised, such a parameter
-    # holds ordinary numbers.
-    if any(base.__name__ == "Int8Params" for base in kind.__mro__) and not param.is_floating_point():
-        raise ConfigError(
-            f"parameter {name!r} is an Int8Params of bitsandbytes, whose layer keeps a second reference to its codes:"
-            " they cannot leave the device. Load the model with load_in_4bit=True, or without quantisation"
         )
     if param.layout is not torch.strided:
         raise ConfigError(f"parameter {name!r} is {param.layout}; only dense parameters can be tiered")

@@ -12,6 +12,7 @@ from tiering.errors import ConfigError
 from zero3.building.peft_models import added_names
 from zero3.building.quantized_linear import QuantizedLinear, to_quantized
 from zero3.building.zero_init import recipe_of
+from zero3.params.inner_tensors import is_wrapper
 from zero3.params.precision import NUMBERS
 
 # fmt: off
@@ -69,7 +70,7 @@ def _chosen(model: nn.Module, modules: Sequence[str] | None) -> Iterator[tuple[s
         frozen = (
             (name, module)
             for name, module in model.named_modules()
-            if type(module) is nn.Linear and not module.weight.requires_grad
+            if type(module) is nn.Linear and not module.weight.requires_grad and not is_wrapper(module.weight)
         )
         found = [
             (name, module)
@@ -102,6 +103,11 @@ def _chosen(model: nn.Module, modules: Sequence[str] | None) -> Iterator[tuple[s
                 kind = type(layer).__name__
                 raise ConfigError(
                     f"quantize: {name!r} is a {kind}; only layers of class nn.Linear can be quantised"
+                )
+            if is_wrapper(layer.weight):
+                raise ConfigError(
+                    f"quantize: the weight of {name!r} is a {type(layer.weight).__name__}, which is quantised already;"
+                    " leave it out of modules"
                 )
             if layer.weight in shared:
                 raise ConfigError(

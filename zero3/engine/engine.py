@@ -74,7 +74,7 @@ class Engine:
             raise
         self.device, self.plan, self.optimizer = parts.device, parts.plan, parts.optimizer
         self.monitor = loop.observation.monitor
-        self._loop, self._frozen = loop, parts.frozen
+        self._loop, self._frozen, self._wrapped = loop, parts.frozen, parts.wrapped
         self._world, self._collectives = parts.world, parts.collectives
         self._tiers, self._groups = parts.tiers, parts.groups
         self._updates, self._accumulation = loop.updates, loop.accumulation
@@ -499,6 +499,7 @@ class Engine:
         # Also if the close raises the error of a background save.
         finally:
             values.restore_parameters(self.module)
+            self._wrapped.join()
 
     def __reduce__(self) -> Any:
         raise EngineStateError(

@@ -34,6 +34,7 @@ from torch import nn
 
 from tiering.config.training import LeafModulesConfig
 from tiering.errors import ConfigError
+from zero3.params.inner_tensors import InnerTensor
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,9 @@ def form_groups(
     routing = _experts(modules, blocks, leaf_names) if routed else {}
 
     def is_small(param: nn.Parameter) -> bool:
-        return param.numel() < max(1, persistence_threshold)  # no element: nothing to move
+        # Without elements there is nothing to move.
+        few = param.numel() < max(1, persistence_threshold)
+        return few or (isinstance(param, InnerTensor) and param.is_tiny)
 
     # A module has one group that is unsharded with it. If this group is in 16 bits, its fp32 parameters stay resident.
     in_16_bits = {

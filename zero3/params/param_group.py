@@ -20,7 +20,7 @@ from tiering.errors import EngineStateError
 from tiering.placement.tenants import PARAMETERS
 from zero3.device.storages import Placeholder
 from zero3.device.tiers import Home, Tiers
-from zero3.params import resharded
+from zero3.params import inner_tensors, resharded
 from zero3.params.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage
 from zero3.params.gathered_storage import (
     ArenaGatheredStorage,
@@ -385,11 +385,14 @@ class ParamGroup:
         # First the class: a resharded parameter refuses other data.
         param.__class__ = resharded.shown_form(self._plain[position])
         resharded.set_data(param, values)
+        inner_tensors.follow(param)
 
     def _hide(self, position: int) -> None:
         self._point(position, self._absent.views[position])
         # Last, for the same reason.
-        self.params[position].__class__ = resharded.resharded_form(self._plain[position])
+        param = self.params[position]
+        param.__class__ = resharded.resharded_form(self._plain[position])
+        inner_tensors.follow(param)
 
 
 def _make_storage(

@@ -15,7 +15,8 @@ Note [Parameters that keep their dtype]
     its bytes. Its bytes lie in the frozen part of its group's flat tensor, beside the float parameters of the same
     block, and the parameter is a view of them in its own dtype. So homes, shards, transfers, gathers and the plan treat
     them as any other part of the group. Code that reads or writes values converts between elements of the parameter and
-    elements of the flat tensor: see ``Piece.own_elements`` and ``in_elements_of`` in layout.py.
+    elements of the flat tensor: see ``Piece.own_elements`` and ``in_elements_of`` in layout.py. The same holds for the
+    tensors inside of wrapped parameters, whose scales may be floats (inner_tensors.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tiering._text import shorten
 from tiering.config.training import TieringConfig
 from tiering.errors import EngineStateError
+from zero3.params.inner_tensors import InnerTensor, is_wrapper
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +210,10 @@ def is_packed(param: Tensor) -> bool:
 
 def keeps_dtype(param: Tensor) -> bool:
     """Whether ``param`` is frozen and never cast. See Note [Parameters that keep their dtype]."""
-    return not param.requires_grad and (is_packed(param) or param.dtype not in NUMBERS)
+    kept = (
+        is_packed(param) or param.dtype not in NUMBERS or isinstance(param, InnerTensor) or is_wrapper(param)
+    )
+    return kept and not param.requires_grad
 
 
 def kept_in_fp32(model: nn.Module, config: TieringConfig) -> frozenset[nn.Parameter]:

@@ -204,7 +204,7 @@ class _Resharded(_Graded, _Partitioned):
         if getattr(func, "__name__", "") in ("stride", "is_contiguous"):
             # The same answer as for a parameter that shows its values.
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
-        if _is_metadata(func):
+        if is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if _changes_nothing(func, args, kwargs):
@@ -286,7 +286,8 @@ class _Copied:
 @cache
 def resharded_form(plain: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class that a parameter of class ``plain`` takes while its bytes are elsewhere."""
-    return type(f"Resharded{plain.__name__}", (_Resharded, _Copied, plain), {"__module__": __name__})
+    # The same name: libraries know parameters of bitsandbytes by it.
+    return type(plain.__name__, (_Resharded, _Copied, plain), {"__module__": __name__})
 
 
 @cache
@@ -298,6 +299,19 @@ def shown_form(plain: type[nn.Parameter]) -> type[nn.Parameter]:
 def plain_form(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class that a parameter of class ``kind`` had before it was adopted."""
     return kind.__bases__[-1] if issubclass(kind, _Resharded | _Shown) else kind
+
+
+def is_resharded(param: nn.Parameter) -> bool:
+    """Whether the bytes of ``param`` are elsewhere."""
+    return isinstance(param, _Resharded)
+
+
+def bring(param: nn.Parameter, func: Callable[..., Any]) -> None:
+    """Make the values of ``param`` usable for ``func`` in the running pass; ResidencyError if none is running."""
+    if isinstance(param, _Resharded):
+        owner = owner_of(param)
+        if owner is None or not owner.borrow(param):
+            raise ResidencyError(_refusal(owner, param, func))
 
 
 def make_plain(param: nn.Parameter) -> None:
@@ -367,7 +381,8 @@ def _nobody() -> None:
     return None
 
 
-def _is_metadata(func: Callable[..., Any]) -> bool:
+def is_metadata(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` reads or sets only what is known without the values."""
     accessor = getattr(func, "__name__", "")
     if accessor in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in VALUES

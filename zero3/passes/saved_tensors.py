@@ -37,6 +37,7 @@ from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero3.params.compilation import eager
+from zero3.params.inner_tensors import ordinary_tensors
 from zero3.params.param_group import ParamGroup
 from zero3.passes.hooks import in_transform
 from zero3.passes.pass_state import graph_task
@@ -78,8 +79,12 @@ class SavedTensors:
         self._entered.append((hooks, _stack()))
 
     def owner_of(self, tensor: Tensor) -> ParamGroup | None:
-        """The group in whose storage ``tensor`` lies, None for any other tensor."""
-        return self.owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        """The group in whose storage ``tensor`` lies, or one inside of it; None for any other tensor."""
+        for each in ordinary_tensors(tensor):
+            group = self.owners.get(each.untyped_storage()._cdata) if each.layout is torch.strided else None
+            if group is not None:
+                return group
+        return None
 
     def hooks(self) -> saved_tensors_hooks:
         """Hooks to enter inside of the active ones."""
@@ -188,8 +193,10 @@ class _Hooks:
     @eager
     def pack(self, tensor: Tensor) -> Any:
         group = self.saved.owner_of(tensor)
-        if group is None and tensor.layout is torch.strided:
-            self.saved.activations.saved(tensor.untyped_storage())
+        if group is None:
+            for each in ordinary_tensors(tensor):
+                if each.layout is torch.strided:
+                    self.saved.activations.saved(each.untyped_storage())
         if self._outer_pack is None or (group is not None and _copies_only(self._outer_pack)):
             return _Saved(group, tensor)
         packed = self._outer_pack(tensor)

@@ -23,6 +23,7 @@ from zero3.building.model_names import ModelNames
 from zero3.building.peft_models import added_names
 from zero3.building.quantization import check_adapters, quantize_as_configured
 from zero3.building.weights import Matched, match
+from zero3.building.wrapped_parameters import WrappedParameters
 from zero3.building.zero_init import check_apart
 from zero3.device.choice import chosen_device
 from zero3.device.streams import streams_of
@@ -134,6 +135,15 @@ def assemble(
 
 
 def _assemble(request: _Request, rank: _Rank) -> Assembly:
+    wrapped = WrappedParameters.split(request.model)
+    try:
+        return _assemble_split(request, rank, wrapped)
+    except BaseException:
+        wrapped.undo()
+        raise
+
+
+def _assemble_split(request: _Request, rank: _Rank, wrapped: WrappedParameters) -> Assembly:
     model, config = request.model, request.config
     checked = _check(request, rank)
     numa_node = _settle_on_node(rank)
@@ -144,7 +154,7 @@ def _assemble(request: _Request, rank: _Rank) -> Assembly:
     frozen = [] if checked.chosen.trains else [param for param in model.parameters() if param.requires_grad]
     try:
         _freeze(frozen)
-        return _place(request, rank, checked, planned, tiers, frozen)
+        return _place(request, rank, checked, planned, tiers, frozen, wrapped)
     except BaseException:
         tiers.close()
         for param in frozen:
@@ -217,6 +227,7 @@ def _place(
     planned: _Planned,
     tiers: Tiers,
     frozen: list[nn.Parameter],
+    wrapped: WrappedParameters,
 ) -> Assembly:
     """Make groups, gradients and optimizer on ``tiers``, and move the model's values there."""
     collectives, sized, plan = rank.collectives, planned.sized, planned.plan
@@ -249,6 +260,7 @@ def _place(
         replicas=replicas,
         fill=fill,
         frozen=frozen,
+        wrapped=wrapped,
         names=ModelNames(request.model),
     )
 

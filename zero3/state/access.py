@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiering import _logs
 from tiering.errors import ConfigError, EngineStateError
-from zero3.params import resharded
+from zero3.params import inner_tensors, resharded
 from zero3.params.layout import Piece, product
 from zero3.params.param_group import ParamGroup
 from zero3.passes.hooks import OurHook
@@ -124,7 +124,8 @@ def _listed(params: Any) -> tuple[list[nn.Parameter], Any]:
     for param in params:
         if param is not None and not isinstance(param, Tensor):
             raise ConfigError(f"gathered needs parameters or a module, not {type(param).__name__}")
-    return [param for param in params if isinstance(param, nn.Parameter)], yielded
+    listed = [param for param in params if isinstance(param, nn.Parameter)]
+    return [part for param in listed for part in inner_tensors.parts_of(param)], yielded
 
 
 class Access:

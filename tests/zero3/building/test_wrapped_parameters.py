@@ -1,0 +1,182 @@
+"""Tensor subclasses live on tiers by the tensors inside of them, and come back as the same objects."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiering
+from tests.zero3.wrapped import NAMES, WIDTH, Coded, Model, Negated, coded
+from tiering.errors import CheckpointError, ConfigError, ResidencyError
+
+Start = Callable[..., Any]
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"offload_param": "cpu", "offload_optimizer": "cpu"},
+    "nvme": {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False},
+}
+ONE = {"precision": "bf16", "accumulation": 1, "threshold": 0}
+
+
+def bits(weight: Tensor) -> tuple[type, Tensor, Tensor]:
+    inner = weight.inner if isinstance(weight, Negated) else weight
+    assert isinstance(inner, Coded) and type(inner.codes) is Tensor
+    return type(weight), inner.codes.clone(), inner.scale.clone()
+
+
+def inputs() -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+def losses(engine: Any, steps: int = 3) -> list[float]:
+    result = []
+    for _ in range(steps):
+        loss = engine(inputs()).float().pow(2).mean()
+        result.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return result
+
+
+def test_placement_changes_no_bit(start: Start) -> None:
+    results = []
+    for placement in PLACEMENTS.values():
+        model = Model()
+        weights = {name: module.weight for name, module in model.named_modules() if hasattr(module, "weight")}
+        before = {name: bits(weight) for name, weight in weights.items() if not name.endswith("adapter")}
+        names = list(dict(model.named_parameters()))
+        engine = start(model, **ONE, **placement)
+        history = losses(engine)
+        state = engine.state_dict()
+        assert {name for name in state if "adapter" not in name} == set(NAMES)
+        assert torch.equal(state["blocks.1.up.weight.codes"], before["blocks.1.up"][1])
+        results.append((history, {name: state[name].tolist() for name in state if "adapter" in name}))
+        engine.release()
+        assert list(dict(model.named_parameters())) == names
+        for name, (kind, codes, scale) in before.items():
+            weight = model.get_submodule(name).weight
+            assert weight is weights[name] and isinstance(weight, nn.Parameter)
+            after = bits(weight)
+            assert after[0] is kind and torch.equal(after[1], codes) and torch.equal(after[2], scale), name
+    assert results[0] == results[1] == results[2]
+    plain = Model()
+    loss = plain(inputs()).float().pow(2).mean()
+    assert results[0][0][0] == loss.item() and results[0][0][0] != results[0][0][-1]
+
+
+def test_values_that_are_elsewhere_are_fetched_or_refused(start: Start) -> None:
+    model = Model()
+    weight = model.blocks[2].down.weight
+    expected = weight.inner.codes.clone()
+    engine = start(model, **ONE, **PLACEMENTS["nvme"])
+    assert weight.shape == (WIDTH, WIDTH) and weight.dtype is torch.bfloat16
+    for read in (
+        lambda: weight + 1,
+        weight.detach,
+        lambda: copy.deepcopy(weight),
+        lambda: torch.ops.aten.sum(weight),
+        lambda: weight.inner.codes + 1,
+    ):
+        with pytest.raises(ResidencyError, match=r"'blocks\.2\.down\.weight\.inner\.codes'.*on NVMe"):
+            read()
+    assert "resharded: 'blocks.2.down.weight.inner.codes'" in repr(weight)
+    with tiering.gathered(weight) as shown:
+        assert shown is weight and type(weight) is Negated and torch.equal(weight.inner.codes, expected)
+        values = weight.detach() + 0
+    assert torch.equal(
+        values, -Coded(expected, bits(Model().blocks[2].down.weight)[2], values.dtype).decoded()
+    )
+    with pytest.raises(ResidencyError):
+        weight + 1
+    engine.close()
+    with pytest.raises(ResidencyError, match="engine is closed"):
+        weight + 1
+
+
+def test_a_checkpoint_holds_the_inner_tensors(start: Start, tmp_path: Path) -> None:
+    engine = start(Model(), **ONE, **PLACEMENTS["host"])
+    losses(engine, 1)
+    engine.save_checkpoint(tmp_path)
+    expected = losses(engine, 2)
+    other = Model()
+    with torch.no_grad():
+        for block in other.blocks:
+            block.up.weight.codes.neg_()
+    resumed = start(other, **ONE, **PLACEMENTS["nvme"])
+    resumed.load_checkpoint(tmp_path)
+    assert losses(resumed, 2) == expected
+    floats = Model()
+    floats.blocks[1].up.weight = nn.Parameter(torch.ones(WIDTH, WIDTH).bfloat16(), requires_grad=False)
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.up\.weight"):
+        start(floats, **ONE).load_checkpoint(tmp_path)
+
+
+class Sealed(Coded):
+    __slots__ = ()
+
+    @property
+    def codes(self) -> Tensor:  # type: ignore[override]
+        return self.hidden_codes
+
+    @codes.setter
+    def codes(self, values: Tensor) -> None:
+        if hasattr(self, "hidden_codes"):
+            raise AttributeError("codes are final")
+        self.hidden_codes = values
+
+
+class Opaque(Coded):
+    __tensor_flatten__ = None  # type: ignore[assignment]
+
+
+def with_weight(make: Callable[[], Tensor], **options: Any) -> nn.Module:
+    model = nn.Linear(WIDTH, WIDTH)
+    model.weight = nn.Parameter(make(), **{"requires_grad": False} | options)
+    return model
+
+
+def transposed() -> Tensor:
+    weight = coded(torch.bfloat16)
+    weight.codes = weight.codes.T
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: with_weight(lambda: coded(torch.bfloat16), requires_grad=True),
+            r"'weight', a Coded, requires a gradient.*requires_grad_\(False\)",
+        ),
+        (lambda: with_weight(transposed), r"'weight', a Coded, holds 'codes', which is not contiguous.*quantize"),
+        (
+            lambda: with_weight(lambda: Sealed(*bits(coded(torch.bfloat16))[1:], torch.bfloat16)),
+            r"'weight', a Sealed, does not let 'codes' be replaced \(codes are final\).*quantize",
+        ),
+    ],
+    ids=["trained", "not contiguous", "sealed"],
+)  # fmt: skip
+def test_what_cannot_be_tiered_is_refused_by_name(
+    start: Start, make: Callable[[], nn.Module], words: str
+) -> None:
+    model = make()
+    with pytest.raises(ConfigError, match=words):
+        start(model, **ONE)
+    assert isinstance(model.weight, Coded) and list(dict(model.named_parameters())) == ["weight", "bias"]
+
+
+def test_a_start_that_fails_leaves_the_model(start: Start) -> None:
+    model = Model()
+    names = list(dict(model.named_parameters()))
+    weight = model.blocks[1].down.weight
+    before = bits(weight)
+    with pytest.raises(ConfigError, match="quantize"):
+        start(model, **ONE, quantize={"type": "nf4", "modules": ["blocks.1.up"]})
+    assert list(dict(model.named_parameters())) == names
+    assert model.blocks[1].down.weight is weight and torch.equal(bits(weight)[1], before[1])

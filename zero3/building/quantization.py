@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from optim_cpu.formats import QuantizedFormat, quantized
+from tiering import _logs
+from tiering._text import counted, shorten
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 from zero3.building.peft_models import added_names
 from zero3.building.quantized_linear import QuantizedLinear, to_quantized
 from zero3.building.zero_init import recipe_of
 from zero3.params.inner_tensors import is_wrapper
-from zero3.params.precision import NUMBERS
+from zero3.params.precision import NUMBERS, named_by_model
+
+log = logging.getLogger(__name__)
 
 # fmt: off
 _APART = frozenset((
-    "ADALORA", "BEFT", "BOFT", "FOURIERFT", "GRALORA", "IA3", "LILY", "LORA", "MISS", "OFT", "PVERA", "RANDLORA",
-    "ROAD", "VERA", "WAVEFT",
+    "ADALORA", "BEFT", "BOFT", "C3A", "FOURIERFT", "GRALORA", "IA3", "LILY", "LORA", "MISS", "OFT", "POLY", "PVERA",
+    "RANDLORA", "ROAD", "VBLORA", "VERA", "WAVEFT",
 ))
 # fmt: on
 """Types of adapters of peft that use the input and the output of a layer, and never its weight."""
@@ -37,7 +42,8 @@ def quantize(
     ``quant_type`` is "nf4" (0.516 bytes per weight; 0.5625 with ``double_quant=False``), "int8" or "fp8" (1.0625), each
     with a scale per ``block_size`` weights. ``modules`` are names of layers, or the ends of names ("q_proj",
     "mlp.up_proj"). Without it, every frozen ``nn.Linear`` is quantised, except the output layer of a model of
-    transformers, layers whose weight another module shares, and adapters of peft. Biases stay as they are, and so do
+    transformers and layers that it keeps in fp32, layers whose weight another module shares, adapters of peft, and
+    layers whose inputs are no multiple of ``block_size``, which a log line names. Biases stay as they are, and so do
     layers that are quantised already.
 
     A layer on the meta device gets parameters without values: ``tiering.initialize(model=model, weights=DIR)`` encodes
@@ -51,7 +57,10 @@ def quantize(
         form = quantized(quant_type, double_quant=double_quant, block_size=block_size)
     except ValueError as error:
         raise ConfigError(f"quantize: {error}") from None
-    layers = list(_chosen(model, (modules,) if isinstance(modules, str) else modules))
+    if modules is None:
+        layers = _by_default(model, form)
+    else:
+        layers = list(_named(model, (modules,) if isinstance(modules, str) else modules))
     for name, layer in layers:
         _check(name, layer, form)
     for name, layer in layers:
@@ -59,31 +68,47 @@ def quantize(
             to_quantized(layer, form, name)
         except ValueError as error:
             raise ConfigError(f"quantize: the weight of {name!r}: {error}") from None
+    _avoid_fused_encoders(model)
     return model
 
 
-def _chosen(model: nn.Module, modules: Sequence[str] | None) -> Iterator[tuple[str, nn.Linear]]:
-    """The layers to quantise, with their names. Those that already are do not count."""
-    shared = _shared_weights(model)
-    if modules is None:
-        head, adapters = _output_layer(model), set(added_names(model))
-        frozen = (
-            (name, module)
-            for name, module in model.named_modules()
-            if type(module) is nn.Linear and not module.weight.requires_grad and not is_wrapper(module.weight)
-        )
-        found = [
-            (name, module)
-            for name, module in frozen
-            if module is not head and module.weight not in shared and f"{name}.weight" not in adapters
-        ]
-        if not found and not any(isinstance(module, QuantizedLinear) for module in model.modules()):
+def _by_default(model: nn.Module, form: QuantizedFormat) -> list[tuple[str, nn.Linear]]:
+    """The frozen layers that are quantised where no names are given, with their names."""
+    head, adapters, apart = _output_layer(model), set(added_names(model)), _shared_weights(model)
+    # As transformers does. Among them are layers to whose dtype the model casts inputs.
+    apart.update(named_by_model(model, fp16=True))
+    frozen = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not module.weight.requires_grad and not is_wrapper(module.weight)
+        if module is not head and module.weight not in apart and f"{name}.weight" not in adapters
+    ]
+    undivided = tuple(name for name, layer in frozen if layer.in_features % form.group_size)
+    found = [(name, layer) for name, layer in frozen if layer.in_features % form.group_size == 0]
+    if not found and not any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        if undivided:
             raise ConfigError(
-                "quantize: the model has no frozen nn.Linear; freeze it first with model.requires_grad_(False), and add"
-                " adapters afterwards"
+                f"quantize: no frozen nn.Linear has inputs that are a multiple of the block size {form.group_size}"
+                f" ({shorten(undivided)}); choose a smaller block_size"
             )
-        yield from found
-        return
+        raise ConfigError(
+            "quantize: the model has no frozen nn.Linear; freeze it first with model.requires_grad_(False), and add"
+            " adapters afterwards"
+        )
+    if undivided:
+        log.log(
+            _logs.once(logging.WARNING),
+            "quantize leaves out %s whose inputs are no multiple of the block size %d: %s",
+            counted(len(undivided), "layer"),
+            form.group_size,
+            shorten(undivided),
+        )
+    return found
+
+
+def _named(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """The layers of ``modules``, with their names. Those that are quantised already do not count."""
+    shared = _shared_weights(model)
     for wanted in modules:
         matches = [
             (name, module)
@@ -137,6 +162,21 @@ def _check(name: str, layer: nn.Linear, form: QuantizedFormat) -> None:
             f"quantize: {name!r} has {layer.in_features} inputs, no multiple of the block size {form.group_size};"
             " choose a smaller block_size, or name the other layers with modules"
         )
+
+
+def _avoid_fused_encoders(model: nn.Module) -> None:
+    """Make torch's encoder call its quantised layers: in evaluation it would take their codes for weights."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and _is_quantised(module):
+            # Torch's condition for the fused kernel.
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder) and any(map(_is_quantised, module.layers)):
+            # Only that kernel computes with nested tensors.
+            module.use_nested_tensor = False
+
+
+def _is_quantised(layer: nn.Module) -> bool:
+    return any(isinstance(each, QuantizedLinear) for each in layer.children())
 
 
 def _shared_weights(model: nn.Module) -> set[nn.Parameter]:

@@ -221,7 +221,7 @@ def kept_in_fp32(model: nn.Module, config: TieringConfig) -> frozenset[nn.Parame
     if config.precision == "fp32":
         return frozenset()
     if config.tiering.keep_fp32 == "auto":
-        named = _by_models(model, fp16=config.precision == "fp16")
+        named = named_by_model(model, fp16=config.precision == "fp16")
     else:
         patterns = config.tiering.keep_fp32
         named = (
@@ -242,8 +242,8 @@ def unmatched(model: nn.Module, config: TieringConfig) -> list[str]:
     ]
 
 
-def _by_models(model: nn.Module, *, fp16: bool) -> Iterator[nn.Parameter]:
-    """Parameters that models of transformers name: one list for both 16-bit dtypes, another for fp16 alone."""
+def named_by_model(model: nn.Module, *, fp16: bool) -> Iterator[nn.Parameter]:
+    """Parameters that a model of transformers keeps in fp32: one list for both 16-bit dtypes, another for fp16."""
     for module in model.modules():
         patterns: Iterable[str] = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
         if fp16:

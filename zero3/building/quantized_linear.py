@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from optim_cpu.formats import QuantizedFormat
 from optim_cpu.quantization import Weight
+from tiering._text import shorten
 from tiering.errors import EngineStateError
 
 
@@ -170,3 +173,23 @@ def _empty(
 ) -> tuple[Tensor, Tensor]:
     codes = torch.empty(rows * (columns // form.code_elements), dtype=form.dtype, device=device)
     return codes, torch.empty(form.scale_bytes(rows * columns), dtype=torch.uint8, device=device)
+
+
+def explain_codes(error: BaseException, model: nn.Module) -> None:
+    """Add a note to torch's error about shapes in a module that may use the codes of a quantised layer as a weight."""
+    if not isinstance(error, RuntimeError) or not re.search(r"size|shape|dimension", str(error)):
+        return
+    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = next((caller for caller in reversed(callers) if isinstance(caller, nn.Module)), None)
+    if module is None or isinstance(module, QuantizedLinear):
+        return
+    # Below an adapter of peft the layer is ``base_layer``.
+    bases = ((name, getattr(child, "base_layer", child)) for name, child in module.named_children())
+    layers = tuple(name for name, base in bases if isinstance(base, QuantizedLinear))
+    if layers:
+        name = next((name for name, each in model.named_modules() if each is module), "")
+        error.add_note(
+            f"{name!r} has quantised layers ({shorten(layers)}), whose weights are flat codes. If the code of"
+            f" {type(module).__name__} uses the weight of such a layer instead of calling the layer, leave it out of"
+            " the quantised ones (modules)"
+        )

@@ -23,6 +23,7 @@ from tiering.config.training import TieringConfig
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.telemetry import ConfigurationStatus, Phase, Snapshot
 from zero3.building import peft_models
+from zero3.building.quantized_linear import explain_codes
 from zero3.checkpoint.saving import Saving
 from zero3.engine import released
 from zero3.engine.loop_parts import connect
@@ -102,6 +103,7 @@ class Engine:
             except BaseException as error:
                 self._schedule.abandon()
                 explain_dtypes(error, self.module, (args, kwargs), self.settings)
+                explain_codes(error, self.module)
                 raise
 
     def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:

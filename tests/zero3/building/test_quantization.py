@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from optim_cpu.formats import quantized
 from tiering.checkpoint.conversion import to_weights
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, ConfigError, EngineStateError, WeightsError
-from zero3.building import fill
+from zero3.building import fill, quantization
 from zero3.building.encoded_weights import encoded_sources
 from zero3.building.quantized_linear import QuantizedLinear
 from zero3.checkpoint import export
@@ -134,6 +135,64 @@ def test_a_result_can_be_changed_in_place_and_inputs_that_are_no_floats_are_refu
     torch.testing.assert_close(x.grad, gradient)
     with pytest.raises(TypeError, match=r"linear layer 'down' in nf4 was called with torch.uint8.*modules="):
         layer(x.to(layer.weight.dtype))  # type: ignore[operator, union-attr] # as T5 does before its layer wo
+
+
+def test_the_default_leaves_out_what_a_model_keeps_in_fp32_and_what_no_block_divides(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mixed = model()
+    mixed.narrow = nn.Linear(100, 64)
+    mixed.requires_grad_(False)
+    mixed._keep_in_fp32_modules = ["down"]  # type: ignore[assignment] # as T5 has "wo"
+    with caplog.at_level(logging.WARNING):
+        tiering.quantize(mixed, "nf4")
+    layers = {name for name, layer in mixed.named_modules() if isinstance(layer, QuantizedLinear)}
+    assert layers == {"up", "gate"}
+    assert (
+        "quantize leaves out 1 layer whose inputs are no multiple of the block size 64: narrow" in caplog.text
+    )
+    tiering.quantize(mixed, "nf4", modules="down")  # which is named
+    assert isinstance(mixed.down, QuantizedLinear)
+    with pytest.raises(ConfigError, match=r"'narrow' has 100 inputs, no multiple of the block size 64"):
+        tiering.quantize(mixed, "nf4", modules="narrow")
+    with pytest.raises(
+        ConfigError, match=r"no frozen nn.Linear has inputs that are.*64 \(0\); choose a smaller"
+    ):
+        tiering.quantize(nn.Sequential(nn.Linear(32, 32)).requires_grad_(False), "nf4")
+
+
+def test_torchs_encoder_calls_its_quantised_layers() -> None:
+    torch.manual_seed(8)
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
+    encoder = tiering.quantize(nn.TransformerEncoder(layer, 2).requires_grad_(False), "int8")
+    x, padding = torch.randn(2, 6, WIDTH), torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    expected = encoder.train()(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        fused = encoder.eval()(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(fused[~padding], expected[~padding])
+
+
+class ReadsWeight(nn.Module):
+    """As the mixers of Jamba do with their layer ``dt_proj``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dt_proj = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x @ self.dt_proj.weight.t())  # type: ignore[no-any-return]
+
+
+def test_a_module_that_computes_with_codes_is_named(start: Callable[..., Any]) -> None:
+    outer = nn.Sequential(ReadsWeight())
+    outer[0].dt_proj.requires_grad_(False)  # type: ignore[union-attr, operator]
+    engine = start(tiering.quantize(outer, "int8"), accumulation=1)
+    with pytest.raises(RuntimeError, match="size") as caught:
+        engine(torch.ones(2, WIDTH))
+    (note,) = caught.value.__notes__
+    assert note.startswith("'0' has quantised layers (dt_proj), whose weights are flat codes.")
 
 
 def test_inputs_that_do_not_fit_a_quantised_layer_are_named() -> None:
@@ -255,7 +314,11 @@ def eight_bits() -> nn.Module:
             {},
             r"the weight of 'down' is torch.float8_e4m3fn, and only floats of 16 bits or more can be",
         ),
-        (model, {"block_size": 128}, r"'up' has 64 inputs, no multiple of the block size 128"),
+        (
+            model,
+            {"block_size": 128, "modules": "up"},
+            r"'up' has 64 inputs, no multiple of the block size 128",
+        ),
         (lambda: model(frozen=False), {}, r"the model has no frozen nn.Linear; freeze it first"),
         (lambda: model(frozen=False), {"modules": "up"}, r"the weight of 'up' is to be trained.*freeze it"),
         (model, {"modules": ["up", "q_proj"]}, r"no module of the model is named 'q_proj', or ends in it"),
@@ -338,6 +401,64 @@ def test_adapters_that_would_read_codes_are_refused(
     ):
         start(tuned("q_proj", "up_proj"))
     start(tuned("up_proj"))
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"total_step": 10},
+    "BOFT": {"boft_block_size": 16},
+    "C3A": {"block_size": 16},
+    "IA3": {"feedforward_modules": []},
+    "OFT": {"oft_block_size": 16},
+    "POLY": {"n_tasks": 2, "r": 4, "task_type": "CAUSAL_LM"},
+    "VBLORA": {"vector_length": 32, "num_vectors": 8},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of peft, whose kinds warn of many things
+@pytest.mark.parametrize("kind", sorted(quantization._APART))
+def test_adapters_that_call_the_layer_train_over_codes_as_over_the_decoded_weights(
+    start: Callable[..., Any], kind: str
+) -> None:
+    from peft import PeftType, get_peft_model
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    layers = ["q_proj", "down_proj"]
+    make = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)]
+
+    def tuned(decoded: bool) -> Any:
+        base = tiering.quantize(llama().requires_grad_(False), "int8", modules=layers)
+        if decoded:
+            plain = llama().requires_grad_(False)
+            for name, layer in base.named_modules():
+                if isinstance(layer, QuantizedLinear):
+                    plain.get_submodule(name).weight.copy_(layer.dequantized_weight())
+            base = plain
+        torch.manual_seed(2)
+        adapters = get_peft_model(base, make(target_modules=layers, **ADAPTERS.get(kind, {})))
+        for param in adapters.parameters():
+            if param.requires_grad:
+                with torch.no_grad():  # first values with which the adapter has an effect
+                    param.add_(torch.randn_like(param) * 0.05)
+        return adapters.eval()  # no dropout
+
+    runs = []
+    for decoded, placement in ((True, PLACEMENTS[0]), (False, PLACEMENTS[0]), (False, PLACEMENTS[1])):
+        engine = start(tuned(decoded), precision="fp32", accumulation=1, threshold=0, **placement)
+        tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(2))
+        more = {"task_ids": torch.tensor([0, 1])} if kind == "POLY" else {}
+        losses = []
+        for _ in range(3):
+            loss = engine(input_ids=tokens, labels=tokens, **more).loss
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        runs.append((losses, engine.master_state_dict()))
+    (expected, _), (losses, resident), (streamed_losses, streamed) = runs
+    assert losses == pytest.approx(expected, rel=1e-5) and len(set(losses)) == 3
+    assert streamed_losses == losses
+    assert resident.keys() == streamed.keys() and resident
+    assert all(torch.equal(resident[name], streamed[name]) for name in resident)
 
 
 class Stored:

@@ -12,7 +12,8 @@ from tiering.checkpoint.reader import Checkpoint
 from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, WeightsError
 from tiering.storage.arena import PAGE
-from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, opened
+from tiering.storage.file_system import FileVersion
+from tiering.weights.files import StoredTensor, Sums, WeightFiles, opened
 from tiering.weights.reader import WINDOW_BYTES, WeightReader
 
 

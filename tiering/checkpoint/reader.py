@@ -19,7 +19,8 @@ from tiering._strict_json import short
 from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name
 from tiering.checkpoint.root import Root
 from tiering.errors import CheckpointError, WeightsError
-from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, open_weights
+from tiering.storage.file_system import FileVersion
+from tiering.weights.files import StoredTensor, Sums, WeightFiles, open_weights
 
 
 @dataclass(frozen=True)

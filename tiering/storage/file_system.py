@@ -1,15 +1,26 @@
-"""Calls of the file system for saved files: opening, replacing, syncing, and the remedies of their errors."""
+"""Calls of the file system for saved files: opening, versions, replacing, syncing, and the remedies of their errors."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import logging
+import mmap
 import os
 import stat
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from tiering._remedies import FEWER_CHECKPOINTS
+from tiering.errors import WeightsError
+from tiering.storage.descriptors import close_alone, open_alone
+
+log = logging.getLogger(__name__)
+
+# Bytes that O_DIRECT moves at least, in files that it can be used for here.
+_BLOCK = 4096
 
 # Constants of <linux/fs.h>.
 _AT_FDCWD = -100
@@ -34,6 +45,22 @@ _REMEDIES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class FileVersion:
+    """Identifies the content of a file, to detect changes after its header was read."""
+
+    device: int
+    inode: int
+    nbytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, fd: int) -> Self:
+        """The version of an open file."""
+        status = os.fstat(fd)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
 def remedy(code: int) -> str:
     """The remedy if a save fails with the error number ``code``."""
     return _REMEDIES.get(code, "see dmesg, and save elsewhere")
@@ -49,6 +76,50 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int
         os.close(fd)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return fd
+
+
+def open_for_reading(path: Path) -> tuple[int, bool]:
+    """A descriptor of this process alone (descriptors.py), and whether it bypasses the page cache.
+
+    Raises WeightsError if the file cannot be opened.
+    """
+    try:
+        fd = _open_direct(path)
+        if fd >= 0:
+            return fd, True
+        log.warning("the file system of %s refuses O_DIRECT: reading it fills the page cache", path)
+        return open_alone(path, os.O_RDONLY | os.O_NONBLOCK), False
+    except OSError as error:
+        raise unopened(path, error) from error
+
+
+def _open_direct(path: Path) -> int:
+    """A descriptor with O_DIRECT, or -1. It tries a read, because some file systems refuse only the transfer."""
+    fd = -1
+    try:
+        fd = open_alone(path, os.O_RDONLY | os.O_DIRECT | os.O_NONBLOCK)
+        with mmap.mmap(-1, _BLOCK) as page:
+            os.preadv(fd, [page], 0)
+    except OSError as error:
+        if fd >= 0:
+            close_alone(fd)
+        if error.errno != errno.EINVAL:
+            raise
+        return -1
+    return fd
+
+
+def unopened(path: Path, error: OSError) -> WeightsError:
+    """The error for a ``path`` that could not be opened because of ``error``."""
+    if error.errno != errno.ENOENT:
+        too_many = error.errno in (errno.EMFILE, errno.ENFILE)
+        remedy = "raise the limit with ulimit -n" if too_many else "change its mode or name another file"
+        return WeightsError(f"{path}: it cannot be opened: {error.strerror}", remedy)
+    if path.is_symlink():
+        return WeightsError(
+            f"{path}: it is a symbolic link to a file that does not exist", "download it again"
+        )
+    return WeightsError(f"{path}: it does not exist", "name a .safetensors file or a directory with one")
 
 
 def fsync(path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 from tiering._aio import ffi, lib
@@ -53,6 +55,20 @@ class DirectionStats:
     latency: tuple[int, ...]
     errors_by_errno: dict[int, int]
 
+    def __add__(self, other: DirectionStats) -> DirectionStats:
+        """The counters of two files together; ``busy_ns`` counts the time twice in which both are busy."""
+        return DirectionStats(
+            bytes=self.bytes + other.bytes,
+            ops=self.ops + other.ops,
+            retries=self.retries + other.retries,
+            errors=self.errors + other.errors,
+            in_flight=self.in_flight + other.in_flight,
+            busy_ns=self.busy_ns + other.busy_ns,
+            latency_ns=self.latency_ns + other.latency_ns,
+            latency=tuple(map(add, self.latency, other.latency)),
+            errors_by_errno=dict(Counter(self.errors_by_errno) + Counter(other.errors_by_errno)),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class FileStats:
@@ -64,6 +80,17 @@ class FileStats:
     write: DirectionStats
     flush: DirectionStats
     queue_full_ns: int
+
+    def __add__(self, other: FileStats) -> FileStats:
+        """The counters of two files together, under the name of the first."""
+        return FileStats(
+            self.name,
+            self.direct and other.direct,
+            self.read + other.read,
+            self.write + other.write,
+            self.flush + other.flush,
+            self.queue_full_ns + other.queue_full_ns,
+        )
 
 
 @dataclass(frozen=True, slots=True)

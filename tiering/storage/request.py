@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from tiering._aio import ffi, lib
@@ -35,6 +36,15 @@ class Buffer(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPart:
+    """A part of ``buffer``; it keeps the buffer alive."""
+
+    buffer: Buffer
+    address: int
+    nbytes: int
 
 
 class ContextHandle:

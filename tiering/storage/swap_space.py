@@ -28,7 +28,7 @@ from tiering.errors import SwapError, SwapSpaceError
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import round_up
 from tiering.storage.bandwidth import MAX_BYTES, measure, weights
-from tiering.storage.request import Buffer
+from tiering.storage.request import Buffer, BufferPart
 from tiering.storage.slab_file import Extent, SlabFile
 from tiering.storage.striping import Need, Piece, StripeMap, apportion, shares_of
 from tiering.storage.swap_file import check_directory, disk_of, free_by_file_system, too_full, wait_for_space
@@ -68,15 +68,6 @@ class StripedExtent:
         (piece,) = self.stripes.pieces(offset, 1)
         part = self.parts[piece.path]
         return f"byte {part.extent.offset + piece.offset} of the swap file in {part.slab.directory}"
-
-
-@dataclass(frozen=True)
-class _BufferPart:
-    """A part of ``buffer``; it keeps the buffer alive."""
-
-    buffer: Buffer
-    address: int
-    nbytes: int
 
 
 class SwapSpace:
@@ -242,7 +233,7 @@ class SwapSpace:
                     part = extent.parts[piece.path]
                     move = part.slab.swap_out if writes else part.slab.swap_in
                     # Each request refers to its window, and so keeps ``buffer`` until that piece is done.
-                    window = _BufferPart(buffer, buffer.address + piece.start - offset, piece.nbytes)
+                    window = BufferPart(buffer, buffer.address + piece.start - offset, piece.nbytes)
                     tickets.append(move(part.extent, window, offset=piece.offset, priority=priority))
             except BaseException:
                 self.settle(extent)  # after the exception the caller may release the memory

@@ -8,7 +8,6 @@ is read: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 from tiering._strict_json import FormatError, natural, parse, short, strings
 from tiering._text import shorten
 from tiering.errors import WeightsError
+from tiering.storage.file_system import FileVersion, unopened
 
 # Bytes. The limit of the format for a header; also used for an index.
 _MOST_HEADER = 100_000_000
@@ -66,22 +66,6 @@ class StoredTensor:
         if _BITS[self.dtype] % 8:
             raise ValueError(f"{self.name!r} is {self.dtype}, whose elements are not whole bytes")
         return _BITS[self.dtype] // 8
-
-
-@dataclass(frozen=True, slots=True)
-class FileVersion:
-    """Identifies the content of a file, to detect changes after its header was read."""
-
-    device: int
-    inode: int
-    nbytes: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, fd: int) -> FileVersion:
-        """The version of an open file."""
-        status = os.fstat(fd)
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class Sums(Protocol):
@@ -167,17 +151,6 @@ def opened(path: Path) -> Iterator[int]:
 def damaged(file: Path, problem: str, remedy: str = "download it again") -> WeightsError:
     """The error for an invalid ``file``."""
     return WeightsError(f"{file}: {problem}", remedy)
-
-
-def unopened(path: Path, error: OSError) -> WeightsError:
-    """The error for a ``path`` that could not be opened because of ``error``."""
-    if error.errno != errno.ENOENT:
-        too_many = error.errno in (errno.EMFILE, errno.ENFILE)
-        remedy = "raise the limit with ulimit -n" if too_many else "change its mode or name another file"
-        return damaged(path, f"it cannot be opened: {error.strerror}", remedy)
-    if path.is_symlink():
-        return damaged(path, "it is a symbolic link to a file that does not exist")
-    return damaged(path, "it does not exist", "name a .safetensors file or a directory with one")
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
-import mmap
-import os
 from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
@@ -26,17 +23,15 @@ from tiering.config.training import IoConfig
 from tiering.errors import SwapError, WeightsError
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
-from tiering.storage.descriptors import close_alone, open_alone
+from tiering.storage.descriptors import close_alone
+from tiering.storage.file_system import FileVersion, open_for_reading
 from tiering.storage.io_stats import errno_text
 from tiering.storage.tickets import Ticket
-from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, damaged, unopened
+from tiering.weights.files import StoredTensor, Sums, WeightFiles, damaged
 
 # One window is in use by the caller, two are being read.
 WINDOWS = 3
 WINDOW_BYTES = 4 << 20
-
-log = logging.getLogger(__name__)
-
 
 _Place = tuple[StoredTensor, int]
 """A tensor and a byte offset in it."""
@@ -267,7 +262,7 @@ class WeightReader:
     def _file(self, path: Path) -> int:
         """The number of a file in the I/O context; opens it at the first call."""
         if path not in self._open:
-            fd, direct = _open_for_reading(path)
+            fd, direct = open_for_reading(path)
             try:
                 self._check_version(path, fd)
                 self._open[path] = fd, self._aio.add_file(fd, direct=direct, name=str(path))
@@ -286,34 +281,6 @@ class WeightReader:
 def _in_bytes(request: Request) -> tuple[StoredTensor, int, int]:
     tensor, first, end = (request, 0, request.numel) if isinstance(request, StoredTensor) else request
     return tensor, first * tensor.itemsize, end * tensor.itemsize
-
-
-def _open_for_reading(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether it bypasses the page cache."""
-    try:
-        fd = _open_direct(path)
-        if fd >= 0:
-            return fd, True
-        log.warning("the file system of %s refuses O_DIRECT: reading it fills the page cache", path)
-        return open_alone(path, os.O_RDONLY | os.O_NONBLOCK), False
-    except OSError as error:
-        raise unopened(path, error) from error
-
-
-def _open_direct(path: Path) -> int:
-    """A descriptor with O_DIRECT, or -1. It tries a read, because some file systems refuse only the transfer."""
-    fd = -1
-    try:
-        fd = open_alone(path, os.O_RDONLY | os.O_DIRECT | os.O_NONBLOCK)
-        with mmap.mmap(-1, PAGE) as page:
-            os.preadv(fd, [page], 0)
-    except OSError as error:
-        if fd >= 0:
-            close_alone(fd)
-        if error.errno != errno.EINVAL:
-            raise
-        return -1
-    return fd
 
 
 def _read_error(error: SwapError) -> WeightsError:

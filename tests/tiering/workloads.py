@@ -14,7 +14,7 @@ from tiering.errors import PlacementError
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.slots import SMALLEST_TILE
-from tiering.placement.workload import GroupSizes, Tenant, TenantPiece, Tier, Workload
+from tiering.placement.workload import GroupSizes, InFiles, Tenant, TenantPiece, Tier, Workload
 from tiering.storage.arena import PAGE
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -62,15 +62,23 @@ def workloads(draw: st.DrawFn) -> Workload:
         numel = max(1, trained + frozen) * SMALLEST_TILE
         parent = draw(st.none() | st.integers(0, index - 1)) if index else None
         fp32 = itemsize == 2 and draw(st.integers(0, 5)) == 0
+        persistent = draw(st.integers(0, 7)) == 0
+        param_bytes = numel * (4 if fp32 else itemsize)
+        in_files = None
+        if not trained and not persistent and draw(st.booleans()):
+            in_files = InFiles(
+                param_bytes + draw(st.integers(-100, 8 * PAGE)), PAGE * draw(st.integers(0, 8))
+            )
         groups.append(
             GroupSizes(
                 name=f"g{index}",
-                param_bytes=numel * (4 if fp32 else itemsize),
+                param_bytes=param_bytes,
                 trainable_numel=trained * SMALLEST_TILE,
                 parent=parent,
-                persistent=draw(st.integers(0, 7)) == 0,
+                persistent=persistent,
                 uses=draw(st.integers(1, 3)),
                 fp32=fp32,
+                in_files=in_files,
             )
         )
     device_is_host = draw(st.booleans())

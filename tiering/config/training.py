@@ -319,6 +319,11 @@ class TiersConfig(Section):
     verify: StrictBool = Field(
         default=False, description="Checksum swapped data; needs host memory, 1/1024 of the data on NVMe."
     )
+    weights_in_place: StrictBool | Literal["auto"] = Field(
+        default="auto",
+        description="Read frozen weights of initialize(weights=) from their files instead of swap space, where the"
+        " bytes are as compute needs them; auto: on local drives that do not rotate and support O_DIRECT.",
+    )
     quantize: QuantizeConfig = Field(
         default=QuantizeConfig(), description="Frozen linear layers in 4 or 8 bits."
     )

@@ -32,7 +32,6 @@ _COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
 _FS_IOC_GETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x00800000  # linux/fs.h
 _NETWORK_TRANSPORTS = frozenset({"tcp", "rdma", "fc", "iscsi"})
 # These report every disk as rotating.
-_VIRTUAL_TRANSPORTS = frozenset({"virtio", "xen", "vmbus"})
 _USE_LOCAL_DRIVE = "name a directory on a local drive"
 
 
@@ -236,7 +235,7 @@ def _issues(drive: Drive) -> list[tuple[str, str]]:
         issues.append((drive.poses, _USE_LOCAL_DRIVE))
     if drive.transport in _NETWORK_TRANSPORTS:
         issues.append((f"a disk behind a network ({drive.transport})", _USE_LOCAL_DRIVE))
-    if drive.rotational and not drive.members and drive.transport not in _VIRTUAL_TRANSPORTS:
+    if drive.spins:
         issues.append(("a rotating disk: a seek takes 10 ms", "use a solid-state drive"))
     return issues
 

@@ -70,6 +70,8 @@ _TRANSPORTS = (
     (re.compile(r"VMBUS:.*|vmbus.*", re.IGNORECASE), "vmbus"),
 )
 
+_VIRTUAL_TRANSPORTS = frozenset({"virtio", "xen", "vmbus"})
+
 # By the prefix of a device mapper uuid.
 _LAYERS = {"LVM": "LVM", "CRYPT": "crypt", "mpath": "multipath", "DMRAID": "dmraid"}
 # Layers. A deeper stack is assumed to be a cycle.
@@ -136,6 +138,11 @@ class Drive:
         if not self.members:
             return (self,)
         return tuple({disk.name: disk for member in self.members for disk in member.disks}.values())
+
+    @property
+    def spins(self) -> bool:
+        """Whether it is a rotating disk. Drives of a virtual machine say so whatever is behind them."""
+        return bool(self.rotational) and not self.members and self.transport not in _VIRTUAL_TRANSPORTS
 
     @property
     def poses(self) -> str | None:

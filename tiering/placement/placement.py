@@ -96,7 +96,7 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
         _keep_what_cannot_move(load, fixed, param_tiers)
 
     # Two windows, so that a wait for one does not depend on leases of the other.
-    largest = max((load.home_bytes(group) for group in load.groups), default=0)
+    largest = max(map(load.window_bytes, load.groups), default=0)
     fetch_window = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
     offload_window = 2 * _largest_arrival(load) if load.steps_copy_out else 0
     fixed.add(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
@@ -316,14 +316,14 @@ def _visitors(load: Workload, filled: Filled, tiles: Sequence[SubGroup], room: i
 def _most_on_nvme(everything: Sequence[Tenant], tiers: Mapping[str, Sequence[Tier]]) -> int:
     """Bytes on NVMe if everything that may live there does."""
     placed = (zip(tenant.pieces, tiers[tenant.kind], strict=True) for tenant in everything)
-    return sum(piece.nbytes for pieces in placed for piece, tier in pieces if tier is Tier.NVME)
+    return sum(piece.swap_bytes for pieces in placed for piece, tier in pieces if tier is Tier.NVME)
 
 
 def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:
     """Device room for a group and its enclosing groups, as far as they must be unsharded to compute."""
     chain = ((load.groups[at], param_tiers[at]) for at in load.chain(index))
     return sum(
-        round_up(group.param_bytes) for group, tier in chain if not load.computes_in_place(group, tier)
+        load.unsharded_bytes(group) for group, tier in chain if not load.computes_in_place(group, tier)
     )
 
 
@@ -342,7 +342,7 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
             f" least {format_need(fixed.budgets.device - fixed.remaining(Tier.DEVICE) + least)}"
         )
     moving = [
-        0 if load.computes_in_place(group, tier) else round_up(group.param_bytes)
+        0 if load.computes_in_place(group, tier) else load.unsharded_bytes(group)
         for group, tier in zip(load.groups, param_tiers, strict=True)
     ]
     # Groups are fetched whole, so room for less than one group is useless. Enclosing groups are unsharded already, but

@@ -110,6 +110,8 @@ class PlacedPiece(NamedTuple):
     nbytes: int
     read: int
     written: int
+    # It is read from files of a user, and takes no swap space.
+    in_files: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,11 @@ class Plan:
         for tenant in self.tenants:
             if tenant.kind in self.tiers:
                 for piece, tier in zip(tenant.pieces, self.tiers[tenant.kind], strict=True):
-                    yield PlacedPiece(tenant.kind, tier, piece.nbytes, piece.read, piece.written)
+                    in_files = piece.read_in_files if tier is Tier.NVME else None
+                    read = piece.read if in_files is None else in_files
+                    yield PlacedPiece(
+                        tenant.kind, tier, piece.nbytes, read, piece.written, in_files is not None
+                    )
         for tile in self.sub_groups:
             nbytes = self.tile_state_bytes(tile)
             yield PlacedPiece(OPTIMIZER_STATE, tile.tier, nbytes, nbytes, nbytes)
@@ -183,7 +189,7 @@ class Plan:
         """Bytes planned on ``tier``, by kind."""
         load, kinds = self.workload, {tenant.kind: 0 for tenant in self.tenants}
         for piece in self.placed():
-            kinds[piece.kind] += piece.nbytes if piece.tier is tier else 0
+            kinds[piece.kind] += piece.nbytes if piece.tier is tier and not piece.in_files else 0
         if tier is Tier.DEVICE:
             kinds["local gradients"] = load.local_grad_bytes
             kinds["gradient reduction"] = self.reduction.nbytes
@@ -194,6 +200,11 @@ class Plan:
             kinds["staging"] = self.staging.nbytes + windows
             kinds["checksums"] = self.checksum_bytes
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+
+    @property
+    def in_place_bytes(self) -> int:
+        """Bytes of parameters that are read from files of the user instead of swap space."""
+        return sum(piece.nbytes for piece in self.placed() if piece.in_files)
 
     @property
     def checksum_bytes(self) -> int:
@@ -328,9 +339,10 @@ class Plan:
             right = heading in ("budget", "planned")
             table.add_column(heading, justify="right" if right else "left", no_wrap=True)
         for tier in Tier:
-            contents = "\n".join(
-                f"{kind} {format_size(nbytes)}" for kind, nbytes in self.contents(tier).items()
-            )
+            listed = [f"{kind} {format_size(nbytes)}" for kind, nbytes in self.contents(tier).items()]
+            if tier is Tier.NVME and self.in_place_bytes:
+                listed.append(f"read in place {format_size(self.in_place_bytes)}")
+            contents = "\n".join(listed)
             table.add_row(
                 tier.value,
                 format_size(self.budgets.of(tier)),

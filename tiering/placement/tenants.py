@@ -3,8 +3,8 @@
 This list is the only one. From it come the mandatory bytes and the refusals of a plan, the use of the host budget,
 the lines and the traffic of the plan, the sections of the swap space, and the windows through which pieces stream. The
 code that keeps the bytes of a tenant makes homes for its pieces (`Tiers.home`). A home on NVMe is an extent, which
-orders its transfers; bytes, leases and stalls are counted under the kind of the tenant. A further tenant is an entry of
-`Workload.others`.
+orders its transfers, or ranges of a user's files, which are only read (`Tiers.home_in_files`). Bytes, leases and stalls
+are counted under the kind of the tenant. A further tenant is an entry of `Workload.others`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ def parameters(load: Workload) -> Tenant:
     for group in load.groups:
         read, written = load.param_traffic(group)
         tier = Tier.DEVICE if group.persistent else load.offload_param
+        nbytes, in_files = load.home_bytes(group), None
+        if group.in_files is not None:
+            in_files = read + 2 * load.micro_batches * group.uses * (group.in_files.read_bytes - nbytes)
         pieces.append(
-            TenantPiece(group.name, load.home_bytes(group), tier, read, written, routed=group.routed)
+            TenantPiece(group.name, nbytes, tier, read, written, group.routed, read_in_files=in_files)
         )
     return Tenant(PARAMETERS, tuple(pieces), offloaded=True, with_parameters=True)
 

@@ -34,6 +34,17 @@ class Tier(Enum):
     NVME = "nvme"
 
 
+class InFiles(NamedTuple):
+    """Parameters whose bytes a user's files have as compute needs them, so that they can be read where they are.
+
+    A fetch of a rank's part reads ``read_bytes``, whole pages, and lands in ``slack`` bytes of memory more than the
+    part has. Both are those of the rank that needs most.
+    """
+
+    read_bytes: int
+    slack: int
+
+
 @dataclass(frozen=True)
 class TenantPiece:
     """The bytes of a tenant that are placed together; ``name`` is that of their group."""
@@ -48,6 +59,14 @@ class TenantPiece:
     written: int = 0
     # The bytes of an expert, which ``read`` counts although a pass may not use it.
     routed: bool = False
+    # The bytes that a step reads instead of ``read``, in whole pages, if files of a user have the piece: then it needs
+    # no swap space.
+    read_in_files: int | None = None
+
+    @property
+    def swap_bytes(self) -> int:
+        """Bytes of swap space that it takes on NVMe."""
+        return self.nbytes if self.read_in_files is None else 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +111,8 @@ class GroupSizes:
     beside: int | None = None
     # An expert: a pass uses the group only if a token is routed to it.
     routed: bool = False
+    # Whether the parameters need no swap space.
+    in_files: InFiles | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +210,15 @@ class Workload:
     def home_bytes(self, group: GroupSizes) -> int:
         """Bytes of parameters that a rank keeps."""
         return group.param_bytes // self.world_size if self.shards_params(group) else group.param_bytes
+
+    def unsharded_bytes(self, group: GroupSizes) -> int:
+        """Device room for the whole group, in pages: also for what a read from files lands in, if compute is there."""
+        slack = group.in_files.slack if group.in_files and not self.fetch_by_copy else 0
+        return round_up(group.param_bytes) + slack
+
+    def window_bytes(self, group: GroupSizes) -> int:
+        """Host room for the parameters that a rank keeps, while they are on their way from NVMe to the device."""
+        return self.home_bytes(group) + (group.in_files.slack if group.in_files else 0)
 
     def state_numel(self, group: GroupSizes) -> int:
         """Elements whose optimizer state a rank keeps."""

@@ -247,8 +247,8 @@ class ReadOnlyFiles:
         assert extent.layout.room <= nbytes + slack, "a read of a home needs more memory than its plan says"
         return extent
 
-    def read(self, extent: FileExtent, buffer: Buffer, *, priority: int = 0) -> Transfer:
-        """Start to read all of ``extent`` into ``buffer``, of ``extent.layout.room`` bytes.
+    def read(self, extent: FileExtent, buffer: Buffer, *, offset: int = 0, priority: int = 0) -> Transfer:
+        """Start to read all of ``extent``, from ``offset`` 0, into ``buffer``, of ``extent.layout.room`` bytes.
 
         When the reads have ended, ``extent.layout.arrange`` moves the bytes to their places. As with an extent of swap
         space, ``settle`` after an exception before the memory is released.
@@ -257,6 +257,7 @@ class ReadOnlyFiles:
             raise ValueError(
                 f"a read of {extent.names[:1]} needs {extent.layout.room} bytes, not {buffer.nbytes}"
             )
+        assert not offset, "a home in files is read as a whole"
         with self._lock:
             extent.in_flight[:] = [ticket for ticket in extent.in_flight if not ticket.done()]
             return self.begin(extent.layout, buffer, extent.names, extent.in_flight, priority)

@@ -5,7 +5,8 @@ when the model was built (zero_init.py), or from a file (weights.py). They go to
 compute dtype, and with the full precision of the source to the masters in its tiles' state. Moments start with the
 values that the optimizer defines. The bytes of parameters that keep their dtype go to their home as they are.
 
-Ranks receive rank 0's values, range by range; from files each rank reads its own shard.
+Ranks receive rank 0's values, range by range; from files each rank reads its own shard. Groups whose home is in the
+files already (setup/in_place.py) are not filled.
 """
 
 from __future__ import annotations
@@ -195,6 +196,9 @@ class Fill:
     def _fill(
         self, group: ParamGroup, sources: Mapping[nn.Parameter, FirstValues], *, keeps: bool = False
     ) -> None:
+        if group.home.files is not None:
+            # The files of the user have the values, and nothing else may be there.
+            return
         self._note(f"filling {group.name!r}")
         layout = group.shard if group.sharded else group.layout
         params = dict(zip((piece.index for piece in group.layout.pieces), group.params, strict=True))
@@ -211,7 +215,7 @@ class Fill:
                     continue
                 local = home.pieces.get(piece.index)
                 if param in sources:
-                    ranges = self._own(param, _for_home(sources[param], piece, group), local, state)
+                    ranges = self._own(param, for_home(sources[param], piece, group), local, state)
                 else:
                     ranges = self._shared(param, piece, local, group)
                 for first, values, moments in ranges:
@@ -252,7 +256,7 @@ class Fill:
         recipe = recipe_of(param)
         dtype = param.dtype if piece.own_dtype is None else group.dtype
         first_values = FirstValues(InMemory(param) if recipe is None else Replayed(recipe))
-        source = _for_home(first_values, piece, group).values
+        source = for_home(first_values, piece, group).values
         part = piece if self._collectives is not None else local
         if part is None:
             return
@@ -278,7 +282,7 @@ class Fill:
         return values
 
 
-def _for_home(first_values: FirstValues, piece: Piece, group: ParamGroup) -> FirstValues:
+def for_home(first_values: FirstValues, piece: Piece, group: ParamGroup) -> FirstValues:
     """``first_values`` with elements that the flat tensor of ``group`` takes."""
     if piece.own_dtype is None:
         return first_values

@@ -133,9 +133,13 @@ class Matched:
     opened: OpenFiles = field(repr=False)
 
     @contextmanager
-    def reading(self, io: IoConfig) -> Iterator[Self]:
-        """Open the files. Reads are fastest in the order of ``sources``, and from their first elements on."""
-        order = [part for source in self.sources.values() for part in source.parts]
+    def reading(self, io: IoConfig, wanted: Container[nn.Parameter] | None = None) -> Iterator[Self]:
+        """Open the files. Reads are fastest in the order of ``sources``, and from their first elements on.
+
+        Only the values of ``wanted`` parameters are read, by default of all.
+        """
+        sources = (each for param, each in self.sources.items() if wanted is None or param in wanted)
+        order = [part for source in sources for part in source.parts]
         with self.opened.reading(self.files, io, order):
             yield self
 

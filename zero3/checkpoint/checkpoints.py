@@ -213,6 +213,8 @@ class Checkpoints:
         """Fill the tiers from an open checkpoint, and restore the run; returns the client_state."""
         restore, states = ready.restore, request.states
         began = time.monotonic()
+        if self._parts.plan.in_place_bytes:
+            self._together("compare frozen weights with the checkpoint", restore.check_in_place)
         # Before the first value changes: if the load does not end, training on these values is refused.
         self._updates.current_step.to_loading()
         self._half_loaded |= restore.filled

@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from tiering import _logs
@@ -19,14 +20,15 @@ from tiering._remedies import NEW_OPTIMIZER_STATE, PART_OF_MODEL
 from tiering.checkpoint.reader import Checkpoint, RankFiles, reading_checkpoint
 from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, WeightsError
+from tiering.storage.read_only import COPY_REMEDY
 from tiering.weights.files import StoredTensor, WeightFiles
 from tiering.weights.reader import Request
 from zero3.building.encoded_weights import StoredValues
-from zero3.building.fill import FirstValues
+from zero3.building.fill import RANGE, FirstValues, copy_values, for_home
 from zero3.building.weights import STORED_NAMES, FileSource, OpenFiles, match
 from zero3.checkpoint.run_state import RankState
 from zero3.optimizer.client import ClientOptimizer
-from zero3.params.layout import Piece
+from zero3.params.layout import Piece, tiles
 from zero3.params.param_group import ParamGroup
 from zero3.parts import Assembly
 
@@ -102,7 +104,9 @@ class Restore:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Open all files that this rank reads. Open files may be removed, as a save removes older checkpoints."""
-        groups, matched = self._parts.groups, self._matched
+        matched = self._matched
+        # In the order of the reads: ``check_in_place``, then ``run``.
+        groups = sorted(self._parts.groups, key=lambda group: group.home.files is None)
         buffers = {tensor.file for _, _, tensor in matched.buffers}
         with reading_checkpoint(), ExitStack() as files:
             order = _order(groups, matched.sources)
@@ -126,6 +130,35 @@ class Restore:
                 # Copies to the device may still read the homes that are overwritten next.
                 self._parts.tiers.streams.before_host_changes()
             self._parts.fill.refill(self._parts.groups, sources)
+
+    def check_in_place(self) -> None:
+        """CheckpointError unless files that are read in place have the same values. Inside ``reading``."""
+        for group in self._parts.groups:
+            if group.home.files is None:
+                continue
+            layout = group.shard if group.sharded else group.layout
+            params = dict(zip((piece.index for piece in group.layout.pieces), group.params, strict=True))
+            for piece in layout.pieces:
+                source = self._matched.sources.get(params[piece.index])
+                if source is not None and not self._is_same(group, piece, source):
+                    place = group.home.files.place_of(piece.start * group.dtype.itemsize)
+                    raise CheckpointError(
+                        f"checkpoint {self._checkpoint.path} has other values of {piece.name!r} than the run, which"
+                        f" reads it in place from {place}: nothing was loaded. Initialize with the weights that the"
+                        f" saved run had; or {COPY_REMEDY}, and then loaded"
+                    )
+
+    def _is_same(self, group: ParamGroup, piece: Piece, source: StoredValues) -> bool:
+        """Whether ``source`` has the bytes that the home of ``group`` has for ``piece``."""
+        values, itemsize = for_home(FirstValues(source), piece, group).values, group.dtype.itemsize
+        for start, end in tiles(piece.numel, RANGE):
+            stored = values.read(piece.first + start, end - start)
+            expected = torch.empty(end - start, dtype=group.dtype, device="cpu")
+            copy_values(stored, expected)
+            at, nbytes = (piece.start + start) * itemsize, (end - start) * itemsize
+            if not torch.equal(expected.view(torch.uint8), self._parts.tiers.load(group.home, at, nbytes)):
+                return False
+        return True
 
     def _open(
         self,

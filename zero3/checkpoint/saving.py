@@ -30,6 +30,7 @@ from tiering.checkpoint.rank_writer import RankRecord, RankWriter
 from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, SwapError, TieringError
 from tiering.storage.arena import Arena, Lease
+from tiering.storage.read_only import Loading
 from tiering.storage.tickets import Transfer
 from tiering.weights.tensor_file import WINDOW, Output, TensorSpec
 from zero3.building.weights import STORED_NAMES
@@ -37,7 +38,7 @@ from zero3.checkpoint.rank_share import Chunk, Range, Share
 from zero3.checkpoint.run_state import RankState
 from zero3.device.storages import as_tensor
 from zero3.device.streams import Event, Streams
-from zero3.device.tiers import Tiers
+from zero3.device.tiers import Tiers, content_of
 from zero3.device.timeline import StallClock
 from zero3.optimizer.tiles import Tile
 
@@ -191,19 +192,23 @@ def _warn_of_uncommitted() -> None:
 class _Reading:
     """A chunk that is being read. Bytes on NVMe arrive in ``window``: those of ``source``, then those of ``upper``.
 
-    ``copied`` has an entry for each source in GPU memory: the range, its bytes in host memory, and the end of the copy.
+    Bytes in files of a user arrive by ``loading``. ``copied`` has an entry for each source in GPU memory: the range,
+    its bytes in host memory, and the end of the copy.
     """
 
     chunk: Chunk
     window: Lease | None
     tickets: list[Transfer]
     copied: list[tuple[Range, Tensor, Event]] = field(default_factory=list)
+    loading: Loading | None = None
 
     def settle(self) -> None:
         """Wait until no transfer uses the memory. Errors of transfers are ignored."""
         for ticket in self.tickets:
             with contextlib.suppress(SwapError):
                 ticket.wait()
+        if self.loading is not None:
+            self.loading.settle()
 
 
 class Destination(NamedTuple):
@@ -376,6 +381,10 @@ class Saver(threading.Thread):
         # All windows have one size: the next one fits, in whatever order windows are released.
         window = self._reads.lease(WINDOW, "state", alone=True) if sources else None
         reading, at = _Reading(chunk, window, []), 0
+        if chunk.source.home.files is not None:
+            # Frozen parameters: they have no upper halves elsewhere.
+            in_files = chunk.source
+            reading.loading = self._tiers.begin_load(in_files.home, in_files.offset, in_files.nbytes)
         if self._copies is not None:
             for source in (chunk.source, chunk.upper):
                 if source is not None and source.home.on_device:
@@ -433,6 +442,8 @@ def _content(source: Range, reading: _Reading, at: int) -> Tensor:
             # The CPU reads these bytes next.
             arrived.wait()
             return content
+    if reading.loading is not None:
+        return content_of(reading.loading)
     if source.home.tensor is not None:
         return source.home.tensor[source.offset : source.offset + source.nbytes]
     assert reading.window is not None

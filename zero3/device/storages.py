@@ -30,13 +30,13 @@ from tiering.storage.arena import Lease
 log = logging.getLogger(__name__)
 
 
-def as_tensor(lease: Lease) -> Tensor:
-    """The lease's bytes as a uint8 tensor that keeps the arena's memory reachable."""
+def as_tensor(lease: Lease, nbytes: int | None = None) -> Tensor:
+    """The lease's bytes, or the first ``nbytes``, as a uint8 tensor that keeps the arena's memory reachable."""
     if lease.nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     # The tensor refers to the view, and the view to the lease, so the lease is not dropped while the tensor lives. An
     # explicit release still frees the range.
-    return torch.frombuffer(lease.view, dtype=torch.uint8)
+    return torch.frombuffer(lease.view, dtype=torch.uint8, count=-1 if nbytes is None else nbytes)
 
 
 def exchange_pointers(first: Tensor, second: Tensor) -> None:

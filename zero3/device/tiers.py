@@ -11,10 +11,12 @@ import contextlib
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -23,10 +25,15 @@ from tiering.config.fields import format_size
 from tiering.config.training import TiersConfig
 from tiering.errors import ArenaError
 from tiering.placement.plan import Plan
+from tiering.placement.tenants import PARAMETERS
 from tiering.placement.workload import Tier
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
+from tiering.storage.file_system import FileVersion
+from tiering.storage.io_stats import FileStats
+from tiering.storage.read_only import FileExtent, FileRange, Loading, Move, ReadOnlyFiles
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
+from tiering.storage.tickets import Transfer
 from zero3.device import nan_memory, storages
 from zero3.device.link_copies import Copies
 from zero3.device.slab import DeviceSlab
@@ -51,11 +58,37 @@ class NvmePaths:
 
 @dataclass
 class Home:
-    """The place of a flat array of bytes: memory (a uint8 tensor), or NVMe (an extent)."""
+    """The place of a flat array of bytes: memory (a uint8 tensor), an extent of swap space, or files of a user.
+
+    The bytes of ``files`` are only read: they never change.
+    """
 
     tensor: Tensor | None = None
     extent: StripedExtent | None = None
     on_device: bool = False  # in the memory of a GPU
+    files: FileExtent | None = None
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether the bytes have to be read into memory."""
+        return self.tensor is None
+
+    @property
+    def room(self) -> int:
+        """Bytes of memory that a read of the whole home needs: see Note [A read lands shifted] in read_only.py."""
+        if self.files is not None:
+            return self.files.nbytes + self.files.slack
+        assert self.extent is not None
+        return self.extent.nbytes
+
+    @property
+    def slack(self) -> int:
+        """The part of ``room`` beyond the bytes of the home."""
+        return 0 if self.files is None else self.files.slack
+
+    def landed(self, nbytes: int) -> Sequence[Move]:
+        """Where bytes [0, nbytes) are in memory after a read of the whole home, and where they belong."""
+        return (Move(0, 0, nbytes),) if self.files is None else self.files.layout.moves
 
     @property
     def address(self) -> int:
@@ -111,7 +144,8 @@ class Ledger:
 class Tiers:
     """Memory and swap space for ``plan`` on ``device``. ``close`` waits for transfers and frees everything.
 
-    ``stalls`` has the streams of a device with its own memory, or None if the CPU is the device.
+    ``stalls`` has the streams of a device with its own memory, or None if the CPU is the device. ``versions`` are those
+    of the files in which homes may be.
     """
 
     def __init__(
@@ -122,6 +156,7 @@ class Tiers:
         nvme: NvmePaths,
         stalls: StallClock,
         numa_node: int | None = None,
+        versions: Mapping[Path, FileVersion] = MappingProxyType({}),
     ) -> None:
         self.plan = plan
         self.device = device
@@ -133,6 +168,7 @@ class Tiers:
         self._numa_node = numa_node
         self.aio: AioContext | None = None
         self.swap: SwapSpace | None = None
+        self.files: ReadOnlyFiles | None = None
         self._homes: list[Home] = []
         self._arenas: list[Arena] = []
         self._on_gpu: Counter[str] = Counter()
@@ -140,7 +176,7 @@ class Tiers:
         self._unpin: weakref.finalize[..., Tiers] | None = None  # unregisters the arena from CUDA, once
         try:
             io = config.io
-            if plan.total(Tier.NVME):
+            if plan.total(Tier.NVME) or plan.in_place_bytes:
                 self.aio = AioContext(
                     engine=io.engine,
                     block_size=io.block_size,
@@ -148,6 +184,9 @@ class Tiers:
                     registered=io.registered,
                     verify=config.verify,
                 )
+            if self.aio is not None and plan.in_place_bytes:
+                self.files = ReadOnlyFiles(versions, self.aio)
+            if self.aio is not None and plan.total(Tier.NVME):
                 allowed = io.allow_memory_file_system
                 self.swap = SwapSpace(_sections(plan, nvme), self.aio, allow_memory_file_system=allowed)
             self._map_arenas(plan)
@@ -206,6 +245,18 @@ class Tiers:
         self._homes.append(home)
         return home
 
+    def home_in_files(
+        self, ranges: Sequence[FileRange], nbytes: int, slack: int, names: tuple[str, ...]
+    ) -> Home:
+        """A home of ``nbytes`` in ``ranges`` of files. Raises WeightsError if a file cannot be opened, or has changed.
+
+        ``slack`` is what a read of it takes beyond its bytes.
+        """
+        assert self.files is not None
+        home = Home(files=self.files.extent(ranges, nbytes, slack, names))
+        self._homes.append(home)
+        return home
+
     def _make_home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
         if tier is Tier.NVME and not nbytes:  # a group without gradients: nothing to swap
             return Home(tensor=torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -220,11 +271,31 @@ class Tiers:
         return Home(tensor=as_tensor(arena.lease(nbytes, kind))[:nbytes])
 
     def sections(self) -> Iterator[tuple[str, int, str]]:
-        """Directory and offset of each part of each extent, and the kind of its state."""
+        """Directory, or file, and offset of each part of each home on NVMe, and the kind of its state."""
         for home in self._homes:
             if home.extent is not None:
                 for part in home.extent.parts:
                     yield str(part.slab.directory), part.extent.offset, home.extent.section
+        for path in () if self.files is None else self.files.paths:
+            yield str(path), 0, PARAMETERS
+
+    def check_files(self) -> None:
+        """Raise WeightsError if a file in which homes are has changed."""
+        if self.files is not None:
+            self.files.check()
+
+    def file_stats(self) -> list[tuple[FileStats, tuple[int, ...]]]:
+        """I/O counters by path, and the numbers of the files there: a user's files count for their directory."""
+        if self.aio is None:
+            return []
+        parents = {} if self.files is None else {str(path): str(path.parent) for path in self.files.paths}
+        totals: dict[str, tuple[FileStats, tuple[int, ...]]] = {}
+        for number, stats in enumerate(self.aio.stats()):
+            name = parents.get(stats.name, stats.name)
+            total, numbers = totals.get(name, (None, ()))
+            total = replace(stats, name=name) if total is None else total + stats
+            totals[name] = total, (*numbers, number)
+        return list(totals.values())
 
     @property
     def chunk_bytes(self) -> int:
@@ -266,6 +337,8 @@ class Tiers:
         if home.tensor is not None:
             # From a device, the copy runs behind the kernels of the current stream, and the CPU waits for it.
             return home.tensor[offset : offset + nbytes].to("cpu", copy=True)
+        if home.files is not None:
+            return content_of(self.begin_load(home, offset, nbytes))
         assert home.extent is not None and self.swap is not None
         loaded = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         end = round_up(offset + nbytes)
@@ -277,6 +350,33 @@ class Tiers:
             loaded[first - offset : last - offset] = as_tensor(lease)[first - at : last - at]
             lease.release()
         return loaded
+
+    def begin_load(self, home: Home, offset: int, nbytes: int) -> Loading:
+        """Start to read bytes [offset, offset + nbytes) of ``home``, which is in files, into memory of their own."""
+        assert home.files is not None and self.files is not None
+        return self.files.load(home.files, offset, nbytes)
+
+    def reader(self, home: Home) -> Callable[..., Transfer]:
+        """The function of (buffer, offset=, priority=) that starts to read ``home``, which is on NVMe.
+
+        It reads as many bytes as the buffer has, or to the end. A home in files is read as a whole, into ``home.room``
+        bytes; then ``home.files.layout`` arranges it. A signal handler may raise before the caller has the transfer:
+        after an exception, ``settle`` before the memory is released.
+        """
+        if home.files is not None:
+            assert self.files is not None
+            return partial(self.files.read, home.files)
+        assert home.extent is not None and self.swap is not None
+        return partial(self.swap.swap_in, home.extent)
+
+    def settle(self, home: Home) -> None:
+        """Wait for all transfers of ``home``, which is on NVMe."""
+        if home.files is not None:
+            assert self.files is not None
+            self.files.settle(home.files)
+        else:
+            assert home.extent is not None and self.swap is not None
+            self.swap.settle(home.extent)
 
     def fetch(self, extent: StripedExtent, lease: Lease, *, offset: int = 0) -> None:
         """Fill ``lease`` from ``offset`` of ``extent`` and wait for the read. An exception releases the lease."""
@@ -351,9 +451,11 @@ class Tiers:
                 # The order of these steps matters. After this one, no transfer uses an arena or a descriptor.
                 self.aio.close()
         finally:
+            # The driver of the I/O used these descriptors until it ended.
             if self.swap is not None:
-                # The driver of the I/O used these descriptors until it ended.
                 self.swap.close()
+            if self.files is not None:
+                self.files.close()
             if self.streams is not None:
                 try:
                     # Copies may still read or fill pinned memory.
@@ -369,6 +471,12 @@ class Tiers:
             for arena in self._arenas:
                 arena.forget_memory()
             self.nowhere = None
+
+
+def content_of(loading: Loading) -> Tensor:
+    """The bytes of a load from files. Raises SwapError if a read failed, WeightsError if a file has changed."""
+    content = loading.wait()
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def _sections(plan: Plan, nvme: NvmePaths) -> dict[str, Section]:

@@ -108,7 +108,9 @@ def connect(
     parameters = Parameters(model, parts.groups, state, trains=parts.optimizer.trains)
 
     gathers = parts.collectives if any(group.sharded for group in parts.groups) else None
-    prefetcher = Prefetcher(None if gathers is None else gathers.agree, _room_for_expert(parts))
+    agree = None if gathers is None else gathers.agree
+    check_files = parts.tiers.check_files if parts.plan.in_place_bytes else None
+    prefetcher = Prefetcher(agree, _room_for_expert(parts), check_files)
     events = BackwardEvents(accumulation, updates, parameters, prefetcher)
     schedule = PassSchedule(parts.groups, prefetcher, parts.sink, events, parts.tiers.timeline)
     handles = hooks.install(model, parts.groups, schedule)
@@ -159,10 +161,9 @@ def connect(
 
 def _room_for_expert(parts: Assembly) -> Callable[[], Room | None] | None:
     """Leases room for the largest expert that moves; None if there is none."""
-    sizes = parts.plan.workload.groups
-    nbytes = max(
-        (sizes[g.index].param_bytes for g in parts.groups if g.moves and g.routing is not None), default=0
-    )
+    load = parts.plan.workload
+    experts = (load.groups[g.index] for g in parts.groups if g.moves and g.routing is not None)
+    nbytes = max(map(load.unsharded_bytes, experts), default=0)
     working = parts.tiers.working
     return partial(working.try_lease, nbytes, "unsharded groups") if nbytes else None
 

@@ -11,6 +11,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Literal, Protocol
 
 import torch
@@ -151,7 +153,7 @@ class RunRecord:
         self._copied_before = self._copied()
         self._capacities = _capacities(tiers)
         self._free_memory = FreeMemory(tiers)
-        self._latencies: dict[tuple[int, Kind], RateLimited[LatencyStatus]] = {}
+        self._latencies: dict[tuple[tuple[int, ...], Kind], RateLimited[LatencyStatus]] = {}
 
     def publish(self, telemetry: TelemetryConfig, description: Description | None = None) -> Publisher | None:
         """Start to publish snapshots; None if telemetry is off, or no status file or thread can be made.
@@ -247,7 +249,7 @@ class RunRecord:
         return _moved(self._stats())
 
     def _stats(self) -> list[FileStats]:
-        return self._tiers.aio.stats() if self._tiers.aio is not None else []
+        return [total for total, _ in self._tiers.file_stats()]
 
     def sent(self) -> int:
         """Bytes sent to other ranks so far."""
@@ -322,29 +324,29 @@ class RunRecord:
 
     def _paths(self) -> list[PathStatus]:
         aio, swap = self._tiers.aio, self._tiers.swap
-        if aio is None or swap is None:
+        if aio is None:
             return []
-        measured = {str(path): rate for path, rate in swap.weights.items()}
+        measured = {} if swap is None else {str(path): rate for path, rate in swap.weights.items()}
         return [
             PathStatus(
-                path=as_text(file.name),
+                path=as_text(stats.name),
                 engine=aio.engine,
-                direct=file.direct,
-                read=_direction(file.read, self._latency(index, "read", file.read)),
-                written=_direction(file.write, self._latency(index, "write", file.write)),
-                queue_full_seconds=file.queue_full_ns / 1e9,
-                measured_bytes_per_second=measured.get(file.name),
+                direct=stats.direct,
+                read=_direction(stats.read, self._latency(files, "read", stats.read)),
+                written=_direction(stats.write, self._latency(files, "write", stats.write)),
+                queue_full_seconds=stats.queue_full_ns / 1e9,
+                measured_bytes_per_second=measured.get(stats.name),
             )
-            for index, file in enumerate(aio.stats())
+            for stats, files in self._tiers.file_stats()
         ]
 
-    def _latency(self, file: int, kind: Kind, stats: DirectionStats) -> LatencyStatus | None:
+    def _latency(self, files: tuple[int, ...], kind: Kind, stats: DirectionStats) -> LatencyStatus | None:
         aio = self._tiers.aio
         if aio is None or not stats.ops:
             return None
-        if (file, kind) not in self._latencies:
-            self._latencies[file, kind] = RateLimited(lambda: _percentiles(aio, file, kind), 1.0)
-        return self._latencies[file, kind]()
+        if (files, kind) not in self._latencies:
+            self._latencies[files, kind] = RateLimited(lambda: _percentiles(aio, files, kind), 1.0)
+        return self._latencies[files, kind]()
 
     @property
     def link(self) -> LinkStatus | None:
@@ -413,8 +415,9 @@ def _direction(stats: DirectionStats, latency: LatencyStatus | None) -> Directio
     )
 
 
-def _percentiles(aio: AioContext, file: int, kind: Kind) -> LatencyStatus:
-    return LatencyStatus(*aio.latencies(file, kind).percentiles(0.5, 0.9, 0.99, 0.999, 1.0))
+def _percentiles(aio: AioContext, files: tuple[int, ...], kind: Kind) -> LatencyStatus:
+    latencies = reduce(add, (aio.latencies(file, kind) for file in files))
+    return LatencyStatus(*latencies.percentiles(0.5, 0.9, 0.99, 0.999, 1.0))
 
 
 def _last_used(buckets: Sequence[int]) -> int:

@@ -59,13 +59,16 @@ class FlatStorage(ABC):
 class ArenaStorage(FlatStorage):
     """CPU: the storage exchanges its pointer with a lease of the working arena, once the bytes are there."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, tiers: Tiers) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
         if tiers.nowhere is not None:
             self.flat = torch.frombuffer(tiers.nowhere, dtype=dtype, count=numel)
         else:
             self.flat = torch.empty(numel, dtype=dtype, device="cpu")
+        self._home = home
         self._tiers = tiers
         self._nbytes = numel * dtype.itemsize
+        # A read from files lands in more memory.
+        self._lease_bytes = self._nbytes + home.slack
         self._lease: Lease | None = None
         # The lease as a tensor; while the storage has the bytes, this tensor has the empty pointer.
         self._bytes: Tensor | None = None
@@ -81,15 +84,16 @@ class ArenaStorage(FlatStorage):
         assert isinstance(working, Arena)
         # ``alone``: this thread is the one that releases unsharded groups, so only transfers can make room meanwhile.
         self._lease = (
-            working.lease(self._nbytes, kind, at=at, alone=True)
+            working.lease(self._lease_bytes, kind, at=at, alone=True)
             if wait
-            else working.try_lease(self._nbytes, kind, at=at)
+            else working.try_lease(self._lease_bytes, kind, at=at)
         )
         return self._lease is not None
 
     def _attach(self) -> None:
         assert self._lease is not None
-        self._bytes = as_tensor(self._lease)
+        # Not the slack behind the bytes, so that the storage keeps its size.
+        self._bytes = as_tensor(self._lease, self._nbytes)
         # All views follow, also those that autograd has saved: from here on they read the bytes of the lease.
         exchange_pointers(self.flat, self._bytes)
 
@@ -110,21 +114,19 @@ class ExchangedStorage(ArenaStorage):
     """The lease is filled by an NVMe read."""
 
     def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
-        super().__init__(numel, dtype, tiers)
-        self._home = home
+        super().__init__(numel, dtype, home, tiers)
+        self._read = tiers.reader(home)
         self._ticket: Transfer | None = None
 
     def start(self, *, at: int | None, wait: bool) -> bool:
-        swap, extent = self._tiers.swap, self._home.extent
-        assert swap is not None and extent is not None
         if not self._take_room(at=at, wait=wait):
             return False
         try:
             assert self._lease is not None
-            self._ticket = swap.swap_in(extent, self._lease, priority=FETCH_PRIORITY)
+            self._ticket = self._read(self._lease, priority=FETCH_PRIORITY)
         except BaseException:
             # A signal handler may have raised after the submission: no read may fill the range after its release.
-            swap.settle(extent)
+            self._tiers.settle(self._home)
             self._detach().release()
             raise
         return True
@@ -133,6 +135,9 @@ class ExchangedStorage(ArenaStorage):
         assert self._ticket is not None
         self._ticket.wait()
         self._ticket = None
+        if self._home.files is not None:
+            assert self._lease is not None
+            self._home.files.layout.arrange(self._lease.address)
         # Only after the read: until then the storage refuses reads.
         self._attach()
 
@@ -166,6 +171,7 @@ class CopiedStorage(FlatStorage):
         self._nbytes = numel * dtype.itemsize
         self._home = home
         self._tiers = tiers
+        self._read = tiers.reader(home) if home.on_nvme else None
         self._lease: Lease | None = None
         self._ticket: Transfer | None = None
         # The end of the copy in flight.
@@ -174,21 +180,20 @@ class CopiedStorage(FlatStorage):
     def start(self, *, at: int | None, wait: bool) -> bool:
         if not self._room.acquire(at=at, wait=wait):
             return False
-        extent, window = self._home.extent, self._tiers.fetch_window
-        if extent is None:
+        if self._read is None:
             self._copy_in()
             return True
-        assert self._tiers.swap is not None
-        lease = (window.lease if wait else window.try_lease)(extent.nbytes, PARAMETERS)
+        window = self._tiers.fetch_window
+        lease = (window.lease if wait else window.try_lease)(self._home.room, PARAMETERS)
         if lease is None:
             # Nothing has written to the room, so it is free at once.
             self._room.release(None)
             return False
         try:
-            self._ticket = self._tiers.swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
+            self._ticket = self._read(lease, priority=FETCH_PRIORITY)
         except BaseException:
             # As in ExchangedStorage: no read may fill the lease after its release.
-            self._tiers.swap.settle(extent)
+            self._tiers.settle(self._home)
             lease.release()
             self._room.release(None)
             raise
@@ -233,12 +238,13 @@ class CopiedStorage(FlatStorage):
         assert source is not None
         # ``after``: events behind the kernels that still use the earlier bytes of this room.
         target, after = self._room.open()
-        if self._tiers.copies is None:
-            target.copy_(source[: self._nbytes])
-        else:
-            self._arrived = self._tiers.copies.to_device(
-                target, source[: self._nbytes], after=after, kind=PARAMETERS
-            )
+        # All copies run on one stream: the last one ends last.
+        for at, to, nbytes in self._home.landed(self._nbytes):
+            arriving, landed = target[to : to + nbytes], source[at : at + nbytes]
+            if self._tiers.copies is None:
+                arriving.copy_(landed)
+            else:
+                self._arrived = self._tiers.copies.to_device(arriving, landed, after=after, kind=PARAMETERS)
         if self._lease is not None:
             # The CPU has copied the bytes; a device reads the lease until its copy has ended.
             if self._arrived is None:

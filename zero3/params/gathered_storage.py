@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -119,17 +120,17 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, home: Home, tiers: Tiers, gathers: ShardGathers
     ) -> None:
-        super().__init__(layout.numel, dtype, tiers)
+        super().__init__(layout.numel, dtype, home, tiers)
         self.gathers = gathers
-        self._home = home
         self._dtype = dtype
+        self._read = tiers.reader(home) if home.on_nvme else None
         self._reads: list[Transfer] = []
 
     def start(self, *, at: int | None, wait: bool) -> bool:
         if not self._take_room(at=at, wait=wait):
             return False
-        if self._home.extent is not None:
-            self._read()
+        if self._read is not None:
+            self._begin_reads(self._read)
         return True
 
     def gather(self, *, foreseen: bool) -> None:
@@ -139,6 +140,9 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
         with self._tiers.stalls.waiting_for(PARAMETERS):
             for read in self._reads:
                 read.wait()
+        if self._home.files is not None:
+            begin = self.gathers.ranges[0].start * self._dtype.itemsize
+            self._home.files.layout.arrange(self._lease.address + begin)
         self._reads.clear()
         self.gathers.announce(foreseen=foreseen)
         whole = as_tensor(self._lease)[: self._nbytes].view(self._dtype)
@@ -162,19 +166,22 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
         if self.gathers.end() is not None:
             lease.release()
 
-    def _read(self) -> None:
-        """Start to read the shard to its ranges of the whole."""
-        swap, extent, itemsize = self._tiers.swap, self._home.extent, self._dtype.itemsize
-        assert swap is not None and extent is not None and self._lease is not None
+    def _begin_reads(self, read: Callable[..., Transfer]) -> None:
+        """Start to ``read`` the shard to its ranges of the whole."""
+        itemsize = self._dtype.itemsize
+        assert self._lease is not None
         offset = 0
         try:
             for elements in self.gathers.ranges:
-                part = self._lease.part(elements.start * itemsize, len(elements) * itemsize)
-                self._reads.append(swap.swap_in(extent, part, offset=offset, priority=FETCH_PRIORITY))
+                # A home in files is frozen, and so has one range; the pages around its bytes may land on those of other
+                # ranks, which are gathered later.
+                nbytes = len(elements) * itemsize + self._home.slack
+                part = self._lease.part(elements.start * itemsize, nbytes)
+                self._reads.append(read(part, offset=offset, priority=FETCH_PRIORITY))
                 offset += part.nbytes
         except BaseException:
             # No read may fill the range after its release.
-            swap.settle(extent)
+            self._tiers.settle(self._home)
             self._reads.clear()
             self._detach().release()
             raise
@@ -195,6 +202,7 @@ class DeviceGatheredStorage(ShardedStorage):
         self.gathers = gathers
         self._home = home
         self._tiers = tiers
+        self._read = tiers.reader(home) if home.on_nvme else None
         # The pinned memory into which the shard is read.
         self._lease: Lease | None = None
         self._ticket: Transfer | None = None
@@ -207,17 +215,16 @@ class DeviceGatheredStorage(ShardedStorage):
     def start(self, *, at: int | None, wait: bool) -> bool:
         if not self._room.acquire(at=at, wait=wait):
             return False
-        extent, window = self._home.extent, self._tiers.fetch_window
-        if extent is not None:
-            assert self._tiers.swap is not None
+        window = self._tiers.fetch_window
+        if self._read is not None:
             # Half of the window for each shard, so that a second one always fits. The lease may wait for a copy, unlike
             # the room above, which alone decides whether a group is fetched ahead.
             lease = window.lease(window.capacity // 2, PARAMETERS)
             try:
-                part = lease.part(0, extent.nbytes)
-                self._ticket = self._tiers.swap.swap_in(extent, part, priority=FETCH_PRIORITY)
+                part = lease.part(0, self._home.room)
+                self._ticket = self._read(part, priority=FETCH_PRIORITY)
             except BaseException:
-                self._tiers.swap.settle(extent)
+                self._tiers.settle(self._home)
                 lease.release()
                 self._room.release(None)
                 raise
@@ -269,15 +276,17 @@ class DeviceGatheredStorage(ShardedStorage):
         if home is None:
             assert self._lease is not None
             home = as_tensor(self._lease)
-        shard, base, copies = home.view(self.flat.dtype), 0, self._tiers.copies
+        base, copies, itemsize = 0, self._tiers.copies, self.flat.dtype.itemsize
         for elements in self.gathers.ranges:
-            target = whole[elements.start : elements.stop]
-            source = shard[base : base + len(elements)]
-            if copies is None:
-                target.copy_(source)
-            else:
-                self._copied = copies.to_device(target, source, after=after, kind=PARAMETERS)
-            base += len(elements)
+            nbytes = len(elements) * itemsize
+            own = whole[elements.start : elements.stop].view(torch.uint8)
+            for at, to, size in self._home.landed(nbytes):
+                target, source = own[to : to + size], home[base + at : base + at + size]
+                if copies is None:
+                    target.copy_(source)
+                else:
+                    self._copied = copies.to_device(target, source, after=after, kind=PARAMETERS)
+            base += nbytes
         if self._lease is not None:
             # The device reads the lease until the last copy has ended; the CPU has copied the bytes.
             if self._copied is None:

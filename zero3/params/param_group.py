@@ -115,7 +115,7 @@ class ParamGroup:
             flat = self._storage.flat
             self.residency = Residency.SHARDED
         self.moves = self._storage is not None
-        self.through_window = home.extent is not None and by_copy
+        self.through_window = home.on_nvme and by_copy
         # The group stays on the device for its next use, if no other group is fetched before that: fetching it again
         # costs the network, or a GPU's link.
         self.stays = self.sharded or (self.moves and by_copy and not self.through_window)
@@ -319,7 +319,7 @@ class ParamGroup:
     @property
     def reads_first(self) -> bool:
         """Whether ``gather`` may have to wait for a read."""
-        return self.sharded and self.home.extent is not None
+        return self.sharded and self.home.on_nvme
 
     @property
     def gathered(self) -> bool:

@@ -112,13 +112,18 @@ class Prefetcher:
     """Unshards groups on demand and ahead of it.
 
     ``agree`` waits until all ranks are about to do the same. It is None if no group is sharded over ranks. ``spare``
-    leases room for an expert for a moment; it is None if no expert moves.
+    leases room for an expert for a moment; it is None if no expert moves. ``check_files`` is called at the begin of
+    each pass, and raises if groups cannot be read any more.
     """
 
     def __init__(
-        self, agree: Callable[[str], None] | None = None, spare: Callable[[], Room | None] | None = None
+        self,
+        agree: Callable[[str], None] | None = None,
+        spare: Callable[[], Room | None] | None = None,
+        check_files: Callable[[], None] | None = None,
     ) -> None:
         self._agree = agree
+        self._check_files = check_files
         # With gradients? -> the experts of which the last pass used all; and those of which the next one probably does.
         self._busy: dict[bool, set[Routing]] = {}
         self._certain: dict[bool, set[Routing]] = {}
@@ -131,6 +136,9 @@ class Prefetcher:
 
     def begin_pass(self, training: bool) -> None:
         """A forward begins. The trace of the pass before becomes the order of its kind."""
+        if self._check_files is not None:
+            # Groups may have been fetched ahead already; their bytes are checked here before they are used.
+            self._check_files()
         # Before end_pass, which expects the new order from its beginning.
         self._doubt_unless_complete()
         self.end_pass()

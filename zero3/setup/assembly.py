@@ -46,6 +46,7 @@ from zero3.ranks.joining import World, join
 from zero3.setup.buffers import move_buffers
 from zero3.setup.gradient_homes import make_gradient_store, make_local_gradients
 from zero3.setup.groups import make_groups
+from zero3.setup.in_place import InPlace, find_in_place
 from zero3.setup.model_size import SizedModel, nvme_paths, size_up
 from zero3.setup.optimizer_choice import (
     ClientOptimizerChoice,
@@ -96,11 +97,15 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Planned:
-    """The model cut into groups, the directories of the swap space, and the plan for both."""
+    """The model cut into groups, the directories of the swap space, and the plan for both.
+
+    Of the groups that are ``in_place``, the plan decides which are read in memory all the same.
+    """
 
     sized: SizedModel
     nvme: NvmePaths
     plan: Plan
+    in_place: InPlace
 
 
 def assemble(
@@ -147,9 +152,10 @@ def _assemble_split(request: _Request, rank: _Rank, wrapped: WrappedParameters) 
     model, config = request.model, request.config
     checked = _check(request, rank)
     numa_node = _settle_on_node(rank)
-    planned = _plan(model, config, checked.chosen, rank)
+    planned = _plan(model, config, checked, rank)
     build_on_meta(model, checked.loaded)
-    tiers = Tiers(planned.plan, rank.device, config.tiering, planned.nvme, rank.stalls, numa_node)
+    versions = planned.in_place.versions
+    tiers = Tiers(planned.plan, rank.device, config.tiering, planned.nvme, rank.stalls, numa_node, versions)
     # Without an optimizer nothing would use gradients.
     frozen = [] if checked.chosen.trains else [param for param in model.parameters() if param.requires_grad]
     try:
@@ -195,11 +201,12 @@ def _settle_on_node(rank: _Rank) -> int | None:
     return part.numa_node
 
 
-def _plan(model: nn.Module, config: TieringConfig, chosen: OptimizerChoice, rank: _Rank) -> _Planned:
+def _plan(model: nn.Module, config: TieringConfig, checked: _Checked, rank: _Rank) -> _Planned:
     """Size the model, measure the budgets of this machine, and place the model within them."""
     on_gpu = rank.stalls.streams is not None
-    sized = size_up(model, config, chosen, on_gpu=on_gpu, world_size=rank.world.size)
-    load, nvme = sized.workload, nvme_paths(config)
+    sized = size_up(model, config, checked.chosen, on_gpu=on_gpu, world_size=rank.world.size)
+    in_place = find_in_place(sized, checked.loaded, config, rank.world, rank.collectives)
+    load, nvme = in_place.applied_to(sized.workload), nvme_paths(config)
     budgets = _budgets(config, nvme, rank)
     if on_gpu and config.tiering.update_on_device == "auto":
         ranks = rank.world.local_size
@@ -217,7 +224,8 @@ def _plan(model: nn.Module, config: TieringConfig, chosen: OptimizerChoice, rank
     if sized.own_dtypes:
         sizes = ", ".join(f"{format_size(nbytes)} of {dtype}" for dtype, nbytes in sized.own_dtypes.items())
         log.log(_logs.once(logging.INFO), "frozen parameters that keep their dtype: %s", sizes)
-    return _Planned(sized, nvme, plan)
+    in_place.report(plan)
+    return _Planned(sized, nvme, plan, in_place)
 
 
 def _place(
@@ -231,14 +239,14 @@ def _place(
 ) -> Assembly:
     """Make groups, gradients and optimizer on ``tiers``, and move the model's values there."""
     collectives, sized, plan = rank.collectives, planned.sized, planned.plan
-    groups = make_groups(sized, tiers, collectives)
+    groups = make_groups(sized, tiers, collectives, planned.in_place)
     tiles = make_tiles(plan.sub_groups, groups, tiers)
     stay_local = plan.workload.grads_stay_local
     local = make_local_gradients(groups, sized.grad_dtype, tiers) if stay_local else None
     gradients = make_gradient_store(groups, sized.grad_dtype, tiers, local, rank.world)
     layout = StateLayout.of(plan.workload, checked.chosen.moments)
     fill = Fill(tiers, tiles, layout, checked.chosen.initial_state, collectives)
-    _fill(fill, groups, request, rank, checked.loaded, sized.kept_in_fp32)
+    _fill(fill, groups, request, rank, checked.loaded, planned)
     replicas = None if collectives is None else Replicas(groups, collectives)
     optimizer = _make_optimizer(checked.chosen, tiles, layout, gradients, tiers, replicas)
     sink: GradientStore | GradientReducer = gradients
@@ -271,15 +279,17 @@ def _fill(
     request: _Request,
     rank: _Rank,
     loaded: Matched | None,
-    kept_in_fp32: frozenset[nn.Parameter],
+    planned: _Planned,
 ) -> None:
     """Give buffers and groups their first values, from the files if there are any."""
     model, config = request.model, request.config
-    with nullcontext() if loaded is None else loaded.reading(config.tiering.io):
+    in_files = planned.in_place.parameters(planned.sized, planned.plan)
+    stored = {} if loaded is None else loaded.sources
+    stored = {param: source for param, source in stored.items() if param not in in_files}
+    with nullcontext() if loaded is None else loaded.reading(config.tiering.io, stored):
         if loaded is not None:
             loaded.fill_buffers()
-        move_buffers(model, rank.device, config, kept_in_fp32, rank.collectives)
-        stored = {} if loaded is None else loaded.sources
+        move_buffers(model, rank.device, config, planned.sized.kept_in_fp32, rank.collectives)
         fill.run(groups, {param: FirstValues(source) for param, source in stored.items()})
 
 

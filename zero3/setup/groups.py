@@ -5,17 +5,19 @@ from __future__ import annotations
 import torch
 
 from tiering.placement.tenants import PARAMETERS
-from tiering.placement.workload import GroupSizes
-from tiering.storage.arena import round_up
+from tiering.placement.workload import GroupSizes, Tier
 from zero3.device.tiers import Home, Tiers
 from zero3.params.layout import FlatLayout, shard, shard_ranges
 from zero3.params.param_group import GroupMemory, ParamGroup
 from zero3.ranks.collectives import Collectives
 from zero3.ranks.joining import World
+from zero3.setup.in_place import InPlace
 from zero3.setup.model_size import SizedModel
 
 
-def make_groups(sized: SizedModel, tiers: Tiers, collectives: Collectives | None) -> list[ParamGroup]:
+def make_groups(
+    sized: SizedModel, tiers: Tiers, collectives: Collectives | None, in_place: InPlace
+) -> list[ParamGroup]:
     """The groups of ``sized`` with homes on ``tiers``; ``collectives`` gather those that are sharded over ranks."""
     load = tiers.plan.workload
     offsets = _offsets_of_parents(tiers)
@@ -24,7 +26,7 @@ def make_groups(sized: SizedModel, tiers: Tiers, collectives: Collectives | None
         dtype = torch.float32 if members.in_fp32 else sized.compute
         sizes = load.groups[index]
         sharded = load.shards_params(sizes)
-        home = _make_home(index, sizes, layout, tiers)
+        home = _make_home(index, sizes, layout, tiers, in_place)
         shard_layout, shard_home = layout, home
         if collectives is not None and load.stage >= 1:
             world = collectives.world
@@ -38,11 +40,13 @@ def make_groups(sized: SizedModel, tiers: Tiers, collectives: Collectives | None
     return groups
 
 
-def _make_home(index: int, sizes: GroupSizes, layout: FlatLayout, tiers: Tiers) -> Home:
+def _make_home(index: int, sizes: GroupSizes, layout: FlatLayout, tiers: Tiers, in_place: InPlace) -> Home:
     """The planned home for this rank's parameters of group ``index``."""
     names = tuple(piece.name for piece in layout.pieces)
-    nbytes = tiers.plan.workload.home_bytes(sizes)
-    return tiers.home(tiers.plan.param_tiers[index], nbytes, PARAMETERS, names)
+    nbytes, tier = tiers.plan.workload.home_bytes(sizes), tiers.plan.param_tiers[index]
+    if tier is Tier.NVME and sizes.in_files:
+        return tiers.home_in_files(in_place.ranges[index], nbytes, sizes.in_files.slack, names)
+    return tiers.home(tier, nbytes, PARAMETERS, names)
 
 
 def _shard_of_home(home: Home, layout: FlatLayout, dtype: torch.dtype, world: World) -> Home:
@@ -66,7 +70,7 @@ def _offsets_of_parents(tiers: Tiers) -> dict[int, int]:
 
     def room(at: int) -> int:
         group = load.groups[at]
-        return 0 if load.computes_in_place(group, plan.param_tiers[at]) else round_up(group.param_bytes)
+        return 0 if load.computes_in_place(group, plan.param_tiers[at]) else load.unsharded_bytes(group)
 
     def stacked_bytes(index: int) -> int:
         """The bytes of the group and of those that lie behind it: of two beside each other, the first one does not."""

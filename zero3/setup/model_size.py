@@ -37,6 +37,10 @@ class SizedModel:
     workload: Workload
     kept_in_fp32: frozenset[nn.Parameter]
 
+    def dtype_of(self, members: GroupMembers) -> torch.dtype:
+        """The dtype of the flat tensor of a group."""
+        return _dtype_of(members, self.compute)
+
     @property
     def own_dtypes(self) -> dict[torch.dtype, int]:
         """Bytes of the frozen parameters that keep their dtype, by dtype."""

@@ -251,7 +251,7 @@ class Access:
 
     def where(self, param: nn.Parameter) -> str:
         group, piece = self.parameters.piece_of(param)
-        home = "on NVMe" if group.home.extent is not None else "in host memory"
+        home = "on NVMe" if group.home.on_nvme else "in host memory"
         return f"{piece.name!r}, whose bytes are {home} (group {group.name!r})"
 
     def remedy(self) -> str:

@@ -106,6 +106,8 @@ class Parameters:
             )
         self._check_no_new_parameter()
         self.check_frozen()
+        # Gradients of a pass that has read other values must not reach the parameters.
+        self._state.check_files()
 
     def check_frozen(self) -> None:
         """EngineStateError if a parameter that was frozen at initialize requires a gradient."""

@@ -16,9 +16,10 @@ from optim_cpu.formats import round_parameters
 from tiering.config.fields import format_size
 from tiering.errors import EngineStateError, PlacementError
 from tiering.storage.arena import PAGE, Lease, round_up
+from tiering.storage.read_only import COPY_REMEDY, FileExtent, Loading
 from tiering.storage.tickets import Transfer
 from zero3.device.storages import as_tensor
-from zero3.device.tiers import Home, Tiers
+from zero3.device.tiers import Home, Tiers, content_of
 from zero3.optimizer.tiles import FP32, Tile
 from zero3.params.flat_storage import retire_read
 from zero3.params.layout import FlatLayout, Piece, Segment, in_elements_of, product, shard_ranges, tiles
@@ -68,6 +69,10 @@ class TieredState:
     def collectives(self) -> Collectives | None:
         """The collectives of the ranks; None with a single rank."""
         return self._collectives
+
+    def check_files(self) -> None:
+        """WeightsError if a file from which frozen parameters are read has changed."""
+        self._tiers.check_files()
 
     def places(self) -> dict[Tensor, tuple[ParamGroup, Piece]]:
         """The group and the piece of each parameter of the model."""
@@ -388,7 +393,21 @@ class TieredState:
             values = in_elements_of(group.dtype, values)
         for part in self._stored_parts(group, piece):
             part_values = values[part.first : part.first + part.numel]
-            self._patch(group.home, part.start * group.dtype.itemsize, part_values)
+            at = part.start * group.dtype.itemsize
+            if group.home.files is not None:
+                self._check_unchanged(group.home.files, at, piece, part_values)
+            else:
+                self._patch(group.home, at, part_values)
+
+    def _check_unchanged(self, files: FileExtent, offset: int, piece: Piece, values: Tensor) -> None:
+        """EngineStateError unless ``values`` are the bytes of a home in ``files`` at ``offset``, which never change."""
+        raw = values.contiguous().view(torch.uint8)
+        if raw.numel() and not torch.equal(raw, self._tiers.load(Home(files=files), offset, raw.numel())):
+            raise EngineStateError(
+                f"{piece.name!r} was changed, but it is frozen and read in place from {files.place_of(offset)}, which"
+                f" is never written; the change is dropped. To change it, {COPY_REMEDY}; or change the file before the"
+                " run"
+            )
 
     def _gather(self, group: ParamGroup, piece: Piece, values: Tensor, start: int = 0, each: int = 1) -> None:
         """Complete the flat ``values`` of ``piece`` from ``start`` on: each rank sends those of its shard.
@@ -420,6 +439,7 @@ class TieredState:
 
     def _patch(self, home: Home, offset: int, values: Tensor) -> None:
         """Write the bytes of the flat ``values`` at ``offset`` of ``home``; on NVMe, in whole pages."""
+        assert home.files is None, "files of a user are never written"
         # A save that is under way must have copied the old values.
         self._before_write()
         # Copies to the device may still read these bytes.
@@ -453,6 +473,9 @@ def ranges(tiers: Tiers, home: Home, offset: int, nbytes: int, each: int) -> Gen
     and may be shorter; close the iterator if it is not used to its end.
     """
     end = offset + nbytes
+    if home.files is not None:
+        yield from _ranges_of_files(tiers, home, offset, end, each)
+        return
     if home.tensor is not None:
         for start in range(offset, end, each):
             yield home.tensor[start : min(start + each, end)].cpu()
@@ -481,6 +504,21 @@ def ranges(tiers: Tiers, home: Home, offset: int, nbytes: int, each: int) -> Gen
     finally:
         for _, lease, ticket in under_way:
             retire_read(lease, ticket)
+
+
+def _ranges_of_files(tiers: Tiers, home: Home, offset: int, end: int, each: int) -> Generator[Tensor]:
+    starts = deque(range(offset, end, each))
+    under_way: deque[Loading] = deque()
+    try:
+        while starts or under_way:
+            while starts and len(under_way) <= AHEAD:
+                start = starts.popleft()
+                under_way.append(tiers.begin_load(home, start, min(each, end - start)))
+            yield content_of(under_way[0])
+            under_way.popleft()
+    finally:
+        for loading in under_way:
+            loading.settle()
 
 
 def _begin(tiers: Tiers, home: Home, offset: int, nbytes: int, ahead: bool) -> tuple[Lease, Transfer] | None:

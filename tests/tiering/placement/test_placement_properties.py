@@ -84,7 +84,7 @@ def other_tenants_are_placed_like_those_of_the_engine(load: Workload, plan: Plan
     pieces = [(tenant, piece) for tenant in load.others for piece in tenant.pieces]
     assert len(placed) == len(pieces)
     for (tenant, piece), at in zip(pieces, placed, strict=True):
-        assert at[0] == tenant.kind and at[2:] == (piece.nbytes, piece.read, piece.written)
+        assert at[0] == tenant.kind and at[2:5] == (piece.nbytes, piece.read, piece.written)
         kept = not tenant.offloaded or load.cache_in_host
         assert at.tier is piece.tier or (at.tier is HOST and piece.tier is NVME and kept)
     for tenant in load.others:
@@ -144,7 +144,27 @@ def the_windows_suffice(load: Workload, plan: Plan) -> None:
         assert grad <= staging.slot_bytes - staging.grad_offset or not grad
     assert plan.windows["gradients"] == 2 * max(grads, default=0)
     if load.fetch_by_copy and NVME in plan.param_tiers:
-        assert plan.fetch_window_bytes >= 2 * max(group.param_bytes for group in load.groups)
+        largest = max(group.param_bytes + (group.in_files or (0, 0))[1] for group in load.groups)
+        assert plan.fetch_window_bytes >= 2 * largest
+
+
+@promise
+def files_of_a_user_take_no_swap_space(load: Workload, plan: Plan) -> None:
+    on_nvme = [
+        group for group, tier in zip(load.groups, plan.param_tiers, strict=True) if tier is NVME
+    ]  # fmt: skip
+    assert plan.in_place_bytes == sum(group.param_bytes for group in on_nvme if group.in_files)
+    swapped = sum(group.param_bytes for group in on_nvme if not group.in_files)
+    assert plan.contents(NVME).get("parameters", 0) == swapped
+    fetched = sum(
+        2
+        * load.micro_batches
+        * group.uses
+        * (group.in_files.read_bytes if group.in_files else group.param_bytes)
+        for group in on_nvme
+    )
+    written = plan.nvme_traffic_by_kind()[1]["parameters"]
+    assert fetched <= plan.nvme_traffic_by_kind()[0]["parameters"] <= fetched + written
 
 
 @promise

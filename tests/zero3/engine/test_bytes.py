@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -90,8 +91,8 @@ def begin(start: Callable[..., Any]) -> Callable[..., Any]:
 def settle(engine: Any) -> None:
     """Wait until nothing is under way."""
     for home in engine._tiers._homes:
-        if home.extent is not None:
-            engine._tiers.swap.settle(home.extent)
+        if home.on_nvme:
+            engine._tiers.settle(home)
 
 
 def counted(engine: Any) -> tuple[int, int]:
@@ -293,3 +294,25 @@ def test_frozen_bytes_are_read_as_they_are_and_never_written(
         kept + 2 * numel <= moved < kept + 2 * numel + 256 * len(engine._parameters.all) + 2 * 4096 * groups
     )
     check_window(engine, micro_batches(100))
+
+
+@pytest.mark.parametrize("name", ["all", "gradients too"])
+def test_weights_in_files_are_read_in_whole_pages(
+    begin: Callable[..., Any], micro_batches: Any, tmp_path: Path, name: str
+) -> None:
+    """A base that is read in place: the pages around its tensors, in each fetch, and no byte more."""
+    model = frozen_model()
+    tensors = {key: param.detach() for key, param in model.named_parameters()}
+    floats = [
+        key for key, param in model.named_parameters() if not (param.requires_grad or keeps_dtype(param))
+    ]
+    save_file(tensors | {key: tensors[key].bfloat16() for key in floats}, tmp_path / "model.safetensors")
+    options = {"accumulation": 1, "weights": tmp_path / "model.safetensors", **PLACEMENTS[name]}
+    engine = begin(model, **options)
+    in_files = [group for group in engine.plan.workload.groups if group.in_files]
+    assert engine.plan.in_place_bytes == sum(group.param_bytes for group in in_files) > 30_000
+    assert engine.plan.nvme_traffic()[0] > begin(
+        frozen_model(), **options, weights_in_place=False
+    ).plan.nvme_traffic()[0]  # fmt: skip
+    check_window(engine, micro_batches(100))
+    assert sorted(path.path for path in engine.snapshot().io) == [str(tmp_path), str(tmp_path / "nvme")]

@@ -27,6 +27,8 @@
  *     vt, vt_load                  a table of 16 float32, from memory
  *     vt_scale(vt, vf)             every value times a vector of equal lanes
  *     vt_at(vt, vi)                the value at the lower 4 bits of each lane
+ *     vht, vht_of(vt)              the same table, rounded to bfloat16
+ *     vht_store(to, codes, vht)    32 values to memory: those at the lower 4 bits of 16 codes, then at the upper 4 bits
  *     v_any_nan(vf a, vf b)        whether a lane is NaN; a unit without a cheap test returns 1
  *
  * and, for 2 * LANES elements in two vectors a and b (a `pair`), whose lanes may have an order other than memory's:

@@ -116,6 +116,30 @@ INLINE vf vt_at(vt table, vi index)
                             _mm256_permutevar8x32_ps(table.high, index), is_high);
 }
 
+typedef struct {
+    __m256i lower, upper; /* bytes, in both halves of the vector */
+} vht;
+
+INLINE vht vht_of(vt table)
+{
+    __m128i low = v_to_bf16(table.low), high = v_to_bf16(table.high), byte = _mm_set1_epi16(0xFF);
+    __m128i lower = _mm_packus_epi16(_mm_and_si128(low, byte), _mm_and_si128(high, byte));
+    __m128i upper = _mm_packus_epi16(_mm_srli_epi16(low, 8), _mm_srli_epi16(high, 8));
+
+    return (vht){_mm256_broadcastsi128_si256(lower), _mm256_broadcastsi128_si256(upper)};
+}
+INLINE void vht_store(void *address, const uint8_t *codes, vht table)
+{
+    __m128i bytes = _mm_loadu_si128((const void *)codes), *to = address;
+    __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(bytes), _mm_srli_epi16(bytes, 4), 1);
+    __m256i index = _mm256_and_si256(both, _mm256_set1_epi8(15));
+    __m256i lower = _mm256_shuffle_epi8(table.lower, index), upper = _mm256_shuffle_epi8(table.upper, index);
+    __m256i first = _mm256_unpacklo_epi8(lower, upper), second = _mm256_unpackhi_epi8(lower, upper);
+
+    _mm256_storeu_si256((void *)to, _mm256_permute2x128_si256(first, second, 0x20));
+    _mm256_storeu_si256((void *)(to + 2), _mm256_permute2x128_si256(first, second, 0x31));
+}
+
 INLINE vf v_sign(vf x)
 {
     vf sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f)), one = _mm256_or_ps(sign, _mm256_set1_ps(1));

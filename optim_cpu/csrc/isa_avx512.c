@@ -97,6 +97,17 @@ INLINE vt vt_load(const float *values) { return _mm512_loadu_ps(values); }
 INLINE vt vt_scale(vt table, vf by) { return _mm512_mul_ps(table, by); }
 INLINE vf vt_at(vt table, vi index) { return _mm512_permutexvar_ps(index, table); }
 
+typedef __m512i vht; /* twice: a word's fifth bit selects, too */
+
+INLINE vht vht_of(vt table) { return _mm512_broadcast_i64x4(v_to_bf16(table)); }
+INLINE void vht_store(void *address, const uint8_t *codes, vht table)
+{
+    __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)codes));
+    __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(words), _mm256_srli_epi16(words, 4), 1);
+
+    _mm512_storeu_si512(address, _mm512_permutexvar_epi16(both, table));
+}
+
 INLINE vf v_sign(vf x)
 {
     vf zero = _mm512_setzero_ps(), sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));

@@ -135,6 +135,28 @@ INLINE vh v_to_bf16(vf x)
     return vi_upper_half(vbslq_u32(is_number(x), rounded, quiet));
 }
 
+typedef struct {
+    uint8x16_t lower, upper; /* bytes */
+} vht;
+
+INLINE vht vht_of(vt table)
+{
+    uint8x16_t low =
+        vreinterpretq_u8_u16(vcombine_u16(v_to_bf16(table.values[0]), v_to_bf16(table.values[1])));
+    uint8x16_t high =
+        vreinterpretq_u8_u16(vcombine_u16(v_to_bf16(table.values[2]), v_to_bf16(table.values[3])));
+
+    return (vht){vuzp1q_u8(low, high), vuzp2q_u8(low, high)};
+}
+INLINE void vht_store(void *address, const uint8_t *codes, vht table)
+{
+    uint8x16_t bytes = vld1q_u8(codes), low = vandq_u8(bytes, vdupq_n_u8(15)), high = vshrq_n_u8(bytes, 4);
+    uint8_t *to = address;
+
+    vst2q_u8(to, ((uint8x16x2_t){{vqtbl1q_u8(table.lower, low), vqtbl1q_u8(table.upper, low)}}));
+    vst2q_u8(to + 32, ((uint8x16x2_t){{vqtbl1q_u8(table.lower, high), vqtbl1q_u8(table.upper, high)}}));
+}
+
 INLINE vf v_from_fp16(vh h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
 INLINE vh v_to_fp16(vf x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
 

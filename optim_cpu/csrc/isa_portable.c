@@ -137,6 +137,26 @@ INLINE vt vt_scale(vt table, vf by)
 }
 INLINE vf vt_at(const vt table, vi index) { return table.values[index & 15]; }
 
+typedef struct {
+    vh values[16];
+} vht;
+
+INLINE vht vht_of(vt table)
+{
+    vht halves;
+    for (int i = 0; i < 16; i++)
+        halves.values[i] = v_to_bf16(table.values[i]);
+    return halves;
+}
+INLINE void vht_store(void *address, const uint8_t *codes, vht table)
+{
+    vh *to = address;
+    for (int i = 0; i < 16; i++) {
+        v_store_half(to + i, table.values[codes[i] & 15]);
+        v_store_half(to + 16 + i, table.values[codes[i] >> 4]);
+    }
+}
+
 INLINE void v_add_squares(vd *acc, vf x) { acc[0] += (double)x * (double)x; }
 INLINE void vd_store(double *address, vd x) { *address = x; }
 

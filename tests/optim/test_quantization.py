@@ -49,17 +49,17 @@ def test_a_weight_is_decoded_to_the_same_bits_by_kernels_and_by_torch(
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_are_those_with_the_decoded_weight(
     form: QuantizedFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantization, "CHUNK", 64 * 384)  # several chunks
     _, weight = encoded(form, (200, 384))
     decoded = weight.decoded(torch.float64)
-    for inputs in (1, 3, 16, 17, 40):
+    for inputs in (1, 3, 8, 9, 16, 17, 40):
         x = torch.randn(inputs, 384, generator=torch.Generator().manual_seed(inputs)).to(dtype)
         y = torch.randn(inputs, 200, generator=torch.Generator().manual_seed(inputs)).to(dtype)
-        tolerance = 2**-7 if dtype is torch.bfloat16 else 2**-20
+        tolerance = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}[dtype]
         torch.testing.assert_close(
             weight.product(x).double(), x.double() @ decoded.t(), rtol=tolerance, atol=tolerance
         )

@@ -1,7 +1,7 @@
 """Block formats on tensors: encode on the CPU, decode and multiply on any device.
 
 A decoded weight has the same bits on each device: on the CPU the kernels compute it, elsewhere torch operations that
-round at the same places.
+round at the same places, or the kernels of a subclass of ``Weight``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def decode_scales(form: BlockLayout, scales: Tensor, count: int) -> Tensor:
     if not form.double_quantised:
         return scales.view(torch.float32)
     offset, group_scales, codes = _parts(scales, count)
-    book = _table(dynamic_map(), codes.device)
+    book = table(dynamic_map(), codes.device)
     groups = torch.arange(count, device=codes.device) // SCALE_GROUP
     return book[codes.int()] * group_scales[groups] + offset
 
@@ -160,7 +160,7 @@ class Weight:
         left, right, _ = columns.indices(self.columns)
         shape = (end - first, right - left)
         if self._codes.device.type != "cpu":
-            return self._by_torch(first, end, left, right).to(dtype)
+            return self._decoded_elsewhere(dtype, (first, end), (left, right))
         if dtype not in DTYPES:
             return self.decoded(torch.float32, rows, columns).to(dtype)
         if out is None:
@@ -210,12 +210,21 @@ class Weight:
         codes, scales = self._codes.data_ptr(), self._scales.data_ptr()
         form, group_scales, offset = self._form, 0, 0
         if form.double_quantised:
-            parts = _parts(self._scales, self.rows * self.columns // form.group_size)
-            offset, group_scales, scales = (part.data_ptr() for part in parts)
+            offset, group_scales, scales = (part.data_ptr() for part in self._scale_parts())
         return QuantizedMatrix(
             form.code, self.rows, self.columns, form.group_size, codes=codes, scales=scales, group_scales=group_scales,
             offset=offset,
         )  # fmt: skip
+
+    def _scale_parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Offset, group scales and codes of scales that are quantised once more."""
+        return _parts(self._scales, self.rows * self.columns // self._form.group_size)
+
+    def _decoded_elsewhere(
+        self, dtype: torch.dtype, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> Tensor:
+        """The part from the first of ``rows`` and ``columns`` to the second, on a device other than the CPU."""
+        return self._by_torch(*rows, *columns).to(dtype)
 
     def _by_torch(self, first: int, end: int, left: int, right: int) -> Tensor:
         form, per_row = self._form, self.columns // self._form.group_size
@@ -223,8 +232,10 @@ class Weight:
         codes = self._codes.view(self.rows, -1)[first:end, at]
         scales = decode_scales(form, self._scales, self.rows * per_row).view(self.rows, per_row)
         scales = scales[first:end, left // form.group_size : right // form.group_size]
-        values = _values(form.code, codes.reshape(*scales.shape, -1))
-        return (values * scales.unsqueeze(-1)).view(end - first, right - left)
+        values = _values(form.code, codes.reshape(*scales.shape, form.group_size // form.code_elements))
+        # Infinity times 0 alone would be NaN.
+        finite = torch.where(scales.isfinite(), scales, torch.nan)
+        return (values * finite.unsqueeze(-1)).view(end - first, right - left)
 
 
 def _parts(scales: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,7 +263,7 @@ def _values(code: BlockFormat, codes: Tensor) -> Tensor:
     if code is BlockFormat.FP8:
         return codes.view(torch.float8_e4m3fn).float()
     halves = codes.unflatten(-1, (-1, 16))
-    book = _table(NF4_VALUES, codes.device)
+    book = table(NF4_VALUES, codes.device)
     indices = torch.stack((halves & 15, halves >> 4), dim=-2).flatten(-3)
     return book[indices.int()]
 
@@ -266,7 +277,7 @@ NF4_VALUES = (
 
 
 @functools.cache
-def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+def table(values: tuple[float, ...], device: torch.device) -> Tensor:
     """``values`` on the device, where they stay: a copy to a GPU waits for it."""
     return torch.tensor(values, device=device)
 

@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from optim_cpu import kernels
+from optim_cpu.formats import QuantizedFormat, quantized
 from optim_cpu.kernels import DType, Rule, StateFormat
 from zero3.device import kernels as device_kernels
 from zero3.device.kernels import Segment, cuda_library, torch_operations
+from zero3.device.kernels.encoded_weight import DeviceWeight
 
 from .conftest import no_wait
 
 pytestmark = pytest.mark.gpu
 
 CODES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+FORMS = [quantized("nf4"), quantized("nf4", double_quant=False), quantized("int8"), quantized("fp8")]
 NUMELS = [1, 31, 4095, 4096, 4097, 0, 3 * 4096 + 5, 50_001, 1_000_003]
 
 
@@ -135,6 +138,20 @@ def test_reduce(target: torch.dtype, source: torch.dtype, overwrite: bool, way: 
             assert torch.equal(result.isnan(), reduced.isnan())
             result, reduced = result.nan_to_num(nan=0), reduced.nan_to_num(nan=0)
         assert_same_bits(result, reduced)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.name}-{len(form.arrays)}")
+@pytest.mark.parametrize("dtype", CODES)
+def test_decode(dtype: torch.dtype, form: QuantizedFormat, way: str) -> None:
+    """Whole matrices and parts of them, without a wait, beside the kernels in C."""
+    values = torch.randn(1000, 4096, generator=torch.Generator().manual_seed(1))
+    codes, scales = form.encode(values)
+    weight, there = DeviceWeight(form, codes, scales), DeviceWeight(form, codes.cuda(), scales.cuda())
+    there.decoded(dtype)  # compiled, and the tables are there
+    for part in ((slice(None), slice(None)), (slice(7, 900), slice(None)), (slice(3, 999), slice(512, 2048))):
+        with no_wait():
+            decoded = there.decoded(dtype, *part)
+        assert_same_bits(decoded, weight.decoded(dtype, *part))
 
 
 RULES: dict[str, Callable[[int], Rule]] = {

@@ -14,6 +14,7 @@ from optim_cpu.formats import QuantizedFormat
 from optim_cpu.quantization import Weight
 from tiering._text import shorten
 from tiering.errors import EngineStateError
+from zero3.device.kernels.encoded_weight import DeviceWeight
 
 
 class QuantizedLinear(nn.Linear):
@@ -140,7 +141,7 @@ class _Product(torch.autograd.Function):
 
 def _weight(form: QuantizedFormat, rows: int, codes: Tensor, scales: Tensor) -> Weight:
     matrix = codes.detach().view(rows, codes.numel() // max(rows, 1))
-    return Weight(form, matrix, scales.detach())
+    return DeviceWeight(form, matrix, scales.detach())
 
 
 def to_quantized(layer: nn.Linear, form: QuantizedFormat, name: str) -> None:

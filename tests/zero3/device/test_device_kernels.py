@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optim_cpu import kernels
-from optim_cpu.formats import round_parameters
+from optim_cpu.formats import QuantizedFormat, quantized, round_parameters
 from optim_cpu.kernels import DType, Rule, StateFormat
 from zero3.device import kernels as device_kernels
 from zero3.device.kernels import Segment, cuda_library, fused, torch_operations
+from zero3.device.kernels.encoded_weight import DeviceWeight
 from zero3.passes.gradients import KERNEL_DTYPES
 
 STEPS = [
@@ -40,11 +41,19 @@ ACCUMULATES = [
 ]
 REDUCES = [f"reduce<{t}, {s}, {o}>" for t, s, o in product(range(3), range(3), range(2))]
 SQUARES = [f"block_squares<{dtype}>" for dtype in range(3)]
+DECODES = [f"decode<{code}, {dtype}>" for code, dtype in product(range(3), range(3))]
+FORMS = [
+    quantized("nf4"),
+    quantized("nf4", double_quant=False, block_size=128),
+    quantized("int8"),
+    quantized("fp8", block_size=32),
+]
 STRUCTURES = {
     "Rule": fused.RuleArgument,
     "Segments": fused.Segments,
     "Flats": fused.Flats,
     "Sources": fused.Sources,
+    "Part": fused.Part,
 }
 
 
@@ -59,6 +68,7 @@ class CompiledByGcc:
             ("run_in_turn", "*(Rule *)a[0], *(Segments *)a[1]", STEPS),
             ("run_in_turn", "*(void **)a[0], *(void **)a[1], *(u64 *)a[2]", ACCUMULATES),
             ("run_in_turn", "*(void **)a[0], *(Sources *)a[1], *(float *)a[2], *(u64 *)a[3]", REDUCES),
+            ("run_in_turn", "*(void **)a[0], *(Part *)a[1]", DECODES),
             ("run_by_warps", "*(Flats *)a[0], *(double **)a[1]", SQUARES),
         ):
             for name in names:
@@ -228,6 +238,35 @@ def every_kind(dtype: torch.dtype) -> Tensor:
         [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001]
     )
     return (bits << 16 | lower[bits % len(lower)]).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.name}-{form.group_size}")
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+def test_decode(dtype: torch.dtype, form: QuantizedFormat, way: str, by_gcc: CompiledByGcc) -> None:
+    """Whole matrices and parts, with scales of every size, also where the codes of scales are not aligned."""
+    generator = torch.Generator().manual_seed(4)
+    values = torch.randn(33, 1152, generator=generator)
+    values *= 10.0 ** torch.randint(-42, 4, (33, 1), generator=generator)
+    weight = DeviceWeight(form, *form.encode(values))
+    decoded, launched = weight.decoded(dtype), len(by_gcc.launched)  # by the kernels in C
+    parts = ((0, 33), (0, 1152)), ((5, 7), (0, 1152)), ((3, 33), (128, 1024)), ((4, 4), (0, 128))
+    for rows, columns in parts:
+        part = weight._decoded_elsewhere(dtype, rows, columns)
+        assert same_bits(part, decoded[slice(*rows), slice(*columns)].contiguous())
+    expected = [f"decode<{form.code:d}, {KERNEL_DTYPES[dtype]:d}>"] * 3 if way == "kernels.cu" else []
+    assert by_gcc.launched[launched:] == expected
+
+
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
+def test_a_scale_that_is_not_finite_is_decoded_to_nan(scale: float, way: str) -> None:
+    form = quantized("int8")
+    codes, scales = form.encode(torch.arange(-64.0, 64.0).view(2, 64))
+    scales.view(torch.float32)[1] = scale
+    weight = DeviceWeight(form, codes, scales)
+    for dtype in KERNEL_DTYPES:
+        part, decoded = weight._decoded_elsewhere(dtype, (0, 2), (0, 64)), weight.decoded(dtype)
+        assert part[1].isnan().all() and torch.equal(part[0], decoded[0])
+        assert way == "torch operations" or same_bits(part, decoded)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

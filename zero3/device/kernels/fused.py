@@ -1,4 +1,4 @@
-"""The optimizers' kernels on a GPU, each one pass over memory: the arguments and launches of kernels.cu.
+"""The kernels on a GPU, each one pass over memory: the arguments and launches of kernels.cu.
 
 A launch takes a table of tensors or segments; the blocks of threads are numbered over the whole table. The structures
 match those of kernels.cu, field by field.
@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from optim_cpu.kernels import Rule, StateFormat
+from optim_cpu.kernels import BlockFormat, Rule, StateFormat
 from optim_cpu.tensor_batch import DTYPES
 from zero3.device.kernels.segment import Segment
 from zero3.device.kernels.torch_operations import block_count, mix
@@ -79,6 +79,19 @@ class Flats(ctypes.Structure):
     _fields_ = (("count", c_uint64), ("blocks", c_uint64), ("of", _Flat * MOST_FLATS))
 
 
+class Part(ctypes.Structure):
+    """``Part`` of kernels.cu. Addresses that are 0 are not used."""
+
+    _fields_ = (
+        *(
+            (name, c_uint64)
+            for name in ("codes", "scales", "scale_codes", "group_scales", "offset", "values", "map")
+        ),
+        *((name, c_uint64) for name in ("first", "columns", "stride")),
+        *((name, c_uint32) for name in ("row_blocks", "block_shift")),
+    )
+
+
 class Sources(ctypes.Structure):
     """``Sources`` of kernels.cu."""
 
@@ -109,6 +122,17 @@ def reduce(
     kernel = f"reduce<{DTYPES[target.dtype]:d}, {DTYPES[dtype]:d}, {overwrite:d}>"
     arguments = [c_uint64(target.data_ptr()), table, c_float(factor), c_uint64(numel)]
     kernels.launch(kernel, -(-numel // CHUNK), arguments)
+
+
+def decode(kernels: Kernels, out: Tensor, code: BlockFormat, part: Part) -> None:
+    """``out``, (rows, columns) and contiguous, = ``part`` of a matrix in a block format, rounded to its dtype."""
+    assert out.is_contiguous()
+    if not out.numel():
+        return
+    rows, part.columns = out.shape
+    part.row_blocks = -(-part.columns // CHUNK)
+    kernel = f"decode<{code:d}, {DTYPES[out.dtype]:d}>"
+    kernels.launch(kernel, rows * part.row_blocks, [c_uint64(out.data_ptr()), part])
 
 
 def block_squares(kernels: Kernels, flats: Sequence[Tensor], sums: Tensor) -> None:

@@ -1,4 +1,4 @@
-/* kernels.cu - the optimizers' kernels on a GPU. The formulas, their order and the formats are those of
+/* kernels.cu - the optimizers' kernels and the decoding of block formats on a GPU. The formulas, their order and the formats are those of
  * optim_cpu/csrc/kernels.h. Each function here processes one element; the function of the same name there processes a
  * vector.
  *
@@ -19,10 +19,12 @@ enum { ADAM, LION, ADAGRAD, SGD };              /* opt_rule.optimizer */
 enum { DECAY_NONE, DECAY_L2, DECAY_DECOUPLED }; /* opt_rule.decay_kind */
 enum { FP32, BF16, FP16 };                      /* types in memory */
 enum { STATE_FP32, STATE_BF16, STATE_BF16_STOCHASTIC };
+enum { NF4, INT8, FP8 }; /* block formats */
 
 /* Threads of a block; elements of a thread; elements of a block. */
 enum { THREADS = 256, EACH = 4, CHUNK = THREADS * EACH };
 enum { LANES = 32, SQUARE_BLOCK = 4096, WARPS = THREADS / LANES };
+enum { SCALE_GROUP = 256 }; /* scales that share a group scale */
 enum { MOST_SEGMENTS = 40, MOST_FLATS = 128, MOST_SOURCES = 256 };
 
 struct Rule {
@@ -58,6 +60,19 @@ struct Flats {
 struct Sources {
     u64 count;
     const void *of[MOST_SOURCES];
+};
+
+/* A part of a matrix in a block format: `rows` rows of `columns` elements, whose element (0, 0) is `first` of all. Rows
+ * are `stride` elements apart. Each row of the part takes `row_blocks` blocks of threads. */
+struct Part {
+    const unsigned char *codes;
+    const float *scales; /* or NULL: scale_codes, group_scales and offset instead */
+    const unsigned char *scale_codes;
+    const float *group_scales, *offset;
+    const float *values; /* of NF4: the 16 of the codebook */
+    const float *map;    /* of scale_codes: 256 */
+    u64 first, columns, stride;
+    u32 row_blocks, block_shift; /* log2 of the elements that share a scale */
 };
 
 /* The position in a table of the entry with block `number`. */
@@ -335,4 +350,44 @@ template <int DTYPE> __global__ void __launch_bounds__(THREADS) block_squares(co
         sum = __dadd_rn(sum, __shfl_down_sync(0xFFFFFFFFu, sum, half));
     if (lane == 0)
         sums[block] = sum;
+}
+
+__device__ float scale_of(const Part &p, u64 block)
+{
+    if (p.scales)
+        return p.scales[block];
+    return __fadd_rn(__fmul_rn(p.map[p.scale_codes[block]], p.group_scales[block / SCALE_GROUP]), *p.offset);
+}
+
+/* The value of the code of element i. NF4: byte i of 16 has elements i and i + 16 of 32. */
+template <int FORMAT> __device__ float value_of(const Part &p, u64 i)
+{
+    if (FORMAT == NF4) {
+        u32 both = p.codes[i / 32 * 16 + i % 16];
+        return p.values[i % 32 < 16 ? both & 15 : both >> 4];
+    }
+    u32 code = p.codes[i];
+    if (FORMAT == INT8)
+        return (float)(signed char)code;
+    /* An fp16 has the same bits, two places up, times 2^-8. */
+    return __fmul_rn(from_fp16((u16)((code & 0x80) << 8 | (code & 0x7F) << 7)), 256.0f);
+}
+
+/* to = the part, decoded, row by row. A block with a scale that is not finite is NaN. Rounds to nearest even. */
+template <int FORMAT, int TARGET> __global__ void __launch_bounds__(THREADS) decode(void *to, const Part p)
+{
+    u64 row = blockIdx.x / p.row_blocks, first = (u64)(blockIdx.x % p.row_blocks) * CHUNK + threadIdx.x;
+    float x[EACH];
+
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        u64 i = p.first + row * p.stride + within(first + j * THREADS, p.columns);
+        float scale = scale_of(p, i >> p.block_shift);
+        x[j] = __fmul_rn(value_of<FORMAT>(p, i), scale);
+        x[j] = scale - scale == 0 ? x[j] : __uint_as_float(0x7FC00000);
+    }
+#pragma unroll
+    for (int j = 0; j < EACH; j++)
+        if (first + j * THREADS < p.columns)
+            store<TARGET>(to, row * p.columns + first + j * THREADS, x[j]);
 }

@@ -45,7 +45,7 @@ test-all: $(STAMP) sanitize emulator sidecar-tools
 
 # Each night: a release of a library that breaks its front end is seen here first, also one beyond our range.
 NEWEST := .venv-newest
-FRONT_ENDS := accelerate datasets lightning peft pytorch-lightning transformers trl
+FRONT_ENDS := accelerate bitsandbytes datasets lightning peft pytorch-lightning torchao transformers trl
 test-newest:
 	@$(MAKE) --no-print-directory VENV=$(NEWEST) $(NEWEST)/.installed
 	@$(call quietly,$(NEWEST)/bin/python -m pip install --disable-pip-version-check -U \

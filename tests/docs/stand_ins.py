@@ -332,6 +332,10 @@ NOT_RUN: dict[Key, str] = {
         "pip install 'tiering[hf]'",
     ): "installs packages; tests/test_wheel.py installs a wheel",
     (
+        "transformers.md",
+        "from peft import LoraConfig",
+    ): "needs bitsandbytes; tests/tiering/integrations/test_quantised.py trains in this way",
+    (
         "axolotl.md",
         "from llamafactory.train.sft import workflow",
     ): "needs LLaMA-Factory, which pins older packages",

@@ -26,7 +26,7 @@ from tiering.errors import SwapError
 from tiering.storage.arena import Arena
 from zero3.building.zero_init import Recipe, forget, recipe_of
 from zero3.device import heap
-from zero3.device.tiers import Home, Tiers
+from zero3.device.tiers import WINDOW, Home, Tiers
 from zero3.optimizer.tiles import StateLayout, Tile
 from zero3.params.layout import QUANTUM, FlatLayout, Piece, in_elements_of, segments, tiles
 from zero3.params.param_group import ParamGroup
@@ -35,9 +35,7 @@ from zero3.ranks.collectives import Collectives
 Start = Tensor | float
 """The first values of a moment: a flat tensor on the CPU, or one number for all elements."""
 
-# Windows through which homes are written if staging slots are smaller, as they are where little or nothing is trained:
-# a write of a few KiB takes as long as one of a MiB.
-WINDOW = 1 << 20
+# Windows through which homes are written if staging slots are smaller.
 WINDOWS = 4
 
 RANGE = 1 << 20

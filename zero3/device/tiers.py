@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tiering.config.fields import format_size
 from tiering.config.training import TiersConfig
-from tiering.errors import ArenaError
+from tiering.errors import ArenaError, SwapError
 from tiering.placement.plan import Plan
 from tiering.placement.tenants import PARAMETERS
 from tiering.placement.workload import Tier
@@ -41,6 +41,12 @@ from zero3.device.storages import as_tensor, can_exchange
 from zero3.device.timeline import StallClock
 
 log = logging.getLogger(__name__)
+
+WINDOW = 1 << 20
+"""Bytes of a transfer between steps where staging slots are smaller, as they are if little or nothing is trained.
+
+A request of a few KiB takes as long as one of a MiB.
+"""
 
 
 @dataclass(frozen=True)
@@ -332,6 +338,26 @@ class Tiers:
         # The write reads the lease until the ticket is done.
         lease.retire(ticket)
 
+    @contextmanager
+    def read_windows(self, count: int, nbytes: int) -> Iterator[tuple[Arena, int]]:
+        """Host memory for reads of ``nbytes``, ``count`` of them at a time, and the largest length of one read.
+
+        It is staging, or pages of their own while the block runs if slots are smaller than ``WINDOW`` and than
+        ``nbytes``. Leases are released or retired in the block.
+        """
+        length = min(round_up(nbytes), WINDOW)
+        if self.chunk_bytes >= length:
+            yield self.staging, self.chunk_bytes
+            return
+        windows = Arena.map(count * length, "reading")
+        try:
+            yield windows, length
+        finally:
+            # After an exception, reads may still fill the windows. It is raised, and not the error of a read.
+            with contextlib.suppress(SwapError):
+                windows.drain()
+            windows.forget_memory()
+
     def load(self, home: Home, offset: int, nbytes: int) -> Tensor:
         """A copy of bytes [offset, offset + nbytes) of ``home`` in host memory, with any offset and length."""
         if home.tensor is not None:
@@ -341,14 +367,15 @@ class Tiers:
             return content_of(self.begin_load(home, offset, nbytes))
         assert home.extent is not None and self.swap is not None
         loaded = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        end = round_up(offset + nbytes)
-        for at in range(offset // PAGE * PAGE, end, self.chunk_bytes):
-            size = min(self.chunk_bytes, end - at)
-            lease = self.staging.lease(size, "staging")
-            self.fetch(home.extent, lease, offset=at)
-            first, last = max(at, offset), min(at + size, offset + nbytes)
-            loaded[first - offset : last - offset] = as_tensor(lease)[first - at : last - at]
-            lease.release()
+        start, end = offset // PAGE * PAGE, round_up(offset + nbytes)
+        with self.read_windows(1, end - start) as (windows, length):
+            for at in range(start, end, length):
+                size = min(length, end - at)
+                lease = windows.lease(size, "staging")
+                self.fetch(home.extent, lease, offset=at)
+                first, last = max(at, offset), min(at + size, offset + nbytes)
+                loaded[first - offset : last - offset] = as_tensor(lease)[first - at : last - at]
+                lease.release()
         return loaded
 
     def begin_load(self, home: Home, offset: int, nbytes: int) -> Loading:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from optim_cpu.formats import round_parameters
 from tiering.config.fields import format_size
 from tiering.errors import EngineStateError, PlacementError
-from tiering.storage.arena import PAGE, Lease, round_up
+from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.read_only import COPY_REMEDY, FileExtent, Loading
 from tiering.storage.tickets import Transfer
 from zero3.device.storages import as_tensor
@@ -480,30 +480,32 @@ def ranges(tiers: Tiers, home: Home, offset: int, nbytes: int, each: int) -> Gen
         for start in range(offset, end, each):
             yield home.tensor[start : min(start + each, end)].cpu()
         return
-    step = max(PAGE, min(each, tiers.chunk_bytes) // PAGE * PAGE)
-    starts = deque(range(offset // PAGE * PAGE, end, step))
-    under_way: deque[tuple[int, Lease, Transfer]] = deque()
-    try:
-        while starts or under_way:
-            while starts and len(under_way) <= AHEAD:
-                size = min(step, round_up(end) - starts[0])
-                # Ahead, it takes free room only: a wait for the room of the range in use would not end.
-                read = _begin(tiers, home, starts[0], size, ahead=bool(under_way))
-                if read is None:  # no room to read ahead
-                    break
-                under_way.append((starts.popleft(), *read))
-            start, lease, ticket = under_way[0]
-            ticket.wait()
-            first, last = max(start, offset), min(start + lease.nbytes, end)
-            yield as_tensor(lease)[first - start : last - start]
-            # The caller requests the next range, and no longer reads this one. It is forgotten before it is released:
-            # after an interruption between the two, the block below must not release it once more.
-            under_way.popleft()
-            lease.release()
-    # Also where the caller closes the iterator: reads that have begun still fill their leases.
-    finally:
-        for _, lease, ticket in under_way:
-            retire_read(lease, ticket)
+    first_page = offset // PAGE * PAGE
+    with tiers.read_windows(AHEAD + 1, min(each, end - first_page)) as (windows, length):
+        step = max(PAGE, min(each, length) // PAGE * PAGE)
+        starts = deque(range(first_page, end, step))
+        under_way: deque[tuple[int, Lease, Transfer]] = deque()
+        try:
+            while starts or under_way:
+                while starts and len(under_way) <= AHEAD:
+                    size = min(step, round_up(end) - starts[0])
+                    # Ahead, it takes free room only: a wait for the room of the range in use would not end.
+                    read = _begin(tiers, windows, home, starts[0], size, ahead=bool(under_way))
+                    if read is None:  # no room to read ahead
+                        break
+                    under_way.append((starts.popleft(), *read))
+                start, lease, ticket = under_way[0]
+                ticket.wait()
+                first, last = max(start, offset), min(start + lease.nbytes, end)
+                yield as_tensor(lease)[first - start : last - start]
+                # The caller requests the next range, and no longer reads this one. It is forgotten before it is
+                # released: after an interruption between the two, the block below must not release it once more.
+                under_way.popleft()
+                lease.release()
+        # Also where the caller closes the iterator: reads that have begun still fill their leases.
+        finally:
+            for _, lease, ticket in under_way:
+                retire_read(lease, ticket)
 
 
 def _ranges_of_files(tiers: Tiers, home: Home, offset: int, end: int, each: int) -> Generator[Tensor]:
@@ -521,10 +523,12 @@ def _ranges_of_files(tiers: Tiers, home: Home, offset: int, end: int, each: int)
             loading.settle()
 
 
-def _begin(tiers: Tiers, home: Home, offset: int, nbytes: int, ahead: bool) -> tuple[Lease, Transfer] | None:
+def _begin(
+    tiers: Tiers, windows: Arena, home: Home, offset: int, nbytes: int, ahead: bool
+) -> tuple[Lease, Transfer] | None:
     """A lease that is being filled; None if it is ``ahead`` and there is none."""
     assert home.extent is not None and tiers.swap is not None
-    lease = tiers.staging.try_lease(nbytes, "staging") if ahead else tiers.staging.lease(nbytes, "staging")
+    lease = windows.try_lease(nbytes, "staging") if ahead else windows.lease(nbytes, "staging")
     if lease is None:
         return None
     try:

@@ -286,23 +286,36 @@ def frozen_base() -> nn.Module:
     return nn.Sequential(base, nn.Linear(4, 4))
 
 
-def test_a_base_is_written_in_large_pieces_though_little_is_trained(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_base_moves_in_large_pieces_though_little_is_trained(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trains: bool
 ) -> None:
     """Staging slots are as small as what is trained: 4 KiB here."""
-    written: list[int] = []
-    swap_out = SwapSpace.swap_out
+    written, read = list[int](), list[int]()
+    swap_out, swap_in = SwapSpace.swap_out, SwapSpace.swap_in
 
-    def counted(swap: SwapSpace, extent: Any, source: Any, **options: Any) -> Any:
+    def written_by(swap: SwapSpace, extent: Any, source: Any, **options: Any) -> Any:
         written.append(source.nbytes)
         return swap_out(swap, extent, source, **options)
 
-    monkeypatch.setattr(SwapSpace, "swap_out", counted)
-    engine = start(frozen_base(), threshold=0, offload_param="nvme", cache_in_host=False)
+    def read_by(swap: SwapSpace, extent: Any, target: Any, **options: Any) -> Any:
+        read.append(target.nbytes)
+        return swap_in(swap, extent, target, **options)
+
+    monkeypatch.setattr(SwapSpace, "swap_out", written_by)
+    monkeypatch.setattr(SwapSpace, "swap_in", read_by)
+    base = frozen_base() if trains else frozen_base().requires_grad_(False)
+    options: dict[str, Any] = {} if trains else {"rule": None}
+    engine = start(base, threshold=0, offload_param="nvme", cache_in_host=False, **options)
     assert engine.plan.staging.slot_bytes == 4096
-    assert sum(written) >= 5 << 20
-    assert len(written) < 5 + 4 * len(engine.plan.workload.groups)
+    requests = 6 + 4 * len(engine.plan.workload.groups)
+    assert sum(written) >= 5 << 20 and len(written) < requests
     assert torch.equal(engine.state_dict()["0.codes"], frozen_base()[0].codes)
+    assert sum(read) >= 5 << 20 and len(read) < requests
+    read.clear()
+    stored = load_file(engine.save_16bit_model(tmp_path))
+    assert torch.equal(stored["0.codes"], frozen_base()[0].codes)
+    assert sum(read) >= 5 << 20 and len(read) < requests
 
 
 def test_a_disk_that_fails_while_a_base_is_written_ends_initialize(

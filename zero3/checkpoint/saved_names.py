@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tiering.errors import ConfigError
 from zero3.building.peft_models import is_from_peft
 from zero3.building.quantized_linear import QuantizedLinear
+from zero3.params.inner_tensors import InnerTensor
 from zero3.params.layout import product
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,12 @@ def transformers_names(model: Any) -> list[Saved]:
     """
     ignored = set(model._keys_to_ignore_on_save or ())
     own = [saved for saved in own_names(model) if saved.name not in ignored]
+    for saved in own:
+        if isinstance(saved.tensor, InnerTensor) and saved.tensor.wrapper is not None:
+            raise ConfigError(
+                f"{saved.name!r} is a part of a quantised weight, which transformers stores in a form of its own: to"
+                " export the model, call release() of the engine and then save_pretrained() of the model"
+            )
     try:
         from transformers.core_model_loading import WeightConverter, dot_natural_key
     # A version without conversions stores the names of the model.

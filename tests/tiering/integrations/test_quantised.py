@@ -257,3 +257,29 @@ def test_checkpoints_hold_the_statistics_of_a_base(tmp_path: Path) -> None:
         pytest.raises(tiering.CheckpointError, match=r"quant_state\.bitsandbytes__fp4"),
     ):
         engine.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", kinds()[2:])
+def test_exports_load_without_the_engine(kind: str, tmp_path: Path) -> None:
+    model = base(kind, tmp_path / "model").eval()
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = model(tokens).logits
+    options = {"train_micro_batch_size_per_gpu": 1} | settings(kind, "nvme", tmp_path)
+    with tiering.initialize(model=model, config=options).engine as engine:
+        with torch.no_grad():
+            assert torch.equal(engine(tokens).logits, expected)
+        if kind == "torchao":
+            with pytest.raises(tiering.ConfigError, match=r"part of a quantised weight.*release\(\)"):
+                engine.save_pretrained(tmp_path / "export")
+            engine.release()
+            model.save_pretrained(tmp_path / "export")
+        else:
+            engine.save_pretrained(tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", dtype=torch.float32, device_map={"": "cpu"}
+    ).eval()
+    for module in loaded.modules():
+        module.support_avx512bf16_for_cpu = False
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, expected)

@@ -119,7 +119,7 @@ def loads(rank: int, nvme: Path, directory: Path, form: str, **options: Any) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["nf4", "fp8"])
+@pytest.mark.parametrize("form", ["nf4", "int8", "fp8"])
 def test_other_ranks_load_a_quantised_base(ranks: Ranks, nvme: Path, tmp_path: Path, form: str) -> None:
     saved, other = ranks(2).run(saves, nvme, tmp_path / "run", form, **STREAMED)
     assert same_bits(saved, other) == []

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tests.e2e.fuzz.bodies import Fused
+
 WIDTH, EXPERTS, LAYERS = 64, 8, 4
 
 
@@ -54,6 +56,46 @@ class ExpertModel(nn.Module):
         for layer, chosen in zip(self.layers, routes, strict=True):
             x = checkpoint(layer, x, chosen, use_reentrant=False) if self.checkpointed else layer(x, chosen)
         return x.float().pow(2).mean()
+
+
+class FusedBlock(nn.Module):
+    """As ``ExpertBlock``; each row goes to two experts, which are fused as in transformers."""
+
+    def __init__(self, *, grouped: bool) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.a = nn.Parameter(torch.randn(4, WIDTH) / 8)
+        self.b = nn.Parameter(torch.randn(WIDTH, 4) / 8)
+        self.experts = Fused(EXPERTS, WIDTH, grouped=grouped)
+
+    def forward(self, x: Tensor, routes: Tensor) -> Tensor:
+        x = x + self.mix(x) + functional.linear(functional.linear(x, self.a), self.b)
+        outputs = self.experts(x.repeat_interleave(2, 0), routes.flatten()).view(*x.shape[:1], 2, WIDTH)
+        return x + outputs.mean(1)
+
+
+class FusedModel(nn.Module):
+    def __init__(self, *, grouped: bool, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(FusedBlock(grouped=grouped) for _ in range(LAYERS))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor, routes: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer, chosen in zip(self.layers, routes, strict=True):
+            x = checkpoint(layer, x, chosen, use_reentrant=False) if self.checkpointed else layer(x, chosen)
+        return x.float().pow(2).mean()
+
+
+def fused_model(*, grouped: bool, checkpointed: bool = False) -> FusedModel:
+    """Only the adapters and the first layer train."""
+    torch.manual_seed(11)
+    model = FusedModel(grouped=grouped, checkpointed=checkpointed)
+    for layer in model.layers:
+        assert isinstance(layer, FusedBlock)
+        layer.mix.requires_grad_(False)
+    return model
 
 
 def expert_model(*, checkpointed: bool = False) -> ExpertModel:

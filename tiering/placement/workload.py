@@ -38,7 +38,8 @@ class InFiles(NamedTuple):
     """Parameters whose bytes a user's files have as compute needs them, so that they can be read where they are.
 
     A fetch of a rank's part reads ``read_bytes``, whole pages, and lands in ``slack`` bytes of memory more than the
-    part has. Both are those of the rank that needs most.
+    part has. Both are those of the rank that needs most. With fused experts, ``read_bytes`` are those of all of them,
+    and the slack is that of one.
     """
 
     read_bytes: int
@@ -113,6 +114,8 @@ class GroupSizes:
     routed: bool = False
     # Whether the parameters need no swap space.
     in_files: InFiles | None = None
+    # Bytes of one expert, if the group has all experts of a module: they are unsharded one after the other.
+    expert_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,13 +215,17 @@ class Workload:
         return group.param_bytes // self.world_size if self.shards_params(group) else group.param_bytes
 
     def unsharded_bytes(self, group: GroupSizes) -> int:
-        """Device room for the whole group, in pages: also for what a read from files lands in, if compute is there."""
+        """The least device room to use the group, in pages: all of it, or one of its fused experts.
+
+        Also for what a read from files lands in, if compute is there.
+        """
         slack = group.in_files.slack if group.in_files and not self.fetch_by_copy else 0
-        return round_up(group.param_bytes) + slack
+        return round_up(group.expert_bytes or group.param_bytes) + slack
 
     def window_bytes(self, group: GroupSizes) -> int:
         """Host room for the parameters that a rank keeps, while they are on their way from NVMe to the device."""
-        return self.home_bytes(group) + (group.in_files.slack if group.in_files else 0)
+        nbytes = group.expert_bytes or self.home_bytes(group)
+        return nbytes + (group.in_files.slack if group.in_files else 0)
 
     def state_numel(self, group: GroupSizes) -> int:
         """Elements whose optimizer state a rank keeps."""

@@ -124,6 +124,17 @@ def _adjacent(ranges: Iterable[FileRange]) -> Iterable[list[FileRange]]:
         yield run
 
 
+def cut_ranges(ranges: Iterable[FileRange], start: int, end: int) -> tuple[FileRange, ...]:
+    """The parts of ``ranges`` that are in bytes [start, end) of their home; their places count from ``start``."""
+    parts = []
+    for each in ranges:
+        first, last = max(each.at, start), min(each.at + each.nbytes, end)
+        if first < last:
+            offset = each.offset + first - each.at
+            parts.append(FileRange(each.name, each.file, offset, last - first, first - start))
+    return tuple(parts)
+
+
 @dataclass(eq=False)
 class FileExtent:
     """A home of ``nbytes`` in ``ranges`` of files, which are in the order of the home. ``names`` are its tensors.
@@ -145,13 +156,13 @@ class FileExtent:
 
     def cut(self, start: int, end: int) -> ReadLayout:
         """The reads of bytes [start, end) of the home."""
-        parts = []
-        for each in self.ranges:
-            first, last = max(each.at, start), min(each.at + each.nbytes, end)
-            if first < last:
-                offset = each.offset + first - each.at
-                parts.append(FileRange(each.name, each.file, offset, last - first, first - start))
-        return ReadLayout.of(parts, self.sizes, end - start)
+        return ReadLayout.of(cut_ranges(self.ranges, start, end), self.sizes, end - start)
+
+    def part(self, start: int, end: int) -> FileExtent:
+        """The home of bytes [start, end)."""
+        ranges, nbytes = cut_ranges(self.ranges, start, end), end - start
+        slack = ReadLayout.of(ranges, self.sizes, nbytes).room - nbytes
+        return FileExtent(nbytes, slack, self.names, ranges, self.sizes)
 
     def place_of(self, offset: int) -> str:
         """The tensor at ``offset`` of the home and its file, for messages."""
@@ -234,15 +245,19 @@ class ReadOnlyFiles:
         return tuple(self._open)
 
     def extent(
-        self, ranges: Sequence[FileRange], nbytes: int, slack: int, names: tuple[str, ...]
+        self, ranges: Sequence[FileRange], nbytes: int, slack: int | None, names: tuple[str, ...]
     ) -> FileExtent:
         """A home of ``nbytes`` in ``ranges``, which are in the order of the home. Opens the files.
+
+        Without a planned ``slack``, the extent has what it needs.
 
         Raises WeightsError if a file cannot be opened, or is not the version whose header was read.
         """
         for file in dict.fromkeys(each.file for each in ranges):
             if file not in self._open:
                 self._add(file)
+        if slack is None:
+            slack = ReadLayout.of(ranges, self._sizes, nbytes).room - nbytes
         extent = FileExtent(nbytes, slack, names, tuple(ranges), self._sizes)
         assert extent.layout.room <= nbytes + slack, "a read of a home needs more memory than its plan says"
         return extent

@@ -72,6 +72,9 @@ class Home:
     tensor: Tensor | None = None
     extent: StripedExtent | None = None
     on_device: bool = False  # in the memory of a GPU
+    # In the extent. 0 for ``length``: all of it.
+    offset: int = 0
+    length: int = 0
     files: FileExtent | None = None
 
     @property
@@ -85,7 +88,7 @@ class Home:
         if self.files is not None:
             return self.files.nbytes + self.files.slack
         assert self.extent is not None
-        return self.extent.nbytes
+        return self.length or self.extent.nbytes
 
     @property
     def slack(self) -> int:
@@ -100,6 +103,14 @@ class Home:
     def address(self) -> int:
         """Address of the first byte in host memory; 0 if the bytes are not in host memory."""
         return self.tensor.data_ptr() if self.tensor is not None and self.on_host else 0
+
+    def part(self, pages: range) -> Home:
+        """The home of some of the bytes, whole pages."""
+        if self.tensor is not None:
+            return Home(self.tensor[pages.start : pages.stop], on_device=self.on_device)
+        if self.files is not None:
+            return Home(files=self.files.part(pages.start, pages.stop))
+        return Home(extent=self.extent, offset=self.offset + pages.start, length=len(pages))
 
     @property
     def on_host(self) -> bool:
@@ -252,11 +263,11 @@ class Tiers:
         return home
 
     def home_in_files(
-        self, ranges: Sequence[FileRange], nbytes: int, slack: int, names: tuple[str, ...]
+        self, ranges: Sequence[FileRange], nbytes: int, slack: int | None, names: tuple[str, ...]
     ) -> Home:
         """A home of ``nbytes`` in ``ranges`` of files. Raises WeightsError if a file cannot be opened, or has changed.
 
-        ``slack`` is what a read of it takes beyond its bytes.
+        ``slack`` is what a read of it takes beyond its bytes, None if only parts of it are read.
         """
         assert self.files is not None
         home = Home(files=self.files.extent(ranges, nbytes, slack, names))
@@ -329,7 +340,7 @@ class Tiers:
         try:
             yield as_tensor(lease)[:nbytes]
             # The extent orders this write behind transfers of the same bytes in flight.
-            ticket = self.swap.swap_out(home.extent, lease.part(0, nbytes), offset=offset)
+            ticket = self.swap.swap_out(home.extent, lease.part(0, nbytes), offset=home.offset + offset)
         except BaseException:
             # A signal handler may have raised after the submission. The memory is released when no write reads it.
             self.swap.settle(home.extent)
@@ -372,7 +383,7 @@ class Tiers:
             for at in range(start, end, length):
                 size = min(length, end - at)
                 lease = windows.lease(size, "staging")
-                self.fetch(home.extent, lease, offset=at)
+                self.fetch(home.extent, lease, offset=home.offset + at)
                 first, last = max(at, offset), min(at + size, offset + nbytes)
                 loaded[first - offset : last - offset] = as_tensor(lease)[first - at : last - at]
                 lease.release()
@@ -386,7 +397,8 @@ class Tiers:
     def reader(self, home: Home) -> Callable[..., Transfer]:
         """The function of (buffer, offset=, priority=) that starts to read ``home``, which is on NVMe.
 
-        It reads as many bytes as the buffer has, or to the end. A home in files is read as a whole, into ``home.room``
+        It reads as many bytes as the buffer has, or to the end. A home in files, and a part of an extent, is read as a
+        whole, without an offset. A home in files is read into ``home.room``
         bytes; then ``home.files.layout`` arranges it. A signal handler may raise before the caller has the transfer:
         after an exception, ``settle`` before the memory is released.
         """
@@ -394,6 +406,8 @@ class Tiers:
             assert self.files is not None
             return partial(self.files.read, home.files)
         assert home.extent is not None and self.swap is not None
+        if home.length:
+            return partial(self.swap.swap_in, home.extent, offset=home.offset)
         return partial(self.swap.swap_in, home.extent)
 
     def settle(self, home: Home) -> None:

@@ -112,7 +112,9 @@ def connect(
     check_files = parts.tiers.check_files if parts.plan.in_place_bytes else None
     prefetcher = Prefetcher(agree, _room_for_expert(parts), check_files)
     events = BackwardEvents(accumulation, updates, parameters, prefetcher)
-    schedule = PassSchedule(parts.groups, prefetcher, parts.sink, events, parts.tiers.timeline)
+    # Slices of experts come behind the groups, as their indices do.
+    with_slices = [*parts.groups, *(each for group in parts.groups for each in group.slices)]
+    schedule = PassSchedule(with_slices, prefetcher, parts.sink, events, parts.tiers.timeline)
     handles = hooks.install(model, parts.groups, schedule)
 
     ready = Readiness(

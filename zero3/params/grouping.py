@@ -8,7 +8,8 @@ persistence threshold form one group that never leaves the device. Parameters th
 
 The experts of a block, four or more entries of one shape in a ``ModuleList`` or ``ModuleDict``, are groups of their own
 as far as they are frozen: in one process, a pass then fetches those that it calls. What is trained of them belongs to
-the block.
+the block. Frozen parameters that hold all experts of a module of transformers (fused_experts.py) are one group, which
+is fetched expert by expert.
 
 Of a module that has trained and frozen parameters, as with adapters, the two kinds are groups beside each other, which
 the same calls unshard: what a step writes may then live on a faster tier than what is only read.
@@ -34,6 +35,8 @@ from torch import nn
 
 from tiering.config.training import LeafModulesConfig
 from tiering.errors import ConfigError
+from zero3.params.compilation import is_compiled
+from zero3.params.fused_experts import experts_in
 from zero3.params.inner_tensors import InnerTensor
 
 log = logging.getLogger(__name__)
@@ -49,10 +52,14 @@ FEWEST_EXPERTS = 4
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts among which a router chooses: ``count`` groups, side by side in ``container``."""
+    """The experts among which a router chooses: ``count`` groups in ``container``, the name of a module.
+
+    If they are ``fused``, one group has all parameters, and the experts are its slices.
+    """
 
     container: str
     count: int
+    fused: bool = False
 
 
 @dataclass
@@ -95,7 +102,8 @@ def form_groups(
     ``persistence_threshold`` counts elements: smaller parameters go to the persistent group, whatever their module.
     Parameters that are ``kept_in_fp32`` form groups of their own. Frozen parameters, which are not in ``trained``
     (default: all parameters), do so beside the trained parameters of the same module: only the latter are written.
-    With ``routed``, the frozen parameters of each expert in a block are a group.
+    With ``routed``, the frozen parameters of each expert in a block are a group, and so are those that hold all experts
+    of a module.
     """
     modules = dict(model.named_modules())
     users = _users(model)
@@ -111,6 +119,7 @@ def form_groups(
             anchors.add(name)
     anchors = {name for name in anchors if not any(around in leaf_names for around in _around(name))}
     routing = _experts(modules, blocks, leaf_names) if routed else {}
+    fused = _fused_experts(modules, blocks, leaf_names) if routed else {}
 
     def is_small(param: nn.Parameter) -> bool:
         # Without elements there is nothing to move.
@@ -139,16 +148,20 @@ def form_groups(
             frozen = trained is not None and param not in trained and not persistent
             if frozen:
                 anchor = _anchor_of(users[param], anchors | routing.keys())
+            experts = fused.get(param) if frozen and not in_fp32 and len(users[param]) == 1 else None
+            if experts is not None:
+                anchor = experts.container
             group = groups.setdefault(
                 _Key(anchor, persistent, in_fp32, frozen),
                 GroupMembers(
                     _label(anchor, persistent, in_fp32),
                     persistent=persistent,
                     in_fp32=in_fp32,
-                    routing=routing.get(anchor),
+                    routing=experts or routing.get(anchor),
                 ),
             )
-            if not persistent and not group.entries:
+            # A call of a module with fused experts uses only some of them.
+            if not persistent and not group.entries and experts is None:
                 group.entries.append(modules[anchor])
             group.params.append((index, f"{module_name}.{short}" if module_name else short, param))
             owner[param] = group
@@ -238,6 +251,25 @@ def _experts(
     return found
 
 
+def _fused_experts(
+    modules: dict[str, nn.Module], blocks: Collection[str], leaves: Collection[str]
+) -> dict[nn.Parameter, Routing]:
+    """The parameters that hold the matrices of several experts, inside of ``blocks`` and outside of ``leaves``."""
+    found: dict[nn.Parameter, Routing] = {}
+    for name, module in modules.items():
+        count = experts_in(module)
+        if count < FEWEST_EXPERTS or name in blocks or not _inside(name, blocks) or _inside(name, leaves):
+            continue
+        # Compiled code around the module reads whole parameters, and so does the module around a base layer.
+        if any(is_compiled(modules[around]) for around in _ancestors(name)) or name.endswith(".base_layer"):
+            continue
+        for param in _own(module):
+            # An expert begins at a multiple of four elements, which no dtype divides.
+            if param.dim() == 3 and param.shape[0] == count and param.numel() // count % 4 == 0:
+                found[param] = Routing(name, count, fused=True)
+    return found
+
+
 def _shape_of(module: nn.Module) -> tuple[type[nn.Module], tuple[tuple[str, torch.Size], ...]]:
     return type(module), tuple((name, param.shape) for name, param in module.named_parameters())
 
@@ -307,7 +339,6 @@ def _link(groups: dict[_Key, GroupMembers], modules: dict[str, nn.Module]) -> No
     Of two groups beside each other, the trained one is the parent of those inside, because it may receive gradients.
     """
     index_of = {key: index for index, key in enumerate(groups)}
-    names = {module: name for name, module in modules.items()}
     owners: dict[nn.Module, int] = {}
     for key in sorted(groups, key=lambda key: not key.frozen):
         owners.update(dict.fromkeys(groups[key].entries, index_of[key]))
@@ -317,7 +348,7 @@ def _link(groups: dict[_Key, GroupMembers], modules: dict[str, nn.Module]) -> No
         group.beside = index_of.get(key._replace(frozen=not key.frozen))
         if key.frozen and group.beside is not None:
             group.name = f"{group.name} (frozen)"
-        for ancestor in _ancestors(names[group.entries[0]]):
+        for ancestor in _ancestors(key.anchor):
             parent = owners.get(modules[ancestor])
             if parent not in (None, index_of[key], group.beside):
                 group.parent = parent

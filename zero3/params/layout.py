@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tiering.placement.workload import PARAM_ALIGNMENT
+from tiering.storage.arena import PAGE, round_up
 
 # Elements: 4096 bytes in the smallest dtype that is stored (16 bits).
 QUANTUM = 2048
@@ -166,6 +167,33 @@ def segments(pieces: Sequence[Piece], start: int, end: int) -> Iterator[Segment]
         first, last = max(piece.start, start), min(piece.end, end)
         if first < last:
             yield Segment(piece, first, last - first)
+
+
+@dataclass(frozen=True)
+class ExpertSlice:
+    """An expert of a parameter [experts, ...]: ``piece`` in the flat tensor of whole ``pages``, bytes of the group."""
+
+    piece: Piece
+    pages: range
+
+
+def expert_slices(layout: FlatLayout, itemsize: int, experts: int) -> list[list[ExpertSlice]]:
+    """For each of ``experts``, the slices of all parameters of ``layout``, whose elements have ``itemsize`` bytes."""
+    return [
+        [_expert_slice(piece, itemsize, expert, experts) for piece in layout.pieces]
+        for expert in range(experts)
+    ]
+
+
+def _expert_slice(piece: Piece, itemsize: int, expert: int, experts: int) -> ExpertSlice:
+    own = itemsize if piece.own_dtype is None else piece.own_dtype.itemsize
+    nbytes = product(piece.shape) * own // experts
+    first = piece.start * itemsize + expert * nbytes
+    pages = range(first // PAGE * PAGE, round_up(first + nbytes))
+    start, remainder = divmod(first - pages.start, itemsize)
+    assert not remainder, f"an expert of {piece.name!r} begins inside an element"
+    numel, name = -(-nbytes // itemsize), f"{piece.name}[{expert}]"
+    return ExpertSlice(replace(piece, name=name, start=start, shape=piece.shape[1:], numel=numel), pages)
 
 
 def in_elements_of(dtype: torch.dtype, values: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from zero3.device.storages import Placeholder
 from zero3.device.tiers import Home, Tiers
 from zero3.params import inner_tensors, resharded
 from zero3.params.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage
+from zero3.params.fused_experts import join_up
 from zero3.params.gathered_storage import (
     ArenaGatheredStorage,
     DeviceGatheredStorage,
@@ -95,6 +96,8 @@ class ParamGroup:
         self.parent = members.parent
         self.beside = members.beside
         self.routing = members.routing
+        # With fused experts: the groups of all their slices, expert by expert.
+        self.slices: list[ParamGroup] = []
         self.in_fp32 = members.in_fp32
         self.dtype = dtype
         self.home = home = memory.home
@@ -192,6 +195,9 @@ class ParamGroup:
 
     def give_up_parameters(self) -> None:
         """Close the parameters with the engine: each use raises ResidencyError from now on."""
+        join_up(self.params)
+        for each in self.slices:
+            each.give_up_parameters()
         # First: parameters that show copies are closed with the others.
         self._copies.clear()
         self._read_only.clear()

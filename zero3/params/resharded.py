@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tiering.errors import ResidencyError
 from zero3.params import gradient_edges
 from zero3.params.compilation import cuts_compiled_code, eager
+from zero3.params.fused_experts import read_experts
 from zero3.ranks.joining import standing
 
 # Properties that need the values; all others are metadata.
@@ -211,6 +212,9 @@ class _Resharded(_Graded, _Partitioned):
             return args[0]
         if func in gradient_edges.CALLS:
             return gradient_edges.differentiate(func, args, kwargs, lambda each: isinstance(each, _Resharded))
+        of_experts = read_experts(func, args, kwargs)
+        if of_experts is not NotImplemented:
+            return of_experts
         for param in _resharded_among((args, kwargs)):
             if not isinstance(param, _Resharded):
                 # It was unsharded with an earlier parameter of its group.

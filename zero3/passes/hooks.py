@@ -58,7 +58,7 @@ class Removable(Protocol):
 def install(model: nn.Module, groups: Iterable[ParamGroup], events: PassEvents) -> list[Removable]:
     """Report the events of ``groups`` of ``model`` to ``events``. The handles remove the hooks."""
     groups = list(groups)
-    moving = frozenset(group.storage_key for group in groups if group.moves)
+    moving = frozenset(each.storage_key for group in groups for each in (group, *group.slices) if each.moves)
     on_params: list[Removable] = []
     hooked: dict[nn.Module, _Hooked] = {}
 
@@ -85,6 +85,16 @@ def install(model: nn.Module, groups: Iterable[ParamGroup], events: PassEvents) 
             else _BeforeForward(events, _inspected_groups(module, groups))
         )
         add(module, before, _AfterForward(events, before, moving))
+    for group in groups:
+        if group.slices:
+            # The forward that borrows experts, and ends their use.
+            assert group.routing is not None
+            borrowing = _BeforeForward(events, [])
+            add(
+                model.get_submodule(group.routing.container),
+                borrowing,
+                _AfterForward(events, borrowing, moving),
+            )
     return [*on_params, *hooked.values()]
 
 

@@ -196,6 +196,10 @@ class Prefetcher:
         # Once more: the read has left the window, which has room for another one.
         self.look_ahead()
 
+    def begin(self, group: ParamGroup) -> bool:
+        """Start to fetch ``group``, which is needed now; False if that needs the room of other groups."""
+        return self._fetcher.is_fetched(group) or self._fetcher.fetch(group, wait=False)
+
     def keeps(self, group: ParamGroup) -> bool:
         """Whether ``group`` stays unsharded since its last use, until another group needs the room."""
         return group in self._fetcher.retained
@@ -231,7 +235,8 @@ class Prefetcher:
 
     def drop(self, group: ParamGroup) -> None:
         """Drop ``group`` if it was fetched ahead: its bytes at home are about to change."""
-        self._ahead.drop(group)
+        for each in (group, *group.slices):
+            self._ahead.drop(each)
 
     def forget(self) -> None:
         """Drop all groups ahead: the parameters are about to change, or a pass was abandoned."""

@@ -364,7 +364,9 @@ class PassSchedule:
             return False
         entered, nodes, task = self._entered
         # Each thread numbers its own nodes, so equal numbers of another graph task mean other nodes.
-        same = group in (entered, self._progress[entered].beside)
+        same = group in (entered, self._progress[entered].beside) or (
+            group.routing is not None and entered in self._progress[group].enclosing
+        )
         return same and task == graph_task() and node._sequence_nr() in nodes
 
     def _use(self, group: ParamGroup) -> None:
@@ -380,6 +382,9 @@ class PassSchedule:
 
     def _acquire(self, group: ParamGroup) -> None:
         """Unshard ``group``. ResidencyError if groups that are in use leave no room for it."""
+        # Experts that the module has computed with make way before groups that were fetched ahead.
+        if group.routing is not None and not self._prefetcher.begin(group):
+            self._end_borrowing(but=group, only_experts=True)
         try:
             self._prefetcher.acquire(group)
         except ArenaError as error:
@@ -392,6 +397,12 @@ class PassSchedule:
                 for used, progress in self._progress.items()
                 if used is not group and (used in self._live or progress.running)
             ]
+            if group.slices:
+                raise ResidencyError(
+                    f"no room on the device for all experts of {group.name!r} at once: {group.layout.pieces[0].name!r}"
+                    " is read as a whole, but its experts are fetched one by one. Read it by expert, or name the module"
+                    " in leaf_module: then its block is fetched as a whole"
+                ) from error
             raise ResidencyError(
                 f"no room on the device for group {group.name!r} in addition to {names_in_use}, which are in use. The"
                 " plan has room for one block and the groups around it; a module that reads parameters of another"
@@ -403,43 +414,59 @@ class PassSchedule:
         """Unshard ``group`` after the group beside it has made way. Returns False if that one holds no room.
 
         The plan has room for both, but the other one may lie in the middle of it. Both are fetched anew, the larger one
-        first: then the rest of the room is in one piece.
+        first: then the rest of the room is in one piece. Also False if borrowed groups hold the room of both.
         """
         neighbour = self._progress[group].beside
         if neighbour is None or neighbour.residency in (Residency.RESIDENT, Residency.SHARDED):
             return False
         was_shown = neighbour.is_shown
         neighbour.reshard()
-        for each in sorted((group, neighbour), key=lambda each: -each.layout.numel):
-            self._prefetcher.acquire(each)
-        if was_shown:
+        both = sorted((group, neighbour), key=lambda each: -each.layout.numel)
+        try:
+            for each in both:
+                self._prefetcher.acquire(each)
+        except ArenaError:
+            if not self._end_borrowing(but=group):
+                return False
+            # The neighbour may have been borrowed, too: then nothing uses it now.
+            in_use = self._progress[neighbour].running or neighbour in self._live
+            for each in both if in_use else [group]:
+                self._prefetcher.acquire(each)
+        if was_shown and neighbour.residency is Residency.UNSHARDED:
             neighbour.show()
         return True
 
-    def _end_borrowing(self, *, but: ParamGroup) -> bool:
+    def _end_borrowing(self, *, but: ParamGroup, only_experts: bool = False) -> bool:
         """Release the groups that running modules have borrowed, except ``but``. Returns False if there were none.
+
+        Experts first, alone if there are any: a module computes with one after the other.
 
         Most modules that borrow a parameter need it only for a moment: a hook that logs a norm, for example. A view
         that is used later cannot be read any more. So this is done only where storages can be closed: there such a
         read raises, elsewhere it would return wrong values.
         """
-        released = False
-        for forward in self._forwards if can_close() else ():
-            releasable = [group for group in forward.borrowed if group is not but]
-            forward.borrowed = [group for group in forward.borrowed if group is but]
-            for group in releasable:
-                self._stop_using(group, raised=False)
-            released = released or bool(releasable)
-        return released
+        forwards = self._forwards if can_close() else []
+        releasable = {group for forward in forwards for group in forward.borrowed if group is not but}
+        experts = {group for group in releasable if group.routing is not None}
+        releasable = experts if experts or only_experts else releasable
+        for forward in forwards:
+            ended = [group for group in forward.borrowed if group in releasable]
+            forward.borrowed = [group for group in forward.borrowed if group not in releasable]
+            for group in ended:
+                self._stop_using(group, raised=False, holds=False)
+        return bool(releasable)
 
-    def _stop_using(self, group: ParamGroup, *, raised: bool) -> None:
-        """Count one use of ``group`` less. The last one releases the group, or leaves it to backward."""
+    def _stop_using(self, group: ParamGroup, *, raised: bool, holds: bool = True) -> None:
+        """Count one use of ``group`` less. The last one releases the group, or leaves it to backward.
+
+        Without ``holds``, a group that is only used in a recomputation is released, too: others need its room.
+        """
         progress = self._progress[group]
         if not progress.running:
             return  # abandon() has ended the pass, and released the group, while the forward still ran
         progress.running -= 1
         if not progress.running:
-            if group not in self._live and in_autograd() and torch.is_grad_enabled():
+            if holds and group not in self._live and in_autograd() and torch.is_grad_enabled():
                 # Reentrant checkpointing recomputed it, and backward enters it next: a release would fetch it twice.
                 self._hold_for_backward(group)
             if group in self._live:

@@ -45,7 +45,7 @@ from zero3.ranks.collectives import Collectives
 from zero3.ranks.joining import World, join
 from zero3.setup.buffers import move_buffers
 from zero3.setup.gradient_homes import make_gradient_store, make_local_gradients
-from zero3.setup.groups import make_groups
+from zero3.setup.groups import make_groups, slice_experts
 from zero3.setup.in_place import InPlace, find_in_place
 from zero3.setup.model_size import SizedModel, nvme_paths, size_up
 from zero3.setup.optimizer_choice import (
@@ -240,6 +240,7 @@ def _place(
     """Make groups, gradients and optimizer on ``tiers``, and move the model's values there."""
     collectives, sized, plan = rank.collectives, planned.sized, planned.plan
     groups = make_groups(sized, tiers, collectives, planned.in_place)
+    slice_experts(groups, tiers)
     tiles = make_tiles(plan.sub_groups, groups, tiers)
     stay_local = plan.workload.grads_stay_local
     local = make_local_gradients(groups, sized.grad_dtype, tiers) if stay_local else None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from torch import nn
 
 from tiering.placement.tenants import PARAMETERS
 from tiering.placement.workload import GroupSizes, Tier
 from zero3.device.tiers import Home, Tiers
-from zero3.params.layout import FlatLayout, shard, shard_ranges
+from zero3.params.fused_experts import slice_up
+from zero3.params.grouping import GroupMembers, Routing
+from zero3.params.layout import ExpertSlice, FlatLayout, expert_slices, shard, shard_ranges
 from zero3.params.param_group import GroupMemory, ParamGroup
 from zero3.ranks.collectives import Collectives
 from zero3.ranks.joining import World
@@ -40,12 +45,50 @@ def make_groups(
     return groups
 
 
+def slice_experts(groups: list[ParamGroup], tiers: Tiers) -> None:
+    """Make a group for each expert of each parameter of the ``groups`` with fused experts that move.
+
+    Each has one parameter, which is no parameter of the model, and its home is a part of the home of the parameter that
+    it is a slice of. Their indices go on behind those of ``groups``.
+    """
+    made: list[ParamGroup] = []
+    for group in groups:
+        if group.routing is None or not group.routing.fused or not group.moves:
+            continue
+        experts = expert_slices(group.layout, group.dtype.itemsize, group.routing.count)
+        routing = replace(group.routing, count=group.routing.count * len(group.params))
+        for part in (part for parts in experts for part in parts):
+            made.append(_make_slice(group, part, len(groups) + len(made), routing, tiers))
+            group.slices.append(made[-1])
+        for position, param in enumerate(group.params):
+            slice_up(param, [each.params[0] for each in group.slices[position :: len(group.params)]])
+
+
+def _make_slice(
+    group: ParamGroup, part: ExpertSlice, index: int, routing: Routing, tiers: Tiers
+) -> ParamGroup:
+    piece, itemsize = part.piece, group.dtype.itemsize
+    value = torch.empty(1, dtype=group.dtype_of(piece), device=tiers.device).expand(piece.shape)
+    param = nn.Parameter(value, requires_grad=False)
+    members = GroupMembers(
+        piece.name, [(piece.index, piece.name, param)], parent=group.parent, routing=routing
+    )
+    layout = FlatLayout((piece,), 0, len(part.pages) // itemsize)
+    home = group.home.part(part.pages)
+    sliced = ParamGroup(
+        index, members, layout, GroupMemory(home, layout, home, None), group.dtype, tiers, None
+    )
+    sliced.adopt_parameters()
+    return sliced
+
+
 def _make_home(index: int, sizes: GroupSizes, layout: FlatLayout, tiers: Tiers, in_place: InPlace) -> Home:
     """The planned home for this rank's parameters of group ``index``."""
     names = tuple(piece.name for piece in layout.pieces)
     nbytes, tier = tiers.plan.workload.home_bytes(sizes), tiers.plan.param_tiers[index]
     if tier is Tier.NVME and sizes.in_files:
-        return tiers.home_in_files(in_place.ranges[index], nbytes, sizes.in_files.slack, names)
+        slack = None if sizes.expert_bytes else sizes.in_files.slack
+        return tiers.home_in_files(in_place.ranges[index], nbytes, slack, names)
     return tiers.home(tier, nbytes, PARAMETERS, names)
 
 

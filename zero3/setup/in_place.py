@@ -23,11 +23,11 @@ from tiering.placement.plan import Plan
 from tiering.placement.workload import InFiles, Tier, Workload
 from tiering.storage.descriptors import close_alone
 from tiering.storage.file_system import FileVersion, open_for_reading
-from tiering.storage.read_only import FileRange, ReadLayout
+from tiering.storage.read_only import FileRange, ReadLayout, cut_ranges
 from zero3.building.encoded_weights import StoredValues
 from zero3.building.weights import FileSource, Matched
 from zero3.params.grouping import GroupMembers
-from zero3.params.layout import FlatLayout, shard
+from zero3.params.layout import ExpertSlice, FlatLayout, expert_slices, shard
 from zero3.ranks.collectives import Collectives
 from zero3.ranks.joining import World
 from zero3.setup.model_size import SizedModel
@@ -104,6 +104,10 @@ def find_in_place(
             continue
         layouts = [ReadLayout.of(each, sizes, nbytes) for each in of_ranks if each is not None]
         needs[at] = InFiles(max(each.nbytes for each in layouts), max(each.room for each in layouts) - nbytes)
+        if group.expert_bytes:
+            assert members.routing is not None and of_ranks[0] is not None
+            experts = expert_slices(layout, sized.dtype_of(members).itemsize, members.routing.count)
+            needs[at] = _need_of_experts(experts, of_ranks[0], sizes)
         mine = of_ranks[world.rank if sharded else 0]
         assert mine is not None
         ranges[at] = mine
@@ -148,6 +152,24 @@ def stored_ranges(
                 at += last - first
             before += part.nbytes
     return tuple(ranges)
+
+
+def _need_of_experts(
+    experts: Iterable[Iterable[ExpertSlice]], ranges: Ranges, sizes: Mapping[Path, int]
+) -> InFiles:
+    """The need of fused experts, which are read one by one: all of their reads, and the slack of one expert."""
+    read = slack = 0
+    for expert in experts:
+        layouts = [
+            (
+                len(part.pages),
+                ReadLayout.of(cut_ranges(ranges, part.pages.start, part.pages.stop), sizes, len(part.pages)),
+            )
+            for part in expert
+        ]
+        read += sum(each.nbytes for _, each in layouts)
+        slack = max(slack, sum(each.room - nbytes for nbytes, each in layouts))
+    return InFiles(read, slack)
 
 
 def _unsuitable(files: Iterable[Path]) -> str:

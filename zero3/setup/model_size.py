@@ -16,7 +16,7 @@ from tiering.placement.workload import GroupSizes, StateKept, Workload, make_wor
 from zero3.device.storages import can_exchange
 from zero3.device.tiers import NvmePaths
 from zero3.params.grouping import GroupMembers, form_groups, leaf_modules
-from zero3.params.layout import FlatLayout, lay_out, product
+from zero3.params.layout import FlatLayout, expert_slices, lay_out, product
 from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype, kept_in_fp32
 from zero3.passes.gradient_parts import tied_in
 from zero3.setup.optimizer_choice import OptimizerChoice
@@ -89,11 +89,12 @@ def size_up(
                 parent=group.parent,
                 beside=group.beside,
                 persistent=group.persistent,
-                uses=len(group.entries),
+                uses=len(group.entries) or int(not group.persistent),
                 largest_trained=max((p.numel for p in layout.pieces if p.trainable), default=0),
                 parts=len(group.entries) if any(p in tied for _, _, p in group.params) else 1,
                 fp32=group.in_fp32,
                 routed=group.routing is not None,
+                expert_bytes=_expert_bytes(group, layout, compute),
             )
             for group, layout in zip(members, layouts, strict=True)
         ),
@@ -103,6 +104,14 @@ def size_up(
         fetch_by_copy=on_gpu or not can_exchange(),
     )
     return SizedModel(members, layouts, compute, grad, reduce, workload, in_fp32)
+
+
+def _expert_bytes(group: GroupMembers, layout: FlatLayout, compute: torch.dtype) -> int:
+    """The most bytes that one of the fused experts of ``group`` needs, 0 if it has none."""
+    if group.routing is None or not group.routing.fused:
+        return 0
+    experts = expert_slices(layout, _dtype_of(group, compute).itemsize, group.routing.count)
+    return max(sum(len(each.pages) for each in slices) for slices in experts)
 
 
 def _dtype_of(group: GroupMembers, compute: torch.dtype) -> torch.dtype:

@@ -29,8 +29,9 @@ class Parameters:
         self.groups = groups
         self._model = model
         self._state = state
+        with_slices = [each for group in groups for each in (group, *group.slices)]
         self._places = {
-            param: (group, position) for group in groups for position, param in enumerate(group.params)
+            param: (group, position) for group in with_slices for position, param in enumerate(group.params)
         }
         self._frozen = [
             (param, piece.name)
@@ -40,12 +41,12 @@ class Parameters:
         ]
         self._by_name = {piece.name: (group, piece) for group in groups for piece in group.layout.pieces}
         self._warned_of_names = False
-        for group in groups:
+        for group in with_slices:
             group.listen(self)
 
     @property
     def all(self) -> list[nn.Parameter]:
-        """The parameters, in the order of the groups."""
+        """The parameters, in the order of the groups, and the slices of those that hold several experts."""
         return list(self._places)
 
     def place_of(self, param: nn.Parameter) -> tuple[ParamGroup, int]:

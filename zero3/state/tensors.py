@@ -532,7 +532,7 @@ def _begin(
     if lease is None:
         return None
     try:
-        return lease, tiers.swap.swap_in(home.extent, lease, offset=offset)
+        return lease, tiers.swap.swap_in(home.extent, lease, offset=home.offset + offset)
     except BaseException:
         # A signal handler may have raised after the submission: no read may fill the lease after its release.
         tiers.swap.settle(home.extent)

@@ -53,6 +53,63 @@ class Routed(nn.Module):
         return y
 
 
+class FrozenExperts(nn.Module):
+    """Frozen experts, one for each token, and a trained router."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4)).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).float().softmax(-1)
+        share, chosen = shares.max(-1)
+        y = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            mine = (chosen == expert).unsqueeze(-1)
+            y = y + torch.where(mine, self.experts[expert](x), 0).to(x.dtype)
+        return y * share.unsqueeze(-1).to(x.dtype)
+
+
+class FusedExperts(nn.Module):
+    """As ``FrozenExperts``, in two parameters like those of transformers, which are used in the ways that it has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 4)
+        self.experts = Fused(4, width, grouped=width != 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, chosen = self.gate(x).float().softmax(-1).max(-1)
+        y: Tensor = self.experts(x.flatten(0, -2), chosen.flatten()).view(x.shape)
+        return y * share.unsqueeze(-1).to(x.dtype)
+
+
+class Fused(nn.Module):
+    def __init__(self, experts: int, width: int, *, grouped: bool) -> None:
+        super().__init__()
+        self.num_experts, self.is_transposed, self.has_gate = experts, False, False
+        self.grouped = grouped
+        self.up_proj = nn.Parameter(torch.randn(experts, width, width) / width**0.5, requires_grad=False)
+        self.down_proj = nn.Parameter(torch.randn(experts, width, width) / width**0.5, requires_grad=False)
+
+    def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        if self.grouped:
+            order = chosen.argsort(stable=True)
+            ends = torch.bincount(chosen, minlength=self.num_experts).cumsum(0).to(torch.int32)
+            y = torch._grouped_mm(
+                rows[order].to(self.up_proj.dtype), self.up_proj.transpose(-2, -1), offs=ends
+            )
+            y = torch._grouped_mm(functional.silu(y), self.down_proj.transpose(-2, -1), offs=ends)
+            return y[order.argsort()]
+        y = torch.zeros_like(rows)
+        for expert in chosen.unique():
+            (mine,) = torch.where(chosen == expert)
+            hidden = functional.silu(functional.linear(rows[mine], self.up_proj[expert]))
+            y = y.index_add(0, mine, functional.linear(hidden, self.down_proj[expert]).to(y.dtype))
+        return y
+
+
 class Bare(nn.Module):
     """Parameters without modules."""
 
@@ -186,6 +243,8 @@ BODIES: dict[str, Any] = {
     "mlp": Mlp,
     "attention": Attention,
     "routed": Routed,
+    "frozen experts": FrozenExperts,
+    "fused experts": FusedExperts,
     "bare": Bare,
     "stateful": Stateful,
     "stateful base": StatefulBase,
@@ -196,5 +255,5 @@ BODIES: dict[str, Any] = {
     "recurrent": Recurrent,
     "nested": None,  # of blocks: see models.Nested
 }
-INNER = ("mlp", "bare", "routed")
+INNER = ("mlp", "bare", "routed", "frozen experts", "fused experts")
 """Kinds of blocks inside a block."""

@@ -99,7 +99,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--base",
         metavar="FORMAT",
-        help="format of the frozen linear layers: bf16 (default), nf4, int8 or fp8",
+        help="format of the frozen linear layers: bf16, nf4, int8 or fp8 (default: that of --config, else bf16)",
     )
     group.add_argument(
         "--state", metavar="FORMAT", help="format of the optimizer state: fp32, split, bf16 or split+bf16"

@@ -210,7 +210,8 @@ def _stored(weight: _Weight, itemsize: int, adapters: Adapters | None) -> Iterat
     if adapters is None:
         yield _Stored(weight.numel, weight.numel, trained=True)
         return
-    if adapters.quantises and len(weight.shape) == 2 and weight.module != "lm_head":
+    is_matrix, is_head = len(weight.shape) == 2, weight.module == "lm_head"
+    if is_matrix and adapters.stores(weight.module, weight.shape[1], is_head=is_head):
         for nbytes in adapters.stored(weight.numel):
             yield _Stored(nbytes, -(-nbytes // itemsize), trained=False)
     else:
@@ -285,7 +286,11 @@ def plan_of_decoder(
     rates: RatesOf,
     adapters: Adapters | None = None,
 ) -> PlanReport:
-    """The plan of ``shape``, with ``adapters`` over it if they are given; the report calls it ``name``."""
+    """The plan of ``shape``, with ``adapters`` over it if they are given; the report calls it ``name``.
+
+    Raises ConfigError if the configuration does not support it.
+    """
+    adapters = Adapters.configured(adapters, config.tiering.quantize)
     attention = setting.attention_flops(shape.layers, shape.hidden)
     size = ModelSize(name, shape.params, attention_flops=attention)
     if adapters is not None:

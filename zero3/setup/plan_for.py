@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import textwrap
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from tiering.config import ds_config
 from tiering.config.training import IoConfig, TieringConfig
@@ -23,7 +25,7 @@ from tiering.planning.plan_report import ModelSize, PlanReport, report
 from tiering.planning.rates import Rates
 from tiering.planning.setting import TOKENS, RatesOf, Setting
 from tiering.planning.sizing import format_count, with_adapters
-from zero3.building.quantization import quantize
+from zero3.building.quantization import quantize, quantize_as_configured
 from zero3.observe import device_rates
 from zero3.setup.model_size import size_up
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
@@ -80,6 +82,11 @@ def plan_for(
     params = sum(param.numel() for param in built.parameters())
     name = f"{type(built).__name__} of {format_count(params)} parameters"
     size = ModelSize(name, params, active=_active(built), attention_flops=_attention_flops(built, setting))
+    if isinstance(model, nn.Module):
+        if settings.tiering.quantize.type != "none":
+            built, model_parameters = _quantised(built, settings, model_parameters)
+    else:
+        adapters = Adapters.configured(adapters, settings.tiering.quantize)
     if adapters is not None:
         if isinstance(model, nn.Module):
             raise ConfigError(
@@ -155,6 +162,24 @@ def described(path: Path) -> nn.Module:
     return built
 
 
+def _quantised(
+    model: nn.Module, settings: TieringConfig, model_parameters: ModelParameters | None
+) -> tuple[nn.Module, ModelParameters | None]:
+    """``model`` as ``initialize`` quantises it, and its ``model_parameters``: a copy on the meta device.
+
+    Raises ConfigError for a layer that cannot be quantised.
+    """
+    copies: dict[int, Any] = {
+        id(param): nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        for param in model.parameters()
+    }
+    copied = copy.deepcopy(model, dict(copies))
+    quantize_as_configured(copied, settings)
+    if model_parameters is not None:
+        model_parameters = tree_map(lambda each: copies.get(id(each), each), list(model_parameters))
+    return copied, model_parameters
+
+
 def add_adapters(model: nn.Module, adapters: Adapters) -> int:
     """Freeze ``model``, which is on the meta device, store its linear layers in the base format, and add ``adapters``.
 
@@ -163,7 +188,10 @@ def add_adapters(model: nn.Module, adapters: Adapters) -> int:
     """
     model.requires_grad_(False)
     if adapters.quantises:
-        quantize(model, adapters.base)
+        quantize(
+            model, adapters.base, modules=adapters.quantised, double_quant=adapters.double_quant,
+            block_size=adapters.block_size,
+        )  # fmt: skip
     find_head = getattr(model, "get_output_embeddings", lambda: None)
     head = find_head()
     adapted = {

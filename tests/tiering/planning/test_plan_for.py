@@ -20,6 +20,7 @@ from tiering.planning.adapters import Adapters
 from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting, usual_config, with_changes
 from tiering.planning.sizing import Decoder, decoder, load_of, plan_of_decoder
+from zero3.building.quantized_linear import QuantizedLinear
 from zero3.optimizer import update_rules
 
 from .asking import RATES, SMALL, Model, Plan, answered, configured
@@ -132,14 +133,24 @@ def test_adapters_over_a_config_are_planned_as_over_a_decoder(
 @WITH_TRANSFORMERS
 # Transformers has renamed what peft calls.
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
-def test_adapters_are_planned_as_those_of_peft() -> None:
+@pytest.mark.parametrize(
+    "base",
+    [{}, {"type": "nf4", "modules": ("up_proj", "mlp.down_proj"), "block_size": 32, "double_quant": False}],
+)
+def test_adapters_are_planned_as_those_of_peft(base: dict[str, Any]) -> None:
+    """Also over a base that the configuration stores in another format."""
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = Decoder(640, 4, 1792)
     settings = with_changes(
         usual_config(Path()),
-        tiers={"host_budget": 220 << 20, "device_budget": 100 << 20, "nvme_budget": 2 << 30},
+        tiers={
+            "host_budget": (160 if base else 220) << 20,
+            "device_budget": 100 << 20,
+            "nvme_budget": 2 << 30,
+            "quantize": base,
+        },
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(
@@ -154,9 +165,11 @@ def test_adapters_are_planned_as_those_of_peft() -> None:
         adapted = peft.get_peft_model(
             model, peft.LoraConfig(r=160, target_modules="all-linear", task_type="CAUSAL_LM")
         )
-    report = tiering.plan_for(model=adapted, config=settings)
+    trained = [param for param in adapted.parameters() if param.requires_grad]
+    report = tiering.plan_for(model=adapted, config=settings, model_parameters=trained)
     expected = plan_of_decoder("", shape, settings, Setting(), Rates(), Adapters(160))
     assert report.params == expected.params
+    assert not any(isinstance(module, QuantizedLinear) for module in adapted.modules())
     assert report.plan is not None and expected.plan is not None
     assert report.plan.nvme_traffic()[0] > 0 == report.plan.nvme_traffic()[1]
     for tier in Tier:
@@ -164,6 +177,13 @@ def test_adapters_are_planned_as_those_of_peft() -> None:
 
 
 def test_adapters_of_a_model_in_memory_are_its_own() -> None:
+    quantising = with_changes(usual_config(Path()), tiers={"quantize": {"type": "int8"}})
+    with pytest.raises(
+        ConfigError, match="stores frozen layers in int8, but all parameters of this plan are trained"
+    ):
+        plan_of_decoder("", Decoder(640, 4, 1792), quantising, Setting(), Rates())
+    with pytest.raises(ConfigError, match=r"the base is nf4 \(--base\), and int8 in tiering.quantize"):
+        plan_of_decoder("", Decoder(640, 4, 1792), quantising, Setting(), Rates(), Adapters(8, base="nf4"))
     with pytest.raises(ConfigError, match="add the adapters to the module"):
         tiering.plan_for(model=Model(), config=usual_config(Path()), adapters=Adapters(8))
 

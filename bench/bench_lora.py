@@ -1,136 +1,119 @@
-"""Products with a quantised base, beside bitsandbytes and torch, alternating in one process.
+"""Adapters over a frozen base on NVMe, beside the same in memory; and products with a quantised base.
 
-    python bench/bench_lora.py [--size 4096] [--inputs 1 4 16 128] [--rounds 9] [--threads 2] [--dtype bfloat16]
+    python bench/bench_lora.py DIR [--model 300M] [--bases bf16 int8 nf4] [--only training|products] [--quick]
 
-Each side multiplies the same inputs with one weight of size x size. **nf4**, **int8** and **fp8** are ours; **dense**
-is torch's product with the weight in the dtype of the inputs. **bitsandbytes** is its Linear4bit (nf4, double
-quantisation), if the package is installed; otherwise the report says so. Every side runs once per round, in an order
-that rotates. Before each, everyone sleeps 20 ms: idle OpenMP threads spin for a while. Times are medians, with the
-fastest and the slowest.
+DIR is a directory on the disk that holds the base. Needs transformers and peft (`pip install tiering[dev]`).
 
-**One row** also has rates of encoded bytes: of a weight that is larger than the caches, and of the same loop over a
-weight that fits the second-level caches, beside the **roof**, torch's sum over 256 MiB. Their share is of the lower of
-the two. Speeds of shared machines swing within minutes; only ratios of one run mean anything.
+**Training.** Llama shapes with random weights in files (lora/shape.py), adapters of rank 16 on all linear layers, batch
+1. Ours streams the base from swap space or reads it in place, with a host budget of a quarter of the base; beside it
+runs ours with everything in memory, plain peft in memory (bf16) and bitsandbytes' base in memory (int8, nf4; where its
+wheel is installed). Each side is a process of its own, and takes one step per round, in an order that rotates; fio
+reads in the same rounds. Goals: losses and adapters have the bits of the resident run; a step reads what forward and
+backward need of what the plan leaves on NVMe, to the byte, and writes nothing; peak RSS is within the budgets, the
+libraries and a constant; a step takes at most 1.1 times the longer of compute and fio's reads of its bytes; a base that
+is read in place takes no swap space and starts at once.
+
+**Products.** See lora/products.py.
+
+Exit status: 0 when all goals hold, 1 when one does not, 2 when there is no result.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import os
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
-import torch
-
-from optim_cpu import kernels
-from optim_cpu.formats import QUANTIZED, quantized
-from optim_cpu.quantization import Weight
-
-Sides = dict[str, Callable[[], object]]
-
-L2_BYTES = 400 << 10  # of a thread's second-level cache: inputs and outputs need room too
+from frame import command
+from frame.report import Report
+from frame.rounds import Run
+from frame.side import Place, Side
+from lora import shape, training
+from lora.training import Scale
 
 
-def timed(run: Callable[[], object]) -> float:
-    """Milliseconds of one call."""
-    time.sleep(0.02)
-    began = time.perf_counter()
-    run()
-    return (time.perf_counter() - began) * 1e3
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Adapters over a frozen base on NVMe, and products with a quantised base.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("dir", type=Path, help="a directory on the disk that holds the base")
+    parser.add_argument("--model", choices=list(shape.SHAPES), default="300M")
+    parser.add_argument("--bases", nargs="+", choices=training.BASES, default=list(training.BASES))
+    parser.add_argument("--only", choices=["training", "products"], help="leave out the other part")
+    parser.add_argument("--sequence", type=int, default=128, help="tokens of a step")
+    parser.add_argument("--rounds", type=int, default=4, help="steps of each side, after a first one")
+    parser.add_argument(
+        "--alone", action="store_true", help="only the sides that stream, of a base beyond memory"
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", default=["2048x2048", "4096x4096"], help="of products: outputs x inputs"
+    )
+    parser.add_argument("--inputs", type=int, nargs="+", default=[1, 4, 16, 64, 512], help="rows of products")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"]
+    )
+    command.add_sides(parser, patience=1800)
+    command.add_files(parser)
+    options = parser.parse_args()
+    if options.quick:
+        options.model, options.rounds, options.sequence = "10M", 2, 32
+        options.sizes, options.inputs, options.dtypes = ["256x256"], [1, 20], ["bfloat16"]
+    command.require_at_least(parser, options, rounds=2, sequence=2)
+    return options
 
 
-def measure(sides: Sides, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each side in each round."""
-    names = list(sides)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        sides[name]()
-    for number in range(rounds):
-        start = number % len(names)
-        for name in names[start:] + names[:start]:
-            times[name].append(timed(sides[name]))
-    return times
+def train(run: Run[Scale, Side], options: argparse.Namespace) -> None:
+    with training.files(run, alone=options.alone) as sides:
+        cases = [(base, partial(training.case, sides=sides, base=base)) for base in options.bases]
+        command.run_cases(run, cases)
 
 
-def encoded(name: str, rows: int, columns: int) -> Weight:
-    form = quantized(name)
-    return Weight(form, *form.encode(torch.randn(rows, columns) * 0.02))
+def multiply(report: Report, options: argparse.Namespace) -> None:
+    import torch
+    from lora import products
 
+    from optim_cpu import kernels
 
-def bitsandbytes_layer(weight: torch.Tensor) -> Callable[[torch.Tensor], object] | None:
-    """Linear4bit of bitsandbytes over ``weight``, (outputs, inputs); None if the package is not installed."""
-    try:
-        import bitsandbytes as bnb
-    except ImportError:
-        return None
-    outputs, inputs = weight.shape
-    layer = bnb.nn.Linear4bit(inputs, outputs, bias=False, compute_dtype=weight.dtype, quant_type="nf4")
-    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
-    layer = layer.to("cpu").eval()
-    return lambda x: layer(x)
-
-
-@torch.no_grad()
-def products(options: argparse.Namespace) -> None:
-    dtype = getattr(torch, options.dtype)
-    dense = (torch.randn(options.size, options.size) * 0.02).to(dtype)
-    weights = {name: encoded(name, options.size, options.size) for name in QUANTIZED}
-    layer = bitsandbytes_layer(dense.clone())
-    if layer is None:
-        print("bitsandbytes is not installed: it is not compared")
-    for inputs in options.inputs:
-        x = torch.randn(inputs, options.size).to(dtype)
-        sides: Sides = {
-            name: lambda weight=weight, x=x: weight.product(x) for name, weight in weights.items()
-        }
-        sides["dense"] = lambda x=x: x @ dense.t()
-        if layer is not None:
-            sides["bitsandbytes"] = lambda x=x: layer(x)
-        for name, ms in measure(sides, options.rounds).items():
-            spread = f"{min(ms):.2f} to {max(ms):.2f}"
-            print(f"{inputs:5} rows  {name:13} {statistics.median(ms):8.2f} ms ({spread})")
-
-
-def one_row(options: argparse.Namespace) -> None:
-    large = torch.zeros(32 << 20, dtype=torch.int64)
-    large.fill_(1)
-    x, y = torch.randn(1, options.size), {}
-    for name in QUANTIZED:
-        nbytes = quantized(name).bytes_per_element * options.size
-        sides: Sides = {"roof": lambda: large.sum()}
-        rows = {"memory": 4 * options.size, "cache": max(int(options.threads * L2_BYTES / nbytes), 1)}
-        for place, count in rows.items():
-            y[place] = encoded(name, count, options.size)
-            sides[place] = lambda weight=y[place]: weight.product(x)
-        ms = {place: statistics.median(times) for place, times in measure(sides, options.rounds).items()}
-        rates = {place: count * nbytes / ms[place] / 1e6 for place, count in rows.items()}
-        roof = large.nbytes / ms["roof"] / 1e6
-        share = rates["memory"] / min(roof, rates["cache"])
-        print(
-            f"one row  {name:5} {rates['memory']:6.1f} GB/s from memory, {rates['cache']:6.1f} from the cache, roof"
-            f" {roof:.1f}: {share:.2f} of the lower"
-        )
+    torch.set_num_threads(options.threads)
+    kernels.set_thread_count(options.threads)
+    report.facts["instruction set"] = kernels.instruction_set()
+    rounds = 2 if options.quick else 9
+    for size in options.sizes:
+        outputs, columns = map(int, size.split("x"))
+        for dtype in options.dtypes:
+            products.products(report, (outputs, columns), options.inputs, getattr(torch, dtype), rounds)
+    products.one_row(report, columns, options.threads, rounds)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = parse_arguments()
+    command.end_on_sigterm()
+    report = Report(
+        "bench_lora: adapters over a frozen base on NVMe",
+        {
+            **command.facts("tiering", "torch", "transformers", "peft", directory=options.dir),
+            "threads": str(options.threads),
+            "CPUs": str(len(os.sched_getaffinity(0))),
+        },
     )
-    parser.add_argument("--size", type=int, default=4096, help="inputs and outputs of the layer")
-    parser.add_argument("--inputs", type=int, nargs="+", default=[1, 4, 16, 128])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=kernels.thread_count())
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    kernels.set_thread_count(options.threads)
-    print(
-        f"torch {torch.__version__}, {kernels.instruction_set()}, {options.threads} threads, {options.dtype}"
+    small = options.quick
+    scale = Scale(
+        options.model,
+        options.sequence,
+        options.rounds,
+        (32 << 20) if small else (1 << 30),
+        0.3 if small else 2.0,
     )
-    products(options)
-    one_row(options)
-    return 0
+    run = Run(report, Place(options.dir.resolve(), options.threads, options.patience), scale, Side)
+    if options.only != "products":
+        train(run, options)
+    if options.only != "training":
+        multiply(report, options)
+    command.finish(report, options, "lora", lambda: command.readings(report, sides=run.sides))
+    return command.status(report, complete=not run.failed and bool(report.verdicts))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def serve(module: nn.Module) -> bool:
     layer: Any = module
     if getattr(layer, _PACKED_FOR_CPU, False):
         setattr(layer, _PACKED_FOR_CPU, False)
-    elif not _is_8_bit(dict(module._parameters).get("weight")):
+    elif not _is_8_bit(dict(module._parameters).get("weight")) or isinstance(layer.state, _Served):
         return False
     else:
         kind: Any = type(layer.state)

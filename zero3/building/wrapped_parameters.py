@@ -35,7 +35,10 @@ class WrappedParameters:
 
     @classmethod
     def split(cls, model: nn.Module) -> WrappedParameters:
-        """Take the wrapped parameters of ``model`` apart, which ``check_wrapped`` has accepted."""
+        """Take the wrapped parameters of ``model`` apart, which ``check_wrapped`` has accepted.
+
+        What is apart already, because the model has an engine, stays so.
+        """
         split = cls()
         known: dict[Tensor, dict[str, InnerTensor]] = {}
         for module in model.modules():
@@ -110,7 +113,7 @@ def _places(module: nn.Module, name: str, param: nn.Parameter) -> Iterator[Place
     if inner_tensors.is_wrapper(param):
         for holder, attribute, path in inner_tensors.places_inside(param):
             yield Place(holder, attribute, f"{name}.{path}")
-    else:
+    elif inner_tensors.parts_of(param) == (param,):
         yield from bitsandbytes_layers.statistics(module, name, param)
 
 

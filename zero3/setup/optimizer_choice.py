@@ -20,6 +20,7 @@ from zero3.building.model_checks import check_dense_gradients, check_dtypes
 from zero3.optimizer import update_rules
 from zero3.optimizer.client import needs_closure
 from zero3.optimizer.update_rules import RULE_NAMES, Options
+from zero3.params.inner_tensors import parts_of
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,9 @@ def _check_params(model: nn.Module, groups: list[Options], source: str) -> None:
     inside = set(listed_once)
     if len(inside) < len(listed_once):
         raise ConfigError(f"{source} lists a parameter twice: list each parameter in one param group")
-    foreign = len(inside - set(model.parameters()))
+    own = set(model.parameters())
+    # A wrapped parameter, which is frozen, is none of the model's while its parts are.
+    foreign = sum(own.isdisjoint(parts_of(param)) for param in inside)
     if foreign:
         raise ConfigError(
             f"{source} lists {foreign} parameters that are not the model's, and would never be trained:"

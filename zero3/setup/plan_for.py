@@ -26,6 +26,7 @@ from tiering.planning.rates import Rates
 from tiering.planning.setting import TOKENS, RatesOf, Setting
 from tiering.planning.sizing import format_count, with_adapters
 from zero3.building.quantization import quantize, quantize_as_configured
+from zero3.building.wrapped_parameters import WrappedParameters
 from zero3.observe import device_rates
 from zero3.setup.model_size import size_up
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
@@ -97,8 +98,12 @@ def plan_for(
     if model_parameters is None:
         # The plan is for training, so parameters are trained even without an optimizer section.
         model_parameters = [param for param in built.parameters() if param.requires_grad]
-    chosen = choose_optimizer(built, settings, model_parameters, optimizer)
-    sized = size_up(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
+    wrapped = WrappedParameters.split(built)
+    try:
+        chosen = choose_optimizer(built, settings, model_parameters, optimizer)
+        sized = size_up(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
+    finally:
+        wrapped.join()
     return report(size, sized.workload, settings, setting, rates or Rates())
 
 

@@ -171,6 +171,37 @@ def test_what_cannot_be_tiered_is_refused_by_name(
     assert isinstance(model.weight, Coded) and list(dict(model.named_parameters())) == ["weight", "bias"]
 
 
+def test_a_plan_counts_the_inner_tensors_and_leaves_the_model(start: Start) -> None:
+    model = Model()
+    names = list(dict(model.named_parameters()))
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+    }
+    planned = tiering.plan_for(model=model, config=settings).workload.groups
+    assert list(dict(model.named_parameters())) == names and type(model.head.weight.codes) is Tensor
+    plain = Model()
+    for module in plain.modules():
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad:
+            module.weight = nn.Parameter(module.weight.detach() + 0, requires_grad=False)
+    # One byte less for each code, one scale in fp32 for each row.
+    spared = sum(
+        group.param_bytes for group in tiering.plan_for(model=plain, config=settings).workload.groups
+    )
+    spared -= sum(group.param_bytes for group in planned)
+    assert spared == pytest.approx(6 * (WIDTH * WIDTH - 4 * WIDTH), abs=4 * 4096)
+
+
+def test_an_optimizer_over_all_parameters(start: Start) -> None:
+    """Also over the frozen ones, which are none of the model's while an engine runs; then a second engine."""
+    model = Model()
+    first = start(model, **ONE, rule=None, client=torch.optim.AdamW(model.parameters(), lr=1e-3))
+    losses(first)
+    second = start(model, **ONE, **PLACEMENTS["nvme"])
+    assert first.ended and losses(second, 1)[0] < losses(start(Model(), **ONE), 1)[0]
+
+
 def test_a_start_that_fails_leaves_the_model(start: Start) -> None:
     model = Model()
     names = list(dict(model.named_parameters()))

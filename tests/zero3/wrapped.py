@@ -102,6 +102,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(dtype) for _ in range(3))
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
         self.head.weight = self.blocks[0].up.weight
+        self.again = self.blocks[0].up.weight
 
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -111,4 +112,4 @@ class Model(nn.Module):
 
 NAMES = [f"blocks.{number}.{name}" for number in range(3) for name in (
     "up.weight.codes", "up.weight.scale", "down.weight.inner.codes", "down.weight.inner.scale"
-)] + ["head.weight.codes", "head.weight.scale"]  # fmt: skip
+)] + ["head.weight.codes", "head.weight.scale", "again.codes", "again.scale"]  # fmt: skip

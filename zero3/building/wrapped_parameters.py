@@ -7,6 +7,7 @@ parameter ("mlp.up.weight.scale"), or are those that bitsandbytes stores.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,19 +29,28 @@ class WrappedParameters:
     a parameter beside its statistics.
     """
 
-    _wrapped: list[Tensor] = field(default_factory=list)
+    _wrapped: list[nn.Parameter] = field(default_factory=list)
     _places: list[tuple[Place, InnerTensor]] = field(default_factory=list)
     _modules: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = field(default_factory=list)
     _layers: list[nn.Module] = field(default_factory=list)
 
     @classmethod
-    def split(cls, model: nn.Module) -> WrappedParameters:
+    def split(cls, model: nn.Module, device: torch.device | None = None) -> WrappedParameters:
         """Take the wrapped parameters of ``model`` apart, which ``check_wrapped`` has accepted.
 
-        What is apart already, because the model has an engine, stays so.
+        What is apart already, because the model has an engine, stays so. Wrappers get ``device``; their inner tensors
+        stay where they are. Raises ConfigError for a wrapper that cannot.
         """
         split = cls()
-        known: dict[Tensor, dict[str, InnerTensor]] = {}
+        try:
+            split._split(model, device)
+        except BaseException:
+            split.join()
+            raise
+        return split
+
+    def _split(self, model: nn.Module, device: torch.device | None) -> None:
+        known: dict[nn.Parameter, list[InnerTensor]] = {}
         for module in model.modules():
             before = dict(module._parameters)
             after: dict[str, nn.Parameter | None] = {}
@@ -49,18 +59,21 @@ class WrappedParameters:
                     after[name] = param
                     continue
                 if param not in known:
-                    known[param] = split._take_apart(param, places)
+                    if inner_tensors.is_wrapper(param) and device is not None and param.device != device:
+                        _move(name, param, device)
+                        places = list(_places(module, name, param))
+                    known[param] = self._take_apart(param, places)
                 if not inner_tensors.is_wrapper(param):
                     after[name] = param
-                after |= known[param]
+                # The names in this module: a shared weight may have another one elsewhere.
+                after |= zip((place.name for place in places), known[param], strict=True)
             if after.keys() != before.keys():
-                split._modules.append((module, before))
+                self._modules.append((module, before))
                 module._parameters.clear()
                 module._parameters.update(after)
                 module.__dict__.update({name: before[name] for name in before.keys() - after.keys()})
             if bitsandbytes_layers.serve(module):
-                split._layers.append(module)
-        return split
+                self._layers.append(module)
 
     def join(self) -> None:
         """Put the wrapped parameters together from the present values of their inner tensors, as before ``split``.
@@ -71,7 +84,12 @@ class WrappedParameters:
             if getattr(holder, attribute) is inner:
                 setattr(holder, attribute, inner.data)
         for wrapped in self._wrapped:
-            inner_tensors.unlink(wrapped)
+            parts = inner_tensors.unlink(wrapped)
+            # Released parameters may be on another device than before.
+            if inner_tensors.is_wrapper(wrapped) and parts[0].device != wrapped.device:
+                # A weak reference made since then forbids it: then only the device that the wrapper names is wrong.
+                with suppress(RuntimeError):
+                    inner_tensors.move(wrapped, parts[0].device)
         for module, before in self._modules:
             _register_again(module, before)
         for layer in self._layers:
@@ -84,17 +102,28 @@ class WrappedParameters:
         if not any(resharded.is_adopted(inner) for _, inner in self._places):
             self.join()
 
-    def _take_apart(self, param: nn.Parameter, places: list[Place]) -> dict[str, InnerTensor]:
-        parts: dict[str, InnerTensor] = {}
+    def _take_apart(self, param: nn.Parameter, places: list[Place]) -> list[InnerTensor]:
+        parts = []
         for place in places:
             tensor = getattr(place.holder, place.attribute)
-            part = parts[place.name] = InnerTensor(tensor.detach(), requires_grad=False)
+            part = InnerTensor(tensor.detach(), requires_grad=False)
             setattr(place.holder, place.attribute, part)
             self._places.append((place, part))
+            parts.append(part)
         own = [] if inner_tensors.is_wrapper(param) else [param]
-        inner_tensors.link(param, [*own, *parts.values()])
+        inner_tensors.link(param, [*own, *parts])
         self._wrapped.append(param)
         return parts
+
+
+def _move(name: str, wrapper: nn.Parameter, device: torch.device) -> None:
+    try:
+        inner_tensors.move(wrapper, device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"parameter {name!r}, a {type(wrapper).__name__} on {wrapper.device}, cannot become one on {device}"
+            f" ({error}): move the model to {device} before initialize"
+        ) from error
 
 
 def _register_again(module: nn.Module, before: dict[str, nn.Parameter | None]) -> None:

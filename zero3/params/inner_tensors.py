@@ -68,6 +68,30 @@ def ordinary_tensors(tensor: Tensor) -> Iterable[Tensor]:
     return (getattr(holder, attribute) for holder, attribute, _ in places_inside(tensor))
 
 
+def move(wrapper: nn.Parameter, device: torch.device) -> None:
+    """Make ``device`` that of ``wrapper``, which keeps its inner tensors: their owner moves these by itself.
+
+    Torch lets no wrapper take data on another device, so the object gets the inside of a new wrapper. Raises
+    RuntimeError if weak references to the object forbid that.
+    """
+    inner = [getattr(holder, attribute) for holder, attribute, _ in places_inside(wrapper)]
+    own = dict(vars(wrapper))
+    twin = nn.Parameter(_empty_like(wrapper, device), requires_grad=False)
+    torch.utils.swap_tensors(wrapper, twin)
+    vars(wrapper).update({name: value for name, value in own.items() if name not in vars(wrapper)})
+    for (holder, attribute, _), tensor in zip(places_inside(wrapper), inner, strict=True):
+        setattr(holder, attribute, tensor)
+
+
+def _empty_like(tensor: Any, device: torch.device) -> Tensor:
+    if not is_wrapper(tensor):
+        return torch.empty_like(tensor, device=device)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _empty_like(getattr(tensor, name), device) for name in names}
+    made: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return made
+
+
 def link(wrapped: Tensor, parts: Iterable[nn.Parameter]) -> None:
     """Note that ``wrapped`` consists of ``parts``; those that are inside of a wrapper refer to it from now on."""
     parts = tuple(parts)
@@ -78,12 +102,14 @@ def link(wrapped: Tensor, parts: Iterable[nn.Parameter]) -> None:
             part.wrapper = weakref.ref(wrapped)
 
 
-def unlink(wrapped: Tensor) -> None:
-    """Undo ``link``, when the engine has ended or has not started."""
-    for part in _parts.pop(wrapped, ()):
+def unlink(wrapped: Tensor) -> tuple[nn.Parameter, ...]:
+    """Undo ``link``, when the engine has ended or has not started; returns the parts."""
+    parts: tuple[nn.Parameter, ...] = _parts.pop(wrapped)
+    for part in parts:
         if isinstance(part, InnerTensor):
             part.wrapper = None
     wrapped.__class__ = _plain_form(type(wrapped))
+    return parts
 
 
 def parts_of(param: nn.Parameter) -> tuple[nn.Parameter, ...]:

@@ -140,7 +140,7 @@ def assemble(
 
 
 def _assemble(request: _Request, rank: _Rank) -> Assembly:
-    wrapped = WrappedParameters.split(request.model)
+    wrapped = WrappedParameters.split(request.model, rank.device)
     try:
         return _assemble_split(request, rank, wrapped)
     except BaseException:

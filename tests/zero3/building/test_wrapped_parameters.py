@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import tiering
 from tests.zero3.wrapped import NAMES, WIDTH, Coded, Model, Negated, coded
 from tiering.errors import CheckpointError, ConfigError, ResidencyError
+from zero3.building.wrapped_parameters import WrappedParameters
 
 Start = Callable[..., Any]
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -191,6 +192,21 @@ def test_a_plan_counts_the_inner_tensors_and_leaves_the_model(start: Start) -> N
     )
     spared -= sum(group.param_bytes for group in planned)
     assert spared == pytest.approx(6 * (WIDTH * WIDTH - 4 * WIDTH), abs=4 * 4096)
+
+
+@pytest.mark.parametrize("make", [coded, lambda dtype: Negated(coded(dtype))], ids=["plain", "nested"])
+def test_a_wrapper_on_another_device_keeps_its_inner_tensors(make: Callable[..., Tensor]) -> None:
+    """As with a model in host memory and an engine on a GPU; the meta device is one that each machine has."""
+    model = with_weight(lambda: make(torch.bfloat16))
+    weight, before = model.weight, bits(model.weight)
+    weight.note = "kept"
+    apart = WrappedParameters.split(model, torch.device("meta"))
+    assert model.weight is weight and weight.device.type == "meta" and weight.note == "kept"
+    assert all(param.device.type == "cpu" for param in model.parameters())
+    apart.join()
+    assert model.weight is weight and weight.device.type == "cpu" and isinstance(weight, nn.Parameter)
+    assert type(weight) is before[0] and not weight.requires_grad
+    assert torch.equal(bits(weight)[1], before[1]) and torch.equal(bits(weight)[2], before[2])
 
 
 def test_an_optimizer_over_all_parameters(start: Start) -> None:

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from optim_cpu.formats import quantized
+from zero3.building.quantized_linear import QuantizedLinear
+
 
 class Mlp(nn.Module):
     def __init__(self, width: int) -> None:
@@ -190,6 +193,28 @@ class Coded(nn.Module):
         return result
 
 
+class Quantised(nn.Module):
+    """A frozen layer in a block format, which depends on the width, with an adapter beside it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        form = quantized({16: "nf4", 24: "int8"}.get(width, "fp8"), block_size=32)
+        values = torch.randn(width, 32) / 8
+        self.base = QuantizedLinear(32, width, form).requires_grad_(False)
+        with torch.no_grad():
+            for param, encoded in zip(
+                (self.base.weight, self.base.weight_scales), form.encode(values), strict=True
+            ):
+                param.copy_(encoded.flatten())
+        self.a = nn.Parameter(torch.randn(2, width) / 8)
+        self.b = nn.Parameter(torch.randn(width, 2) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = functional.pad(x, (0, 32 - x.shape[-1]))
+        result: Tensor = self.base(padded) + x @ self.a.T @ self.b.T
+        return result
+
+
 class _Product(torch.autograd.Function):
     """x @ weight, whose backward reads the parameter from where forward has kept it."""
 
@@ -250,6 +275,7 @@ BODIES: dict[str, Any] = {
     "stateful base": StatefulBase,
     "low rank": LowRank,
     "coded": Coded,
+    "quantised": Quantised,
     "by function": ByFunction,
     "normalised": Normalised,
     "recurrent": Recurrent,

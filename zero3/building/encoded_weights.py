@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from optim_cpu.formats import QuantizedFormat
 from optim_cpu.quantization import encode_blocks, encode_scales
 from tiering.errors import WeightsError
 from tiering.weights.files import StoredTensor
+from zero3.building.quantized_experts import SCALES, QuantizedExperts
 from zero3.building.quantized_linear import QuantizedLinear
 
 PASS = 1 << 20
 """Elements that are encoded at once when a pass over a weight is needed for its scales alone."""
+
+
+@dataclass(frozen=True)
+class EncodedTensor:
+    """A weight in ``form``: a matrix (rows, columns), or a matrix for each expert, (experts, rows, columns)."""
+
+    codes: nn.Parameter
+    scales: nn.Parameter
+    form: QuantizedFormat
+    shape: tuple[int, ...]
+
+    @property
+    def experts(self) -> int:
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+
+def encoded_tensors(model: nn.Module) -> Iterator[EncodedTensor]:
+    """The weights of the quantised layers and experts of ``model``."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            own_shape = module.out_features, module.in_features
+            yield EncodedTensor(module.weight, module.weight_scales, module.form, own_shape)
+        elif isinstance(module, QuantizedExperts):
+            for name, shape in module.matrices.items():
+                codes, scales = module._parameters[name], module._parameters[name + SCALES]
+                assert codes is not None and scales is not None
+                yield EncodedTensor(codes, scales, module.form, shape)
 
 
 class StoredValues(Protocol):
@@ -62,15 +92,16 @@ class _Scales:
 
 
 class _EncodedWeight:
-    """One weight of a layer, from the floats of ``stored``."""
+    """One weight, from the floats of ``stored``."""
 
-    def __init__(self, name: str, layer: QuantizedLinear, stored: StoredValues, kept: _Scales) -> None:
+    def __init__(self, name: str, tensor: EncodedTensor, stored: StoredValues, kept: _Scales) -> None:
         self.name = name
-        self.form = layer.form
+        self.tensor = tensor
+        self.form = tensor.form
         self.stored = stored
         self.kept = kept
-        self.numel = layer.out_features * layer.in_features
-        self.scale_count = self.numel // layer.form.group_size
+        self.numel = math.prod(tensor.shape)
+        self.scale_count = self.numel // tensor.form.group_size
 
     def encode(self, first: int, end: int) -> Tensor:
         """The codes of elements [first, end), which are whole blocks; keeps their scales."""
@@ -127,8 +158,17 @@ class EncodedScales:
     def read(self, first: int, numel: int) -> Tensor:
         if self._bytes is None:
             self._weight.encode_rest()
-            self._bytes = encode_scales(self._weight.form, self._weight.kept.take(self._weight))
+            self._bytes = self._encoded(self._weight.kept.take(self._weight))
         return self._bytes[first : first + numel]
+
+    def _encoded(self, scales: Tensor) -> Tensor:
+        """The bytes of all ``scales``: those of each expert for itself, padded."""
+        tensor = self._weight.tensor
+        encoded = torch.zeros(tensor.scales.shape, dtype=torch.uint8, device="cpu").view(tensor.experts, -1)
+        for expert, own in enumerate(scales.view(tensor.experts, -1)):
+            own_bytes = encode_scales(tensor.form, own)
+            encoded[expert, : own_bytes.numel()] = own_bytes
+        return encoded.view(-1)
 
     def release(self) -> None:
         self._bytes = None
@@ -136,14 +176,14 @@ class EncodedScales:
 
 
 def encoded_sources(
-    layers: Iterable[QuantizedLinear], stored: Mapping[nn.Parameter, StoredValues]
+    tensors: Iterable[EncodedTensor], stored: Mapping[nn.Parameter, StoredValues]
 ) -> dict[nn.Parameter, StoredValues]:
-    """Sources of codes and scales of ``layers`` from ``stored``, the floats for their parameter ``weight``."""
+    """Sources of codes and scales of ``tensors`` from ``stored``, the floats for their codes."""
     sources: dict[nn.Parameter, StoredValues] = {}
     kept = _Scales()
-    for layer in layers:
-        values = stored[layer.weight]
-        weight = _EncodedWeight(values.parts[0].name, layer, values, kept)
-        sources[layer.weight] = EncodedCodes(weight)
-        sources[layer.weight_scales] = EncodedScales(weight)
+    for tensor in tensors:
+        values = stored[tensor.codes]
+        weight = _EncodedWeight(values.parts[0].name, tensor, values, kept)
+        sources[tensor.codes] = EncodedCodes(weight)
+        sources[tensor.scales] = EncodedScales(weight)
     return sources

@@ -1,4 +1,4 @@
-"""Stores the frozen linear layers of a model in a block format: ``tiering.quantize``."""
+"""Stores frozen linear layers and experts of a model in a block format: ``tiering.quantize``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tiering._text import counted, shorten
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 from zero3.building.peft_models import added_names
+from zero3.building.quantized_experts import QuantizedExperts, fused_matrices, to_quantized_experts
 from zero3.building.quantized_linear import QuantizedLinear, to_quantized
 from zero3.building.zero_init import recipe_of
 from zero3.params.inner_tensors import is_wrapper
@@ -37,14 +38,15 @@ def quantize(
     double_quant: bool = True,
     block_size: int = 64,
 ) -> nn.Module:
-    """Store the weights of frozen ``nn.Linear`` layers of ``model`` in 4 or 8 bits, in place; returns ``model``.
+    """Store the weights of frozen ``nn.Linear`` layers and experts in 4 or 8 bits, in place; returns ``model``.
 
     ``quant_type`` is "nf4" (0.516 bytes per weight; 0.5625 with ``double_quant=False``), "int8" or "fp8" (1.0625), each
     with a scale per ``block_size`` weights. ``modules`` are names of layers, or the ends of names ("q_proj",
     "mlp.up_proj"). Without it, every frozen ``nn.Linear`` is quantised, except the output layer of a model of
     transformers and layers that it keeps in fp32, layers whose weight another module shares, adapters of peft, and
     layers whose inputs are no multiple of ``block_size``, which a log line names. Biases stay as they are, and so do
-    layers that are quantised already.
+    layers that are quantised already. A module of transformers whose parameters hold the matrices of all its experts,
+    [experts, rows, columns], counts as a layer: each matrix is quantised for itself, in blocks of a row.
 
     A layer on the meta device gets parameters without values: ``tiering.initialize(model=model, weights=DIR)`` encodes
     the stored weights while it reads them. Adapters may be added before or afterwards.
@@ -65,14 +67,17 @@ def quantize(
         _check(name, layer, form)
     for name, layer in layers:
         try:
-            to_quantized(layer, form, name)
+            if isinstance(layer, nn.Linear):
+                to_quantized(layer, form, name)
+            else:
+                to_quantized_experts(layer, form, name)
         except ValueError as error:
             raise ConfigError(f"quantize: the weight of {name!r}: {error}") from None
     _avoid_fused_encoders(model)
     return model
 
 
-def _by_default(model: nn.Module, form: QuantizedFormat) -> list[tuple[str, nn.Linear]]:
+def _by_default(model: nn.Module, form: QuantizedFormat) -> list[tuple[str, nn.Module]]:
     """The frozen layers that are quantised where no names are given, with their names."""
     head, adapters, apart = _output_layer(model), set(added_names(model)), _shared_weights(model)
     # As transformers does. Among them are layers to whose dtype the model casts inputs.
@@ -80,12 +85,15 @@ def _by_default(model: nn.Module, form: QuantizedFormat) -> list[tuple[str, nn.L
     frozen = [
         (name, module)
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and not module.weight.requires_grad and not is_wrapper(module.weight)
-        if module is not head and module.weight not in apart and f"{name}.weight" not in adapters
+        if (weights := _weights(module)) and module is not head
+        if not any(
+            weight.requires_grad or is_wrapper(weight) or weight in apart for weight in weights.values()
+        )
+        if not any(f"{name}.{short}" in adapters for short in weights)
     ]
-    undivided = tuple(name for name, layer in frozen if layer.in_features % form.group_size)
-    found = [(name, layer) for name, layer in frozen if layer.in_features % form.group_size == 0]
-    if not found and not any(isinstance(module, QuantizedLinear) for module in model.modules()):
+    undivided = tuple(name for name, layer in frozen if _is_undivided(layer, form))
+    found = [(name, layer) for name, layer in frozen if not _is_undivided(layer, form)]
+    if not found and not any(_is_quantised_itself(module) for module in model.modules()):
         if undivided:
             raise ConfigError(
                 f"quantize: no frozen nn.Linear has inputs that are a multiple of the block size {form.group_size}"
@@ -106,7 +114,23 @@ def _by_default(model: nn.Module, form: QuantizedFormat) -> list[tuple[str, nn.L
     return found
 
 
-def _named(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of ``module`` that can be quantised, by name: of a linear layer, or of fused experts."""
+    if type(module) is nn.Linear:
+        weight = module._parameters["weight"]
+        return {} if weight is None else {"weight": weight}
+    return {} if isinstance(module, QuantizedExperts) else fused_matrices(module)
+
+
+def _is_undivided(module: nn.Module, form: QuantizedFormat) -> bool:
+    return any(weight.shape[-1] % form.group_size for weight in _weights(module).values())
+
+
+def _is_quantised_itself(module: nn.Module) -> bool:
+    return isinstance(module, QuantizedLinear | QuantizedExperts)
+
+
+def _named(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
     """The layers of ``modules``, with their names. Those that are quantised already do not count."""
     shared = _shared_weights(model)
     for wanted in modules:
@@ -122,44 +146,52 @@ def _named(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.L
             layer = (
                 module.base_layer if isinstance(getattr(module, "base_layer", None), nn.Linear) else module
             )
-            if isinstance(layer, QuantizedLinear):
+            if _is_quantised_itself(layer):
                 continue
-            if type(layer) is not nn.Linear:
+            weights = _weights(layer)
+            if not weights:
                 kind = type(layer).__name__
                 raise ConfigError(
-                    f"quantize: {name!r} is a {kind}; only layers of class nn.Linear can be quantised"
+                    f"quantize: {name!r} is a {kind}; only layers of class nn.Linear can be quantised, and modules of"
+                    " transformers with fused experts"
                 )
-            if is_wrapper(layer.weight):
-                raise ConfigError(
-                    f"quantize: the weight of {name!r} is a {type(layer.weight).__name__}, which is quantised already;"
-                    " leave it out of modules"
-                )
-            if layer.weight in shared:
-                raise ConfigError(
-                    f"quantize: the weight of {name!r} is shared with another module; leave it out of modules"
-                )
+            for weight in weights.values():
+                if is_wrapper(weight):
+                    raise ConfigError(
+                        f"quantize: the weight of {name!r} is a {type(weight).__name__}, which is quantised already;"
+                        " leave it out of modules"
+                    )
+                if weight in shared:
+                    raise ConfigError(
+                        f"quantize: the weight of {name!r} is shared with another module; leave it out of modules"
+                    )
             yield name, layer
 
 
-def _check(name: str, layer: nn.Linear, form: QuantizedFormat) -> None:
-    if layer.weight.requires_grad:
+def _check(name: str, layer: nn.Module, form: QuantizedFormat) -> None:
+    for weight in _weights(layer).values():
+        _check_weight(name, weight, form)
+
+
+def _check_weight(name: str, weight: nn.Parameter, form: QuantizedFormat) -> None:
+    if weight.requires_grad:
         raise ConfigError(
             f"quantize: the weight of {name!r} is to be trained, and codes have no gradient; freeze it with"
             " requires_grad_(False), or leave it out of modules"
         )
-    if isinstance(layer.weight, nn.Parameter) and recipe_of(layer.weight) is not None:
+    if isinstance(weight, nn.Parameter) and recipe_of(weight) is not None:
         raise ConfigError(
             f"quantize: the weight of {name!r} was built under zero.Init and has no values yet; build the model on the"
             " meta device and pass weights= to initialize, or build it in memory"
         )
-    if layer.weight.dtype not in NUMBERS:
+    if weight.dtype not in NUMBERS:
         raise ConfigError(
-            f"quantize: the weight of {name!r} is {layer.weight.dtype}, and only floats of 16 bits or more can be"
+            f"quantize: the weight of {name!r} is {weight.dtype}, and only floats of 16 bits or more can be"
             " quantised; dequantise it first, or leave it out of modules"
         )
-    if layer.in_features % form.group_size:
+    if weight.shape[-1] % form.group_size:
         raise ConfigError(
-            f"quantize: {name!r} has {layer.in_features} inputs, no multiple of the block size {form.group_size};"
+            f"quantize: {name!r} has {weight.shape[-1]} inputs, no multiple of the block size {form.group_size};"
             " choose a smaller block_size, or name the other layers with modules"
         )
 

@@ -54,7 +54,7 @@ class QuantizedLinear(nn.Linear):
     @property
     def encoded(self) -> Weight:
         """The weight, which decodes any part of itself. Borrows the parameters, which must be on their device."""
-        return _weight(self.form, self.out_features, self.weight, self.weight_scales)
+        return encoded_weight(self.form, self.out_features, self.weight, self.weight_scales)
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy of the decoded weight, of shape (out_features, in_features), rounded to ``dtype``."""
@@ -86,8 +86,8 @@ class QuantizedLinear(nn.Linear):
         if not input.is_meta and torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         rows = input.reshape(-1, self.in_features)
-        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            rows, self.weight, self.weight_scales, self.form, self.out_features
+        product: Tensor = Product.apply(  # type: ignore[no-untyped-call]
+            rows, self.weight, self.weight_scales, self.form, self.out_features, False
         )
         # A view of a function's result can be changed in place, but a view that the function returns cannot.
         output = product.view(*input.shape[:-1], self.out_features)
@@ -119,27 +119,38 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, form={self.form.name}, block_size={self.form.group_size}"
 
 
-class _Product(torch.autograd.Function):
-    """``x W^T`` of a matrix ``x``. Saves the encoded weight only, which the engine fetches again in backward."""
+class Product(torch.autograd.Function):
+    """``x W^T`` of a matrix ``x``, or ``x W`` if W is ``transposed``.
+
+    Saves the encoded weight only, which the engine fetches again in backward.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, form: QuantizedFormat, rows: int
+        ctx: Any,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        form: QuantizedFormat,
+        rows: int,
+        transposed: bool,
     ) -> Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.form, ctx.rows = form, rows
-        return _weight(form, rows, codes, scales).product(x)
+        ctx.form, ctx.rows, ctx.transposed = form, rows, transposed
+        weight = encoded_weight(form, rows, codes, scales)
+        return weight.transposed_product(x) if transposed else weight.product(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None
-        weight = _weight(ctx.form, ctx.rows, *ctx.saved_tensors)
-        return weight.transposed_product(grad), None, None, None, None
+            return None, None, None, None, None, None
+        weight = encoded_weight(ctx.form, ctx.rows, *ctx.saved_tensors)
+        product = weight.product(grad) if ctx.transposed else weight.transposed_product(grad)
+        return product, None, None, None, None, None
 
 
-def _weight(form: QuantizedFormat, rows: int, codes: Tensor, scales: Tensor) -> Weight:
+def encoded_weight(form: QuantizedFormat, rows: int, codes: Tensor, scales: Tensor) -> Weight:
     matrix = codes.detach().view(rows, codes.numel() // max(rows, 1))
     return DeviceWeight(form, matrix, scales.detach())
 

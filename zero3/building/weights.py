@@ -20,8 +20,14 @@ from tiering.config.training import IoConfig
 from tiering.errors import EngineStateError, WeightsError
 from tiering.weights.files import StoredTensor, WeightFiles, same_bytes
 from tiering.weights.reader import Request, WeightReader
-from zero3.building.encoded_weights import StoredValues, encoded_sources
+from zero3.building.encoded_weights import (
+    EncodedTensor,
+    StoredValues,
+    encoded_sources,
+    encoded_tensors,
+)
 from zero3.building.model_names import ModelNames
+from zero3.building.quantized_experts import SCALES, QuantizedExperts
 from zero3.building.quantized_linear import QuantizedLinear
 from zero3.building.weight_names import Partners, Target, Values, pair
 
@@ -175,11 +181,11 @@ def match(
     """
     names = names or ModelNames(model)
     partners, absent, unknown = pair(model, files, names)
-    layers = _encoded_layers(model, partners) if encode else {}
-    _check_shapes(files, partners, layers)
-    _check_dtypes(files, partners, layers)
+    encoded = _encoded_tensors(model, partners) if encode else {}
+    _check_shapes(files, partners, encoded)
+    _check_dtypes(files, partners, encoded)
     _warn_of_doubles(partners)
-    made = {layer.weight_scales for layer in layers.values()}
+    made = {each.scales for each in encoded.values()}
     known = {name for name, param in names.parameters(remove_duplicate=False) if param in made}
     absent = [name for name in absent if name not in excluded and name not in known]
     missing = _not_ignored(absent, _patterns(model, "_keys_to_ignore_on_load_missing"))
@@ -201,7 +207,7 @@ def match(
     }
     return Matched(
         files=files,
-        sources=stored | encoded_sources(layers.values(), stored),
+        sources=stored | encoded_sources(encoded.values(), stored),
         buffers=[
             (module, name, values[0].parts[0])
             for target, values in partners.items()
@@ -214,15 +220,14 @@ def match(
     )
 
 
-def _encoded_layers(model: nn.Module, partners: Partners) -> dict[Tensor, QuantizedLinear]:
-    """The quantised layers whose weights are stored as floats, by their codes."""
-    layers = {module.weight: module for module in model.modules() if isinstance(module, QuantizedLinear)}
+def _encoded_tensors(model: nn.Module, partners: Partners) -> dict[Tensor, EncodedTensor]:
+    """The quantised weights that are stored as floats, by their codes."""
     stored = {target.tensor: values[0].dtype for target, values in partners.items()}
-    return {codes: layer for codes, layer in layers.items() if stored.get(codes) in _FLOATS}
+    return {each.codes: each for each in encoded_tensors(model) if stored.get(each.codes) in _FLOATS}
 
 
-def _check_shapes(files: WeightFiles, partners: Partners, encoded: Mapping[Tensor, QuantizedLinear]) -> None:
-    shapes = {codes: (layer.out_features, layer.in_features) for codes, layer in encoded.items()}
+def _check_shapes(files: WeightFiles, partners: Partners, encoded: Mapping[Tensor, EncodedTensor]) -> None:
+    shapes = {codes: each.shape for codes, each in encoded.items()}
     wrong = {
         target: f"{values.name!r} {_verb(values)} {list(values.shape)} and should be {list(shape)}"
         for target, candidates in partners.items()
@@ -258,10 +263,8 @@ def _quantisation(files: WeightFiles, wrong: Iterable[Target]) -> str:
     """A part of a message: the first of the ``wrong`` tensors that is quantised in the model or in ``files``."""
     for target in wrong:
         for module, name in target.places:
-            stored = name == "weight_scales" or any(
-                f"{each}_scales" in files.tensors for each in target.names
-            )
-            if isinstance(module, QuantizedLinear):
+            stored = name.endswith(SCALES) or any(f"{each}_scales" in files.tensors for each in target.names)
+            if isinstance(module, QuantizedLinear | QuantizedExperts):
                 return (
                     f" ({module.label} is in {module.form} here, {'and in another format' if stored else 'and not'}"
                     " in the files: quantise the model as it was when they were saved)"

@@ -13,6 +13,7 @@ Note [Experts one after the other have the same bits]
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -57,26 +58,41 @@ def read_experts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
     return NotImplemented
 
 
-class _Matrices:
+class Experts(ABC):
     """The matrices of all experts, perhaps ``transposed``, in place of a tensor [experts, rows, columns].
 
-    Single experts are read from ``slices``. Everything else is done with the whole parameter.
+    Reads of single experts are done with ``matrix``, everything else with ``whole``. ``shape`` is the one without the
+    transposition.
     """
 
-    def __init__(
-        self, param: nn.Parameter, slices: Sequence[nn.Parameter], *, transposed: bool = False
-    ) -> None:
-        self._param = param
-        self._slices = slices
-        self._transposed = transposed
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad = False
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.__torch_function__(Tensor.__getitem__, (), (self, index))
+    def __init__(self, shape: Sequence[int], *, transposed: bool = False) -> None:
+        self._shape = tuple(shape)
+        self.transposed = transposed
+
+    @abstractmethod
+    def matrix(self, expert: int) -> Any:
+        """The matrix of one expert, in its own memory, or something that torch's products take for it."""
+
+    @abstractmethod
+    def stacked(self, experts: Sequence[int]) -> Tensor:
+        """A copy of the matrices of ``experts``, not transposed. Each expert is fetched once."""
+
+    @abstractmethod
+    def whole(self) -> Tensor:
+        """All matrices."""
+
+    @abstractmethod
+    def turned(self) -> Experts:
+        """The matrices transposed once more."""
 
     @property
     def shape(self) -> torch.Size:
-        shape = self._param.shape
-        return torch.Size((*shape[:-2], shape[-1], shape[-2])) if self._transposed else shape
+        first, rows, columns = self._shape
+        return torch.Size((first, columns, rows) if self.transposed else self._shape)
 
     @property
     def mT(self) -> Any:  # noqa: N802 # torch's name
@@ -85,30 +101,35 @@ class _Matrices:
     def transpose(self, first: int, second: int) -> Any:
         return self.__torch_function__(Tensor.transpose, (), (self, first, second))
 
+    def __getitem__(self, index: Any) -> Any:
+        return self.__torch_function__(Tensor.__getitem__, (), (self, index))
+
     def __getattr__(self, name: str) -> Any:
-        known = name in ("dtype", "device", "requires_grad")
-        return getattr(self._param if known else self._whole(), name)
+        if name.startswith("_") or name in ("dtype", "device"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        used = next((argument for argument in args if isinstance(argument, _Matrices)), None)
-        result = NotImplemented if used is None else used.call(func, args, kwargs)
+        used = next(each for each in (*args, *kwargs.values()) if isinstance(each, Experts))
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            # Initializers of transformers, which have no values for frozen matrices that come from files.
+            return used
+        result = used.call(func, args, kwargs)
         if result is not NotImplemented:
             return result
-        whole = [each._whole() if isinstance(each, _Matrices) else each for each in args]
-        return func(*whole, **kwargs)
+        return func(*map(_as_whole, args), **{name: _as_whole(each) for name, each in kwargs.items()})
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of ``func`` if it uses single experts, else NotImplemented."""
-        name = getattr(func, "__name__", "")
         if func == Tensor.__getitem__:
             return self._at(args[1])
-        if self._is_transpose(func, args, kwargs):
-            return _Matrices(self._param, self._slices, transposed=not self._transposed)
-        if name.split(".")[0] in _GROUPED and len(args) == 2 and self._param.dim() == 3:
+        if _is_transpose(func, args, kwargs):
+            return self.turned()
+        if getattr(func, "__name__", "").split(".")[0] in _GROUPED and len(args) == 2:
             rows, offsets = args[0], kwargs.get("offs")
             plain = kwargs.get("bias") is None and kwargs.get("out_dtype") is None
             if plain and isinstance(offsets, Tensor) and isinstance(rows, Tensor) and rows.dim() == 2:
@@ -118,24 +139,13 @@ class _Matrices:
     def _at(self, index: Any) -> Any:
         if isinstance(index, Tensor) and not index.is_floating_point() and index.dtype is not torch.bool:
             if index.dim() == 1:
-                return self._stacked(index)
+                stacked = self.stacked(index.tolist())
+                return stacked.transpose(-2, -1) if self.transposed else stacked
             if not index.dim():
-                return self._matrix(int(index))
+                return self.matrix(int(index))
         if isinstance(index, int) and not isinstance(index, bool):
-            return self._matrix(index)
+            return self.matrix(index)
         return NotImplemented
-
-    def _matrix(self, expert: int) -> Tensor:
-        matrix = self._slices[expert]
-        return matrix.transpose(-2, -1) if self._transposed else matrix
-
-    def _stacked(self, experts: Tensor) -> Tensor:
-        """A copy of the matrices of ``experts``. Each is fetched once."""
-        param, order = self._param, experts.tolist()
-        stacked = torch.empty((len(order), *param.shape[1:]), dtype=param.dtype, device=param.device)
-        for expert in dict.fromkeys(order):
-            stacked[[at for at, each in enumerate(order) if each == expert]] = self._slices[expert].detach()
-        return stacked.transpose(-2, -1) if self._transposed else stacked
 
     def _grouped_mm(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """The rows up to each of ``offsets``, multiplied with the matrix of its expert. Rows behind are zero."""
@@ -144,21 +154,56 @@ class _Matrices:
         with torch.autocast(rows.device.type, enabled=False):
             for expert, end in enumerate(offsets.tolist()):
                 if start < end:
-                    products.append(rows[start:end] @ self._matrix(expert))
+                    products.append(rows[start:end] @ self.matrix(expert))
                     start = end
         if start < rows.shape[0] or not products:
             products.append(rows.new_zeros(rows.shape[0] - start, self.shape[-1]))
         return torch.cat(products)
 
-    def _whole(self) -> Tensor:
+
+class _Matrices(Experts):
+    """The experts of a resharded parameter, which are read from its ``slices``."""
+
+    def __init__(
+        self, param: nn.Parameter, slices: Sequence[nn.Parameter], *, transposed: bool = False
+    ) -> None:
+        super().__init__(param.shape, transposed=transposed)
+        self.dtype, self.device = param.dtype, param.device
+        self._param = param
+        self._slices = slices
+
+    def matrix(self, expert: int) -> Tensor:
+        matrix = self._slices[expert]
+        return matrix.transpose(-2, -1) if self.transposed else matrix
+
+    def stacked(self, experts: Sequence[int]) -> Tensor:
+        stacked = torch.empty((len(experts), *self._shape[1:]), dtype=self.dtype, device=self.device)
+        for expert in dict.fromkeys(experts):
+            stacked[[at for at, each in enumerate(experts) if each == expert]] = self._slices[expert].detach()
+        return stacked
+
+    def whole(self) -> Tensor:
         # Through a view, so that the read is not divided again.
         whole = self._param.view(self._param.shape)
-        return whole.transpose(-2, -1) if self._transposed else whole
+        return whole.transpose(-2, -1) if self.transposed else whole
 
-    @staticmethod
-    def _is_transpose(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        if func == Tensor.mT.__get__:  # type: ignore[attr-defined] # a getter of torch
-            return True
-        if getattr(func, "__name__", "") != "transpose" or kwargs or len(args) != 3:
-            return False
-        return {dim % 3 for dim in args[1:] if isinstance(dim, int)} == {1, 2}
+    def turned(self) -> _Matrices:
+        return _Matrices(self._param, self._slices, transposed=not self.transposed)
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        # Codes and scales have no matrices: they are read by expert.
+        if self._param.dim() != 3 and func != Tensor.__getitem__:
+            return NotImplemented
+        return super().call(func, args, kwargs)
+
+
+def _as_whole(argument: Any) -> Any:
+    return argument.whole() if isinstance(argument, Experts) else argument
+
+
+def _is_transpose(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if func == Tensor.mT.__get__:  # type: ignore[attr-defined] # a getter of torch
+        return True
+    if getattr(func, "__name__", "") != "transpose" or kwargs or len(args) != 3:
+        return False
+    return {dim % 3 for dim in args[1:] if isinstance(dim, int)} == {1, 2}

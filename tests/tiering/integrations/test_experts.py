@@ -176,3 +176,28 @@ def test_experts_in_the_files_of_a_model_are_read_in_place(
         assert losses == results[0][0]
         assert written == results[0][1]
         assert [key for key in weights if not torch.equal(weights[key], results[0][2][key])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_experts_are_quantised_while_they_are_read_and_decoded_if_they_are_routed_to(
+    name: str, implementation: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as of a model that is quantised in memory, and on each tier."""
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    build(name, implementation).save_pretrained(tmp_path / "model")
+    results = []
+    for place, streamed in (("device", False), ("nvme", True), ("nvme", False)):
+        with torch.device("meta" if streamed else "cpu"):
+            model = tiering.quantize(build(name, implementation), form)
+        weights = str(tmp_path / "model") if streamed else None
+        engine = begin(model, place, tmp_path, weights=weights)
+        assert len([group for group in engine._groups if group.slices]) == (LAYERS if place == "nvme" else 0)
+        results.append(outcome(engine))
+        engine.close()
+    for losses, written, values in results[1:]:
+        assert losses == results[0][0]
+        assert written == results[0][1]
+        assert [key for key in values if not torch.equal(values[key], results[0][2][key])] == []

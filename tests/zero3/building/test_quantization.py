@@ -20,7 +20,7 @@ from optim_cpu.formats import quantized
 from tiering.checkpoint.conversion import to_weights
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, ConfigError, EngineStateError, WeightsError
-from zero3.building.encoded_weights import encoded_sources
+from zero3.building.encoded_weights import encoded_sources, encoded_tensors
 from zero3.building.quantized_linear import QuantizedLinear
 
 PLACEMENTS: list[dict[str, Any]] = [
@@ -386,7 +386,7 @@ def test_a_rank_reads_codes_of_its_shard_and_all_scales(name: str, first_read: f
     layer = QuantizedLinear(256, 512, quantized(name))
     values = torch.randn(512 * 256, generator=torch.Generator().manual_seed(4))
     codes, scales = layer.form.encode(values.view(512, 256))
-    sources = encoded_sources([layer], {layer.weight: Stored(values)})  # type: ignore[dict-item] # a file's
+    sources = encoded_sources(encoded_tensors(layer), {layer.weight: Stored(values)})  # type: ignore[dict-item] # a file's
     half, first = layer.weight.numel() // 2, int(first_read * layer.weight.numel())
     read = sources[layer.weight].read(first, half)
     assert torch.equal(read, codes.flatten()[first : first + half])

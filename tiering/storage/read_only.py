@@ -136,7 +136,7 @@ def cut_ranges(ranges: Iterable[FileRange], start: int, end: int) -> tuple[FileR
 
 
 @dataclass(eq=False)
-class FileExtent:
+class HomeInFiles:
     """A home of ``nbytes`` in ``ranges`` of files, which are in the order of the home. ``names`` are its tensors.
 
     A read of all of it needs ``slack`` more bytes of memory, or fewer: ranks that need different ones use one figure.
@@ -158,11 +158,11 @@ class FileExtent:
         """The reads of bytes [start, end) of the home."""
         return ReadLayout.of(cut_ranges(self.ranges, start, end), self.sizes, end - start)
 
-    def part(self, start: int, end: int) -> FileExtent:
+    def part(self, start: int, end: int) -> HomeInFiles:
         """The home of bytes [start, end)."""
         ranges, nbytes = cut_ranges(self.ranges, start, end), end - start
         slack = ReadLayout.of(ranges, self.sizes, nbytes).room - nbytes
-        return FileExtent(nbytes, slack, self.names, ranges, self.sizes)
+        return HomeInFiles(nbytes, slack, self.names, ranges, self.sizes)
 
     def place_of(self, offset: int) -> str:
         """The tensor at ``offset`` of the home and its file, for messages."""
@@ -244,12 +244,12 @@ class ReadOnlyFiles:
         """The open files."""
         return tuple(self._open)
 
-    def extent(
+    def home(
         self, ranges: Sequence[FileRange], nbytes: int, slack: int | None, names: tuple[str, ...]
-    ) -> FileExtent:
+    ) -> HomeInFiles:
         """A home of ``nbytes`` in ``ranges``, which are in the order of the home. Opens the files.
 
-        Without a planned ``slack``, the extent has what it needs.
+        Without a planned ``slack``, the home has what it needs.
 
         Raises WeightsError if a file cannot be opened, or is not the version whose header was read.
         """
@@ -258,28 +258,28 @@ class ReadOnlyFiles:
                 self._add(file)
         if slack is None:
             slack = ReadLayout.of(ranges, self._sizes, nbytes).room - nbytes
-        extent = FileExtent(nbytes, slack, names, tuple(ranges), self._sizes)
-        assert extent.layout.room <= nbytes + slack, "a read of a home needs more memory than its plan says"
-        return extent
+        home = HomeInFiles(nbytes, slack, names, tuple(ranges), self._sizes)
+        assert home.layout.room <= nbytes + slack, "a read of a home needs more memory than its plan says"
+        return home
 
-    def read(self, extent: FileExtent, buffer: Buffer, *, offset: int = 0, priority: int = 0) -> Transfer:
-        """Start to read all of ``extent``, from ``offset`` 0, into ``buffer``, of ``extent.layout.room`` bytes.
+    def read(self, home: HomeInFiles, buffer: Buffer, *, offset: int = 0, priority: int = 0) -> Transfer:
+        """Start to read all of ``home``, from ``offset`` 0, into ``buffer``, of ``home.layout.room`` bytes.
 
-        When the reads have ended, ``extent.layout.arrange`` moves the bytes to their places. As with an extent of swap
+        When the reads have ended, ``home.layout.arrange`` moves the bytes to their places. As with an extent of swap
         space, ``settle`` after an exception before the memory is released.
         """
-        if buffer.nbytes < extent.layout.room:
+        if buffer.nbytes < home.layout.room:
             raise ValueError(
-                f"a read of {extent.names[:1]} needs {extent.layout.room} bytes, not {buffer.nbytes}"
+                f"a read of {home.names[:1]} needs {home.layout.room} bytes, not {buffer.nbytes}"
             )
         assert not offset, "a home in files is read as a whole"
         with self._lock:
-            extent.in_flight[:] = [ticket for ticket in extent.in_flight if not ticket.done()]
-            return self.begin(extent.layout, buffer, extent.names, extent.in_flight, priority)
+            home.in_flight[:] = [ticket for ticket in home.in_flight if not ticket.done()]
+            return self.begin(home.layout, buffer, home.names, home.in_flight, priority)
 
-    def load(self, extent: FileExtent, offset: int, nbytes: int) -> Loading:
-        """Start to read bytes [offset, offset + nbytes) of ``extent`` into memory of their own."""
-        return Loading(self, extent.cut(offset, offset + nbytes), nbytes).begin(extent.names)
+    def load(self, home: HomeInFiles, offset: int, nbytes: int) -> Loading:
+        """Start to read bytes [offset, offset + nbytes) of ``home`` into memory of their own."""
+        return Loading(self, home.cut(offset, offset + nbytes), nbytes).begin(home.names)
 
     def begin(
         self,
@@ -308,9 +308,9 @@ class ReadOnlyFiles:
             raise
         return tickets[0] if len(tickets) == 1 else StripedTicket(tickets)
 
-    def settle(self, extent: FileExtent) -> None:
-        """Wait for all reads of ``extent`` by ``read``. Errors of reads are ignored."""
-        _settle(tuple(extent.in_flight))
+    def settle(self, home: HomeInFiles) -> None:
+        """Wait for all reads of ``home`` by ``read``. Errors of reads are ignored."""
+        _settle(tuple(home.in_flight))
 
     def check(self) -> None:
         """Raise WeightsError if a file has changed since it was opened: its size, or the time of a change."""

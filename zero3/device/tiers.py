@@ -31,7 +31,7 @@ from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.file_system import FileVersion
 from tiering.storage.io_stats import FileStats
-from tiering.storage.read_only import FileExtent, FileRange, Loading, Move, ReadOnlyFiles
+from tiering.storage.read_only import FileRange, HomeInFiles, Loading, Move, ReadOnlyFiles
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
 from tiering.storage.tickets import Transfer
 from zero3.device import nan_memory, storages
@@ -75,7 +75,7 @@ class Home:
     # In the extent. 0 for ``length``: all of it.
     offset: int = 0
     length: int = 0
-    files: FileExtent | None = None
+    files: HomeInFiles | None = None
 
     @property
     def on_nvme(self) -> bool:
@@ -270,7 +270,7 @@ class Tiers:
         ``slack`` is what a read of it takes beyond its bytes, None if only parts of it are read.
         """
         assert self.files is not None
-        home = Home(files=self.files.extent(ranges, nbytes, slack, names))
+        home = Home(files=self.files.home(ranges, nbytes, slack, names))
         self._homes.append(home)
         return home
 

@@ -16,7 +16,7 @@ from optim_cpu.formats import round_parameters
 from tiering.config.fields import format_size
 from tiering.errors import EngineStateError, PlacementError
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
-from tiering.storage.read_only import COPY_REMEDY, FileExtent, Loading
+from tiering.storage.read_only import COPY_REMEDY, HomeInFiles, Loading
 from tiering.storage.tickets import Transfer
 from zero3.device.storages import as_tensor
 from zero3.device.tiers import Home, Tiers, content_of
@@ -399,7 +399,7 @@ class TieredState:
             else:
                 self._patch(group.home, at, part_values)
 
-    def _check_unchanged(self, files: FileExtent, offset: int, piece: Piece, values: Tensor) -> None:
+    def _check_unchanged(self, files: HomeInFiles, offset: int, piece: Piece, values: Tensor) -> None:
         """EngineStateError unless ``values`` are the bytes of a home in ``files`` at ``offset``, which never change."""
         raw = values.contiguous().view(torch.uint8)
         if raw.numel() and not torch.equal(raw, self._tiers.load(Home(files=files), offset, raw.numel())):

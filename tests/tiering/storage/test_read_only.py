@@ -15,7 +15,7 @@ from tiering.errors import SwapError, WeightsError
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, round_up
 from tiering.storage.file_system import FileVersion
-from tiering.storage.read_only import FileExtent, FileRange, ReadLayout, ReadOnlyFiles
+from tiering.storage.read_only import FileRange, HomeInFiles, ReadLayout, ReadOnlyFiles
 
 ALIGNMENT = 256
 FILES = (Path("first"), Path("second"))
@@ -69,7 +69,7 @@ def test_every_byte_gets_to_its_place(home: tuple[list[FileRange], int]) -> None
 def test_a_part_of_a_home_has_its_bytes(home: tuple[list[FileRange], int], data: st.DataObject) -> None:
     ranges, nbytes = home
     sizes = dict.fromkeys(FILES, SIZE)
-    extent = FileExtent(nbytes, 0, (), tuple(ranges), sizes)
+    extent = HomeInFiles(nbytes, 0, (), tuple(ranges), sizes)
     start = data.draw(st.integers(0, nbytes - 1))
     end = data.draw(st.integers(start + 1, nbytes))
     whole = arranged(ReadLayout.of(ranges, sizes, nbytes), ranges, nbytes)
@@ -109,14 +109,14 @@ def files(path: Path) -> Iterator[ReadOnlyFiles]:
     files.close()
 
 
-def extent_in(files: ReadOnlyFiles, path: Path) -> FileExtent:
+def home_in(files: ReadOnlyFiles, path: Path) -> HomeInFiles:
     # The last bytes of the file: its last page is incomplete.
     ranges = [FileRange("a", path, 9, 2 * PAGE, 0), FileRange("b", path, SIZE - 700, 700, 2 * PAGE)]
-    return files.extent(ranges, 3 * PAGE, 5 * PAGE, ("a", "b"))
+    return files.home(ranges, 3 * PAGE, 5 * PAGE, ("a", "b"))
 
 
 def test_a_file_is_read_where_it_is(files: ReadOnlyFiles, path: Path) -> None:
-    extent = extent_in(files, path)
+    extent = home_in(files, path)
     arena = Arena.map(8 * PAGE, "test")
     lease = arena.lease(8 * PAGE, "test")
     assert files.read(extent, lease).wait() == extent.layout.nbytes == 3 * PAGE + SIZE % PAGE
@@ -145,7 +145,7 @@ def wait_for_another_time(path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["append", "write", "touch", "replace"])
 def test_a_change_is_found(files: ReadOnlyFiles, path: Path, change: str) -> None:
-    extent = extent_in(files, path)
+    extent = home_in(files, path)
     files.check()
     status = path.stat()
     wait_for_another_time(path)
@@ -173,12 +173,12 @@ def test_a_change_is_found(files: ReadOnlyFiles, path: Path, change: str) -> Non
 def test_a_file_that_changed_before_is_refused(files: ReadOnlyFiles, path: Path) -> None:
     path.write_bytes(b"short")
     with pytest.raises(WeightsError, match="has changed since its header was read"):
-        extent_in(files, path)
+        home_in(files, path)
     assert files.paths == ()
 
 
 def test_a_file_that_shrinks_fails_its_read(files: ReadOnlyFiles, path: Path) -> None:
-    extent = extent_in(files, path)
+    extent = home_in(files, path)
     os.truncate(path, 2 * PAGE)
     with pytest.raises(SwapError, match=r"'a', 'b'.*ENODATA"):
         files.load(extent, 0, 3 * PAGE).wait()

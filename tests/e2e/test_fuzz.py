@@ -63,6 +63,7 @@ def test_programs_reach_every_tier_and_seldom_end_early() -> None:
     assert sum(program.has_plain_loop for program in programs) > 30
     assert any(placement.split for placement in placements)
     assert any(placement.in_backward for placement in placements)
+    assert any(placement.in_files and placement.param == "nvme" for placement in placements)
     kinds = {block.kind for program in programs for block in program.plan.blocks}
     assert len(kinds) > 10
 

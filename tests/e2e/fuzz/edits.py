@@ -14,7 +14,7 @@ from .run import Run
 from .table import Effect, Needs, action
 
 
-@action(Effect.WEIGHTS, weight=2)
+@action(Effect.WEIGHTS, weight=2, frozen=True)
 def edit(run: Run, rng: random.Random) -> None:
     """Change parts of some weights in place."""
     params = [param for param in run.params.values() if rng.random() < 0.4] or [run.model.output_weight]
@@ -26,7 +26,7 @@ def edit(run: Run, rng: random.Random) -> None:
             values.mul_(0.75) if values.is_floating_point() else values.add_(3)
 
 
-@action(Effect.WEIGHTS)
+@action(Effect.WEIGHTS, frozen=True)
 def load_weights(run: Run, rng: random.Random) -> None:
     """Load a state dict into the model."""
     scale = rng.choice((0.9, 1.1))
@@ -39,7 +39,7 @@ def scaled(value: Tensor, scale: float) -> Tensor:
     return value * scale if value.is_floating_point() else value.clone()
 
 
-@action(Effect.WEIGHTS, in_place=True)
+@action(Effect.WEIGHTS, in_place=True, frozen=True)
 def clamp_in_forward(run: Run, rng: random.Random) -> None:
     """Forwards that limit weights in place."""
     run.model.ways = replace(run.model.ways, clamped=True)
@@ -231,7 +231,7 @@ def set_states(run: Run, rng: random.Random) -> None:
             run.loop.set_fp32_state(name, key, 0.5 * value)
 
 
-@action(Effect.NUMBERS)
+@action(Effect.NUMBERS, frozen=True)
 def averaged_evaluation(run: Run, rng: random.Random) -> None:
     """Follow the weights by an average, and evaluate with it in their place for a while."""
     current = {name: value.clone() for name, value in run.loop.state_dict().items()}

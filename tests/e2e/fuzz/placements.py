@@ -45,6 +45,8 @@ class Placement:
     paths: int = 1
     threads: int = 1
     instruction_set: str = ""
+    # The first values come from files, in which frozen weights stay.
+    in_files: bool = False
 
     @classmethod
     def draw(cls, rng: random.Random, training: Training) -> Placement:
@@ -104,6 +106,7 @@ class Placement:
                 "state": "split" if self.split else "fp32",
                 "verify": self.verify,
                 "step_in_backward": self.in_backward,
+                "weights_in_place": self.in_files,
                 "io": {
                     "engine": self.engine,
                     "block_size": self.block_size,

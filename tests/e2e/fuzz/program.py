@@ -49,6 +49,8 @@ class Program:
         in_place = any(actions.ACTIONS[name].in_place for name, _ in drawn)
         training = replace(training, may_split=not in_place)
         placements = tuple(Placement.draw(rng, training) for _ in range(rng.choice((1, 2))))
+        if not any(actions.ACTIONS[name].frozen for name, _ in drawn):
+            placements = tuple(replace(each, in_files=rng.random() < 0.3) for each in placements)
         numbered = tuple((number, name, its_seed) for number, (name, its_seed) in enumerate(drawn))
         return cls(seed, plan, training, numbered, placements)
 

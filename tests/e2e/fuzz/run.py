@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tiering
+from optim_cpu.formats import round_parameters
+from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype
 
 from .models import SEQUENCE, Model, ModelPlan
 from .placements import Placement
@@ -68,15 +71,33 @@ class Run:
         if self.placement is None:
             return self._adopt(PlainLoop(self._build(), self.training))
         config = self.placement.config(self.training, self.directory)
+        weights = self._save_weights() if self.placement.in_files else None
         if self.placement.has_budgets:
-            model = self._build()
-            engine = tiering.initialize(model=model, config=config, **self.training.given(model)).engine
+            engine = self._initialize(config, weights)
             engine.close()
             config["tiering"] |= self.placement.budgets(engine.plan)
+        return self._adopt(self._initialize(config, weights))
+
+    def _initialize(self, config: dict[str, Any], weights: Path | None) -> Any:
         model = self._build()
-        return self._adopt(
-            tiering.initialize(model=model, config=config, **self.training.given(model)).engine
-        )
+        given = self.training.given(model)
+        return tiering.initialize(model=model, config=config, weights=weights, **given).engine
+
+    def _save_weights(self) -> Path:
+        """A file with the model's values, the frozen ones in the dtype of compute."""
+        model, path = self._build(), self.directory / "weights.safetensors"
+        tensors = {name: value.detach() for name, value in model.named_parameters()}
+        for name, param in model.named_parameters():
+            dtype = COMPUTE_DTYPES[self.training.precision]
+            if not (param.requires_grad or keeps_dtype(param) or dtype is torch.float32):
+                # As the engine rounds, which differs from torch where a value is between two others.
+                tensors[name] = torch.empty(param.shape, dtype=dtype)
+                round_parameters(param.detach().contiguous(), tensors[name])
+        kept = {id(param) for param in model.parameters()}
+        state = model.state_dict(keep_vars=True).items()
+        tensors |= {name: value.detach() for name, value in state if id(value) not in kept}
+        save_file({name: value.clone().contiguous() for name, value in tensors.items()}, path)
+        return path
 
     def _build(self) -> Model:
         torch.manual_seed(self.seed)

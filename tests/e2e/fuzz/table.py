@@ -48,7 +48,8 @@ class Action:
     """One thing that a training loop does.
 
     ``weight``: how often it is drawn. ``clean``: it begins where no gradients wait. ``plain``: PlainLoop can do it.
-    ``in_place``: it edits weights in a forward, where a split master loses its lower half, as documented.
+    ``in_place``: it edits weights in a forward, where a split master loses its lower half, as documented. ``frozen``:
+    it may change frozen weights, which must not be read from files then.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Action:
     clean: bool
     plain: bool
     in_place: bool
+    frozen: bool
 
     def __call__(self, run: Run, seed: int) -> None:
         rng = random.Random(seed)
@@ -76,7 +78,7 @@ def action(effect: Effect, needs: Needs = Needs.NOTHING, **options: Any) -> Call
     def enter(act: Act) -> Act:
         name = act.__name__
         assert name not in ACTIONS
-        settings = {"weight": 1.0, "clean": True, "plain": True, "in_place": False} | options
+        settings = {"weight": 1.0, "clean": True, "plain": True, "in_place": False, "frozen": False} | options
         ACTIONS[name] = Action(name, act, effect, needs, **settings)
         return act
 

@@ -207,6 +207,16 @@ class Plan:
         return sum(piece.nbytes for piece in self.placed() if piece.in_files)
 
     @property
+    def frozen_swap_bytes(self) -> int:
+        """Bytes of swap space for groups without trained parameters."""
+        groups = zip(self.workload.groups, self.param_tiers, strict=True)
+        return sum(
+            self.workload.home_bytes(group)
+            for group, tier in groups
+            if tier is Tier.NVME and not group.trainable_numel and not group.in_files
+        )
+
+    @property
     def checksum_bytes(self) -> int:
         """Host memory for the checksums of data on NVMe; the I/O engine allocates it, not the arena."""
         return checksum_bytes(self.workload, self.total(Tier.NVME))

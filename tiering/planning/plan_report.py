@@ -164,6 +164,11 @@ class PlanReport:
             return
         yield ""
         yield self.plan.table()
+        if frozen := self.plan.frozen_swap_bytes:
+            yield (
+                f"Frozen parameters take {format_size(frozen)} of swap space. They take none if the files that"
+                " initialize(weights=...) gets have the same bytes: then they are read in place."
+            )
         yield NOT_COUNTED
         yield ""
         if self.forecast is None:
@@ -276,6 +281,7 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
         "tiers": {
             tier.value: {"planned": plan.total(tier), "contents": plan.contents(tier)} for tier in Tier
         },
+        "in_place": plan.in_place_bytes,
         "nvme_read": read,
         "nvme_written": written,
         "nvme_moved_by_state": dict(plan.moved_by_format),

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from tiering.config import ds_config
 from tiering.config.training import IoConfig, TieringConfig
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, WeightsError
 from tiering.placement.workload import Workload
 from tiering.planning import measure
 from tiering.planning.adapters import Adapters
@@ -25,9 +25,13 @@ from tiering.planning.plan_report import ModelSize, PlanReport, report
 from tiering.planning.rates import Rates
 from tiering.planning.setting import TOKENS, RatesOf, Setting
 from tiering.planning.sizing import format_count, with_adapters
+from tiering.weights.files import open_weights
 from zero3.building.quantization import quantize, quantize_as_configured
+from zero3.building.weights import Matched, match
 from zero3.building.wrapped_parameters import WrappedParameters
 from zero3.observe import device_rates
+from zero3.ranks.joining import World
+from zero3.setup.in_place import find_in_place
 from zero3.setup.model_size import size_up
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
 
@@ -62,7 +66,8 @@ def plan_for(
     of each rank; with None the CPU is the device. ``tokens`` is the number of tokens in a micro-batch of one rank, in
     sequences of ``sequence`` tokens (default: one sequence). ``checkpointed`` says that activations are checkpointed.
     ``endurance`` is the number of bytes that may be written to the drives of a node. With ``adapters``, the model of a
-    configuration is frozen, and only adapters on its linear layers are trained.
+    configuration is frozen, and only adapters on its linear layers are trained. Frozen weights that lie beside the
+    configuration are planned as read in place.
 
     A model that does not fit is not an error: the report then says why, and suggests changes. Raises ConfigError for a
     configuration or a model that cannot be trained.
@@ -102,9 +107,21 @@ def plan_for(
     try:
         chosen = choose_optimizer(built, settings, model_parameters, optimizer)
         sized = size_up(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
+        stored = None if isinstance(model, nn.Module) else _weights_of(built, Path(model))
+        in_place = find_in_place(sized, stored, settings, World(size=world_size), None)
     finally:
         wrapped.join()
-    return report(size, sized.workload, settings, setting, rates or Rates())
+    return report(size, in_place.applied_to(sized.workload), settings, setting, rates or Rates())
+
+
+def _weights_of(model: nn.Module, path: Path) -> Matched | None:
+    """The weights of ``model`` beside the configuration at ``path``, if all frozen ones are there."""
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    try:
+        files = open_weights(path if path.is_dir() else path.parent)
+        return match(model, files, excluded=trained, encode=True)
+    except WeightsError:
+        return None
 
 
 def _active(model: nn.Module) -> float:

@@ -158,9 +158,10 @@ def wide() -> Adapted:
 
 
 @pytest.mark.slow
-def test_a_base_that_is_quantised_already(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["nf4", "int8", "fp8"])
+def test_a_base_that_is_quantised_already(start: Start, tmp_path: Path, form: str) -> None:
     """Codes in the file are read in place; floats that have to be encoded are not."""
-    layer = {"quantize": {"type": "nf4", "modules": ["up"], "double_quant": False}}
+    layer = {"quantize": {"type": form, "modules": ["up"], "double_quant": False}}
     source = build(wide)
     floats = weights_of(tmp_path / "floats", source)
     encoded = start(build(wide, seed=1), weights=floats, **STREAMED, **layer)
@@ -173,7 +174,7 @@ def test_a_base_that_is_quantised_already(start: Start, tmp_path: Path) -> None:
     )
     read = start(build(wide, seed=1), weights=weights, **STREAMED, **layer)
     assert read.plan.in_place_bytes == moving(read, frozen=True) > in_place
-    assert [values[name].dtype for name in codes] == [torch.uint8] * 3
+    assert [values[name].dtype for name in codes] == [torch.int8 if form == "int8" else torch.uint8] * 3
     assert_same(trained(read), trained(encoded))
 
 

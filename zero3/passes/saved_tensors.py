@@ -194,9 +194,7 @@ class _Hooks:
     def pack(self, tensor: Tensor) -> Any:
         group = self.saved.owner_of(tensor)
         if group is None:
-            for each in ordinary_tensors(tensor):
-                if each.layout is torch.strided:
-                    self.saved.activations.saved(each.untyped_storage())
+            self.saved.activations.saved_tensor(tensor)
         if self._outer_pack is None or (group is not None and _copies_only(self._outer_pack)):
             return _Saved(group, tensor)
         packed = self._outer_pack(tensor)
@@ -272,6 +270,12 @@ class Activations:
         """The maximum number of bytes at one time so far."""
         return self._peak
 
+    def saved_tensor(self, tensor: Tensor) -> None:
+        """Autograd has saved ``tensor``. A wrapper has no bytes, but the tensors inside of it do."""
+        for each in ordinary_tensors(tensor):
+            if each.layout is torch.strided:
+                self.saved(each.untyped_storage())
+
     def saved(self, storage: UntypedStorage) -> None:
         """Autograd has saved a tensor whose bytes are in ``storage``."""
         if self._freed:
@@ -297,8 +301,7 @@ class Activations:
             return
         self._walk = False
         for tensor in _saved_in_graph(loss):
-            if tensor.layout is torch.strided:
-                self.saved(tensor.untyped_storage())
+            self.saved_tensor(tensor)
 
     def _forget_freed(self) -> None:
         while self._freed:

@@ -15,6 +15,7 @@ import tiering
 from tests.zero3.wrapped import NAMES, WIDTH, Coded, Model, Negated, coded
 from tiering.errors import CheckpointError, ConfigError, ResidencyError
 from zero3.building.wrapped_parameters import WrappedParameters
+from zero3.passes.saved_tensors import Activations
 
 Start = Callable[..., Any]
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -170,6 +171,14 @@ def test_what_cannot_be_tiered_is_refused_by_name(
     with pytest.raises(ConfigError, match=words):
         start(model, **ONE)
     assert isinstance(model.weight, Coded) and list(dict(model.named_parameters())) == ["weight", "bias"]
+
+
+def test_activations_count_the_tensors_inside_of_a_saved_wrapper() -> None:
+    weight = coded(torch.float32)
+    activations = Activations([])
+    loss = (torch.ones(WIDTH, WIDTH, requires_grad=True) * weight).sum()
+    activations.backward_of(loss)
+    assert activations.used == weight.codes.nbytes + weight.scale.nbytes
 
 
 def test_a_plan_counts_the_inner_tensors_and_leaves_the_model(start: Start) -> None:

@@ -16,6 +16,7 @@ import tiering
 from tests.zero3.ranks.pool import Pool
 from tiering.integrations.transformers import TieringTrainerMixin
 
+from . import test_trl
 from .test_trl import LORA, OPTIONS, TEXTS, bytewise
 from .trainers import PLACES, config, differences, different, llama, reported, state, tiered
 
@@ -91,11 +92,16 @@ def sft(cls: type, kind: str, output: Path, steps: int, **more: Any) -> Any:
         peft_config=LoraConfig(**LORA | {"target_modules": "all-linear"}),
         **more,
     )
-    # trl casts the adapters of some libraries to bf16, in which the stock trainer would then compute and step them.
-    for param in trainer.model.parameters():
-        if param.requires_grad and not half:
-            param.data = param.data.float()
+    if not half:
+        in_fp32(trainer)
     return trainer
+
+
+def in_fp32(trainer: Any) -> None:
+    """Cast the adapters: trl casts some to bf16, in which the stock trainer would then compute and step them."""
+    for param in trainer.model.parameters():
+        if param.requires_grad:
+            param.data = param.data.float()
 
 
 def kinds() -> list[Any]:
@@ -160,6 +166,27 @@ def test_a_model_without_adapters_is_refused_as_without_the_engine(kind: str, tm
         tiered(tmp_path, settings_here, base(kind, tmp_path / "model"))
 
 
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+@pytest.mark.parametrize("kind", kinds()[2:3])
+def test_the_reference_is_the_base_without_adapters(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_trl, "from_directory", lambda output: base(kind, tmp_path / "model"))
+    make, stock, tiered_class = test_trl.MAKERS[name]
+    trainers = []
+    for cls, options in (
+        (stock, {}),
+        (tiered_class, {"tiering_config": settings(kind, "nvme", tmp_path)}),
+    ):
+        trainer = make(cls, tmp_path / cls.__name__, bytewise(), 3, LoraConfig(**LORA), **options)
+        in_fp32(trainer)
+        trainer.train()
+        trainers.append(trainer)
+    plain, trainer = trainers
+    assert list(differences(trainer, plain, 1e-5, 1e-8 if name == "grpo" else 0.0)) == []
+    trainer.engine.close()
+
+
 @QUANTISED
 def test_a_resumed_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     options = {"tiering_config": settings(kind, "nvme", tmp_path), "save_strategy": "steps", "save_steps": 2}
@@ -187,14 +214,14 @@ def ranked(rank: int, out: Path, kind: str, place: str | None) -> tuple[list[dic
     return reported(trainer), left
 
 
-@QUANTISED
+# The key of the configuration quantises as the function does.
+@pytest.mark.parametrize("kind", [kind for kind in kinds() if kind.values != ("key",)])
 def test_two_ranks_report_what_trl_reports(kind: str, tmp_path: Path) -> None:
     base("key", tmp_path / "model")
     pool = Pool(2, tmp_path / "ranks")
     try:
         # torch's DistributedDataParallel refuses the tensors of torchao: placements are compared with each other.
-        stock = "function" if kind == "key" else kind
-        plain = pool.run(ranked, tmp_path, stock, "device" if kind == "torchao" else None)
+        plain = pool.run(ranked, tmp_path, kind, "device" if kind == "torchao" else None)
         lefts = []
         for place in ("device", "nvme"):
             for (ours, left), (theirs, _) in zip(pool.run(ranked, tmp_path, kind, place), plain, strict=True):

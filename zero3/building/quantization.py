@@ -117,7 +117,8 @@ def _by_default(model: nn.Module, form: QuantizedFormat) -> list[tuple[str, nn.M
 def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """The weights of ``module`` that can be quantised, by name: of a linear layer, or of fused experts."""
     if type(module) is nn.Linear:
-        weight = module._parameters["weight"]
+        # Not from the parameters: a wrapped weight is none of them while the engine starts.
+        weight: nn.Parameter | None = getattr(module, "weight", None)
         return {} if weight is None else {"weight": weight}
     return {} if isinstance(module, QuantizedExperts) else fused_matrices(module)
 

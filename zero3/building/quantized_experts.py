@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from optim_cpu.formats import QuantizedFormat
 from zero3.building.quantized_linear import Product, encoded_weight
 from zero3.params.fused_experts import Experts, experts_in
+from zero3.params.inner_tensors import InnerTensor
 
 SCALES = "_scales"
 """What the name of a parameter with scales has behind that of the parameter with codes."""
@@ -192,6 +193,7 @@ def fused_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
         name: param
         for name, param in module._parameters.items()
         if param is not None and count and param.dim() == 3 and param.shape[0] == count
+        if not isinstance(param, InnerTensor)
     }
 
 

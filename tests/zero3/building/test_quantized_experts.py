@@ -19,7 +19,7 @@ from optim_cpu.formats import quantized
 from tests.e2e.fuzz.bodies import Fused
 from tests.zero3.experts import EXPERTS, WIDTH, FusedModel, fused_model
 from tests.zero3.inside import wait_for_transfers
-from tests.zero3.passes.test_fused_experts import HABIT, NVME, PLACES, routes, run
+from tests.zero3.passes.test_fused_experts import FEW, HABIT, MANY, NVME, PLACES, check_alike, routes, run
 from tiering.errors import ConfigError
 from zero3.building.quantized_experts import SCALES, EncodedMatrix, QuantizedExperts
 
@@ -92,20 +92,8 @@ def test_products_are_those_of_the_decoded_matrices(form: str) -> None:
     assert torch.equal(experts.mT[torch.tensor([2])][0], decoded[2].t())
 
 
-def check_alike(start: Callable[..., Any], places: list[str], build: Callable[[], FusedModel]) -> None:
-    results = []
-    for place in places:
-        engine = start(build(), **{**HABIT, **PLACES[place]})
-        losses = [run(engine, rows, rows, training=True) for rows in (1, 30, 2, 40, 40, 40)]
-        losses += [run(engine, rows, rows, training=False) for rows in (1, 40, 2)]
-        results.append((losses, engine.master_state_dict() | engine.state_dict()))
-    for losses, values in results[1:]:
-        assert losses == results[0][0]
-        assert [name for name in values if not torch.equal(values[name], results[0][1][name])] == []
-
-
 def test_placement_changes_no_bit_of_quantised_experts(start: Callable[..., Any]) -> None:
-    check_alike(start, ["device", "nvme, nothing ahead"], lambda: quantised("nf4", grouped=True))
+    check_alike(start, ["device", "nvme, nothing ahead"], lambda: quantised("nf4", grouped=True), FEW)
 
 
 @pytest.mark.slow
@@ -115,7 +103,9 @@ def test_placement_changes_no_bit_of_quantised_experts(start: Callable[..., Any]
 def test_no_placement_changes_a_bit_of_quantised_experts(
     start: Callable[..., Any], form: str, grouped: bool, checkpointed: bool
 ) -> None:
-    check_alike(start, list(PLACES), lambda: quantised(form, grouped=grouped, checkpointed=checkpointed))
+    check_alike(
+        start, list(PLACES), lambda: quantised(form, grouped=grouped, checkpointed=checkpointed), MANY
+    )
 
 
 def test_a_pass_reads_the_codes_and_scales_of_its_experts(start: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.e2e.fuzz.bodies import Fused
 from tiering.config.training import LeafModulesConfig
 from tiering.errors import ConfigError
 from zero3.params.grouping import GroupMembers, Routing, form_groups, leaf_modules
@@ -365,6 +366,41 @@ def test_frozen_experts_of_a_block_are_groups_inside_of_it() -> None:
         layer.moe.experts[0] = nn.Linear(8, 9)
     assert not any(group.routing for group in form_groups(model, 0, trained=(), routed=True))
     assert not any(group.routing for group in form_groups(routed(), 0, trained=()))
+
+
+def test_frozen_fused_experts_are_one_group_that_no_call_unshards() -> None:
+    """Unless they are in a leaf, train, are compiled, or below another module's base layer."""
+
+    def build() -> Model:
+        layers = (Model(mix=nn.Linear(8, 8), moe=Fused(4, 8, grouped=True)) for _ in range(5))
+        model = Model(layers=nn.ModuleList(layers))
+        model.layers[1].moe.down_proj.requires_grad_(True)
+        model.layers[3].moe = Model(base_layer=model.layers[3].moe)
+        return model
+
+    model = build()
+    model.layers[4].moe._compiled_call_impl = model.layers[
+        4
+    ].moe.forward  # as compile() does, without a compiler
+    trained = {model.layers[1].moe.down_proj}
+    groups = {
+        group.name: group
+        for group in form_groups(model, 0, [model.layers[2].moe], trained=trained, routed=True)
+    }
+    fused = {name: group for name, group in groups.items() if group.routing is not None}
+    assert set(fused) == {"layers.0.moe", "layers.1.moe"}
+    assert [name for _, name, _ in fused["layers.0.moe"].params] == [
+        "layers.0.moe.up_proj", "layers.0.moe.down_proj",
+    ]  # fmt: skip
+    assert [name for _, name, _ in fused["layers.1.moe"].params] == ["layers.1.moe.up_proj"]
+    assert fused["layers.0.moe"].routing == Routing("layers.0.moe", 4, fused=True)
+    for name, group in fused.items():
+        assert group.entries == []
+        assert group.parent == list(groups).index(name[:8])
+    assert numel(groups["layers.2.moe"]) == 2 * 4 * 8 * 8
+    for block in ("layers.3", "layers.4"):
+        assert numel(groups[block]) == 8 * 8 + 8 + 2 * 4 * 8 * 8
+    assert not any(group.routing for group in form_groups(build(), 0, trained=trained))
 
 
 def test_small_parameters_of_a_leaf_persist_as_others_do() -> None:

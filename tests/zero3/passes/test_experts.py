@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.zero3.experts import EXPERTS, LAYERS, WIDTH, ExpertBlock, drawn_routes, expert_model
 from tests.zero3.inside import wait_for_transfers
@@ -45,9 +46,9 @@ def passes(engine: Any, routes: list[list[list[int]]], *, training: bool) -> lis
     return losses
 
 
-def check_alike(start: Callable[..., Any], places: list[str], *, checkpointed: bool) -> None:
-    """Passes with few experts, then with all, then with few again: losses, masters and weights have the same bits."""
-    few, every = drawn_routes(3), [[list(range(EXPERTS))] * LAYERS] * 3
+def check_alike(start: Callable[..., Any], places: list[str], *, count: int, checkpointed: bool) -> None:
+    """``count`` passes with few experts, as many with all, and with few again: all values have the same bits."""
+    few, every = drawn_routes(count), [[list(range(EXPERTS))] * LAYERS] * count
     results = []
     for place in places:
         engine = start(expert_model(checkpointed=checkpointed), **{**HABIT, **PLACES[place]})
@@ -60,7 +61,7 @@ def check_alike(start: Callable[..., Any], places: list[str], *, checkpointed: b
 
 
 def test_passes_with_other_experts_compute_the_same_bits(start: Callable[..., Any]) -> None:
-    check_alike(start, ["device", "nvme"], checkpointed=False)
+    check_alike(start, ["device", "nvme"], count=1, checkpointed=False)
 
 
 @pytest.mark.slow
@@ -68,7 +69,7 @@ def test_passes_with_other_experts_compute_the_same_bits(start: Callable[..., An
 def test_passes_with_other_experts_compute_the_same_bits_everywhere(
     start: Callable[..., Any], checkpointed: bool
 ) -> None:
-    check_alike(start, list(PLACES), checkpointed=checkpointed)
+    check_alike(start, list(PLACES), count=3, checkpointed=checkpointed)
 
 
 def dense_bytes(engine: Any) -> int:
@@ -102,6 +103,31 @@ def test_a_pass_reads_the_experts_that_it_calls_and_no_others(
     passes(engine, drawn_routes(5, chosen=3), training=training)
     uses = 2 if training else 1
     assert read_bytes(engine) - before == 5 * uses * (dense_bytes(engine) + LAYERS * 3 * EXPERT_BYTES)
+
+
+def test_layers_that_are_fetched_ahead_leave_room_for_an_expert(start: Callable[..., Any]) -> None:
+    """Behind a block of experts are layers that would fill the device, and then have to be read again."""
+
+    class Tail(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            block = expert_model().layers[0]
+            self.layers = nn.ModuleList([block, *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12))])
+            self.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor, routes: list[list[int]]) -> torch.Tensor:
+            x = self.layers[0](x, routes[0])
+            for layer in self.layers[1:]:
+                x = layer(x)
+            return x.float().pow(2).mean()
+
+    engine = start(Tail(), rule=None, **{**HABIT, **PLACES["nvme, much ahead"], "prefetch": 2 * 10**4})
+    passes(engine, drawn_routes(3), training=False)
+    before = read_bytes(engine)
+    passes(engine, drawn_routes(4, chosen=3), training=False)
+    assert read_bytes(engine) - before == 4 * (dense_bytes(engine) + 3 * EXPERT_BYTES)
+    # The tail does not fit beside the block and an expert.
+    assert engine.plan.working_bytes < dense_bytes(engine) + EXPERT_BYTES
 
 
 def test_experts_that_two_passes_have_all_used_are_fetched_ahead(start: Callable[..., Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "nvme, part cached": {"offload_param": "nvme", "host_budget": "300KiB"},
 }
 HABIT: dict[str, Any] = {"accumulation": 1, "threshold": 600, "prefetch": 1}
+FEW, MANY = (1, 12), (1, 30, 2, 40, 40, 40, 1)
 MATRIX_BYTES = 2 * WIDTH * WIDTH
 EXPERT_BYTES = 2 * MATRIX_BYTES
 
@@ -48,15 +49,17 @@ def run(engine: Any, rows: int, seed: int, *, training: bool) -> float:
     return loss.item()
 
 
-def check_alike(start: Callable[..., Any], places: list[str], build: Callable[[], FusedModel]) -> None:
-    """Passes with few rows and with many have the same bits; losses, masters and weights."""
+def check_alike(
+    start: Callable[..., Any], places: list[str], build: Callable[[], FusedModel], rows: Sequence[int]
+) -> None:
+    """Passes with ``rows``, few and many, have the same bits; losses, masters and weights."""
     results = []
     for place in places:
         engine = start(build(), **{**HABIT, **PLACES[place]})
-        losses = [run(engine, rows, rows, training=True) for rows in (1, 30, 2, 40, 40, 40, 1)]
-        losses += [run(engine, rows, rows, training=False) for rows in (1, 40, 1, 2)]
+        losses = [run(engine, each, each, training=training) for training in (True, False) for each in rows]
         results.append((losses, engine.master_state_dict() | engine.state_dict()))
         assert engine.plan.working_bytes < EXPERTS * EXPERT_BYTES
+        engine.close()
     for losses, values in results[1:]:
         assert losses == results[0][0]
         assert [name for name in values if not torch.equal(values[name], results[0][1][name])] == []
@@ -66,7 +69,7 @@ def check_alike(start: Callable[..., Any], places: list[str], build: Callable[[]
 def test_fused_experts_compute_the_same_bits_where_one_fits_at_a_time(
     start: Callable[..., Any], grouped: bool
 ) -> None:
-    check_alike(start, ["device", "nvme, nothing ahead"], lambda: fused_model(grouped=grouped))
+    check_alike(start, ["device", "nvme, nothing ahead"], lambda: fused_model(grouped=grouped), FEW)
 
 
 @pytest.mark.slow
@@ -75,11 +78,18 @@ def test_fused_experts_compute_the_same_bits_where_one_fits_at_a_time(
 def test_fused_experts_compute_the_same_bits_everywhere(
     start: Callable[..., Any], grouped: bool, checkpointed: bool
 ) -> None:
-    check_alike(start, list(PLACES), lambda: fused_model(grouped=grouped, checkpointed=checkpointed))
+    check_alike(start, list(PLACES), lambda: fused_model(grouped=grouped, checkpointed=checkpointed), MANY)
 
 
-@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "indexed"])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    ("grouped", "training"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_pass_reads_the_bytes_of_its_experts(
     start: Callable[..., Any], grouped: bool, training: bool
 ) -> None:

@@ -244,6 +244,11 @@ class ReadOnlyFiles:
         """The open files."""
         return tuple(self._open)
 
+    @property
+    def in_use(self) -> tuple[Path, ...]:
+        """All files that this rank or another one may have open."""
+        return tuple(self._versions)
+
     def home(
         self, ranges: Sequence[FileRange], nbytes: int, slack: int | None, names: tuple[str, ...]
     ) -> HomeInFiles:

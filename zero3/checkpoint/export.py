@@ -21,7 +21,8 @@ from optim_cpu.formats import round_parameters
 from optim_cpu.quantization import decode_blocks, decode_scales
 from tiering import _logs
 from tiering.config.training import TieringConfig, format_size, parse_size
-from tiering.errors import ConfigError
+from tiering.errors import CheckpointError, ConfigError
+from tiering.storage.read_only import COPY_REMEDY
 from tiering.weights.tensor_file import TensorSpec
 from tiering.weights.writer import SUFFIX, WeightWriter
 from zero3.building.fill import RANGE
@@ -126,9 +127,11 @@ class Export:
         ]
         leading = Leading(self._collectives, f"save {directory}")
         io = self._config.tiering.io
-        open_writer = partial(
-            WeightWriter, directory, specs, stem=stem, max_shard_bytes=max_shard_bytes, io=io
-        )
+
+        def open_writer() -> WeightWriter:
+            self._check_not_in_use(directory, stem)
+            return WeightWriter(directory, specs, stem=stem, max_shard_bytes=max_shard_bytes, io=io)
+
         writer = leading.attempt(open_writer)
         try:
             if files is not None:
@@ -147,6 +150,15 @@ class Export:
         log.log(
             _logs.once(logging.INFO), "saved %d tensors, %s, in %s", len(specs), format_size(total), directory
         )
+
+    def _check_not_in_use(self, directory: Path, stem: str) -> None:
+        """CheckpointError if the export would replace a file from which frozen weights are read in place."""
+        for path in self._state.files_in_use:
+            if path.name.startswith(stem) and path.resolve().parent == directory.resolve():
+                raise CheckpointError(
+                    f"{path} cannot be replaced: this run reads frozen weights from it; save to another directory, or"
+                    f" {COPY_REMEDY}"
+                )
 
     def _stored_as(self, saved: Saved, dtype: torch.dtype) -> torch.dtype:
         if saved.tensor not in self._pieces:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,11 @@ class TieredState:
     def check_files(self) -> None:
         """WeightsError if a file from which frozen parameters are read has changed."""
         self._tiers.check_files()
+
+    @property
+    def files_in_use(self) -> tuple[Path, ...]:
+        """The files from which frozen parameters are read in place, on any rank."""
+        return () if self._tiers.files is None else self._tiers.files.in_use
 
     def places(self) -> dict[Tensor, tuple[ParamGroup, Piece]]:
         """The group and the piece of each parameter of the model."""

@@ -266,6 +266,9 @@ def test_files_are_not_written(start: Start, weights: Path) -> None:
         param.copy_(torch.zeros_like(param))
     with torch.no_grad():
         param.copy_(expected)
+    with pytest.raises(CheckpointError, match="cannot be replaced: this run reads frozen weights from it"):
+        engine.save_16bit_model(weights)
+    engine.save_16bit_model(weights.parent / "export")
     trained_param = engine.module.blocks[1].down.weight
     with tiering.gathered(trained_param, modify=True), torch.no_grad():
         trained_param.zero_()

@@ -28,11 +28,11 @@ def homes(draw: st.DrawFn) -> tuple[list[FileRange], int]:
     """Ranges of two files, adjacent ones among them, at multiples of 256 in a home; and the bytes of the home."""
     ranges: list[FileRange] = []
     at = 0
-    for number in range(draw(st.integers(0, 6))):
-        adjacent = bool(ranges) and draw(st.booleans()) and ranges[-1].end < SIZE
+    for number in range(draw(st.integers(0, 8))):
+        adjacent = bool(ranges) and draw(st.integers(0, 3)) > 0 and ranges[-1].end < SIZE
         file = ranges[-1].file if adjacent else draw(st.sampled_from(FILES))
-        offset = ranges[-1].end if adjacent else draw(st.integers(0, SIZE - 1))
-        nbytes = draw(st.integers(1, min(3 * PAGE, SIZE - offset)))
+        offset = ranges[-1].end if adjacent else draw(st.integers(0, 16) | st.integers(0, SIZE - 1))
+        nbytes = min(draw(st.integers(1, 300) | st.integers(1, 3 * PAGE)), SIZE - offset)
         ranges.append(FileRange(f"tensor {number}", file, offset, nbytes, at))
         # The next part of one tensor follows without a gap.
         at = at + nbytes if draw(st.booleans()) else round_up(at + nbytes, ALIGNMENT)

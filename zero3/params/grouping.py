@@ -264,6 +264,9 @@ def _fused_experts(
         if any(is_compiled(modules[around]) for around in _ancestors(name)) or name.endswith(".base_layer"):
             continue
         for param in _own(module):
+            # A wrapper around it reads it whole.
+            if isinstance(param, InnerTensor):
+                continue
             matrices = param.dim() == 3 or (param.dim() == 2 and not param.is_floating_point())  # or codes
             # An expert begins at a multiple of four elements, which no dtype divides.
             if matrices and param.shape[0] == count and param.numel() // count % 4 == 0:

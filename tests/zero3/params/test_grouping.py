@@ -13,6 +13,7 @@ from tests.e2e.fuzz.bodies import Fused
 from tiering.config.training import LeafModulesConfig
 from tiering.errors import ConfigError
 from zero3.params.grouping import GroupMembers, Routing, form_groups, leaf_modules
+from zero3.params.inner_tensors import InnerTensor
 
 
 class Block(nn.Module):
@@ -401,6 +402,18 @@ def test_frozen_fused_experts_are_one_group_that_no_call_unshards() -> None:
     for block in ("layers.3", "layers.4"):
         assert numel(groups[block]) == 8 * 8 + 8 + 2 * 4 * 8 * 8
     assert not any(group.routing for group in form_groups(build(), 0, trained=trained))
+
+
+def test_fused_codes_inside_of_a_wrapper_move_with_their_block() -> None:
+    layers = (Model(mix=nn.Linear(8, 8), moe=Fused(4, 32, grouped=True)) for _ in range(2))
+    model = Model(layers=nn.ModuleList(layers))
+    codes = InnerTensor(model.layers[1].moe.down_proj.data, requires_grad=False)
+    model.layers[1].moe.down_proj = codes
+    groups = form_groups(model, 0, trained=set(), routed=True)
+    (fused,) = (group for group in groups if group.name == "layers.1.moe")
+    assert [name for _, name, _ in fused.params] == ["layers.1.moe.up_proj"]
+    (block,) = (group for group in groups if any(param is codes for _, _, param in group.params))
+    assert block.routing is None and block.entries == [model.layers[1]]
 
 
 def test_small_parameters_of_a_leaf_persist_as_others_do() -> None:

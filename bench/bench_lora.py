@@ -33,6 +33,17 @@ from frame.side import Place, Side
 from lora import shape, training
 from lora.training import Scale
 
+from tiering.config.training import parse_size
+from tiering.errors import ConfigError
+
+
+def size(text: str) -> int:
+    """Bytes, as a configuration takes them."""
+    try:
+        return parse_size(text)
+    except ConfigError as refused:
+        raise argparse.ArgumentTypeError(str(refused)) from refused
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -46,7 +57,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128, help="tokens of a step")
     parser.add_argument("--rounds", type=int, default=4, help="steps of each side, after a first one")
     parser.add_argument(
-        "--alone", action="store_true", help="only the sides that stream, of a base beyond memory"
+        "--memory",
+        type=size,
+        help="what a process may take, as 2GB: only the side that streams runs, within it",
     )
     parser.add_argument(
         "--sizes", nargs="+", default=["2048x2048", "4096x4096"], help="of products: outputs x inputs"
@@ -66,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(run: Run[Scale, Side], options: argparse.Namespace) -> None:
-    with training.files(run, alone=options.alone) as sides:
+    with training.files(run) as sides:
         cases = [(base, partial(training.case, sides=sides, base=base)) for base in options.bases]
         command.run_cases(run, cases)
 
@@ -106,6 +119,7 @@ def main() -> int:
         options.rounds,
         (32 << 20) if small else (1 << 30),
         0.3 if small else 2.0,
+        options.memory,
     )
     run = Run(report, Place(options.dir.resolve(), options.threads, options.patience), scale, Side)
     if options.only != "products":

@@ -34,6 +34,8 @@ STEADY = 1
 """Steps before reads are steady: the first one finds in memory what filling the tiers left there."""
 MOST_OF_COMPUTE_AND_FIO = 1.1
 MOST_START = 3.0
+LIBRARIES = 500_000_000
+"""About the bytes of an interpreter with torch, transformers and peft."""
 BESIDE = 300_000_000
 """Bytes of a process that nobody plans: temporaries, Python's objects, holes in the heap."""
 
@@ -47,6 +49,8 @@ class Scale:
     rounds: int
     fio_file: int
     fio_seconds: float
+    memory: int | None = None
+    """What a process may take: then only the side that streams runs, in budgets that it leaves."""
 
 
 @dataclass
@@ -75,14 +79,14 @@ class Reading:
 class Sides:
     """The sides of one base, over the files in ``weights``."""
 
-    def __init__(self, scale: Scale, weights: Path, *, alone: bool) -> None:
-        self._scale, self._weights, self._alone = scale, weights, alone
+    def __init__(self, scale: Scale, weights: Path) -> None:
+        self._scale, self._weights = scale, weights
 
     def of(self, base: str) -> list[Spec]:
         budgets = self.budgets(base)
         in_place = self._ours(IN_PLACE, base, budgets | {"weights_in_place": True}, on_disk=True)
         swapped = self._ours(SWAPPED, base, budgets | {"weights_in_place": False}, on_disk=True)
-        if self._alone:
+        if self._scale.memory is not None:
             return [in_place if base == "bf16" else swapped]
         sides = [self._ours(RESIDENT, base, {}), swapped]
         if base == "bf16":
@@ -104,6 +108,13 @@ class Sides:
         table = shape.BF16 * sizes["vocabulary"] * hidden
         block = ITEMSIZES[base] * linear
         base_bytes, device = blocks * block + 2 * table, 2 * table + 4 * block
+        if self._scale.memory is not None:
+            device = table + 2 * block + shape.BF16 * blocks * trained
+            beside = LIBRARIES + activations(self._scale) + BESIDE
+            return {
+                "device_budget": int(device) + (16 << 20),
+                "host_budget": int(self._scale.memory - beside - device),
+            }
         # Beside the adapters, blocks on their way from NVMe need room on the host.
         adapters = BYTES_PER_TRAINED * blocks * trained + 4 * block
         return {
@@ -123,13 +134,13 @@ class Sides:
 
 
 @contextmanager
-def files(run: Run[Scale, Side], *, alone: bool) -> Iterator[Sides]:
+def files(run: Run[Scale, Side]) -> Iterator[Sides]:
     """The model's files, for the time of all cases."""
     with TemporaryDirectory(dir=run.place.directory, prefix="base.") as directory:
         run.say(f"writing the files of {run.scale.model}")
         parameters = shape.write(run.scale.model, run.scale.sequence, Path(directory))
         run.report.facts["model"] = f"Llama of {parameters / 1e9:.2f} B parameters, bfloat16 in files"
-        yield Sides(run.scale, Path(directory), alone=alone)
+        yield Sides(run.scale, Path(directory))
 
 
 @contextmanager
@@ -151,6 +162,8 @@ def reading_disk(run: Run[Scale, Side]) -> Iterator[FioJob | None]:
 def case(run: Run[Scale, Side], sides: Sides, base: str) -> None:
     """One base: every side a step per round, one after the other, in an order that rotates."""
     with reading_disk(run) as job, run.started(sides.of(base)) as started:
+        if not started:
+            return
         turns: dict[str, Callable[[], Any]] = {name: partial(_step, side) for name, side in started.items()}
         if job is not None:
             io = next((side.facts for side in started.values() if side.facts.get("io_engine")), None)
@@ -228,8 +241,11 @@ def judge(run: Run[Scale, Side], base: str, readings: Mapping[str, Reading]) -> 
         subject = f"{base}, {name}"
         if resident is not None:
             run.report.verdicts.append(same_results(subject, streamed, resident))
-        run.report.verdicts += [read_as_needed(subject, streamed), nothing_written(subject, streamed)]
         run.report.verdicts.append(within_budgets(subject, streamed, run.scale))
+        if run.scale.memory is None:
+            run.report.verdicts += [read_as_needed(subject, streamed), nothing_written(subject, streamed)]
+        else:
+            run.report.verdicts.append(within_memory(subject, streamed, run.scale.memory))
         if resident is not None and streamed.fio:
             run.report.verdicts.append(as_fast_as_the_machine(subject, streamed, resident))
         elif not streamed.fio:
@@ -268,6 +284,13 @@ def within_budgets(subject: str, streamed: Reading, scale: Scale) -> Verdict:
     goal = f"at most {most / 1e9:.2f} GB: budgets {facts['owned'] / 1e9:.2f}, libraries {facts['baseline'] / 1e9:.2f},"
     goal += f" activations and others {constant / 1e9:.2f}"
     return Verdict(f"{subject}: peak RSS", f"{peak / 1e9:.2f} GB", goal, peak <= most)
+
+
+def within_memory(subject: str, streamed: Reading, memory: int) -> Verdict:
+    peak = streamed.end["peak"]
+    return Verdict(
+        f"{subject}: peak RSS of all", f"{peak / 1e9:.2f} GB", f"at most {memory / 1e9:g} GB", peak <= memory
+    )
 
 
 def activations(scale: Scale) -> int:

@@ -97,12 +97,12 @@ def needed(plan: Any, model: Any) -> int:
 
     from tiering.placement.workload import Tier
 
-    load, total = plan.workload, 0
+    load, total, modules = plan.workload, 0, dict(model.named_modules())
     for group, tier in zip(load.groups, plan.param_tiers, strict=True):
         if tier is Tier.NVME:
             nbytes = group.in_files.read_bytes if group.in_files is not None else load.home_bytes(group)
-            module = model.get_submodule(group.name.partition(" ")[0])
-            total += nbytes if isinstance(module, nn.Embedding) else 2 * nbytes
+            is_table = isinstance(modules.get(group.name.partition(" ")[0]), nn.Embedding)
+            total += nbytes if is_table else 2 * nbytes
     return total
 
 

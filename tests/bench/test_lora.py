@@ -29,8 +29,8 @@ def reading(seconds: float, *, loss: float = 5.0, read: int = 0, written: int = 
     return Reading("side", facts, steps, {"adapters": "a digest", "peak": peak}, disk)
 
 
-def judged(streamed: Reading, resident: Reading) -> dict[str, Verdict]:
-    scale = Scale("10M", sequence=32, rounds=2, fio_file=0, fio_seconds=0.0)
+def judged(streamed: Reading, resident: Reading, memory: int | None = None) -> dict[str, Verdict]:
+    scale = Scale("10M", sequence=32, rounds=2, fio_file=0, fio_seconds=0.0, memory=memory)
     run = Run(Report("a report", {}), Place(Path(), 1, 1.0), scale, Side)
     training.judge(run, "nf4", {RESIDENT: resident, SWAPPED: streamed})
     return {verdict.what.partition(": ")[2]: verdict for verdict in run.report.verdicts}
@@ -45,6 +45,9 @@ def test_what_a_run_concludes() -> None:
     assert slow["bytes read per step"].goal == "100"
     # Compute decides where it takes longer than the disk.
     assert judged(reading(2.1, read=100), reading(2.0))["step / max(compute, bytes at fio's rate)"].holds
+    for memory, holds in ((300_000_000, True), (299_999_999, False)):
+        within = judged(reading(1.05, read=7, peak=300_000_000), reading(0.5), memory)
+        assert within["peak RSS of all"].holds is holds and "bytes read per step" not in within
 
 
 @pytest.mark.slow

@@ -327,6 +327,6 @@ def started_at_once(subject: str, streamed: Reading) -> list[Verdict]:
         verdicts.append(
             Verdict(f"{subject}: from imports to the first step", found, goal, start <= MOST_START + one_pass)
         )
-    swapped = facts["on_nvme"]
+    swapped = facts["swapped"]
     verdicts.append(Verdict(f"{subject}: swap space of the base", f"{swapped:,} bytes", "0", swapped == 0))
     return verdicts

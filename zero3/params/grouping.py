@@ -35,6 +35,7 @@ from torch import nn
 
 from tiering.config.training import LeafModulesConfig
 from tiering.errors import ConfigError
+from zero3.device.storages import can_close
 from zero3.params.compilation import is_compiled
 from zero3.params.fused_experts import experts_in
 from zero3.params.inner_tensors import InnerTensor
@@ -119,7 +120,8 @@ def form_groups(
             anchors.add(name)
     anchors = {name for name in anchors if not any(around in leaf_names for around in _around(name))}
     routing = _experts(modules, blocks, leaf_names) if routed else {}
-    fused = _fused_experts(modules, blocks, leaf_names) if routed else {}
+    # One expert makes way for the next while the module runs: a read of a kept one must raise an error.
+    fused = _fused_experts(modules, blocks, leaf_names) if routed and can_close() else {}
 
     def is_small(param: nn.Parameter) -> bool:
         # Without elements there is nothing to move.

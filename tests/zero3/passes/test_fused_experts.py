@@ -15,6 +15,7 @@ from tests.zero3.experts import EXPERTS, LAYERS, WIDTH, FusedModel, fused_model
 from tests.zero3.inside import wait_for_transfers
 from tiering.errors import ResidencyError
 from zero3.params.layout import Piece, expert_slices, lay_out
+from zero3.setup import model_size
 
 NVME = {"offload_param": "nvme", "cache_in_host": False}
 PLACES: dict[str, dict[str, Any]] = {
@@ -79,6 +80,17 @@ def test_fused_experts_compute_the_same_bits_everywhere(
     start: Callable[..., Any], grouped: bool, checkpointed: bool
 ) -> None:
     check_alike(start, list(PLACES), lambda: fused_model(grouped=grouped, checkpointed=checkpointed), MANY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "indexed"])
+def test_fused_experts_compute_the_same_bits_where_reads_are_copied(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, grouped: bool
+) -> None:
+    """As on a GPU: through a window in host memory, and into memory that the engine counts."""
+    places = ["device", "nvme, nothing ahead", "nvme", "nvme, much ahead"]
+    monkeypatch.setattr(model_size, "can_exchange", lambda: False)
+    check_alike(start, places, lambda: fused_model(grouped=grouped), MANY)
 
 
 @pytest.mark.parametrize(

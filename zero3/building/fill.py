@@ -518,5 +518,8 @@ class _State:
         stored = self._window.bytes[at : at + numel * self._layout.moment_format.itemsize]
         if isinstance(start, Tensor):
             copy_values(start, stored.view(self._layout.moment_dtype()))
+        elif start == 0:
+            # By this thread alone, as in ``copy_values``: torch's threads wait for each other where other work runs.
+            stored.numpy().fill(0)
         else:
             stored.view(self._layout.moment_dtype()).fill_(start)

@@ -105,9 +105,9 @@ ADAPTERS = f"""\
 
 `tiering plan --lora {RANK}` plans LoRA adapters of rank {RANK} on all linear layers except the output head. Only the
 adapters have gradients (bf16) and optimizer state (fp32). The frozen model is read once in forward and once in
-backward. `--base` is the format of its linear layers: `bf16`, `nf4` (0.516 bytes per weight, with the scales quantised
-once more), `int8` or `fp8` (1.0625 bytes). Embeddings, norms and the output head stay in bf16. A step is one
-micro-batch of {TOKENS:,} tokens.
+backward, its embedding in forward only. `--base` is the format of its linear layers: `bf16`, `nf4` (0.516 bytes per
+weight, with the scales quantised once more), `int8` or `fp8` (1.0625 bytes). Embeddings, norms and the output head stay
+in bf16. A step is one micro-batch of {TOKENS:,} tokens.
 
 If host memory has room for the adapters, their gradients and their state, a step writes nothing to NVMe. The table has
 all bytes, and the smallest budgets of one GPU and its host, as in the first section:

@@ -278,7 +278,7 @@ class Plan:
             shard, sizes = group.trainable_numel // load.world_size, load.of(group)
             kinds["gradients"] += other_ranks * shard * sizes.sent_itemsize * reductions
             if load.shards_params(group):
-                unshards = 2 * load.micro_batches * group.uses
+                unshards = load.micro_batches * group.unshards
                 kinds["parameters"] += other_ranks * load.home_bytes(group) * unshards
             elif load.stage == 0:
                 # Every rank updates all parameters, so gradients are also gathered.

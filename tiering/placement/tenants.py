@@ -32,7 +32,7 @@ def parameters(load: Workload) -> Tenant:
         tier = Tier.DEVICE if group.persistent else load.offload_param
         nbytes, in_files = load.home_bytes(group), None
         if group.in_files is not None:
-            in_files = read + 2 * load.micro_batches * group.uses * (group.in_files.read_bytes - nbytes)
+            in_files = read + load.micro_batches * group.unshards * (group.in_files.read_bytes - nbytes)
         pieces.append(
             TenantPiece(group.name, nbytes, tier, read, written, group.routed, read_in_files=in_files)
         )

@@ -102,6 +102,8 @@ class GroupSizes:
     persistent: bool = False
     # Unshards per forward pass.
     uses: int = 1
+    # Those that backward repeats: all but the uses of a frozen embedding.
+    uses_in_backward: int | None = None
     # Parameters, gradients and sent gradients are fp32, whatever the dtypes of other groups.
     fp32: bool = False
     # Elements of the largest trainable parameter, without padding.
@@ -116,6 +118,11 @@ class GroupSizes:
     in_files: InFiles | None = None
     # Bytes of one expert, if the group has all experts of a module: they are unsharded one after the other.
     expert_bytes: int = 0
+
+    @property
+    def unshards(self) -> int:
+        """Unshards per forward and backward pass."""
+        return self.uses + (self.uses if self.uses_in_backward is None else self.uses_in_backward)
 
 
 @dataclass(frozen=True)
@@ -338,7 +345,7 @@ class Workload:
         """Bytes (read, written) over NVMe in a step for the parameters of ``group``, if they live there."""
         sizes = self.of(group)
         updated = self.state_numel(group) * sizes.compute_itemsize
-        fetched = 2 * self.micro_batches * group.uses * self.home_bytes(group)
+        fetched = self.micro_batches * group.unshards * self.home_bytes(group)
         return fetched + (updated if sizes.steps_need_params else 0), updated
 
     def grad_traffic(self, group: GroupSizes) -> int:

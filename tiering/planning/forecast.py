@@ -8,7 +8,7 @@ docs/tools/planning.md derives the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -212,7 +212,8 @@ def _work_of(plan: Plan) -> dict[str, _Work]:
     forward, backward, step = _Work(), _Work(), _Work()
     steps = backward if plan.workload.step_in_backward else step
     for group, param, grad in zip(plan.workload.groups, plan.param_tiers, plan.grad_tiers, strict=True):
-        _fetch(plan.workload, group, param, (forward, backward))
+        _fetch(plan.workload, group, param, forward, group.uses)
+        _fetch(plan.workload, group, param, backward, group.unshards - group.uses)
         _take_gradients(plan.workload, group, grad, backward, steps)
     _update(plan, steps)
     _swap_state(plan, forward, backward, steps)
@@ -224,16 +225,17 @@ def _work_of(plan: Plan) -> dict[str, _Work]:
     return {"forward": forward, "backward": backward, "step": step}
 
 
-def _fetch(load: Workload, group: GroupSizes, tier: Tier, phases: Iterable[_Work]) -> None:
-    """Adds the transfer of a group's parameters to the device in each of ``phases``."""
-    fetched = load.micro_batches * group.uses * load.home_bytes(group)
-    for phase in phases:
-        phase.device_bytes += load.micro_batches * group.param_bytes
-        phase.nvme_read += fetched if tier is Tier.NVME else 0
-        if not load.device_is_host:
-            phase.to_device += fetched if tier is not Tier.DEVICE else 0
-        elif tier is Tier.NVME and load.fetch_by_copy:
-            phase.copied += fetched
+def _fetch(load: Workload, group: GroupSizes, tier: Tier, phase: _Work, uses: int) -> None:
+    """Adds the transfers of a group's parameters to the device for its ``uses`` in ``phase``."""
+    times = load.micro_batches * uses
+    fetched = times * load.home_bytes(group)
+    read = fetched if group.in_files is None else times * group.in_files.read_bytes
+    phase.device_bytes += load.micro_batches * group.param_bytes
+    phase.nvme_read += read if tier is Tier.NVME else 0
+    if not load.device_is_host:
+        phase.to_device += fetched if tier is not Tier.DEVICE else 0
+    elif tier is Tier.NVME and load.fetch_by_copy:
+        phase.copied += fetched
 
 
 def _take_gradients(load: Workload, group: GroupSizes, tier: Tier, backward: _Work, steps: _Work) -> None:
@@ -288,7 +290,7 @@ def _swap_state(plan: Plan, forward: _Work, backward: _Work, steps: _Work) -> No
     for group, tier in zip(load.groups, plan.param_tiers, strict=True):
         if tier is Tier.NVME:
             reads, writes = load.param_traffic(group)
-            params += reads - 2 * load.micro_batches * group.uses * load.home_bytes(group)
+            params += reads - load.micro_batches * group.unshards * load.home_bytes(group)
             written += writes
     ahead = min(state, slots.slots * slots.param_offset)
     behind = min(state + written, slots.slots * slots.grad_offset)

@@ -159,6 +159,7 @@ class Decoder:
                     parent=None if persistent or name == "root" else around,
                     persistent=persistent,
                     uses=0 if persistent else 1,
+                    uses_in_backward=0 if name == "model.embed_tokens" and not trained else None,
                     largest_trained=max((each.numel for each in inside if each.trained), default=0),
                     beside=beside,
                 )

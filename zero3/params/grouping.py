@@ -89,6 +89,11 @@ class _Key(NamedTuple):
     frozen: bool
 
 
+def computes_backward(module: nn.Module) -> bool:
+    """Whether the backward of ``module`` may read its parameters. A frozen embedding, of indices, has no backward."""
+    return type(module) is not nn.Embedding or module.weight.requires_grad
+
+
 def form_groups(
     model: nn.Module,
     persistence_threshold: int,

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from tiering.errors import EngineStateError
 from zero3.device.storages import can_close
 from zero3.params.compilation import Around, called_by_compiled_code, eager, is_compiled
+from zero3.params.grouping import computes_backward
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
 from zero3.passes.gradient_parts import TiedParameters, tied_parameters
@@ -68,7 +69,7 @@ def install(model: nn.Module, groups: Iterable[ParamGroup], events: PassEvents) 
     for group in groups:
         for entry in group.entries:
             opening = _BeforeGroup(events, group)
-            add(entry, opening, _AfterGroup(events, opening, moving))
+            add(entry, opening, _AfterGroup(events, opening, moving, computes_backward(entry)))
         for piece, param in zip(group.layout.pieces, group.params, strict=True):
             if piece.trainable:
                 on_params.append(param.register_post_accumulate_grad_hook(_accumulated(events, group, piece)))
@@ -337,10 +338,15 @@ class _BeforeGroup(_Before):
 
 
 class _AfterGroup(OurHook):
-    def __init__(self, events: PassEvents, before: _BeforeGroup, moving: frozenset[int]) -> None:
+    def __init__(
+        self, events: PassEvents, before: _BeforeGroup, moving: frozenset[int], fetches_in_backward: bool
+    ) -> None:
         self.events = events
         self.before = before
         self.moving = moving
+        # A module without backward may have an output that requires a gradient all the same: a hook of peft sets that
+        # for checkpoints of activations.
+        self.fetches_in_backward = fetches_in_backward
 
     def run(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.before.end_call():
@@ -349,7 +355,8 @@ class _AfterGroup(OurHook):
         # Before post_forward, which frees the bytes, and removes the forward whose nodes are needed here.
         output = with_bytes_of_its_own(output, self.moving)
         nodes = self.events.forward_nodes()
-        watch_backward(output, lambda: self.events.pre_backward(group, nodes))
+        if self.fetches_in_backward:
+            watch_backward(output, lambda: self.events.pre_backward(group, nodes))
         self.events.post_forward(group, raised=output is None)
         return output
 

@@ -15,7 +15,7 @@ from tiering.config.training import TieringConfig
 from tiering.placement.workload import GroupSizes, StateKept, Workload, make_workload, settle_dtypes
 from zero3.device.storages import can_exchange
 from zero3.device.tiers import NvmePaths
-from zero3.params.grouping import GroupMembers, form_groups, leaf_modules
+from zero3.params.grouping import GroupMembers, computes_backward, form_groups, leaf_modules
 from zero3.params.layout import FlatLayout, expert_slices, lay_out, product
 from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype, kept_in_fp32
 from zero3.passes.gradient_parts import tied_in
@@ -90,6 +90,7 @@ def size_up(
                 beside=group.beside,
                 persistent=group.persistent,
                 uses=len(group.entries) or int(not group.persistent),
+                uses_in_backward=_uses_in_backward(group),
                 largest_trained=max((p.numel for p in layout.pieces if p.trainable), default=0),
                 parts=len(group.entries) if any(p in tied for _, _, p in group.params) else 1,
                 fp32=group.in_fp32,
@@ -112,6 +113,12 @@ def _expert_bytes(group: GroupMembers, layout: FlatLayout, compute: torch.dtype)
         return 0
     experts = expert_slices(layout, _dtype_of(group, compute).itemsize, group.routing.count)
     return max(sum(len(each.pages) for each in slices) for slices in experts)
+
+
+def _uses_in_backward(group: GroupMembers) -> int | None:
+    """The uses of ``group`` that backward repeats, None if it repeats all."""
+    count = sum(map(computes_backward, group.entries))
+    return None if count == len(group.entries) else count
 
 
 def _dtype_of(group: GroupMembers, compute: torch.dtype) -> torch.dtype:

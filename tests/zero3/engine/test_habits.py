@@ -94,6 +94,31 @@ class LowRank(nn.Module):
         return x.float().pow(2).mean()
 
 
+class AfterEmbedding(LowRank):
+    """Adapters after a frozen embedding whose output requires a gradient, as ``enable_input_require_grads`` sets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, 256).requires_grad_(False)
+        self.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding((x.abs() * 10).long().sum(-1) % 512)
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().pow(2).mean()
+
+
+def test_a_frozen_embedding_is_read_in_forward_only(start: Start) -> None:
+    engine = start(AfterEmbedding(), accumulation=1, threshold=0, **STREAMED)
+    load = engine.plan.workload
+    assert {group.name: group.unshards for group in load.groups if "embedding" in group.name} == {
+        "embedding": 1
+    }
+    moved = moved_by(engine)
+    assert moved[3][0] - moved[1][0] == 2 * engine.plan.nvme_traffic()[0] > 0
+
+
 def moved_by(engine: Any) -> list[tuple[int, int]]:
     """The bytes that NVMe has read and written after each of four updates."""
     moved = []

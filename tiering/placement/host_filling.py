@@ -89,11 +89,14 @@ class HostFilling:
         # SGD in fp32 has no state to move.
         if not nbytes:
             return True
-        if nbytes <= self._room and (self._load.cache_in_host or not offloaded):
+        if nbytes <= self._room and self._may_keep(offloaded=offloaded):
             self._room -= nbytes
             return True
         self._fits = False
         return False
+
+    def _may_keep(self, *, offloaded: bool) -> bool:
+        return self._load.cache_in_host or not offloaded
 
     def _keep_pieces(self, tenant: Tenant, indices: Iterable[int]) -> None:
         tiers = self._tiers[tenant.kind]
@@ -108,7 +111,8 @@ class HostFilling:
         first = self._first_tiers[tenant.kind]
         all_wait = len(waiting) == list(first).count(Tier.NVME)
         window = tenant.window_bytes(first) if self._slots is not None and all_wait else 0
-        if sum(tenant.pieces[index].nbytes for index in waiting) <= self._room + window:
+        fits = sum(tenant.pieces[index].nbytes for index in waiting) <= self._room + window
+        if fits and self._may_keep(offloaded=tenant.offloaded):
             self._room += window
         self._keep_pieces(tenant, waiting)
 

@@ -215,6 +215,11 @@ def _work_of(plan: Plan) -> dict[str, _Work]:
         _fetch(plan.workload, group, param, forward, group.uses)
         _fetch(plan.workload, group, param, backward, group.unshards - group.uses)
         _take_gradients(plan.workload, group, grad, backward, steps)
+    for tenant, tiers in zip(plan.workload.others, plan.other_tiers, strict=True):
+        for piece, tier in zip(tenant.pieces, tiers, strict=True):
+            # As activations: forward makes them, and backward uses them.
+            forward.nvme_written += piece.written if tier is Tier.NVME else 0
+            backward.nvme_read += piece.read if tier is Tier.NVME else 0
     _update(plan, steps)
     _swap_state(plan, forward, backward, steps)
     sent = plan.sent_bytes()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.tiering.workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, example
+from tests.tiering.workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, example, followed
 from tiering.errors import PlacementError
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets
@@ -53,6 +53,14 @@ def test_host_memory_goes_to_it_or_to_state_by_traffic_per_byte() -> None:
     before, after = kept
     assert before["cached keys"] == 3 * NBYTES and "cached keys" not in after
     assert 0 < before["optimizer state"] < after["optimizer state"] < 3 * 12 * NUMEL
+
+
+def test_a_window_is_kept_for_what_may_not_be_cached() -> None:
+    """One piece would fit into its own window, but ``cache_in_host`` keeps it out of host memory."""
+    load = with_keys(example(offload_param=DEVICE, cache_in_host=False), moved=1, pieces=1)
+    least = followed(load, Budgets(PLENTY, 0, PLENTY))
+    assert least.contents(NVME)["cached keys"] == NBYTES and least.windows["cached keys"] == 2 * NBYTES
+    assert least.total(HOST) <= least.budgets.host
 
 
 def test_with_room_for_all_nothing_streams_and_no_window_is_planned() -> None:

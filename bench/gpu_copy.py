@@ -27,9 +27,9 @@ from torch import Tensor
 
 from tiering.storage.arena import Arena
 from zero3.device.link_copies import Copies
+from zero3.device.pinning import register_with_cuda, unregister_with_cuda
 from zero3.device.storages import as_tensor
 from zero3.device.streams import CudaStreams, Stream, Streams
-from zero3.device.tiers import register_with_cuda, unregister_with_cuda
 from zero3.device.timeline import StallClock, Timeline
 
 TOTAL = 512 << 20  # bytes of each burst in one direction

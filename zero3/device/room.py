@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tiering.storage.arena import Lease
+from zero3.device.ledger import Ledger, LedgerEntry
 from zero3.device.slab import DeviceSlab
 from zero3.device.storages import close_storage, exchange_pointers
 from zero3.device.streams import Event
-from zero3.device.tiers import Ledger, LedgerEntry, Tiers
+from zero3.device.tiers import Tiers
 
 KIND = "unsharded groups"
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tiering.config.fields import format_size
 from tiering.config.training import TiersConfig
-from tiering.errors import ArenaError, SwapError
+from tiering.errors import SwapError
 from tiering.placement.plan import Plan
 from tiering.placement.tenants import PARAMETERS
 from tiering.placement.workload import Tier
@@ -35,7 +35,9 @@ from tiering.storage.read_only import FileRange, HomeInFiles, Loading, Move, Rea
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
 from tiering.storage.tickets import Transfer
 from zero3.device import nan_memory, storages
+from zero3.device.ledger import Ledger
 from zero3.device.link_copies import Copies
+from zero3.device.pinning import register_with_cuda, unregister_with_cuda
 from zero3.device.slab import DeviceSlab
 from zero3.device.storages import as_tensor, can_exchange
 from zero3.device.timeline import StallClock
@@ -116,46 +118,6 @@ class Home:
     def on_host(self) -> bool:
         """Whether the CPU can address the bytes."""
         return self.tensor is not None and not self.on_device
-
-
-class LedgerEntry:
-    """Bytes counted in a Ledger."""
-
-    def __init__(self, ledger: Ledger, nbytes: int) -> None:
-        self.ledger = ledger
-        self.nbytes = nbytes
-
-    def release(self) -> None:
-        self.ledger.used -= self.nbytes
-
-
-class Ledger:
-    """Counts bytes of memory that torch allocates, as ``name``, against a budget."""
-
-    def __init__(self, capacity: int, name: str) -> None:
-        self.capacity = capacity
-        self.name = name
-        self.used = 0
-        self.peak = 0
-
-    def try_lease(self, nbytes: int, kind: str, *, at: int | None = None) -> LedgerEntry | None:
-        """Count ``nbytes`` if they fit. ``kind`` and ``at`` have no effect, because a ledger has no addresses."""
-        if self.used + nbytes > self.capacity:
-            return None
-        # Without a lock: only one thread at a time runs a pass.
-        self.used += nbytes
-        self.peak = max(self.peak, self.used)
-        return LedgerEntry(self, nbytes)
-
-    def lease(self, nbytes: int, kind: str, *, at: int | None = None, alone: bool = True) -> LedgerEntry:
-        """Count ``nbytes``. Raises ArenaError if they do not fit; a wait would not free any."""
-        entry = self.try_lease(nbytes, kind)
-        if entry is None:
-            raise ArenaError(
-                f"no {nbytes} bytes of device memory left for {kind} ({self.used} of {self.capacity} in use). This is a"
-                " defect of the plan: please report it; a larger device_budget works around it"
-            )
-        return entry
 
 
 class Tiers:
@@ -398,9 +360,9 @@ class Tiers:
         """The function of (buffer, offset=, priority=) that starts to read ``home``, which is on NVMe.
 
         It reads as many bytes as the buffer has, or to the end. A home in files, and a part of an extent, is read as a
-        whole, without an offset. A home in files is read into ``home.room``
-        bytes; then ``home.files.layout`` arranges it. A signal handler may raise before the caller has the transfer:
-        after an exception, ``settle`` before the memory is released.
+        whole, without an offset. A home in files is read into ``home.room`` bytes; then ``home.files.layout`` arranges
+        it. A signal handler may raise before the caller has the transfer: after an exception, ``settle`` before the
+        memory is released.
         """
         if home.files is not None:
             assert self.files is not None
@@ -437,8 +399,10 @@ class Tiers:
             raise
 
     def occupancy(self, tier: Tier) -> dict[str, int]:
-        """Bytes that the engine owns on ``tier`` now, by kind. Windows count whole; their free part is "idle"
-        " windows"."""
+        """Bytes that the engine owns on ``tier`` now, by kind. Windows count whole.
+
+        Their free part is of the kind "idle windows".
+        """
         if tier is Tier.NVME:
             return dict(self._on_nvme)
         bytes_by_kind = Counter(self.device_arena.by_kind if tier is Tier.DEVICE else self.host.by_kind)
@@ -529,31 +493,3 @@ def _sections(plan: Plan, nvme: NvmePaths) -> dict[str, Section]:
             assert paths, "a plan uses NVMe only where the configuration names a path"
             sections[tenant.kind] = Section(nbytes, paths)
     return sections
-
-
-def register_with_cuda(address: int, nbytes: int) -> None:
-    """Page-lock host memory for CUDA. Raises RuntimeError if the driver refuses it."""
-    cudart = torch.cuda.cudart()
-    result = int(cudart.cudaHostRegister(address, nbytes, 0))
-    if result:
-        # CUDA's runtime keeps the error and would report it at the next launch of a kernel. This launch takes it.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
-        raise RuntimeError(
-            f"cudaHostRegister of {nbytes} bytes failed with error {result}: lower host_budget or raise memlock"
-        )
-
-
-def unregister_with_cuda(address: int, device: torch.device) -> None:
-    """Undo ``register_with_cuda``, after all copies on ``device`` that use the memory have ended."""
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        log.error(
-            "the device has failed; pinned memory is unregistered without waiting for its copies: %s", error
-        )
-    result = int(torch.cuda.cudart().cudaHostUnregister(address))
-    if result:
-        log.error(
-            "cudaHostUnregister failed with error %d; the memory stays pinned until the process ends", result
-        )

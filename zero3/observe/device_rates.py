@@ -20,8 +20,8 @@ from tiering.planning.rates import Rates
 from tiering.planning.saved_rates import SavedRates
 from tiering.planning.update_share import best_share
 from tiering.storage.arena import Arena
+from zero3.device.pinning import register_with_cuda, unregister_with_cuda
 from zero3.device.storages import as_tensor
-from zero3.device.tiers import register_with_cuda, unregister_with_cuda
 from zero3.params.precision import COMPUTE_DTYPES
 from zero3.ranks.collectives import Collectives
 

@@ -44,8 +44,9 @@ from tiering.errors import EngineStateError, RankOrderError
 from tiering.placement.tenants import GRADIENTS
 from tiering.storage.arena import Lease
 from zero3.device import kernels as device_kernels
+from zero3.device.ledger import LedgerEntry
 from zero3.device.storages import as_tensor
-from zero3.device.tiers import LedgerEntry, Tiers
+from zero3.device.tiers import Tiers
 from zero3.params.layout import Piece, shard_ranges
 from zero3.params.param_group import ParamGroup
 from zero3.passes.gradients import KERNEL_DTYPES, GradientStore, pop_gradient, sum_parts

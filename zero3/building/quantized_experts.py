@@ -9,7 +9,7 @@ of the inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,18 +91,16 @@ class EncodedExperts(Experts):
         self._codes, self._scales, self._form = codes, scales, form
 
     def matrix(self, expert: int) -> EncodedMatrix:
-        return EncodedMatrix(
-            self._codes[expert], self._scales[expert], self._form, self._shape[1:], transposed=self.transposed
-        )
+        return self._matrix(expert, transposed=self.transposed)
 
-    def stacked(self, experts: Sequence[int]) -> Tensor:
-        stacked = torch.empty((len(experts), *self._shape[1:]), dtype=self.dtype, device=self.device)
-        for expert in dict.fromkeys(experts):
-            matrix = EncodedMatrix(
-                self._codes[expert], self._scales[expert], self._form, self._shape[1:], transposed=False
-            )
-            stacked[[at for at, each in enumerate(experts) if each == expert]] = matrix.decoded(self.dtype)
-        return stacked
+    def values(self, expert: int) -> Tensor:
+        return self._matrix(expert, transposed=False).decoded(self.dtype)
+
+    def _matrix(self, expert: int, *, transposed: bool) -> EncodedMatrix:
+        shape = self._shape[1:]
+        return EncodedMatrix(
+            self._codes[expert], self._scales[expert], self._form, shape, transposed=transposed
+        )
 
     def whole(self) -> Tensor:
         whole = self.stacked(range(self._shape[0]))

@@ -78,8 +78,8 @@ class Experts(ABC):
         """The matrix of one expert, in its own memory, or something that torch's products take for it."""
 
     @abstractmethod
-    def stacked(self, experts: Sequence[int]) -> Tensor:
-        """A copy of the matrices of ``experts``, not transposed. Each expert is fetched once."""
+    def values(self, expert: int) -> Tensor:
+        """The values of the matrix of one expert in ``dtype``, not transposed."""
 
     @abstractmethod
     def whole(self) -> Tensor:
@@ -88,6 +88,13 @@ class Experts(ABC):
     @abstractmethod
     def turned(self) -> Experts:
         """The matrices transposed once more."""
+
+    def stacked(self, experts: Sequence[int]) -> Tensor:
+        """A copy of the matrices of ``experts``, not transposed. Each expert is fetched once."""
+        stacked = torch.empty((len(experts), *self._shape[1:]), dtype=self.dtype, device=self.device)
+        for expert in dict.fromkeys(experts):
+            stacked[[at for at, each in enumerate(experts) if each == expert]] = self.values(expert)
+        return stacked
 
     @property
     def shape(self) -> torch.Size:
@@ -176,11 +183,8 @@ class _Matrices(Experts):
         matrix = self._slices[expert]
         return matrix.transpose(-2, -1) if self.transposed else matrix
 
-    def stacked(self, experts: Sequence[int]) -> Tensor:
-        stacked = torch.empty((len(experts), *self._shape[1:]), dtype=self.dtype, device=self.device)
-        for expert in dict.fromkeys(experts):
-            stacked[[at for at, each in enumerate(experts) if each == expert]] = self._slices[expert].detach()
-        return stacked
+    def values(self, expert: int) -> Tensor:
+        return self._slices[expert].detach()
 
     def whole(self) -> Tensor:
         # Through a view, so that the read is not divided again.

@@ -31,7 +31,6 @@ LOW_SPACE = 0.05
 _COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
 _FS_IOC_GETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x00800000  # linux/fs.h
 _NETWORK_TRANSPORTS = frozenset({"tcp", "rdma", "fc", "iscsi"})
-# These report every disk as rotating.
 _USE_LOCAL_DRIVE = "name a directory on a local drive"
 
 

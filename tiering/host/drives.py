@@ -70,6 +70,7 @@ _TRANSPORTS = (
     (re.compile(r"VMBUS:.*|vmbus.*", re.IGNORECASE), "vmbus"),
 )
 
+# These report every disk as rotating.
 _VIRTUAL_TRANSPORTS = frozenset({"virtio", "xen", "vmbus"})
 
 # By the prefix of a device mapper uuid.

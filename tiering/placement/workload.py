@@ -76,7 +76,7 @@ class Tenant:
 
     kind: str
     pieces: tuple[TenantPiece, ...]
-    # It is in host memory only if it cannot be kept out: ``cache_in_host`` decides whether NVMe is cached there.
+    # With ``cache_in_host`` false, its pieces that may live on NVMe do so, although host memory may have room.
     offloaded: bool = False
     # It swaps to the paths of offload_param, not to those of offload_optimizer.
     with_parameters: bool = False
@@ -114,7 +114,7 @@ class GroupSizes:
     beside: int | None = None
     # An expert: a pass uses the group only if a token is routed to it.
     routed: bool = False
-    # Whether the parameters need no swap space.
+    # What a read of the parameters from a user's files needs; None if they are in swap space.
     in_files: InFiles | None = None
     # Bytes of one expert, if the group has all experts of a module: they are unsharded one after the other.
     expert_bytes: int = 0

@@ -1,6 +1,6 @@
-/* kernels.cu - the optimizers' kernels and the decoding of block formats on a GPU. The formulas, their order and the formats are those of
- * optim_cpu/csrc/kernels.h. Each function here processes one element; the function of the same name there processes a
- * vector.
+/* kernels.cu - the optimizers' kernels and the decoding of block formats on a GPU. The formulas, their order and the
+ * formats are those of optim_cpu/csrc/kernels.h. Each function here processes one element; the function of the same name
+ * there processes a vector.
  *
  * cuda_library.py compiles this file at run time, with the types in memory as template parameters. No header is
  * included, because the machine may have none. Floating-point arithmetic uses intrinsics that round once, to nearest

@@ -279,7 +279,8 @@ class ReadOnlyFiles:
             )
         assert not offset, "a home in files is read as a whole"
         with self._lock:
-            home.in_flight[:] = [ticket for ticket in home.in_flight if not ticket.done()]
+            # One that was interrupted before its submission is never done, and would keep its buffer.
+            home.in_flight[:] = [each for each in home.in_flight if each.has_begun and not each.done()]
             return self.begin(home.layout, buffer, home.names, home.in_flight, priority)
 
     def load(self, home: HomeInFiles, offset: int, nbytes: int) -> Loading:

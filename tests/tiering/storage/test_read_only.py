@@ -16,6 +16,7 @@ from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, round_up
 from tiering.storage.file_system import FileVersion
 from tiering.storage.read_only import FileRange, HomeInFiles, ReadLayout, ReadOnlyFiles
+from tiering.storage.tickets import Ticket
 
 ALIGNMENT = 256
 FILES = (Path("first"), Path("second"))
@@ -69,11 +70,11 @@ def test_every_byte_gets_to_its_place(home: tuple[list[FileRange], int]) -> None
 def test_a_part_of_a_home_has_its_bytes(home: tuple[list[FileRange], int], data: st.DataObject) -> None:
     ranges, nbytes = home
     sizes = dict.fromkeys(FILES, SIZE)
-    extent = HomeInFiles(nbytes, 0, (), tuple(ranges), sizes)
+    in_files = HomeInFiles(nbytes, 0, (), tuple(ranges), sizes)
     start = data.draw(st.integers(0, nbytes - 1))
     end = data.draw(st.integers(start + 1, nbytes))
     whole = arranged(ReadLayout.of(ranges, sizes, nbytes), ranges, nbytes)
-    part = arranged(extent.cut(start, end), ranges, end - start)
+    part = arranged(in_files.cut(start, end), ranges, end - start)
     for each in ranges:
         first, last = max(each.at, start), min(each.at + each.nbytes, end)
         if first < last:
@@ -116,21 +117,42 @@ def home_in(files: ReadOnlyFiles, path: Path) -> HomeInFiles:
 
 
 def test_a_file_is_read_where_it_is(files: ReadOnlyFiles, path: Path) -> None:
-    extent = home_in(files, path)
+    in_files = home_in(files, path)
     arena = Arena.map(8 * PAGE, "test")
     lease = arena.lease(8 * PAGE, "test")
-    assert files.read(extent, lease).wait() == extent.layout.nbytes == 3 * PAGE + SIZE % PAGE
-    extent.layout.arrange(lease.address)
+    assert files.read(in_files, lease).wait() == in_files.layout.nbytes == 3 * PAGE + SIZE % PAGE
+    in_files.layout.arrange(lease.address)
     content = CONTENTS[FILES[0]]
     assert bytes(lease.view[: 2 * PAGE]) == content[9 : 9 + 2 * PAGE]
     assert bytes(lease.view[2 * PAGE : 2 * PAGE + 700]) == content[-700:]
     # Bytes that no file has are zero where they are loaded.
-    assert bytes(files.load(extent, PAGE, 2 * PAGE).wait()) == content[9 + PAGE : 9 + 2 * PAGE] + content[
+    assert bytes(files.load(in_files, PAGE, 2 * PAGE).wait()) == content[9 + PAGE : 9 + 2 * PAGE] + content[
         -700:
     ] + bytes(PAGE - 700)
-    assert extent.place_of(2 * PAGE + 1) == f"'b' in {path}"
-    with pytest.raises(ValueError, match=f"needs {extent.layout.room} bytes"):
-        files.read(extent, lease.part(0, 3 * PAGE))
+    assert in_files.place_of(2 * PAGE + 1) == f"'b' in {path}"
+    with pytest.raises(ValueError, match=f"needs {in_files.layout.room} bytes"):
+        files.read(in_files, lease.part(0, 3 * PAGE))
+    lease.release()
+
+
+def test_an_interrupted_read_leaves_nothing(
+    files: ReadOnlyFiles, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_files = home_in(files, path)
+    arena = Arena.map(8 * PAGE, "test")
+    lease = arena.lease(8 * PAGE, "test")
+
+    def interrupted(ticket: Ticket) -> Ticket:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ticket, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            files.read(in_files, lease)
+    files.settle(in_files)
+    assert files.read(in_files, lease).wait() == in_files.layout.nbytes
+    # Those of the second read: that of the first one would keep its buffer for ever.
+    assert [ticket.has_begun for ticket in in_files.in_flight] == [True] * len(in_files.layout.reads)
     lease.release()
 
 
@@ -145,7 +167,7 @@ def wait_for_another_time(path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["append", "write", "touch", "replace"])
 def test_a_change_is_found(files: ReadOnlyFiles, path: Path, change: str) -> None:
-    extent = home_in(files, path)
+    in_files = home_in(files, path)
     files.check()
     status = path.stat()
     wait_for_another_time(path)
@@ -167,7 +189,7 @@ def test_a_change_is_found(files: ReadOnlyFiles, path: Path, change: str) -> Non
         files.check()
     assert (f"it had {SIZE} bytes and has {SIZE + 1}" in str(raised.value)) == (change == "append")
     with pytest.raises(WeightsError, match="has changed while this run reads"):
-        files.load(extent, 0, PAGE).wait()
+        files.load(in_files, 0, PAGE).wait()
 
 
 def test_a_file_that_changed_before_is_refused(files: ReadOnlyFiles, path: Path) -> None:
@@ -178,7 +200,7 @@ def test_a_file_that_changed_before_is_refused(files: ReadOnlyFiles, path: Path)
 
 
 def test_a_file_that_shrinks_fails_its_read(files: ReadOnlyFiles, path: Path) -> None:
-    extent = home_in(files, path)
+    in_files = home_in(files, path)
     os.truncate(path, 2 * PAGE)
     with pytest.raises(SwapError, match=r"'a', 'b'.*ENODATA"):
-        files.load(extent, 0, 3 * PAGE).wait()
+        files.load(in_files, 0, 3 * PAGE).wait()

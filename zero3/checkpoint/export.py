@@ -154,9 +154,11 @@ class Export:
     def _check_not_in_use(self, directory: Path, stem: str) -> None:
         """CheckpointError if the export would replace a file from which frozen weights are read in place."""
         for path in self._state.files_in_use:
-            if path.name.startswith(stem) and path.resolve().parent == directory.resolve():
+            # The files may be named by links, which have other names.
+            file = path.resolve()
+            if file.name.startswith(stem) and file.parent == directory.resolve():
                 raise CheckpointError(
-                    f"{path} cannot be replaced: this run reads frozen weights from it; save to another directory, or"
+                    f"{file} cannot be replaced: this run reads frozen weights from it; save to another directory, or"
                     f" {COPY_REMEDY}"
                 )
 

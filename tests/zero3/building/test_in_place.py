@@ -277,6 +277,20 @@ def test_files_are_not_written(start: Start, weights: Path) -> None:
     assert digests(weights) == before
 
 
+def test_a_file_that_a_link_names_is_not_replaced(start: Start, tmp_path: Path) -> None:
+    file, link = tmp_path / "base" / "model.safetensors", tmp_path / "link.safetensors"
+    file.parent.mkdir()
+    save_file({name: param.detach() for name, param in build().named_parameters()}, file)
+    link.symlink_to(file)
+    before = digests(file.parent)
+    engine = start(build(), weights=link, **STREAMED)
+    with pytest.raises(CheckpointError, match=rf"{file} cannot be replaced"):
+        engine.save_16bit_model(file.parent)
+    # An export replaces a link, and not the file behind it.
+    engine.save_16bit_model(tmp_path, save_filename="link.safetensors")
+    assert not link.is_symlink() and digests(file.parent) == before
+
+
 class Editing(Adapted):
     """Its forward changes a frozen weight in place."""
 

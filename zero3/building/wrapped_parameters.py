@@ -51,7 +51,7 @@ class WrappedParameters:
 
     def _split(self, model: nn.Module, device: torch.device | None) -> None:
         known: dict[nn.Parameter, list[InnerTensor]] = {}
-        for module in model.modules():
+        for prefix, module in model.named_modules():
             before = dict(module._parameters)
             after: dict[str, nn.Parameter | None] = {}
             for name, param in before.items():
@@ -60,7 +60,7 @@ class WrappedParameters:
                     continue
                 if param not in known:
                     if inner_tensors.is_wrapper(param) and device is not None and param.device != device:
-                        _move(name, param, device)
+                        _move(f"{prefix}.{name}" if prefix else name, param, device)
                         places = list(_places(module, name, param))
                     known[param] = self._take_apart(param, places)
                 if not inner_tensors.is_wrapper(param):
@@ -86,7 +86,7 @@ class WrappedParameters:
         for wrapped in self._wrapped:
             parts = inner_tensors.unlink(wrapped)
             # Released parameters may be on another device than before.
-            if inner_tensors.is_wrapper(wrapped) and parts[0].device != wrapped.device:
+            if inner_tensors.is_wrapper(wrapped) and parts and parts[0].device != wrapped.device:
                 # A weak reference made since then forbids it: then only the device that the wrapper names is wrong.
                 with suppress(RuntimeError):
                     inner_tensors.move(wrapped, parts[0].device)
@@ -107,12 +107,13 @@ class WrappedParameters:
         for place in places:
             tensor = getattr(place.holder, place.attribute)
             part = InnerTensor(tensor.detach(), requires_grad=False)
-            setattr(place.holder, place.attribute, part)
+            # Before the change, as below: after an interruption between the two, ``join`` undoes what was done.
             self._places.append((place, part))
+            setattr(place.holder, place.attribute, part)
             parts.append(part)
         own = [] if inner_tensors.is_wrapper(param) else [param]
-        inner_tensors.link(param, [*own, *parts])
         self._wrapped.append(param)
+        inner_tensors.link(param, [*own, *parts])
         return parts
 
 

@@ -103,8 +103,8 @@ def link(wrapped: Tensor, parts: Iterable[nn.Parameter]) -> None:
 
 
 def unlink(wrapped: Tensor) -> tuple[nn.Parameter, ...]:
-    """Undo ``link``, when the engine has ended or has not started; returns the parts."""
-    parts: tuple[nn.Parameter, ...] = _parts.pop(wrapped)
+    """Undo ``link``, when the engine has ended or has not started; returns the parts, none without a ``link``."""
+    parts: tuple[nn.Parameter, ...] = _parts.pop(wrapped, ())
     for part in parts:
         if isinstance(part, InnerTensor):
             part.wrapper = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import tiering
 from tests.zero3.wrapped import NAMES, WIDTH, Coded, Model, Negated, coded
 from tiering.errors import CheckpointError, ConfigError, ResidencyError
 from zero3.building.wrapped_parameters import WrappedParameters
+from zero3.params import inner_tensors
 from zero3.passes.saved_tensors import Activations
 
 Start = Callable[..., Any]
@@ -216,6 +218,36 @@ def test_a_wrapper_on_another_device_keeps_its_inner_tensors(make: Callable[...,
     assert model.weight is weight and weight.device.type == "cpu" and isinstance(weight, nn.Parameter)
     assert type(weight) is before[0] and not weight.requires_grad
     assert torch.equal(bits(weight)[1], before[1]) and torch.equal(bits(weight)[2], before[2])
+
+
+def test_a_wrapper_that_cannot_move_is_named_and_stays() -> None:
+    model = nn.Sequential(with_weight(lambda: coded(torch.bfloat16)))
+    weight, before = model[0].weight, bits(model[0].weight)
+    reference = weakref.ref(weight)
+    with pytest.raises(
+        ConfigError, match=r"parameter '0\.weight', a Coded on cpu, cannot become one on meta"
+    ):
+        WrappedParameters.split(model, torch.device("meta"))
+    assert list(dict(model.named_parameters())) == ["0.weight", "0.bias"] and model[0].weight is reference()
+    assert torch.equal(bits(weight)[1], before[1]) and torch.equal(bits(weight)[2], before[2])
+
+
+def test_an_interrupted_split_leaves_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_weight(lambda: coded(torch.bfloat16))
+    weight, before, link = model.weight, bits(model.weight), inner_tensors.link
+
+    def interrupted(wrapped: Tensor, parts: Any) -> None:
+        link(wrapped, parts)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inner_tensors, "link", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            WrappedParameters.split(model)
+    assert list(dict(model.named_parameters())) == ["weight", "bias"] and model.weight is weight
+    assert type(weight) is before[0] and torch.equal(bits(weight)[1], before[1])
+    # Otherwise a second start would take it for one that an engine has.
+    assert inner_tensors.parts_of(weight) == (weight,)
 
 
 def test_an_optimizer_over_all_parameters(start: Start) -> None:

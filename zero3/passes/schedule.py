@@ -23,6 +23,7 @@ An event moves groups in several steps. Methods with ``@uninterrupted`` defer Ct
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from torch import nn
 
 from tiering._interrupts import deferred_interrupts, uninterrupted
 from tiering.errors import ArenaError, EngineStateError, ResidencyError
-from zero3.device.storages import can_close
 from zero3.device.timeline import Timeline
 from zero3.params import resharded
 from zero3.params.compilation import in_compiled_autograd, is_compiled
@@ -49,6 +49,7 @@ from zero3.passes.pass_state import (
 )
 from zero3.passes.prefetch import Prefetcher
 from zero3.passes.receivers import GradientSink, PassListener
+from zero3.passes.room_for_groups import RoomForGroups
 from zero3.passes.saved_tensors import Activations, SavedTensors
 
 
@@ -83,6 +84,8 @@ class PassSchedule:
         self._stepped: set[ParamGroup] = set()  # groups that this backward has updated
         self._saved = SavedTensors(groups, self.need, self._stepped)
         self._thread = PassThread()
+        end_use = partial(self._stop_using, raised=False, holds=False)
+        self._room = RoomForGroups(prefetcher, self._progress, self._forwards, self._live, end_use)
 
     @property
     def state(self) -> PassState:
@@ -384,77 +387,15 @@ class PassSchedule:
         """Unshard ``group``. ResidencyError if groups that are in use leave no room for it."""
         # Experts that the module has computed with make way before groups that were fetched ahead.
         if group.routing is not None and not self._prefetcher.begin(group):
-            self._end_borrowing(but=group, only_experts=True)
+            self._room.end_borrowing(but=group, only_experts=True)
         try:
             self._prefetcher.acquire(group)
         except ArenaError as error:
-            if self._acquire_with_neighbour(group):
+            if self._room.acquire_with_neighbour(group):
                 return None
-            if self._end_borrowing(but=group):
+            if self._room.end_borrowing(but=group):
                 return self._acquire(group)
-            names_in_use = [
-                used.name
-                for used, progress in self._progress.items()
-                if used is not group and (used in self._live or progress.running)
-            ]
-            if group.slices:
-                raise ResidencyError(
-                    f"no room on the device for all experts of {group.name!r} at once: {group.layout.pieces[0].name!r}"
-                    " is read as a whole, but its experts are fetched one by one. Read it by expert, or name the module"
-                    " in leaf_module: then its block is fetched as a whole"
-                ) from error
-            raise ResidencyError(
-                f"no room on the device for group {group.name!r} in addition to {names_in_use}, which are in use. The"
-                " plan has room for one block and the groups around it; a module that reads parameters of another"
-                " module, or calls a block from inside a block, needs more: raise device_budget, or"
-                " stage3_prefetch_bucket_size if the budget has room"
-            ) from error
-
-    def _acquire_with_neighbour(self, group: ParamGroup) -> bool:
-        """Unshard ``group`` after the group beside it has made way. Returns False if that one holds no room.
-
-        The plan has room for both, but the other one may lie in the middle of it. Both are fetched anew, the larger one
-        first: then the rest of the room is in one piece. Also False if borrowed groups hold the room of both.
-        """
-        neighbour = self._progress[group].beside
-        if neighbour is None or neighbour.residency in (Residency.RESIDENT, Residency.SHARDED):
-            return False
-        was_shown = neighbour.is_shown
-        neighbour.reshard()
-        both = sorted((group, neighbour), key=lambda each: -each.layout.numel)
-        try:
-            for each in both:
-                self._prefetcher.acquire(each)
-        except ArenaError:
-            if not self._end_borrowing(but=group):
-                return False
-            # The neighbour may have been borrowed, too: then nothing uses it now.
-            in_use = self._progress[neighbour].running or neighbour in self._live
-            for each in both if in_use else [group]:
-                self._prefetcher.acquire(each)
-        if was_shown and neighbour.residency is Residency.UNSHARDED:
-            neighbour.show()
-        return True
-
-    def _end_borrowing(self, *, but: ParamGroup, only_experts: bool = False) -> bool:
-        """Release the groups that running modules have borrowed, except ``but``. Returns False if there were none.
-
-        Experts first, alone if there are any: a module computes with one after the other.
-
-        Most modules that borrow a parameter need it only for a moment: a hook that logs a norm, for example. A view
-        that is used later cannot be read any more. So this is done only where storages can be closed: there such a
-        read raises, elsewhere it would return wrong values.
-        """
-        forwards = self._forwards if can_close() else []
-        releasable = {group for forward in forwards for group in forward.borrowed if group is not but}
-        experts = {group for group in releasable if group.routing is not None}
-        releasable = experts if experts or only_experts else releasable
-        for forward in forwards:
-            ended = [group for group in forward.borrowed if group in releasable]
-            forward.borrowed = [group for group in forward.borrowed if group not in releasable]
-            for group in ended:
-                self._stop_using(group, raised=False, holds=False)
-        return bool(releasable)
+            raise self._room.refusal(group) from error
 
     def _stop_using(self, group: ParamGroup, *, raised: bool, holds: bool = True) -> None:
         """Count one use of ``group`` less. The last one releases the group, or leaves it to backward.

@@ -10,6 +10,8 @@ from enum import Enum, auto
 
 import torch
 
+from tiering.errors import EngineStateError
+from zero3.params.compilation import in_compiled_autograd
 from zero3.params.param_group import ParamGroup
 
 RELEASE_TIMEOUT = 1.0  # seconds in which autograd's threads drop a backward that an exception has ended
@@ -91,21 +93,35 @@ class PassThread:
         self._forward_thread = 0
         self._backward: Callable[[], object | None] = _no_backward
 
-    def claim(self) -> None:
-        """The calling thread runs the pass."""
+    def claim(self, *, backward_runs: bool, forward_runs: bool) -> None:
+        """The calling thread runs the pass. EngineStateError if another one does.
+
+        ``backward_runs``: a backward has begun and has not ended, unless an exception has ended it. ``forward_runs``: a
+        forward runs, and its groups move.
+        """
+        if backward_runs and self._backward_runs():
+            raise EngineStateError(
+                "the engine was called while a backward is running in another thread, which uses the same parameters"
+                " and gradients. Guard both calls with a lock, or make them in one thread"
+            )
+        if forward_runs and self._is_other():
+            raise EngineStateError(
+                "the model was called from a second thread while a forward is running, but its parameters are moved for"
+                " one pass at a time. Guard the calls with a lock, or use offload_param: none"
+            )
         self._forward_thread = threading.get_ident()
 
     def begin_backward(self, backward: Callable[[], object | None]) -> None:
         """``backward`` returns an object as long as autograd runs the backward that begins now, then None."""
         self._backward = backward
 
-    def is_other(self) -> bool:
+    def _is_other(self) -> bool:
         """Whether the pass belongs to another thread that still exists."""
         if self._forward_thread == threading.get_ident():
             return False
         return any(thread.ident == self._forward_thread for thread in threading.enumerate())
 
-    def backward_runs(self) -> bool:
+    def _backward_runs(self) -> bool:
         """Whether autograd still runs the backward that has begun. Waits up to ``RELEASE_TIMEOUT`` for its end.
 
         A backward that an exception ended is over as soon as autograd's own thread drops it, a moment after the
@@ -122,6 +138,25 @@ class PassThread:
 
 def _no_backward() -> None:
     return None
+
+
+def check_backward(state: PassState, *, moves: bool) -> None:
+    """EngineStateError if no backward may begin in ``state``; ``moves``: groups of the model move."""
+    if state is PassState.CLOSED:
+        raise EngineStateError(
+            "backward was called after close() or release(), on the graph of an earlier forward; run the forward"
+            " again with the engine or model that is in use now"
+        )
+    if torch.is_grad_enabled() and moves:
+        raise EngineStateError(
+            "backward was called with create_graph=True: gradients of gradients are not supported in this"
+            " version while parameters are offloaded; use offload_param: none"
+        )
+    if in_compiled_autograd():
+        raise EngineStateError(
+            "backward was called under torch's compiled autograd, which does not report its end: leave"
+            " torch._dynamo.config.compiled_autograd at False; the backwards of blocks are compiled without it"
+        )
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from tiering._interrupts import deferred_interrupts, uninterrupted
 from tiering.errors import ArenaError, EngineStateError, ResidencyError
 from zero3.device.timeline import Timeline
 from zero3.params import resharded
-from zero3.params.compilation import in_compiled_autograd, is_compiled
+from zero3.params.compilation import is_compiled
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup, Residency
 from zero3.passes.hooks import call_at_end_of_backward, check_transform
@@ -42,6 +42,7 @@ from zero3.passes.pass_state import (
     PassState,
     PassThread,
     RunningForward,
+    check_backward,
     graph_task,
     in_autograd,
     next_node,
@@ -202,22 +203,8 @@ class PassSchedule:
 
         Raises EngineStateError: the engine is closed, create_graph=True is set, or compiled autograd runs.
         """
-        if self.state is PassState.CLOSED:
-            raise EngineStateError(
-                "backward was called after close() or release(), on the graph of an earlier forward; run the forward"
-                " again with the engine or model that is in use now"
-            )
         if not self.state.in_backward:
-            if torch.is_grad_enabled() and self._saved.owners:
-                raise EngineStateError(
-                    "backward was called with create_graph=True: gradients of gradients are not supported in this"
-                    " version while parameters are offloaded; use offload_param: none"
-                )
-            if in_compiled_autograd():
-                raise EngineStateError(
-                    "backward was called under torch's compiled autograd, which does not report its end: leave"
-                    " torch._dynamo.config.compiled_autograd at False; the backwards of blocks are compiled without it"
-                )
+            check_backward(self.state, moves=bool(self._saved.owners))
             self._pass.to_backward()
             self._thread.begin_backward(call_at_end_of_backward(self.end_of_backward))
             # The engine first: it sets whether this is the last micro-batch, and the sink's begin reads that. With
@@ -342,19 +329,9 @@ class PassSchedule:
 
     def check_thread(self) -> None:
         """EngineStateError in a thread other than that of the running pass. Autograd's threads may recompute."""
-        if in_autograd():
-            return
-        if self.state.in_backward and self._thread.backward_runs():
-            raise EngineStateError(
-                "the engine was called while a backward is running in another thread, which uses the same parameters"
-                " and gradients. Guard both calls with a lock, or make them in one thread"
-            )
-        if self._forwards and self._saved.owners and self._thread.is_other():
-            raise EngineStateError(
-                "the model was called from a second thread while a forward is running, but its parameters are moved for"
-                " one pass at a time. Guard the calls with a lock, or use offload_param: none"
-            )
-        self._thread.claim()
+        if not in_autograd():
+            forward_runs = bool(self._forwards and self._saved.owners)
+            self._thread.claim(backward_runs=self.state.in_backward, forward_runs=forward_runs)
 
     def _recomputes_itself(self, group: ParamGroup) -> bool:
         """Whether the running node was made by the forward of ``group`` that backward entered last.

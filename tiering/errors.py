@@ -74,6 +74,12 @@ class SwapError(TieringError, OSError):
         self.offset = offset
         self.names = names
 
+    def again(self) -> SwapError:
+        """The same error, to be raised once more: a traceback keeps the frames of the raise, and their tensors."""
+        return SwapError(
+            self.message, errno=self.errno or 0, filename=self.filename, offset=self.offset, names=self.names
+        )
+
     def __str__(self) -> str:
         # OSError.__str__ would print errno and file name instead of the message.
         return str(self.args[0])

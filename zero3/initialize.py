@@ -21,6 +21,7 @@ from tiering.config.ds_config.key_report import KeyReport
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3.building.model_checks import check_model
+from zero3.deepspeed import checkpointing
 from zero3.deepspeed.distributed import discover, init_distributed
 from zero3.deepspeed.engine import DeepSpeedEngine
 from zero3.loop.data_loader import TrainingLoader, make_loader
@@ -129,6 +130,7 @@ def initialize(
     if lr_scheduler is not None and not (_steps(lr_scheduler) or callable(lr_scheduler)):
         raise ConfigError(f"initialize(lr_scheduler=...) {_SCHEDULERS}, not {type(lr_scheduler).__name__}")
     stored = None if weights is None else Weights(Path(weights), strict)
+    settings = checkpointing.with_options(settings)
     engine = DeepSpeedEngine(model, settings, model_parameters, optimizer, stored, report.status())
     try:
         scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)

@@ -17,6 +17,7 @@ from optim_cpu.formats import split
 from tests.crossed import crossed
 from tiering.placement.workload import Tier
 from tiering.storage.arena import PAGE
+from zero3.passes import moved_activations
 
 from .architectures import ARCHITECTURES, batches, build
 from .conftest import STEPS, Habit
@@ -39,11 +40,18 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "nvme, no prefetch": {**STREAMED, "prefetch": 0},
     "much in host": {**ON_NVME, "host_share": 0.75},
     "little in host, no prefetch": {**ON_NVME, "host_share": 0.12, "prefetch": 0},
+    "activations on nvme": {**STREAMED, "activations": "nvme", "activation_budget": "128KiB"},
+    "activations in host": {**STREAMED, "activations": "host", "activation_budget": "8MiB"},
     SMALLEST: {**STREAMED, "host_share": 0.0, "device_share": 0.0},
 }
 CHECKPOINTING = ["no", "reentrant", "not reentrant"]
 SELDOM = ["t5", "lora"]
 DECODERS = [name for name, architecture in ARCHITECTURES.items() if architecture.generates]
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moved_activations, "SMALLEST", 2048)
 
 
 def plain_loop(

@@ -308,6 +308,14 @@ class TiersConfig(Section):
         description="Fraction of the optimizer state in host memory that a GPU updates; auto: the fastest at the rates"
         " of tiering plan --measure, 0 without measured rates.",
     )
+    activations: Literal["device", "host", "nvme"] = Field(
+        default="device",
+        description="Where tensors that autograd saves wait for backward: on the device; in host memory; in host memory"
+        " and then on NVMe.",
+    )
+    activation_budget: Bytes = Field(
+        default=1 << 30, description="Maximum bytes of activations in host memory, if they are moved there."
+    )
     step_in_backward: StrictBool = Field(
         default=False, description="Update groups during backward, with the learning rate at its start."
     )
@@ -410,6 +418,9 @@ class TieringConfig(Section):
                 f" master; set bf16.enabled to true, or state to {whole!r}"
             )
             yield "state", reason
+        if self.tiering.activations == "nvme" and not self.zero.swap_directories:
+            reason = "'nvme' without a directory: set nvme_path of offload_optimizer or offload_param, or use 'host'"
+            yield "activations", reason
         if self.tiering.step_in_backward and self.world_size > 1:
             reason = (
                 f"true with {self.world_size} ranks is not supported in this version; set step_in_backward to false, or"

@@ -81,7 +81,7 @@ class HostFilling:
         time.
         """
         pieces = enumerate(zip(tenant.pieces, self._first_tiers[tenant.kind], strict=True))
-        streamed = [(index, piece) for index, (piece, tier) in pieces if tier is Tier.NVME]
+        streamed = [(i, piece) for i, (piece, tier) in pieces if tier is Tier.NVME and not piece.fixed]
         return [i for i, piece in streamed if self._slots is None or piece.read or piece.written]
 
     def _keep(self, nbytes: int, *, offloaded: bool) -> bool:
@@ -109,7 +109,8 @@ class HostFilling:
     def _keep_together(self, tenant: Tenant, waiting: Sequence[int]) -> None:
         """All pieces together: their window is free for other bytes only if none of them streams through it."""
         first = self._first_tiers[tenant.kind]
-        all_wait = len(waiting) == list(first).count(Tier.NVME)
+        streamed = [tier is Tier.NVME and not p.fixed for p, tier in zip(tenant.pieces, first, strict=True)]
+        all_wait = len(waiting) == sum(streamed)
         window = tenant.window_bytes(first) if self._slots is not None and all_wait else 0
         fits = sum(tenant.pieces[index].nbytes for index in waiting) <= self._room + window
         if fits and self._may_keep(offloaded=tenant.offloaded):

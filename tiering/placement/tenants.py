@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tiering.placement.workload import Tenant, TenantPiece, Tier, Workload
+from tiering.config.training import TieringConfig
+from tiering.placement.workload import ACTIVATIONS, Tenant, TenantPiece, Tier, Workload
 from tiering.storage.arena import round_up
 
 PARAMETERS = "parameters"
@@ -57,6 +58,22 @@ def optimizer_state(load: Workload) -> Tenant:
         for group, tier in zip(load.groups, load.optimizer_tiers, strict=True)
     )
     return Tenant(OPTIMIZER_STATE, tuple(pieces), offloaded=True)
+
+
+def activations(config: TieringConfig) -> tuple[Tenant, ...]:
+    """Activations that are moved off the device, if there are any: their memory, and their first swap space.
+
+    The swap space grows with what a pass saves, which is not known before (`Tiers.lend`).
+    """
+    place, nbytes = config.tiering.activations, round_up(config.tiering.activation_budget)
+    if place == "device":
+        return ()
+    pieces = [TenantPiece("activation memory", nbytes, Tier.HOST)]
+    if place == "nvme":
+        pieces.append(TenantPiece("swapped activations", nbytes, Tier.NVME, fixed=True))
+    # Without swap space for optimizer state, in that of the parameters.
+    with_parameters = not config.zero.offload_optimizer.swap_directories
+    return (Tenant(ACTIVATIONS, tuple(pieces), with_parameters=with_parameters),)
 
 
 def with_windows(everything: Iterable[Tenant]) -> list[Tenant]:

@@ -17,6 +17,7 @@ from tiering.config.training import OptimizerConfig, TieringConfig, format_size
 from tiering.errors import ConfigError
 from tiering.storage.arena import PAGE, round_up
 
+ACTIVATIONS = "activations"
 FP32 = 4
 # Bytes at which each parameter in a flat tensor starts: a multiple of every vector width, so that a placement cannot
 # change the path that a kernel takes.
@@ -60,6 +61,8 @@ class TenantPiece:
     written: int = 0
     # The bytes of an expert, which ``read`` counts although a pass may not use it.
     routed: bool = False
+    # They live on ``tier`` and on no faster one.
+    fixed: bool = False
     # The bytes that a step reads instead of ``read``, in whole pages, if files of a user have the piece: then it needs
     # no swap space.
     read_in_files: int | None = None
@@ -83,7 +86,8 @@ class Tenant:
 
     def window_bytes(self, tiers: Sequence[Tier]) -> int:
         """Host room for two of the largest pieces that stream: one is in use while another one is read or written."""
-        streamed = (piece.nbytes for piece, tier in zip(self.pieces, tiers, strict=True) if tier is Tier.NVME)
+        placed = zip(self.pieces, tiers, strict=True)
+        streamed = (piece.nbytes for piece, tier in placed if tier is Tier.NVME and not piece.fixed)
         return 2 * round_up(max(streamed, default=0))
 
 
@@ -295,7 +299,9 @@ class Workload:
         gradients = (
             f", up to {format_size(self.gradients_beside)} of gradients" if self.gradients_beside else ""
         )
-        return f"Not counted in the budgets: activations{gradients}, and the memory of Python and torch"
+        moved = any(tenant.kind == ACTIVATIONS for tenant in self.others)
+        activations = "activations that stay on the device" if moved else "activations"
+        return f"Not counted in the budgets: {activations}{gradients}, and the memory of Python and torch"
 
     @property
     def master_itemsize(self) -> int:
@@ -446,8 +452,9 @@ def make_workload(
     on_gpu: bool,
     world_size: int,
     fetch_by_copy: bool,
+    others: tuple[Tenant, ...] = (),
 ) -> Workload:
-    """The Workload of ``groups`` on each of ``world_size`` ranks.
+    """The Workload of ``groups`` on each of ``world_size`` ranks, with ``others`` that live on the tiers.
 
     ``fetch_by_copy``: reads from NVMe cannot land where compute uses the data. An ``update_on_device`` of "auto" is 0
     here; planning.update_share computes it from rates. Raises ConfigError for offloading that is not supported on a
@@ -482,6 +489,7 @@ def make_workload(
         world_size=world_size,
         stage=zero.stage,
         reduce_itemsize=ITEMSIZES[dtypes.reduce],
+        others=others,
     )
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from tiering._text import counted
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
+from tiering.placement.tenants import activations
 from tiering.placement.workload import (
     ITEMSIZES,
     PARAM_ALIGNMENT,
@@ -333,6 +334,7 @@ def load_of(
         on_gpu=on_gpu,
         world_size=setting.world_size,
         fetch_by_copy=on_gpu,
+        others=activations(config),
     )
 
 

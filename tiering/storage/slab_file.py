@@ -103,6 +103,14 @@ class SlabFile:
         self._swap.resize(round_up(nbytes))
         self._free = FreeRanges(self._swap.nbytes)
 
+    def grow(self, nbytes: int) -> None:
+        """Reserve ``nbytes`` (rounded up to 4096) more. Raises SwapSpaceError when there is too little space."""
+        size = round_up(nbytes)
+        with self._lock:
+            end = self._swap.nbytes
+            self._swap.resize(end + size)
+            self._free.free(end, size)
+
     def allocate(self, nbytes: int, names: tuple[str, ...]) -> Extent:
         """An extent of ``nbytes`` rounded up to 4096, first fit. Raises SwapSpaceError when none is left."""
         if nbytes <= 0:
@@ -182,8 +190,7 @@ class SlabFile:
             self._settle(extent)
             overlapping = [failure for failure in extent.failed if failure[0] < end and offset < failure[1]]
             if overlapping and not writes:
-                # Without its traceback, to which each raise would add.
-                raise overlapping[0][2].with_traceback(None)
+                raise overlapping[0][2].again()
             ticket = self.aio.prepare(
                 "write" if writes else "read",
                 self.file,
@@ -216,7 +223,7 @@ class SlabFile:
                 try:
                     transfer.ticket.wait()
                 except SwapError as error:
-                    failed = [*failed, (transfer.start, transfer.end, error)]
+                    failed = [*failed, (transfer.start, transfer.end, error.again())]
         # In this order: after an interruption between the two, the same failures are found and stored once more.
         extent.failed = failed
         extent.in_flight = pending

@@ -135,6 +135,21 @@ class SwapSpace:
             size, names, section, tuple(parts), StripeMap([part.extent.nbytes for part in parts])
         )
 
+    def grow(self, section: str, nbytes: int) -> None:
+        """Reserve at least ``nbytes`` more for ``section``, divided over its paths like its first bytes.
+
+        Raises SwapSpaceError when there is too little space; what other paths have reserved by then is kept.
+        """
+        with self._lock:
+            planned = self._planned[section]
+            total = sum(planned)
+            for index, (slab, share) in enumerate(zip(self.slabs, tuple(planned), strict=True)):
+                more = round_up(-(-nbytes * share // total))
+                if more:
+                    slab.grow(more)
+                    planned[index] += more
+                    self._remaining[section][index] += more
+
     def free(self, extent: StripedExtent) -> None:
         """Free an extent, after its transfers in flight; their failures are dropped."""
         for part in extent.parts:

@@ -13,6 +13,7 @@ from typing import Any
 import torch.utils.checkpoint
 
 from tiering import _logs
+from tiering.config.training import TieringConfig
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,10 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Record the call. No option has an effect; the first call logs that."""
+    """Record the call. ``checkpoint_in_cpu`` sets ``tiering.activations`` to ``host`` in engines initialized later.
+
+    No other option has an effect; the first call logs that.
+    """
     global _options
     is_first_call = _options is None
     _options = {
@@ -50,7 +54,9 @@ def configure(
         "synchronize": synchronize,
         "profile": profile,
     }
-    enabled_options = ", ".join(name for name, value in _options.items() if value)
+    enabled_options = ", ".join(
+        name for name, value in _options.items() if value and name != "checkpoint_in_cpu"
+    )
     if is_first_call and enabled_options:
         log.log(
             _logs.once(logging.INFO),
@@ -62,6 +68,14 @@ def configure(
 def is_configured() -> bool:
     """Whether ``configure`` was called."""
     return _options is not None
+
+
+def with_options(settings: TieringConfig) -> TieringConfig:
+    """``settings`` of an engine, with what ``configure`` has asked for."""
+    if _options is None or not _options["checkpoint_in_cpu"] or settings.tiering.activations != "device":
+        return settings
+    tiers = settings.tiering.model_copy(update={"activations": "host"})
+    return settings.model_copy(update={"tiering": tiers})
 
 
 def reset() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils import dlpack
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -37,6 +37,41 @@ def as_tensor(lease: Lease, nbytes: int | None = None) -> Tensor:
     # The tensor refers to the view, and the view to the lease, so the lease is not dropped while the tensor lives. An
     # explicit release still frees the range.
     return torch.frombuffer(lease.view, dtype=torch.uint8, count=-1 if nbytes is None else nbytes)
+
+
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """The bytes of ``storage`` as a flat uint8 tensor."""
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def without_bytes(tensor: Tensor) -> Tensor:
+    """A tensor that shares the version of ``tensor``, which counts changes in place, and not its memory."""
+    alias = tensor.detach()
+    alias.data = tensor.new_empty(0)
+    return alias
+
+
+def share_version(first: Tensor, other: Tensor) -> bool:
+    """Whether the two count their changes in place together. False where torch cannot tell."""
+    if not _can_set_version():
+        return False
+    version, before = other._version, first._version
+    torch._C._autograd._unsafe_set_version_counter((first,), (version + 1,))
+    try:
+        return other._version == version + 1
+    finally:
+        torch._C._autograd._unsafe_set_version_counter((first,), (before,))
+
+
+@cache
+def _can_set_version() -> bool:
+    try:
+        tensor = torch.empty(0, device="cpu")
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (1,))
+    except (AttributeError, TypeError):
+        return False
+    return tensor._version == 1
 
 
 def exchange_pointers(first: Tensor, second: Tensor) -> None:

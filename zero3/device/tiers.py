@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tiering.config.fields import format_size
 from tiering.config.training import TiersConfig
-from tiering.errors import SwapError
+from tiering.errors import SwapError, SwapSpaceError
 from tiering.placement.plan import Plan
 from tiering.placement.tenants import PARAMETERS
 from tiering.placement.workload import Tier
@@ -248,6 +248,43 @@ class Tiers:
             return Home(torch.empty(nbytes, dtype=torch.uint8, device=self.device), on_device=True)
         arena = self.device_arena if tier is Tier.DEVICE else self.host
         return Home(tensor=as_tensor(arena.lease(nbytes, kind))[:nbytes])
+
+    def arena_for(self, kind: str, nbytes: int) -> Arena:
+        """Host memory that the plan has for the tenant ``kind``, as an arena of its own."""
+        arena = self.host.split(nbytes, kind)
+        self._on_host = (*self._on_host, arena)
+        self._arenas.append(arena)
+        return arena
+
+    def lend(self, nbytes: int, kind: str) -> StripedExtent:
+        """An extent until ``take_back``. If the swap space of ``kind`` is in use, it grows within the NVMe budget.
+
+        Raises SwapSpaceError if the budget or the disk has no room.
+        """
+        assert self.swap is not None
+        try:
+            extent = self.swap.allocate(nbytes, (kind,), kind)
+        except SwapSpaceError:
+            # In steps of a quarter: the space of a pass is reserved in few steps. It is kept for the next pass.
+            more = max(round_up(nbytes), round_up(self._on_nvme[kind] // 4))
+            room = self.plan.budgets.nvme - self.swap.capacity
+            if round_up(nbytes) > room:
+                raise SwapSpaceError(
+                    f"{kind} need {format_size(more)} more of swap space than the"
+                    f" {format_size(self._on_nvme[kind])} in use, but nvme_budget"
+                    f" {format_size(self.plan.budgets.nvme)} leaves {format_size(max(0, room))}: raise nvme_budget, or"
+                    " use smaller micro-batches or activation checkpointing"
+                ) from None
+            self.swap.grow(kind, min(more, room))
+            extent = self.swap.allocate(nbytes, (kind,), kind)
+        self._on_nvme[kind] += extent.nbytes
+        return extent
+
+    def take_back(self, extent: StripedExtent) -> None:
+        """Free an extent of ``lend``, after its transfers in flight."""
+        assert self.swap is not None
+        self._on_nvme[extent.section] -= extent.nbytes
+        self.swap.free(extent)
 
     def sections(self) -> Iterator[tuple[str, int, str]]:
         """Directory, or file, and offset of each part of each home on NVMe, and the kind of its state."""

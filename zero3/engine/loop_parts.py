@@ -10,10 +10,12 @@ from functools import partial
 from torch import nn
 
 from tiering.config.training import TieringConfig
+from tiering.placement.workload import ACTIVATIONS, Tier
 from tiering.telemetry import ConfigurationStatus
 from zero3.checkpoint.checkpoints import Checkpoints
 from zero3.checkpoint.export import Export
 from zero3.checkpoint.run_state import Resumable
+from zero3.device.tiers import Tiers
 from zero3.engine.accumulated_gradients import AccumulatedGradients
 from zero3.engine.by_name import NamedState
 from zero3.engine.state_files import StateFiles
@@ -23,9 +25,11 @@ from zero3.loop.step import BackwardEvents, Update
 from zero3.loop.step_state import Accumulation
 from zero3.observe.ending import error_under_way
 from zero3.observe.observation import Observation
+from zero3.params.param_group import ParamGroup
 from zero3.parts import Assembly
 from zero3.passes import hooks
 from zero3.passes.hooks import Removable
+from zero3.passes.moved_activations import MovedActivations
 from zero3.passes.prefetch import Prefetcher, Room
 from zero3.passes.schedule import PassSchedule
 from zero3.state.access import Access
@@ -114,7 +118,8 @@ def connect(
     events = BackwardEvents(accumulation, updates, parameters, prefetcher)
     # Slices of experts come behind the groups, as their indices do.
     with_slices = [*parts.groups, *(each for group in parts.groups for each in group.slices)]
-    schedule = PassSchedule(with_slices, prefetcher, parts.sink, events, parts.tiers.timeline)
+    moved = _moved_activations(model, config, parts.tiers, with_slices)
+    schedule = PassSchedule(with_slices, prefetcher, parts.sink, events, parts.tiers.timeline, moved)
     handles = hooks.install(model, parts.groups, schedule)
 
     ready = Readiness(
@@ -159,6 +164,17 @@ def connect(
         preemption=Preemption(updates, alone=parts.collectives is None),
         observation=observation,
     )
+
+
+def _moved_activations(
+    model: nn.Module, config: TieringConfig, tiers: Tiers, groups: list[ParamGroup]
+) -> MovedActivations | None:
+    """What moves activations off the device; None if they stay there."""
+    place = config.tiering.activations
+    if place == "device":
+        return None
+    memory = tiers.arena_for(ACTIVATIONS, tiers.plan.contents(Tier.HOST)[ACTIVATIONS])
+    return MovedActivations(tiers, memory, model, groups, on_nvme=place == "nvme")
 
 
 def _room_for_expert(parts: Assembly) -> Callable[[], Room | None] | None:

@@ -40,6 +40,7 @@ from zero3.params.compilation import eager
 from zero3.params.inner_tensors import ordinary_tensors
 from zero3.params.param_group import ParamGroup
 from zero3.passes.hooks import in_transform
+from zero3.passes.moved_activations import Moved, MovedActivations
 from zero3.passes.pass_state import graph_task
 
 
@@ -47,7 +48,7 @@ class SavedTensors:
     """Marks the tensors that autograd saves between ``enter`` and ``leave``.
 
     ``need`` is called with a group before a tensor of it is handed out. ``stepped``: the groups that the running
-    backward has updated; its owner changes the set.
+    backward has updated; its owner changes the set. ``moved`` moves activations off the device.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class SavedTensors:
         groups: Iterable[ParamGroup],
         need: Callable[[ParamGroup], None],
         stepped: AbstractSet[ParamGroup] = frozenset(),
+        moved: MovedActivations | None = None,
     ) -> None:
         groups = list(groups)
+        self.moved = moved
         self.owners = {group.storage_key: group for group in groups if group.moves}
         self.stepped = stepped
-        self.activations = Activations(groups)
+        self.activations = Activations(groups, has_hooks=bool(self.owners) or moved is not None)
         self._need = need
         self._node: Any = None
         self._handed_out: set[ParamGroup] = set()
@@ -70,7 +73,8 @@ class SavedTensors:
         """A forward begins: activate the hooks, unless they are active or a transform forbids hooks."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         innermost = getattr(outer[0], "__self__", None) if outer is not None else None
-        if not self.owners or (isinstance(innermost, _Hooks) and innermost.saved is self) or in_transform():
+        is_needed = bool(self.owners) or self.moved is not None
+        if not is_needed or (isinstance(innermost, _Hooks) and innermost.saved is self) or in_transform():
             self._entered.append((None, _stack()))
             return
         hooks = self.hooks()
@@ -195,6 +199,11 @@ class _Hooks:
         group = self.saved.owner_of(tensor)
         if group is None:
             self.saved.activations.saved_tensor(tensor)
+            # Other hooks decide on the tensors that they get: save_on_cpu moves them, checkpointing drops them.
+            if self.saved.moved is not None and self._outer_pack is None:
+                moved = self.saved.moved.take(tensor)
+                if moved is not None:
+                    return moved
         if self._outer_pack is None or (group is not None and _copies_only(self._outer_pack)):
             return _Saved(group, tensor)
         packed = self._outer_pack(tensor)
@@ -204,6 +213,9 @@ class _Hooks:
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _PassedOn):
             return self._unpack_passed_on(packed)
+        if isinstance(packed, Moved):
+            assert self.saved.moved is not None
+            return self.saved.moved.give(packed)
         if not isinstance(packed, _Saved):
             return self._unpack_outside(packed)
         if packed.group is not None:
@@ -248,8 +260,8 @@ class Activations:
     without a call at which another thread, garbage collection or Ctrl-C could run.
     """
 
-    def __init__(self, groups: Iterable[ParamGroup]) -> None:
-        groups = list(groups)
+    def __init__(self, groups: Iterable[ParamGroup], *, has_hooks: bool) -> None:
+        """``has_hooks``: every saved tensor is reported. Otherwise the graph of the first loss is walked."""
         self._used = 0
         self._peak = 0
         # By address, which no other storage gets while this one lives. Storages of groups map to None: not counted.
@@ -257,7 +269,7 @@ class Activations:
         self._freed: deque[_Activation] = deque()  # freed storages that the counts still include
         # A C method, not Python code: Ctrl-C in Python code that runs while a storage is freed would be lost.
         self._on_free: Callable[[Any], None] = self._freed.append
-        self._walk = not any(group.moves for group in groups)
+        self._walk = not has_hooks
 
     @property
     def used(self) -> int:

@@ -37,6 +37,7 @@ from zero3.params.compilation import is_compiled
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup, Residency
 from zero3.passes.hooks import call_at_end_of_backward, check_transform
+from zero3.passes.moved_activations import MovedActivations
 from zero3.passes.pass_state import (
     CurrentPass,
     PassState,
@@ -68,6 +69,7 @@ class PassSchedule:
         gradients: GradientSink,
         listener: PassListener,
         timeline: Timeline | None = None,
+        moved: MovedActivations | None = None,
     ) -> None:
         self._prefetcher = prefetcher
         self._gradients = gradients
@@ -83,7 +85,8 @@ class PassSchedule:
         # The group that backward entered last, the autograd nodes that its forward made, and the graph task.
         self._entered: tuple[ParamGroup, range, int] | None = None
         self._stepped: set[ParamGroup] = set()  # groups that this backward has updated
-        self._saved = SavedTensors(groups, self.need, self._stepped)
+        self._moved = moved
+        self._saved = SavedTensors(groups, self.need, self._stepped, moved)
         self._thread = PassThread()
         end_use = partial(self._stop_using, raised=False, holds=False)
         self._room = RoomForGroups(prefetcher, self._progress, self._forwards, self._live, end_use)
@@ -121,6 +124,8 @@ class PassSchedule:
                 self.abandon()
             if not self._forwards:
                 self._prefetcher.begin_pass(training)
+                if self._moved is not None:
+                    self._moved.begin_pass()
         self._enter()
 
     @uninterrupted

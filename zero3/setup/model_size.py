@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tiering.config.training import TieringConfig
+from tiering.placement.tenants import activations
 from tiering.placement.workload import GroupSizes, StateKept, Workload, make_workload, settle_dtypes
 from zero3.device.storages import can_exchange
 from zero3.device.tiers import NvmePaths
@@ -103,6 +104,7 @@ def size_up(
         on_gpu=on_gpu,
         world_size=world_size,
         fetch_by_copy=on_gpu or not can_exchange(),
+        others=activations(config),
     )
     return SizedModel(members, layouts, compute, grad, reduce, workload, in_fp32)
 

@@ -15,6 +15,7 @@ from tiering.placement.placement import place
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier
 from tiering.storage.arena import PAGE
+from zero3.passes import moved_activations
 
 from .training import Training
 
@@ -47,6 +48,8 @@ class Placement:
     instruction_set: str = ""
     # The first values come from files, in which frozen weights stay.
     in_files: bool = False
+    activations: str = "device"
+    activation_budget: int = 1 << 20
 
     @classmethod
     def draw(cls, rng: random.Random, training: Training) -> Placement:
@@ -74,6 +77,11 @@ class Placement:
             paths=rng.choice((1, 1, 1, 2)),
             threads=rng.choice((1, 1, 2)),
             instruction_set=rng.choice(("", "", *kernels.available_instruction_sets())),
+            activations=rng.choice(
+                ("device", "host", *(("nvme", "nvme") if "nvme" in (param, optimizer) else ()))
+            ),
+            # From a few saved tensors of these models to all of them.
+            activation_budget=rng.choice((8 * PAGE, 16 * PAGE, 64 * PAGE, 1 << 20)),
         )
 
     def roomier(self) -> Placement:
@@ -107,6 +115,8 @@ class Placement:
                 "verify": self.verify,
                 "step_in_backward": self.in_backward,
                 "weights_in_place": self.in_files,
+                "activations": self.activations,
+                "activation_budget": self.activation_budget,
                 "io": {
                     "engine": self.engine,
                     "block_size": self.block_size,
@@ -134,8 +144,9 @@ class Placement:
 
     @contextmanager
     def machine(self) -> Iterator[None]:
-        """The kernels' threads and instructions are of this placement within the block."""
+        """The kernels' threads and instructions are of this placement within the block. Small activations move."""
         threads, chosen = kernels.thread_count(), kernels.instruction_set()
+        smallest, moved_activations.SMALLEST = moved_activations.SMALLEST, 256
         kernels.set_thread_count(self.threads)
         kernels.set_instruction_set(self.instruction_set or chosen)
         try:
@@ -143,6 +154,7 @@ class Placement:
         finally:
             kernels.set_thread_count(threads)
             kernels.set_instruction_set(chosen)
+            moved_activations.SMALLEST = smallest
 
     def __str__(self) -> str:
         values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]

@@ -143,7 +143,7 @@ def test_a_checkpointed_function_gives_the_same_and_is_computed_again(
         )
         checkpointing.configure(None, partition_activations=True)
     assert checkpointing.is_configured()
-    assert caplog.text.count("partition_activations, checkpoint_in_cpu: no effect") == 1
+    assert caplog.text.count("partition_activations: no effect") == 1
     checkpointing.reset()
 
 

@@ -29,6 +29,7 @@ from zero3.checkpoint import rank_share
 from zero3.checkpoint.saving import Saver
 from zero3.device import tiers
 from zero3.engine.engine import Engine
+from zero3.passes import moved_activations
 
 Start = Callable[..., Engine]
 Script = Callable[[Engine, Path], Iterator[Tensor]]  # trains, and yields losses that nobody has waited for
@@ -59,6 +60,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         "sub_group_size": 5000,
     },
     "state visits the device": HOST | {"update_on_device": 0.6, "sub_group_size": 5000},
+    "activations in host memory": HOST | {"activations": "host", "activation_budget": "1MiB"},
+    "activations on nvme": NVME | {"activations": "nvme", "activation_budget": "64KiB"},
 }
 # Of each way in which state lives, and of each thing that is done to it, one with most to wait for.
 FIRST = [
@@ -73,6 +76,8 @@ FIRST = [
     ("parameters on nvme, state in host memory", "overflows"),
     ("a share of the state on the device", "split state"),
     ("state visits the device", "updates"),
+    ("activations in host memory", "evaluations"),
+    ("activations on nvme", "failures"),
 ]
 ANSWERS: dict[str, Callable[[], tuple[Answers, Answers]]] = {
     "never": lambda: (never, never),
@@ -93,6 +98,11 @@ def saves_that_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rank_share, "CHUNK", 4096)
     monkeypatch.setattr(Saver, "_finish", late)
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moved_activations, "SMALLEST", 1024)
 
 
 @pytest.fixture(autouse=True)

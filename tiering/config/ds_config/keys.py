@@ -317,11 +317,14 @@ FILE: Tree = {
             None,
         ),
     },
-    "activation_checkpointing": no_effect(
-        "the model controls activation checkpointing; see tiering.checkpointing",
-        "partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints"
-        " synchronize_checkpoint_boundary profile",
-    ),
+    "activation_checkpointing": {
+        "cpu_checkpointing": mapped("tiering.activations", read=from_bool({True: "host"}), off=(False,)),
+        **for_each(
+            "partition_activations contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary"
+            " profile",
+            no_effect("the model controls activation checkpointing; see tiering.checkpointing", off=_NEVER),
+        ),
+    },
     "checkpoint": no_effect(
         "ranks always agree on the checkpoint and save it to one shared directory; any number of ranks can load it",
         "tag_validation load_universal use_node_local_storage checkpoint_serialization parallel_write"

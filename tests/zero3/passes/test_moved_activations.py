@@ -1,0 +1,346 @@
+"""Activations that leave the device: the same bits, bytes as counted by hand, any order of graphs, every failure."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+import tiering
+from tests.zero3.conftest import SmallModel, batches, config, same_bits
+from tiering.errors import ConfigError, PlacementError, SwapError, SwapSpaceError
+from tiering.placement.workload import Tier
+from tiering.storage.aio import AioContext, Fault, FaultPlan
+from tiering.storage.slab_file import SlabFile
+from zero3.deepspeed import checkpointing
+from zero3.device import tiers
+from zero3.engine.engine import Engine
+from zero3.passes import moved_activations
+from zero3.passes.moved_activations import MovedActivations
+
+MIB = 1 << 20
+NVME = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+
+
+class Chain(nn.Module):
+    """``links`` tensors of ``nbytes``, each of which autograd saves once, and a weight of the same size."""
+
+    def __init__(self, links: int, nbytes: int = MIB) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, nbytes // 4))
+        self.links = links
+
+    def forward(self, scale: float) -> Tensor:
+        stream = self.weight * scale
+        for _ in range(self.links):
+            stream = stream.tanh()
+        return stream.square().mean()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Any:
+    engines: list[Engine] = []
+
+    def initialize(model: nn.Module, **settings: Any) -> Engine:
+        settings = {"precision": "fp32", "accumulation": 1, "host_budget": "1GiB"} | settings
+        settings = {"device_budget": "1GiB", "nvme_budget": "1GiB"} | settings
+        engine, *_ = tiering.initialize(model=model, config=config(tmp_path, **settings))
+        engines.append(engine)
+        return engine
+
+    yield initialize
+    for engine in engines:
+        engine.close()
+
+
+def moved_by(engine: Engine) -> MovedActivations:
+    moved = engine._schedule._moved
+    assert moved is not None
+    return moved
+
+
+def update(engine: Engine, *inputs: Any) -> float:
+    loss = engine(*inputs)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def test_bytes_are_those_of_the_formula_and_the_result_has_the_same_bits(
+    start: Callable[..., Engine],
+) -> None:
+    """24 saved tensors, of which the last ones stay in half of the memory; the others are written and read once."""
+    plain, engine = (
+        start(Chain(24), activation_budget=8 * MIB, activations=place, **NVME) for place in ("device", "nvme")
+    )
+    for scale in (1.0, 1.5, 2.0):
+        assert update(engine, scale) == update(plain, scale)
+    assert not same_bits(engine.state_dict(), plain.state_dict())
+    moved = moved_by(engine)
+    # 24 results of tanh. The weight, and what is smaller than a MiB, stay.
+    assert moved.copied_bytes == 3 * 24 * MIB
+    assert moved.written_bytes == moved.read_bytes == 3 * (24 - 4) * MIB
+    gc.collect()
+    assert moved.used == {"host": 0, "nvme": 0}
+    assert engine.plan.contents(Tier.HOST)["activations"] == 8 * MIB
+
+
+def test_in_host_memory_what_fits_is_moved_and_the_rest_stays(
+    start: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, engine = (
+        start(Chain(12), activations=place, activation_budget=8 * MIB) for place in ("device", "host")
+    )
+    assert update(engine, 1.0) == update(plain, 1.0)
+    assert not same_bits(engine.state_dict(), plain.state_dict())
+    assert moved_by(engine).copied_bytes == 8 * MIB
+    assert "a saved tensor of 1.00 MiB stays on the device" in caplog.text
+    assert "raise tiering.activation_budget" in caplog.text
+
+
+def test_a_tensor_larger_than_the_memory_streams_through_it(start: Callable[..., Engine]) -> None:
+    plain, engine = (
+        start(Chain(3, 8 * MIB + 4096), activations=place, activation_budget=2 * MIB, **NVME)
+        for place in ("device", "nvme")
+    )
+    for scale in (1.0, 2.0):
+        assert update(engine, scale) == update(plain, scale)
+    assert not same_bits(engine.state_dict(), plain.state_dict())
+    moved = moved_by(engine)
+    assert moved.written_bytes == 2 * 3 * (8 * MIB + 4096)
+    # The square and the last tanh have saved one tensor. It is read for each of them.
+    assert moved.read_bytes == 2 * 4 * (8 * MIB + 4096)
+
+
+def test_graphs_go_backward_in_any_order(start: Callable[..., Engine]) -> None:
+    """First in, first out, as in a pipeline schedule; swap space that one graph has left serves the next one."""
+    scales = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5)
+    results = []
+    for place in ("device", "nvme"):
+        engine = start(Chain(12), activations=place, activation_budget=8 * MIB, accumulation=8, **NVME)
+        waiting: list[Tensor] = []
+        for scale in scales:
+            waiting.append(engine(scale))
+            if len(waiting) == 4:
+                engine.backward(waiting.pop(0))
+                engine.step()
+        while waiting:
+            engine.backward(waiting.pop(0))
+            engine.step()
+        results.append(engine.state_dict())
+    assert not same_bits(*results)
+    swap = engine._tiers.swap
+    assert swap is not None
+    # Of four graphs of twelve: no more than one graph is lost to fragmentation.
+    activations = swap.capacity - engine.plan.total(Tier.NVME) + 8 * MIB
+    assert activations <= 5 * 12 * MIB
+
+
+def test_a_graph_that_is_kept_is_used_again(start: Callable[..., Engine]) -> None:
+    gradients = []
+    for place in ("device", "nvme"):
+        engine = start(Chain(12), activations=place, activation_budget=8 * MIB, **NVME)
+        loss = engine(1.0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        engine.step()
+        gradients.append(engine.state_dict())
+    assert not same_bits(*gradients)
+
+
+def test_a_saved_tensor_that_was_changed_is_refused_as_torch_does(start: Callable[..., Engine]) -> None:
+    class Edited(Chain):
+        def forward(self, scale: float) -> Tensor:
+            stream = (self.weight * scale).tanh()
+            result = stream.square().mean()
+            stream.add_(1.0)
+            return result
+
+    engine = start(Edited(1), activations="host", activation_budget=8 * MIB)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine(1.0).backward()
+    # Not changed between its uses, but after an earlier copy: each use has its own bytes.
+
+    class Reused(Chain):
+        def forward(self, scale: float) -> Tensor:
+            stream = self.weight * scale
+            buffer = torch.empty_like(stream)
+            with torch.no_grad():
+                torch.sin(stream, out=buffer)
+            first = (stream * buffer).mean()
+            return first + (stream * buffer.clone().mul_(2.0)).mean()
+
+    plain, engine = (
+        start(Reused(1), activations=place, activation_budget=16 * MIB) for place in ("device", "host")
+    )
+    assert update(engine, 1.0) == update(plain, 1.0)
+    assert not same_bits(engine.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_under_checkpointing_the_inputs_of_blocks_are_moved(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, place: str, reentrant: bool
+) -> None:
+    monkeypatch.setattr(moved_activations, "SMALLEST", 2048)
+
+    class Checkpointed(SmallModel):
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            stream = self.embedding(tokens) + self.position.weight
+            for block in self.blocks:
+                stream = checkpoint(block, stream, use_reentrant=reentrant)
+            return nn.functional.cross_entropy(self.head(self.norm(stream)).flatten(0, 1), targets.flatten())
+
+    states = []
+    for where in ("device", place):
+        torch.manual_seed(0)
+        engine = start(Checkpointed(), activations=where, activation_budget="32KiB", **NVME)
+        for batch in batches(3):
+            update(engine, *batch)
+        states.append(engine.state_dict())
+    assert not same_bits(*states)
+    # The inputs of three blocks, and none of the insides of a block: of the head, and of the loss.
+    moved = moved_by(engine)
+    inputs = 3 * 2 * 16 * 48 * 4
+    assert moved.copied_bytes // 3 >= inputs
+    insides = 2 * 16 * 4 * 48 * 4
+    assert moved.copied_bytes // 3 < inputs + 3 * insides + 2 * 2 * 16 * 600 * 4
+
+
+def test_what_save_on_cpu_moves_is_not_moved_twice(start: Callable[..., Engine]) -> None:
+    engine = start(Chain(12), activations="host", activation_budget=16 * MIB)
+    with save_on_cpu():
+        loss = engine(1.0)
+    engine.backward(loss)
+    assert moved_by(engine).copied_bytes == 0
+
+
+def test_deepspeeds_call_for_checkpoints_in_host_memory_is_followed(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero3.deepspeed.checkpointing._options", None)
+    checkpointing.configure(None, checkpoint_in_cpu=True)
+    engine = start(Chain(4), activation_budget=8 * MIB)
+    assert engine.settings.tiering.activations == "host"
+    update(engine, 1.0)
+    assert moved_by(engine).copied_bytes == 4 * MIB
+
+
+CEILING = """
+import resource, sys
+from pathlib import Path
+import torch
+
+def resident(field):
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(field + ":")[1].split()[0]) * 1024
+
+torch.ones(64, 64, requires_grad=True).tanh().sum().backward()
+baseline = resident("VmRSS")
+import tiering
+from tests.zero3.conftest import config
+from tests.zero3.passes.test_moved_activations import Chain
+
+directory, place, links, nbytes, budget = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+settings = config(directory, precision="fp32", accumulation=1, offload_optimizer="nvme", device_budget="256MiB",
+                  host_budget="256MiB", activations=place, activation_budget=budget)
+engine, *_ = tiering.initialize(model=Chain(links, nbytes), config=settings)
+for scale in (1.0, 2.0):
+    engine.backward(engine(scale))
+    engine.step()
+planned = sum(engine.plan.total(tier) for tier in tiering.placement.workload.Tier if tier.value != "nvme")
+print(resident("VmHWM") - baseline - planned)
+engine.close()
+"""
+
+
+@pytest.mark.slow
+def test_resident_memory_stays_within_the_budgets(tmp_path: Path) -> None:
+    """Activations take eight times their budget. On the device, they would add 256 MiB."""
+    above = {}
+    for place in ("device", "nvme"):
+        arguments = [str(tmp_path), place, "64", str(4 * MIB), str(32 * MIB)]
+        root = Path(__file__).parents[3]
+        environment = os.environ | {"TIERING_DEVICE": "cpu", "PYTHONPATH": str(root)}
+        run = subprocess.run(
+            [sys.executable, "-c", CEILING, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        above[place] = int(run.stdout.split()[-1])
+    assert above["device"] > 64 * 4 * MIB
+    assert above["nvme"] < 96 * MIB  # the constant of docs/guide/memory.md
+
+
+def with_fault(monkeypatch: pytest.MonkeyPatch, *faults: Fault) -> None:
+    def context(**options: Any) -> AioContext:
+        return AioContext(fault=FaultPlan(faults), **options)
+
+    monkeypatch.setattr(tiers, "AioContext", context)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_failed_transfer_is_named_and_only_its_batch_is_lost(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    plain = start(Chain(24), activation_budget=8 * MIB)
+    with_fault(monkeypatch, Fault(kind, first=5, error=errno.EIO))
+    engine = start(Chain(24), activations="nvme", activation_budget=8 * MIB, offload_optimizer="nvme")
+    with pytest.raises(SwapError, match=r"activations"):
+        update(engine, 1.0)
+    gc.collect()
+    assert update(engine, 1.0) == update(plain, 1.0)
+    assert not same_bits(engine.state_dict(), plain.state_dict())
+    gc.collect()
+    assert moved_by(engine).used == {"host": 0, "nvme": 0}
+
+
+def test_a_full_disk_is_named_and_only_its_batch_is_lost(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, engine = (
+        start(Chain(24), activations=place, activation_budget=8 * MIB, offload_optimizer="nvme")
+        for place in ("device", "nvme")
+    )
+
+    def full(self: SlabFile, nbytes: int) -> None:
+        raise SwapSpaceError(f"{self.directory} is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlabFile, "grow", full)
+        with pytest.raises(SwapSpaceError, match="is full"):
+            engine(1.0)
+    assert update(engine, 1.0) == update(plain, 1.0)
+    assert not same_bits(engine.state_dict(), plain.state_dict())
+
+
+def test_the_nvme_budget_is_a_ceiling(start: Callable[..., Engine]) -> None:
+    settings = {"activation_budget": 8 * MIB, "offload_optimizer": "nvme", "cache_in_host": False}
+    needed = start(Chain(24), **settings).plan.total(Tier.NVME)
+    engine = start(Chain(24), activations="nvme", nvme_budget=needed + 12 * MIB, **settings)
+    with pytest.raises(
+        SwapSpaceError, match=r"activations need .*raise nvme_budget, or use smaller micro-batches"
+    ):
+        engine(1.0)
+
+
+def test_settings_that_cannot_be_followed_are_refused(start: Callable[..., Engine]) -> None:
+    with pytest.raises(
+        ConfigError, match="set nvme_path of offload_optimizer or offload_param, or use 'host'"
+    ):
+        start(Chain(1), activations="nvme")
+    with pytest.raises(PlacementError, match=r"host needs .*\(.*activations 2\.00 GiB"):
+        start(Chain(1), activations="host", activation_budget="2GiB")

@@ -110,13 +110,14 @@ def to_weights(
 
 
 def _codes(files: WeightFiles, without: AbstractSet[str]) -> str:
-    """A warning about weights that are codes of ``tiering.quantize``; empty if there are none."""
+    """A warning about weights that are codes of ``tiering.quantize``; empty if there are none but ``without``."""
     names = [
         name
         for name, stored in files.tensors.items()
-        if stored.dtype in ("U8", "I8") and len(stored.shape) == 1 and f"{name}_scales" in files.tensors
+        if name not in without and f"{name}_scales" in files.tensors
+        if stored.dtype in ("U8", "I8") and len(stored.shape) == 1
     ]
-    if not names or names[0] in without:
+    if not names:
         return ""
     return (
         f"{counted(len(names), 'weight')} of quantised layers, such as {names[0]!r}, are written as codes, which only a"

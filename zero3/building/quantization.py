@@ -93,7 +93,7 @@ def _by_default(model: nn.Module, form: QuantizedFormat) -> list[tuple[str, nn.M
     ]
     undivided = tuple(name for name, layer in frozen if _is_undivided(layer, form))
     found = [(name, layer) for name, layer in frozen if not _is_undivided(layer, form)]
-    if not found and not any(_is_quantised_itself(module) for module in model.modules()):
+    if not found and not any(_is_quantised(module) for module in model.modules()):
         if undivided:
             raise ConfigError(
                 f"quantize: no frozen nn.Linear has inputs that are a multiple of the block size {form.group_size}"
@@ -127,7 +127,7 @@ def _is_undivided(module: nn.Module, form: QuantizedFormat) -> bool:
     return any(weight.shape[-1] % form.group_size for weight in _weights(module).values())
 
 
-def _is_quantised_itself(module: nn.Module) -> bool:
+def _is_quantised(module: nn.Module) -> bool:
     return isinstance(module, QuantizedLinear | QuantizedExperts)
 
 
@@ -147,7 +147,7 @@ def _named(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.M
             layer = (
                 module.base_layer if isinstance(getattr(module, "base_layer", None), nn.Linear) else module
             )
-            if _is_quantised_itself(layer):
+            if _is_quantised(layer):
                 continue
             weights = _weights(layer)
             if not weights:
@@ -200,15 +200,16 @@ def _check_weight(name: str, weight: nn.Parameter, form: QuantizedFormat) -> Non
 def _avoid_fused_encoders(model: nn.Module) -> None:
     """Make torch's encoder call its quantised layers: in evaluation it would take their codes for weights."""
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and _is_quantised(module):
+        if isinstance(module, nn.TransformerEncoderLayer) and _has_quantised(module):
             # Torch's condition for the fused kernel.
             module.activation_relu_or_gelu = 0
-        if isinstance(module, nn.TransformerEncoder) and any(map(_is_quantised, module.layers)):
+        if isinstance(module, nn.TransformerEncoder) and any(map(_has_quantised, module.layers)):
             # Only that kernel computes with nested tensors.
             module.use_nested_tensor = False
 
 
-def _is_quantised(layer: nn.Module) -> bool:
+def _has_quantised(layer: nn.Module) -> bool:
+    """Whether a child of ``layer`` is quantised."""
     return any(isinstance(each, QuantizedLinear) for each in layer.children())
 
 

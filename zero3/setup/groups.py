@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -57,7 +58,7 @@ def slice_experts(groups: list[ParamGroup], tiers: Tiers) -> None:
             continue
         experts = expert_slices(group.layout, group.dtype.itemsize, group.routing.count)
         routing = replace(group.routing, count=group.routing.count * len(group.params))
-        for part in (part for parts in experts for part in parts):
+        for part in chain.from_iterable(experts):
             made.append(_make_slice(group, part, len(groups) + len(made), routing, tiers))
             group.slices.append(made[-1])
         for position, param in enumerate(group.params):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_cpu.formats import QuantizedFormat
-from optim_cpu.quantization import encode_blocks, encode_scales
+from optim_cpu.quantization import decode_scales, encode_blocks, encode_scales
 from tiering.errors import WeightsError
 from tiering.weights.files import StoredTensor
 from zero3.building.quantized_experts import SCALES, QuantizedExperts
@@ -33,6 +33,13 @@ class EncodedTensor:
     @property
     def experts(self) -> int:
         return self.shape[0] if len(self.shape) == 3 else 1
+
+    def decoded_scales(self, stored: Tensor) -> Tensor:
+        """All scales, flat and in float32, from their bytes ``stored``: those of each expert for itself, padded."""
+        numel = math.prod(self.shape) // self.experts
+        nbytes, count = self.form.scale_bytes(numel), numel // self.form.group_size
+        rows = stored.reshape(self.experts, -1)
+        return torch.cat([decode_scales(self.form, own[:nbytes], count) for own in rows])
 
 
 def encoded_tensors(model: nn.Module) -> Iterator[EncodedTensor]:

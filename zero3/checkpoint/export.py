@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from optim_cpu.formats import round_parameters
-from optim_cpu.quantization import decode_blocks, decode_scales
+from optim_cpu.quantization import decode_blocks
 from tiering import _logs
 from tiering.config.training import TieringConfig, format_size, parse_size
 from tiering.errors import CheckpointError, ConfigError
 from tiering.storage.read_only import COPY_REMEDY
 from tiering.weights.tensor_file import TensorSpec
 from tiering.weights.writer import SUFFIX, WeightWriter
+from zero3.building.encoded_weights import EncodedTensor
 from zero3.building.fill import RANGE
 from zero3.building.peft_models import is_from_peft
-from zero3.building.quantized_linear import QuantizedLinear
 from zero3.building.weights import STORED_NAMES
 from zero3.checkpoint.saved_names import (
     Saved,
@@ -193,12 +193,11 @@ class Export:
                     round_parameters(values, rounded)
                     yield rounded
 
-    def _decoded(self, saved: Saved, layer: QuantizedLinear, dtype: torch.dtype) -> Generator[Tensor]:
-        """The decoded weight of ``layer``, one range at a time. Holds all its scales, and the codes of a range."""
-        form, block = layer.form, layer.form.group_size
-        group, piece = self._pieces[layer.weight_scales]
-        count = layer.out_features * layer.in_features // block
-        scales = decode_scales(form, self._state.weight(group, piece), count)
+    def _decoded(self, saved: Saved, encoded: EncodedTensor, dtype: torch.dtype) -> Generator[Tensor]:
+        """The decoded weight of ``encoded``, one range at a time. Holds all its scales, and the codes of a range."""
+        form, block = encoded.form, encoded.form.group_size
+        group, piece = self._pieces[encoded.scales]
+        scales = encoded.decoded_scales(self._state.weight(group, piece))
         group, piece = self._pieces[saved.tensor]
         # Rows are whole blocks, and so is a part of the weight.
         part = saved.first // form.code_elements, saved.numel // form.code_elements

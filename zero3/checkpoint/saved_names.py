@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tiering.errors import ConfigError
+from zero3.building.encoded_weights import EncodedTensor, encoded_tensors
 from zero3.building.peft_models import is_from_peft
-from zero3.building.quantized_linear import QuantizedLinear
 from zero3.params.inner_tensors import InnerTensor
 from zero3.params.layout import product
 
@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 class Saved:
     """A tensor to store: the elements of a parameter or buffer of the model from ``first`` on, in ``shape``.
 
-    If ``tensor`` has the codes of the layer ``quantised``, elements are those of the decoded weight.
+    If ``tensor`` has the codes of ``quantised``, elements are those of the decoded weight.
     """
 
     name: str
     tensor: Tensor
     shape: tuple[int, ...]
     first: int = 0
-    quantised: QuantizedLinear | None = None
+    quantised: EncodedTensor | None = None
 
     @property
     def numel(self) -> int:
@@ -50,12 +50,10 @@ class Saved:
 def own_names(model: nn.Module) -> list[Saved]:
     """The tensors of ``model.state_dict()``; a tied tensor once, under the name that a loader expects.
 
-    The codes and scales of a quantised layer are one tensor: its weight.
+    The codes and scales of a quantised weight are one tensor: the weight.
     """
-    layers: dict[Tensor, QuantizedLinear] = {
-        module.weight: module for module in model.modules() if isinstance(module, QuantizedLinear)
-    }
-    scales = {layer.weight_scales for layer in layers.values()}
+    quantised: dict[Tensor, EncodedTensor] = {each.codes: each for each in encoded_tensors(model)}
+    scales = {each.scales for each in quantised.values()}
     names: dict[Tensor, list[str]] = defaultdict(list)
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
@@ -67,8 +65,8 @@ def own_names(model: nn.Module) -> list[Saved]:
     for tensor, tensor_names in names.items():
         if tensor in scales:
             continue
-        layer = layers.get(tensor)
-        shape = tuple(tensor.shape) if layer is None else (layer.out_features, layer.in_features)
+        encoded = quantised.get(tensor)
+        shape = tuple(tensor.shape) if encoded is None else encoded.shape
         if isinstance(model, _transformers_models()):
             untied_names = [
                 name for name in tensor_names if not any(re.search(pattern, name) for pattern in tied)
@@ -76,7 +74,7 @@ def own_names(model: nn.Module) -> list[Saved]:
         else:
             untied_names = []
         saved_tensors += [
-            Saved(name, tensor, shape, quantised=layer) for name in untied_names or tensor_names[:1]
+            Saved(name, tensor, shape, quantised=encoded) for name in untied_names or tensor_names[:1]
         ]
     return saved_tensors
 

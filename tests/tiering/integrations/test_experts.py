@@ -18,6 +18,7 @@ from transformers import (
 
 import tiering
 from tests.zero3.inside import wait_for_transfers
+from zero3.building.quantized_experts import QuantizedExperts
 
 EXPERTS, WIDTH, LAYERS = 64, 64, 2
 SIZES: dict[str, Any] = {
@@ -201,3 +202,27 @@ def test_experts_are_quantised_while_they_are_read_and_decoded_if_they_are_route
         assert losses == results[0][0]
         assert written == results[0][1]
         assert [key for key in values if not torch.equal(values[key], results[0][2][key])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_export_of_quantised_experts_is_loaded_by_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the names of its files, which have the experts of a layer one by one, or in one tensor."""
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    model = tiering.quantize(build(name, "grouped_mm"), "nf4")
+    expected = {
+        f"{path}.{matrices}": getattr(module, matrices).whole().to(torch.bfloat16)
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizedExperts)
+        for matrices in module.matrices
+    }
+    engine = begin(model, "nvme", tmp_path)
+    engine.save_pretrained(tmp_path / "export")
+    engine.close()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
+    assert len(expected) == 2 * LAYERS
+    assert [
+        each for each, value in expected.items() if not torch.equal(loaded.get_parameter(each), value)
+    ] == []

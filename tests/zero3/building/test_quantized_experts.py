@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,6 +22,7 @@ from tests.zero3.inside import wait_for_transfers
 from tests.zero3.passes.test_fused_experts import FEW, HABIT, MANY, NVME, PLACES, check_alike, routes, run
 from tiering.errors import ConfigError
 from zero3.building.quantized_experts import SCALES, EncodedMatrix, QuantizedExperts
+from zero3.checkpoint import export
 
 FORMATS = ["nf4", "int8", "fp8"]
 NAMES = ("up_proj", "down_proj")
@@ -154,6 +155,26 @@ def test_experts_are_encoded_while_they_are_read(
     stored = engine.state_dict()
     assert stored.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(stored[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_export_holds_decoded_matrices(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr(export, "RANGE", 1000)  # ranges that end inside a block
+    model = quantised(form, grouped=True)
+    expected = {
+        f"layers.{number}.experts.{name}": torch.stack(
+            [matrices[i].decoded(torch.bfloat16) for i in range(EXPERTS)]
+        )
+        for number, layer in enumerate(model.layers)
+        for name in NAMES
+        for matrices in [getattr(layer.experts, name)]
+    }
+    engine = start(model, **{**HABIT, **NVME})
+    stored = load_file(engine.save_16bit_model(tmp_path))
+    assert stored.keys() == fused_model(grouped=True).state_dict().keys()
+    assert [name for name, value in expected.items() if not torch.equal(stored[name], value)] == []
 
 
 def test_quantised_experts_are_copied_pickled_and_refused() -> None:

@@ -111,18 +111,20 @@ def to_weights(
 
 def _codes(files: WeightFiles, without: AbstractSet[str]) -> str:
     """A warning about weights that are codes of ``tiering.quantize``; empty if there are none but ``without``."""
+    scales = {name for name, stored in files.tensors.items() if stored.dtype == "U8"}
+    # Codes of a layer are flat, those of fused experts [experts, bytes].
     names = [
         name
         for name, stored in files.tensors.items()
-        if name not in without and f"{name}_scales" in files.tensors
-        if stored.dtype in ("U8", "I8") and len(stored.shape) == 1
+        if name not in without and f"{name}_scales" in scales
+        if stored.dtype in ("U8", "I8") and len(stored.shape) <= 2
     ]
     if not names:
         return ""
     return (
-        f"{counted(len(names), 'weight')} of quantised layers, such as {names[0]!r}, are written as codes, which only a"
-        " model that is quantised in the same way loads; to write decoded weights, load the checkpoint and call"
-        " engine.save_16bit_model(DIR)"
+        f"{counted(len(names), 'quantised weight')}, such as {names[0]!r}, {'is' if len(names) == 1 else 'are'} written"
+        " as codes, which only a model that is quantised in the same way loads; to write decoded weights, load the"
+        " checkpoint and call engine.save_16bit_model(DIR)"
     )
 
 

@@ -217,9 +217,7 @@ def test_codes_of_another_format_are_refused(start: Callable[..., Any], tmp_path
 
     start(base("int8"), threshold=0).save_checkpoint(tmp_path, tag="one")
     converted = to_weights(open_checkpoint(tmp_path / "one"), tmp_path / "converted")
-    assert converted.caveats[0].startswith(
-        "2 weights of quantised layers, such as 'up.weight', are written as codes"
-    )
+    assert converted.caveats[0].startswith("2 quantised weights, such as 'up.weight', are written as codes")
     converted = to_weights(open_checkpoint(tmp_path / "one"), tmp_path / "trained", exclude_frozen=True)
     assert converted.caveats == ()
     with pytest.raises(

@@ -20,6 +20,8 @@ from tests.e2e.fuzz.bodies import Fused
 from tests.zero3.experts import EXPERTS, WIDTH, FusedModel, fused_model
 from tests.zero3.inside import wait_for_transfers
 from tests.zero3.passes.test_fused_experts import FEW, HABIT, MANY, NVME, PLACES, check_alike, routes, run
+from tiering.checkpoint.conversion import to_weights
+from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import ConfigError
 from zero3.building.quantized_experts import SCALES, EncodedMatrix, QuantizedExperts
 from zero3.checkpoint import export
@@ -172,9 +174,13 @@ def test_an_export_holds_decoded_matrices(
         for matrices in [getattr(layer.experts, name)]
     }
     engine = start(model, **{**HABIT, **NVME})
-    stored = load_file(engine.save_16bit_model(tmp_path))
+    stored = load_file(engine.save_16bit_model(tmp_path / "16bit"))
     assert stored.keys() == fused_model(grouped=True).state_dict().keys()
     assert [name for name, value in expected.items() if not torch.equal(stored[name], value)] == []
+    engine.save_checkpoint(tmp_path / "saved", tag="one")
+    converted = to_weights(open_checkpoint(tmp_path / "saved" / "one"), tmp_path / "converted")
+    warning = "8 quantised weights, such as 'layers.0.experts.up_proj', are written as codes"
+    assert [caveat[: len(warning)] for caveat in converted.caveats] == [warning]
 
 
 def test_quantised_experts_are_copied_pickled_and_refused() -> None:

@@ -91,26 +91,11 @@ def find_in_place(
     ranges: dict[int, Ranges] = {}
     needs: dict[int, InFiles] = {}
     for at, (members, layout) in enumerate(zip(sized.members, sized.layouts, strict=True)):
-        group = sized.workload.groups[at]
         if members.persistent or layout.trainable_numel:
             continue
-        sharded = sized.workload.shards_params(group)
-        nbytes = sized.workload.home_bytes(group)
-        of_ranks = []
-        for rank in range(world.size) if sharded else (0,):
-            part = shard(layout, world.size, rank) if sharded else layout
-            of_ranks.append(stored_ranges(part, members, sized.dtype_of(members), loaded.sources))
-        if None in of_ranks:
-            continue
-        layouts = [ReadLayout.of(each, sizes, nbytes) for each in of_ranks if each is not None]
-        needs[at] = InFiles(max(each.nbytes for each in layouts), max(each.room for each in layouts) - nbytes)
-        if group.expert_bytes:
-            assert members.routing is not None and of_ranks[0] is not None
-            experts = expert_slices(layout, sized.dtype_of(members).itemsize, members.routing.count)
-            needs[at] = _need_of_experts(experts, of_ranks[0], sizes)
-        mine = of_ranks[world.rank if sharded else 0]
-        assert mine is not None
-        ranges[at] = mine
+        found = _of_group(sized, at, loaded.sources, sizes, world)
+        if found is not None:
+            ranges[at], needs[at] = found
     files = {each.file for group_ranges in ranges.values() for each in group_ranges}
     reason = "" if wanted is True or not files else _unsuitable(files)
     if collectives is not None:
@@ -127,6 +112,37 @@ def find_in_place(
     if collectives is not None:
         collectives.check_same("files of frozen weights", _lines(sized, ranges, loaded))
     return InPlace(ranges, needs, versions)
+
+
+def _of_group(
+    sized: SizedModel,
+    at: int,
+    sources: Mapping[nn.Parameter, StoredValues],
+    sizes: Mapping[Path, int],
+    world: World,
+) -> tuple[Ranges, InFiles] | None:
+    """Where the files have this rank's part of the group ``at``, and what the rank that needs most needs.
+
+    None if they have not all parts of all ranks.
+    """
+    members, layout, group = sized.members[at], sized.layouts[at], sized.workload.groups[at]
+    dtype, sharded = sized.dtype_of(members), sized.workload.shards_params(group)
+    of_ranks: list[Ranges] = []
+    for rank in range(world.size) if sharded else (0,):
+        part = shard(layout, world.size, rank) if sharded else layout
+        stored = stored_ranges(part, members, dtype, sources)
+        if stored is None:
+            return None
+        of_ranks.append(stored)
+    if group.expert_bytes:
+        assert members.routing is not None
+        experts = expert_slices(layout, dtype.itemsize, members.routing.count)
+        need = _need_of_experts(experts, of_ranks[0], sizes)
+    else:
+        nbytes = sized.workload.home_bytes(group)
+        layouts = [ReadLayout.of(each, sizes, nbytes) for each in of_ranks]
+        need = InFiles(max(each.nbytes for each in layouts), max(each.room for each in layouts) - nbytes)
+    return of_ranks[world.rank if sharded else 0], need
 
 
 def stored_ranges(

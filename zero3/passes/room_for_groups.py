@@ -35,7 +35,8 @@ class RoomForGroups:
         """Unshard ``group`` after the group beside it has made way. Returns False if that one holds no room.
 
         The plan has room for both, but the other one may lie in the middle of it. Both are fetched anew, the larger one
-        first: then the rest of the room is in one piece. Also False if borrowed groups hold the room of both.
+        first: then the rest of the room is in one piece. Also False if borrowed groups hold the room of both; then the
+        other one is back if it is in use.
         """
         neighbour = self._progress[group].beside
         if neighbour is None or neighbour.residency in (Residency.RESIDENT, Residency.SHARDED):
@@ -43,19 +44,34 @@ class RoomForGroups:
         was_shown = neighbour.is_shown
         neighbour.reshard()
         both = sorted((group, neighbour), key=lambda each: -each.layout.numel)
-        try:
-            for each in both:
-                self._prefetcher.acquire(each)
-        except ArenaError:
-            if not self.end_borrowing(but=group):
-                return False
+        fit = self._acquire(both)
+        if not fit and self.end_borrowing(but=group):
             # The neighbour may have been borrowed, too: then nothing uses it now.
-            in_use = self._progress[neighbour].running or neighbour in self._live
-            for each in both if in_use else [group]:
-                self._prefetcher.acquire(each)
+            fit = self._acquire(both if self._is_in_use(neighbour) else [group])
+        if not fit and self._is_in_use(neighbour):
+            self._bring_back(neighbour, instead_of=group)
         if was_shown and neighbour.residency is Residency.UNSHARDED:
             neighbour.show()
+        return fit
+
+    def _bring_back(self, neighbour: ParamGroup, *, instead_of: ParamGroup) -> None:
+        """Unshard a group in use again, as it was: a program may go on after the refusal of the other one."""
+        if instead_of.residency is not Residency.SHARDED:
+            instead_of.reshard()
+        if neighbour.residency is Residency.SHARDED:
+            self._prefetcher.acquire(neighbour)
+
+    def _acquire(self, groups: Sequence[ParamGroup]) -> bool:
+        """Unshard ``groups``. Returns False, after some of them, if there is no room."""
+        try:
+            for group in groups:
+                self._prefetcher.acquire(group)
+        except ArenaError:
+            return False
         return True
+
+    def _is_in_use(self, group: ParamGroup) -> bool:
+        return bool(self._progress[group].running) or group in self._live
 
     def end_borrowing(self, *, but: ParamGroup, only_experts: bool = False) -> bool:
         """Release the groups that running modules have borrowed, except ``but``. Returns False if there were none.
@@ -79,11 +95,7 @@ class RoomForGroups:
 
     def refusal(self, group: ParamGroup) -> ResidencyError:
         """The error for a ``group`` for which nothing can make way."""
-        names_in_use = [
-            used.name
-            for used, progress in self._progress.items()
-            if used is not group and (used in self._live or progress.running)
-        ]
+        names_in_use = [used.name for used in self._progress if used is not group and self._is_in_use(used)]
         if group.slices:
             return ResidencyError(
                 f"no room on the device for all experts of {group.name!r} at once: {group.layout.pieces[0].name!r}"

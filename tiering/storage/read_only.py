@@ -338,11 +338,12 @@ class ReadOnlyFiles:
                     f"{path}: it has changed since its header was read",
                     "start again when no process writes to it",
                 )
-            number = self._aio.add_file(fd, direct=direct, name=str(path))
-            self._open[path] = _OpenFile(fd, number, _status(fd))
+            file = _OpenFile(fd, self._aio.add_file(fd, direct=direct, name=str(path)), _status(fd))
         except BaseException:
             close_alone(fd)
             raise
+        # Not in the block above: an interruption behind it would close the descriptor twice.
+        self._open[path] = file
 
 
 def _settle(tickets: Sequence[Ticket]) -> None:

@@ -265,10 +265,12 @@ class WeightReader:
             fd, direct = open_for_reading(path)
             try:
                 self._check_version(path, fd)
-                self._open[path] = fd, self._aio.add_file(fd, direct=direct, name=str(path))
+                number = self._aio.add_file(fd, direct=direct, name=str(path))
             except BaseException:
                 close_alone(fd)
                 raise
+            # Not in the block above: an interruption behind it would close the descriptor twice.
+            self._open[path] = fd, number
         return self._open[path][1]
 
     def _check_version(self, path: Path, fd: int) -> None:

@@ -500,8 +500,10 @@ class Engine:
             self._loop.end(f"{call}()")
         # Also if the close raises the error of a background save.
         finally:
-            values.restore_parameters(self.module)
-            self._wrapped.join()
+            try:
+                values.restore_parameters(self.module)
+            finally:
+                self._wrapped.join()
 
     def __reduce__(self) -> Any:
         raise EngineStateError(

@@ -28,6 +28,7 @@ Sides = dict[str, Callable[[], object]]
 
 TRAINED, INFERENCE, DENSE = "bitsandbytes", "bitsandbytes, inference", "dense"
 L2_BYTES = 400 << 10  # of a thread's second-level cache: inputs and outputs need room too
+MEMORY_BYTES = 96 << 20  # three times a large last-level cache
 LEAST_SHARE = 0.8
 PAUSE = 0.02
 REPEATS = 20
@@ -156,11 +157,11 @@ def one_row(report: Report, columns: int, threads: int, rounds: int) -> None:
     table = Table("one row, GB/s of encoded bytes", ("format", "from memory", "from the cache", "roof"))
     for name in QUANTIZED:
         nbytes = quantized(name).bytes_per_element * columns
-        rows = {"memory": 4 * columns, "cache": max(int(threads * L2_BYTES / nbytes), 1)}
+        rows = {"memory": MEMORY_BYTES // int(nbytes), "cache": max(int(threads * L2_BYTES / nbytes), 1)}
         weights = {place: encoded(name, torch.randn(count, columns) * 0.02) for place, count in rows.items()}
         sides: Sides = {
             "roof": large.sum,
-            "memory": lambda weight=weights["memory"]: weight.product(x),
+            "memory": lambda weight=weights["memory"]: _each(lambda: weight.product(x)),
             "cache": lambda weight=weights["cache"]: _each(lambda: weight.product(x)),
         }
         ms = {place: statistics.median(times) for place, times in measure(sides, rounds).items()}

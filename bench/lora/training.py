@@ -164,7 +164,11 @@ def case(run: Run[Scale, Side], sides: Sides, base: str) -> None:
     with reading_disk(run) as job, run.started(sides.of(base)) as started:
         if not started:
             return
-        turns: dict[str, Callable[[], Any]] = {name: partial(_step, side) for name, side in started.items()}
+        # All steps of a side: also those of a round that ``alternate`` drops.
+        taken_by: dict[str, list[dict[str, Any]]] = {name: [] for name in started}
+        turns: dict[str, Callable[[], Any]] = {
+            name: partial(_step, side, taken_by[name]) for name, side in started.items()
+        }
         if job is not None:
             io = next((side.facts for side in started.values() if side.facts.get("io_engine")), None)
             if io is not None:
@@ -175,26 +179,21 @@ def case(run: Run[Scale, Side], sides: Sides, base: str) -> None:
         readings = {}
         for name, taken in steps.items():
             side = started[name]
-            all_steps = _STEPS.pop(id(side))
             try:
                 end = side.call("end")[0]
             except SideError as error:
                 run.fail(name, error)
                 continue
-            readings[name] = Reading(f"{name}, {base}", side.facts, all_steps, end, by_fio)
+            readings[name] = Reading(f"{name}, {base}", side.facts, taken_by[name], end, by_fio)
             assert len(taken) == run.scale.rounds
     run.sides += readings.values()
     show(run.report, base, readings)
     judge(run, base, readings)
 
 
-_STEPS: dict[int, list[dict[str, Any]]] = {}
-"""All steps of a side, by its id: those of a round that alternate() drops, too."""
-
-
-def _step(side: Side) -> dict[str, Any]:
+def _step(side: Side, steps: list[dict[str, Any]]) -> dict[str, Any]:
     taken: dict[str, Any] = side.call("step")[0]
-    _STEPS.setdefault(id(side), []).append(taken)
+    steps.append(taken)
     return taken
 
 

@@ -164,7 +164,7 @@ def stored_ranges(
         for part in source.parts:
             first, last = max(start - before, 0), min(end - before, part.nbytes)
             if first < last:
-                ranges.append(FileRange(piece.name, part.file, part.offset + first, last - first, at))
+                ranges.append(FileRange(part.name, part.file, part.offset + first, last - first, at))
                 at += last - first
             before += part.nbytes
     return tuple(ranges)

@@ -177,7 +177,7 @@ def test_what_cannot_be_tiered_is_refused_by_name(
 
 def test_activations_count_the_tensors_inside_of_a_saved_wrapper() -> None:
     weight = coded(torch.float32)
-    activations = Activations([])
+    activations = Activations([], has_hooks=False)
     loss = (torch.ones(WIDTH, WIDTH, requires_grad=True) * weight).sum()
     activations.backward_of(loss)
     assert activations.used == weight.codes.nbytes + weight.scale.nbytes

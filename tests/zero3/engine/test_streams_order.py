@@ -76,7 +76,6 @@ FIRST = [
     ("parameters on nvme, state in host memory", "overflows"),
     ("a share of the state on the device", "split state"),
     ("state visits the device", "updates"),
-    ("activations in host memory", "evaluations"),
     ("activations on nvme", "failures"),
 ]
 ANSWERS: dict[str, Callable[[], tuple[Answers, Answers]]] = {

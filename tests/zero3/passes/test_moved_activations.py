@@ -109,6 +109,7 @@ def test_in_host_memory_what_fits_is_moved_and_the_rest_stays(
     assert "raise tiering.activation_budget" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_tensor_larger_than_the_memory_streams_through_it(start: Callable[..., Engine]) -> None:
     plain, engine = (
         start(Chain(3, 8 * MIB + 4096), activations=place, activation_budget=2 * MIB, **NVME)
@@ -123,6 +124,7 @@ def test_a_tensor_larger_than_the_memory_streams_through_it(start: Callable[...,
     assert moved.read_bytes == 2 * 4 * (8 * MIB + 4096)
 
 
+@pytest.mark.slow
 def test_graphs_go_backward_in_any_order(start: Callable[..., Engine]) -> None:
     """First in, first out, as in a pipeline schedule; swap space that one graph has left serves the next one."""
     scales = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5)

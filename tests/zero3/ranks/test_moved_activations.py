@@ -33,9 +33,8 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "place"), [PLACES[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in PLACES[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "place"), PLACES)
 def test_no_bit_changes(ranks: Ranks, nvme: Path, stage: int, place: dict[str, Any]) -> None:
     stays = ranks(2).run(trained, nvme, precision="bf16", stage=stage)
     runs = ranks(2).run(

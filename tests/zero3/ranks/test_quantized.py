@@ -72,9 +72,10 @@ def encodes(rank: int, nvme: Path, weights: Path, form: str, **options: Any) -> 
             return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", ["nf4", "int8"])
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_encode_the_codes_of_one_process(
     ranks: Ranks, nvme: Path, tmp_path: Path, world_size: int, form: str, stage: int
 ) -> None:

@@ -7,6 +7,7 @@ forward has the same effect wherever the parameter lives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -98,6 +99,8 @@ class ParamGroup:
         self.routing = members.routing
         # With fused experts: the groups of all their slices, expert by expert.
         self.slices: list[ParamGroup] = []
+        # Of a slice: those of the same expert, which an operation may use at the same time.
+        self.same_expert: Sequence[ParamGroup] = ()
         self.in_fp32 = members.in_fp32
         self.dtype = dtype
         self.home = home = memory.home

@@ -76,14 +76,16 @@ class RoomForGroups:
     def end_borrowing(self, *, but: ParamGroup, only_experts: bool = False) -> bool:
         """Release the groups that running modules have borrowed, except ``but``. Returns False if there were none.
 
-        Experts first, alone if there are any: a module computes with one after the other.
+        Experts first, alone if there are any: a module computes with one after the other. ``only_experts``: other
+        experts than that of ``but``.
 
         Most modules that borrow a parameter need it only for a moment: a hook that logs a norm, for example. A view
         that is used later cannot be read any more. So this is done only where storages can be closed: there such a
         read raises, elsewhere it would return wrong values.
         """
         forwards = self._forwards if can_close() else []
-        releasable = {group for forward in forwards for group in forward.borrowed if group is not but}
+        kept = {but, *but.same_expert} if only_experts else {but}
+        releasable = {group for forward in forwards for group in forward.borrowed if group not in kept}
         experts = {group for group in releasable if group.routing is not None}
         releasable = experts if experts or only_experts else releasable
         for forward in forwards:

@@ -194,6 +194,9 @@ class PassSchedule:
             return True
         if in_autograd():
             self.begin_backward()
+            if group.routing is not None:
+                # Backward computes with one expert after the other, too.
+                self._finish_unrelated(group)
             self._make_room_and_hold(group)
             group.show()
             if torch.is_grad_enabled() and not self._recomputes_itself(group):
@@ -464,7 +467,7 @@ class PassSchedule:
     def _finish_unrelated(self, group: ParamGroup, *, has_left: bool = False) -> None:
         """Finish the live groups that neither enclose ``group`` nor lie inside of it."""
         # The node that runs now may hold saved tensors of other groups: their bytes must stay until it ends.
-        keep = self._progress[group].enclosing | self._saved.in_use() | self._until_end
+        keep = self._progress[group].enclosing | self._saved.in_use() | self._until_end | {*group.same_expert}
         inside = [live for live in self._live if group in self._progress[live].enclosing]
         for done in [live for live in self._live if live not in keep and live not in inside]:
             # A node of the group's own forward that recomputes several blocks (one checkpoint) continues afterwards.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 
 import torch
 from torch import nn
@@ -58,9 +57,13 @@ def slice_experts(groups: list[ParamGroup], tiers: Tiers) -> None:
             continue
         experts = expert_slices(group.layout, group.dtype.itemsize, group.routing.count)
         routing = replace(group.routing, count=group.routing.count * len(group.params))
-        for part in chain.from_iterable(experts):
-            made.append(_make_slice(group, part, len(groups) + len(made), routing, tiers))
-            group.slices.append(made[-1])
+        for parts in experts:
+            first = len(made)
+            for part in parts:
+                made.append(_make_slice(group, part, len(groups) + len(made), routing, tiers))
+            group.slices += made[first:]
+            for each in made[first:]:
+                each.same_expert = made[first:]
         for position, param in enumerate(group.params):
             slice_up(param, [each.params[0] for each in group.slices[position :: len(group.params)]])
 

@@ -95,8 +95,15 @@ def test_products_are_those_of_the_decoded_matrices(form: str) -> None:
     assert torch.equal(experts.mT[torch.tensor([2])][0], decoded[2].t())
 
 
-def test_placement_changes_no_bit_of_quantised_experts(start: Callable[..., Any]) -> None:
-    check_alike(start, ["device", "nvme, nothing ahead"], lambda: quantised("nf4", grouped=True), FEW)
+@pytest.mark.parametrize(
+    ("form", "place", "rows"),
+    # The codes and the scales of int8 are fetched apart: one must not take the room of the other.
+    [("nf4", "nvme, nothing ahead", FEW), ("int8", "nvme", MANY)],
+)
+def test_placement_changes_no_bit_of_quantised_experts(
+    start: Callable[..., Any], form: str, place: str, rows: tuple[int, ...]
+) -> None:
+    check_alike(start, ["device", place], lambda: quantised(form, grouped=form == "nf4"), rows)
 
 
 @pytest.mark.slow

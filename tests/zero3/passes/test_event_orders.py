@@ -44,6 +44,7 @@ class Group:
     moves = False  # what autograd saves is handed out by the model of autograd below
     through_window = sharded = stays = False
     routing = None
+    same_expert = ()
     beside = None
 
     def __init__(self, index: int, device: Device) -> None:

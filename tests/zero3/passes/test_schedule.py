@@ -44,6 +44,7 @@ class FakeGroup:
         self.is_shown = False
         self.through_window = device.window is not None
         self.routing = None
+        self.same_expert = ()
 
     def advance(self) -> None:
         pass

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # Implementations of transformers that use one expert at a time; None is "eager".
@@ -140,7 +141,7 @@ class Experts(ABC):
             rows, offsets = args[0], kwargs.get("offs")
             plain = kwargs.get("bias") is None and kwargs.get("out_dtype") is None
             if plain and isinstance(offsets, Tensor) and isinstance(rows, Tensor) and rows.dim() == 2:
-                return self._grouped_mm(rows, offsets)
+                return _GroupedProduct.apply(rows, offsets, self)  # type: ignore[no-untyped-call]
         return NotImplemented
 
     def _at(self, index: Any) -> Any:
@@ -154,7 +155,7 @@ class Experts(ABC):
             return self.matrix(index)
         return NotImplemented
 
-    def _grouped_mm(self, rows: Tensor, offsets: Tensor) -> Tensor:
+    def grouped_mm(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """The rows up to each of ``offsets``, multiplied with the matrix of its expert. Rows behind are zero."""
         products, start = [], 0
         # As grouped_mm, this does not take part in autocast.
@@ -166,6 +167,25 @@ class Experts(ABC):
         if start < rows.shape[0] or not products:
             products.append(rows.new_zeros(rows.shape[0] - start, self.shape[-1]))
         return torch.cat(products)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """``Experts.grouped_mm`` as one operation: backward takes its offsets from what autograd saved, as torch's does.
+
+    A checkpoint's recomputation may have routed the rows in another way than the forward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, offsets: Tensor, experts: Experts) -> Tensor:
+        ctx.experts = experts
+        ctx.save_for_backward(offsets)
+        return experts.grouped_mm(rows, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (offsets,) = ctx.saved_tensors
+        return ctx.experts.turned().grouped_mm(gradient, offsets), None, None
 
 
 class _Matrices(Experts):

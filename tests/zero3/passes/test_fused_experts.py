@@ -14,6 +14,7 @@ import tiering
 from tests.zero3.experts import EXPERTS, LAYERS, WIDTH, FusedModel, fused_model
 from tests.zero3.inside import wait_for_transfers
 from tiering.errors import ResidencyError
+from zero3.params.fused_experts import Experts
 from zero3.params.layout import Piece, expert_slices, lay_out
 from zero3.setup import model_size
 
@@ -202,3 +203,44 @@ def test_an_expert_is_a_range_of_pages_and_a_piece_inside() -> None:
     assert third[0].pages == range(4096)
     assert third[1].pages == range(8192, 20480)
     assert third[1].piece == Piece(1, "codes[2]", 1672, (5000,), 2500, False, own_dtype=torch.uint8)
+
+
+class InMemory(Experts):
+    """Experts in a tensor."""
+
+    def __init__(self, matrices: Tensor, *, transposed: bool = False) -> None:
+        super().__init__(matrices.shape, transposed=transposed)
+        self.dtype, self.device, self.matrices = matrices.dtype, matrices.device, matrices
+
+    def matrix(self, expert: int) -> Tensor:
+        return self.matrices[expert].mT if self.transposed else self.matrices[expert]
+
+    def values(self, expert: int) -> Tensor:
+        return self.matrices[expert]
+
+    def whole(self) -> Tensor:
+        return self.matrices.mT if self.transposed else self.matrices
+
+    def turned(self) -> InMemory:
+        return InMemory(self.matrices, transposed=not self.transposed)
+
+
+def test_backward_takes_the_offsets_that_were_saved() -> None:
+    """As torch's grouped_mm: a recomputation may have routed the rows to other experts than the forward."""
+    torch.manual_seed(2)
+    matrices, y = torch.randn(3, 8, 16), torch.randn(6, 16)
+    ends, others = (torch.tensor(each, dtype=torch.int32) for each in ([2, 3, 6], [1, 5, 6]))
+
+    def recomputed(saved: Tensor) -> Tensor:
+        return others if saved.dtype is torch.int32 else saved
+
+    gradients = []
+    for weight in (matrices, InMemory(matrices)):
+        x = torch.ones(6, 8, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, recomputed):
+            product: Any = torch._grouped_mm(x, weight, offs=ends)
+        gradients.append(torch.autograd.grad((product * y).sum(), x)[0])
+    assert torch.equal(*gradients)
+    assert not torch.equal(
+        gradients[0], torch.autograd.grad((torch._grouped_mm(x, matrices, offs=ends) * y).sum(), x)[0]
+    )

@@ -96,6 +96,39 @@ def test_bytes_are_those_of_the_formula_and_the_result_has_the_same_bits(
     assert engine.plan.contents(Tier.HOST)["activations"] == 8 * MIB
 
 
+def test_what_backward_needs_next_is_read_ahead(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 20 tensors on NVMe, all but the first one are on their way before backward asks for them."""
+    fetch, waits = MovedActivations._fetch, []
+
+    def watched(moved: MovedActivations, copy: Any) -> Any:
+        waits.append(copy.extent is not None and copy.lease is None)
+        return fetch(moved, copy)
+
+    monkeypatch.setattr(MovedActivations, "_fetch", watched)
+    engine = start(Chain(24), activation_budget=8 * MIB, activations="nvme", **NVME)
+    update(engine, 1.0)
+    # The square and the last tanh have saved one tensor.
+    assert len(waits) == 25 and sum(waits) <= 1
+
+
+def test_parameters_and_buffers_stay(start: Callable[..., Engine]) -> None:
+    class Scaled(Chain):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.scale: Tensor
+            self.register_buffer("scale", torch.linspace(0, 2, MIB // 4))
+
+        def forward(self, scale: float) -> Tensor:
+            # Autograd saves the weight, and the buffer.
+            return super().forward(scale) + (self.weight * self.weight * self.scale).mean()
+
+    engine = start(Scaled(), activation_budget=16 * MIB, activations="host")
+    update(engine, 1.0)
+    assert moved_by(engine).copied_bytes == 2 * MIB
+
+
 def test_in_host_memory_what_fits_is_moved_and_the_rest_stays(
     start: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,6 +251,53 @@ def test_under_checkpointing_the_inputs_of_blocks_are_moved(
     assert moved.copied_bytes // 3 >= inputs
     insides = 2 * 16 * 4 * 48 * 4
     assert moved.copied_bytes // 3 < inputs + 3 * insides + 2 * 2 * 16 * 600 * 4
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_recomputation_saves_stays(start: Callable[..., Engine], reentrant: bool) -> None:
+    class Link(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(512))
+
+        def forward(self, stream: Tensor) -> Tensor:
+            return (stream.view(-1, 512) * self.weight).tanh().tanh().view(-1)
+
+    class Checkpointed(Chain):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.blocks = nn.ModuleList(Link() for _ in range(3))
+
+        def forward(self, scale: float) -> Tensor:
+            stream = self.weight * scale
+            for block in self.blocks:
+                stream = checkpoint(block, stream, use_reentrant=reentrant)
+            return stream.square().mean()
+
+    plain, engine = (
+        start(Checkpointed(), activations=place, activation_budget=16 * MIB, threshold=0)
+        for place in ("device", "host")
+    )
+    assert update(engine, 1.0) == update(plain, 1.0)
+    assert not same_bits(engine.state_dict(), plain.state_dict())
+    # The inputs of three checkpoints, and that of the square.
+    assert moved_by(engine).copied_bytes == 4 * MIB
+
+
+def test_tensors_of_one_storage_that_change_one_after_the_other(start: Callable[..., Engine]) -> None:
+    """As the gates of an LSTM: no version is shared, and autograd has saved the first when the second changes."""
+
+    class Gated(Chain):
+        def forward(self, scale: float) -> Tensor:
+            first, second = (self.weight * scale).unsafe_chunk(2)
+            return (first.sigmoid_() * second.tanh_()).mean()
+
+    plain, engine = (
+        start(Gated(1), activations=place, activation_budget=16 * MIB) for place in ("device", "host")
+    )
+    assert update(engine, 1.0) == update(plain, 1.0)
+    assert not same_bits(engine.state_dict(), plain.state_dict())
+    assert moved_by(engine).copied_bytes > 0
 
 
 def test_what_save_on_cpu_moves_is_not_moved_twice(start: Callable[..., Engine]) -> None:

@@ -26,7 +26,7 @@ from tiering.config.training import TiersConfig
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.placement.plan import Plan
 from tiering.placement.tenants import PARAMETERS
-from tiering.placement.workload import Tier
+from tiering.placement.workload import ACTIVATIONS, Tier
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.file_system import FileVersion
@@ -152,6 +152,7 @@ class Tiers:
         self._arenas: list[Arena] = []
         self._on_gpu: Counter[str] = Counter()
         self._on_nvme: Counter[str] = Counter()
+        self._peak_on_nvme = 0
         self._unpin: weakref.finalize[..., Tiers] | None = None  # unregisters the arena from CUDA, once
         try:
             io = config.io
@@ -278,6 +279,7 @@ class Tiers:
             self.swap.grow(kind, min(more, room))
             extent = self.swap.allocate(nbytes, (kind,), kind)
         self._on_nvme[kind] += extent.nbytes
+        self._peak_on_nvme = max(self._peak_on_nvme, self.swap.used)
         return extent
 
     def take_back(self, extent: StripedExtent) -> None:
@@ -286,14 +288,23 @@ class Tiers:
         self._on_nvme[extent.section] -= extent.nbytes
         self.swap.free(extent)
 
-    def sections(self) -> Iterator[tuple[str, int, str]]:
-        """Directory, or file, and offset of each part of each home on NVMe, and the kind of its state."""
-        for home in self._homes:
-            if home.extent is not None:
-                for part in home.extent.parts:
-                    yield str(part.slab.directory), part.extent.offset, home.extent.section
-        for path in () if self.files is None else self.files.paths:
-            yield str(path), 0, PARAMETERS
+    def sections(self) -> list[tuple[str, int, str]]:
+        """Where the bytes of each kind begin on NVMe: directory, or file, and offset, in this order.
+
+        Activations are in lent extents, wherever there is room between the homes.
+        """
+        parts = [
+            (part, home.extent.section) for home in self._homes if home.extent for part in home.extent.parts
+        ]
+        begins = [(str(part.slab.directory), part.extent.offset, section) for part, section in parts]
+        begins += [(str(path), 0, PARAMETERS) for path in (() if self.files is None else self.files.paths)]
+        if self.swap is not None and ACTIVATIONS in self.plan.contents(Tier.NVME):
+            lent = [(str(slab.directory), 0, ACTIVATIONS) for slab in self.swap.slabs]
+            for part, _ in parts:
+                lent.append((str(part.slab.directory), part.extent.offset + part.extent.nbytes, ACTIVATIONS))
+            # First: the sort keeps them before the home that begins at the same place.
+            begins = [*lent, *begins]
+        return sorted(begins, key=lambda begin: begin[:2])
 
     def check_files(self) -> None:
         """Raise WeightsError if a file in which homes are has changed."""
@@ -441,7 +452,7 @@ class Tiers:
         Their free part is of the kind "idle windows".
         """
         if tier is Tier.NVME:
-            return dict(self._on_nvme)
+            return {kind: nbytes for kind, nbytes in dict(self._on_nvme).items() if nbytes}
         bytes_by_kind = Counter(self.device_arena.by_kind if tier is Tier.DEVICE else self.host.by_kind)
         if tier is Tier.HOST:
             bytes_by_kind["checksums"] = self.plan.checksum_bytes
@@ -462,7 +473,7 @@ class Tiers:
     def peak(self, tier: Tier) -> int:
         """The maximum of the bytes that the engine has owned on ``tier``."""
         if tier is Tier.NVME:
-            return self.swap.used if self.swap is not None else 0
+            return max(self._peak_on_nvme, self.swap.used) if self.swap is not None else 0
         if tier is Tier.HOST:
             return self.host.peak + self.plan.checksum_bytes
         ledgers = sum(window.peak for window in self._on_device if isinstance(window, Ledger))

@@ -96,7 +96,7 @@ class StepTrace:
             spans += _of_device(on_device, self._tiers.streams.fetch)
         try:
             if self._tiers.aio is not None:
-                spans += _transfers(self._tiers.aio.end_recording(), sorted(self._tiers.sections()))
+                spans += _transfers(self._tiers.aio.end_recording(), self._tiers.sections())
             whole = Span("step", title, self._began or self._armed, ended)
             self.path.write_text(json.dumps(_chrome(whole, spans), default=str), encoding="utf-8")
         except OSError as error:
@@ -123,7 +123,7 @@ def _of_device(device_spans: Sequence[DeviceSpan], stream: Stream) -> Iterator[S
 
 
 def _transfers(records: Iterable[TransferRecord], sections: Sequence[tuple[str, int, str]]) -> Iterator[Span]:
-    """Reads and writes, from the issue of their first block, named by section (``Tiers.sections``, sorted).
+    """Reads and writes, from the issue of their first block, named by section (``Tiers.sections``).
 
     The time in the queue before that is an argument of the span, because rows show the work of the disk.
     """

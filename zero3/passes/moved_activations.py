@@ -163,6 +163,11 @@ class MovedActivations:
             if buffer.layout is torch.strided
         )
 
+    def end_backward(self) -> None:
+        """A backward has ended: free the copies of the tensors that it has dropped."""
+        with deferred_interrupts():
+            self._free_ended()
+
     def take(self, tensor: Tensor) -> Moved | None:
         """Copy the storage of a tensor that autograd saves; None if the tensor stays where it is."""
         if type(tensor) is not Tensor or tensor.device != self._tiers.device:

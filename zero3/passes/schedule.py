@@ -286,6 +286,8 @@ class PassSchedule:
         # After close() of each group: with several ranks this waits for all reductions that close() has begun.
         self._gradients.close_all()
         self._saved.end_of_backward()
+        if self._moved is not None:
+            self._moved.end_backward()
         self._reset()
         # After the last release, so that the prefetch continues with the beginning of the next pass.
         self._prefetcher.end_pass()

@@ -60,12 +60,20 @@ SNAPSHOT = Snapshot(
     phase_seconds={"forward": 3.0, "backward": 6.0, "step": 3.0, "idle": 1.0},
     tiers=[
         TierStatus("device", 96 * MIB, 1024 * MIB, 60 * MIB, 90 * MIB, {"parameters": 60 * MIB}, 512 * MIB),
-        TierStatus("host", 96 * MIB, 4096 * MIB, 60 * MIB, 90 * MIB, {"gradients": 60 * MIB}, 2048 * MIB),
+        TierStatus(
+            "host",
+            96 * MIB,
+            4096 * MIB,
+            60 * MIB,
+            90 * MIB,
+            {"gradients": 48 * MIB, "activations": 12 * MIB},
+            2048 * MIB,
+        ),
         TierStatus(
             "nvme", 900 * MIB, 9999 * MIB, 400 * MIB, 400 * MIB, {"optimizer state": 400 * MIB}, 100 * MIB
         ),
     ],
-    activations=ActivationStatus(3 * MIB, 7 * MIB),
+    activations=ActivationStatus(3 * MIB, 7 * MIB, moved=60 * MIB, read=40 * MIB, written=44 * MIB),
     device_memory=DeviceMemoryStatus(70 * MIB, 95 * MIB, 128 * MIB),
     io=[PathStatus("/nvme/swap", "io_uring", True, READ, WRITTEN, 0.3, 10**9)],
     io_engine=IoEngineStatus("io_uring", ["verify", "registered_buffers"], 8 * MIB),

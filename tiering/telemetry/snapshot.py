@@ -61,9 +61,18 @@ class TierStatus:
     ] = None
 
 
+_SWAPPED = Figure(
+    "Bytes of activations that were written to NVMe, or read from it, since the start.",
+    "tiering_activation_swapped_bytes_total",
+)
+
+
 @dataclass(frozen=True)
 class ActivationStatus:
-    """Bytes that autograd keeps for backward, outside the tiers."""
+    """Bytes that autograd keeps for backward: outside the tiers, and those that were moved to host memory and NVMe.
+
+    The bytes that are on these tiers now are in their ``by_kind``, as "activations".
+    """
 
     used: Annotated[
         Integer,
@@ -76,6 +85,15 @@ class ActivationStatus:
             "tiering_activation_peak_bytes",
         ),
     ]
+    moved: Annotated[
+        Integer,
+        Figure(
+            "Bytes of activations that were moved off the device since the start.",
+            "tiering_activation_moved_bytes_total",
+        ),
+    ] = 0
+    read: Annotated[Integer, _SWAPPED, Label("direction", "read")] = 0
+    written: Annotated[Integer, _SWAPPED, Label("direction", "write")] = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +129,8 @@ class StepRecord:
     """One finished optimizer step: seconds in total and by phase, seconds stalled, bytes moved.
 
     Bytes are counted by direction: read from NVMe, written to it, sent to other ranks, copied to the device (``h2d``)
-    and from it (``d2h``). ``stalls`` splits ``stall`` by cause; ``ended_at`` is Unix time. With a GPU, phases are
+    and from it (``d2h``). Activations are in these bytes, and by themselves: moved off the device, read from NVMe, and
+    written to it. ``stalls`` splits ``stall`` by cause; ``ended_at`` is Unix time. With a GPU, phases are
     measured on the CPU, which runs ahead of the GPU: work that the GPU finishes late counts in the next step.
     """
 
@@ -128,6 +147,9 @@ class StepRecord:
     ended_at: float = 0.0
     h2d_bytes: Integer = 0
     d2h_bytes: Integer = 0
+    activation_bytes: Integer = 0
+    activation_read_bytes: Integer = 0
+    activation_written_bytes: Integer = 0
 
 
 _SAVES = Figure(

@@ -144,6 +144,7 @@ def connect(
         parts,
         updates=updates,
         activations=schedule.activations,
+        moved=moved,
         checkpoint_status=checkpoints.status,
         configuration=configuration,
     )

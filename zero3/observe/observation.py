@@ -29,6 +29,7 @@ from zero3.observe.monitors import Monitor
 from zero3.observe.run_record import RunIdentity, RunRecord, Sources
 from zero3.observe.trace import StepTrace
 from zero3.parts import Assembly
+from zero3.passes.moved_activations import MovedActivations
 from zero3.passes.saved_tensors import Activations
 from zero3.ranks.collectives import Collectives
 
@@ -48,6 +49,7 @@ class Observation:
         *,
         updates: Update,
         activations: Activations,
+        moved: MovedActivations | None,
         checkpoint_status: Callable[[], CheckpointStatus],
         configuration: ConfigurationStatus | None,
     ) -> None:
@@ -67,7 +69,7 @@ class Observation:
             RunIdentity(run_name, run_id, parts.world),
             parts.tiers,
             activations,
-            sources=Sources(updates, parts.collectives, checkpoint_status),
+            sources=Sources(updates, parts.collectives, checkpoint_status, moved),
             ending=Ending(parts.world.rank, lambda: None if peers is None else peers.failure_began_with),
             link_rate=saved_link_rate(parts.plan.workload, parts.device, local_ranks=parts.world.local_size),
         )

@@ -97,6 +97,14 @@ class RunIdentity:
     world: World = ALONE
 
 
+class ActivationCounts(Protocol):
+    """Counts the bytes of activations so far: moved off the device, read from NVMe, written to it."""
+
+    copied_bytes: int
+    read_bytes: int
+    written_bytes: int
+
+
 @dataclass(frozen=True)
 class Sources:
     """The parts of an engine that snapshots read, in addition to its tiers; None for a part that it does not have."""
@@ -104,6 +112,7 @@ class Sources:
     updates: Updates | None = None
     traffic: CollectiveCounts | None = None
     checkpoint: Callable[[], CheckpointStatus] | None = None
+    moved: ActivationCounts | None = None
 
 
 _NO_SOURCES = Sources()
@@ -151,6 +160,7 @@ class RunRecord:
         self._moved_before = _moved(self.files)
         self._sent_before = self.sent()
         self._copied_before = self._copied()
+        self._activations_before = self._moved_activations()
         self._capacities = _capacities(tiers)
         self._free_memory = FreeMemory(tiers)
         self._latencies: dict[tuple[tuple[int, ...], Kind], RateLimited[LatencyStatus]] = {}
@@ -199,7 +209,7 @@ class RunRecord:
         self.skipped += skipped
         self.files = self._stats()
         now, moved, stalls = time.perf_counter(), _moved(self.files), self._tiers.stalls.seconds
-        sent, copied = self.sent(), self._copied()
+        sent, copied, activations = self.sent(), self._copied(), self._moved_activations()
         stalled = {cause: seconds - self._stalls_before.get(cause, 0.0) for cause, seconds in stalls.items()}
         # The time before the first forward is no part of a step.
         began = self.phases.began if self.step == 1 else None
@@ -221,10 +231,13 @@ class RunRecord:
                 ended_at=time.time(),
                 h2d_bytes=copied[0] - self._copied_before[0],
                 d2h_bytes=copied[1] - self._copied_before[1],
+                activation_bytes=activations[0] - self._activations_before[0],
+                activation_read_bytes=activations[1] - self._activations_before[1],
+                activation_written_bytes=activations[2] - self._activations_before[2],
             )
         )
         self._count()
-        self._sent_before, self._copied_before = sent, copied
+        self._sent_before, self._copied_before, self._activations_before = sent, copied, activations
         self._step_began, self._moved_before, self._stalls_before = now, moved, stalls
         self._seconds_before = phases
         if self.step == 1:
@@ -320,7 +333,12 @@ class RunRecord:
         return float(rate) if isinstance(rate, Tensor | float | int) else None
 
     def _activation_status(self) -> ActivationStatus:
-        return ActivationStatus(self._activations.used, self._activations.peak)
+        return ActivationStatus(self._activations.used, self._activations.peak, *self._moved_activations())
+
+    def _moved_activations(self) -> tuple[int, int, int]:
+        """Bytes of activations so far: moved off the device, read from NVMe, written to it."""
+        moved = self._sources.moved
+        return (0, 0, 0) if moved is None else (moved.copied_bytes, moved.read_bytes, moved.written_bytes)
 
     def _paths(self) -> list[PathStatus]:
         aio, swap = self._tiers.aio, self._tiers.swap

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -111,6 +112,37 @@ def test_what_backward_needs_next_is_read_ahead(
     update(engine, 1.0)
     # The square and the last tanh have saved one tensor.
     assert len(waits) == 25 and sum(waits) <= 1
+
+
+def test_what_moves_is_seen(start: Callable[..., Engine], tmp_path: Path) -> None:
+    """In the snapshot by tier, in each step record, as a cause of stalls, and in a trace."""
+    # The optimizer state is in memory: the swap space has activations alone.
+    engine = start(Chain(24), activations="nvme", activation_budget=8 * MIB, offload_optimizer="nvme")
+    for number in (1, 2, 3):
+        if number == 2:
+            engine.trace(tmp_path / "trace.json")
+        loss = engine(float(number))
+        during = {tier.name: tier.by_kind.get("activations", 0) for tier in engine.snapshot().tiers}
+        # 24 results of tanh, of which 4 are in memory: besides what is being written, and room for reads of a piece.
+        assert (during["device"], during["nvme"]) == (0, 20 * MIB)
+        assert 5 * MIB <= during["host"] <= 8 * MIB
+        engine.backward(loss)
+        nvme = engine.snapshot().tiers[2]
+        assert (nvme.by_kind, nvme.used, nvme.peak) == ({}, 0, 20 * MIB)
+        engine.step()
+    snapshot = engine.snapshot()
+    assert [
+        (s.activation_bytes, s.activation_written_bytes, s.activation_read_bytes) for s in snapshot.steps
+    ] == 3 * [(24 * MIB, 20 * MIB, 20 * MIB)]
+    status = snapshot.activations
+    assert status is not None
+    assert (status.moved, status.written, status.read) == (72 * MIB, 60 * MIB, 60 * MIB)
+    assert snapshot.stalls["activations"] > 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for kind in ("read", "write"):
+        spans = [event for event in events if event.get("cat") == kind]
+        assert {span["name"] for span in spans} == {"activations"}
+        assert sum(span["args"]["bytes"] for span in spans) == 20 * MIB
 
 
 def test_parameters_and_buffers_stay(start: Callable[..., Engine]) -> None:

@@ -32,10 +32,11 @@ def bound(run: RunView) -> Iterator[Advice]:
         return
     rank, snapshot, recent = max(ranks, key=lambda rank: rank.steps.stalled_on(ON_NVME))
     stalled, steps = recent.stalled_on(ON_NVME), steady_steps(snapshot)
+    causes_on_nvme = {cause: part for cause, part in recent.causes.items() if cause in ON_NVME}
     causes = [
         f"{cause} {share(part)}"
-        for cause, part in recent.causes.items()
-        if cause in ON_NVME and part >= MIN_CAUSE_FRACTION * stalled
+        for cause, part in causes_on_nvme.items()
+        if part >= MIN_CAUSE_FRACTION * stalled
     ]
     # The mean, because the stall is a share of the total time of these steps.
     step_seconds = fmean(step.seconds for step in steps)
@@ -45,7 +46,9 @@ def bound(run: RunView) -> Iterator[Advice]:
         f"the step {'is bound by' if stalled >= BOUND_FRACTION else 'waits for'} NVMe {direction(snapshot)}:"
         f" {share(stalled)} of its {seconds(step_seconds)} is stall ({joined(causes)});"
         f" it reads {moved(read)} and writes {moved(written)}",
-        _remedy(rank, snapshot),
+        _fewer_activations(snapshot)
+        if max(causes_on_nvme, key=causes_on_nvme.__getitem__) == "activations"
+        else _remedy(rank, snapshot),
         *([stalled_rank.rank.rank for stalled_rank in ranks] if len(run.ranks) > 1 else []),
     )
 
@@ -74,6 +77,18 @@ def _remedy(rank: RankView, snapshot: Snapshot) -> str:
     if larger.saved == larger.moved:
         return _with_memory(larger, ranks, host)
     return f"{_with_memory(larger, ranks, host)}; in addition, {_without_memory(planned, snapshot)}"
+
+
+def _fewer_activations(snapshot: Snapshot) -> str:
+    """The remedies if the step waits for activations most of all."""
+    host = next((tier for tier in snapshot.tiers if tier.name == "host"), None)
+    free = (
+        "" if host is None or host.available is None else f" ({size(host.available)} of host memory are free)"
+    )
+    return (
+        f"raise tiering.activation_budget, and host_budget by as much{free}: half of it keeps activations off NVMe;"
+        " activation checkpointing saves fewer bytes"
+    )
 
 
 def _caches_in_host(rank: RankView) -> bool:

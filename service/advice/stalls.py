@@ -18,7 +18,7 @@ MIN_CAUSE_FRACTION = 0.05  # of the stalls: smaller causes are left out of the t
 # Causes of stalls for other ranks, and for NVMe if the run uses it. Causes that begin with COPIES_OF are stalls for the
 # link to a device with its own memory: the data is already in host memory.
 ON_RANKS = ("gather", "reduce", "agreement")
-ON_NVME = ("parameters", "gradients", "optimizer state", "staging")
+ON_NVME = ("parameters", "gradients", "optimizer state", "staging", "activations")
 
 # Two directions both cause a stall if the shorter time is at least this fraction of the longer one.
 SIMILAR_FRACTION = 0.8

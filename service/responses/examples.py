@@ -130,7 +130,7 @@ def _snapshot() -> Snapshot:
                 "nvme", 12 * GIB, 900 * GIB, 9 * GIB, 9 * GIB, {"optimizer state": 9 * GIB}, 700 * GIB
             ),
         ],
-        activations=ActivationStatus(256 * MIB, 768 * MIB),
+        activations=ActivationStatus(256 * MIB, 768 * MIB, moved=80 * GIB, read=40 * GIB, written=40 * GIB),
         device_memory=DeviceMemoryStatus(8 * GIB, 12 * GIB, 14 * GIB),
         io=[
             PathStatus(
@@ -195,6 +195,9 @@ def _step(step: int) -> StepRecord:
         ended_at=TAKEN_AT - 2.75 * (21 - step),
         h2d_bytes=6 * GIB,
         d2h_bytes=2 * GIB,
+        activation_bytes=4 * GIB,
+        activation_read_bytes=2 * GIB,
+        activation_written_bytes=2 * GIB,
     )
 
 

@@ -121,6 +121,10 @@ function breakdown(step, follows) {
         ? `, copied ${moved(step.h2d_bytes)} to the device and ${moved(step.d2h_bytes)} from it`
         : "",
       step.sent_bytes ? `, sent ${moved(step.sent_bytes)}` : "",
+      step.activation_bytes
+        ? `; of activations, ${moved(step.activation_bytes)} left the device, ` +
+            `read ${moved(step.activation_read_bytes)}, wrote ${moved(step.activation_written_bytes)}`
+        : "",
     ),
   );
 }

@@ -7,6 +7,7 @@ const KINDS = [
   "parameters",
   "gradients",
   "optimizer state",
+  "activations",
   "unsharded groups",
   "staging",
   "local gradients",
@@ -96,6 +97,7 @@ export function tiers(all, ranks) {
   const activations = ranks.map(rank => rank.activations).filter(Boolean);
   const torch = ranks.map(rank => rank.device_memory).filter(Boolean);
   const total = (list, name) => bytes(sum(list.map(entry => entry[name])));
+  const moves = sum(activations.map(entry => entry.moved || 0)) > 0;
   return [
     used.map(tierBar),
     idle.length ? h("p", {class: "soft", key: "idle"}, `Not used: ${idle.join(", ")}.`) : null,
@@ -103,7 +105,12 @@ export function tiers(all, ranks) {
       ? h(
           "p",
           {class: "soft", key: "beside"},
-          `In addition, activations take ${total(activations, "used")}, peak ${total(activations, "peak")}.`,
+          `In addition, activations ${moves ? "that stay on the device " : ""}take ${total(activations, "used")}, ` +
+            `peak ${total(activations, "peak")}.`,
+          moves
+            ? ` Since the start, ${total(activations, "moved")} of activations have left the device; ` +
+                `${total(activations, "written")} were written to NVMe, and ${total(activations, "read")} read.`
+            : "",
         )
       : null,
     torch.length

@@ -184,6 +184,7 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
     ("nvme-bound", live(steps=steps(*[2.0] * 3, **bound)), live(steps=steps(*[2.0] * 2, **bound)), "writes: 71 %"),
     ("nvme-bound", live(steps=steps(*[2.0] * 3, **bound)), live(steps=steps(*[2.0] * 3, stall=0.1)), "state 60 %"),
     ("nvme-bound", live(steps=steps(*[1.0] * 3, 9.0, **bound)), live(), "71 % of its 3.0 s is stall"),
+    ("nvme-bound", live(steps=steps(*[2.0] * 3, stall=0.5, activations=0.5)), live(steps=steps(*[2.0] * 3)), "(activ"),
     ("link-bound", on_gpu(**copying), on_gpu(stall=0.6, gather=0.6), "bound by copies to the device: 57 % of its"),
     ("link-bound", on_gpu(**copying), live(steps=steps(*[1.0] * 3, **copying)), "(copies of parameters 55 %)"),
     ("link-bound", on_gpu(h2d=24e9, **copying), on_gpu(stall=0.1), "2.0 GB from it at 10.0 GB/s, 20 %"),
@@ -371,6 +372,17 @@ def test_the_remedy_for_nvme_is_the_memory_that_is_there() -> None:
     assert remedy(10 * GIB, needed=None).startswith("a directory on another drive in nvme_path"), (
         "memory would not help"
     )
+
+
+def test_the_remedy_for_activations_is_their_budget() -> None:
+    def remedy(**stalls: float) -> str:
+        (advice,) = of(*live(steps=steps(*[2.0] * 3, stall=0.7, **stalls)))
+        return advice.remedy
+
+    assert remedy(activations=0.4, parameters=0.3).startswith(
+        "raise tiering.activation_budget, and host_budget by as much (10.0 GiB of host memory are free)"
+    )
+    assert "activation" not in remedy(activations=0.3, parameters=0.4)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from service.web_page import read_files
 from tiering.telemetry import (
+    ActivationStatus,
     ConfigurationStatus,
     CopyStatus,
     Description,
@@ -337,18 +338,36 @@ SNAPSHOT = Snapshot(
     node=MARKUP,
     local_world_size=2,
     loss=float("nan"),
-    tiers=[TierStatus("host", 100 * MIB, 999 * MIB, 50 * MIB, 110 * MIB, {MARKUP: 50 * MIB})],
+    tiers=[
+        TierStatus(
+            "host", 100 * MIB, 999 * MIB, 50 * MIB, 110 * MIB, {MARKUP: 30 * MIB, "activations": 20 * MIB}
+        )
+    ],
     io=[
         PathStatus(f"/nvme/{MARKUP}", "threads", True, DirectionStatus(errors=2, errors_by_errno={MARKUP: 2}))
     ],
+    activations=ActivationStatus(MIB, 2 * MIB, moved=30 * MIB, read=20 * MIB, written=24 * MIB),
     device_memory=DeviceMemoryStatus(3 * MIB, 4 * MIB, 5 * MIB),
     link=LinkStatus(
         CopyStatus(7 * 10**9, 12, average_bytes_per_second=5e10),
         CopyStatus(10**9, 3, peak_bytes_per_second=2e10),
         51 * 10**9,
     ),
-    stalls={MARKUP: 0.5},
-    steps=[StepRecord(9, 1.0, 0.25, 0.5, 0.25, 0.5, stalls={MARKUP: 0.5})],
+    stalls={MARKUP: 0.5, "activations": 0.25},
+    steps=[
+        StepRecord(
+            9,
+            1.0,
+            0.25,
+            0.5,
+            0.25,
+            0.75,
+            stalls={MARKUP: 0.5, "activations": 0.25},
+            activation_bytes=3 * 10**7,
+            activation_read_bytes=2 * 10**7,
+            activation_written_bytes=24 * 10**6,
+        )
+    ],
 )
 DESCRIBED = Description(
     MARKUP,
@@ -372,6 +391,18 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
         "#tiers",
         "torch has 3.00\u00a0MiB of GPU memory in tensors, peak 4.00\u00a0MiB, and 5.00",
     )
+    tab.shows("#tiers", "activations 20.0\u00a0MiB")
+    tab.shows(
+        "#tiers",
+        "In addition, activations that stay on the device take 1.00\u00a0MiB, peak 2.00\u00a0MiB."
+        " Since the start, 30.0\u00a0MiB of activations have left the device; 24.0\u00a0MiB were written to NVMe,"
+        " and 20.0\u00a0MiB read.",
+    )
+    tab.shows(
+        "#steps",
+        "; of activations, 30.0\u00a0MB left the device, read 20.0\u00a0MB, wrote 24.0\u00a0MB",
+    )
+    tab.shows("#steps", "for activations250\u00a0ms")
     tab.shows("#copies", "to the device0\u00a0B/s50.0\u00a0GB/s0\u00a0B/s7.00\u00a0GB12")
     tab.shows("#copies", "from the device0\u00a0B/s0\u00a0B/s20.0\u00a0GB/s1.00\u00a0GB3")
     tab.shows("#copies", "Measured before: 51.0\u00a0GB/s each way.")

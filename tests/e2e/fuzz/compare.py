@@ -46,7 +46,7 @@ class Tally:
     compared: int = 0
     with_plain: int = 0
     ended: int = 0  # by an error that plain torch raises, at all placements alike
-    roomier: int = 0
+    retried: int = 0  # with the remedy of a refusal
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
@@ -56,7 +56,7 @@ class Tally:
     def __str__(self) -> str:
         return (
             f"{self.programs} programs, {self.compared} comparisons of placements and {self.with_plain} with a plain"
-            f" loop, {self.roomier} runs again with more room, {self.ended} ended by an error of torch's:"
+            f" loop, {self.retried} runs again as an error asked, {self.ended} ended by an error of torch's:"
             f" {len(self.failures)} failures"
         )
 
@@ -79,7 +79,7 @@ def check(program: Program, *, plainly: bool = True) -> Tally:
 
         def compare(placement: Placement = placement) -> str:
             outcome = execute(program, placement)
-            tally.roomier += outcome.roomier
+            tally.retried += outcome.retried
             return difference(reference, outcome)
 
         if message := _fails(compare):

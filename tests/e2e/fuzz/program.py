@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from tiering.errors import ResidencyError
+from tiering.errors import EngineStateError, ResidencyError
 from tiering.storage import arena
 from zero3.device import nan_memory
 
@@ -72,21 +72,29 @@ class Outcome:
     numbers: list[Number] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ended: str = ""
-    roomier: bool = False  # the first try had too little room on the device, and said so
+    retried: bool = False  # the first try was refused, with a remedy
 
 
 def execute(program: Program, placement: Placement | None) -> Outcome:
     """Run ``program`` at ``placement`` (None: in the plain loop).
 
-    Where the model needs more groups at once than the least room holds, an error says so: then there is more.
+    Where the model needs more groups at once than the least room holds, or a recomputation reads what a step in
+    backward has updated, an error says so with a remedy. Then it runs again with that.
     """
     try:
         return _execute(program, placement)
-    except ResidencyError as error:
-        if placement is None or "no room" not in str(error):
+    except (ResidencyError, EngineStateError) as error:
+        if placement is None:
             raise
-    outcome = _execute(program, placement.roomier(), roomy=True)
-    outcome.roomier = True
+        no_room = "no room" in str(error)
+        if no_room:
+            instead = placement.roomier()
+        elif "Set tiering.step_in_backward to false" in str(error):
+            instead = replace(placement, in_backward=False)
+        else:
+            raise
+    outcome = _execute(program, instead, roomy=no_room)
+    outcome.retried = True
     return outcome
 
 

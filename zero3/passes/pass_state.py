@@ -175,12 +175,14 @@ class GroupProgress:
     graphs: int = 0  # forwards that backward can enter
     entered: int = 0  # graphs that backward has entered
     arrived: int = 0  # gradients in this backward
+    reads: int = 0  # by forwards of other modules
+    unrecorded: bool = False  # used by a forward without gradients, as by a reentrant checkpoint
     gathered: bool = False  # shown by gathered() to code that autograd records
 
     def reset(self) -> None:
         """The pass has ended."""
-        self.forwards = self.graphs = self.entered = self.arrived = 0
-        self.gathered = False
+        self.forwards = self.graphs = self.entered = self.arrived = self.reads = 0
+        self.unrecorded = self.gathered = False
 
 
 class RunningForward:

@@ -10,8 +10,9 @@ Note [When is a gradient final]
     Autograd adds up all contributions to a parameter before it delivers the gradient, once per backward. So when every
     parameter of a group has its gradient, no further one arrives, and an early step of the group relies on no order.
     The exception is reentrant checkpointing, which runs backwards inside a backward, and each of them delivers
-    gradients. So these groups wait for the end of backward: a group that was called more than once, a group that
-    gathered() showed to code that autograd records, and a group with a parameter that gets no gradient.
+    gradients. So these groups wait for the end of backward: a group that was called more than once, a group that such a
+    checkpoint used and that was read elsewhere, too, a group that gathered() showed to code that autograd records, and
+    a group with a parameter that gets no gradient.
 
     A graph without the group's gradient may still need an old value after the early step. Torch refuses that value,
     because the parameter has another version. A recomputation that reads the new value is refused here if the group
@@ -155,6 +156,7 @@ class PassSchedule:
             progress = self._progress[group]
             progress.forwards += 1
             progress.graphs += torch.is_grad_enabled()
+            progress.unrecorded |= not torch.is_grad_enabled()
             # Reentrant checkpointing disables gradients inside: the outermost forward says whether backward follows.
             if self._forwards[0].with_grad:
                 self._used.setdefault(group)
@@ -188,6 +190,10 @@ class PassSchedule:
             self._check_not_stepped(group)
         check_transform(group)
         if self._forwards:
+            if not in_autograd():
+                progress = self._progress[group]
+                progress.reads += 1
+                progress.unrecorded |= not torch.is_grad_enabled()
             # Noted first, as an early use is.
             self._forwards[-1].borrowed.append(group)
             self._use(group)
@@ -510,7 +516,8 @@ class PassSchedule:
         """Whether no further gradient of ``group`` can arrive: see Note [When is a gradient final]."""
         progress = self._progress[group]
         complete = progress.arrived == progress.expected
-        may_return = progress.forwards > 1 or progress.running or group in self._stepped
+        in_parts = progress.unrecorded and progress.forwards + progress.reads > 1
+        may_return = progress.forwards > 1 or in_parts or progress.running or group in self._stepped
         return complete and not may_return and not progress.gathered
 
     def _check_not_stepped(self, group: ParamGroup) -> None:

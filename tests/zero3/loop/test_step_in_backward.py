@@ -107,6 +107,19 @@ class Checkpointed(Tower):
         return result
 
 
+class Penalised(Checkpointed):
+    """Blocks of one parameter each. The penalty's part of its gradient is there before the block is recomputed."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(reentrant)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in self.order)
+
+    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
+        weight = self.get_submodule("blocks.1").weight
+        assert isinstance(weight, Tensor)
+        return super().forward(x, skip) + 0.01 * weight.float().square().mean()
+
+
 class FarPeeking(Tower):
     """The first block reads a weight of the last one, whose gradients are complete long before, asking for none."""
 
@@ -150,6 +163,7 @@ MODELS: dict[str, Build] = {
     "frozen in part": frozen_in_part,
     "frozen, read by a block far before": partial(FarPeeking, checkpointed=False, frozen=True),
     "frozen, read by a recomputation": partial(FarPeeking, checkpointed=True, frozen=True),
+    "checkpointed, reentrant, with a penalty": partial(Penalised, reentrant=True),
 }
 
 

@@ -18,12 +18,17 @@ Note [The user's hooks get the same tensors as without the engine]
     tensors of groups. Checkpointing counts tensors to know when a recomputation can stop, starts a recomputation when
     the first of them is unpacked, and returns the recomputed tensor of the same position. If a block's forward has side
     effects (it updates a buffer, on which its routing may depend), a missing tensor would change the results. Hooks
-    that change values also change those of weights. Only save_on_cpu does not get tensors of groups: it changes no
-    value, and would copy every group to host memory.
+    that change values also change those of weights. Only hooks that keep copies in host memory (``_COPYING``) do not
+    get tensors of groups: they change no value, and would copy every group.
+
+Note [Activations move once]
+    Where other hooks are around the engine's, the engine moves no activation: they have decided where it goes. If
+    those hooks keep copies in host memory, two settings ask for the same, and a warning names both.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
@@ -36,12 +41,21 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
+from tiering import _logs
 from zero3.params.compilation import eager
 from zero3.params.inner_tensors import ordinary_tensors
 from zero3.params.param_group import ParamGroup
 from zero3.passes.hooks import in_transform
 from zero3.passes.moved_activations import Moved, MovedActivations
 from zero3.passes.pass_state import graph_task
+
+log = logging.getLogger(__name__)
+
+_COPYING = {
+    "save_on_cpu.": "torch's save_on_cpu",
+    "OffloadActivations.": "activation_offloading of TRL or torchtune",
+}
+"""Hooks that copy what autograd saves to host memory, by the class whose methods or functions they are."""
 
 
 class SavedTensors:
@@ -66,6 +80,7 @@ class SavedTensors:
         self._need = need
         self._node: Any = None
         self._handed_out: set[ParamGroup] = set()
+        self._warned = False
         # Hooks, and the thread and backward in which they were entered. None: the engine's hooks were already active.
         self._entered: list[tuple[saved_tensors_hooks | None, tuple[int, int]]] = []
 
@@ -81,6 +96,19 @@ class SavedTensors:
         # Noted only after it: ``leave`` exits as many hooks as were entered.
         hooks.__enter__()
         self._entered.append((hooks, _stack()))
+        if self.moved is not None and outer is not None and not self._warned:
+            self._warn_of_copies(_copying(outer[0]))
+
+    def _warn_of_copies(self, copying: str) -> None:
+        """See Note [Activations move once]."""
+        if copying:
+            self._warned = True
+            log.log(
+                _logs.once(logging.WARNING),
+                "tiering.activations moves no activation of this model: %s is active around it, and keeps copies of"
+                " them in host memory. Remove it, or set tiering.activations to 'device'",
+                copying,
+            )
 
     def owner_of(self, tensor: Tensor) -> ParamGroup | None:
         """The group in whose storage ``tensor`` lies, or one inside of it; None for any other tensor."""
@@ -192,6 +220,7 @@ class _Hooks:
         self.saved = saved
         self._outer_pack: Callable[[Tensor], Any] | None = outer and outer[0]
         self._outer_unpack: Callable[[Any], Tensor] | None = outer and outer[1]
+        self._outer_copies = outer is not None and bool(_copying(outer[0]))
         self._outer_recomputes = getattr(self._outer_pack, "__module__", "") == "torch.utils.checkpoint"
 
     @eager
@@ -204,7 +233,7 @@ class _Hooks:
                 moved = self.saved.moved.take(tensor)
                 if moved is not None:
                     return moved
-        if self._outer_pack is None or (group is not None and _copies_only(self._outer_pack)):
+        if self._outer_pack is None or (group is not None and self._outer_copies):
             return _Saved(group, tensor)
         packed = self._outer_pack(tensor)
         return packed if group is None else _PassedOn(group, tensor, packed)
@@ -247,9 +276,10 @@ class _Hooks:
         return tensor
 
 
-def _copies_only(pack: Callable[..., Any]) -> bool:
-    """Whether ``pack`` belongs to save_on_cpu, which changes no value and would copy whole groups to host memory."""
-    return getattr(pack, "__qualname__", "").startswith("save_on_cpu.")
+def _copying(pack: Callable[..., Any]) -> str:
+    """What keeps copies in host memory by the hook ``pack``; "" for hooks of any other kind."""
+    name = getattr(pack, "__qualname__", "")
+    return next((setting for prefix, setting in _COPYING.items() if name.startswith(prefix)), "")
 
 
 class Activations:

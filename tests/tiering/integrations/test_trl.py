@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.zero3.ranks.pool import Pool
 from tiering.integrations.transformers import TieringTrainerMixin
+from zero3.passes import moved_activations
 
 from .line_trainers import ds_config
 from .shimmed import forget_process, under_shim
@@ -22,6 +25,7 @@ from .trainers import PLACES, config, differences, different, llama, reported, s
 # Its trainers need a data set of this library.
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 trl = pytest.importorskip("trl", reason="trl is not installed")
+OffloadActivations = pytest.importorskip("trl.models.activation_offloading").OffloadActivations
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -81,7 +85,11 @@ def from_directory(output: Path) -> LlamaForCausalLM:
 
 def of_arguments(more: dict[str, Any]) -> dict[str, Any]:
     """The options of ``more`` that are the arguments'."""
-    return {name: more.pop(name) for name in [*more] if name.startswith(("save_", "use_cpu", "deepspeed"))}
+    return {
+        name: more.pop(name)
+        for name in [*more]
+        if name.startswith(("save_", "use_cpu", "deepspeed", "activation_"))
+    }
 
 
 def sft(cls: type, output: Path, tokenizer: Any, steps: int, peft: Any = None, **more: Any) -> Any:
@@ -172,6 +180,46 @@ def test_a_run_reports_what_trl_reports(
             figures = {key: value for key, value in expected.items() if not TIMES.search(key)}
             assert {key: entry[key] for key in figures} == pytest.approx(figures, rel=1e-4, abs=1e-5), place
         trainer.engine.close()
+
+
+def test_what_activation_offloading_moves_is_not_moved_twice(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copied = set[int]()
+
+    def on_cpu(model: Any) -> OffloadActivations:
+        """As for an accelerator, which a CPU is not for torch."""
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+            hooks = OffloadActivations(use_pin_memory=False, use_streams=False)
+        pack = hooks.pack_hook
+
+        @functools.wraps(pack)
+        def noted(tensor: torch.Tensor) -> Any:
+            copied.add(tensor.untyped_storage()._cdata)
+            return pack(tensor)
+
+        hooks.pack_hook = noted
+        return hooks
+
+    monkeypatch.setattr(moved_activations, "SMALLEST", 1024)
+    monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", on_cpu)
+    states, moved = [], []
+    for offloads in (False, True):
+        settings = config("nvme", tmp_path) | {"tiering": {"activations": "host", "cache_in_host": False}}
+        options = {"tiering_config": settings, "activation_offloading": offloads}
+        trainer = sft(TieredSFTTrainer, tmp_path / str(offloads), tokenizer, 4, **options)
+        trainer.train()
+        states.append(state(trainer))
+        moved.append(trainer.engine.snapshot().activations.moved)
+        groups = trainer.engine._schedule._saved.owners.keys()
+        trainer.engine.close()
+    assert different(*states) == []
+    assert moved[0] > 0 and moved[1] == 0
+    # The parameters of a group are no activations.
+    assert copied and groups and copied.isdisjoint(groups)
+    (warning,) = [record.message for record in caplog.records if "activation_offloading" in record.message]
+    assert "tiering.activations moves no activation of this model" in warning
 
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])

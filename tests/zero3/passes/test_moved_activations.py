@@ -332,12 +332,21 @@ def test_tensors_of_one_storage_that_change_one_after_the_other(start: Callable[
     assert moved_by(engine).copied_bytes > 0
 
 
-def test_what_save_on_cpu_moves_is_not_moved_twice(start: Callable[..., Engine]) -> None:
+def test_what_save_on_cpu_moves_is_not_moved_twice(
+    start: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
     engine = start(Chain(12), activations="host", activation_budget=16 * MIB)
-    with save_on_cpu():
-        loss = engine(1.0)
-    engine.backward(loss)
+    for _ in range(2):
+        with save_on_cpu():
+            loss = engine(1.0)
+        engine.backward(loss)
+        engine.step()
     assert moved_by(engine).copied_bytes == 0
+    (warning,) = [record.message for record in caplog.records if "save_on_cpu" in record.message]
+    assert warning == (
+        "tiering.activations moves no activation of this model: torch's save_on_cpu is active around it, and keeps"
+        " copies of them in host memory. Remove it, or set tiering.activations to 'device'"
+    )
 
 
 def test_deepspeeds_call_for_checkpoints_in_host_memory_is_followed(

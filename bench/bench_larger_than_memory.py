@@ -47,8 +47,6 @@ from larger.child import ANONYMOUS, Task
 from larger.shape import SMALLEST, Shape, of_size
 from larger.watch import ChildError, Recording, watch
 
-from tiering.config.training import parse_size
-from tiering.errors import ConfigError
 from tiering.placement.budgets import host_memory
 from tiering.planning.sizing import parse_count
 
@@ -68,14 +66,6 @@ def count(text: str) -> int:
         raise argparse.ArgumentTypeError(str(refused)) from refused
 
 
-def size(text: str) -> int:
-    """Bytes, as a configuration takes them."""
-    try:
-        return parse_size(text)
-    except ConfigError as refused:
-        raise argparse.ArgumentTypeError(str(refused)) from refused
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="A Llama larger than memory, built and trained within a few GB.",
@@ -85,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--params", type=count, help="parameters at most, as 3B; instead of what the disk allows"
     )
-    parser.add_argument("--memory", type=size, default="6GB", help="what the process may take")
+    parser.add_argument("--memory", type=command.size, default="6GB", help="what the process may take")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=64, help="words in a batch")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

@@ -33,17 +33,6 @@ from frame.side import Place, Side
 from lora import shape, training
 from lora.training import Scale
 
-from tiering.config.training import parse_size
-from tiering.errors import ConfigError
-
-
-def size(text: str) -> int:
-    """Bytes, as a configuration takes them."""
-    try:
-        return parse_size(text)
-    except ConfigError as refused:
-        raise argparse.ArgumentTypeError(str(refused)) from refused
-
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -58,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4, help="steps of each side, after a first one")
     parser.add_argument(
         "--memory",
-        type=size,
+        type=command.size,
         help="what a process may take, as 2GB: only the side that streams runs, within it",
     )
     parser.add_argument(

@@ -16,6 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
+from tiering.config.training import parse_size
+from tiering.errors import ConfigError
+
 from . import machine
 from .report import Report
 from .rounds import Run
@@ -44,6 +47,14 @@ def add_files(parser: argparse.ArgumentParser, *, save: str = "the report") -> N
         parser.add_argument("--save", action="store_true", help=f"{save}, to {RESULTS}")
     parser.add_argument("--json", type=Path, help="every reading, for later")
     parser.add_argument("--markdown", type=Path, help="the report")
+
+
+def size(text: str) -> int:
+    """The type of an option: bytes, as a configuration takes them."""
+    try:
+        return parse_size(text)
+    except ConfigError as refused:
+        raise argparse.ArgumentTypeError(str(refused)) from refused
 
 
 def require_at_least(parser: argparse.ArgumentParser, options: argparse.Namespace, **least: int) -> None:

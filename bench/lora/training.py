@@ -12,13 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from aio.cells import warm_file
+from aio.beside import file_for_fio
 from frame.report import Report, Table, Verdict, middle
 from frame.rounds import Run
 from frame.side import Side, SideError, Spec
 
 from tiering.tierbench.comparison import fio
-from tiering.tierbench.comparison.fio import FioJob, RunReading
+from tiering.tierbench.comparison.fio import RunReading
 
 from . import shape
 from .worker import RANK
@@ -143,25 +143,9 @@ def files(run: Run[Scale, Side]) -> Iterator[Sides]:
         yield Sides(run.scale, Path(directory))
 
 
-@contextmanager
-def reading_disk(run: Run[Scale, Side]) -> Iterator[FioJob | None]:
-    """A job of fio that reads a file of its own: direct, sequential, 1 MiB, 16 in flight; None without fio."""
-    try:
-        run.report.facts["fio"] = fio.version()
-    except fio.FioError as missing:
-        run.report.skipped.append(missing.message)
-        yield None
-        return
-    with (
-        TemporaryDirectory(dir=run.place.directory, prefix="fio.") as directory,
-        warm_file(Path(directory) / "file", run.scale.fio_file, direct=True) as job,
-    ):
-        yield job
-
-
 def case(run: Run[Scale, Side], sides: Sides, base: str) -> None:
     """One base: every side a step per round, one after the other, in an order that rotates."""
-    with reading_disk(run) as job, run.started(sides.of(base)) as started:
+    with file_for_fio(run, run.scale.fio_file) as job, run.started(sides.of(base)) as started:
         if not started:
             return
         # All steps of a side: also those of a round that ``alternate`` drops.

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from aio.cells import warm_file
+from aio.beside import file_for_fio
 from frame.side import Side
 
 from tiering.tierbench.comparison import fio
@@ -20,22 +18,12 @@ from .measured import Beside, StepRun
 
 @contextmanager
 def peer_disk(run: StepRun) -> Iterator[Beside]:
-    """Makes a fio for each side that has a plan with bytes on NVMe; without fio for none, and the report says so.
-
-    Direct, sequential, blocks of 1 MiB, 16 in flight, by the I/O engine that the side uses, on a file of its own.
-    """
-    try:
-        run.report.facts["fio"] = fio.version()
-    except fio.FioError as missing:
-        run.report.skipped.append(missing.message)
-        yield lambda sides: {}
-        return
-    run.say("writing the file for fio")
-    with (
-        TemporaryDirectory(dir=run.place.directory, prefix="fio.") as directory,
-        warm_file(Path(directory) / "file", run.scale.fio_file, direct=True) as job,
-    ):
-        yield partial(_beside, replace(job, rw="rw"), run.scale.fio_seconds)
+    """Makes a fio for each side that has a plan with bytes on NVMe, by the I/O engine of the side; none without fio."""
+    with file_for_fio(run, run.scale.fio_file) as job:
+        if job is None:
+            yield lambda sides: {}
+        else:
+            yield partial(_beside, replace(job, rw="rw"), run.scale.fio_seconds)
 
 
 def read_percent(side: Side) -> int:

@@ -58,10 +58,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from frame import command
+from frame.measured import Measured
 from frame.report import Report
 from frame.side import PEER_RECIPE, Place, Side
 from step import curve, depth, disk, formats, nvme, ram, start
-from step.measured import Measured, StepRun
+from step.measured import StepRun
 from step.scale import FULL, QUICK
 
 CASES = ["ram", nvme.SMALL, nvme.LARGE, "formats", "disk", "start", "depth", "curve"]

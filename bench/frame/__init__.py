@@ -7,6 +7,7 @@ reference_model.py  the model, its tokens and its hyperparameters, the same for 
 engine.py, deepspeed_engine.py, plain_loop.py   what sides of the same kind share
 side.py             in the benchmark: starts, calls and ends the processes of one side
 rounds.py           in the benchmark: sides started together, alternating rounds, sides that fail
+measured.py         in the benchmark: sides that train, after their rounds
 report.py           tables and verdicts; machine.py  where they were measured
 command.py          options, facts, files and exit status of the commands
 

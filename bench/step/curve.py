@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from frame.measured import Measured
 from frame.report import Table, middle
 
 from tiering.config.training import parse_size
 
 from . import sides, tables
-from .measured import Measured, StepRun
+from .measured import StepRun
 
 AT_ONCE = 8 << 30
 """Budgets that run in turn: as many, smallest first, as come to this many bytes together."""

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from frame.measured import Measured
 from frame.report import Table, Verdict, middle
 
 from tiering.tierbench.ratios import compare
 
 from . import sides
-from .measured import Measured, StepRun
+from .measured import StepRun
 
 WITHIN = 0.1
 

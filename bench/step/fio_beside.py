@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import partial
 
 from aio.beside import file_for_fio
+from frame.measured import Beside
 from frame.side import Side
 
 from tiering.tierbench.comparison import fio
 from tiering.tierbench.comparison.fio import FioJob, RunReading
 
-from .measured import Beside, StepRun
+from .measured import StepRun
 
 
 @contextmanager

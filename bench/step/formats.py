@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 
+from frame.measured import Measured
 from frame.report import Table, Verdict
 
 from tiering.tierbench.ratios import compare
 
 from . import sides, tables
-from .measured import Measured, StepRun
+from .measured import StepRun
 
 BYTES_PER_PARAMETER = {"fp32": 30, "split": 28, "bf16": 22, "split+bf16": 20}
 """Over NVMe per step, parameters and state there: the design's table."""

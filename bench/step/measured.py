@@ -1,100 +1,29 @@
-"""A side after its rounds, and the run that measures sides."""
+"""The run that measures sides, and traces ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from frame.rounds import Run
-from frame.side import Side, SideError, Spec
-from frame.training import Round
-
-from tiering.tierbench.comparison.fio import RunReading
+from frame.measured import TrainingRun
+from frame.side import Side, SideError
 
 from .scale import Scale
 
 
 @dataclass(slots=True)
-class Measured:
-    """A side after its rounds. ``peaks`` are VmHWM in bytes: while it was built, and in training.
-
-    ``fio`` are readings of the same rounds, at this side's ratio of reads to writes.
-    """
-
-    name: str
-    facts: dict[str, Any]
-    rounds: list[Round]
-    peaks: tuple[int, int]
-    fio: list[RunReading] = field(default_factory=list)
-
-    @property
-    def times(self) -> list[float]:
-        """Seconds per step, by round."""
-        return [round_.per_step for round_ in self.rounds]
-
-    @property
-    def peak(self) -> int:
-        return max(self.peaks)
-
-    @property
-    def planned(self) -> int:
-        """Bytes over NVMe per step, by its plan; 0 if it has none."""
-        return int(self.facts.get("planned_read", 0) + self.facts.get("planned_written", 0))
-
-    @property
-    def as_planned(self) -> bool:
-        """Whether every round moved the plan's bytes, to the byte, in both directions."""
-        return all(
-            round_.counted[way] == round_.steps * self.facts[f"planned_{way}"]
-            for round_ in self.rounds
-            for way in ("read", "written")
-        )
-
-
-Beside = Callable[[Mapping[str, Side]], dict[str, Callable[[], RunReading]]]
-
-
-@dataclass(slots=True)
-class StepRun(Run[Scale, Side]):
+class StepRun(TrainingRun[Scale]):
     """With DeepSpeed's interpreter, None without, and the directory for traces of our sides, if they are wanted."""
 
     peers: Path | None = None
     traces: Path | None = None
 
-    def measured(
-        self, specs: Sequence[Spec], rounds: int, steps: Mapping[str, int] | int, beside: Beside | None = None
-    ) -> dict[str, Measured]:
-        """``specs`` in turn, so many steps a round. ``beside`` makes one more turn for each side that has a plan."""
-        with self.started(specs) as sides:
-            turns: dict[str, Callable[[], Any]] = {
-                name: partial(side.train, steps if isinstance(steps, int) else steps[name])
-                for name, side in sides.items()
-            }
-            fios = beside(sides) if beside is not None else {}
-            turns |= {f"fio beside {name}": turn for name, turn in fios.items()}
-            readings = self.alternate(rounds, turns)
-            self._trace(sides, readings)
-            results = {
-                name: Measured(
-                    name,
-                    side.facts,
-                    readings[name],
-                    (side.facts["peak"], max(round_.peak for round_ in side.rounds)),
-                    readings.get(f"fio beside {name}", []),
-                )
-                for name, side in sides.items()
-                if name in readings
-            }
-            self.sides += results.values()
-            return results
-
-    def _trace(self, sides: Mapping[str, Side], results: Mapping[str, Any]) -> None:
-        """After the rounds, so that recording takes no part in them."""
+    def after_rounds(self, sides: Mapping[str, Side], readings: Mapping[str, Any]) -> None:
+        """Trace ours: after the rounds, so that recording takes no part in them."""
         for name, side in sides.items():
-            if self.traces is not None and name in results and side.spec.module == "step.ours":
+            if self.traces is not None and name in readings and side.spec.module == "step.ours":
                 path = self.traces / f"{name.replace(' ', '-').replace(',', '')}.json"
                 self.say(f"tracing {name} to {path}")
                 try:

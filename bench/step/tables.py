@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from frame.measured import Measured
 from frame.report import Report, Table, Verdict, middle
 from frame.training import stalls
 
 from tiering.tierbench.ratios import compare
-
-from .measured import Measured
 
 GB = 1e9
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from frame.measured import Measured
 from frame.reference_model import Model
 from frame.report import Report
 from frame.side import BENCH, Place, Side, SideError, Spec
 from frame.training import Round, stalls
 from step import curve, deepspeed, depth, disk, fio_beside, formats, nvme, ram, sides, start, tables
-from step.measured import Measured, StepRun
+from step.measured import StepRun
 from step.scale import FULL, QUICK
 
 from tiering.tierbench.comparison import fio

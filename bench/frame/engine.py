@@ -49,6 +49,10 @@ class EngineSide(EngineTrainer):
             **{f"stalled: {cause}": seconds for cause, seconds in now.stalls.items()},
         }
 
+    def masters(self) -> dict[str, Any]:
+        masters: dict[str, Any] = self.engine.master_state_dict()
+        return masters
+
     def trace(self, path: str) -> None:
         self.engine.trace(path)
 

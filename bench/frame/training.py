@@ -8,10 +8,11 @@ Standard library and torch only.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,6 +48,10 @@ class Trainer:
     def counters(self) -> dict[str, float]:
         """Totals so far, by name: bytes ``read`` and ``written``, seconds ``stalled``, ..."""
         return {}
+
+    def masters(self) -> dict[str, Any]:
+        """The trained values by name, fp32."""
+        raise NotImplementedError(f"{type(self).__name__} names no masters")
 
     def trace(self, path: str) -> None:
         """Write a trace of the next whole step to ``path``."""
@@ -156,6 +161,17 @@ def train(trainer: Trainer, batches: Iterator[Any], steps: int) -> Round:
     )
 
 
+def digest(tensors: Mapping[str, Any]) -> str:
+    """Of the names and bits of ``tensors``."""
+    import torch
+
+    hashed = hashlib.sha256()
+    for name in sorted(tensors):
+        hashed.update(name.encode())
+        hashed.update(tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
+
+
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
@@ -199,13 +215,18 @@ class Training:
         return {**self._trainer.facts(), **self._facts, "peak": resident("VmHWM")}
 
     def rebuild(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Close the trainer and build another one."""
+        """Close the trainer and build another one, which sees the same batches."""
         self._trainer.close()
+        self._batches = self._model.batches(rank())
         self._trainer = self._make(self._model, settings)
         return self.facts()
 
     def train(self, steps: int) -> dict[str, Any]:
         return asdict(train(self._trainer, self._batches, steps))
+
+    def masters(self) -> str:
+        """The digest of the trained values."""
+        return digest(self._trainer.masters())
 
     def trace(self, path: str, steps: int) -> None:
         """Train ``steps`` steps, of which one whole step is traced."""

@@ -8,7 +8,6 @@ configuration.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from frame.child import serve
 from frame.engine import EngineSide
 from frame.process import resident
-from frame.training import EngineTrainer, Trainer, baseline, train
+from frame.training import EngineTrainer, Trainer, baseline, digest, train
 
 RANK = 16
 RATE = 1e-3
@@ -95,7 +94,7 @@ class Ours(EngineSide):
                 return ended
 
     def adapters(self) -> str:
-        return digest(self.engine.master_state_dict())
+        return adapter_digest(self.masters())
 
 
 def needed(plan: Any, model: Any) -> int:
@@ -116,16 +115,9 @@ def needed(plan: Any, model: Any) -> int:
     return total
 
 
-def digest(tensors: dict[str, Any]) -> str:
+def adapter_digest(tensors: dict[str, Any]) -> str:
     """Of the names and bits of all trained tensors."""
-    import torch
-
-    hashed = hashlib.sha256()
-    for name in sorted(tensors):
-        if "lora_" in name:
-            hashed.update(name.encode())
-            hashed.update(tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return hashed.hexdigest()
+    return digest({name: tensor for name, tensor in tensors.items() if "lora_" in name})
 
 
 class Plain(EngineTrainer):
@@ -169,7 +161,7 @@ class Plain(EngineTrainer):
         self._optimizer.zero_grad()
 
     def adapters(self) -> str:
-        return digest(dict(self.model.named_parameters()))
+        return adapter_digest(dict(self.model.named_parameters()))
 
 
 def bits(base: str) -> dict[str, Any]:

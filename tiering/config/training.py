@@ -316,6 +316,11 @@ class TiersConfig(Section):
     activation_budget: Bytes = Field(
         default=1 << 30, description="Maximum bytes of activations in host memory, if they are moved there."
     )
+    block_rows: Count | None = Field(
+        default=None,
+        description="Rows of a micro-batch with which a block computes at once, forward and backward, while its"
+        " parameters are on the device once; blocks then keep their inputs only. null: all rows.",
+    )
     step_in_backward: StrictBool = Field(
         default=False, description="Update groups during backward, with the learning rate at its start."
     )

@@ -423,16 +423,18 @@ class StateKept(NamedTuple):
 def settle_dtypes(config: TieringConfig, *, whole_groups: bool = False) -> Dtypes:
     """The dtypes of ``config``, with "auto" resolved.
 
-    Gradients accumulate in the compute dtype for one micro-batch, else in fp32. They are sent in the compute dtype in
-    stages 2 and 3, else in the accumulation dtype. An optimizer without a kernel takes fp32 gradients, so accumulating
-    in fp32 avoids a second copy.
+    Gradients accumulate in the compute dtype for one micro-batch, else in fp32. Chunks of rows (block_rows) are added
+    up as micro-batches are. Gradients are sent in the compute dtype in stages 2 and 3. In stages 0 and 1, and with
+    chunks, which are added up before they are sent, they are sent in the accumulation dtype. An optimizer without a
+    kernel takes fp32 gradients, so accumulating in fp32 avoids a second copy.
     """
     compute, grad, reduce = config.precision, config.tiering.grad_accum_dtype, config.tiering.reduce_dtype
+    has_chunks = config.tiering.block_rows is not None
     if grad == "auto":
-        one_pass = config.gradient_accumulation_steps == 1 and not whole_groups
+        one_pass = config.gradient_accumulation_steps == 1 and not has_chunks and not whole_groups
         grad = compute if one_pass else "fp32"
     if reduce == "auto":
-        reduce = compute if config.zero.stage >= 2 else grad
+        reduce = compute if config.zero.stage >= 2 and not has_chunks else grad
     return Dtypes(compute, grad, reduce)
 
 

@@ -31,6 +31,7 @@ from zero3.passes import hooks
 from zero3.passes.hooks import Removable
 from zero3.passes.moved_activations import MovedActivations
 from zero3.passes.prefetch import Prefetcher, Room
+from zero3.passes.row_chunks import RowChunks
 from zero3.passes.schedule import PassSchedule
 from zero3.state.access import Access
 from zero3.state.parameters import Parameters
@@ -120,7 +121,10 @@ def connect(
     with_slices = [*parts.groups, *(each for group in parts.groups for each in group.slices)]
     moved = _moved_activations(model, config, parts.tiers, with_slices)
     schedule = PassSchedule(with_slices, prefetcher, parts.sink, events, parts.tiers.timeline, moved)
-    handles = hooks.install(model, parts.groups, schedule)
+    rows = config.tiering.block_rows
+    alone = parts.collectives is None
+    chunks = [] if rows is None else [RowChunks(model, parts.groups, schedule, rows, alone=alone)]
+    handles = [*hooks.install(model, parts.groups, schedule), *chunks]
 
     ready = Readiness(
         parameters, parts.tiers, parts.collectives, parts.optimizer, updates, accumulation, schedule

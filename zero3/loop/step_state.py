@@ -203,7 +203,9 @@ def accumulation_steps(train_batch_size: int, config: TieringConfig, world_size:
             " samples; give a multiple of that"
         )
     steps = train_batch_size // samples
-    has_fixed_dtype = config.tiering.grad_accum_dtype != "auto" or config.precision == "fp32"
+    # Chunks of rows are summed in fp32 as well.
+    always_sums = config.precision == "fp32" or config.tiering.block_rows is not None
+    has_fixed_dtype = config.tiering.grad_accum_dtype != "auto" or always_sums
     if not has_fixed_dtype and (steps > 1) != (config.gradient_accumulation_steps > 1):
         raise ConfigError(
             f"set_train_batch_size({train_batch_size}): gradients of several micro-batches are summed in fp32, those of"

@@ -113,8 +113,7 @@ def form_groups(
     """
     modules = dict(model.named_modules())
     users = _users(model)
-    # A module that is registered twice goes by its first name.
-    blocks = {name for container in _repeated_containers(model) for name in container if name in modules}
+    blocks = block_names(model)
     mean_block = _mean_block_size(modules, blocks)
     leaf_names = {name for name, module in modules.items() if module in leaves}
     blocks |= leaf_names
@@ -175,6 +174,12 @@ def form_groups(
             index += 1
     _link(groups, modules)
     return list(groups.values())
+
+
+def block_names(model: nn.Module) -> set[str]:
+    """The names of the blocks of ``model``. A module that is registered twice goes by its first name."""
+    names = {name for name, _ in model.named_modules()}
+    return {name for container in _repeated_containers(model) for name in container if name in names}
 
 
 def _label(anchor: str, persistent: bool, in_fp32: bool) -> str:

@@ -185,6 +185,26 @@ class GroupProgress:
         self.unrecorded = self.gathered = False
 
 
+class RowsInBackward:
+    """A block that backward goes through chunk by chunk of its rows. ``groups``: those of the block."""
+
+    def __init__(self, groups: frozenset[ParamGroup]) -> None:
+        self._groups = groups
+        self._is_last = False
+
+    def begin_chunk(self, is_last: bool) -> None:
+        """The next gradients are those of another chunk."""
+        self._is_last = is_last
+
+    def completes(self, group: ParamGroup, progress: GroupProgress) -> bool:
+        """Whether a gradient of ``group`` that arrives now may be the last one of its parameter.
+
+        Those of groups around the block may get more from elsewhere. Persistent groups have no modules around them.
+        """
+        inside = group in self._groups or not group.entries or not self._groups.isdisjoint(progress.enclosing)
+        return self._is_last and inside
+
+
 class RunningForward:
     """A module that runs, and the groups that it uses without being one of their entries."""
 

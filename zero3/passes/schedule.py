@@ -23,7 +23,8 @@ An event moves groups in several steps. Methods with ``@uninterrupted`` defer Ct
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ from zero3.passes.pass_state import (
     CurrentPass,
     PassState,
     PassThread,
+    RowsInBackward,
     RunningForward,
     check_backward,
     graph_task,
@@ -86,6 +88,7 @@ class PassSchedule:
         # The group that backward entered last, the autograd nodes that its forward made, and the graph task.
         self._entered: tuple[ParamGroup, range, int] | None = None
         self._stepped: set[ParamGroup] = set()  # groups that this backward has updated
+        self._rows: RowsInBackward | None = None  # while backward goes through chunks of rows
         self._moved = moved
         self._saved = SavedTensors(groups, self.need, self._stepped, moved)
         self._thread = PassThread()
@@ -264,7 +267,8 @@ class PassSchedule:
     def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         """Autograd has accumulated ``param.grad``: pass it to the sink."""
         self._begin_receiving()
-        self._progress[group].arrived += 1
+        if self._rows is None or self._rows.completes(group, self._progress[group]):
+            self._progress[group].arrived += 1
         self._gradients.accumulate(group, piece, param)
         # After accumulate: the sink may begin to reduce the group's buffer at once.
         if self._is_final(group):
@@ -278,6 +282,27 @@ class PassSchedule:
         """
         self._begin_receiving()
         self._gradients.accumulate(group, piece, param)
+
+    @contextmanager
+    def rows(self, groups: Sequence[ParamGroup]) -> Iterator[Callable[[bool], None]]:
+        """Backward goes through a block chunk by chunk of its rows (see row_chunks.py), with ``groups`` on the device.
+
+        Yields a function to call before each chunk, with whether it is the last one: only then gradients are final.
+        """
+        with ExitStack() as uses:
+            self.begin_backward()
+            for group in groups:
+                self.pre_forward(group)
+                uses.push(partial(self._end_rows, group))
+            self._rows = rows = RowsInBackward(frozenset(groups))
+            uses.callback(setattr, self, "_rows", None)
+            yield rows.begin_chunk
+        for group in groups:
+            if self._is_final(group):
+                self._gradients.final(group)
+
+    def _end_rows(self, group: ParamGroup, error: type[BaseException] | None, *_: object) -> None:
+        self.post_forward(group, raised=error is not None)
 
     @uninterrupted
     def end_of_backward(self) -> None:

@@ -1,7 +1,8 @@
 """Our engine, by a configuration as any user's.
 
 ``settings``: ``directory`` of the swap space, None to keep everything in memory; ``tiering``, that section of the
-configuration as it is (budgets, state, cache_in_host, ...); ``zero``, further keys of zero_optimization.
+configuration as it is (budgets, state, cache_in_host, ...); ``zero``, further keys of zero_optimization;
+``accumulation``, micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     directory = settings["directory"]
     place = offload("nvme" if directory else "none", directory)
     zero = {"stage": 3, "offload_param": place, "offload_optimizer": place, **settings.get("zero", {})}
-    return reference_model.configuration(zero) | {"tiering": settings["tiering"]}
+    return reference_model.configuration(zero) | {
+        "gradient_accumulation_steps": settings.get("accumulation", 1),
+        "tiering": settings["tiering"],
+    }
 
 
 class Ours(EngineSide):

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from zero3.deepspeed.values import TORCH_DISTRIBUTED_DEFAULT_PORT, version
     from zero3.engine.engine import Engine
     from zero3.initialize import EngineParts, initialize
+    from zero3.passes.chunked_loss import chunked_cross_entropy
     from zero3.setup.plan_for import measure_rates, plan_for
     from zero3.state.access import gathered
 
@@ -67,6 +68,7 @@ __getattr__, __dir__ = _lazy.names(
         "zero3.deepspeed.engine": ("DeepSpeedEngine",),
         "zero3.engine.engine": ("Engine",),
         "zero3.initialize": ("EngineParts", "initialize"),
+        "zero3.passes.chunked_loss": ("chunked_cross_entropy",),
         "zero3.setup.plan_for": ("measure_rates", "plan_for"),
         "zero3.checkpoint.saving": ("Saving",),
         "zero3.building.quantization": ("quantize",),
@@ -95,6 +97,7 @@ __all__ = [
     "accelerator",
     "add_config_arguments",
     "checkpointing",
+    "chunked_cross_entropy",
     "comm",
     "gathered",
     "get_accelerator",

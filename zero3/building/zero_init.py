@@ -12,7 +12,7 @@ their way to the tiers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -25,6 +25,7 @@ from tiering.errors import ConfigError, EngineStateError
 from zero3.building.recorded_operations import Slice
 from zero3.building.tape import Tape
 from zero3.params import resharded
+from zero3.params.resharded import Result
 
 
 class Init:
@@ -161,6 +162,9 @@ class _Unbuilt:
         if modify:
             return f"rank {rank} cannot set {self.where(param)}: initialize takes the values of rank 0; set it there"
         return f"{self.where(param)}, was changed without modify=True" if edited else ""
+
+    def call_with(self, params: Sequence[nn.Parameter], function: Callable[[], Result]) -> Result:
+        return function()
 
     def saving_copies(self) -> AbstractContextManager[None]:
         return nullcontext()

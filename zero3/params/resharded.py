@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,9 @@ METADATA = frozenset(_NEEDS_NO_VALUES.split())
 
 _DATA, _GRAD = (vars(torch._C.TensorBase)[name] for name in ("data", "grad"))  # torch's own properties
 CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
+
+
+Result = TypeVar("Result")
 
 
 class Owner(Protocol):
@@ -87,6 +90,9 @@ class Owner(Protocol):
 
     def hide_values(self, param: nn.Parameter, *, modify: bool, rank: int | None) -> str:
         """End ``show_values`` and keep the changes of ``rank``. Returns why they cannot be kept, or an empty text."""
+
+    def call_with(self, params: Sequence[nn.Parameter], function: Callable[[], Result]) -> Result:
+        """Call ``function``, which calls the modules of ``params`` many times: they are fetched once."""
 
     def saving_copies(self) -> AbstractContextManager[Any]:
         """A context in which tensors that autograd saves keep the values that parameters show."""

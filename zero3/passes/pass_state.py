@@ -211,6 +211,7 @@ class RunningForward:
     def __init__(self) -> None:
         self.borrowed: list[ParamGroup] = []  # read directly, until this forward ends
         self.early: list[ParamGroup] = []  # unsharded before the call that needs them
+        self.counted: list[ParamGroup] = []  # whose calls in it are counted already
         self.first_node = next_node()
         self.with_grad = torch.is_grad_enabled()
 

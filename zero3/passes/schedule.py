@@ -23,7 +23,7 @@ An event moves groups in several steps. Methods with ``@uninterrupted`` defer Ct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -155,14 +155,7 @@ class PassSchedule:
         self._check_not_stepped(group)
         # Before the group is acquired: if that raises, the except branch below leaves the group again.
         self._enter()
-        if not in_autograd():
-            progress = self._progress[group]
-            progress.forwards += 1
-            progress.graphs += torch.is_grad_enabled()
-            progress.unrecorded |= not torch.is_grad_enabled()
-            # Reentrant checkpointing disables gradients inside: the outermost forward says whether backward follows.
-            if self._forwards[0].with_grad:
-                self._used.setdefault(group)
+        self._count_forward(group)
         try:
             self._use(group)
         except BaseException:
@@ -215,6 +208,31 @@ class PassSchedule:
         return False
 
     @uninterrupted
+    def begin_use(self, groups: Collection[ParamGroup]) -> None:
+        """Code calls the modules of ``groups`` many times until ``end_forward``: they stay on the device meanwhile.
+
+        In a forward, or between passes, and in the backward of what was computed there.
+        """
+        self.check_thread()
+        if in_autograd():
+            # A backward may begin there. Its end must not be that of a backward inside of it.
+            self.begin_backward()
+            for group in groups:
+                self._progress[group].entered += 1
+        self._enter()
+        forward = self._forwards[-1]
+        try:
+            for group in groups:
+                self._count_forward(group)
+                forward.counted.append(group)
+                # Noted first, as an early use is.
+                forward.borrowed.append(group)
+                self._use(group)
+        except BaseException:
+            self._leave(raised=True)
+            raise
+
+    @uninterrupted
     def begin_backward(self) -> None:
         """A gradient has reached an output of the model or of a group. Further calls in the same pass do nothing.
 
@@ -241,7 +259,8 @@ class PassSchedule:
         """
         self.begin_backward()
         self._entered = group, nodes, graph_task()
-        self._progress[group].entered += 1
+        # Code that calls the modules of the group many times enters it once.
+        self._progress[group].entered += not self._progress[group].running
         keep = self._progress[group].enclosing | self._until_end
         # First release, then acquire: the plan has room for one block and the groups around it, not for two blocks.
         for done in [live for live in self._live if live is not group and live not in keep]:
@@ -389,6 +408,18 @@ class PassSchedule:
             group.routing is not None and entered in self._progress[group].enclosing
         )
         return same and task == graph_task() and node._sequence_nr() in nodes
+
+    def _count_forward(self, group: ParamGroup) -> None:
+        """A forward of ``group`` begins, or code that calls its modules many times, which count once."""
+        if in_autograd() or any(group in forward.counted for forward in self._forwards):
+            return
+        progress = self._progress[group]
+        progress.forwards += 1
+        progress.graphs += torch.is_grad_enabled()
+        progress.unrecorded |= not torch.is_grad_enabled()
+        # Reentrant checkpointing disables gradients inside: the outermost forward says whether backward follows.
+        if self._forwards[0].with_grad:
+            self._used.setdefault(group)
 
     def _use(self, group: ParamGroup) -> None:
         """Count one more use of ``group`` by a forward, and unshard it for the first one."""

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -26,8 +26,10 @@ from tiering.errors import ConfigError, EngineStateError
 from zero3.params import inner_tensors, resharded
 from zero3.params.layout import Piece, product
 from zero3.params.param_group import ParamGroup
+from zero3.params.resharded import Result
+from zero3.passes.gradient_parts import TiedParameters, tied_in
 from zero3.passes.hooks import OurHook
-from zero3.passes.pass_state import PassState, in_autograd
+from zero3.passes.pass_state import PassState, in_autograd, next_node
 from zero3.passes.prefetch import Prefetcher
 from zero3.passes.schedule import PassSchedule
 from zero3.state.parameters import Parameters
@@ -159,6 +161,7 @@ class Access:
         # Parameters whose .grad was read as None since the last update, while the engine had the gradient.
         self._read_as_none: set[nn.Parameter] = set()
         self._on_gradient = on_gradient
+        self._tied = tied_in(model)
         self.partitioned = partitioned
         resharded.adopt(parameters.all, self)
         self._handles = _watch_state_dict(model, self)
@@ -330,6 +333,23 @@ class Access:
                 " change is intended",
                 piece.name,
             )
+
+    def call_with(self, params: Sequence[nn.Parameter], function: Callable[[], Result]) -> Result:
+        """See resharded.Owner. Called in a forward, or between passes, and by the backward of its result."""
+        places = {param: self.parameters.piece_of(param) for param in params}
+        first, returned = next_node(), False
+        self._schedule.begin_use(dict.fromkeys(group for group, _ in places.values()))
+        try:
+            result = function()
+            returned = True
+        finally:
+            self._schedule.end_forward(raised=not returned)
+        # The nodes that it has made take the parameters as inputs, and give parts of the gradients of tied ones.
+        tied = [
+            (param, *place) for param, place in places.items() if param in self._tied and place[1].trainable
+        ]
+        TiedParameters(self._schedule, tied).watch(result, range(first, next_node()))
+        return result
 
     def saving_copies(self) -> AbstractContextManager[Any]:
         """Within the block, autograd saves copies of lent parameters, for a backward after their groups are resharded.

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import tiering
+
 from .bodies import BODIES, INNER
 
 SEQUENCE = 5
@@ -74,6 +76,7 @@ class ModelPlan:
     reads_block: bool = False  # a penalty on a block's weight, which the model reads
     encoder_reads: bool = False  # a hook of the encoder reads a weight of its first layer
     frozen: tuple[str, ...] = ()  # beginnings of names
+    loss_rows: int = 0  # of a chunk in which head and loss are computed; 0: all at once
 
     @classmethod
     def draw(cls, rng: random.Random) -> ModelPlan:
@@ -92,6 +95,7 @@ class ModelPlan:
             reads_block=rng.random() < 0.15,
             encoder_reads=encoder and rng.random() < 0.5,
             frozen=tuple(name for name in ("embedding", "norm", "position") if rng.random() < 0.08),
+            loss_rows=rng.choice((0, 0, 0, 5)),
         )
 
     @property
@@ -118,7 +122,7 @@ class ModelPlan:
                 if simpler != block:
                     yield replace(self, blocks=(*self.blocks[:index], simpler, *self.blocks[index + 1 :]))
         for name in ("outer_checkpointing", "tied", "first_block_again", "last_block_shared", "reads_embedding",
-                     "reads_block", "encoder_reads", "encoder_layers", "frozen"):  # fmt: skip
+                     "reads_block", "encoder_reads", "encoder_layers", "frozen", "loss_rows"):  # fmt: skip
             if getattr(self, name):
                 yield replace(
                     self, **{name: type(getattr(self, name))() if name != "outer_checkpointing" else None}
@@ -257,6 +261,11 @@ class Model(nn.Module):
             x = self.encoder(x)
         x = self.norm(checkpointed(self.through_blocks, x, self.plan.outer_checkpointing))
         reads = self.plan.reads_embedding
+        if targets is not None and self.plan.loss_rows and not reads:
+            return (
+                tiering.chunked_cross_entropy(x, self.head, targets, rows=self.plan.loss_rows)
+                + self._penalty()
+            )
         logits: Tensor = (functional.linear(x, self.embedding.weight) if reads else self.head(x)).float()
         if targets is None:
             return logits

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -114,6 +114,16 @@ class PlacedPiece(NamedTuple):
     in_files: bool = False
 
 
+@dataclass
+class _Sums:
+    """Bytes of pieces, those of them that are read from files of a user, and what a step reads and writes on NVMe."""
+
+    nbytes: int = 0
+    in_files: int = 0
+    read: int = 0
+    written: int = 0
+
+
 @dataclass(frozen=True)
 class Plan:
     """The placement of each rank. Tuples have the order of ``workload.groups``; bytes are exact and include padding."""
@@ -169,6 +179,18 @@ class Plan:
             yield PlacedPiece(OPTIMIZER_STATE, tile.tier, nbytes, nbytes, nbytes)
 
     @cached_property
+    def _sums(self) -> Mapping[tuple[str, Tier], _Sums]:
+        """The sums over ``placed``, by kind and tier: a large model has many thousands of pieces."""
+        sums: defaultdict[tuple[str, Tier], _Sums] = defaultdict(_Sums)
+        for piece in self.placed():
+            each = sums[piece.kind, piece.tier]
+            each.nbytes += piece.nbytes
+            each.in_files += piece.nbytes if piece.in_files else 0
+            each.read += piece.read
+            each.written += piece.written
+        return sums
+
+    @cached_property
     def tiers(self) -> dict[str, tuple[Tier, ...]]:
         """The tiers of the pieces of each tenant whose pieces are not divided, by its kind."""
         others = zip(self.workload.others, self.other_tiers, strict=True)
@@ -188,8 +210,8 @@ class Plan:
     def contents(self, tier: Tier) -> dict[str, int]:
         """Bytes planned on ``tier``, by kind."""
         load, kinds = self.workload, {tenant.kind: 0 for tenant in self.tenants}
-        for piece in self.placed():
-            kinds[piece.kind] += piece.nbytes if piece.tier is tier and not piece.in_files else 0
+        for (kind, on), sums in self._sums.items():
+            kinds[kind] += sums.nbytes - sums.in_files if on is tier else 0
         if tier is Tier.DEVICE:
             kinds["local gradients"] = load.local_grad_bytes
             kinds["gradient reduction"] = self.reduction.nbytes
@@ -204,7 +226,7 @@ class Plan:
     @property
     def in_place_bytes(self) -> int:
         """Bytes of parameters that are read from files of the user instead of swap space."""
-        return sum(piece.nbytes for piece in self.placed() if piece.in_files)
+        return sum(sums.in_files for sums in self._sums.values())
 
     @property
     def frozen_swap_bytes(self) -> int:
@@ -228,8 +250,8 @@ class Plan:
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state of one rank on all tiers together."""
         kinds = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
-        placed = sum(piece.nbytes for piece in self.placed() if piece.kind in kinds)
-        return placed + self.workload.local_grad_bytes
+        placed = (sums for (kind, _), sums in self._sums.items() if kind in kinds)
+        return sum(sums.nbytes for sums in placed) + self.workload.local_grad_bytes
 
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes (read, written) over NVMe in a steady step of ``micro_batches`` forward and backward passes."""
@@ -240,10 +262,10 @@ class Plan:
         """The bytes of ``nvme_traffic`` by the kinds of ``contents``."""
         read: Counter[str] = Counter()
         written: Counter[str] = Counter()
-        for piece in self.placed():
-            if piece.tier is Tier.NVME:
-                read[piece.kind] += piece.read
-                written[piece.kind] += piece.written
+        for (kind, tier), sums in self._sums.items():
+            if tier is Tier.NVME:
+                read[kind] += sums.read
+                written[kind] += sums.written
         return +read, +written
 
     def visited(self, tile: SubGroup) -> tuple[int, int]:

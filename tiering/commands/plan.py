@@ -121,6 +121,22 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="with activation checkpointing, where backward recomputes the forward",
     )
+    group.add_argument(
+        "--chunked-loss",
+        action="store_true",
+        help="with tiering.chunked_cross_entropy, which never makes all logits",
+    )
+    group.add_argument(
+        "--activations",
+        choices=("device", "host", "nvme", "auto"),
+        help="where activations wait for backward (default: that of --config, else device)",
+    )
+    group.add_argument(
+        "--activation-budget",
+        type=memory_size,
+        metavar="SIZE",
+        help="host memory for activations (default: that of --config, else 1GiB)",
+    )
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
@@ -199,7 +215,7 @@ def run(options: argparse.Namespace) -> int:
 
 def answer(options: argparse.Namespace) -> PlanReport:
     """The report for ``options``. Raises ConfigError, SwapSpaceError or OSError."""
-    from tiering.planning.setting import TOKENS, Setting
+    from tiering.planning.setting import LOSS_CHUNK, TOKENS, Setting
 
     if options.save_rates is not None and not options.measure:
         raise ConfigError("--save-rates needs --measure DIR")
@@ -220,6 +236,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
         tokens=options.tokens or TOKENS,
         sequence=options.sequence,
         checkpointed=options.checkpointing,
+        loss_chunk=LOSS_CHUNK if options.chunked_loss else 0,
         endurance=endurance if options.tbw is None else options.tbw,
     )
     adapters = _adapters(options)
@@ -288,7 +305,7 @@ def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) ->
         if config.optimizer is None:
             print(f"{options.config} names no optimizer; AdamW is assumed", file=sys.stderr)
             config = config.model_copy(update={"optimizer": OptimizerConfig()})
-    keys = ("device_budget", "host_budget", "nvme_budget", "state")
+    keys = ("device_budget", "host_budget", "nvme_budget", "state", "activations", "activation_budget")
     overrides = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
     tiers = {} if profile is None else profile_budgets(profile)
     return with_changes(config, micro_batches=options.micro_batches, tiers=tiers | overrides)

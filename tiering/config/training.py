@@ -308,10 +308,10 @@ class TiersConfig(Section):
         description="Fraction of the optimizer state in host memory that a GPU updates; auto: the fastest at the rates"
         " of tiering plan --measure, 0 without measured rates.",
     )
-    activations: Literal["device", "host", "nvme"] = Field(
+    activations: Literal["device", "host", "nvme", "auto"] = Field(
         default="device",
         description="Where tensors that autograd saves wait for backward: on the device; in host memory; in host memory"
-        " and then on NVMe.",
+        " and then on NVMe; auto: on the device as far as it has room, the oldest in host memory and then on NVMe.",
     )
     activation_budget: Bytes = Field(
         default=1 << 30, description="Maximum bytes of activations in host memory, if they are moved there."

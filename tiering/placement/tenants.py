@@ -60,17 +60,25 @@ def optimizer_state(load: Workload) -> Tenant:
     return Tenant(OPTIMIZER_STATE, tuple(pieces), offloaded=True)
 
 
-def activations(config: TieringConfig) -> tuple[Tenant, ...]:
+def activations(
+    config: TieringConfig, *, copied: int = 0, swapped: int = 0, passes: int = 1
+) -> tuple[Tenant, ...]:
     """Activations that are moved off the device, if there are any: their memory, and their first swap space.
 
-    The swap space grows with what a pass saves, which is not known before (`Tiers.lend`).
+    The swap space grows with what a pass saves, which the engine does not know before (`Tiers.lend`). A plan that knows
+    it gives the bytes that a step copies off the device, and the bytes that each of its ``passes`` writes to NVMe.
     """
     place, nbytes = config.tiering.activations, round_up(config.tiering.activation_budget)
     if place == "device":
         return ()
-    pieces = [TenantPiece("activation memory", nbytes, Tier.HOST)]
-    if place == "nvme":
-        pieces.append(TenantPiece("swapped activations", nbytes, Tier.NVME, fixed=True))
+    pieces = [TenantPiece("activation memory", nbytes, Tier.HOST, copied=copied)]
+    if place == "nvme" or (place == "auto" and config.zero.swap_directories):
+        moved = swapped * passes
+        pieces.append(
+            TenantPiece(
+                "swapped activations", max(nbytes, round_up(swapped)), Tier.NVME, moved, moved, fixed=True
+            )
+        )
     # Without swap space for optimizer state, in that of the parameters.
     with_parameters = not config.zero.offload_optimizer.swap_directories
     return (Tenant(ACTIVATIONS, tuple(pieces), with_parameters=with_parameters),)

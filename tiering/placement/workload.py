@@ -63,6 +63,8 @@ class TenantPiece:
     routed: bool = False
     # They live on ``tier`` and on no faster one.
     fixed: bool = False
+    # Bytes that a step copies from the device in forward, and back in backward.
+    copied: int = 0
     # The bytes that a step reads instead of ``read``, in whole pages, if files of a user have the piece: then it needs
     # no swap space.
     read_in_files: int | None = None

@@ -21,6 +21,13 @@ UNLIMITED = 1 << 60
 FINEST = 1 << 12
 MOST_RANKS = 4096
 
+# Changes that no key of the configuration makes.
+_BESIDE_CONFIGURATION = {
+    "ranks": "{value} ranks, each with these budgets",
+    "tokens": "at most {value} tokens in a micro-batch (--tokens {value})",
+    "checkpointing": "activation checkpointing (--checkpointing)",
+    "loss_chunk": "tiering.chunked_cross_entropy as the loss (--chunked-loss)",
+}
 # The devices of the configuration, fastest first.
 _SLOWER = tuple(OFFLOAD_TIERS)
 
@@ -29,8 +36,9 @@ _SLOWER = tuple(OFFLOAD_TIERS)
 class Remedy:
     """A change with which the model fits: new values by configuration key.
 
-    Budgets in ``change`` are bytes of a node; its ``ranks`` is the number of all ranks. ``workload`` and ``budgets``
-    (of a rank) are those of the plan.
+    Budgets in ``change`` are bytes of a node. Other names are those of the run: ``ranks`` is the number of all ranks,
+    ``tokens`` those of a micro-batch, ``checkpointing`` is true, ``loss_chunk`` that of ``Setting``. ``workload`` and
+    ``budgets`` (of a rank) are those of the plan.
     """
 
     change: Mapping[str, int | str]
@@ -41,13 +49,14 @@ class Remedy:
         return ", ".join(self._text(key, value) for key, value in self.change.items())
 
     def _text(self, key: str, value: int | str) -> str:
-        if key == "ranks":
-            return f"{value} ranks, each with these budgets"
+        if key in _BESIDE_CONFIGURATION:
+            return _BESIDE_CONFIGURATION[key].format(value=value)
         name = key.rpartition("tiering.")[2].removeprefix("zero_optimization.")
         if not name.endswith("_budget"):
             return f"{name} {value!r}" if isinstance(value, str) else f"{name} {value}"
-        own = self.budgets.of(Tier(name.removesuffix("_budget")))
-        each = f" ({format_need(own)} for each rank)" if own != value else ""
+        tier = name.removesuffix("_budget")
+        own = self.budgets.of(Tier(tier)) if tier in {each.value for each in Tier} else value
+        each = f" ({format_need(int(own))} for each rank)" if own != value else ""
         return f"{name} of {format_need(int(value))}{each}"
 
 

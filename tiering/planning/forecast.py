@@ -220,6 +220,12 @@ def _work_of(plan: Plan) -> dict[str, _Work]:
             # As activations: forward makes them, and backward uses them.
             forward.nvme_written += piece.written if tier is Tier.NVME else 0
             backward.nvme_read += piece.read if tier is Tier.NVME else 0
+            if plan.workload.device_is_host:
+                # Backward uses the copy where it is.
+                forward.copied += piece.copied
+            else:
+                forward.from_device += piece.copied
+                backward.to_device += piece.copied
     _update(plan, steps)
     _swap_state(plan, forward, backward, steps)
     sent = plan.sent_bytes()

@@ -6,6 +6,7 @@ changes its meaning; names may be added.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from tiering.config.training import TieringConfig, format_size
 from tiering.errors import ConfigError, PlacementError
 from tiering.placement.budgets import resolve_budgets
-from tiering.placement.placement import make_plan
+from tiering.placement.placement import make_plan, place
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier, Workload
-from tiering.planning.fit import Remedy, remedies
+from tiering.planning.activation_remedies import for_activations
+from tiering.planning.activations import ActivationsOf, PlacedActivations, with_activations
+from tiering.planning.fit import Remedy, fits, remedies
 from tiering.planning.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, MachinePart, forecast
 from tiering.planning.rates import Rates
 from tiering.planning.setting import RatesOf, Setting
@@ -44,7 +47,8 @@ NOT_COUNTED = (
 class ModelSize:
     """The size of a model, with its ``name`` for the report; ``params`` counts its parameters.
 
-    ``active``, ``attention_flops`` and ``computed`` are those of ``forecast``.
+    ``active``, ``attention_flops`` and ``computed`` are those of ``forecast``. ``activations``: those of a micro-batch;
+    None if they are unknown.
     """
 
     name: str
@@ -52,13 +56,15 @@ class ModelSize:
     active: float = 1.0
     attention_flops: float = 0.0
     computed: int | None = None
+    activations: ActivationsOf | None = None
 
 
 @dataclass(frozen=True)
 class PlanReport:
     """A model's plan within the budgets of each rank, or the refusal and the remedies if it does not fit.
 
-    ``forecast`` is None, and ``unforeseen`` is the reason, if a rate is missing that the plan needs.
+    ``forecast`` is None, and ``unforeseen`` is the reason, if a rate is missing that the plan needs. ``activations`` is
+    None if they were not counted.
     """
 
     model: str
@@ -72,6 +78,7 @@ class PlanReport:
     rates: Rates = field(default_factory=Rates)
     forecast: Forecast | None = None
     unforeseen: str = ""
+    activations: PlacedActivations | None = None
 
     @property
     def fits(self) -> bool:
@@ -99,7 +106,8 @@ class PlanReport:
             "micro_batch_tokens": self.setting.tokens,
             "budgets": {tier.value: self.budgets.of(tier) for tier in Tier},
             "plan": None if self.plan is None else _plan_dict(self.plan),
-            "not_counted": ["activations"],
+            "activations": None if self.activations is None else self.activations.as_dict(),
+            "not_counted": ["activations"] if self.activations is None else [],
             "forecast": None if self.forecast is None else self._forecast_dict(self.forecast),
             "unforeseen": self.unforeseen or None,
             "rates": self.rates.as_dict(),
@@ -169,7 +177,7 @@ class PlanReport:
                 f"Frozen parameters take {format_size(frozen)} of swap space. They take none if the files that"
                 " initialize(weights=...) gets have the same bytes: then they are read in place."
             )
-        yield NOT_COUNTED
+        yield NOT_COUNTED if self.activations is None else str(self.activations)
         yield ""
         if self.forecast is None:
             yield f"No step time: {self.unforeseen}"
@@ -220,21 +228,18 @@ def report(
         ranks_on_node=setting.local_size,
     )
     try:
-        plan = make_plan(load, budgets)
+        plan, placed = _placed(model, load, budgets, config, setting)
     except PlacementError as refusal:
-        offers = (
-            _with_both_budgets(offer, config, setting)
-            for offer in remedies(load, budgets, local_ranks=setting.local_size)
-            if setting.gpu_memory is None or offer.budgets.device <= max(setting.gpu_memory, budgets.device)
-        )
+        offers = _remedies(model, load, budgets, config, setting)
         return PlanReport(model.name, model.params, load, budgets, setting, None, str(refusal), tuple(offers))
     prediction, unforeseen = None, ""
     rates_of_load = rates if isinstance(rates, Rates) else rates(load)
     if config.tiering.update_on_device == "auto":
-        load = replace(
-            load, update_on_device=best_share(load, budgets, rates_of_load.of_rank(setting.local_size))
-        )
-        plan = make_plan(load, budgets) if load.update_on_device else plan
+        share = best_share(load, budgets, rates_of_load.of_rank(setting.local_size))
+        # The activations may need the device memory that the share takes.
+        with contextlib.suppress(PlacementError):
+            if share:
+                plan, placed = _placed(model, replace(load, update_on_device=share), budgets, config, setting)
     try:
         prediction = forecast(
             plan,
@@ -251,14 +256,46 @@ def report(
     return PlanReport(
         model.name,
         model.params,
-        load,
+        plan.workload,
         budgets,
         setting,
         plan,
         rates=rates_of_load,
         forecast=prediction,
         unforeseen=unforeseen,
+        activations=placed,
     )
+
+
+def _placed(
+    model: ModelSize, load: Workload, budgets: Budgets, config: TieringConfig, setting: Setting
+) -> tuple[Plan, PlacedActivations | None]:
+    """The plan, with the activations if they are known. Raises PlacementError if one of them does not fit."""
+    if model.activations is None or not fits(load, budgets):
+        return make_plan(load, budgets), None
+    load, placed = with_activations(load, place(load, budgets), config, setting, model.activations(setting))
+    placed.check(setting)
+    return make_plan(load, budgets), placed
+
+
+def _remedies(
+    model: ModelSize, load: Workload, budgets: Budgets, config: TieringConfig, setting: Setting
+) -> Iterator[Remedy]:
+    """Changes with which the model and its activations fit."""
+    sizes = model.activations
+    if sizes is not None and fits(load, budgets):
+        yield from for_activations(load, budgets, config, setting, sizes)
+    for offer in remedies(load, budgets, local_ranks=setting.local_size):
+        if setting.gpu_memory is not None and offer.budgets.device > max(setting.gpu_memory, budgets.device):
+            continue
+        offer = _with_both_budgets(offer, config, setting)
+        beside = (
+            () if sizes is None else for_activations(offer.workload, offer.budgets, config, setting, sizes)
+        )
+        # The activations may need a change of their own besides: the one with the fewest parts.
+        least = next(iter(beside), None)
+        if least is not None:
+            yield replace(offer, change={**offer.change, **least.change})
 
 
 def _with_both_budgets(offer: Remedy, config: TieringConfig, setting: Setting) -> Remedy:

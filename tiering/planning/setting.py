@@ -20,6 +20,8 @@ from tiering.planning.rates import Rates
 
 # Default tokens per micro-batch and rank.
 TOKENS = 4096
+# Tokens whose loss `tiering.chunked_cross_entropy` computes at a time.
+LOSS_CHUNK = 1024
 
 RatesOf = Rates | Callable[[Workload], Rates]
 """Rates, or a function from a Workload to Rates, such as ``profiles.PROFILES["a100"].rates``."""
@@ -31,8 +33,8 @@ class Setting:
 
     ``gpu_memory``: bytes of each rank's GPU, None if the CPU is the device. ``tokens``: per micro-batch and rank,
     in sequences of ``sequence`` tokens (None: one sequence); the sequence length only changes the cost of attention.
-    ``checkpointed``: backward repeats the forward. ``endurance``: bytes that may be written to all drives of the node
-    in their life (TBW x 10^12).
+    ``checkpointed``: backward repeats the forward. ``loss_chunk``: tokens whose loss is computed at a time; 0: all.
+    ``endurance``: bytes that may be written to all drives of the node in their life (TBW x 10^12).
     """
 
     world_size: int = 1
@@ -41,6 +43,7 @@ class Setting:
     tokens: int = TOKENS
     sequence: int | None = None
     checkpointed: bool = False
+    loss_chunk: int = 0
     endurance: float | None = None
 
     def attention_flops(self, layers: int, hidden: int) -> float:

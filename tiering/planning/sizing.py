@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
 from tiering._text import counted
@@ -30,6 +31,7 @@ from tiering.placement.workload import (
     configured_state,
     make_workload,
 )
+from tiering.planning.activations import Activations, of_decoder
 from tiering.planning.adapters import Adapters
 from tiering.planning.plan_report import ModelSize, PlanReport, report
 from tiering.planning.setting import RatesOf, Setting
@@ -167,6 +169,23 @@ class Decoder:
             )
         return tuple(groups)
 
+    def activations(
+        self, setting: Setting, *, itemsize: int, adapters: Adapters | None = None
+    ) -> Activations:
+        """Those of a micro-batch in a compute dtype of ``itemsize`` bytes."""
+        return of_decoder(
+            setting,
+            layers=self.layers,
+            hidden=self.hidden,
+            key_values=self.key_values or self.hidden,
+            heads=self.heads,
+            intermediate=self.intermediate,
+            vocabulary=self.vocabulary,
+            itemsize=itemsize,
+            trained=adapters is None,
+            adapted=(lambda name: False) if adapters is None else partial(adapters.adapts, is_head=False),
+        )
+
     def _modules(self) -> dict[str, list[_Weight]]:
         """The parameters of the embedding, the blocks, the last norm and the head, in the engine's order."""
         block = self._block()
@@ -294,7 +313,8 @@ def plan_of_decoder(
     """
     adapters = Adapters.configured(adapters, config.tiering.quantize)
     attention = setting.attention_flops(shape.layers, shape.hidden)
-    size = ModelSize(name, shape.params, attention_flops=attention)
+    activations_of = partial(shape.activations, itemsize=ITEMSIZES[config.precision], adapters=adapters)
+    size = ModelSize(name, shape.params, attention_flops=attention, activations=activations_of)
     if adapters is not None:
         size = with_adapters(size, adapters, shape.trained_params(adapters))
     return report(size, load_of(shape, config, setting, adapters), config, setting, rates)

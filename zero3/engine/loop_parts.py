@@ -179,7 +179,8 @@ def _moved_activations(
     if place == "device":
         return None
     memory = tiers.arena_for(ACTIVATIONS, tiers.plan.contents(Tier.HOST)[ACTIVATIONS])
-    return MovedActivations(tiers, memory, model, groups, on_nvme=place == "nvme")
+    on_nvme = Tier.NVME in tiers.plan.tiers[ACTIVATIONS]
+    return MovedActivations(tiers, memory, model, groups, on_nvme=on_nvme)
 
 
 def _room_for_expert(parts: Assembly) -> Callable[[], Room | None] | None:

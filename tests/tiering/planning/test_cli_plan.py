@@ -126,10 +126,13 @@ def test_adapters_that_make_no_sense_are_usage_errors(plan: Plan, options: list[
     assert code == 2 and message in error
 
 
-def test_a_plan_says_that_it_counts_no_activations(plan: Plan) -> None:
-    assert answered(plan, *SMALL, *RATES, "--tokens=65536")["not_counted"] == ["activations"]
+def test_a_plan_has_the_activations_of_a_known_shape(plan: Plan) -> None:
+    assert answered(plan, *SMALL, *RATES, "--tokens=65536")["not_counted"] == []
     _, out, _ = plan(*SMALL, *RATES)
-    assert "Not counted: activations" in " ".join(out.split())
+    # 4 blocks of 4,096 tokens.
+    assert "Activations of a micro-batch: 1.94 GiB on the device: 4 blocks 464.44 MiB" in " ".join(
+        out.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,6 +179,7 @@ def test_the_names_in_json_are_those_of_its_schema(plan: Plan) -> None:
         ["bound", "busy", "name", "seconds", "stalled"]
     ]
     assert sorted(answer.keys() - {"schema_version", "schema", "budgets", "plan", "forecast"}) == [
+        "activations",
         "fits",
         "gpu_memory",
         "micro_batch_tokens",
@@ -228,7 +232,7 @@ def test_what_does_not_fit_says_what_would_and_that_does(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("zero", "budgets", "ranks", "micro_batches", "gpu", "offered"),
     [
-        ({"stage": 0}, ("600MiB", "300MiB", 0), 1, 1, "1GiB", "state stage device_budget"),
+        ({"stage": 0}, ("600MiB", "300MiB", 0), 1, 1, "2GiB", "state stage device_budget"),
         ({"stage": 1}, ("2GiB", "400MiB", 0), 4, 2, "1GiB", "stage reduce_dtype device_budget"),
         ({"stage": 2, "offload_optimizer": "cpu"}, ("1GiB", "700MiB", 0), 2, 4, "1GiB", "device ranks"),
         (ALL_IN["cpu"], ("1GiB", "1000MiB", 0), 1, 2, None, "grad_accum_dtype state host_budget"),
@@ -279,6 +283,9 @@ def test_every_remedy_put_into_the_configuration_makes_it_fit(
         rank_count = change.get("ranks", ranks)
         nodes = rank_count // ranks  # further ranks have budgets of their own, on nodes like the first
         arguments = ["--params", "60M", "--config", file, "--ranks", rank_count, "--nodes", nodes]
+        arguments += ["--tokens", change.get("tokens", 256)]
+        arguments += ["--checkpointing"] if "checkpointing" in change else []
+        arguments += ["--chunked-loss"] if "loss_chunk" in change else []
         return answered(plan, *arguments, *(["--gpu", gpu] if gpu else []))
 
     answer = answer_to({})
@@ -295,18 +302,14 @@ def test_no_more_is_offered_than_a_gpu_has(plan: Plan, tmp_path: Path) -> None:
     config.write_text(
         json.dumps(on_gpu | {"tiering": {"state": "split+bf16", "nvme_budget": 0, "host_budget": 0}})
     )
-    small, large = (
-        answered(plan, "--params", "60M", "--config", config, "--gpu", size) for size in ("300MiB", "1GiB")
-    )
+    asked = ["--params", "60M", "--tokens", "256"]
+    small, large = (answered(plan, *asked, "--config", config, "--gpu", size) for size in ("300MiB", "1GiB"))
     assert not small["fits"] and not [
         each for each in small["remedies"] if "tiering.device_budget" in each["change"]
     ]
     (raised,) = (each for each in large["remedies"] if list(each["change"]) == ["tiering.device_budget"])
     assert large["budgets"]["device"] < raised["change"]["tiering.device_budget"] <= 1 << 30
-    assert (
-        "No change was found that makes it fit."
-        in plan("--params", "60M", "--config", config, "--gpu", "300MiB")[1]
-    )
+    assert "No change was found that makes it fit." in plan(*asked, "--config", config, "--gpu", "300MiB")[1]
 
 
 def test_a_missing_rate_is_told_and_the_plan_stands(plan: Plan) -> None:
@@ -403,7 +406,9 @@ def test_ranks_share_the_budgets_of_their_node(plan: Plan) -> None:
 
 
 def test_a_profile_brings_budgets_and_rates(plan: Plan) -> None:
-    answer = answered(plan, "--params", "13B", "--profile", "rtx4090", "--nvme-read", "1GB/s")
+    answer = answered(
+        plan, "--params", "13B", "--profile", "rtx4090", "--checkpointing", "--nvme-read", "1GB/s"
+    )
     profile = PROFILES["rtx4090"]
     assert answer["budgets"] == {
         "device": profile.device.memory_bytes // 2,

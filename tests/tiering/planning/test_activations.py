@@ -1,0 +1,257 @@
+"""Activations in the plan: counted as autograd saves them, refused with changes that help, moved and timed."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from tiering.errors import PlacementError
+from tiering.placement.placement import place
+from tiering.placement.plan import Budgets
+from tiering.placement.workload import Tier, Workload
+from tiering.planning.activations import Activations, PlacedActivations, with_activations
+from tiering.planning.adapters import Adapters
+from tiering.planning.forecast import MachinePart, forecast
+from tiering.planning.profiles import PROFILES
+from tiering.planning.setting import Setting, usual_config, with_changes
+from tiering.planning.sizing import Decoder, load_of
+
+from .asking import Plan, answered
+
+GIB = 1 << 30
+BIG = ["--params=70B", "--profile=rtx4090", "--micro-batches=1", "--tokens=65536", "--checkpointing"]
+LONG = ["--params=7B", "--profile=rtx4090", "--micro-batches=1", "--tokens=65536", "--checkpointing"]
+SHAPE = Decoder(512, 3, 1408, 1000, key_values=256)
+BUDGETS = Budgets(1 << 30, 4 << 30, 64 << 30)
+
+
+def saved_by(model: Any, tokens: int, vocabulary: int) -> int:
+    """Bytes that autograd saves in a forward of one sequence: storages, without those of the model."""
+    own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            storages[storage._cdata] = storage
+        return tensor
+
+    ids = torch.randint(0, vocabulary, (1, tokens))
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids).loss
+    saved = sum(storage.nbytes() for storage in storages.values())
+    del loss
+    return saved
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_formula_is_what_autograd_saves(dtype: torch.dtype, checkpointed: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=SHAPE.hidden,
+        intermediate_size=SHAPE.intermediate,
+        num_hidden_layers=SHAPE.layers,
+        vocab_size=SHAPE.vocabulary,
+        num_attention_heads=SHAPE.heads,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).to(dtype).train()
+    if checkpointed:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    setting = Setting(tokens=256, checkpointed=checkpointed)
+    sizes = SHAPE.activations(setting, itemsize=dtype.itemsize)
+    # Sines and cosines of positions, tokens and labels are left out: less than a hundredth.
+    assert sizes.saved == pytest.approx(saved_by(model, 256, SHAPE.vocabulary), rel=0.01)
+    whole = SHAPE.activations(replace(setting, checkpointed=False), itemsize=dtype.itemsize)
+    assert sizes.block == (whole.blocks // SHAPE.layers if checkpointed else 0)
+
+
+@pytest.mark.parametrize(("modules", "fewer"), [(None, 4), (("q_proj", "v_proj"), 8)])
+def test_frozen_layers_save_less(modules: tuple[str, ...] | None, fewer: int) -> None:
+    """Quotients of the two norms; without adapters on the MLP also its input and its product."""
+    setting = Setting(tokens=100)
+    trained, frozen = (
+        SHAPE.activations(setting, itemsize=2, adapters=adapters) for adapters in (None, Adapters(8, modules))
+    )
+    product = 2 * SHAPE.intermediate if modules else 0
+    per_block = (fewer - 2 * bool(modules)) * SHAPE.hidden + product
+    assert trained.blocks - frozen.blocks == 100 * SHAPE.layers * per_block
+    # The last norm, and the input of the frozen head.
+    assert trained.loss - frozen.loss == 100 * 2 * 2 * SHAPE.hidden
+
+
+def test_a_large_model_with_a_long_micro_batch_is_refused(plan: Plan) -> None:
+    code, out, _ = plan(*BIG)
+    assert code == 1
+    text = " ".join(out.split())
+    # 71 blocks of 65,536 tokens of 9,216 elements in bf16.
+    assert "Does not fit. [TIER-PLAN] the GPU needs 107.82 GiB for activations" in text
+    assert (
+        "inputs of 71 blocks 79.88 GiB, the inside of one block 25.52 GiB, logits and loss 27.94 GiB" in text
+    )
+    assert "tokens in a micro-batch (--tokens " in text
+
+
+def test_every_change_that_is_offered_helps(plan: Plan) -> None:
+    told = answered(plan, *LONG)
+    assert not told["fits"] and told["refusal"].startswith("[TIER-PLAN] the GPU needs")
+    options = {
+        "tiering.activations": lambda value: [f"--activations={value}"],
+        "checkpointing": lambda value: ["--checkpointing"],
+        "loss_chunk": lambda value: ["--chunked-loss"],
+        "tokens": lambda value: [f"--tokens={value}"],
+    }
+    offers = {tuple(offer["change"]): offer for offer in told["remedies"]}
+    assert list(offers) == [("tiering.activations", "loss_chunk"), ("tokens",)]
+    for offer in offers.values():
+        changed = [text for key, value in offer["change"].items() for text in options[key](value)]
+        assert plan(*LONG, *changed)[0] == 0
+    assert "--chunked-loss" in offers["tiering.activations", "loss_chunk"]["text"]
+    tokens = offers[("tokens",)]["change"]["tokens"]
+    assert f"at most {tokens} tokens in a micro-batch (--tokens {tokens})" in offers[("tokens",)]["text"]
+    assert plan(*LONG, f"--tokens={tokens + 256}")[0] == 1
+
+
+def test_what_is_in_use_is_not_offered(plan: Plan) -> None:
+    asked = [*LONG, "--tokens=8192"]
+    assert plan(*asked)[0] == 0
+    without = [option for option in asked if option != "--checkpointing"]
+    alone = [offer["change"] for offer in answered(plan, *without)["remedies"]]
+    assert {"checkpointing": True} in alone and {"tiering.activations": "auto"} in alone
+    moved = [offer["change"] for offer in answered(plan, *LONG, "--activations=nvme")["remedies"]]
+    assert moved and not any("tiering.activations" in change for change in moved)
+
+
+def test_host_memory_that_is_too_small_for_activations_is_offered_more(plan: Plan, tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text('{"train_batch_size": 1, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},'
+                      ' "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},'
+                      ' "offload_optimizer": {"device": "cpu"}}}')  # fmt: skip
+    asked = ["--params=1.5B", f"--config={config}", "--gpu=8GiB", "--host-budget=64GiB", "--checkpointing"]
+    asked += ["--tokens=65536", "--chunked-loss"]
+    assert plan(*asked)[0] == 1
+    (change,) = (
+        each["change"]
+        for each in answered(plan, *asked)["remedies"]
+        if "tiering.activations" in each["change"]
+    )
+    budget = change["tiering.activation_budget"]
+    assert plan(*asked, "--activations=auto")[0] == 1
+    assert plan(*asked, "--activations=auto", f"--activation-budget={budget}")[0] == 0
+
+
+def test_activations_that_move_are_in_the_budgets_and_in_the_time_of_a_step(plan: Plan) -> None:
+    asked = [*LONG, "--tokens=40960", "--micro-batches=4"]
+    assert plan(*asked)[0] == 1
+    told = answered(plan, *asked, "--activations=nvme")
+    # Inputs of 32 blocks, and what head and loss save.
+    blocks = 32 * 40960 * 4096 * 2
+    assert told["activations"]["blocks"] == blocks
+    assert told["activations"]["moved"] == blocks + told["activations"]["loss"]
+    assert told["activations"]["swapped"] == told["activations"]["moved"] - GIB // 2
+    assert told["plan"]["tiers"]["host"]["contents"]["activations"] == GIB
+    on_nvme = told["plan"]["tiers"]["nvme"]["contents"]["activations"]
+    assert told["activations"]["swapped"] <= on_nvme < told["activations"]["swapped"] + 4096
+    least = answered(plan, *asked, "--activations=auto")
+    assert least["activations"]["on_device"] == least["activations"]["room"]
+    assert 0 < least["activations"]["moved"] < told["activations"]["moved"]
+    for key in ("nvme_read", "nvme_written"):
+        per_pass = told["activations"]["swapped"] - least["activations"]["swapped"]
+        # Swap space for the state has less room where more of the activations are.
+        assert told["plan"][key] - least["plan"][key] == 4 * per_pass
+    assert told["not_counted"] == least["not_counted"] == []
+
+
+def test_auto_moves_nothing_where_all_fits(plan: Plan) -> None:
+    told = answered(plan, *LONG, "--tokens=4096", "--activations=auto")
+    assert told["fits"] and told["activations"]["moved"] == told["activations"]["swapped"] == 0
+
+
+def test_without_a_gpu_nothing_is_refused(plan: Plan) -> None:
+    """The memory beside the budgets is not known."""
+    asked = ["--params=60M", "--device-budget=100MiB", "--host-budget=300MiB", "--nvme-budget=2GiB"]
+    told = answered(plan, *asked, "--tokens=1048576")
+    assert told["fits"] and told["activations"]["room"] is None
+    assert told["activations"]["on_device"] > GIB
+
+
+def placed(place_: str, tokens: int, gpu: int, **settings: Any) -> tuple[Workload, PlacedActivations]:
+    setting = Setting(gpu_memory=gpu, tokens=tokens, **settings)
+    config = with_changes(usual_config(Path()), tiers={"activations": place_, "activation_budget": 64 << 20})
+    load = load_of(SHAPE, config, setting)
+    sizes = SHAPE.activations(setting, itemsize=2)
+    return with_activations(load, place(load, BUDGETS), config, setting, sizes)
+
+
+@given(
+    st.sampled_from(["device", "host", "nvme", "auto"]),
+    st.integers(1, 200_000),
+    st.integers(1 << 27, 1 << 33),
+    st.booleans(),
+    st.sampled_from([0, 1024]),
+)
+def test_what_moves_is_enough_or_refused(
+    place_: str, tokens: int, gpu: int, checkpointed: bool, chunk: int
+) -> None:
+    load, found = placed(place_, tokens, gpu, checkpointed=checkpointed, loss_chunk=chunk)
+    sizes, setting = found.sizes, Setting(gpu_memory=gpu, tokens=tokens)
+    planned = place(load, BUDGETS)
+    assert found.room == gpu - planned.total(Tier.DEVICE) - load.gradients_beside
+    assert 0 <= found.swapped <= found.moved <= sizes.saved
+    if place_ == "auto":
+        fewer = sizes.on_device(found.moved - 1) if found.moved else 0
+        assert not found.moved or fewer > found.room or found.on_device > found.room
+    if place_ == "device":
+        assert found.moved == 0
+    if found.on_device > found.room:
+        # Nothing that can leave is left.
+        assert place_ != "auto" or found.moved == sizes.blocks
+        with pytest.raises(PlacementError, match="use micro-batches of fewer tokens"):
+            found.check(setting)
+    else:
+        found.check(setting)
+    read, written = planned.nvme_traffic_by_kind()
+    assert read["activations"] == written["activations"] == found.swapped * load.micro_batches
+
+
+def test_copies_take_the_link_and_the_drives() -> None:
+    load, found = placed("nvme", 50_000, 4 << 30, checkpointed=True)
+    still = load_of(SHAPE, usual_config(Path()), Setting(gpu_memory=4 << 30))
+    profile = PROFILES["rtx4090"]
+    rates = replace(profile.rates(load), flops=1e30, device_memory=1e30)
+    moving, staying = (
+        forecast(place(each, BUDGETS), rates, tokens=50_000, checkpointed=True) for each in (load, still)
+    )
+    for phase, (drive, rate) in enumerate(
+        ((MachinePart.NVME_WRITES, rates.nvme_write), (MachinePart.NVME_READS, rates.nvme_read))
+    ):
+        link = moving.phases[phase].busy[MachinePart.DEVICE_LINK]
+        assert link > staying.phases[phase].busy[MachinePart.DEVICE_LINK] or phase == 0
+        more = moving.phases[phase].busy[drive] - staying.phases[phase].busy[drive]
+        assert rate is not None and more == pytest.approx(found.swapped / rate)
+    assert rates.device_link is not None
+    forward = moving.phases[0].busy[MachinePart.DEVICE_LINK]
+    assert forward == pytest.approx(found.moved / rates.device_link)
+
+
+def test_the_most_on_the_device_is_in_the_loss_or_in_a_block() -> None:
+    sizes = Activations(count=4, blocks=400, block=90, loss=20, beside_loss=40)
+    assert sizes.on_device() == 400 + 90
+    assert replace(sizes, block=0).on_device() == 400 + 60
+    assert sizes.on_device(150) == 250 + 90
+    assert sizes.on_device(10_000) == 90
+    assert [sizes.excess(room) for room in (490, 489, 300, 10)] == [0, 1, 190, 480]

@@ -150,6 +150,7 @@ class MovedActivations:
         self._leaving: deque[tuple[Event, Lease, Tensor]] = deque()
         self._returning: deque[tuple[Event, Lease, Tensor]] = deque()
         self._buffers = frozenset[int]()  # addresses of their storages
+        self._warned = False
         self._untrimmed_bytes = 0  # moved since memory was last returned to the system
         # Bytes since the start: copied to the activation memory, written to NVMe, read back.
         self.copied_bytes = self.written_bytes = self.read_bytes = 0
@@ -492,13 +493,17 @@ class MovedActivations:
             }
 
     def _warn_of_room(self, nbytes: int) -> None:
-        log.log(
-            _logs.once(logging.WARNING),
-            "a saved tensor of %s stays on the device: the activation budget of %s has no room for it; raise"
-            " tiering.activation_budget, or set tiering.activations to nvme",
-            format_size(nbytes),
-            format_size(self._memory.capacity),
-        )
+        """Warn of the first tensor that stays: each pass may have many."""
+        if not self._warned:
+            self._warned = True
+            log.log(
+                _logs.once(logging.WARNING),
+                "a saved tensor of %s stays on the device: the activation budget of %s has no room for it; raise"
+                " tiering.activation_budget%s. Further tensors that stay are not reported",
+                format_size(nbytes),
+                format_size(self._memory.capacity),
+                "" if self._on_nvme else ", or set tiering.activations to nvme",
+            )
 
 
 def _given(copy: _Copy) -> UntypedStorage | None:

@@ -32,6 +32,7 @@ from tests.zero3.plain import (
     update,
 )
 from tiering.errors import EngineStateError, TieringError
+from zero3.passes import moved_activations
 
 Start = Callable[..., Any]
 TIGHT: dict[str, Any] = {
@@ -109,11 +110,28 @@ def alarms() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
-@pytest.mark.parametrize("during", MOMENTS)
-def test_an_interrupt_at_any_moment(start: Start, during: str, number: int, alarms: None) -> None:
+ACTIVATIONS: dict[str, Any] = {"activations": "nvme", "activation_budget": "32KiB", "host_budget": "512KiB"}
+
+
+@pytest.mark.parametrize(
+    ("during", "number", "options"),
+    [
+        *((during, number, {}) for during in MOMENTS for number in (signal.SIGINT, signal.SIGALRM)),
+        *((during, signal.SIGINT, ACTIVATIONS) for during in ("forward", "backward")),
+    ],
+)
+def test_an_interrupt_at_any_moment(
+    start: Start,
+    during: str,
+    number: int,
+    options: dict[str, Any],
+    alarms: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What it ended is done again; a step that has begun is not ended by it. The bits are those of a calm run."""
-    moments = random.Random(during).sample(range(1, MOMENTS[during]), 40)
+    monkeypatch.setattr(moved_activations, "SMALLEST", 512)
+    count = MOMENTS[during] * (2 if options else 1)
+    moments = random.Random(during).sample(range(1, count), 40)
     met: list[str] = []
 
     def train(engine: Any, during: str) -> list[float]:
@@ -135,11 +153,15 @@ def test_an_interrupt_at_any_moment(start: Start, during: str, number: int, alar
             assert_nothing_held(engine)
         return losses
 
-    calm, disturbed = start(tower(), **TIGHT), start(tower(), **TIGHT)
+    calm, disturbed = start(tower(), **TIGHT), start(tower(), **TIGHT | options)
     expected = train(calm, "")
     assert train(disturbed, during) == expected, met
     assert differing(disturbed.master_state_dict(), calm.master_state_dict()) == [], met
     assert len(met) > len(moments) // 2, "most moments were never reached"
+    if options:
+        gc.collect()
+        moved = disturbed._schedule._moved
+        assert moved.written_bytes > 0 and moved.used == {"host": 0, "nvme": 0}
 
 
 def test_a_second_signal_in_a_step_leaves_an_engine_that_can_be_closed(start: Start, alarms: None) -> None:

@@ -38,9 +38,10 @@ class Habit:
     precision: str
     accumulation: int
     checkpointing: str = "no"  # or "reentrant", "not reentrant"
+    block_rows: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.precision}-{self.accumulation}-{self.checkpointing}"
+        return f"{self.precision}-{self.accumulation}-{self.checkpointing}-{self.block_rows}"
 
     def build(self, name: str) -> Any:
         model = build(name)
@@ -104,6 +105,7 @@ def settings(
             "stage3_param_persistence_threshold": threshold,
         },
         "tiering": {"device_budget": "16MiB", "host_budget": "64MiB", "telemetry": {"enabled": False}}
+        | {"block_rows": habit.block_rows}
         | tiers,
     }
 
@@ -147,7 +149,7 @@ def start(
         return tiering.initialize(model=habit.build(name), config=config).engine
 
     def pages(tier: Tier, name: str, habit: Habit, options: dict[str, Any]) -> tuple[int, int]:
-        key = repr((tier, name, habit.precision, habit.accumulation, sorted(options.items())))
+        key = repr((tier, name, replace(habit, checkpointing="no"), sorted(options.items())))
         if key not in _pages:
             engine = initialize(name, habit, options)
             engine.close()

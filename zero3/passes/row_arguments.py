@@ -8,7 +8,7 @@ that nobody can divide (a KV cache), so it is refused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any
 
@@ -85,6 +85,16 @@ class Call:
             for position, tensor in enumerate(tensors)
         ]
 
+    def without(self, positions: Iterable[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with None at ``positions`` among all leaves."""
+        leaves = list(self._others)
+        for position, tensor in zip(self._at, self.tensors, strict=True):
+            leaves[position] = tensor
+        for position in positions:
+            leaves[position] = None
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return args, kwargs
+
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call with ``tensors`` in the place of its own."""
         leaves = list(self._others)
@@ -127,11 +137,15 @@ def _is_plain_sequence(value: Any) -> bool:
 
 
 class Joined:
-    """The outputs of the chunks of one call of ``block``, joined along rows."""
+    """The outputs of the chunks of one call of ``block``, joined along rows.
 
-    def __init__(self, block: str, rows: int) -> None:
+    ``common``: positions among the tensors of those that all rows share, so that the first chunk's is that of the call.
+    """
+
+    def __init__(self, block: str, rows: int, common: Collection[int] = ()) -> None:
         self._block = block
         self._rows = rows
+        self._common = common
         self._structure: pytree.TreeSpec | None = None
         self.leaves: list[Any] = []
 
@@ -143,11 +157,17 @@ class Joined:
             return
         if self._structure is None:
             self._structure = structure
-            self.leaves = [self._room_for(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self.leaves = list(leaves)
+            for order, position in enumerate(_tensors_among(leaves)):
+                if order not in self._common:
+                    self.leaves[position] = self._room_for(leaves[position])
         if structure != self._structure:
             raise ConfigError(self._refusal("outputs of another structure for other rows", ""))
+        orders = {position: order for order, position in enumerate(_tensors_among(leaves))}
         for position, (leaf, joined) in enumerate(zip(leaves, self.leaves, strict=True)):
             if isinstance(leaf, Tensor) and isinstance(joined, Tensor):
+                if orders[position] in self._common and leaf.shape == joined.shape:
+                    continue
                 if leaf.dim() and len(leaf) == end - start and leaf.shape[1:] == joined.shape[1:]:
                     joined[start:end] = leaf
                     continue
@@ -158,14 +178,15 @@ class Joined:
                     self._refusal(f"an object of {type(leaf).__name__}", _output_name(output, position))
                 )
 
-    def result(self, tensors: Sequence[Tensor] | None = None) -> Any:
-        """The output for all rows, with ``tensors`` in the place of its own."""
+    def result(self) -> Any:
+        """The output for all rows."""
         assert self._structure is not None
-        leaves = list(self.leaves)
-        if tensors is not None:
-            following = iter(tensors)
-            leaves = [next(following) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(leaves, self._structure)
+        return pytree.tree_unflatten(self.leaves, self._structure)
+
+    def replace(self, tensors: Sequence[Tensor]) -> None:
+        """Put ``tensors`` in the place of those of the output."""
+        following = iter(tensors)
+        self.leaves = [next(following) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -182,6 +203,10 @@ class Joined:
             " join, for example an auxiliary loss or a cache; let the block return tensors with one row for each row of"
             " its input, or remove block_rows and use more micro-batches"
         )
+
+
+def _tensors_among(leaves: Sequence[Any]) -> list[int]:
+    return [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
 
 def _output_name(output: Any, position: int) -> str:

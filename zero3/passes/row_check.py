@@ -15,7 +15,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,10 +37,15 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Findings:
-    """What the check of a call has found. ``differentiable``: for each tensor of the output, whether it has a graph."""
+    """What the check of a call has found about the block and the tensors of its output, by their order.
+
+    ``differentiable``: whether each has a graph. ``common``: those that are not made of rows, for example a bias of
+    positions, which the first block computes for all.
+    """
 
     draws_random_numbers: bool
     differentiable: tuple[bool, ...]
+    common: frozenset[int] = frozenset()
 
 
 class RowCheck:
@@ -138,17 +143,20 @@ class RowCheck:
             return findings
         if findings.draws_random_numbers:
             with _evaluation(self._block):
-                return self._difference(call, self._compute(call, 0, self._rows)) or findings
-        return self._difference(call, first) or findings
+                return self._compared(call, self._compute(call, 0, self._rows), findings)
+        return self._compared(call, first, findings)
 
-    def _difference(self, call: Call, first: Joined) -> str | None:
-        """Compare rows that are computed together with those of two chunks, of which ``first`` is the first one.
-
-        Returns what differs, None if nothing does.
-        """
+    def _compared(self, call: Call, first: Joined, findings: Findings) -> Findings | str:
+        """Compare rows that are computed together with those of two chunks, of which ``first`` is the first one."""
         end = self._rows + 1
         together, second = self._compute(call, 0, end), self._compute(call, self._rows, end)
-        apart = Joined(self._name, end)
+        outputs = enumerate(zip(together.tensors, first.tensors, second.tensors, strict=False))
+        common = frozenset(
+            order
+            for order, (whole, *parts) in outputs
+            if whole.dim() and len(whole) == 1 and all(whole.equal(part) for part in parts)
+        )
+        apart = Joined(self._name, end, common)
         apart.add(first.result(), 0, self._rows)
         apart.add(second.result(), self._rows, end)
         for one, two in zip(together.tensors, apart.tensors, strict=True):
@@ -159,7 +167,7 @@ class RowCheck:
             difference = _relative_difference(one, two)
             if difference > DIFFERENCE.get(one.dtype, DIFFERENCE_IN_FP32):
                 return f"its output differs by {difference:.2g} (relative) from that of all rows, so it mixes rows"
-        return None
+        return replace(findings, common=common)
 
     def _compute(self, call: Call, start: int, end: int) -> Joined:
         with torch.no_grad():

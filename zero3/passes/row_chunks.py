@@ -45,7 +45,7 @@ from zero3.passes.row_check import Findings, RowCheck
 log = logging.getLogger(__name__)
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Arguments that a checkpointed layer of transformers does not use."""
+"""Arguments that transformers drops where it checkpoints a layer: the recomputation would update them again."""
 
 
 class RowEvents(Protocol):
@@ -176,6 +176,8 @@ class ChunkedBlock:
         if not self._is_installed or in_transform():
             return self.__wrapped__(*args, **kwargs)
         with_grad = torch.is_grad_enabled()
+        if not with_grad and self._is_watched():
+            return self.__wrapped__(*args, **kwargs)
         try:
             call, findings = self._divided(args, kwargs)
         except ConfigError:
@@ -185,7 +187,7 @@ class ChunkedBlock:
             return self.__wrapped__(*args, **kwargs)
         trained = any(param.requires_grad for param in self._block.parameters())
         if not with_grad or not (trained or any(tensor.requires_grad for tensor in call.tensors)):
-            return self.run(call).result()
+            return self.run(call, findings).result()
         without_values = False
         if _recomputes_alone(self._block):
             if call.rows <= self.rows:
@@ -208,6 +210,15 @@ class ChunkedBlock:
         with _set(self._block, gradient_checkpointing=True, _gradient_checkpointing_func=_call):
             return self.__wrapped__(*args, **kwargs)
 
+    def _is_watched(self) -> bool:
+        """Whether hooks of others see the outputs of modules inside of the block: in a chunk, those of its rows."""
+        return any(
+            not isinstance(hook, OurHook)
+            for module in self._block.modules()
+            if module is not self._block
+            for hook in module._forward_hooks.values()
+        )
+
     def _divided(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Findings]:
         call = Call(args, kwargs)
         if not call.rows:
@@ -215,9 +226,12 @@ class ChunkedBlock:
                 f"block_rows: block {self.name!r} was called without a tensor that has rows; remove block_rows"
             )
         unused = CACHES if self._is_layer and self._block.training else ()
+        caches = []
         for position, value in call.unknown():
             name = call.name_of(position, self.__wrapped__)
-            if name not in unused:
+            if name in unused:
+                caches.append(position)
+            else:
                 raise ConfigError(
                     f"block_rows: argument {name!r} of block {self.name!r} is a {type(value).__name__}, of which the"
                     " rows of a chunk are not known; pass a tensor (instead of a cache: use_cache=False), or remove"
@@ -229,11 +243,11 @@ class ChunkedBlock:
                 "block_rows: the forward of block %r is not compiled; compile the modules inside of it instead",
                 self.name,
             )
-        return self._check.divide(args, kwargs)
+        return self._check.divide(*(call.without(caches) if caches else (args, kwargs)))
 
-    def run(self, call: Call, states: list[RandomState] | None = None) -> Joined:
+    def run(self, call: Call, findings: Findings, states: list[RandomState] | None = None) -> Joined:
         """The output for all rows; adds to ``states`` the random numbers' state at the beginning of each chunk."""
-        joined = Joined(self.name, call.rows)
+        joined = Joined(self.name, call.rows, findings.common)
         with _without_autocast_copies():
             for start, end in call.chunks(self.rows):
                 if states is not None:
@@ -242,12 +256,16 @@ class ChunkedBlock:
                 joined.add(self.compute(*args, **kwargs), start, end)
         return joined
 
-    def run_without_values(self, call: Call) -> Joined:
+    def run_without_values(self, call: Call, findings: Findings) -> Joined:
         """Outputs of the shapes that ``run`` gives, and not a number in each place."""
         args, kwargs = call.arguments(call.part(call.tensors, 0, 1))
-        one, joined = Joined(self.name, 2), Joined(self.name, call.rows)
-        one.add(self.compute(*args, **kwargs), 0, 1)
-        joined.add(one.result([_without_values(tensor, call.rows) for tensor in one.tensors]), 0, call.rows)
+        joined = Joined(self.name, 1)
+        joined.add(self.compute(*args, **kwargs), 0, 1)
+        outputs = [
+            _without_values(tensor, 1 if order in findings.common else call.rows)
+            for order, tensor in enumerate(joined.tensors)
+        ]
+        joined.replace(outputs)
         return joined
 
 
@@ -296,9 +314,9 @@ class _Work:
         """The tensors of the output for all rows."""
         if self._without_values:
             self._states = [RandomState.now(self._call.tensors)] * len(self._call.chunks(self.block.rows))
-            self._output = self.block.run_without_values(self._call)
+            self._output = self.block.run_without_values(self._call, self._findings)
         else:
-            self._output = self.block.run(self._call, self._states)
+            self._output = self.block.run(self._call, self._findings, self._states)
         # Autograd keeps them.
         self._call.forget_tensors()
         return self._output.tensors
@@ -331,8 +349,8 @@ class _Work:
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """The output of the block, whose tensors are ``outputs``."""
         assert self._output is not None
-        result = self._output.result(outputs)
-        self._output = None
+        self._output.replace(outputs)
+        result, self._output = self._output.result(), None
         return result
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -352,11 +370,23 @@ class _Work:
                     ]
                     outputs = self._recompute(leaves, self._states[number])
                     rows = slice(start, end) if len(chunks) > 1 else None
-                    _go_backward(outputs, gradients, rows)
+                    _go_backward(outputs, self._gradients_of(rows, gradients))
                     sums.add(leaves, start, end)
             finally:
                 surrounding.restore()
         return sums.result()
+
+    def _gradients_of(
+        self, rows: slice | None, gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """The parts of ``gradients`` for the chunk of ``rows``; None: all rows."""
+        if rows is None:
+            return gradients
+        parts = [None if gradient is None else gradient[rows] for gradient in gradients]
+        for order in self._findings.common:
+            # What all rows share was computed in the first chunk.
+            parts[order] = gradients[order] if rows.start == 0 else None
+        return parts
 
     def _recompute(self, leaves: Sequence[Tensor], state: RandomState) -> list[Tensor]:
         state.restore()
@@ -406,10 +436,10 @@ class _InputGradients:
         return [total for total, requires_grad in pairs if requires_grad]
 
 
-def _go_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], rows: slice | None) -> None:
-    """Go backward from the outputs of a chunk; ``rows`` are those of the chunk, None if it has all."""
+def _go_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Go backward from the outputs of a chunk."""
     pairs = [
-        (output, gradient if rows is None else gradient[rows])
+        (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
         if gradient is not None and output.requires_grad
     ]

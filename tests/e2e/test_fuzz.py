@@ -62,6 +62,7 @@ def test_programs_reach_every_tier_and_seldom_end_early() -> None:
     assert {program.training.precision for program in programs} == {"fp32", "bf16", "fp16"}
     assert sum(program.has_plain_loop for program in programs) > 30
     assert any(placement.split for placement in placements)
+    assert sum(program.training.block_rows is not None for program in programs) > 20
     assert any(placement.in_backward for placement in placements)
     assert any(placement.in_files and placement.param == "nvme" for placement in placements)
     kinds = {block.kind for program in programs for block in program.plan.blocks}

@@ -281,5 +281,10 @@ BODIES: dict[str, Any] = {
     "recurrent": Recurrent,
     "nested": None,  # of blocks: see models.Nested
 }
+IN_CHUNKS = (
+    "mlp", "attention", "frozen experts", "fused experts", "bare", "low rank", "coded", "quantised", "by function",
+    "recurrent",
+)  # fmt: skip
+"""Kinds whose rows are independent, and which keep nothing outside of their outputs."""
 INNER = ("mlp", "bare", "routed", "frozen experts", "fused experts")
 """Kinds of blocks inside a block."""

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiering
 
-from .bodies import BODIES, INNER
+from .bodies import BODIES, IN_CHUNKS, INNER
 
 SEQUENCE = 5
 CHECKPOINTING = (None, None, "reentrant", "not reentrant")
@@ -102,6 +102,20 @@ class ModelPlan:
     def reentrant(self) -> bool:
         """Whether a checkpoint is one through which torch gives no gradient to autograd.grad."""
         return self.outer_checkpointing == "reentrant" or any(plan.reentrant for plan in self.blocks)
+
+    @property
+    def runs_in_chunks(self) -> bool:
+        """Whether blocks may run over chunks of rows: each row alone, and nothing is kept beside the output."""
+        kinds = {plan.kind for block in self.blocks for plan in (block, *block.inner)}
+        return (
+            len(self.blocks) > 1
+            and kinds <= {*IN_CHUNKS, "nested"}
+            and not any(plan.shows_weight for block in self.blocks for plan in (block, *block.inner))
+        )
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        return any(plan.dropout for block in self.blocks for plan in (block, *block.inner))
 
     @property
     def reads_elsewhere(self) -> bool:

@@ -99,7 +99,8 @@ class Placement:
                 {"nvme_path": [str(path) for path in paths]} if device == "nvme" else {}
             )
 
-        return training.config() | {
+        shared = training.config()
+        return shared | {
             "zero_optimization": {
                 "stage": self.stage,
                 "offload_param": section(self.param),
@@ -109,7 +110,8 @@ class Placement:
                 "stage3_prefetch_bucket_size": self.prefetch,
                 "stage3_param_persistence_threshold": self.threshold,
             },
-            "tiering": {
+            "tiering": shared["tiering"]
+            | {
                 "cache_in_host": self.cache_in_host,
                 "state": "split" if self.split else "fp32",
                 "verify": self.verify,

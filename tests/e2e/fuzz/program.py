@@ -45,6 +45,9 @@ class Program:
     def draw(cls, seed: int) -> Program:
         rng = random.Random(seed)
         plan, training = ModelPlan.draw(rng), Training.draw(rng)
+        # Of its own numbers: programs without it are those of before.
+        if plan.runs_in_chunks and random.Random(f"rows {seed}").random() < 0.8:
+            training = replace(training, block_rows=1)
         drawn = actions.draw(rng, plan, training, rng.randint(3, 10))
         in_place = any(actions.ACTIONS[name].in_place for name, _ in drawn)
         training = replace(training, may_split=not in_place)
@@ -58,6 +61,8 @@ class Program:
     def has_plain_loop(self) -> bool:
         """Whether a plain PyTorch loop in fp32 does the same."""
         plainly = all(actions.ACTIONS[name].plain for _, name, _ in self.actions)
+        # Chunks draw other random numbers than all rows at once.
+        plainly &= self.training.block_rows is None or not self.plan.draws_random_numbers
         return plainly and self.training.precision == "fp32" and self.training.rule in PLAIN
 
     def __str__(self) -> str:

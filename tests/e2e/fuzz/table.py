@@ -21,7 +21,9 @@ class Needs(Flag):
     NOTHING = 0
     STEP_APART = auto()  # gradients wait for step()
     ONE_MICRO_BATCH = auto()  # per update
-    NO_REENTRANT_CHECKPOINT = auto()  # through which torch.autograd.grad gives nothing
+    NO_REENTRANT_CHECKPOINT = (
+        auto()
+    )  # through which torch.autograd.grad gives nothing, as through chunks of rows
     NO_SHARED_BLOCK = auto()
     FP32 = auto()
 
@@ -29,7 +31,7 @@ class Needs(Flag):
         return not (
             (Needs.STEP_APART in self and training.may_step_in_backward)
             or (Needs.ONE_MICRO_BATCH in self and training.accumulation > 1)
-            or (Needs.NO_REENTRANT_CHECKPOINT in self and plan.reentrant)
+            or (Needs.NO_REENTRANT_CHECKPOINT in self and (plan.reentrant or training.block_rows is not None))
             or (Needs.NO_SHARED_BLOCK in self and plan.last_block_shared)
             or (Needs.FP32 in self and training.precision != "fp32")
         )

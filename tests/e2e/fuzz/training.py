@@ -39,6 +39,7 @@ class Training:
     sums: str = "auto"  # dtype in which gradients add up
     may_step_in_backward: bool = False
     may_split: bool = True
+    block_rows: int | None = None
 
     @classmethod
     def draw(cls, rng: random.Random) -> Training:
@@ -72,6 +73,7 @@ class Training:
             "bf16": {"enabled": self.precision == "bf16"},
             "fp16": {"enabled": self.precision == "fp16", "initial_scale_power": 8},
             "data_types": {"grad_accum_dtype": None if self.sums == "auto" else self.sums},
+            "tiering": {"block_rows": self.block_rows},
         }
 
     def given(self, model: nn.Module) -> dict[str, Any]:

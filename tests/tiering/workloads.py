@@ -48,8 +48,15 @@ def cached_keys(draw: st.DrawFn) -> Tenant:
     pieces = []
     for index in range(draw(st.integers(0, 4))):
         read, written = (draw(st.integers(0, 1 << 20)) for _ in range(2))
-        tier = draw(st.sampled_from([DEVICE, HOST, NVME, NVME, NVME]))
-        pieces.append(TenantPiece(f"k{index}", PAGE * draw(st.integers(1, 100)), tier, read, written))
+        tier, nbytes = (
+            draw(st.sampled_from([DEVICE, HOST, NVME, NVME, NVME])),
+            PAGE * draw(st.integers(1, 100)),
+        )
+        if tier is NVME and draw(st.booleans()):
+            # Swap space whose traffic is not planned, as that of activations.
+            pieces.append(TenantPiece(f"k{index}", nbytes, tier, fixed=True))
+        else:
+            pieces.append(TenantPiece(f"k{index}", nbytes, tier, read, written))
     return Tenant("cached keys", tuple(pieces), offloaded=draw(st.booleans()))
 
 

@@ -104,11 +104,15 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     def fill(tile: int, slots: int | None) -> Filled | None:
         return HostFilling(load, everything, tiers, fixed.remaining(Tier.HOST), tile, slots).run()
 
+    # Some bytes are on NVMe in any case.
+    least_checksums = checksum_bytes(load, _bytes_on_nvme(everything, tiers, only_fixed=True))
+    fixed.add(Tier.HOST, least_checksums, "checksums")
     # If the device has its own memory, updated parameters reach it through a slot.
     filled = None if load.steps_copy_out else fill(largest_tile(load), None)
     if filled is None:
         # Checksums for all bytes that may go to NVMe: an upper bound, since bytes kept in host memory need none.
-        fixed.add(Tier.HOST, checksum_bytes(load, _most_on_nvme(everything, tiers)), "checksums")
+        most_checksums = checksum_bytes(load, _bytes_on_nvme(everything, tiers))
+        fixed.add(Tier.HOST, most_checksums - least_checksums, "checksums")
         windows = {
             tenant.kind: tenant.window_bytes(tiers[tenant.kind]) for tenant in with_windows(everything)
         }
@@ -313,10 +317,17 @@ def _visitors(load: Workload, filled: Filled, tiles: Sequence[SubGroup], room: i
     return replace(slot, slots=slots) if tiles else Staging()
 
 
-def _most_on_nvme(everything: Sequence[Tenant], tiers: Mapping[str, Sequence[Tier]]) -> int:
-    """Bytes on NVMe if everything that may live there does."""
+def _bytes_on_nvme(
+    everything: Sequence[Tenant], tiers: Mapping[str, Sequence[Tier]], *, only_fixed: bool = False
+) -> int:
+    """Bytes on NVMe if everything that may live there does; ``only_fixed``: of what may live nowhere else."""
     placed = (zip(tenant.pieces, tiers[tenant.kind], strict=True) for tenant in everything)
-    return sum(piece.swap_bytes for pieces in placed for piece, tier in pieces if tier is Tier.NVME)
+    return sum(
+        piece.swap_bytes
+        for pieces in placed
+        for piece, tier in pieces
+        if tier is Tier.NVME and (piece.fixed or not only_fixed)
+    )
 
 
 def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:

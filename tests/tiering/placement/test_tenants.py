@@ -12,6 +12,7 @@ from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets
 from tiering.placement.tenants import tenants
 from tiering.placement.workload import Tenant, TenantPiece, Tier, Workload
+from tiering.storage.arena import PAGE
 
 NBYTES = 16 * 4096
 
@@ -75,3 +76,17 @@ def test_a_refusal_names_it_with_its_bytes(tier: Tier) -> None:
     load = with_keys(example(), moved=1, tier=tier, pieces=1000)
     with pytest.raises(PlacementError, match=r"cached keys 62\.50 MiB.*raise " + tier.value):
         make_plan(load, replace(Budgets(PLENTY, PLENTY, PLENTY), **{tier.value: 50 << 20}))
+
+
+def test_more_host_memory_is_never_refused_beside_swap_space_that_always_exists() -> None:
+    """Everything else may fit into host memory, but not beside the checksums of that swap space."""
+    swapped = Tenant("cached keys", (TenantPiece("swap space", 512 * NBYTES, NVME, fixed=True),))
+    load = replace(example(cache_in_host=True, verified_files=1), others=(swapped,))
+    whole = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY)).total(HOST)
+    accepted = []
+    for host in range(0, whole + 64 * PAGE, PAGE):
+        try:
+            accepted.append(make_plan(load, Budgets(PLENTY, host, PLENTY)).total(HOST) <= host)
+        except PlacementError:
+            accepted.append(False)
+    assert accepted == sorted(accepted) and True in accepted and False in accepted

@@ -124,6 +124,16 @@ GIVEN: dict[Key, str] = {
         args.save_strategy = "no"
         data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]} for _ in range(64)]
         """),
+    ("memory.md", "class WithLoss(nn.Module):"): dedent("""\
+        import torch
+        import tiering
+        from torch import nn
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.hidden, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+        """),
     ("README.md", "import tiering"): LANGUAGE_MODEL + "batches = [batch() for _ in range(8)]",
     ("README.md", "from transformers import TrainingArguments"): dedent("""\
         engine.close()
@@ -207,6 +217,25 @@ HOLDS: dict[Key, str] = {
         "assert Path('trained/config.json').is_file()\nengine = trainer.engine"
     ),
     ("transformers.md", "import tiering"): "trainer.save_model()\nengine = trainer.engine",
+    ("transformers.md", "from transformers import Trainer"): dedent("""\
+        from transformers import TrainingArguments
+
+        options = {"max_steps": 2, "use_cpu": True, "save_strategy": "no", "report_to": "none"}
+        trainer = ChunkedLossTrainer(
+            LlamaForCausalLM(small),
+            TrainingArguments("chunked", prediction_loss_only=True, **options),
+            train_dataset=[{"input_ids": [1, 2, 3], "labels": [1, 2, 3]} for _ in range(64)],
+            tiering_config={"zero_optimization": {"stage": 3}},
+        )
+        assert trainer.train().training_loss > 0
+        assert trainer.evaluate(trainer.train_dataset)["eval_loss"] > 0
+        trainer.engine.close()
+        """),
+    ("memory.md", "class WithLoss(nn.Module):"): dedent("""\
+        tokens = torch.randint(0, 50, (2, 9))
+        losses = [WithLoss(model, rows)(tokens, tokens) for model in (Model(),) for rows in (3, 100)]
+        assert losses[0].isclose(losses[1]) and losses[0] > 0
+        """),
     ("README.md", "import tiering"): "assert Path('runs/7/latest').read_text() == 'global_step8'",
     ("checkpoints.md", 'engine.load_checkpoint("runs/7")'): "assert Path('runs/7/global_step4').is_dir()",
     (

@@ -55,9 +55,10 @@ def chunked_cross_entropy(
     The gradients of a head in 16 bits are summed over the chunks in fp32, from the last chunk to the first, and rounded
     once. Other ``rows`` may change the rounding: torch chooses the kernels of a product by its shape.
 
-    Memory beyond ``hidden`` and the head: the logits of ``rows`` rows, several times in fp32 while they are used; in
-    backward a gradient of ``hidden``, and of each parameter of the head two gradients in its dtype and their sum in
-    fp32. Raises ConfigError for shapes and options that do not fit.
+    Memory beyond ``hidden`` and the head: the logits of ``rows`` rows, three times in fp32; in backward a gradient of
+    ``hidden``, and of each trained parameter of the head a gradient in its dtype and the sum in fp32.
+
+    Raises ConfigError for shapes and options that do not fit.
     """
     if labels.shape != hidden.shape[:-1]:
         raise ConfigError(

@@ -41,6 +41,33 @@ def test_a_run_reports_what_the_stock_trainer_does(
     trainer.engine.close()
 
 
+class ChunkedLoss:
+    """As docs/guide/transformers.md shows it."""
+
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        model, labels = self.accelerator.unwrap_model(model), inputs.pop("labels")
+        hidden = model.model(**inputs).last_hidden_state
+        loss = tiering.chunked_cross_entropy(
+            hidden, model.lm_head, labels, rows=5, shift=True, reduction="sum"
+        )
+        loss = loss / ((labels[..., 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+        return (loss, {}) if return_outputs else loss
+
+
+class ChunkedTrainer(ChunkedLoss, TieringTrainer): ...
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loss_in_chunks_reports_what_the_models_own_does(place: str, plain: Any, tmp_path: Path) -> None:
+    options = EVALUATED | {"prediction_loss_only": True}
+    trainer = tiered(tmp_path / "out", config(place, tmp_path), cls=ChunkedTrainer, **options)
+    trainer.train()
+    assert list(differences(trainer, plain, 1e-6)) == []
+    trainer.engine.close()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_stage_reports_the_same(stage: int, plain: Any, tmp_path: Path) -> None:
     trainer = tiered(tmp_path / "out", config("device", tmp_path, stage), **EVALUATED)

@@ -90,11 +90,15 @@ def stock(output: Path, model: nn.Module | None = None, **options: Any) -> Train
     return Trainer(**_parts(output, model, **options))
 
 
-def tiered(output: Path, settings: Any, model: nn.Module | None = None, **options: Any) -> TieringTrainer:
+def tiered(
+    output: Path,
+    settings: Any,
+    model: nn.Module | None = None,
+    cls: type[TieringTrainer] = TieringTrainer,
+    **options: Any,
+) -> TieringTrainer:
     weights = options.pop("tiering_weights", None)
-    return TieringTrainer(
-        tiering_config=settings, tiering_weights=weights, **_parts(output, model, **options)
-    )
+    return cls(tiering_config=settings, tiering_weights=weights, **_parts(output, model, **options))
 
 
 def _parts(output: Path, model: nn.Module | None, **options: Any) -> dict[str, Any]:

@@ -62,7 +62,9 @@ IN_FLIGHT_SHARE = 8
 PIECES = 8
 """A storage that is too large for the activation memory is moved in pieces of this fraction (1/n) of it."""
 TRIM_SHARE = 4
-"""Tensors that were moved and freed keep at most this fraction (1/n) of the activation memory from the system."""
+"""Tensors that were moved and freed keep at most this fraction (1/n) of the activation memory from the system,"""
+MOST_UNTRIMMED = 32 << 20
+"""and at most these bytes: they are in no budget."""
 MOST_ORIGINALS = 1024
 """Entries of storages that were freed before they are removed."""
 
@@ -259,7 +261,8 @@ class MovedActivations:
         On a CPU torch's aligned allocations seldom fit into what the C library keeps of freed ones.
         """
         self._untrimmed_bytes += nbytes
-        if self._tiers.device_is_host and self._untrimmed_bytes > self._memory.capacity // TRIM_SHARE:
+        most = min(self._memory.capacity // TRIM_SHARE, MOST_UNTRIMMED)
+        if self._tiers.device_is_host and self._untrimmed_bytes > most:
             heap.trim()
             self._untrimmed_bytes = 0
 

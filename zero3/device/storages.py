@@ -64,6 +64,15 @@ def share_version(first: Tensor, other: Tensor) -> bool:
         torch._C._autograd._unsafe_set_version_counter((first,), (before,))
 
 
+def check_version(version: int, saved: int, dtype: torch.dtype, shape: torch.Size) -> None:
+    """Raise RuntimeError, as torch does, for a tensor at ``version`` that autograd saved at version ``saved``."""
+    if version != saved:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" [{dtype} {tuple(shape)}], at version {version}; expected version {saved} instead"
+        )
+
+
 @cache
 def _can_set_version() -> bool:
     try:

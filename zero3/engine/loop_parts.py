@@ -29,7 +29,8 @@ from zero3.params.param_group import ParamGroup
 from zero3.parts import Assembly
 from zero3.passes import hooks
 from zero3.passes.hooks import Removable
-from zero3.passes.moved_activations import MovedActivations
+from zero3.passes.kept_activations import KeptActivations, room_on
+from zero3.passes.moved_activations import IN_FLIGHT_SHARE, MovedActivations
 from zero3.passes.prefetch import Prefetcher, Room
 from zero3.passes.row_chunks import RowChunks
 from zero3.passes.schedule import PassSchedule
@@ -180,7 +181,8 @@ def _moved_activations(
         return None
     memory = tiers.arena_for(ACTIVATIONS, tiers.plan.contents(Tier.HOST)[ACTIVATIONS])
     on_nvme = Tier.NVME in tiers.plan.tiers[ACTIVATIONS]
-    return MovedActivations(tiers, memory, model, groups, on_nvme=on_nvme)
+    kept = KeptActivations(room_on(tiers, memory.capacity // IN_FLIGHT_SHARE)) if place == "auto" else None
+    return MovedActivations(tiers, memory, model, groups, on_nvme=on_nvme, kept=kept)
 
 
 def _room_for_expert(parts: Assembly) -> Callable[[], Room | None] | None:

@@ -27,7 +27,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,11 +43,13 @@ from tiering.storage.swap_space import StripedExtent
 from tiering.storage.tickets import Transfer
 from tiering.telemetry import COPIES_OF
 from zero3.device import heap
-from zero3.device.storages import as_tensor, bytes_of, share_version, without_bytes
+from zero3.device.storages import as_tensor, bytes_of, check_version, share_version, without_bytes
 from zero3.device.streams import Event
 from zero3.device.tiers import Tiers
 from zero3.params.layout import tiles
 from zero3.params.param_group import ParamGroup
+from zero3.passes.activation_copies import Copy, End, Moved, Original, given
+from zero3.passes.kept_activations import Kept, KeptActivations
 from zero3.passes.pass_state import in_autograd
 
 log = logging.getLogger(__name__)
@@ -69,79 +70,38 @@ MOST_ORIGINALS = 1024
 """Entries of storages that were freed before they are removed."""
 
 
-class _Copy:
-    """The copy of one storage: ``lease`` in memory, or ``extent`` on NVMe, or both once it was read back."""
-
-    __slots__ = ("__weakref__", "arrival", "extent", "given", "lease", "nbytes", "number", "returning")
-
-    def __init__(self, number: int, nbytes: int) -> None:
-        self.number = number
-        self.nbytes = nbytes
-        self.lease: Lease | None = None
-        # What fills the lease: a copy from a GPU, or a read.
-        self.arrival: Event | Transfer | None = None
-        self.extent: StripedExtent | None = None
-        # On its way back to a GPU: the bytes there, and the end of the copy.
-        self.returning: tuple[Tensor, Event] | None = None
-        # The storage that backward was given, as long as it lives.
-        self.given: weakref.ref[UntypedStorage] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Moved:
-    """What autograd keeps in place of a saved tensor: its place in the storage that was copied."""
-
-    copy: _Copy
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    # Without bytes: see Note [Changes in place].
-    alias: Tensor
-    version: int
-
-
-class _End(weakref.ref[_Copy]):
-    """Notes the end of a copy, and keeps what is to be freed then."""
-
-    __slots__ = ("extent", "nbytes", "number")
-    number: int
-    nbytes: int
-    extent: StripedExtent | None
-
-
-class _Original(weakref.ref[UntypedStorage]):
-    """A storage that has a copy of its bytes at ``version``, which ``alias`` counts."""
-
-    __slots__ = ("alias", "copy", "version")
-    copy: weakref.ref[_Copy]
-    alias: Tensor
-    version: int
-
-
 class MovedActivations:
     """Moves activations of ``model`` to ``memory``, an arena, and on to NVMe if ``on_nvme``.
 
-    Calls come from one thread at a time: the one that runs a forward, or autograd's.
+    All of them, or only those for which ``kept`` has no room. Calls come from one thread at a time: the one that runs a
+    forward, or autograd's.
     """
 
     def __init__(
-        self, tiers: Tiers, memory: Arena, model: nn.Module, groups: Iterable[ParamGroup], *, on_nvme: bool
+        self,
+        tiers: Tiers,
+        memory: Arena,
+        model: nn.Module,
+        groups: Iterable[ParamGroup],
+        *,
+        on_nvme: bool,
+        kept: KeptActivations | None = None,
     ) -> None:
         self._tiers = tiers
         self._memory = memory
         self._model = model
         self._parameters = frozenset(group.storage_key for group in groups)  # addresses of their storages
         self._on_nvme = on_nvme
+        self._kept = kept
         self._last = 0  # the number of the last copy
-        self._ends: dict[int, _End] = {}  # by number: of copies that live, or are not freed yet
+        self._ends: dict[int, End] = {}  # by number: of copies that live, or are not freed yet
         self._ended: deque[Any] = deque()
         self._on_end: Callable[[Any], None] = self._ended.append  # in C: see Note [A copy ends anywhere]
         self._unwritten: dict[
             int, int
         ] = {}  # bytes of copies that are in memory only, by number, oldest first
         self._unwritten_bytes = 0
-        self._originals: dict[int, _Original] = {}  # by address
+        self._originals: dict[int, Original] = {}  # by address
         # Numbers of copies that have a lease besides their extent: read ahead, and given to backward.
         self._ahead: dict[int, None] = {}
         self._given: dict[int, None] = {}
@@ -160,6 +120,8 @@ class MovedActivations:
     def begin_pass(self) -> None:
         """A forward of the whole model begins."""
         self._free_ended()
+        if self._kept is not None:
+            self._kept.begin_pass()
         self._buffers = frozenset(
             buffer.untyped_storage()._cdata
             for buffer in self._model.buffers()
@@ -170,42 +132,50 @@ class MovedActivations:
         """A backward has ended: free the copies of the tensors that it has dropped."""
         with deferred_interrupts():
             self._free_ended()
+            if self._kept is not None:
+                self._kept.end_backward()
 
-    def take(self, tensor: Tensor) -> Moved | None:
-        """Copy the storage of a tensor that autograd saves; None if the tensor stays where it is."""
+    def take(self, tensor: Tensor) -> Moved | Kept | None:
+        """What autograd keeps in place of a tensor that it saves; None: the tensor, which never leaves."""
         if type(tensor) is not Tensor or tensor.device != self._tiers.device:
             return None
         storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        if nbytes < SMALLEST or in_autograd():
+        if storage.nbytes() < SMALLEST or in_autograd():
             return None
         if storage._cdata in self._parameters or storage._cdata in self._buffers:
             return None
+        if self._kept is None or self._copy_of(storage, tensor) is not None:
+            return self._move(tensor)
+        with deferred_interrupts():
+            return self._kept.keep(tensor, self._move)
+
+    def _move(self, tensor: Tensor) -> Moved | None:
+        """Copy the storage of ``tensor``; None if there is no room."""
+        storage = tensor.untyped_storage()
         copy, alias = self._copy_of(storage, tensor), without_bytes(tensor)
         if copy is None:
             # An interruption between the statements would leave bytes that nobody counts.
             with deferred_interrupts(), torch.no_grad():
                 self._free_ended()
-                copy = self._make_copy(storage, nbytes)
+                copy = self._make_copy(storage, storage.nbytes())
             if copy is None:
                 return None
-            original = _Original(storage)
+            original = Original(storage)
             original.copy, original.alias, original.version = weakref.ref(copy), alias, tensor._version
             self._originals[storage._cdata] = original
         offset = int(tensor.storage_offset())
         return Moved(copy, tensor.dtype, offset, tensor.shape, tensor.stride(), alias, tensor._version)
 
-    def give(self, moved: Moved) -> Tensor:
+    def give(self, packed: Moved | Kept) -> Tensor:
         """The tensor, on the device. RuntimeError if it was changed in place since it was saved, as torch raises."""
-        if moved.alias._version != moved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" [{moved.dtype} {tuple(moved.shape)}], at version {moved.alias._version}; expected version"
-                f" {moved.version} instead"
-            )
+        moved = packed.moved if isinstance(packed, Kept) else packed
+        if moved is None:
+            assert isinstance(packed, Kept)
+            return packed.checked()
+        check_version(moved.alias._version, moved.version, moved.dtype, moved.shape)
         copy = moved.copy
         with deferred_interrupts(), torch.no_grad():
-            storage = _given(copy)
+            storage = given(copy)
             if storage is None:
                 storage = self._fetch(copy)
                 copy.given = weakref.ref(storage)
@@ -222,7 +192,7 @@ class MovedActivations:
         written = sum(end.nbytes for end in self._ends.values() if end.extent is not None)
         return {"host": self._unwritten_bytes, "nvme": written}
 
-    def _copy_of(self, storage: UntypedStorage, tensor: Tensor) -> _Copy | None:
+    def _copy_of(self, storage: UntypedStorage, tensor: Tensor) -> Copy | None:
         """The copy of ``storage``, in which ``tensor`` lies, if it still has the bytes of the tensor."""
         original = self._originals.get(storage._cdata)
         # Another storage may have the address of one that was freed.
@@ -232,8 +202,8 @@ class MovedActivations:
         # place after another one was saved.
         return original.copy() if share_version(original.alias, tensor) else None
 
-    def _make_copy(self, storage: UntypedStorage, nbytes: int) -> _Copy | None:
-        copy, source = _Copy(self._last + 1, nbytes), bytes_of(storage)
+    def _make_copy(self, storage: UntypedStorage, nbytes: int) -> Copy | None:
+        copy, source = Copy(self._last + 1, nbytes), bytes_of(storage)
         if self._on_nvme and round_up(nbytes) > self._memory.capacity // 2:
             if not self._write_in_pieces(copy, source):
                 return None
@@ -246,7 +216,7 @@ class MovedActivations:
             self._unwritten[copy.number] = nbytes
             self._unwritten_bytes += nbytes
         self._last += 1
-        end = _End(copy, self._on_end)
+        end = End(copy, self._on_end)
         end.number, end.nbytes, end.extent = copy.number, nbytes, copy.extent
         self._ends[copy.number] = end
         self.copied_bytes += nbytes
@@ -312,7 +282,7 @@ class MovedActivations:
         self._writes.append(self._tiers.swap.swap_out(extent, lease, offset=offset))
         self.written_bytes += lease.nbytes
 
-    def _write_in_pieces(self, copy: _Copy, source: Tensor) -> bool:
+    def _write_in_pieces(self, copy: Copy, source: Tensor) -> bool:
         """Write a storage that is too large for the activation memory; False if that has no room for a piece."""
         extent = self._tiers.lend(copy.nbytes, ACTIVATIONS)
         try:
@@ -369,7 +339,7 @@ class MovedActivations:
         if copy is not None:
             copy.lease = copy.arrival = None
 
-    def _fetch(self, copy: _Copy) -> UntypedStorage:
+    def _fetch(self, copy: Copy) -> UntypedStorage:
         """The bytes of ``copy`` on the device."""
         if copy.lease is None:
             lease = self._room(copy.nbytes) if round_up(copy.nbytes) <= self._memory.capacity // 2 else None
@@ -394,7 +364,7 @@ class MovedActivations:
         self._tiers.copies.hold_compute(event, ACTIVATIONS)
         return target.untyped_storage()
 
-    def _start_return(self, copy: _Copy) -> None:
+    def _start_return(self, copy: Copy) -> None:
         """Start to copy the lease, which has its bytes, back to the GPU."""
         assert copy.lease is not None
         target = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._tiers.device)
@@ -414,13 +384,13 @@ class MovedActivations:
         self._drop_ended(self._returning, most=self._memory.capacity)
         return event
 
-    def _start_read(self, copy: _Copy, lease: Lease) -> None:
+    def _start_read(self, copy: Copy, lease: Lease) -> None:
         assert copy.extent is not None and self._tiers.swap is not None
         copy.arrival = self._tiers.swap.swap_in(copy.extent, lease, priority=FETCH_PRIORITY)
         copy.lease = lease
         self.read_bytes += lease.nbytes
 
-    def _read_in_pieces(self, copy: _Copy) -> UntypedStorage:
+    def _read_in_pieces(self, copy: Copy) -> UntypedStorage:
         """Read a copy for which the activation memory has no room, because backward still uses what is in it."""
         assert copy.extent is not None
         target = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._tiers.device)
@@ -466,14 +436,14 @@ class MovedActivations:
                 self._start_read(copy, lease)
                 self._ahead[copy.number] = None
 
-    def _before(self, number: int) -> Iterator[_Copy]:
+    def _before(self, number: int) -> Iterator[Copy]:
         """The copies before that of ``number`` that backward was not given, from the last one on."""
         for earlier in range(number - 1, max(0, number - 1 - FARTHEST), -1):
             copy = self._ends[earlier]() if earlier in self._ends else None
-            if copy is not None and _given(copy) is None:
+            if copy is not None and given(copy) is None:
                 yield copy
 
-    def _wait_for(self, copy: _Copy) -> None:
+    def _wait_for(self, copy: Copy) -> None:
         """Let the CPU wait until the lease has the bytes. SwapError if they could not be read, or were not written."""
         if copy.arrival is not None:
             with self._tiers.stalls.waiting_for(ACTIVATIONS):
@@ -507,8 +477,3 @@ class MovedActivations:
                 format_size(self._memory.capacity),
                 "" if self._on_nvme else ", or set tiering.activations to nvme",
             )
-
-
-def _given(copy: _Copy) -> UntypedStorage | None:
-    """The storage that backward was given, if it still lives."""
-    return None if copy.given is None else copy.given()

@@ -42,11 +42,14 @@ from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from tiering import _logs
+from zero3.device.storages import check_version
 from zero3.params.compilation import eager
 from zero3.params.inner_tensors import ordinary_tensors
 from zero3.params.param_group import ParamGroup
+from zero3.passes.activation_copies import Moved
 from zero3.passes.hooks import in_transform
-from zero3.passes.moved_activations import Moved, MovedActivations
+from zero3.passes.kept_activations import Kept
+from zero3.passes.moved_activations import MovedActivations
 from zero3.passes.pass_state import graph_task
 
 log = logging.getLogger(__name__)
@@ -192,12 +195,7 @@ class _Saved:
     def checked(self) -> Tensor:
         """The tensor. RuntimeError, as torch raises without hooks, if it was changed in place since it was saved."""
         # Under hooks torch does not compare versions itself.
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" [{self.tensor.dtype} {tuple(self.tensor.shape)}], at version {self.tensor._version}; expected"
-                f" version {self.version} instead"
-            )
+        check_version(self.tensor._version, self.version, self.tensor.dtype, self.tensor.shape)
         return self.tensor
 
 
@@ -242,7 +240,7 @@ class _Hooks:
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _PassedOn):
             return self._unpack_passed_on(packed)
-        if isinstance(packed, Moved):
+        if isinstance(packed, Moved | Kept):
             assert self.saved.moved is not None
             return self.saved.moved.give(packed)
         if not isinstance(packed, _Saved):

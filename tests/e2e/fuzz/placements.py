@@ -78,7 +78,7 @@ class Placement:
             threads=rng.choice((1, 1, 2)),
             instruction_set=rng.choice(("", "", *kernels.available_instruction_sets())),
             activations=rng.choice(
-                ("device", "host", *(("nvme", "nvme") if "nvme" in (param, optimizer) else ()))
+                ("device", "host", "auto", *(("nvme", "nvme") if "nvme" in (param, optimizer) else ()))
             ),
             # From a few saved tensors of these models to all of them.
             activation_budget=rng.choice((8 * PAGE, 16 * PAGE, 64 * PAGE, 1 << 20)),

@@ -62,6 +62,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "state visits the device": HOST | {"update_on_device": 0.6, "sub_group_size": 5000},
     "activations in host memory": HOST | {"activations": "host", "activation_budget": "1MiB"},
     "activations on nvme": NVME | {"activations": "nvme", "activation_budget": "64KiB"},
+    "activations without room": NVME
+    | LEAST
+    | {"threshold": 0, "activations": "auto", "activation_budget": "64KiB"},
 }
 # Of each way in which state lives, and of each thing that is done to it, one with most to wait for.
 FIRST = [
@@ -77,6 +80,7 @@ FIRST = [
     ("a share of the state on the device", "split state"),
     ("state visits the device", "updates"),
     ("activations on nvme", "failures"),
+    ("activations without room", "accumulation"),
 ]
 ANSWERS: dict[str, Callable[[], tuple[Answers, Answers]]] = {
     "never": lambda: (never, never),

@@ -28,6 +28,7 @@ def trained(rank: int, nvme: Path, **options: Any) -> Trained:
 PLACES = [
     (3, STREAMED | {"activations": "nvme", "activation_budget": "64KiB"}),
     (3, STREAMED | {"activations": "host"}),
+    (3, STREAMED | {"activations": "auto", "activation_budget": "64KiB", "device_budget": "576KiB"}),
     (2, {"activations": "host"}),
     (1, {"offload_optimizer": "nvme", "activations": "nvme", "activation_budget": "32KiB"}),
 ]

@@ -122,6 +122,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="with activation checkpointing, where backward recomputes the forward",
     )
     group.add_argument(
+        "--block-rows",
+        type=_positive,
+        metavar="N",
+        help="sequences that a block computes at a time (tiering.block_rows); with --sequence",
+    )
+    group.add_argument(
         "--chunked-loss",
         action="store_true",
         help="with tiering.chunked_cross_entropy, which never makes all logits",
@@ -229,6 +235,8 @@ def answer(options: argparse.Namespace) -> PlanReport:
         raise ConfigError(f"{counted(ranks, 'rank')} cannot be divided over {counted(options.nodes, 'node')}")
     gpu = options.gpu if options.gpu is not None else profile.device.memory_bytes if profile else None
     endurance = profile.endurance if profile else None
+    if options.block_rows is not None and options.sequence is None:
+        raise ConfigError("--block-rows counts sequences: give their length by --sequence N")
     setting = Setting(
         world_size=ranks,
         local_size=ranks // options.nodes,
@@ -305,7 +313,15 @@ def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) ->
         if config.optimizer is None:
             print(f"{options.config} names no optimizer; AdamW is assumed", file=sys.stderr)
             config = config.model_copy(update={"optimizer": OptimizerConfig()})
-    keys = ("device_budget", "host_budget", "nvme_budget", "state", "activations", "activation_budget")
+    keys = (
+        "device_budget",
+        "host_budget",
+        "nvme_budget",
+        "state",
+        "activations",
+        "activation_budget",
+        "block_rows",
+    )
     overrides = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
     tiers = {} if profile is None else profile_budgets(profile)
     return with_changes(config, micro_batches=options.micro_batches, tiers=tiers | overrides)

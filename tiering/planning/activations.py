@@ -106,7 +106,7 @@ def of_decoder(
     return Activations(
         layers,
         blocks=layers * setting.tokens * itemsize * hidden if setting.checkpointed else layers * block,
-        block=block if setting.checkpointed else 0,
+        block=block // setting.tokens * setting.tokens_of_block if setting.checkpointed else 0,
         loss=setting.tokens * (last_norm + kept),
         beside_loss=at_once * made,
     )

@@ -134,6 +134,7 @@ def forecast(
     tokens: int,
     local_ranks: int = 1,
     checkpointed: bool = False,
+    chunks: int = 1,
     active: float = 1.0,
     attention_flops: float = 0.0,
     computed: int | None = None,
@@ -142,13 +143,14 @@ def forecast(
 
     The device needs 2 floating-point operations per parameter and token in forward and 4 in backward (2 for a frozen
     parameter), 6 in total; activation checkpointing (``checkpointed``) adds 2, because backward repeats the forward.
+    Each block computes a micro-batch in so many ``chunks`` of rows, while its parameters are on the device once.
     ``active`` is the fraction of the parameters that a token uses, below 1 for a mixture of experts.
     ``attention_flops`` are the operations per token of a forward that use no parameter. ``computed`` is the number of
     parameters, if the frozen ones are stored in another format than that in which they compute.
 
     Raises ConfigError if a rate is missing that this plan needs.
     """
-    work = _work_of(plan)
+    work = _work_of(plan, chunks)
     rank = rates.of_rank(local_ranks)
     if not plan.workload.verified_files:
         rank = replace(rank, checksum=None)
@@ -207,14 +209,14 @@ def _flops(
     return {"forward": forward * load.micro_batches, "backward": backward * load.micro_batches, "step": 0.0}
 
 
-def _work_of(plan: Plan) -> dict[str, _Work]:
+def _work_of(plan: Plan, chunks: int) -> dict[str, _Work]:
     """The work of each phase; operations are counted separately, because they depend on tokens."""
     forward, backward, step = _Work(), _Work(), _Work()
     steps = backward if plan.workload.step_in_backward else step
     for group, param, grad in zip(plan.workload.groups, plan.param_tiers, plan.grad_tiers, strict=True):
         _fetch(plan.workload, group, param, forward, group.uses)
         _fetch(plan.workload, group, param, backward, group.unshards - group.uses)
-        _take_gradients(plan.workload, group, grad, backward, steps)
+        _take_gradients(plan.workload, group, grad, backward, steps, chunks)
     for tenant, tiers in zip(plan.workload.others, plan.other_tiers, strict=True):
         for piece, tier in zip(tenant.pieces, tiers, strict=True):
             # As activations: forward makes them, and backward uses them.
@@ -249,10 +251,15 @@ def _fetch(load: Workload, group: GroupSizes, tier: Tier, phase: _Work, uses: in
         phase.copied += fetched
 
 
-def _take_gradients(load: Workload, group: GroupSizes, tier: Tier, backward: _Work, steps: _Work) -> None:
-    """Adds the accumulation of a group's gradients, and their transfers to NVMe and back if they live there."""
+def _take_gradients(
+    load: Workload, group: GroupSizes, tier: Tier, backward: _Work, steps: _Work, chunks: int
+) -> None:
+    """Adds the accumulation of a group's gradients, and their transfers to NVMe and back if they live there.
+
+    The gradients of each chunk are accumulated; several ranks reduce them once per micro-batch.
+    """
     sizes = load.of(group)
-    backward.device_bytes += load.micro_batches * group.trainable_numel * sizes.grad_itemsize
+    backward.device_bytes += chunks * load.micro_batches * group.trainable_numel * sizes.grad_itemsize
     if tier is Tier.NVME and (moved := load.grad_traffic(group)):
         once = load.grad_numel(group) * sizes.grad_itemsize
         backward.nvme_written += moved
@@ -261,12 +268,14 @@ def _take_gradients(load: Workload, group: GroupSizes, tier: Tier, backward: _Wo
     if tier is Tier.DEVICE and not load.device_is_host:
         return
     arriving = load.grad_numel(group) * (1 if load.grads_stay_local else load.micro_batches)
+    if load.world_size == 1:
+        arriving *= chunks
     backward.gradients += arriving
     if not load.device_is_host:
         backward.from_device += arriving * sizes.sent_itemsize
     elif load.world_size > 1:
         # The CPU collects whole gradients before the ranks reduce them.
-        backward.gradients += load.micro_batches * group.trainable_numel
+        backward.gradients += chunks * load.micro_batches * group.trainable_numel
 
 
 def _update(plan: Plan, steps: _Work) -> None:

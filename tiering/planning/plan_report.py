@@ -221,6 +221,7 @@ def report(
     "auto" budgets are this machine's. Raises SwapSpaceError if the NVMe budget is "auto" and a directory cannot hold
     swap space.
     """
+    setting = setting.following(config)
     budgets = resolve_budgets(
         config.tiering,
         device_memory=setting.gpu_memory,
@@ -247,6 +248,7 @@ def report(
             tokens=setting.tokens,
             local_ranks=setting.local_size,
             checkpointed=setting.checkpointed,
+            chunks=setting.chunks,
             active=model.active,
             attention_flops=model.attention_flops,
             computed=model.computed,

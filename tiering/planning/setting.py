@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ class Setting:
 
     ``gpu_memory``: bytes of each rank's GPU, None if the CPU is the device. ``tokens``: per micro-batch and rank,
     in sequences of ``sequence`` tokens (None: one sequence); the sequence length only changes the cost of attention.
-    ``checkpointed``: backward repeats the forward. ``loss_chunk``: tokens whose loss is computed at a time; 0: all.
+    ``checkpointed``: backward repeats the forward. ``block_rows``: sequences that a block computes at a time (None:
+    all). ``loss_chunk``: tokens whose loss is computed at a time; 0: all.
     ``endurance``: bytes that may be written to all drives of the node in their life (TBW x 10^12).
     """
 
@@ -45,6 +46,24 @@ class Setting:
     checkpointed: bool = False
     loss_chunk: int = 0
     endurance: float | None = None
+    block_rows: int | None = None
+
+    def following(self, config: TieringConfig) -> Setting:
+        """The same with the chunks of rows of ``config``, which checkpoint the blocks."""
+        rows = config.tiering.block_rows
+        return self if rows is None else replace(self, block_rows=rows, checkpointed=True)
+
+    @property
+    def tokens_of_block(self) -> int:
+        """Tokens that a block computes at a time."""
+        if self.block_rows is None or self.sequence is None:
+            return self.tokens
+        return min(self.tokens, self.block_rows * self.sequence)
+
+    @property
+    def chunks(self) -> int:
+        """The number of parts in which a block computes a micro-batch."""
+        return -(-self.tokens // self.tokens_of_block)
 
     def attention_flops(self, layers: int, hidden: int) -> float:
         """Operations per token of attention scores and sums in a forward, over half a sequence on average."""

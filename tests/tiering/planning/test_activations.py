@@ -255,3 +255,27 @@ def test_the_most_on_the_device_is_in_the_loss_or_in_a_block() -> None:
     assert sizes.on_device(150) == 250 + 90
     assert sizes.on_device(10_000) == 90
     assert [sizes.excess(room) for room in (490, 489, 300, 10)] == [0, 1, 190, 480]
+
+
+def test_chunks_of_rows_take_the_memory_of_one_and_the_traffic_of_one_micro_batch(plan: Plan) -> None:
+    """The tokens of 16 micro-batches, of which a block computes one or two sequences at a time."""
+    model = ["--params=70B", "--profile=rtx4090"]
+    large = ["--tokens=65536", "--sequence=4096", "--micro-batches=1", "--chunked-loss", "--activations=nvme"]
+    whole = answered(plan, *model, *large, "--checkpointing")
+    assert not whole["fits"] and "the inside of one block 25.52 GiB" in whole["refusal"]
+    one, two = (answered(plan, *model, *large, f"--block-rows={rows}") for rows in (1, 2))
+    several = answered(plan, *model, "--tokens=4096", "--micro-batches=16", "--checkpointing")
+    inside = several["activations"]["block"]
+    assert (one["activations"]["block"], two["activations"]["block"]) == (inside, 2 * inside)
+    assert one["activations"]["blocks"] == 16 * several["activations"]["blocks"]
+    for direction in ("nvme_read", "nvme_written"):
+        assert one["plan"][direction] == two["plan"][direction] < several["plan"][direction] / 3
+    assert one["forecast"]["tokens_per_second"] > 2 * several["forecast"]["tokens_per_second"]
+    # Each chunk's gradients leave the GPU.
+    links = [answer["forecast"]["phases"][1]["busy"]["device link"] for answer in (one, two)]
+    assert links[1] < links[0]
+
+
+def test_chunks_of_rows_need_the_length_of_a_row(plan: Plan) -> None:
+    code, _, error = plan("--params=7B", "--profile=rtx4090", "--block-rows=2")
+    assert code == 2 and "give their length by --sequence" in error

@@ -39,7 +39,10 @@ def plan(view: View, run: str | None = None, rank: int | None = None) -> ByRank[
 
 
 def compared(planned: PlanStatus, snapshot: Snapshot) -> list[PlanAndReality]:
-    """The planned and the measured peak of each tier, and the planned and the measured bytes of a recent step."""
+    """The planned and the measured peak of each tier, and the planned and the measured bytes of a recent step.
+
+    The bytes of activations are included if the plan has them: they depend on the batch, which it may not know.
+    """
     tiers: dict[str, TierStatus] = {tier.name: tier for tier in snapshot.tiers}
     pairs = [
         PlanAndReality(
@@ -51,9 +54,20 @@ def compared(planned: PlanStatus, snapshot: Snapshot) -> list[PlanAndReality]:
         for tier in planned.tiers
     ]
     recent = steady_steps(snapshot)
+    has_read, has_written = (
+        bool(planned_bytes.get("activations")) for planned_bytes in (planned.read, planned.written)
+    )
     for name, bytes_planned, moved in (
-        ("read from NVMe", planned.read, [step.read_bytes for step in recent]),
-        ("written to NVMe", planned.written, [step.written_bytes for step in recent]),
+        (
+            "read from NVMe",
+            planned.read,
+            [step.read_bytes - (0 if has_read else step.activation_read_bytes) for step in recent],
+        ),
+        (
+            "written to NVMe",
+            planned.written,
+            [step.written_bytes - (0 if has_written else step.activation_written_bytes) for step in recent],
+        ),
         ("sent to other ranks", planned.sent, [step.sent_bytes for step in recent]),
     ):
         total = sum(bytes_planned.values())

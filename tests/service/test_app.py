@@ -24,10 +24,13 @@ from fastapi.testclient import TestClient
 
 from service.app import create_app
 from service.responses import examples
+from service.responses.plan import compared
 from service.watch import Watch
 from tiering.telemetry import StatusFile, StatusWriter, TelemetryError, find_status_files
 
 from .conftest import Publish
+from .full_view import DESCRIPTION
+from .full_view import SNAPSHOT as FULL
 from .processes import until
 
 (EXAMPLE,) = examples.example().runs[0].ranks
@@ -413,3 +416,20 @@ def test_the_sidecar_loads_neither_torch_nor_the_engine() -> None:
     facade = ("_lazy", "_module_finder", "_placeholders", "_text", "_unsupported", "_version")
     allowed = (*(f"tiering.{name}." for name in facade), "tiering.errors.", "tiering.telemetry.")
     assert [name for name in ast.literal_eval(ours) if not f"{name}.".startswith(allowed)] == ["tiering"]
+
+
+def test_activations_are_compared_with_a_plan_that_has_them() -> None:
+    planned = DESCRIPTION.plan
+    assert planned is not None
+    moving = [
+        replace(step, read_bytes=70, activation_read_bytes=30, written_bytes=60, activation_written_bytes=50)
+        for step in FULL.steps
+    ]
+    found = {}
+    for counts in (False, True):
+        more = {"activations": 30} if counts else {}
+        plan = replace(planned, read=planned.read | more, written=planned.written | more)
+        pairs = compared(plan, replace(FULL, steps=moving))
+        found[counts] = {pair.name: pair.found for pair in pairs if "NVMe" in pair.name}
+    assert found[False] == {"read from NVMe": 40, "written to NVMe": 10}
+    assert found[True] == {"read from NVMe": 70, "written to NVMe": 60}

@@ -187,12 +187,19 @@ class RowCheck:
                 position for position in sorted(call.divided) if inputs[position].is_floating_point()
             ][:1]
             for position in probed:
-                leaf = inputs[position].detach().clone().requires_grad_()
+                leaf = inputs[position].detach().requires_grad_()
                 inputs[position] = _Probe.apply(leaf, token)  # type: ignore[no-untyped-call]
+            versions = [tensor._version for tensor in inputs]
             output = self._output(call, inputs, start, end)
+            edited = [tensor._version for tensor in inputs] != versions
             inputs.clear()
         differentiable = tuple(tensor.requires_grad for tensor in output.tensors)
         output.leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
+        if edited:
+            raise ConfigError(
+                f"block_rows: block {self._name!r} changes an argument in place, which its recomputation needs as it"
+                " was; change a copy in the block's forward, or remove block_rows"
+            )
         del token
         if alive() is not None:
             gc.collect()
@@ -222,7 +229,8 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, token: _Token) -> Tensor:
         ctx.token = token
-        return tensor.view_as(tensor)
+        # Not a view, which the block could not change in place.
+        return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -311,6 +311,19 @@ class Balancing(nn.Module):
         return stream, stream.square().mean()
 
 
+class Editing(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        hidden = self.up(stream)
+        stream += 1
+        return stream + hidden
+
+
 class Biased(nn.Module):
     """Adds a matrix of its argument to each row."""
 
@@ -329,6 +342,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
         r"block 'blocks\.0' cannot run over chunks of 2 of its 5 rows: its output differs by .*mixes rows",
     ),
     (Normalising, r"block 'blocks\.0' mixes rows: 'norm' \(BatchNorm1d\) computes statistics"),
+    (Editing, r"block 'blocks\.0' changes an argument in place"),
     (lambda: Balancing(keeps=False), r"returns a tensor of shape \(\) for 2 rows \(output\[1\]\)"),
     (
         lambda: Balancing(keeps=True),

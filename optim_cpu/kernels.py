@@ -40,6 +40,7 @@ __all__ = [
     "quantize",
     "quantize_scales",
     "quantized_product",
+    "quantized_product_bf16",
     "reduce",
     "set_instruction_set",
     "set_thread_count",
@@ -361,6 +362,17 @@ def quantized_product(y: int, x: int, rows: int, matrix: QuantizedMatrix) -> Non
     code = lib.opt_quantized_product(y, x, rows, matrix._matrix)
     if code < 0:
         raise refusal("quantized_product", code, locals())
+
+
+def quantized_product_bf16(y: int, x: int, rows: int, matrix: QuantizedMatrix) -> None:
+    """``y = x W^T`` for ``rows`` rows of bfloat16, with the decoded ``matrix``, rounded to bfloat16, as W.
+
+    The sums are float32 and have one order, for each instruction set, thread count and number of rows.
+    Raises ValueError, which names the argument.
+    """
+    code = lib.opt_quantized_product_bf16(y, x, rows, matrix._matrix)
+    if code < 0:
+        raise refusal("quantized_product_bf16", code, locals())
 
 
 def thread_count() -> int:

@@ -25,6 +25,7 @@ UNITS = (
     "isa_portable.c",
     "isa_avx2.c",
     "isa_avx512.c",
+    "isa_avx512_bf16.c",
     "isa_neon.c",
 )
 

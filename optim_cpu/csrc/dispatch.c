@@ -14,7 +14,8 @@ static int cpu_has_avx2(void)
 {
     unsigned eax, ebx, ecx, edx;
 
-    return __builtin_cpu_supports("avx2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 }
 
 static int cpu_has_avx512(void)
@@ -22,6 +23,10 @@ static int cpu_has_avx512(void)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+
+static int cpu_has_avx512_bf16(void) { return cpu_has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+static struct opt_kernels avx512_bf16; /* as `available` */
 #endif
 
 enum { MAX_TABLES = 8 };
@@ -47,6 +52,12 @@ static void detect(void)
 
 #if defined(__x86_64__)
     __builtin_cpu_init();
+    if (cpu_has_avx512_bf16()) {
+        avx512_bf16 = opt_avx512;
+        avx512_bf16.name = "avx512_bf16";
+        avx512_bf16.product_bf16 = opt_avx512_bf16_product;
+        available[n++] = &avx512_bf16;
+    }
     if (cpu_has_avx512())
         available[n++] = &opt_avx512;
     if (cpu_has_avx2())

@@ -10,12 +10,14 @@
  *     STREAMS                      1 if there are stores past the cache:
  *     v_stream_half v_fence        16-bit, address aligned to the vector; v_fence orders these stores
  *     v_add v_sub v_mul v_div v_sqrt    one rounding each
+ *     v_fma(a, b, c)               a * b + c with one rounding, for numbers that a bfloat16 can hold as a and b
+ *     v_total                      the sum of the lanes: l[i] += l[i + n], n being LANES / 2, .. 2, 1
  *     v_sign                       -1, 0, 1; NaN stays NaN
  *     v_canonical                  NaN -> the one quiet NaN
  *     v_from_bf16 v_to_bf16 v_from_fp16 v_to_fp16    nearest even, NaN stays NaN
  *     v_bits v_of_bits             the same bits as vi, as vf
  *     vi_set1 vi_add vi_mul vi_and vi_xor    modulo 2^32
- *     vi_srl                       shifts right by a constant, zeros in
+ *     vi_srl vi_sll                shift right, left by a constant, zeros in
  *     vi_max                       of signed numbers
  *     vi_add_if_less(vi n, vf a, vf b)    n + 1 where a < b, n elsewhere
  *     vi_iota                      0, 1, .. LANES-1
@@ -29,6 +31,7 @@
  *     vt_at(vt, vi)                the value at the lower 4 bits of each lane
  *     vht, vht_of(vt)              the same table, rounded to bfloat16
  *     vht_store(to, codes, vht)    32 values to memory: those at the lower 4 bits of 16 codes, then at the upper 4 bits
+ *     TILE_ROWS                    rows and columns of the outputs whose sums are in registers
  *     v_any_nan(vf a, vf b)        whether a lane is NaN; a unit without a cheap test returns 1
  *
  * and, for 2 * LANES elements in two vectors a and b (a `pair`), whose lanes may have an order other than memory's:
@@ -97,6 +100,16 @@ struct opt_product {
     uint64_t x_rows;
 };
 
+/* x and y in bfloat16. `least_scale` bounds the scales that instructions which flush subnormals may use: with a larger one,
+ * or 0, a product of a decoded weight with x is 0 or a multiple of the least normal float32, and so are sums. */
+struct opt_product_bf16 {
+    const opt_matrix *matrix;
+    const uint16_t *x;
+    uint16_t *y;
+    uint64_t x_rows;
+    float least_scale;
+};
+
 struct opt_kernels {
     const char *name;
     void (*step)(const opt_segment *segment, const opt_rule *rule, float grad_scale, uint64_t begin,
@@ -111,11 +124,14 @@ struct opt_kernels {
                      uint64_t numel, uint64_t block);
     void (*dequantize)(const struct opt_part *part, uint64_t begin, uint64_t end);    /* rows of it */
     void (*product)(const struct opt_product *product, uint64_t begin, uint64_t end); /* rows of the matrix */
+    void (*product_bf16)(const struct opt_product_bf16 *product, uint64_t begin, uint64_t end); /* as well */
 };
 
 extern const struct opt_kernels opt_portable;
 #if defined(__x86_64__)
 extern const struct opt_kernels opt_avx2, opt_avx512;
+extern void (*const opt_avx512_bf16_product)(const struct opt_product_bf16 *product, uint64_t begin,
+                                             uint64_t end);
 #elif defined(OPT_HAS_NEON)
 extern const struct opt_kernels opt_neon;
 #endif

@@ -1,4 +1,4 @@
-/* isa_avx2.c - 8 lanes: AVX2 with F16C. FMA is left out of the target on purpose (kernels.h, rule 1). */
+/* isa_avx2.c - 8 lanes: AVX2 with F16C and FMA, which only the product in bfloat16 uses (kernels.h, rule 1). */
 
 #if defined(__x86_64__)
 
@@ -7,12 +7,12 @@
 #include "isa.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
 #else
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,f16c,fma")
 #endif
 
-enum { LANES = 8, DOUBLE_LANES = 4, STREAMS = 1, GROUPED = 1 };
+enum { LANES = 8, DOUBLE_LANES = 4, STREAMS = 1, GROUPED = 1, TILE_ROWS = 2 };
 
 typedef __m256 vf;
 typedef __m128i vh;
@@ -33,8 +33,17 @@ INLINE void v_fence(void) { _mm_sfence(); }
 INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 INLINE vf v_sqrt(vf a) { return _mm256_sqrt_ps(a); }
+
+INLINE float v_total(vf x)
+{
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
 
 INLINE vf v_canonical(vf x)
 {
@@ -69,6 +78,7 @@ INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
 INLINE vi vi_xor(vi a, vi b) { return _mm256_xor_si256(a, b); }
 INLINE vi vi_mul(vi a, vi b) { return _mm256_mullo_epi32(a, b); }
 INLINE vi vi_srl(vi x, const int by) { return _mm256_srli_epi32(x, by); }
+INLINE vi vi_sll(vi x, const int by) { return _mm256_slli_epi32(x, by); }
 INLINE vi vi_iota(void) { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
 INLINE vi vi_max(vi a, vi b) { return _mm256_max_epi32(a, b); }
 INLINE vi vi_add_if_less(vi n, vf a, vf b)

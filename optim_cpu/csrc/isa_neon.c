@@ -11,7 +11,7 @@
 
 #include <arm_neon.h>
 
-enum { LANES = 4, DOUBLE_LANES = 2, STREAMS = 0, GROUPED = 0 };
+enum { LANES = 4, DOUBLE_LANES = 2, STREAMS = 0, GROUPED = 0, TILE_ROWS = 2 };
 
 typedef float32x4_t vf;
 typedef uint16x4_t vh;
@@ -32,8 +32,16 @@ INLINE void v_fence(void) {}
 INLINE vf v_add(vf a, vf b) { return vaddq_f32(a, b); }
 INLINE vf v_sub(vf a, vf b) { return vsubq_f32(a, b); }
 INLINE vf v_mul(vf a, vf b) { return vmulq_f32(a, b); }
+INLINE vf v_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 INLINE vf v_div(vf a, vf b) { return vdivq_f32(a, b); }
 INLINE vf v_sqrt(vf a) { return vsqrtq_f32(a); }
+
+INLINE float v_total(vf x)
+{
+    float32x2_t two = vadd_f32(vget_low_f32(x), vget_high_f32(x));
+
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
 
 INLINE vi v_bits(vf x) { return vreinterpretq_u32_f32(x); }
 INLINE vf v_of_bits(vi x) { return vreinterpretq_f32_u32(x); }
@@ -46,6 +54,7 @@ INLINE vi vi_srl(vi x, const int by)
 {
     return vshlq_u32(x, vdupq_n_s32(-by));
 } /* the compiler makes it ushr */
+INLINE vi vi_sll(vi x, const int by) { return vshlq_u32(x, vdupq_n_s32(by)); }
 INLINE vi vi_iota(void)
 {
     static const uint32_t lanes[LANES] = {0, 1, 2, 3};

@@ -13,7 +13,7 @@
 #error "-ffast-math makes results depend on the instruction set: build without it"
 #endif
 
-enum { LANES = 1, DOUBLE_LANES = 1, STREAMS = 0, GROUPED = 0 };
+enum { LANES = 1, DOUBLE_LANES = 1, STREAMS = 0, GROUPED = 0, TILE_ROWS = 1 };
 
 typedef float vf;
 typedef uint16_t vh;
@@ -58,8 +58,23 @@ INLINE void v_fence(void) {}
 INLINE vf v_add(vf a, vf b) { return a + b; }
 INLINE vf v_sub(vf a, vf b) { return a - b; }
 INLINE vf v_mul(vf a, vf b) { return a * b; }
+/* The product of a and b is exact in float64. The sum is rounded to odd; float64 has more than two places below float32's
+ * last, so that rounding to float32 gives the same as a single rounding. */
+INLINE vf v_fma(vf a, vf b, vf c)
+{
+    double product = (double)a * (double)b, sum = product + (double)c, other = sum - product;
+    double rest = (product - (sum - other)) + ((double)c - other); /* exact, unless sum is infinite or NaN */
+    uint64_t bits;
+
+    memcpy(&bits, &sum, sizeof bits);
+    if ((rest > 0 || rest < 0) && !(bits & 1))
+        bits = (rest > 0) == (sum > 0) ? bits + 1 : bits - 1;
+    memcpy(&sum, &bits, sizeof sum);
+    return (float)sum;
+}
 INLINE vf v_div(vf a, vf b) { return a / b; }
 INLINE vf v_sqrt(vf a) { return sqrtf(a); }
+INLINE float v_total(vf x) { return x; }
 INLINE vf v_canonical(vf x) { return x != x ? float_of(0x7FC00000) : x; }
 
 INLINE vf v_from_bf16(vh h) { return float_of((uint32_t)h << 16); }
@@ -102,6 +117,7 @@ INLINE vi vi_and(vi a, vi b) { return a & b; }
 INLINE vi vi_xor(vi a, vi b) { return a ^ b; }
 INLINE vi vi_mul(vi a, vi b) { return a * b; }
 INLINE vi vi_srl(vi x, const int by) { return x >> by; }
+INLINE vi vi_sll(vi x, const int by) { return x << by; }
 INLINE vi vi_iota(void) { return 0; }
 INLINE vi vi_max(vi a, vi b) { return (int32_t)a > (int32_t)b ? a : b; }
 INLINE vi vi_add_if_less(vi n, vf a, vf b) { return n + (a < b); }

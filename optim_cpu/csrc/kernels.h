@@ -3,9 +3,9 @@
  * A kernel is one pass over flat memory, independent of tensors, tiers and Python. Three rules hold for all:
  *
  * 1. Arithmetic is float32 in one written order. Each multiply, add, subtract, divide and square root rounds once, to
- *    nearest even; there is no fused multiply-add, and subnormals are not flushed. Results are therefore bit-identical
- *    for every instruction set, thread count and tile boundary, and to a float32 numpy transcription of the formulas
- *    below. This costs no time: the kernels are limited by memory bandwidth.
+ *    nearest even; there is no fused multiply-add but in the product in bfloat16, and subnormals are not flushed.
+ *    Results are therefore bit-identical for every instruction set, thread count and tile boundary, and to a float32
+ *    numpy transcription of the formulas below. This costs no time: the kernels are limited by memory bandwidth.
  * 2. A NaN that arithmetic produces is stored as the one quiet NaN 0x7FC00000 (bf16 0x7FC0, fp16 0x7E00). Hardware
  *    selects sign and payload by the order of the operands, and compilers swap operands; this rule extends rule 1 to
  *    NaN. Casts keep the sign and the upper payload bits, and make the NaN quiet.
@@ -83,6 +83,11 @@
  *
  * The product y = x W^T of a few rows x with the decoded W is, for each output: element i of a row is multiplied, and
  * added to lane i % 32 in order; then the 32 lanes fold as l[i] += l[i+16], 8, 4, 2, 1. All float32. W is not stored.
+ *
+ * The product in bfloat16 rounds W to bfloat16, to nearest even, and has one lane for two elements. It is the exception
+ * to rule 1: elements 2i + 1 and then 2i of each 32 are added to lane i by one fused multiply-add each,
+ * lane = float32(x * w + lane), rounded once. So does a CPU's instruction for bfloat16 (VDPBF16PS). The 16 lanes, in
+ * float32, fold as l[i] += l[i+8], 4, 2, 1, and the sum is rounded to bfloat16, to nearest even.
  *
  * Rules for callers. Addresses need element alignment only. Ranges must not overlap, with one exception: `out` may be
  * exactly `grad` if their dtypes have the same width. State starts as zeros. Memory is borrowed for the duration of a
@@ -217,6 +222,9 @@ int opt_dequantize(intptr_t dst, int dst_dtype, const opt_matrix *matrix, int64_
 
 /* y = x W^T: x has `rows` rows of matrix->columns float32, y has as many rows of matrix->rows. */
 int opt_quantized_product(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix);
+
+/* The same with x and y in bfloat16, and W rounded to bfloat16 (see above). */
+int opt_quantized_product_bf16(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix);
 
 /* The instruction set in use, chosen at first use: the widest that the CPU supports, or the one in the environment
  * variable TIERING_ISA. For an unknown or unsupported name, every kernel returns -ENOTSUP, and this function NULL. */

@@ -12,6 +12,7 @@
 enum {
     TILE = 1 << 15, /* elements; a multiple of each block */
     GROUPS = 64,    /* of scales in a tile */
+    PANELS = 16,    /* rows of W that a tile of the product in bfloat16 has a multiple of: whole panels */
     MIDDLE = 127,   /* the code of 0 in the dynamic map */
 };
 
@@ -354,5 +355,76 @@ int opt_quantized_product(intptr_t y, intptr_t x, int64_t rows, const opt_matrix
     if (!run.kernels)
         return -ENOTSUP;
     opt_pool_run(product_tile, &run, (matrix->rows + run.tile_rows - 1) / run.tile_rows);
+    return 0;
+}
+
+struct product_bf16_run {
+    const struct opt_kernels *kernels;
+    struct opt_product_bf16 product;
+    uint64_t tile_rows;
+};
+
+static void product_bf16_tile(void *context, uint64_t tile)
+{
+    const struct product_bf16_run *run = context;
+    uint64_t begin = tile * run->tile_rows, left = run->product.matrix->rows - begin;
+
+    run->kernels->product_bf16(&run->product, begin, begin + (left < run->tile_rows ? left : run->tile_rows));
+}
+
+/* The bits of 2^exponent as float32. */
+static float power_of_two(int exponent)
+{
+    uint32_t bits = (uint32_t)(exponent + 127) << 23;
+    float power;
+
+    memcpy(&power, &bits, sizeof power);
+    return power;
+}
+
+/* See struct opt_product_bf16. If |x| >= 2^a and |w| >= 2^b, x * w is a multiple of 2^(a + b - 14), because a bfloat16 has
+ * eight places; this must be 2^-126 at least. A value of a code is 0, or at least 2^-9 (FP8). w must not be subnormal. */
+static float least_scale(const uint16_t *x, uint64_t numel)
+{
+    uint16_t least = UINT16_MAX;
+
+    for (uint64_t i = 0; i < numel; i++) {
+        uint16_t order = (uint16_t)(2 * x[i] - 1); /* that of the magnitudes, but 0 is the last */
+        least = order < least ? order : least;
+    }
+    int exponent =
+        (least + 1) / 2 >> 7; /* with the bias of 127, 0 if subnormal; infinity's at most, or one more */
+
+    if (!exponent)
+        return __builtin_inff();
+    return power_of_two(exponent > 141 ? -117 : 24 - exponent);
+}
+
+int opt_quantized_product_bf16(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix)
+{
+    if (!is_count(rows))
+        return opt_refuse("rows" COUNT_RULE);
+    if (!rows || !matrix->rows)
+        return 0;
+    if (!is_address(y, sizeof(uint16_t)))
+        return opt_refuse("y" ADDRESS_RULE);
+    if (matrix->columns && !is_address(x, sizeof(uint16_t)))
+        return opt_refuse("x" ADDRESS_RULE);
+
+    const uint64_t most = matrix->columns ? rows_of_tile(matrix->columns) : TILE;
+    struct product_bf16_run run = {
+        opt_selected(),
+        {
+            .matrix = matrix,
+            .x = (const uint16_t *)x,
+            .y = (uint16_t *)y,
+            .x_rows = (uint64_t)rows,
+            .least_scale = least_scale((const uint16_t *)x, (uint64_t)rows * matrix->columns),
+        },
+        (most + PANELS - 1) / PANELS * PANELS,
+    };
+    if (!run.kernels)
+        return -ENOTSUP;
+    opt_pool_run(product_bf16_tile, &run, (matrix->rows + run.tile_rows - 1) / run.tile_rows);
     return 0;
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -57,6 +58,13 @@ def decode(x: Array, dtype: DType) -> F32:
 
 def same_bits(a: Array, b: Array) -> bool:
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def functions_with(instruction: str, listing: str) -> set[str]:
+    """The functions in a listing of objdump with an instruction that matches; of parts, the name of the whole."""
+    parts = re.split(r"^[0-9a-f]+ <([^>]+)>:$", listing, flags=re.MULTILINE)
+    named = zip(parts[1::2], parts[2::2], strict=True)
+    return {name.split(".")[0] for name, body in named if re.search(instruction, body)}
 
 
 def address(x: Array) -> int:

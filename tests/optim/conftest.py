@@ -17,7 +17,7 @@ def restored_kernel_settings() -> Iterator[None]:
     kernels.set_thread_count(threads)
 
 
-VECTORS = ["neon"] if platform.machine() == "aarch64" else ["avx2", "avx512"]
+VECTORS = ["neon"] if platform.machine() == "aarch64" else ["avx2", "avx512", "avx512_bf16"]
 
 
 @pytest.fixture(params=["portable", *VECTORS])

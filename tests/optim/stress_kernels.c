@@ -103,12 +103,14 @@ static uint64_t reduce_many(int pair, int64_t numel)
 /* A matrix of `rows` rows, encoded, decoded in part and multiplied. */
 static uint64_t quantize_and_multiply(int format, int64_t rows)
 {
-    enum { COLUMNS = 192, BLOCK = 64, X_ROWS = 3 };
+    enum { COLUMNS = 192, BLOCK = 64, X_ROWS = 3, MANY_X_ROWS = 41 };
     int64_t numel = rows * COLUMNS, scales = numel / BLOCK, groups = (scales + 255) / 256;
     uint64_t seed = (uint64_t)format, left;
     struct array src = make_array(&seed, OPT_BF16, numel, TAME, 0);
     struct array x = make_array(&seed, OPT_FP32, X_ROWS * COLUMNS, TAME, 0);
     struct array y = make_array(&seed, OPT_FP32, X_ROWS * rows, TAME, 0);
+    struct array x16 = make_array(&seed, OPT_BF16, MANY_X_ROWS * COLUMNS, TAME, 0);
+    struct array y16 = make_array(&seed, OPT_BF16, MANY_X_ROWS * rows, TAME, 0);
     struct array half = make_array(&seed, OPT_BF16, rows * BLOCK, TAME, 0);
     struct array scale = make_array(&seed, OPT_FP32, scales, TAME, 0);
     struct array group = make_array(&seed, OPT_FP32, groups, TAME, 0);
@@ -126,9 +128,14 @@ static uint64_t quantize_and_multiply(int format, int64_t rows)
                              address_of(group), (intptr_t)&offset));
     REQUIRE(!opt_dequantize(address_of(half), OPT_BF16, &matrix, 0, rows, BLOCK, BLOCK));
     REQUIRE(!opt_quantized_product(address_of(y), address_of(x), X_ROWS, &matrix));
+    REQUIRE(!opt_quantized_product_bf16(address_of(y16), address_of(x16), X_ROWS, &matrix));
     left = digest(digest(0, codes, bytes), few, (size_t)scales);
+    left = digest(left, y16.block, (size_t)(X_ROWS * rows) * 2);
+    REQUIRE(!opt_quantized_product_bf16(address_of(y16), address_of(x16), MANY_X_ROWS, &matrix));
+    left = digest(left, y16.block, y16.bytes);
     left = digest(digest(left, half.block, half.bytes), y.block, y.bytes);
-    free(src.block), free(x.block), free(y.block), free(half.block), free(scale.block), free(group.block);
+    free(src.block), free(x.block), free(y.block), free(half.block), free(x16.block), free(y16.block),
+        free(scale.block), free(group.block);
     free(codes), free(few);
     return left;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 
 import numpy as np
@@ -13,7 +15,7 @@ from optim_cpu.kernels import SCALE_GROUP, BlockFormat, DType, QuantizedMatrix
 
 from . import reference
 from .cases import Array, address, decode, encode, same_bits
-from .reference import F32
+from .reference import F32, U16
 
 # QLoRA's codebook, as bitsandbytes publishes it.
 CODEBOOK = np.array(
@@ -99,6 +101,29 @@ def product(x: F32, w: F32) -> F32:
     return lanes[..., 0]
 
 
+@functools.cache
+def fused_multiply_add() -> np.ufunc:
+    """float32(a * b + c), rounded once, by the C library."""
+    fmaf = ctypes.CDLL(None).fmaf
+    fmaf.restype, fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    return np.frompyfunc(fmaf, 3, 1)
+
+
+def product_bf16(x: U16, w: U16) -> U16:
+    """One lane for each pair of elements, to which the second is added first."""
+    fma = fused_multiply_add()
+    x32, w32 = reference.bf16_to_f32(x)[:, None, :], reference.bf16_to_f32(w)[None, :, :]
+    lanes = np.zeros((len(x), len(w), 16), np.float32)
+    for i in range(0, x.shape[1], 32):
+        for first in (i + 1, i):
+            at = slice(first, i + 32, 2)
+            lanes = fma(x32[..., at], w32[..., at], lanes).astype(np.float32)
+    with np.errstate(all="ignore"):
+        while lanes.shape[-1] > 1:
+            lanes = lanes[..., : lanes.shape[-1] // 2] + lanes[..., lanes.shape[-1] // 2 :]
+    return reference.f32_to_bf16(reference.canonical(lanes[..., 0]))
+
+
 class Quantized:
     """A matrix that the kernels have encoded."""
 
@@ -132,6 +157,11 @@ class Quantized:
     def multiplied(self, x: F32) -> F32:
         y = np.zeros((len(x), self.rows), np.float32)
         kernels.quantized_product(address(y), address(x), len(x), self.matrix)
+        return y
+
+    def multiplied_bf16(self, x: U16) -> U16:
+        y = np.zeros((len(x), self.rows), np.uint16)
+        kernels.quantized_product_bf16(address(y), address(x), len(x), self.matrix)
         return y
 
 
@@ -194,6 +224,79 @@ def test_the_product_adds_in_one_order(isa: str, format: BlockFormat) -> None:
         np.testing.assert_allclose(expected, x.astype(np.float64) @ w.T, rtol=1e-5, atol=1e-4)
         for x_rows in (1, 2, 3, 7):
             assert same_bits(quantized.multiplied(x[:x_rows]), expected[:x_rows]), x_rows
+
+
+# The last one crosses 64 scales, 512 columns and 8 rows; 40 rows of x share a panel, and those after 32 another one.
+SHAPES_BF16 = [(3, 64, 32), (7, 192, 64), (1, 4096, 4096), (13, 2144, 32)]
+X_ROWS = {(7, 192): 40}
+
+
+@functools.cache
+def a_product_bf16(
+    format: BlockFormat, shape: tuple[int, int, int], double: bool
+) -> tuple[Quantized, U16, U16]:
+    """A matrix, inputs and their product."""
+    rows, columns, block = shape
+    rng = np.random.default_rng(columns)
+    w = rng.standard_normal((rows, columns), np.float32)
+    quantized = Quantized(format, w, block, DType.FP32, double=double)
+    x = reference.f32_to_bf16(rng.standard_normal((X_ROWS.get((rows, columns), 3), columns), np.float32))
+    decoded = quantized.decoded(DType.BF16)
+    expected = product_bf16(x, decoded)
+    exact = reference.bf16_to_f32(x).astype(np.float64) @ reference.bf16_to_f32(decoded).T
+    np.testing.assert_allclose(reference.bf16_to_f32(expected), exact, rtol=2**-8, atol=1e-4)
+    return quantized, x, expected
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("format", list(BlockFormat))
+def test_the_product_in_bfloat16_is_a_chain_of_fused_multiply_adds(
+    isa: str, format: BlockFormat, double: bool
+) -> None:
+    for shape, threads in zip(SHAPES_BF16, (1, 2, 1, 3), strict=True):
+        kernels.set_thread_count(threads)
+        quantized, x, expected = a_product_bf16(format, shape, double)
+        for x_rows in sorted({1, 2, 3, *range(4, len(x) + 1, 3), len(x)}):
+            assert same_bits(quantized.multiplied_bf16(x[:x_rows]), expected[:x_rows]), (shape, x_rows)
+
+
+@functools.cache
+def a_wild_product_bf16(format: BlockFormat, magnitude: float, x_kind: str) -> tuple[Quantized, U16, U16]:
+    """As above, with weights of a magnitude: some scales of a row are zero, subnormal, or NaN."""
+    rng = np.random.default_rng([int(format), len(x_kind)])
+    w = rng.standard_normal((5, 256), np.float32) * np.float32(magnitude)
+    w[:, 32:64] *= np.float32(2.0**-30)
+    w[1, 64:128] = 0
+    w[4, 70] = math.nan
+    quantized = Quantized(format, w, 32, DType.FP32, double=False)
+    normal = rng.standard_normal((9, 256), np.float32)
+    if x_kind == "any bits":
+        x = rng.integers(0, 1 << 16, (9, 256)).astype(np.uint16)
+    elif x_kind == "few infinities":
+        normal.reshape(-1)[:: 256 * 2 + 7] = math.inf
+        x = reference.f32_to_bf16(normal)
+    else:
+        x = reference.f32_to_bf16(normal * np.float32(float(x_kind)))
+    with np.errstate(all="ignore"):
+        return quantized, x, product_bf16(x, quantized.decoded(DType.BF16))
+
+
+@pytest.mark.parametrize("x_kind", ["1e-5", "1e-19", "1e-22", "1e-38", "1e-40", "few infinities", "any bits"])
+@pytest.mark.parametrize("magnitude", [1, 1e-8, 1e-12, 1e-20, 1e-36, 1e36])
+@pytest.mark.parametrize("format", list(BlockFormat))
+def test_the_product_in_bfloat16_flushes_nothing(
+    isa: str, format: BlockFormat, magnitude: float, x_kind: str
+) -> None:
+    quantized, x, expected = a_wild_product_bf16(format, magnitude, x_kind)
+    for x_rows in (1, 2, 3, 4, 9):
+        assert same_bits(quantized.multiplied_bf16(x[:x_rows]), expected[:x_rows]), x_rows
+
+
+def test_subnormal_products_of_bfloat16_are_there() -> None:
+    """What the test above compares are not only zeros and NaN."""
+    _, _, tiny = a_wild_product_bf16(BlockFormat.INT8, 1e-20, "1e-19")
+    sizes = tiny[:, :4] & 0x7FFF
+    assert ((sizes > 0) & (sizes < 0x80)).sum() >= 18
 
 
 # The largest |decoded - element| / absmax of the block: half the widest gap between values; e4m3 has 3 bits.
@@ -284,5 +387,9 @@ def test_a_bad_matrix_or_part_is_named() -> None:
         QuantizedMatrix(BlockFormat.NF4, 3, 100, 64, codes=address(out), scales=address(out))
     with pytest.raises(ValueError, match=r"^quantized_product: x must be the address"):
         kernels.quantized_product(address(out), 0, 1, quantized.matrix)
+    with pytest.raises(ValueError, match=r"^quantized_product_bf16: y must be the address"):
+        kernels.quantized_product_bf16(1, address(out), 1, quantized.matrix)
+    with pytest.raises(ValueError, match=r"^quantized_product_bf16: rows must be a count"):
+        kernels.quantized_product_bf16(address(out), address(out), -1, quantized.matrix)
     with pytest.raises(ValueError, match=r"^quantize_scales: offset must be the address"):
         kernels.quantize_scales(address(out), address(out), 0, address(out), 5)

@@ -301,6 +301,8 @@ static void quantize_cases(int which)
         uint64_t seed = (uint64_t)(i * 9 + which), left;
         struct array src = make_array(&seed, dtype, numel, i % 2 ? WILD : TAME, 0);
         struct array x = make_array(&seed, OPT_FP32, 7 * columns, TAME, 0);
+        struct array x16 = make_array(&seed, OPT_BF16, 9 * columns, i % 2 ? WILD : TAME, 0);
+        struct array y16 = make_array(&seed, OPT_BF16, 9 * rows, TAME, 0);
         uint8_t *codes = calloc((size_t)numel + 1, 1), *few = calloc((size_t)scales + 1, 1);
         float *scale = calloc((size_t)scales + 1, 4), *group = calloc((size_t)groups + 1, 4), offset = 0;
         float *back = calloc((size_t)numel + 1, 4), *y = calloc((size_t)(7 * rows) + 1, 4);
@@ -316,8 +318,13 @@ static void quantize_cases(int which)
         CALL(opt_dequantize((intptr_t)back, i % 3, &matrix, 0, rows, 0, columns));
         left = digest(left, back, (size_t)numel * 4);
         CALL(opt_quantized_product((intptr_t)y, address_of(x), 7, &matrix));
-        ran(digest(left, y, (size_t)(7 * rows) * 4));
-        free_array(src), free_array(x);
+        left = digest(left, y, (size_t)(7 * rows) * 4);
+        for (int x_rows = 1; x_rows <= 9; x_rows += 2) {
+            CALL(opt_quantized_product_bf16(address_of(y16), address_of(x16), x_rows, &matrix));
+            left = digest(left, y16.block, y16.bytes);
+        }
+        ran(left);
+        free_array(src), free_array(x), free_array(x16), free_array(y16);
         free(codes), free(few), free(scale), free(group), free(back), free(y);
     }
 }

@@ -56,7 +56,7 @@ def test_products_are_those_with_the_decoded_weight(
     monkeypatch.setattr(quantization, "CHUNK", 64 * 384)  # several chunks
     _, weight = encoded(form, (200, 384))
     decoded = weight.decoded(torch.float64)
-    for inputs in (1, 3, 8, 9, 16, 17, 40):
+    for inputs in (1, 3, 16, 17, 64, 65):
         x = torch.randn(inputs, 384, generator=torch.Generator().manual_seed(inputs)).to(dtype)
         y = torch.randn(inputs, 200, generator=torch.Generator().manual_seed(inputs)).to(dtype)
         tolerance = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}[dtype]

@@ -306,11 +306,22 @@ class PartlyFrozen(SmallModel):
             block.up.requires_grad_(False)
 
 
+class LossInChunks(SmallModel):
+    """The logits of each chunk are computed twice."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        stream = self.embedding(tokens) + self.position.weight
+        for block in self.blocks:
+            stream = block(stream)
+        return tiering.chunked_cross_entropy(self.norm(stream), self.head, targets, rows=7)
+
+
 MODELS: dict[str, Callable[[], SmallModel]] = {
     "small": SmallModel,
     "partly frozen": PartlyFrozen,
     "checkpointed": lambda: Checkpointed(reentrant=False),
     "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
+    "loss in chunks": LossInChunks,
 }
 
 
@@ -404,10 +415,14 @@ def test_everything_is_in_order_everywhere(
     check(outcome_of, FakeDevice(*ANSWERS[answers]()), script, placement)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_blocks_that_are_computed_twice(outcome_of: Callable[..., Left], placement: str, model: str) -> None:
+@pytest.mark.parametrize(
+    ("placement", "model"),
+    [
+        ("nvme, room for few groups", "loss in chunks"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in itertools.product(PLACEMENTS, MODELS)),
+    ],
+)
+def test_what_is_computed_twice(outcome_of: Callable[..., Left], placement: str, model: str) -> None:
     check(outcome_of, FakeDevice(never, never), "accumulation", placement, model)
 
 

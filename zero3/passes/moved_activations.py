@@ -62,10 +62,11 @@ IN_FLIGHT_SHARE = 8
 """Copies from a GPU in flight have at most this fraction (1/n) of the activation memory."""
 PIECES = 8
 """A storage that is too large for the activation memory is moved in pieces of this fraction (1/n) of it."""
-TRIM_SHARE = 4
-"""Tensors that were moved and freed keep at most this fraction (1/n) of the activation memory from the system,"""
 MOST_UNTRIMMED = 32 << 20
-"""and at most these bytes: they are in no budget."""
+"""Bytes of tensors that were moved and freed before their memory is returned to the system: it is in no budget.
+
+Fewer bytes cost more time: each return takes milliseconds, and its pages have to be zeroed for the next tensors.
+"""
 MOST_ORIGINALS = 1024
 """Entries of storages that were freed before they are removed."""
 
@@ -231,8 +232,7 @@ class MovedActivations:
         On a CPU torch's aligned allocations seldom fit into what the C library keeps of freed ones.
         """
         self._untrimmed_bytes += nbytes
-        most = min(self._memory.capacity // TRIM_SHARE, MOST_UNTRIMMED)
-        if self._tiers.device_is_host and self._untrimmed_bytes > most:
+        if self._tiers.device_is_host and self._untrimmed_bytes > MOST_UNTRIMMED:
             heap.trim()
             self._untrimmed_bytes = 0
 

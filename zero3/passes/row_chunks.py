@@ -146,6 +146,8 @@ class ChunkedBlock:
         self._is_layer = any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(block).__mro__)
         self._own: Any = block.__dict__.get("forward")
         self._is_installed = False
+        # Of parameters, which live as long as the engine.
+        self._parameters = {id(param) for param in block.parameters()}
         self._check = RowCheck(name, block, self.compute, rows)
         # inspect.signature follows it.
         self.__wrapped__: Callable[..., Any] = block.forward
@@ -173,7 +175,10 @@ class ChunkedBlock:
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.was_called = True
-        if not self._is_installed or in_transform():
+        params = list(self._block.parameters())
+        # torch.func.functional_call shows copies for the time of the call only: no recomputation would see them.
+        has_copies = not self._parameters.issuperset(map(id, params))
+        if not self._is_installed or in_transform() or has_copies:
             return self.__wrapped__(*args, **kwargs)
         with_grad = torch.is_grad_enabled()
         if not with_grad and self._is_watched():
@@ -185,7 +190,7 @@ class ChunkedBlock:
                 raise
             # Without a backward, all rows at once are right; they only take more memory.
             return self.__wrapped__(*args, **kwargs)
-        trained = any(param.requires_grad for param in self._block.parameters())
+        trained = any(param.requires_grad for param in params)
         if not with_grad or not (trained or any(tensor.requires_grad for tensor in call.tensors)):
             return self.run(call, findings).result()
         without_values = False

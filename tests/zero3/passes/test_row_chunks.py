@@ -425,6 +425,21 @@ def test_calls_of_autograd_that_give_no_gradients_to_parameters_are_refused(
     update(engine, stream)
 
 
+def test_copies_of_the_parameters_get_their_gradients(begin: Callable[..., Engine]) -> None:
+    """Of a functional call, which the recomputation of a chunk would not repeat: all rows are computed at once."""
+    engine = begin(block_rows=2, **NVME)
+    (stream,) = inputs(1)
+    copies = {name: value.clone().requires_grad_() for name, value in engine.state_dict().items()}
+    torch.func.functional_call(engine.module, copies, (stream,)).backward()
+    assert engine.get_fp32_gradient("blocks.0.up.weight") is None
+    update(engine, stream)
+    assert copies["blocks.0.up.weight"].grad is not None
+    engine = begin(block_rows=2)
+    engine.backward(engine(stream))
+    gradient = engine.get_fp32_gradient("blocks.0.up.weight")
+    torch.testing.assert_close(copies["blocks.0.up.weight"].grad, gradient, rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_without_blocks_is_refused(start: Start) -> None:
     with pytest.raises(ConfigError, match="the model has no blocks"):
         start(Block(WIDTH), block_rows=2)

@@ -14,6 +14,7 @@ from tiering.placement.budgets import AUTO_SHARE, NVME_SHARE
 from tiering.placement.placement import place
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier, Workload
+from tiering.planning.activations import with_activations
 from tiering.planning.adapters import Adapters
 from tiering.planning.fit import UNLIMITED, least_budget
 from tiering.planning.forecast import HIDDEN, forecast
@@ -30,6 +31,7 @@ CARDS_GIB = (8, 16, 24)
 HOST_BYTES = 32 << 30
 STATES = ("fp32", "split+bf16")
 MICRO_BATCHES = 16
+LONG_SIZE = "70B"
 LAPTOP_BYTES = 16 << 30
 GIB = 1 << 30
 
@@ -45,27 +47,27 @@ has the rule). The model trains in bf16 with AdamW in ZeRO stage 3; everything t
 For your own machine or model, run:
 
 ```sh
-tiering plan --params 13B --profile rtx4090    # one of the machines below
+tiering plan --params 13B --profile rtx4090 --checkpointing    # one of the machines below
 tiering plan --model config.json --measure /nvme0 /nvme1    # a transformers model, on this machine
 tiering plan --params 70B --gpu 24GiB --host-budget 48GiB --nvme-budget 2TB    # without rates no step time
-tiering plan --params 70B --profile a100 --micro-batches 4 --json
+tiering plan --params 70B --profile a100 --checkpointing --micro-batches 4 --tokens 16384 --activations auto --json
 tiering plan --model llama-3-70b --lora 16 --base nf4 --profile rtx4090    # adapters over a frozen model
 ```
 
 In Python, `tiering.plan_for(model=model, config=config)` returns the plan that `initialize` would make.
-[planning.md](planning.md) has the formulas for the time of a step. The plan does not count activations: a micro-batch
-of many tokens may not fit although the plan does. Sizes below 1 MiB are refused, because `--gpu 24` means 24 bytes. A
-budget is the memory that the engine may own. In addition, a GPU holds activations, and the host holds Python, torch and
-data.
+[planning.md](planning.md) has the formulas for the time of a step, and for the activations of a micro-batch: a plan
+whose activations the GPU cannot hold is refused, with changes that make it fit. For a model of a config.json they are
+not counted, and the plan says so. Sizes below 1 MiB are refused, because `--gpu 24` means 24 bytes. A budget is the
+memory that the engine may own. In addition, a GPU holds activations, and the host holds Python, torch and data.
 
 `--json` prints bytes and seconds. These values are per rank: `budgets`, `plan.tiers` (bytes by kind), `plan.nvme_read`
 and `nvme_written` per step, `micro_batch_tokens`, `forecast.seconds`, its `phases` with their bottlenecks, and
-`tokens_that_hide` per micro-batch; `not_counted` is memory outside the budgets. These values are for all ranks of a
-node together: `forecast.tokens` per step, `tokens_per_second`, `nvme_written_per_day`, `drive_life`, and the budgets in
-`remedies`, whose `change` has keys of the configuration. [planning.md](planning.md) has the scope of each of the
-`rates`. `fits` is true if there is a plan; `refusal` is the reason if there is none. `schema_version` increases when a
-name is removed or changes its meaning; `schema` is its former name. The exit status is 0 if the model fits, 1 if it
-does not, 2 for a usage error.
+`tokens_that_hide` per micro-batch; `activations` of a micro-batch (in `not_counted` if they are unknown). These values
+are for all ranks of a node together: `forecast.tokens` per step, `tokens_per_second`, `nvme_written_per_day`,
+`drive_life`, and the budgets in `remedies`, whose `change` has keys of the configuration. [planning.md](planning.md)
+has the scope of each of the `rates`. `fits` is true if there is a plan; `refusal` is the reason if there is none.
+`schema_version` increases when a name is removed or changes its meaning; `schema` is its former name. The exit status
+is 0 if the model fits, 1 if it does not, 2 for a usage error.
 """
 
 LEAST = """\
@@ -87,10 +89,20 @@ peak rate only until its cache is full. The bytes that a step moves do not depen
 `tiering plan --measure`.
 
 With more than one micro-batch, gradients accumulate in fp32. If they do not fit in host memory, each micro-batch moves
-them to NVMe and back: a few micro-batches of many tokens then train faster than many micro-batches of few tokens.
+them to NVMe and back: a few micro-batches of many tokens then train faster than many micro-batches of few tokens. Their
+activations need the memory of the GPU, or [another place](#few-long-micro-batches).
 
 *Hides*: the tokens per micro-batch from which the step waits for NVMe during less than {1 - HIDDEN:.0%} of a step.
 *Days*: days of continuous training until the drives have reached their rated endurance.
+"""
+
+LONG = f"""\
+### Few long micro-batches
+
+{LONG_SIZE} with fp32 state on the machine `rtx4090` above. A step is {MICRO_BATCHES * TOKENS:,} tokens in sequences of
+{TOKENS:,}, in fewer micro-batches than there. *GPU*: the most activations on the GPU at a time, in GiB. *Moved*: what
+`tiering.activations` `"auto"` moves to host memory and NVMe in each micro-batch, because the GPU has no room for it.
+`"device"` moves nothing. *Read* and *written* have the state and the activations of a step.
 """
 
 LAPTOP = f"""\
@@ -148,6 +160,8 @@ def page(sizes: Sequence[str] = SIZES, models: Sequence[str] = MODELS) -> str:
     )
     for profile in PROFILES.values():
         parts += [f"### {profile.name}\n\n{profile}.\n", _table(heads, _rows_of(profile, sizes))]
+    heads = ("micro-batches", "activations", "GPU", "moved", "read", "written", "step, s", "tokens/s")
+    parts += [LONG, _table(heads, _long_rows())]
     heads = ("model", "state", "device and host", "NVMe", "read", "written", "drive alone, s")
     parts += [LAPTOP, _table(heads, _laptop_rows(sizes))]
     return "\n".join([*parts, *_adapters(models)])
@@ -302,6 +316,41 @@ def _rows_of(profile: Profile, sizes: Sequence[str]) -> Iterator[Sequence[str]]:
             f"{told.tokens_that_hide:,}" if told.read else "-",
             f"{days:,.0f}" if days is not None else "-",
         )
+
+
+def _long_rows() -> Iterator[Sequence[str]]:
+    profile, shape = PROFILES["rtx4090"], decoder(parse_count(LONG_SIZE))
+    shares, memory = profile_budgets(profile), profile.device.memory_bytes
+    budgets = Budgets(memory // 2, shares["host_budget"], shares["nvme_budget"])
+    for micro_batches in (16, 8, 4, 2):
+        tokens = MICRO_BATCHES * TOKENS // micro_batches
+        setting = Setting(gpu_memory=memory, tokens=tokens, sequence=TOKENS, checkpointed=True)
+        for where in ("device", "auto"):
+            changes = {"activations": where}
+            config = with_changes(usual_config(Path()), micro_batches=micro_batches, tiers=changes)
+            load = load_of(shape, config, setting)
+            load = replace(load, update_on_device=best_share(load, budgets, profile.rates(load)))
+            sizes = shape.activations(setting, itemsize=load.compute_itemsize)
+            load, placed = with_activations(load, place(load, budgets), config, setting, sizes)
+            start = f"{micro_batches} x {tokens:,}"
+            if not placed.fits:
+                yield start, where, _gib(placed.on_device), "too large", *("-" * 4)
+                continue
+            plan = place(load, budgets)
+            told = forecast(
+                plan,
+                profile.rates(load),
+                tokens=tokens,
+                checkpointed=True,
+                attention_flops=setting.attention_flops(shape.layers, shape.hidden),
+            )
+            yield (
+                start,
+                where,
+                *map(_gib, (placed.on_device, placed.moved, *plan.nvme_traffic())),
+                _digits(told.seconds),
+                f"{told.tokens_per_second:,.0f}",
+            )
 
 
 def _laptop_rows(sizes: Sequence[str]) -> Iterator[Sequence[str]]:

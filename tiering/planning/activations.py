@@ -99,16 +99,19 @@ def of_decoder(
     block = setting.tokens * (2 * norm + attention + mlp)
     last_norm = norm + itemsize * hidden * trained
     logits = FP32 * vocabulary
-    at_once = min(setting.tokens, setting.loss_chunk) if setting.loss_chunk else setting.tokens
-    # A chunk computes its logits, their probabilities and both gradients, and keeps the gradient of its input.
-    kept = itemsize * hidden if setting.loss_chunk else logits
-    made = (itemsize * vocabulary + 3 * logits) if setting.loss_chunk else 2 * logits
+    if setting.loss_chunk:
+        # Of a chunk its logits, three times in fp32; gradients of the input, and of the head twice, once in fp32.
+        kept, head = 0, vocabulary * hidden * (FP32 + itemsize) * trained
+        made = min(setting.tokens, setting.loss_chunk) * (itemsize * vocabulary + 3 * logits)
+        made += setting.tokens * itemsize * hidden + head
+    else:
+        kept, made = logits, setting.tokens * 2 * logits
     return Activations(
         layers,
         blocks=layers * setting.tokens * itemsize * hidden if setting.checkpointed else layers * block,
         block=block // setting.tokens * setting.tokens_of_block if setting.checkpointed else 0,
         loss=setting.tokens * (last_norm + kept),
-        beside_loss=at_once * made,
+        beside_loss=made,
     )
 
 

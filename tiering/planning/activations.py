@@ -26,10 +26,11 @@ class Activations:
 
     ``blocks``: what the ``count`` blocks save until their backward: their inputs, if they are checkpointed, otherwise
     everything. ``block``: what one block saves inside while backward repeats its forward. ``loss``: what head and loss
-    save. ``beside_loss``: gradients of the logits, which exist together with ``loss``.
+    save. ``beside_loss``: gradients of the logits, which exist together with ``loss``. With ``count`` None, ``blocks``
+    is what the whole model saves, and the rest is unknown.
     """
 
-    count: int
+    count: int | None
     blocks: int
     block: int
     loss: int
@@ -53,6 +54,8 @@ class Activations:
         return max(0, self.on_device() - room)
 
     def __str__(self) -> str:
+        if self.count is None:
+            return f"{format_size(self.blocks)} that autograd saves"
         parts = {
             f"{'inputs of ' if self.block else ''}{counted(self.count, 'block')}": self.blocks,
             "the inside of one block": self.block,
@@ -143,9 +146,10 @@ class PlacedActivations:
         if self.fits:
             return
         assert self.room is not None
+        tokens = "" if self.sizes.count is None else f" of {setting.tokens:,} tokens"
         moved = f"; {format_size(self.moved)} of them leave it" if self.moved else ""
         raise PlacementError(
-            f"the GPU needs {format_need(self.on_device)} for activations of a micro-batch of {setting.tokens:,} tokens"
+            f"the GPU needs {format_need(self.on_device)} for activations of a micro-batch{tokens}"
             f" ({self.sizes}{moved}), but the plan leaves {format_size(max(0, self.room))} of it; use micro-batches of"
             " fewer tokens"
         )

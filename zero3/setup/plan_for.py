@@ -7,6 +7,7 @@ import importlib
 import math
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tiering.config.training import IoConfig, TieringConfig
 from tiering.errors import ConfigError, WeightsError
 from tiering.placement.workload import Workload
 from tiering.planning import measure
+from tiering.planning.activations import Activations
 from tiering.planning.adapters import Adapters
 from tiering.planning.measure import Measurement, quietly
 from tiering.planning.plan_report import ModelSize, PlanReport, report
@@ -31,6 +33,7 @@ from zero3.building.weights import Matched, match
 from zero3.building.wrapped_parameters import WrappedParameters
 from zero3.observe import device_rates
 from zero3.ranks.joining import World
+from zero3.setup.dry_pass import saved_bytes_of
 from zero3.setup.in_place import find_in_place
 from zero3.setup.model_size import size_up
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
@@ -57,6 +60,7 @@ def plan_for(
     checkpointed: bool = False,
     endurance: float | None = None,
     adapters: Adapters | None = None,
+    batch: Any = None,
 ) -> PlanReport:
     """Plan the placement that ``initialize`` would make; with ``rates``, also estimate the time of a step.
 
@@ -67,7 +71,9 @@ def plan_for(
     sequences of ``sequence`` tokens (default: one sequence). ``checkpointed`` says that activations are checkpointed.
     ``endurance`` is the number of bytes that may be written to the drives of a node. With ``adapters``, the model of a
     configuration is frozen, and only adapters on its linear layers are trained. Frozen weights that lie beside the
-    configuration are planned as read in place.
+    configuration are planned as read in place. ``batch``, the arguments of the forward for a micro-batch of a rank (a
+    mapping of keywords, or a tuple), is the example with which the activations of a module are counted; its tensors may
+    be on meta. Without it they are not counted, and the report says so.
 
     A model that does not fit is not an error: the report then says why, and suggests changes. Raises ConfigError for a
     configuration or a model that cannot be trained.
@@ -111,6 +117,10 @@ def plan_for(
         in_place = find_in_place(sized, stored, settings, World(size=world_size), None)
     finally:
         wrapped.join()
+    if batch is not None:
+        saved = saved_bytes_of(built, settings, batch)
+        if saved is not None:
+            size = replace(size, activations=lambda setting: Activations(None, saved, 0, 0, 0))
     return report(size, in_place.applied_to(sized.workload), settings, setting, rates or Rates())
 
 

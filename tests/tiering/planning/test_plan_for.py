@@ -300,3 +300,78 @@ def test_changes_of_a_configuration_are_checked() -> None:
     )
     with pytest.raises(ConfigError, match=r"tiering\.host_budget: .*unknown unit"):
         with_changes(config, tiers={"host_budget": "1 bushel"})
+
+
+def saved_by(model: torch.nn.Module, *batch: torch.Tensor) -> int:
+    """Bytes of the storages that autograd saves in a forward, without those of parameters."""
+    own = {each.untyped_storage()._cdata for each in model.parameters()}
+    saved = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(*batch)
+        nbytes = sum(storage.nbytes() for storage in saved.values())
+    del output
+    return nbytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_batch_has_the_activations_counted(device: str, tmp_path: Path) -> None:
+    with torch.device(device):
+        model, tokens = Model(), torch.zeros((2, 8), dtype=torch.long)
+    config = configured(tmp_path, fits=True)
+    report = tiering.plan_for(model=model, config=config, batch=(tokens,))
+    assert report.activations is not None
+    expected = saved_by(Model().bfloat16(), torch.zeros((2, 8), dtype=torch.long))
+    assert report.activations.sizes.saved == expected > 0
+    assert report.as_dict()["not_counted"] == []
+    assert "that autograd saves" in " ".join(str(report).split())
+    assert (
+        tiering.plan_for(model=model, config=config, batch={"tokens": tokens}).activations
+        == report.activations
+    )
+    assert all(param.device.type == device for param in model.parameters())
+
+
+def test_what_a_gpu_cannot_hold_of_a_batch_is_refused_and_moved(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model, tokens = Model(), torch.zeros((64, 512), dtype=torch.long)
+    config = configured(
+        tmp_path, fits=True, host_budget="64MiB", activation_budget="32MiB", nvme_budget="1GiB"
+    )
+    report = tiering.plan_for(model=model, config=config, gpu_memory=64 << 20, batch=(tokens,))
+    assert not report.fits and "for activations of a micro-batch" in report.refusal
+    assert [dict(offer.change) for offer in report.remedies] == [{"tiering.activations": "auto"}]
+    moved = configured(
+        tmp_path,
+        fits=True,
+        host_budget="64MiB",
+        activation_budget="32MiB",
+        nvme_budget="1GiB",
+        activations="auto",
+    )
+    report = tiering.plan_for(model=model, config=moved, gpu_memory=64 << 20, batch=(tokens,))
+    assert report.fits and report.activations is not None
+    assert report.activations.on_device == report.activations.room
+
+
+def test_without_a_batch_activations_are_not_counted(tmp_path: Path) -> None:
+    report = tiering.plan_for(model=Model(), config=configured(tmp_path, fits=True))
+    assert report.activations is None and report.as_dict()["not_counted"] == ["activations"]
+    assert "Not counted: activations" in str(report)
+
+
+def test_a_forward_that_needs_values_is_not_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Routed(Model):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * int(tokens.sum())
+
+    tokens = torch.zeros((2, 8), dtype=torch.long)
+    report = tiering.plan_for(model=Routed(), config=configured(tmp_path, fits=True), batch=(tokens,))
+    assert report.fits and report.activations is None
+    assert "activations are not counted: a forward without memory raised" in caplog.text

@@ -56,9 +56,10 @@ tiering plan --model llama-3-70b --lora 16 --base nf4 --profile rtx4090    # ada
 
 In Python, `tiering.plan_for(model=model, config=config)` returns the plan that `initialize` would make.
 [planning.md](planning.md) has the formulas for the time of a step, and for the activations of a micro-batch: a plan
-whose activations the GPU cannot hold is refused, with changes that make it fit. For a model of a config.json they are
-not counted, and the plan says so. Sizes below 1 MiB are refused, because `--gpu 24` means 24 bytes. A budget is the
-memory that the engine may own. In addition, a GPU holds activations, and the host holds Python, torch and data.
+whose activations the GPU cannot hold is refused, with changes that make it fit. For a config.json of another family
+than Llama's they are not counted, and the plan says so. Sizes below 1 MiB are refused, because `--gpu 24` means 24
+bytes. A budget is the memory that the engine may own. In addition, a GPU holds activations, and the host holds Python,
+torch and data.
 
 `--json` prints bytes and seconds. These values are per rank: `budgets`, `plan.tiers` (bytes by kind), `plan.nvme_read`
 and `nvme_written` per step, `micro_batch_tokens`, `forecast.seconds`, its `phases` with their bottlenecks, and

@@ -291,11 +291,11 @@ def _remedies(
         if setting.gpu_memory is not None and offer.budgets.device > max(setting.gpu_memory, budgets.device):
             continue
         offer = _with_both_budgets(offer, config, setting)
-        beside = (
-            () if sizes is None else for_activations(offer.workload, offer.budgets, config, setting, sizes)
-        )
+        if sizes is None:
+            yield offer
+            continue
         # The activations may need a change of their own besides: the one with the fewest parts.
-        least = next(iter(beside), None)
+        least = next(for_activations(offer.workload, offer.budgets, config, setting, sizes), None)
         if least is not None:
             yield replace(offer, change={**offer.change, **least.change})
 

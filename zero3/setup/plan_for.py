@@ -8,6 +8,7 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_map
 from tiering.config import ds_config
 from tiering.config.training import IoConfig, TieringConfig
 from tiering.errors import ConfigError, WeightsError
-from tiering.placement.workload import Workload
+from tiering.placement.workload import ITEMSIZES, Workload
 from tiering.planning import measure
 from tiering.planning.activations import Activations
 from tiering.planning.adapters import Adapters
@@ -26,7 +27,7 @@ from tiering.planning.measure import Measurement, quietly
 from tiering.planning.plan_report import ModelSize, PlanReport, report
 from tiering.planning.rates import Rates
 from tiering.planning.setting import TOKENS, RatesOf, Setting
-from tiering.planning.sizing import format_count, with_adapters
+from tiering.planning.sizing import Decoder, format_count, with_adapters
 from tiering.weights.files import open_weights
 from zero3.building.quantization import quantize, quantize_as_configured
 from zero3.building.weights import Matched, match
@@ -40,6 +41,11 @@ from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters,
 
 # Fields of a configuration with attention; a state space model has no heads.
 ATTENTION = ("num_attention_heads", "num_hidden_layers", "hidden_size")
+# Those of a decoder of the Llama family.
+DECODER = (
+    "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
 # Names of the number of experts, by architecture.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -117,11 +123,30 @@ def plan_for(
         in_place = find_in_place(sized, stored, settings, World(size=world_size), None)
     finally:
         wrapped.join()
+    shape = None if isinstance(model, nn.Module) else _decoder(built, params)
+    if shape is not None:
+        itemsize = ITEMSIZES[settings.precision]
+        size = replace(size, activations=partial(shape.activations, itemsize=itemsize, adapters=adapters))
     if batch is not None:
         saved = saved_bytes_of(built, settings, batch)
         if saved is not None:
             size = replace(size, activations=lambda setting: Activations(None, saved, 0, 0, 0))
     return report(size, in_place.applied_to(sized.workload), settings, setting, rates or Rates())
+
+
+def _decoder(model: nn.Module, params: int) -> Decoder | None:
+    """The decoder of the Llama family that ``model``, of transformers, is; None if its parameters are not the same."""
+    config: Any = getattr(model, "config", None)
+    values: list[Any] = [getattr(config, name, None) for name in DECODER]
+    if not all(isinstance(value, int) for value in values):
+        return None
+    hidden, layers, intermediate, vocabulary, heads, key_value_heads = values
+    width = (getattr(config, "head_dim", None) or hidden // heads) * key_value_heads
+    shapes = (
+        Decoder(hidden, layers, intermediate, vocabulary, width, attention_bias=biased)
+        for biased in (False, True)
+    )
+    return next((shape for shape in shapes if shape.params == params), None)
 
 
 def _weights_of(model: nn.Module, path: Path) -> Matched | None:

@@ -11,18 +11,13 @@ Note [Checkpoints around a block]
     tensors that it waits for, and it stops its recomputation as soon as it has seen them, before the block computes
     anything. So they are saved before the forward. Reentrant checkpoints run the whole recomputation. If it consists of
     this block alone, nobody reads its outputs, and only their shapes are computed, from one row.
-
-Note [Autocast in chunks]
-    Autocast keeps the cast copies of weights until its outermost context ends. A copy made without gradients would be
-    used where gradients are needed, and one of an earlier chunk refers to a graph that is gone. So the forward keeps
-    none, and each chunk of the backward begins without any.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
@@ -37,6 +32,7 @@ from tiering.errors import ConfigError, EngineStateError
 from zero3.params.compilation import eager, is_compiled
 from zero3.params.grouping import block_names
 from zero3.params.param_group import ParamGroup
+from zero3.passes.autocast import Autocast, without_copies
 from zero3.passes.hooks import OurHook, in_transform
 from zero3.passes.random_state import RandomState
 from zero3.passes.row_arguments import Call, Joined
@@ -253,7 +249,7 @@ class ChunkedBlock:
     def run(self, call: Call, findings: Findings, states: list[RandomState] | None = None) -> Joined:
         """The output for all rows; adds to ``states`` the random numbers' state at the beginning of each chunk."""
         joined = Joined(self.name, call.rows, findings.common)
-        with _without_autocast_copies():
+        with without_copies():
             for start, end in call.chunks(self.rows):
                 if states is not None:
                     states.append(RandomState.now(call.tensors))
@@ -310,7 +306,7 @@ class _Work:
         self._call = call
         self._findings = findings
         self._without_values = without_values
-        self._autocast = _Autocast(call.tensors)
+        self._autocast = Autocast(call.tensors)
         self._requires_grad = [tensor.requires_grad for tensor in call.tensors]
         self._states: list[RandomState] = []
         self._output: Joined | None = None
@@ -486,41 +482,6 @@ class _Chunked(torch.autograd.Function):
             # As torch does with the tensors that a node saves.
             work.inputs = None
         return None, None, *work.backward(tensors, gradients)
-
-
-class _Autocast:
-    """The settings of autocast when it was made, for the CPU and the devices of some tensors."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        types = {"cpu", *(tensor.device.type for tensor in tensors)}
-        self._settings = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in sorted(types)
-            if torch.amp.is_autocast_available(kind)
-        ]
-        self._keeps_copies = torch.is_autocast_cache_enabled()
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """A context with these settings. No cast copy passes its borders: see Note [Autocast in chunks]."""
-        torch.clear_autocast_cache()
-        try:
-            with ExitStack() as stack:
-                for kind, dtype, enabled in self._settings:
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._keeps_copies))
-                yield
-        finally:
-            torch.clear_autocast_cache()
-
-
-@contextmanager
-def _without_autocast_copies() -> Iterator[None]:
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

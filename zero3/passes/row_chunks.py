@@ -177,7 +177,8 @@ class ChunkedBlock:
         if not self._is_installed or in_transform() or has_copies:
             return self.__wrapped__(*args, **kwargs)
         with_grad = torch.is_grad_enabled()
-        if not with_grad and self._is_watched():
+        # In training this may be the forward of a reentrant checkpoint: its recomputation draws numbers chunk by chunk.
+        if not with_grad and not self._block.training and self._is_watched():
             return self.__wrapped__(*args, **kwargs)
         try:
             call, findings = self._divided(args, kwargs)

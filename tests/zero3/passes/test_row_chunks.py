@@ -413,6 +413,20 @@ def test_without_a_backward_all_is_computed(begin: Callable[..., Engine]) -> Non
         hook.remove()
 
 
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_hooks_inside_of_blocks_change_no_chunk_of_training(
+    begin: Callable[..., Engine], checkpoints: str
+) -> None:
+    """The first forward of a reentrant checkpoint has no gradients, and must draw its numbers as the second one."""
+    engine = begin(block_rows=2, checkpoints=checkpoints)
+    for block in engine.module.blocks:
+        block.up.register_forward_hook(lambda module, args, output: None)
+    update(engine, next(inputs(1)))
+    Counted.rows.clear()
+    update(engine, next(inputs(1)))
+    assert max(Counted.rows) == 2
+
+
 def test_calls_of_autograd_that_give_no_gradients_to_parameters_are_refused(
     begin: Callable[..., Engine],
 ) -> None:

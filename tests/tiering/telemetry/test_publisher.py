@@ -31,14 +31,16 @@ def test_the_publisher_updates_the_file_and_fills_in_rates(tmp_path: Path) -> No
         published = only_reading(tmp_path).snapshot
         return published.io[0].read.bytes_per_second if published is not None else 0.0
 
+    before = set(threading.enumerate())
     publisher = Publisher(StatusWriter("gpt", directory=tmp_path), source, interval=0.02)
     publisher.start()
+    assert "tiering-telemetry" in [thread.name for thread in set(threading.enumerate()) - before]
     assert only_reading(tmp_path).snapshot is not None
     until(lambda: rate() > 0)
     publisher.close()
     publisher.close()
     assert find_status_files(tmp_path) == []
-    assert "tiering-telemetry" not in [thread.name for thread in threading.enumerate()]
+    assert "tiering-telemetry" not in [thread.name for thread in set(threading.enumerate()) - before]
     with pytest.raises(ValueError, match="already been started"):
         publisher.start()
 

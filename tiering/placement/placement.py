@@ -64,7 +64,7 @@ def _host_without_nvme(load: Workload, budgets: Budgets) -> int | None:
     # A lower budget than now may have no plan: windows and checksums need room before the streams are known.
     need = max(ample.total(Tier.HOST), budgets.host)
     while sum((plan := place(load, replace(budgets, host=need))).nvme_traffic()):
-        need += plan.total(Tier.NVME)
+        need += plan.total(Tier.NVME) + plan.in_place_bytes
     return need
 
 

@@ -64,7 +64,7 @@ def _train(scale: Scale, side: Side, state: str, place: str, tiering: dict[str, 
     zero: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
     if state.startswith("optimizer"):
         zero["offload_param"] = {"device": "none"}
-    side.rebuild({"tiering": tiering, "zero": zero})
+    side.rebuild({"tiering": tiering, "zero": zero, "exact": True})
     # The first step finds in memory what filling the tiers left there.
     side.train(1)
     steady = scale.steps - 1

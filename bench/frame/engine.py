@@ -10,10 +10,16 @@ from .training import EngineTrainer
 
 QUIET = 0.002
 """Seconds between two looks at the transfers in flight."""
+LOOKS = 2
+"""Looks in a row without a transfer, after which a side is idle."""
+MANY_LOOKS = 125
+"""The same where bytes are judged: on a busy machine, the last transfers of a step may begin late."""
 
 
 class EngineSide(EngineTrainer):
     """The engine by ``config``, with the module that ``build`` makes; under ``zero.Init`` if ``partitioned``."""
+
+    looks = LOOKS
 
     def __init__(self, build: Any, config: dict[str, Any], *, partitioned: bool = True) -> None:
         import tiering  # after the baseline was taken
@@ -28,9 +34,9 @@ class EngineSide(EngineTrainer):
         return {"about": self.about, "parameters": self.parameters}
 
     def settle(self) -> float:
-        """Wait until no transfer of NVMe is in flight and none has ended, twice in a row."""
+        """Wait until no transfer of NVMe is in flight and none has ended, ``looks`` times in a row."""
         previous, since, quiet = self._transfers(), time.perf_counter(), 0
-        while previous != (0, 0) and quiet < 2:
+        while previous != (0, 0) and quiet < self.looks:
             time.sleep(QUIET)
             now, at = self._transfers(), time.perf_counter()
             if now == previous and not now[0]:

@@ -13,15 +13,13 @@ from dataclasses import asdict
 from typing import Any
 
 from frame.child import serve
-from frame.engine import EngineSide
+from frame.engine import MANY_LOOKS, EngineSide
 from frame.process import resident
 from frame.training import EngineTrainer, Trainer, baseline, digest, train
 
 RANK = 16
 RATE = 1e-3
 SEED = 0
-LONG = 0.25
-"""Seconds without a transfer after which a step's bytes are complete."""
 
 
 def adapted(model: Any) -> Any:
@@ -37,6 +35,8 @@ def adapted(model: Any) -> Any:
 
 class Ours(EngineSide):
     """The engine over a base that streams from its files."""
+
+    looks = MANY_LOOKS
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import torch
@@ -84,14 +84,6 @@ class Ours(EngineSide):
 
     def forward(self, tokens: Any, targets: Any) -> Any:
         return self.engine(input_ids=tokens, labels=targets).loss
-
-    def settle(self) -> float:
-        """Waits longer than for other benchmarks: read-ahead for the next step may begin late on a busy machine."""
-        while True:
-            ended, transfers = super().settle(), self._transfers()
-            time.sleep(LONG)
-            if self._transfers() == transfers:
-                return ended
 
     def adapters(self) -> str:
         return adapter_digest(self.masters())

@@ -2,7 +2,7 @@
 
 ``settings``: ``directory`` of the swap space, None to keep everything in memory; ``tiering``, that section of the
 configuration as it is (budgets, state, cache_in_host, ...); ``zero``, further keys of zero_optimization;
-``accumulation``, micro-batches of a step.
+``accumulation``, micro-batches of a step; ``exact``, whether rounds wait longer for their last bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from frame import reference_model
-from frame.engine import EngineSide
+from frame.engine import LOOKS, MANY_LOOKS, EngineSide
 from frame.reference_model import Model, offload
 from frame.training import serve_training
 
@@ -31,6 +31,7 @@ class Ours(EngineSide):
 
     def __init__(self, model: Model, settings: dict[str, Any]) -> None:
         super().__init__(model.build, configuration(settings))
+        self.looks = MANY_LOOKS if settings.get("exact") else LOOKS
 
     def facts(self) -> dict[str, Any]:
         from tiering.placement.workload import Tier

@@ -17,6 +17,9 @@
  * wakes at most two, and each worker that has joined a job wakes two more while any job has room: the tree is shallow
  * even on large machines, and a small job does not wake workers that it has no room for.
  *
+ * Some kernels wake a worker on the CPU of its caller, even if others are idle, and move it only at a later tick of the
+ * scheduler, after milliseconds. Such a worker moves to another CPU itself.
+ *
  * Signals are blocked in workers, because the interpreter's threads handle them; except the signals of a thread's own
  * fault, which Python's faulthandler reports.
  *
@@ -50,6 +53,7 @@ struct slice {
 struct job {
     opt_tile_function function;
     void *context;
+    int cpu; /* of the caller, as it queued the job */
     int slices;
     struct slice slice[MAX_SLICES];
     int joined;         /* threads so far, including caller -- pool.mutex */
@@ -123,8 +127,24 @@ static void unlock_and_wake(void)
         pthread_cond_signal(&pool.work);
 }
 
+/* Leave a CPU, if the thread is on it and may be on another one. Stores its affinity mask in `before`, and returns 1,
+ * if the mask has to be restored. */
+static int leave_cpu(int cpu, cpu_set_t *before)
+{
+    cpu_set_t others;
+
+    /* With more CPUs than a cpu_set_t has, the thread stays. */
+    if (cpu < 0 || sched_getcpu() != cpu || sched_getaffinity(0, sizeof *before, before))
+        return 0;
+    others = *before;
+    CPU_CLR((size_t)cpu, &others);
+    return CPU_COUNT(&others) && !sched_setaffinity(0, sizeof others, &others);
+}
+
 static void *worker(void *unused)
 {
+    cpu_set_t before;
+
     (void)unused;
     pthread_mutex_lock(&pool.mutex);
     for (;;) {
@@ -138,7 +158,10 @@ static void *worker(void *unused)
         /* Under the mutex: the caller cannot return, and end the life of the job, before this worker has left. */
         job->inside++;
         unlock_and_wake();
+        int left = leave_cpu(job->cpu, &before);
         work_on(job, thread);
+        if (left)
+            sched_setaffinity(0, sizeof before, &before);
         pthread_mutex_lock(&pool.mutex);
         /* All tiles are claimed: another worker would join for nothing, and delay the caller. */
         job->room = 0;
@@ -238,6 +261,7 @@ void opt_pool_run(opt_tile_function function, void *context, uint64_t tiles)
     job.room = (int)threads - 1;
     job.inside = 0;
     job.behind = NULL;
+    job.cpu = sched_getcpu();
     cut_into_slices(&job, tiles, threads);
     if (!job.room) {
         work_on(&job, 0);

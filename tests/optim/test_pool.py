@@ -129,6 +129,17 @@ def test_a_later_change_of_the_affinity_mask_leaves_the_thread_count() -> None:
     assert run_python(code).stdout == "True\n"
 
 
+def test_workers_that_leave_the_cpu_of_their_caller_may_return() -> None:
+    code = (
+        "import array, os; from optim_cpu import kernels as k; k.set_thread_count(4)\n"
+        "a = array.array('f', [1.0]) * 10**7; p = a.buffer_info()[0]\n"
+        "assert all(k.sum_of_squares(p, 0, 10**7) == 1e7 for _ in range(60))\n"
+        "workers = [int(t) for t in os.listdir('/proc/self/task') if int(t) != os.getpid()]\n"
+        "print(len(workers), all(os.sched_getaffinity(t) == os.sched_getaffinity(0) for t in workers))"
+    )
+    assert run_python(code).stdout == "3 True\n"
+
+
 @pytest.mark.parametrize("n", [0, -1, 4097, 1 << 40])
 def test_a_thread_count_out_of_range_is_refused(n: int) -> None:
     before = kernels.thread_count()

@@ -87,7 +87,8 @@ def multiply(report: Report, options: argparse.Namespace) -> None:
         outputs, columns = map(int, size.split("x"))
         for dtype in options.dtypes:
             products.products(report, (outputs, columns), options.inputs, getattr(torch, dtype), rounds)
-    products.one_row(report, columns, options.threads, rounds)
+    for dtype in options.dtypes:
+        products.one_row(report, columns, dtype, options.threads, rounds)
 
 
 def main() -> int:

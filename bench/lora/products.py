@@ -149,12 +149,14 @@ def _each(run: Callable[[], object]) -> float:
     return (time.perf_counter() - began) / REPEATS
 
 
-def one_row(report: Report, columns: int, threads: int, rounds: int) -> None:
-    """The rate of one row beside the memory's and the cache's."""
+def one_row(report: Report, columns: int, dtype: str, threads: int, rounds: int) -> None:
+    """The rate of one row of inputs in ``dtype`` beside the memory's and the cache's."""
     large = torch.zeros(32 << 20, dtype=torch.int64)
     large.fill_(1)
-    x = torch.randn(1, columns)
-    table = Table("one row, GB/s of encoded bytes", ("format", "from memory", "from the cache", "roof"))
+    x = torch.randn(1, columns).to(getattr(torch, dtype))
+    table = Table(
+        f"one row in {dtype}, GB/s of encoded bytes", ("format", "from memory", "from the cache", "roof")
+    )
     for name in QUANTIZED:
         nbytes = quantized(name).bytes_per_element * columns
         rows = {"memory": MEMORY_BYTES // int(nbytes), "cache": max(int(threads * L2_BYTES / nbytes), 1)}
@@ -171,6 +173,11 @@ def one_row(report: Report, columns: int, threads: int, rounds: int) -> None:
         table.rows.append((name, f"{rates['memory']:.1f}", f"{rates['cache']:.1f}", f"{roof:.1f}"))
         goal = f"at least {LEAST_SHARE}"
         report.verdicts.append(
-            Verdict(f"one row, {name}: memory / min(roof, cache)", f"{share:.2f}", goal, share >= LEAST_SHARE)
+            Verdict(
+                f"one row in {dtype}, {name}: memory / min(roof, cache)",
+                f"{share:.2f}",
+                goal,
+                share >= LEAST_SHARE,
+            )
         )
     report.tables.append(table)

@@ -7,6 +7,8 @@ round at the same places, or the kernels of a subclass of ``Weight``.
 from __future__ import annotations
 
 import functools
+import mmap
+import threading
 from typing import Protocol
 
 import torch
@@ -189,7 +191,7 @@ class Weight:
             return self.product(x.float()).half()
         y = torch.empty((x.shape[0], self.rows), dtype=x.dtype, device="cpu")
         step = max(CHUNK // max(self.columns, 1), 64)
-        room = torch.empty(min(step, self.rows) * self.columns, dtype=x.dtype, device="cpu")
+        room = _room_for(min(step, self.rows) * self.columns, x.dtype)
         for row in range(0, self.rows, step):
             part = slice(row, row + step)
             torch.mm(x, self.decoded(x.dtype, rows=part, out=room).t(), out=y[:, part])
@@ -205,7 +207,7 @@ class Weight:
         x = torch.empty((y.shape[0], self.columns), dtype=y.dtype, device="cpu")
         block = self._form.group_size
         step = max(CHUNK // max(self.rows, 1) // block, 1) * block
-        room = torch.empty(self.rows * min(step, self.columns), dtype=y.dtype, device="cpu")
+        room = _room_for(self.rows * min(step, self.columns), y.dtype)
         for column in range(0, self.columns, step):
             part = slice(column, column + step)
             torch.mm(y, self.decoded(y.dtype, columns=part, out=room), out=x[:, part])
@@ -241,6 +243,26 @@ class Weight:
         # Infinity times 0 alone would be NaN.
         finite = torch.where(scales.isfinite(), scales, torch.nan)
         return (values * finite.unsqueeze(-1)).view(end - first, right - left)
+
+
+_rooms = threading.local()
+
+
+def _room_for(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory for ``numel`` decoded elements, flat, until the next call in the same thread.
+
+    It stays with the thread, and is not of the heap: buffers of this size that are freed there leave holes, which no
+    other tensor fills.
+    """
+    nbytes = numel * dtype.itemsize
+    room: Tensor | None = getattr(_rooms, "room", None)
+    if room is None or room.numel() < nbytes:
+        # Private: a forked child has its own. Pages that nobody uses take no memory.
+        pages = mmap.mmap(
+            -1, max(nbytes, CHUNK * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        room = _rooms.room = torch.frombuffer(pages, dtype=torch.uint8)
+    return room[:nbytes].view(dtype)
 
 
 def _parts(scales: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,9 +49,9 @@ For your own machine or model, run:
 ```sh
 tiering plan --params 13B --profile rtx4090 --checkpointing    # one of the machines below
 tiering plan --model config.json --measure /nvme0 /nvme1    # a transformers model, on this machine
-tiering plan --params 70B --gpu 24GiB --host-budget 48GiB --nvme-budget 2TB --checkpointing    # without rates no step time
+tiering plan --params 70B --gpu 24GiB --host-budget 48GiB --nvme-budget 2TB --checkpointing    # no rates: no step time
 tiering plan --params 70B --profile a100 --checkpointing --micro-batches 4 --tokens 16384 --activations auto --json
-tiering plan --model llama-3-70b --lora 16 --base nf4 --profile rtx4090 --checkpointing    # adapters over a frozen model
+tiering plan --model llama-3-70b --lora 16 --base nf4 --profile rtx4090 --checkpointing    # adapters
 ```
 
 In Python, `tiering.plan_for(model=model, config=config)` returns the plan that `initialize` would make.

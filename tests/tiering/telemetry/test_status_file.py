@@ -62,7 +62,7 @@ def test_a_snapshot_too_large_loses_its_oldest_steps_first(tmp_path: Path) -> No
     stored = only_reading(tmp_path).snapshot
     assert stored is not None
     assert [record.step for record in stored.steps] == list(range(68, 100))
-    bulk = {"x" * (status_module.CAPACITY - 5500): 1.0}
+    bulk = {"x" * (status_module.CAPACITY - 8000): 1.0}
     writer.publish(snapshot(stalls=bulk, steps=[StepRecord(i, 1.0) for i in range(100)]))
     stored = only_reading(tmp_path).snapshot
     assert stored is not None

@@ -21,9 +21,8 @@ class Needs(Flag):
     NOTHING = 0
     STEP_APART = auto()  # gradients wait for step()
     ONE_MICRO_BATCH = auto()  # per update
-    NO_REENTRANT_CHECKPOINT = (
-        auto()
-    )  # through which torch.autograd.grad gives nothing, as through chunks of rows
+    # Through such a checkpoint, and through chunks of rows, torch.autograd.grad gives no gradients.
+    NO_REENTRANT_CHECKPOINT = auto()
     NO_SHARED_BLOCK = auto()
     FP32 = auto()
 

@@ -1,4 +1,17 @@
-"""The state of a pass through the model: its activity, its thread, and how far it is with each group of parameters."""
+"""The state of a pass through the model: its activity, its thread, and how far it is with each group of parameters.
+
+Note [When is a gradient final]
+    Autograd adds up all contributions to a parameter before it delivers the gradient, once per backward. So when every
+    parameter of a group has its gradient, no further one arrives, and an early step of the group relies on no order.
+    The exception is reentrant checkpointing, which runs backwards inside a backward, and each of them delivers
+    gradients. So these groups wait for the end of backward: a group that was called more than once, a group that such a
+    checkpoint used and that another module read as well, a group that gathered() showed to code that autograd records,
+    and a group with a parameter that gets no gradient.
+
+    A graph without the group's gradient may still need an old value after the early step. Torch refuses that value,
+    because the parameter has another version. The schedule refuses a recomputation that reads the new value if the
+    group moves; if it does not move, no hook sees the read. Frozen parameters of the group may still be read.
+"""
 
 from __future__ import annotations
 
@@ -178,6 +191,24 @@ class GroupProgress:
     reads: int = 0  # by forwards of other modules
     unrecorded: bool = False  # used by a forward without gradients, as by a reentrant checkpoint
     gathered: bool = False  # shown by gathered() to code that autograd records
+
+    def count_forward(self) -> None:
+        """A forward of the group begins."""
+        self.forwards += 1
+        self.graphs += torch.is_grad_enabled()
+        self.unrecorded |= not torch.is_grad_enabled()
+
+    def count_read(self) -> None:
+        """A forward of another module reads parameters of the group."""
+        self.reads += 1
+        self.unrecorded |= not torch.is_grad_enabled()
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no further gradient of the group can arrive: see Note [When is a gradient final]."""
+        in_parts = self.unrecorded and self.forwards + self.reads > 1
+        may_return = self.forwards > 1 or in_parts or self.gathered or self.running
+        return self.arrived == self.expected and not may_return
 
     def reset(self) -> None:
         """The pass has ended."""

@@ -6,18 +6,6 @@ Note [When is a group done in backward]
     order of their creation. So when a gradient first reaches an output of another group, every group that does not
     enclose that group has no node left to run. All remaining groups are done when backward ends.
 
-Note [When is a gradient final]
-    Autograd adds up all contributions to a parameter before it delivers the gradient, once per backward. So when every
-    parameter of a group has its gradient, no further one arrives, and an early step of the group relies on no order.
-    The exception is reentrant checkpointing, which runs backwards inside a backward, and each of them delivers
-    gradients. So these groups wait for the end of backward: a group that was called more than once, a group that such a
-    checkpoint used and that was read elsewhere, too, a group that gathered() showed to code that autograd records, and
-    a group with a parameter that gets no gradient.
-
-    A graph without the group's gradient may still need an old value after the early step. Torch refuses that value,
-    because the parameter has another version. A recomputation that reads the new value is refused here if the group
-    moves; if it does not move, no hook sees the read. Frozen parameters of the group may still be read.
-
 An event moves groups in several steps. Methods with ``@uninterrupted`` defer Ctrl-C until the groups are consistent.
 """
 
@@ -187,9 +175,7 @@ class PassSchedule:
         check_transform(group)
         if self._forwards:
             if not in_autograd():
-                progress = self._progress[group]
-                progress.reads += 1
-                progress.unrecorded |= not torch.is_grad_enabled()
+                self._progress[group].count_read()
             # Noted first, as an early use is.
             self._forwards[-1].borrowed.append(group)
             self._use(group)
@@ -413,10 +399,7 @@ class PassSchedule:
         """A forward of ``group`` begins, or code that calls its modules many times, which count once."""
         if in_autograd() or any(group in forward.counted for forward in self._forwards):
             return
-        progress = self._progress[group]
-        progress.forwards += 1
-        progress.graphs += torch.is_grad_enabled()
-        progress.unrecorded |= not torch.is_grad_enabled()
+        self._progress[group].count_forward()
         # Reentrant checkpointing disables gradients inside: the outermost forward says whether backward follows.
         if self._forwards[0].with_grad:
             self._used.setdefault(group)
@@ -569,12 +552,7 @@ class PassSchedule:
         self._listener.on_group_done(group, step)
 
     def _is_final(self, group: ParamGroup) -> bool:
-        """Whether no further gradient of ``group`` can arrive: see Note [When is a gradient final]."""
-        progress = self._progress[group]
-        complete = progress.arrived == progress.expected
-        in_parts = progress.unrecorded and progress.forwards + progress.reads > 1
-        may_return = progress.forwards > 1 or in_parts or progress.running or group in self._stepped
-        return complete and not may_return and not progress.gathered
+        return self._progress[group].is_final and group not in self._stepped
 
     def _check_not_stepped(self, group: ParamGroup) -> None:
         if group in self._stepped and self._progress[group].expected:

@@ -292,6 +292,26 @@ def test_the_product_in_bfloat16_flushes_nothing(
         assert same_bits(quantized.multiplied_bf16(x[:x_rows]), expected[:x_rows]), x_rows
 
 
+@pytest.mark.parametrize("format", list(BlockFormat))
+def test_the_product_in_bfloat16_keeps_subnormal_sums_from_panel_to_panel(
+    isa: str, format: BlockFormat
+) -> None:
+    """The first of three panels has small scales. Inputs of the second are 0, and some of the third."""
+    rng = np.random.default_rng(int(format))
+    w = rng.standard_normal((5, 3 * 512), np.float32)
+    w[:, :512] *= np.float32(1e-20)
+    x32 = rng.standard_normal((9, 3 * 512), np.float32) * np.float32(1e-20)
+    x32[:, 512:1024] = 0
+    x32[:5, 1024:] = 0
+    quantized = Quantized(format, w, 32, DType.FP32, double=False)
+    x = reference.f32_to_bf16(x32)
+    expected = product_bf16(x, quantized.decoded(DType.BF16))
+    sizes = expected[:5] & 0x7FFF
+    assert ((sizes > 0) & (sizes < 0x80)).sum() >= 20
+    for x_rows in (1, 2, 3, 4, 9):
+        assert same_bits(quantized.multiplied_bf16(x[:x_rows]), expected[:x_rows]), x_rows
+
+
 def test_subnormal_products_of_bfloat16_are_there() -> None:
     """What the test above compares are not only zeros and NaN."""
     _, _, tiny = a_wild_product_bf16(BlockFormat.INT8, 1e-20, "1e-19")

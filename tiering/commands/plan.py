@@ -269,6 +269,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
         tokens=setting.tokens,
         sequence=setting.sequence,
         checkpointed=setting.checkpointed,
+        loss_chunk=setting.loss_chunk,
         endurance=setting.endurance,
         adapters=adapters,
     )

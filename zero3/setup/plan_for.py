@@ -64,6 +64,7 @@ def plan_for(
     tokens: int = TOKENS,
     sequence: int | None = None,
     checkpointed: bool = False,
+    loss_chunk: int = 0,
     endurance: float | None = None,
     adapters: Adapters | None = None,
     batch: Any = None,
@@ -75,11 +76,13 @@ def plan_for(
     ``initialize``. ``ranks_per_node`` defaults to ``world_size``. ``gpu_memory`` is the free memory in bytes of the GPU
     of each rank; with None the CPU is the device. ``tokens`` is the number of tokens in a micro-batch of one rank, in
     sequences of ``sequence`` tokens (default: one sequence). ``checkpointed`` says that activations are checkpointed.
-    ``endurance`` is the number of bytes that may be written to the drives of a node. With ``adapters``, the model of a
-    configuration is frozen, and only adapters on its linear layers are trained. Frozen weights that lie beside the
-    configuration are planned as read in place. ``batch``, the arguments of the forward for a micro-batch of a rank (a
-    mapping of keywords, or a tuple), is the example with which the activations of a module are counted; its tensors may
-    be on meta. Without it they are not counted, and the report says so.
+    ``loss_chunk`` is the number of tokens whose loss ``tiering.chunked_cross_entropy`` computes at a time, for the
+    model of a configuration (0: the model computes all logits). ``endurance`` is the number of bytes that may be
+    written to the drives of a node. With ``adapters``, the model of a configuration is frozen, and only adapters on its
+    linear layers are trained. Frozen weights that lie beside the configuration are planned as read in place. ``batch``,
+    the arguments of the forward for a micro-batch of a rank (a mapping of keywords, or a tuple), is the example with
+    which the activations of a module are counted; its tensors may be on meta. Without it they are not counted, and the
+    report says so.
 
     A model that does not fit is not an error: the report then says why, and suggests changes. Raises ConfigError for a
     configuration or a model that cannot be trained.
@@ -94,6 +97,7 @@ def plan_for(
         tokens=tokens,
         sequence=sequence,
         checkpointed=checkpointed,
+        loss_chunk=loss_chunk,
         endurance=endurance,
     )
     built = model if isinstance(model, nn.Module) else described(Path(model))

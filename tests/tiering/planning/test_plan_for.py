@@ -80,17 +80,21 @@ def test_a_model_that_does_not_fit_is_no_error_and_the_least_budget_trains_it(
 
 
 @WITH_TRANSFORMERS
-def test_a_llama_by_its_config_is_planned_as_a_decoder_of_its_size(plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--checkpointing"], ["--checkpointing", "--chunked-loss"]])
+def test_a_llama_by_its_config_is_planned_as_a_decoder_of_its_size(
+    options: list[str], plan: Plan, tmp_path: Path
+) -> None:
     from transformers import LlamaConfig
 
     shape = {"hidden_size": 640, "num_hidden_layers": 4, "num_attention_heads": 5, "intermediate_size": 1792}
     LlamaConfig(**shape, vocab_size=32_000, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    by_size = answered(plan, *SMALL, *RATES)
-    by_config = answered(plan, "--model", tmp_path, *SMALL[2:], *RATES)
+    asked = [*SMALL[2:], *RATES, *options]
+    by_size = answered(plan, *SMALL[:2], *asked)
+    by_config = answered(plan, "--model", tmp_path, *asked)
     assert by_config.pop("model") == "LlamaForCausalLM of 61.28M parameters"
     assert by_size.pop("model").startswith("a decoder of 61.28M parameters: 4 layers, hidden 640, 5 heads")
     assert by_config == by_size
-    assert answered(plan, "--model", tmp_path / "config.json", *SMALL[2:], *RATES)["plan"] == by_size["plan"]
+    assert answered(plan, "--model", tmp_path / "config.json", *asked)["plan"] == by_size["plan"]
 
 
 @WITH_TRANSFORMERS

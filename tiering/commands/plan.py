@@ -235,8 +235,6 @@ def answer(options: argparse.Namespace) -> PlanReport:
         raise ConfigError(f"{counted(ranks, 'rank')} cannot be divided over {counted(options.nodes, 'node')}")
     gpu = options.gpu if options.gpu is not None else profile.device.memory_bytes if profile else None
     endurance = profile.endurance if profile else None
-    if options.block_rows is not None and options.sequence is None:
-        raise ConfigError("--block-rows counts sequences: give their length by --sequence N")
     setting = Setting(
         world_size=ranks,
         local_size=ranks // options.nodes,
@@ -249,6 +247,8 @@ def answer(options: argparse.Namespace) -> PlanReport:
     )
     adapters = _adapters(options)
     config = _config(options, profile, ranks)
+    if config.tiering.block_rows is not None and setting.sequence is None:
+        raise ConfigError("block_rows counts sequences: give their length by --sequence N")
     rates = _rates(options, profile, setting, config.tiering.io)
     from tiering.planning.sizing import NAMED, plan_of_decoder, plan_of_size
 

@@ -276,6 +276,9 @@ def test_chunks_of_rows_take_the_memory_of_one_and_the_traffic_of_one_micro_batc
     assert links[1] < links[0]
 
 
-def test_chunks_of_rows_need_the_length_of_a_row(plan: Plan) -> None:
-    code, _, error = plan("--params=7B", "--profile=rtx4090", "--block-rows=2")
-    assert code == 2 and "give their length by --sequence" in error
+def test_chunks_of_rows_need_the_length_of_a_row(plan: Plan, tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text('{"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "tiering": {"block_rows": 2}}')
+    for rows in ("--block-rows=2", f"--config={config}"):
+        code, _, error = plan("--params=7B", "--profile=rtx4090", rows)
+        assert code == 2 and "block_rows counts sequences: give their length by --sequence N" in error

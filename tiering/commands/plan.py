@@ -406,9 +406,12 @@ class _RateCache:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
     return number
 
 

@@ -445,6 +445,7 @@ def test_a_profile_does_not_know_the_network_between_nodes(plan: Plan) -> None:
         (["--params", "7B", "--flops", "fast"], "must be a number above 0"),
         (["--params", "7B", "--flops", "0"], "must be a number above 0"),
         (["--params", "7B", "--tokens", "0"], "must be at least 1, not 0"),
+        (["--params", "7B", "--block-rows", "few"], "must be at least 1, not few"),
         (["--params", "7B", "--tbw", "600TBW"], "unknown unit 'TBW' in size '600TBW'; did you mean 'TB'?"),
         (["--params", "7B", "--tbw", "0"], "endurance is 0; it must be above 0"),
         (["--params", "7B", "--gpu", "0"], "gpu_memory is 0; it must be above 0"),

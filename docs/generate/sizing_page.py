@@ -65,10 +65,11 @@ torch and data.
 and `nvme_written` per step, `micro_batch_tokens`, `forecast.seconds`, its `phases` with their bottlenecks, and
 `tokens_that_hide` per micro-batch; `activations` of a micro-batch (in `not_counted` if they are unknown). These values
 are for all ranks of a node together: `forecast.tokens` per step, `tokens_per_second`, `nvme_written_per_day`,
-`drive_life`, and the budgets in `remedies`, whose `change` has keys of the configuration. [planning.md](planning.md)
-has the scope of each of the `rates`. `fits` is true if there is a plan; `refusal` is the reason if there is none.
-`schema_version` increases when a name is removed or changes its meaning; `schema` is its former name. The exit status
-is 0 if the model fits, 1 if it does not, 2 for a usage error.
+`drive_life`, and the budgets in `remedies`. The `change` of a remedy has keys of the configuration, or `ranks`,
+`tokens`, `checkpointing` and `loss_chunk` of the run. [planning.md](planning.md) has the scope of each of the `rates`.
+`fits` is true if there is a plan; `refusal` is the reason if there is none. `schema_version` increases when a name is
+removed or changes its meaning; `schema` is its former name. The exit status is 0 if the model fits, 1 if it does not, 2
+for a usage error.
 """
 
 LEAST = """\
@@ -101,9 +102,9 @@ LONG = f"""\
 ### Few long micro-batches
 
 {LONG_SIZE} with fp32 state on the machine `rtx4090` above. A step is {MICRO_BATCHES * TOKENS:,} tokens in sequences of
-{TOKENS:,}, in fewer micro-batches than there. *GPU*: the most activations on the GPU at a time, in GiB. *Moved*: what
-`tiering.activations` `"auto"` moves to host memory and NVMe in each micro-batch, because the GPU has no room for it.
-`"device"` moves nothing. *Read* and *written* have the state and the activations of a step.
+{TOKENS:,}, in {MICRO_BATCHES} micro-batches or fewer. *GPU*: the most activations on the GPU at a time, in GiB.
+*Moved*: what `tiering.activations` `"auto"` moves to host memory and NVMe in each micro-batch, because the GPU has no
+room for it. `"device"` moves nothing. *Read* and *written* have the state and the activations of a step.
 """
 
 LAPTOP = f"""\

@@ -120,6 +120,25 @@ class Penalised(Checkpointed):
         return super().forward(x, skip) + 0.01 * weight.float().square().mean()
 
 
+class ReadByACheckpoint(Penalised):
+    """The checkpoint of the first block reads the weight of the last one, whose other part comes before."""
+
+    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
+        def first(x: Tensor) -> Tensor:
+            weight = self.get_submodule("blocks.2").weight
+            assert isinstance(weight, Tensor)
+            hidden: Tensor = self.blocks[0](x) + functional.linear(x, weight)
+            return hidden
+
+        x = self.into(x.to(self.into.weight.dtype))
+        x = x + checkpoint(first, x, use_reentrant=self.reentrant)
+        for index in (1, 2):
+            if index != skip:
+                x = x + self.blocks[index](x)
+        result: Tensor = self.out(x).float().pow(2).mean()
+        return result
+
+
 class FarPeeking(Tower):
     """The first block reads a weight of the last one, whose gradients are complete long before, asking for none."""
 
@@ -479,6 +498,19 @@ def test_a_recomputation_does_not_read_what_was_updated(start: Start) -> None:
     with pytest.raises(
         EngineStateError,
         match=r"recomputation reads parameters of group 'blocks.2'.*step_in_backward to false",
+    ):
+        engine.backward(engine(next(inputs(1))))
+    engine.close()
+
+
+def test_a_reentrant_checkpoint_reads_a_block_that_is_called_after_it(start: Start) -> None:
+    """Where the engine sees the read, the update waits for the end of backward. Else the second part is refused."""
+    build = partial(ReadByACheckpoint, reentrant=True)
+    after = run_engine(start, build, turns, clip=0.0)
+    assert_same(run_engine(start, build, turns, **IN_BACKWARD, **STREAMED), after, "nvme")
+    engine = begin(start, build())
+    with pytest.raises(
+        EngineStateError, match=r"'blocks\.2\.weight' got a gradient after .*step_in_backward to false"
     ):
         engine.backward(engine(next(inputs(1))))
     engine.close()

@@ -73,6 +73,26 @@ def test_what_backward_needs_first_stays(
     assert order == [False] * 9 + [True] * 16
 
 
+def test_a_tensor_that_has_left_and_is_saved_again_stays_away(start: Callable[..., Engine]) -> None:
+    """Its copy serves both: nothing else makes way for it."""
+
+    class Joined(Chain):
+        def forward(self, scale: float) -> Tensor:
+            first = stream = (self.weight * scale).tanh()
+            for _ in range(self.links - 1):
+                stream = stream.tanh()
+            return (stream * first).mean()
+
+    plain = start(Joined(24), **NVME)
+    used = plain.plan.total(Tier.DEVICE)
+    engine = start(
+        Joined(24), activations="auto", activation_budget=8 * MIB, device_budget=used + 4 * MIB, **NVME
+    )
+    assert update(engine, 1.0) == update(plain, 1.0)
+    assert moved_by(engine).copied_bytes == (24 - 4) * MIB
+    assert not same_bits(engine.state_dict(), plain.state_dict())
+
+
 def test_graphs_in_flight_share_the_room(start: Callable[..., Engine]) -> None:
     """Four forwards, whose backwards run in the order of the forwards: 96 MiB, of which 16 stay."""
     plain = start(Chain(24), accumulation=4, **NVME)
@@ -110,7 +130,11 @@ def test_without_room_elsewhere_all_stay(
 ) -> None:
     plain = start(Chain(24), offload_optimizer="cpu")
     engine = with_room(start, 4 * MIB, offload_optimizer="cpu")
-    assert update(engine, 1.0) == update(plain, 1.0)
+    loss = engine(1.0)
+    assert kept_by(engine).used == (24 - 8) * MIB
+    engine.backward(loss)
+    engine.step()
+    assert float(loss.detach()) == update(plain, 1.0)
     assert moved_by(engine).copied_bytes == 8 * MIB
     assert "raise tiering.activation_budget" in caplog.text
     assert not same_bits(engine.state_dict(), plain.state_dict())
@@ -145,6 +169,17 @@ def test_the_youngest_stay_within_the_room(sizes: list[int], room: int, seed: in
     while saved:
         saved.pop()
         assert kept.used == sum(each.tensor.numel() for each in saved if each.tensor is not None)
+
+
+def test_a_storage_at_the_address_of_a_freed_one_counts_with_its_own_bytes() -> None:
+    kept, addresses = KeptActivations(FixedRoom(1000)), list[int]()
+    for size in range(1, 65):
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        addresses.append(tensor.untyped_storage()._cdata)
+        # The one before ends here.
+        saved = kept.keep(tensor, lambda _: None)
+    assert len({*addresses}) < len(addresses)
+    assert saved.tensor is not None and kept.used == 64
 
 
 def test_tensors_of_one_storage_count_once_and_leave_together() -> None:

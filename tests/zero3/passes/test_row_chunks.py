@@ -377,6 +377,41 @@ def test_arguments(begin: Callable[..., Engine]) -> None:
         torch.testing.assert_close(*(each.get_fp32_gradient(name) for each in (plain, engine)))
 
 
+class Positioned(nn.Module):
+    """Returns a matrix that all rows share, which the first block makes, as T5's bias of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.positions = nn.Linear(WIDTH, WIDTH), nn.Linear(SEQUENCE, SEQUENCE)
+
+    def forward(self, stream: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if bias is None:
+            bias = self.positions(torch.eye(SEQUENCE, dtype=stream.dtype))[None]
+        return stream + (bias @ self.up(stream)).tanh(), bias
+
+
+def test_an_output_that_all_rows_share_gets_its_gradient_once(start: Start) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Positioned() for _ in range(3))
+
+        def forward(self, stream: Tensor) -> Tensor:
+            bias = None
+            for block in self.blocks:
+                stream, bias = block(stream, bias)
+            return stream.square().sum() / 64
+
+    gradients = []
+    for options in ({}, {"block_rows": 2}):
+        torch.manual_seed(3)
+        engine = start(Positions(), precision="fp32", accumulation=1, clip=0.0, **options, **NVME)
+        engine.backward(engine(next(inputs(1))))
+        gradients.append(engine.get_fp32_gradient("blocks.0.positions.weight"))
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(*gradients)
+
+
 def test_arguments_that_cannot_be_divided_are_named(begin: Callable[..., Engine]) -> None:
     engine = begin(Biased, block_rows=2)
     (stream,) = inputs(1)

@@ -84,6 +84,18 @@ class Dropping(nn.Module):
         return result
 
 
+class Scaled(nn.Module):
+    """A head with a parameter whose gradient autograd expands from one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scales = nn.Linear(WIDTH, CLASSES), nn.Parameter(torch.linspace(0.1, 0.5, 3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.linear(hidden) * self.scales.sum()
+        return result
+
+
 def capped(logits: Tensor) -> Tensor:
     return 5.0 * torch.tanh(logits / 5.0)
 
@@ -96,8 +108,9 @@ def capped(logits: Tensor) -> Tensor:
         (nn.Linear, {"reduction": "sum", "label_smoothing": 0.1}),
         (nn.Linear, {"transform": capped}),
         (Dropping, {}),
+        (Scaled, {}),
     ],
-    ids=["mean", "sum", "capped", "dropout"],
+    ids=["mean", "sum", "capped", "dropout", "scaled"],
 )
 def test_bits_are_those_of_a_loop(rows: int, head: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -106,6 +119,15 @@ def test_bits_are_those_of_a_loop(rows: int, head: Any, options: dict[str, Any])
     expected = outcome(of_a_loop, hidden, module, labels, rows, **options)
     chunked = outcome(tiering.chunked_cross_entropy, hidden, module, labels, rows=rows, **options)
     assert differing(chunked, expected) == []
+
+
+def test_backward_leaves_the_random_state_as_it_was() -> None:
+    hidden, labels = examples()
+    loss = tiering.chunked_cross_entropy(hidden, Dropping(), labels, rows=32)
+    torch.rand(1)
+    before = torch.get_rng_state()
+    loss.backward()
+    assert torch.get_rng_state().equal(before)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -254,9 +254,10 @@ def test_autocast(begin: Callable[..., Engine]) -> None:
         (stream,) = inputs(1)
         with torch.autocast("cpu", torch.bfloat16):
             loss = engine(stream)
+            before = engine.module.blocks[0].up(stream.detach())
             engine.backward(loss)
-            again = engine.module.blocks[0].up(stream)
-        assert again.requires_grad and again.grad_fn is not None
+            after = engine.module.blocks[0].up(stream.detach())
+        assert before.requires_grad and after.requires_grad
         gradients.append(engine.get_fp32_gradient("blocks.0.up.weight"))
     torch.testing.assert_close(*gradients, rtol=0.05, atol=0.05)
 
@@ -359,6 +360,15 @@ def test_blocks_that_chunks_would_change_are_refused(
     for stream in inputs(2):
         with pytest.raises(ConfigError, match=reason):
             engine(stream)
+
+
+def test_a_block_that_was_evaluated_is_checked_again_before_it_trains(begin: Callable[..., Engine]) -> None:
+    engine = begin(Normalising, block_rows=2).eval()
+    with torch.no_grad():
+        engine(next(inputs(1)))
+    engine.train()
+    with pytest.raises(ConfigError, match=r"block 'blocks\.0' mixes rows: 'norm'"):
+        engine(next(inputs(1)))
 
 
 def test_arguments(begin: Callable[..., Engine]) -> None:

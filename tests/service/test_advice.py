@@ -1,183 +1,52 @@
-"""Advice: each fires on a run that has it and not on its neighbour, and what it promises comes true."""
+"""Advice: each fires on a run that has it and not on its neighbour."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tiering
 from service.advice import Advice, advise
-from service.advice.larger_budget import larger_budget
 from service.responses.status import status
 from service.terminal.rendering import ASCII, rendered
 from service.view import RankView, RunView, View
-from service.watch import Watch
-from tests.tiering.workloads import MIB, PLENTY, budgets, example, planned, workloads
-from tiering.config.training import parse_size
-from tiering.demo.model import GPT
-from tiering.placement.placement import make_plan
-from tiering.placement.plan import Budgets
-from tiering.placement.workload import GroupSizes
 from tiering.telemetry import (
     CheckpointStatus,
     ConfigurationStatus,
-    CopyStatus,
     Description,
-    DirectionStatus,
     IoEngineStatus,
-    LinkStatus,
-    PathStatus,
-    PlannedTier,
-    PlanStatus,
     SettingStatus,
     Snapshot,
-    StepRecord,
-    TierStatus,
 )
 
-from .processes import until
-
-GIB = 1 << 30
-GB = 10**9
-
-
-def steps(*seconds: float, stall: float = 0.0, **stalls: float) -> list[StepRecord]:
-    """Steps from number 2 on, ``stall`` of each stalled: by causes whose underscores are spaces, as shares."""
-    return [
-        StepRecord(
-            number,
-            took,
-            forward=0.3 * took,
-            backward=0.3 * took,
-            update=0.4 * took,
-            stall=stall * took,
-            read_bytes=8 * GB,
-            written_bytes=6 * GB,
-            stalls={cause.replace("_", " "): part * took for cause, part in stalls.items()},
-        )
-        for number, took in enumerate(seconds, 2)
-    ]
-
-
-def path(name: str = "/nvme", read: DirectionStatus | None = None, **more: Any) -> PathStatus:
-    read = read or DirectionStatus(8 * GB, 1000, average_bytes_per_second=2e9)
-    return PathStatus(
-        name, "io_uring", True, read, DirectionStatus(6 * GB, 1000, average_bytes_per_second=1e9), **more
-    )
-
-
-# 2 GiB of state on NVMe that 10 GiB of free memory could hold, and a step that does not wait for it.
-PLAN = PlanStatus(
-    [
-        PlannedTier("host", 4 * GIB, 4 * GIB, {"parameters": 3 * GIB, "staging": GIB // 8}),
-        PlannedTier("nvme", 99 * GIB, 2 * GIB, {"optimizer state": 2 * GIB}),
-    ],
-    read={"optimizer state": 2 * GIB},
-    written={"optimizer state": 2 * GIB},
-    host_without_nvme=6 * GIB,
+from .advised_runs import (
+    BASE,
+    DESCRIBED,
+    DISK,
+    GB,
+    GIB,
+    HOST,
+    PLAN,
+    bound,
+    configured,
+    copying,
+    each,
+    live,
+    of,
+    on_gpu,
+    path,
+    planned_as,
+    rank,
+    read,
+    slow_of_two,
+    steps,
+    two,
+    waiting,
 )
-HOST = TierStatus("host", 4 * GIB, 20 * GIB, 4 * GIB, 4 * GIB, available=10 * GIB)
-DISK = TierStatus("nvme", 99 * GIB, 100 * GIB, 2 * GIB, 2 * GIB, available=50 * GIB)
-BASE = Snapshot(
-    "gpt",
-    0,
-    1,
-    4321,
-    1.0,
-    step=12,
-    loss=3.5,
-    tiers=[HOST, DISK],
-    io=[path()],
-    steps=steps(*[1.0] * 11, stall=0.1),
-)
-DESCRIBED = Description("cpu", plan=PLAN)
-
-
-def rank(figures: Snapshot = BASE, described: Description | None = DESCRIBED, **more: Any) -> RankView:
-    return replace(RankView(figures.rank, "live", "", 0.1, figures, described), **more)
-
-
-def of(*ranks: RankView) -> list[Advice]:
-    return advise(RunView("gpt-1", "gpt", ranks))
-
-
-def live(**changes: Any) -> list[RankView]:
-    return [rank(replace(BASE, **changes))]
-
-
-def two(**changes: Any) -> list[RankView]:
-    """Rank 1 differs."""
-    both = replace(BASE, world_size=2, local_world_size=2)
-    return [rank(both), rank(replace(both, rank=1, **changes))]
-
-
-def each(**changes: Any) -> list[RankView]:
-    """Both ranks alike."""
-    both = replace(BASE, **{"world_size": 2, "local_world_size": 2, **changes})
-    return [rank(both), rank(replace(both, rank=1))]
-
-
-def read(**counted: Any) -> dict[str, Any]:
-    return {"io": [path(read=DirectionStatus(8 * GB, 1000, average_bytes_per_second=2e9, **counted))]}
-
-
-def configured(*settings: SettingStatus, **more: Any) -> list[RankView]:
-    configuration = ConfigurationStatus("ds.json", "", settings=list(settings), **more)
-    return [rank(described=replace(DESCRIBED, configuration=configuration))]
-
-
-def planned_as(host: int, budget: int) -> list[RankView]:
-    plan = replace(PLAN, tiers=[PlannedTier("host", budget, host)])
-    setting = SettingStatus("tiering.host_budget", budget, "file")
-    configuration = ConfigurationStatus("ds.json", "", settings=[setting])
-    return [rank(described=Description("cpu", plan=plan, configuration=configuration))]
-
-
-def slow_of_two(rate: float) -> list[RankView]:
-    slow = DirectionStatus(8 * GB, 1000, average_bytes_per_second=rate)
-    second = path("/b", slow, measured_bytes_per_second=2 * GB)
-    return live(io=[path("/a", measured_bytes_per_second=2 * GB), replace(second, written=slow)])
-
-
-def on_gpu(
-    h2d: float = 8e9,
-    d2h: float = 10e9,
-    free: int = 30 * GIB,
-    ranks: int = 1,
-    measured: int | None = None,
-    where: str = "nvme",
-    **waited: float,
-) -> list[RankView]:
-    """A GPU without NVMe: each step of a second copies 6 GB there and 2 GB back, at rates like these.
-
-    It is in the phase step for 400 ms of it, of which ``updating`` is no stall; ``where`` the plan has the state.
-    """
-    updating = waited.pop("updating", 0.0)
-    plan = replace(PLAN, tiers=[PlannedTier(where, 4 * GIB, GIB, {"optimizer state": GIB})])
-    device = TierStatus("device", 20 * GIB, 80 * GIB, 20 * GIB, 20 * GIB, available=free)
-    copied = [replace(step, h2d_bytes=6 * GB, d2h_bytes=2 * GB) for step in steps(*[1.0] * 3, **waited)]
-    link = LinkStatus(
-        CopyStatus(average_bytes_per_second=h2d), CopyStatus(average_bytes_per_second=d2h), measured
-    )
-    both = replace(BASE, io=[], tiers=[device, HOST], link=link, steps=copied, local_world_size=ranks)
-    both = replace(both, phase_seconds={"step": 1.2}, stalls_by_phase={"step": {"any": 1.2 - 3 * updating}})
-    described = replace(DESCRIBED, plan=plan)
-    return [rank(replace(both, rank=number, world_size=ranks), described) for number in range(ranks)]
-
-
-# parts of a step
-bound = {"stall": 0.71, "optimizer_state": 0.6, "staging": 0.11}
-copying = {"stall": 0.6, "copies_of_parameters": 0.55, "gradients": 0.02, "reduce": 0.03}
-waiting = {"stall": 0.4, "gather": 0.3, "agreement": 0.1}
 
 # code, whether it is an error, a run that has it, its neighbour without, and what it says
 CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
@@ -399,106 +268,6 @@ def test_where_memory_lacks_the_remedy_tells_what_another_format_saves(
     formats: dict[str, int], text: str
 ) -> None:
     assert text in remedy(GIB, formats=formats)
-
-
-@settings(max_examples=40, deadline=None)
-@given(workloads(), budgets, st.integers(0, 400 * MIB))
-def test_a_plan_with_the_named_budget_keeps_the_named_kinds(load: Any, limits: Budgets, free: int) -> None:
-    plan = planned(load, limits)
-    load = replace(load, cache_in_host=True)
-    more = larger_budget(plan.status(0), free)
-    if more is None:
-        return
-    assert more.extra <= free
-    then = make_plan(load, replace(plan.budgets, host=more.host_budget)).status(0)
-    for kind in more.whole:
-        assert not then.read.get(kind, 0) + then.written.get(kind, 0)
-    if more.saved == more.moved:
-        assert not sum(then.read.values()) + sum(then.written.values())
-
-
-@pytest.mark.parametrize("free", [1 * GIB, 2 * GIB, 3 * GIB])
-def test_what_a_part_saves_is_what_a_plan_then_saves(free: int) -> None:
-    """A model of 24 blocks with 4 GB of state, of which some more fits."""
-    groups = tuple(GroupSizes(f"layers.{i}", 2 * 12 * MIB, 12 * MIB) for i in range(24))
-    load = example(groups=groups, cache_in_host=True, sub_group_numel=10**9)
-    plan = make_plan(load, Budgets(PLENTY, 600 * MIB, PLENTY))
-    more = larger_budget(plan.status(0), free)
-    assert more is not None and 0 < more.saved < more.moved
-    saved = sum(plan.nvme_traffic()) - sum(
-        make_plan(load, replace(plan.budgets, host=more.host_budget)).nvme_traffic()
-    )
-    assert more.saved <= saved <= 1.25 * more.saved + 500 * MIB
-
-
-def step_shown(home: Path) -> int:
-    (run,) = Watch(home / "run").view().runs
-    return max(snapshot.step for snapshot in run.snapshots)
-
-
-def train(home: Path, host_budget: str, width: int, count: int) -> tuple[RankView, Callable[[], None]]:
-    """A real engine after ``count`` steps, as its page shows it, and its end."""
-    torch.manual_seed(0)
-    swap = {"device": "nvme", "nvme_path": str(home)}
-    engine = tiering.initialize(
-        model=GPT(width=width, layers=3, heads=4, sequence=16),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": 3, "offload_param": swap, "offload_optimizer": swap},
-            "tiering": {"host_budget": host_budget, "telemetry": {"dir": str(home / "run")}},
-        },
-    ).engine
-    tokens = torch.randint(256, (1, 17))
-    for _ in range(count):
-        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
-        engine.step()
-    until(lambda: step_shown(home) == count)
-    (run,) = Watch(home / "run").view().runs
-    (shown,) = run.ranks
-    return shown, engine.close
-
-
-def named_budget(shown: RankView) -> str:
-    (advice,) = [advice for advice in of(shown) if advice.code == "nvme-bound"]
-    named = re.search(r'set tiering.host_budget to "(\w+)"', advice.remedy)
-    assert named is not None, advice.remedy
-    return named[1]
-
-
-def on_nvme(shown: RankView) -> int:
-    assert shown.snapshot is not None
-    return sum(tier.used for tier in shown.snapshot.tiers if tier.name == "nvme")
-
-
-def test_an_engine_with_the_named_budget_has_nothing_on_nvme(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TIERING_DEVICE", "cpu")
-    shown, end = train(tmp_path, "3MiB", 128, 1)
-    end()
-    assert shown.snapshot is not None and on_nvme(shown) > 3 * MIB
-    # How long such a small model waits is the disk's mood: here most of the step is declared as stall.
-    waits = replace(shown, snapshot=replace(shown.snapshot, steps=steps(*[2.0] * 3, **bound)))
-    budget = named_budget(waits)
-    assert parse_size(budget) < 3 * on_nvme(shown)
-    then, end = train(tmp_path, budget, 128, 1)
-    end()
-    assert on_nvme(then) == 0
-
-
-@pytest.mark.slow
-def test_who_follows_the_advice_waits_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model with 120 MB of state, most of it on NVMe: its steps stall, and with the named budget they do not."""
-    monkeypatch.setenv("TIERING_DEVICE", "cpu")
-    shown, end = train(tmp_path, "64MiB", 640, 8)
-    end()
-    if "nvme-bound" not in {advice.code for advice in of(shown)}:
-        pytest.skip("this machine's disk keeps up with the model: there is nothing to advise")
-    then, end = train(tmp_path, named_budget(shown), 640, 8)
-    end()
-    assert on_nvme(then) == 0 < on_nvme(shown)
-    assert "nvme-bound" not in {advice.code for advice in of(then)}
 
 
 @settings(max_examples=40, deadline=None)

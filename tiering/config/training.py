@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from optim_cpu.formats import quantized
-from tiering._text import counted
 
+from .batch import resolve_batch
 from .fields import ALIGNMENT, Bytes, Count, Elements, Number, Section, format_size, parse_size, whole_number
 from .monitor import MonitorConfig
 from .optimizer import OptimizerConfig
@@ -24,7 +24,6 @@ from .scheduler import Schedule, SchedulerConfig
 
 __all__ = [
     "ALIGNMENT",
-    "Batch",
     "DistributedConfig",
     "IoConfig",
     "LeafModulesConfig",
@@ -41,7 +40,6 @@ __all__ = [
     "ZeroConfig",
     "format_size",
     "parse_size",
-    "resolve_batch",
     "whole_number",
 ]
 
@@ -449,55 +447,3 @@ class TieringConfig(Section):
                 f" whole update; set {fixed}, or step_in_backward to false"
             )
             yield "step_in_backward", reason
-
-
-class Batch(NamedTuple):
-    """Samples per optimizer step; samples per rank and forward pass; forward passes per step."""
-
-    train: int
-    micro: int
-    accumulation: int
-
-
-def resolve_batch(
-    train: int | None, micro: int | None, accumulation: int | None, world_size: int = 1
-) -> Batch:
-    """Completes the three batch numbers, by ``train = micro * accumulation * world_size``.
-
-    Two determine the third; ``train`` or ``micro`` alone implies accumulation 1. Raises ``ValueError`` with the
-    numbers if they contradict each other, do not divide, are not positive, or do not suffice.
-    """
-    names = (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-    )
-    numbers = dict(zip(names, (train, micro, accumulation), strict=True))
-    for name, value in numbers.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} must be positive, not {value}")
-    if train is None and micro is None:
-        raise ValueError("set train_batch_size or train_micro_batch_size_per_gpu; both are missing")
-    if train is None:
-        assert micro is not None
-        return Batch(micro * (accumulation or 1) * world_size, micro, accumulation or 1)
-    if micro is None:
-        accumulation = accumulation or 1
-        micro = train // (accumulation * world_size)
-    elif accumulation is None:
-        accumulation = train // (micro * world_size)
-    product = micro * accumulation * world_size
-    if train != product:
-        settings = ", ".join(f"{name} {value}" for name, value in numbers.items() if value is not None)
-        if None in numbers.values():
-            divisor = " x ".join(
-                f"{name} {value}" for name, value in list(numbers.items())[1:] if value is not None
-            )
-            reason = f"{train} cannot be divided by {divisor + ' x ' if divisor else ''}{counted(world_size, 'rank')}"
-        else:
-            reason = f"{micro} x {accumulation} x {counted(world_size, 'rank')} is {product}; set only two of the three"
-        raise ValueError(
-            f"{settings} with world size {world_size} do not agree: {reason} (train_batch_size is"
-            " train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size)"
-        )
-    return Batch(train, micro, accumulation)

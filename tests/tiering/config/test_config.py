@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from tiering.config.batch import Batch, resolve_batch
 from tiering.config.scheduler import PARAMS, Schedule
 from tiering.config.training import (
-    Batch,
     IoConfig,
     LossScaleConfig,
     OffloadConfig,
@@ -26,7 +26,6 @@ from tiering.config.training import (
     ZeroConfig,
     format_size,
     parse_size,
-    resolve_batch,
 )
 
 SCHEDULES: tuple[type[BaseModel], ...] = get_args(get_args(Schedule)[0])

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from tiering._remedies import CONFIGURED_VALUE
 from tiering._text import similar
+from tiering.config.batch import Batch, resolve_batch
 from tiering.config.ds_config.auto import UNSET, Filled, LoadContext, argument, missing_argument
 from tiering.config.ds_config.in_effect import description
 from tiering.config.ds_config.key_report import KeyEntry, Origin, brief
@@ -22,7 +23,7 @@ from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
 from tiering.config.ds_config.verdicts import KeyRule, KeyVerdict
 from tiering.config.optimizer import RULES, UNSUPPORTED_OPTIMIZERS
 from tiering.config.scheduler import PARAMS
-from tiering.config.training import Batch, TieringConfig, parse_size, resolve_batch, whole_number
+from tiering.config.training import TieringConfig, parse_size, whole_number
 
 _CLIPPING = 1.0
 """DeepSpeed's default since 0.19."""

@@ -14,14 +14,8 @@ from tiering.checkpoint.manifest import KEPT, Manifest, StoredParameter
 from tiering.config import ds_config
 from tiering.config.optimizer import RULES
 from tiering.errors import ConfigError
-from tiering.placement.workload import (
-    ITEMSIZES,
-    QUANTUM,
-    GroupSizes,
-    StateKept,
-    configured_state,
-    make_workload,
-)
+from tiering.placement.configured import StateKept, configured_state, make_workload
+from tiering.placement.workload import ITEMSIZES, QUANTUM, GroupSizes
 from tiering.planning.plan_report import ModelSize, PlanReport, report
 from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting

@@ -11,9 +11,10 @@ from itertools import product
 
 from tiering.config.fields import format_need
 from tiering.errors import PlacementError
+from tiering.placement.configured import OFFLOAD_TIERS
 from tiering.placement.placement import place
 from tiering.placement.plan import Budgets
-from tiering.placement.workload import OFFLOAD_TIERS, QUANTUM, GroupSizes, Tier, Workload
+from tiering.placement.workload import QUANTUM, GroupSizes, Tier, Workload
 from tiering.storage.arena import PAGE, round_up
 
 UNLIMITED = 1 << 60

@@ -21,16 +21,9 @@ from typing import NamedTuple
 from tiering._text import counted
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
+from tiering.placement.configured import configured_state, make_workload
 from tiering.placement.tenants import activations
-from tiering.placement.workload import (
-    ITEMSIZES,
-    PARAM_ALIGNMENT,
-    QUANTUM,
-    GroupSizes,
-    Workload,
-    configured_state,
-    make_workload,
-)
+from tiering.placement.workload import ITEMSIZES, PARAM_ALIGNMENT, QUANTUM, GroupSizes, Workload
 from tiering.planning.activations import Activations, of_decoder
 from tiering.planning.adapters import Adapters
 from tiering.planning.plan_report import ModelSize, PlanReport, report

@@ -10,7 +10,8 @@ import torch
 
 from tiering._version import __version__
 from tiering.config.training import TieringConfig
-from tiering.placement.workload import Tier, settle_dtypes
+from tiering.placement.configured import settle_dtypes
+from tiering.placement.workload import Tier
 from tiering.telemetry import ConfigurationStatus, Description, SettingStatus
 from zero3.device.tiers import Tiers
 from zero3.params.layout import product

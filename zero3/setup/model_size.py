@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from tiering.config.training import TieringConfig
+from tiering.placement.configured import StateKept, make_workload, settle_dtypes
 from tiering.placement.tenants import activations
-from tiering.placement.workload import GroupSizes, StateKept, Workload, make_workload, settle_dtypes
+from tiering.placement.workload import GroupSizes, Workload
 from zero3.device.storages import can_exchange
 from zero3.device.tiers import NvmePaths
 from zero3.params.grouping import GroupMembers, computes_backward, form_groups, leaf_modules

@@ -15,7 +15,8 @@ import tiering
 from tiering.config import ds_config
 from tiering.config.training import parse_size
 from tiering.errors import ConfigError
-from tiering.placement.workload import Tier, configured_state
+from tiering.placement.configured import configured_state
+from tiering.placement.workload import Tier
 from tiering.planning.adapters import Adapters
 from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting, usual_config, with_changes

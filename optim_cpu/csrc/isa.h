@@ -85,7 +85,7 @@ struct opt_reduction {
     int target_dtype, source_dtype, overwrite;
 };
 
-/* A part of a matrix that is decoded to dst, and its rows of the product with x. */
+/* A part of a matrix that is decoded to dst. */
 struct opt_part {
     const opt_matrix *matrix;
     uint64_t first_row, rows, first_column, columns;
@@ -93,22 +93,20 @@ struct opt_part {
     int dst_dtype;
 };
 
+/* y = x W^T, both in float32, or both in bfloat16.
+ *
+ * `least_scale`, for bfloat16, bounds the scales that instructions which flush subnormals may use: with a larger one, or
+ * 0, a product of a decoded weight with x is 0 or a multiple of the least normal float32, and so are sums. */
 struct opt_product {
     const opt_matrix *matrix;
-    const float *x;
-    float *y;
-    uint64_t x_rows;
-};
-
-/* x and y in bfloat16. `least_scale` bounds the scales that instructions which flush subnormals may use: with a larger one,
- * or 0, a product of a decoded weight with x is 0 or a multiple of the least normal float32, and so are sums. */
-struct opt_product_bf16 {
-    const opt_matrix *matrix;
-    const uint16_t *x;
-    uint16_t *y;
+    const void *x;
+    void *y;
     uint64_t x_rows;
     float least_scale;
 };
+
+/* Computes the outputs of rows [begin, end) of the matrix. */
+typedef void opt_product_function(const struct opt_product *product, uint64_t begin, uint64_t end);
 
 struct opt_kernels {
     const char *name;
@@ -122,16 +120,14 @@ struct opt_kernels {
     void (*block_squares)(const void *src, int dtype, uint64_t numel, double *block_sums);
     void (*quantize)(int format, uint8_t *codes, float *scales, const void *src, int src_dtype,
                      uint64_t numel, uint64_t block);
-    void (*dequantize)(const struct opt_part *part, uint64_t begin, uint64_t end);    /* rows of it */
-    void (*product)(const struct opt_product *product, uint64_t begin, uint64_t end); /* rows of the matrix */
-    void (*product_bf16)(const struct opt_product_bf16 *product, uint64_t begin, uint64_t end); /* as well */
+    void (*dequantize)(const struct opt_part *part, uint64_t begin, uint64_t end); /* rows of it */
+    opt_product_function *product, *product_bf16;
 };
 
 extern const struct opt_kernels opt_portable;
 #if defined(__x86_64__)
 extern const struct opt_kernels opt_avx2, opt_avx512;
-extern void (*const opt_avx512_bf16_product)(const struct opt_product_bf16 *product, uint64_t begin,
-                                             uint64_t end);
+extern opt_product_function *const opt_avx512_bf16_product;
 #elif defined(OPT_HAS_NEON)
 extern const struct opt_kernels opt_neon;
 #endif

@@ -113,11 +113,12 @@ INLINE void add_blocks(const opt_matrix *m, const int format, const uint64_t *ro
 }
 
 /* Sets the outputs of TOGETHER rows of W, fewer at the end, and x_rows rows of x. Returns 0 if a scale is small. */
-INLINE int multiply_directly(const struct opt_product_bf16 *p, const int format, uint64_t row, uint64_t end,
+INLINE int multiply_directly(const struct opt_product *p, const int format, uint64_t row, uint64_t end,
                              const int x_rows)
 {
     const opt_matrix *m = p->matrix;
     const uint64_t blocks = m->columns >> block_shift(m);
+    uint16_t *y = p->y;
     float scales[TOGETHER][SCALES];
     vf sum[TOGETHER][TOGETHER];
     uint64_t rows[TOGETHER];
@@ -138,12 +139,12 @@ INLINE int multiply_directly(const struct opt_product_bf16 *p, const int format,
     }
     for (int r = 0; r < x_rows; r++)
         for (int i = 0; i < TOGETHER; i++)
-            p->y[(uint64_t)r * m->rows + rows[i]] = to_bf16(fold(&sum[i][r], 1));
+            y[(uint64_t)r * m->rows + rows[i]] = to_bf16(fold(&sum[i][r], 1));
     return 1;
 }
 
 /* x has TOGETHER rows at most. */
-INLINE void multiply_few(const struct opt_product_bf16 *p, const int format, uint64_t begin, uint64_t end)
+INLINE void multiply_few(const struct opt_product *p, const int format, uint64_t begin, uint64_t end)
 {
     for (uint64_t row = begin; row < end; row += TOGETHER) {
         const int done = p->x_rows == 1   ? multiply_directly(p, format, row, end, 1)
@@ -155,20 +156,20 @@ INLINE void multiply_few(const struct opt_product_bf16 *p, const int format, uin
     }
 }
 
-static void multiply_nf4(const struct opt_product_bf16 *p, uint64_t begin, uint64_t end)
+static void multiply_nf4(const struct opt_product *p, uint64_t begin, uint64_t end)
 {
     multiply_few(p, OPT_NF4, begin, end);
 }
-static void multiply_int8(const struct opt_product_bf16 *p, uint64_t begin, uint64_t end)
+static void multiply_int8(const struct opt_product *p, uint64_t begin, uint64_t end)
 {
     multiply_few(p, OPT_INT8, begin, end);
 }
-static void multiply_fp8(const struct opt_product_bf16 *p, uint64_t begin, uint64_t end)
+static void multiply_fp8(const struct opt_product *p, uint64_t begin, uint64_t end)
 {
     multiply_few(p, OPT_FP8, begin, end);
 }
 
-static void product_avx512_bf16(const struct opt_product_bf16 *p, uint64_t begin, uint64_t end)
+static void product_avx512_bf16(const struct opt_product *p, uint64_t begin, uint64_t end)
 {
     const opt_matrix *m = p->matrix;
 
@@ -177,9 +178,9 @@ static void product_avx512_bf16(const struct opt_product_bf16 *p, uint64_t begin
         return;
     }
     for (uint64_t first = 0; first < p->x_rows; first += TOGETHER) {
-        struct opt_product_bf16 part = *p;
-        part.x += first * m->columns;
-        part.y += first * m->rows;
+        struct opt_product part = *p;
+        part.x = (const uint16_t *)p->x + first * m->columns;
+        part.y = (uint16_t *)p->y + first * m->rows;
         part.x_rows = p->x_rows - first < TOGETHER ? p->x_rows - first : TOGETHER;
         if (m->format == OPT_NF4)
             multiply_nf4(&part, begin, end);
@@ -194,7 +195,6 @@ static void product_avx512_bf16(const struct opt_product_bf16 *p, uint64_t begin
 #pragma clang attribute pop
 #endif
 
-void (*const opt_avx512_bf16_product)(const struct opt_product_bf16 *product, uint64_t begin,
-                                      uint64_t end) = product_avx512_bf16;
+opt_product_function *const opt_avx512_bf16_product = product_avx512_bf16;
 
 #endif

@@ -323,7 +323,7 @@ int opt_dequantize(intptr_t dst, int dst_dtype, const opt_matrix *matrix, int64_
 }
 
 struct product_run {
-    const struct opt_kernels *kernels;
+    opt_product_function *function;
     struct opt_product product;
     uint64_t tile_rows;
 };
@@ -333,43 +333,7 @@ static void product_tile(void *context, uint64_t tile)
     const struct product_run *run = context;
     uint64_t begin = tile * run->tile_rows, left = run->product.matrix->rows - begin;
 
-    run->kernels->product(&run->product, begin, begin + (left < run->tile_rows ? left : run->tile_rows));
-}
-
-int opt_quantized_product(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix)
-{
-    if (!is_count(rows))
-        return opt_refuse("rows" COUNT_RULE);
-    if (!rows || !matrix->rows)
-        return 0;
-    if (!is_address(y, sizeof(float)))
-        return opt_refuse("y" ADDRESS_RULE);
-    if (matrix->columns && !is_address(x, sizeof(float)))
-        return opt_refuse("x" ADDRESS_RULE);
-
-    struct product_run run = {
-        opt_selected(),
-        {.matrix = matrix, .x = (const float *)x, .y = (float *)y, .x_rows = (uint64_t)rows},
-        matrix->columns ? rows_of_tile(matrix->columns) : TILE,
-    };
-    if (!run.kernels)
-        return -ENOTSUP;
-    opt_pool_run(product_tile, &run, (matrix->rows + run.tile_rows - 1) / run.tile_rows);
-    return 0;
-}
-
-struct product_bf16_run {
-    const struct opt_kernels *kernels;
-    struct opt_product_bf16 product;
-    uint64_t tile_rows;
-};
-
-static void product_bf16_tile(void *context, uint64_t tile)
-{
-    const struct product_bf16_run *run = context;
-    uint64_t begin = tile * run->tile_rows, left = run->product.matrix->rows - begin;
-
-    run->kernels->product_bf16(&run->product, begin, begin + (left < run->tile_rows ? left : run->tile_rows));
+    run->function(&run->product, begin, begin + (left < run->tile_rows ? left : run->tile_rows));
 }
 
 /* The bits of 2^exponent as float32. */
@@ -382,7 +346,7 @@ static float power_of_two(int exponent)
     return power;
 }
 
-/* See struct opt_product_bf16. If |x| >= 2^a and |w| >= 2^b, x * w is a multiple of 2^(a + b - 14), because a bfloat16 has
+/* See struct opt_product. If |x| >= 2^a and |w| >= 2^b, x * w is a multiple of 2^(a + b - 14), because a bfloat16 has
  * eight places; this must be 2^-126 at least. A value of a code is 0, or at least 2^-9 (FP8). w must not be subnormal. */
 static float least_scale(const uint16_t *x, uint64_t numel)
 {
@@ -392,39 +356,49 @@ static float least_scale(const uint16_t *x, uint64_t numel)
         uint16_t order = (uint16_t)(2 * x[i] - 1); /* that of the magnitudes, but 0 is the last */
         least = order < least ? order : least;
     }
-    int exponent =
-        (least + 1) / 2 >> 7; /* with the bias of 127, 0 if subnormal; infinity's at most, or one more */
+    /* With the bias of 127: 0 if subnormal; that of infinity at most, or one more. */
+    int exponent = (least + 1) / 2 >> 7;
 
     if (!exponent)
         return __builtin_inff();
     return power_of_two(exponent > 141 ? -117 : 24 - exponent);
 }
 
-int opt_quantized_product_bf16(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix)
+/* The product with x and y in float32 or bfloat16. */
+static int multiply(intptr_t y, intptr_t x, int dtype, int64_t rows, const opt_matrix *matrix)
 {
     if (!is_count(rows))
         return opt_refuse("rows" COUNT_RULE);
     if (!rows || !matrix->rows)
         return 0;
-    if (!is_address(y, sizeof(uint16_t)))
+    if (!is_address(y, opt_element_size(dtype)))
         return opt_refuse("y" ADDRESS_RULE);
-    if (matrix->columns && !is_address(x, sizeof(uint16_t)))
+    if (matrix->columns && !is_address(x, opt_element_size(dtype)))
         return opt_refuse("x" ADDRESS_RULE);
 
-    const uint64_t most = matrix->columns ? rows_of_tile(matrix->columns) : TILE;
-    struct product_bf16_run run = {
-        opt_selected(),
-        {
-            .matrix = matrix,
-            .x = (const uint16_t *)x,
-            .y = (uint16_t *)y,
-            .x_rows = (uint64_t)rows,
-            .least_scale = least_scale((const uint16_t *)x, (uint64_t)rows * matrix->columns),
-        },
-        (most + PANELS - 1) / PANELS * PANELS,
-    };
-    if (!run.kernels)
+    const struct opt_kernels *kernels = opt_selected();
+    if (!kernels)
         return -ENOTSUP;
-    opt_pool_run(product_bf16_tile, &run, (matrix->rows + run.tile_rows - 1) / run.tile_rows);
+    struct product_run run = {
+        kernels->product,
+        {.matrix = matrix, .x = (const void *)x, .y = (void *)y, .x_rows = (uint64_t)rows},
+        matrix->columns ? rows_of_tile(matrix->columns) : TILE,
+    };
+    if (dtype == OPT_BF16) {
+        run.function = kernels->product_bf16;
+        run.product.least_scale = least_scale(run.product.x, (uint64_t)rows * matrix->columns);
+        run.tile_rows = (run.tile_rows + PANELS - 1) / PANELS * PANELS;
+    }
+    opt_pool_run(product_tile, &run, (matrix->rows + run.tile_rows - 1) / run.tile_rows);
     return 0;
+}
+
+int opt_quantized_product(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix)
+{
+    return multiply(y, x, OPT_FP32, rows, matrix);
+}
+
+int opt_quantized_product_bf16(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix)
+{
+    return multiply(y, x, OPT_BF16, rows, matrix);
 }

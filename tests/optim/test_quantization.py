@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from mmap import mmap
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -69,9 +75,70 @@ def test_products_are_those_with_the_decoded_weight(
         assert weight.product(x).dtype is weight.transposed_product(y).dtype is dtype
         strided = torch.cat((x, x), 1)[:, :384]
         assert torch.equal(weight.product(strided), weight.product(x))
-        threads = kernels.thread_count()
-        kernels.set_thread_count(threads + 1)
-        assert torch.equal(weight.product(x), weight.product(x.clone()))
+        before = weight.product(x)
+        kernels.set_thread_count(kernels.thread_count() + 1)
+        assert torch.equal(weight.product(x), before)
+
+
+class Meeting(Weight):
+    """A weight that two threads multiply at once: both have decoded a part of theirs when the first one multiplies."""
+
+    barrier = threading.Barrier(2)
+
+    def decoded(self, *args: Any, **kwargs: Any) -> Tensor:
+        values = super().decoded(*args, **kwargs)
+        self.barrier.wait(60)
+        return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_threads_decode_to_memory_of_their_own(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "CHUNK", 64 * 384)  # several chunks
+    form = quantized("int8")
+    weights = [Meeting(form, *form.encode(torch.randn(200, 384) + bias)) for bias in (-1, 1)]
+    x, y = torch.randn(65, 384).to(dtype), torch.randn(65, 200).to(dtype)
+    with ThreadPoolExecutor(2) as pool:
+        products = list(pool.map(lambda weight: (weight.product(x), weight.transposed_product(y)), weights))
+    for weight, (product, transposed) in zip(weights, products, strict=True):
+        alone = Weight(form, weight._codes, weight._scales)
+        assert torch.equal(product, alone.product(x))
+        assert torch.equal(transposed, alone.transposed_product(y))
+
+
+def test_memory_of_decoded_weights_stays_with_its_thread_and_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+    mappings: list[weakref.ref[mmap]] = []
+
+    def noted(descriptor: int, nbytes: int, *, flags: int) -> mmap:
+        pages = mmap(descriptor, nbytes, flags=flags)
+        sizes.append(nbytes)
+        mappings.append(weakref.ref(pages))
+        return pages
+
+    def multiply() -> None:
+        # The smallest mapping has room for a chunk: the second and the last two products need no other.
+        for rows, dtype in (
+            (8, torch.bfloat16),
+            (64, torch.bfloat16),
+            (64, torch.float32),
+            (8, torch.bfloat16),
+            (0, torch.float32),
+        ):
+            encoded(form, (rows, 384))[1].product(torch.ones(65, 384, dtype=dtype))
+        assert [pages() is None for pages in mappings] == [True, False]
+
+    monkeypatch.setattr(quantization.mmap, "mmap", noted)
+    monkeypatch.setattr(quantization, "CHUNK", 64 * 384)
+    form = quantized("int8")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(multiply).result()
+        pool.submit(multiply).result()
+    assert sizes == [64 * 384 * 2, 64 * 384 * 4]
+    assert [pages() for pages in mappings] == [None, None]
 
 
 def test_the_bytes_per_weight_are_those_of_qlora() -> None:

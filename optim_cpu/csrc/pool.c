@@ -18,7 +18,8 @@
  * even on large machines, and a small job does not wake workers that it has no room for.
  *
  * Some kernels wake a worker on the CPU of its caller, even if others are idle, and move it only at a later tick of the
- * scheduler, after milliseconds. Such a worker moves to another CPU itself.
+ * scheduler, after milliseconds. Such a worker moves to another CPU itself: for the time of the job, the CPU is not in
+ * its affinity mask. If somebody else changes the mask meanwhile, that mask stays.
  *
  * Signals are blocked in workers, because the interpreter's threads handle them; except the signals of a thread's own
  * fault, which Python's faulthandler reports.
@@ -141,6 +142,16 @@ static int leave_cpu(int cpu, cpu_set_t *before)
     return CPU_COUNT(&others) && !sched_setaffinity(0, sizeof others, &others);
 }
 
+/* Restore the mask `before` if the present one is still that of leave_cpu(). Another one, as of taskset, stays. */
+static void allow_cpu(int cpu, const cpu_set_t *before)
+{
+    cpu_set_t now, others = *before;
+
+    CPU_CLR((size_t)cpu, &others);
+    if (!sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(&now, &others))
+        sched_setaffinity(0, sizeof *before, before);
+}
+
 static void *worker(void *unused)
 {
     cpu_set_t before;
@@ -161,7 +172,7 @@ static void *worker(void *unused)
         int left = leave_cpu(job->cpu, &before);
         work_on(job, thread);
         if (left)
-            sched_setaffinity(0, sizeof before, &before);
+            allow_cpu(job->cpu, &before);
         pthread_mutex_lock(&pool.mutex);
         /* All tiles are claimed: another worker would join for nothing, and delay the caller. */
         job->room = 0;

@@ -6,6 +6,8 @@
  * and for races.
  */
 
+#define _GNU_SOURCE /* CPU_SET, gettid */
+
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -103,7 +105,7 @@ static uint64_t reduce_many(int pair, int64_t numel)
 /* A matrix of `rows` rows, encoded, decoded in part and multiplied. */
 static uint64_t quantize_and_multiply(int format, int64_t rows)
 {
-    enum { COLUMNS = 192, BLOCK = 64, X_ROWS = 3, MANY_X_ROWS = 41 };
+    enum { COLUMNS = 576, BLOCK = 64, X_ROWS = 3, MANY_X_ROWS = 41 };
     int64_t numel = rows * COLUMNS, scales = numel / BLOCK, groups = (scales + 255) / 256;
     uint64_t seed = (uint64_t)format, left;
     struct array src = make_array(&seed, OPT_BF16, numel, TAME, 0);
@@ -210,6 +212,43 @@ static void require_all_to_join(void)
     }
 }
 
+enum { PINNED = 4 };
+
+struct pinned {
+    atomic_int missing;
+    cpu_set_t mask;
+    pid_t threads[PINNED];
+};
+
+/* Changes the affinity mask of its thread, as a user may at any time. */
+static void pin_thread(void *context, uint64_t tile)
+{
+    struct pinned *pinned = context;
+
+    pinned->threads[tile] = gettid();
+    REQUIRE(!sched_setaffinity(0, sizeof pinned->mask, &pinned->mask));
+    wait_for_all(&pinned->missing, tile);
+}
+
+/* A worker that has left the CPU of its caller restores its mask, but not over one that was set meanwhile. */
+static void require_masks_to_stay(void)
+{
+    cpu_set_t all, mask;
+
+    REQUIRE(!sched_getaffinity(0, sizeof all, &all) && !opt_set_thread_count(PINNED));
+    for (int i = 0; i < 200; i++) {
+        struct pinned pinned = {.missing = PINNED};
+        CPU_SET((size_t)sched_getcpu(), &pinned.mask);
+        REQUIRE(!sched_setaffinity(0, sizeof pinned.mask, &pinned.mask));
+        opt_pool_run(pin_thread, &pinned, PINNED);
+        for (int j = 0; j < PINNED; j++) {
+            REQUIRE(!sched_getaffinity(pinned.threads[j], sizeof mask, &mask));
+            REQUIRE(CPU_EQUAL(&mask, &pinned.mask));
+            REQUIRE(!sched_setaffinity(pinned.threads[j], sizeof all, &all));
+        }
+    }
+}
+
 /* A child has no workers at first, and starts its own. */
 static void run_in_child(uint64_t expected)
 {
@@ -234,6 +273,7 @@ int main(void)
     REQUIRE(!opt_set_instruction_set("portable") && !opt_set_thread_count(1));
     work(&expected);
     require_all_to_join();
+    require_masks_to_stay();
     run_callers(expected);
     require_all_to_join();
 #if !defined(__SANITIZE_THREAD__) /* which does not support threads started after a fork */

@@ -21,6 +21,7 @@ from tests.zero3.plain import least_budgets, starved_soon
 from tiering.errors import ConfigError
 from tiering.telemetry import Snapshot
 from zero3.engine.engine import Engine
+from zero3.loop.step import BackwardEvents
 from zero3.passes import moved_activations
 from zero3.passes.schedule import PassSchedule
 
@@ -358,6 +359,21 @@ def test_the_head_is_fetched_once_per_pass(
         runs[rows] = [step.read_bytes for step in snapshot.steps]
     assert runs[3] == runs[ROWS_OF_A_BATCH]
     assert min(runs[3]) > 0
+
+
+def test_the_head_is_updated_before_the_blocks(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunks count as one forward: a group that is called more than once waits for the end of backward."""
+    done, on_group_done = [], BackwardEvents.on_group_done
+
+    def noted(events: BackwardEvents, group: Any, final: bool) -> None:
+        done.append((group.name, final))
+        on_group_done(events, group, final)
+
+    monkeypatch.setattr(BackwardEvents, "on_group_done", noted)
+    trained(start(3, step_in_backward=True, clip=0.0, threshold=0, **STREAMED), steps=1)
+    assert done[0] == ("head", True)
 
 
 def test_the_smallest_budgets_have_room(start: Callable[..., Engine]) -> None:

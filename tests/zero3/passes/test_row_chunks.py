@@ -422,6 +422,28 @@ def test_an_output_that_all_rows_share_gets_its_gradient_once(start: Start) -> N
     torch.testing.assert_close(*gradients)
 
 
+def test_an_output_without_a_graph_has_none_in_chunks(start: Start) -> None:
+    class Measuring(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+            return self.up(stream), stream.detach().abs()
+
+    class Measured(Stack):
+        def forward(self, stream: Tensor, *args: Any) -> Tensor:
+            for block in self.blocks:
+                stream, size = block(stream)
+                outputs.append((stream.requires_grad, size.requires_grad))
+            return stream.square().sum()
+
+    outputs: list[tuple[bool, bool]] = []
+    engine = start(Measured(Measuring), precision="fp32", accumulation=1, block_rows=2)
+    engine.backward(engine(next(inputs(1))))
+    assert outputs == 3 * [(True, False)]
+
+
 def test_arguments_that_cannot_be_divided_are_named(begin: Callable[..., Engine]) -> None:
     engine = begin(Biased, block_rows=2)
     (stream,) = inputs(1)

@@ -30,6 +30,7 @@ class Call:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Collection[int] = ()) -> None:
         """``whole``: positions among the tensors of those that are known to have no rows."""
+        self._whole = whole
         leaves, self._structure = pytree.tree_flatten((args, kwargs), is_leaf=_is_plain_sequence)
         self._at = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.tensors: list[Tensor] = [leaves[position] for position in self._at]
@@ -85,15 +86,14 @@ class Call:
             for position, tensor in enumerate(tensors)
         ]
 
-    def without(self, positions: Iterable[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with None at ``positions`` among all leaves."""
-        leaves = list(self._others)
-        for position, tensor in zip(self._at, self.tensors, strict=True):
-            leaves[position] = tensor
+    def drop(self, positions: Iterable[int]) -> None:
+        """Put None in the place of the arguments at ``positions`` of all leaves, which are not tensors."""
         for position in positions:
-            leaves[position] = None
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        return args, kwargs
+            self._others[position] = None
+
+    def passing_whole(self, positions: Collection[int]) -> Call:
+        """The same call, in which the tensors at ``positions`` among the tensors are passed whole."""
+        return Call(*self.arguments(self.tensors), {*self._whole, *positions})
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call with ``tensors`` in the place of its own."""

@@ -64,20 +64,19 @@ class RowCheck:
         # Positions of tensors that were seen without rows, by the numbers of dimensions of all tensors.
         self._whole: dict[tuple[int, ...], frozenset[int]] = {}
 
-    def divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Findings]:
-        """The arguments as they are divided. ConfigError if the block cannot run over chunks of them."""
-        call = Call(args, kwargs)
+    def divide(self, call: Call) -> tuple[Call, Findings]:
+        """``call`` as it is divided. ConfigError if the block cannot run over chunks of it."""
         whole = self._whole.get(call.dims, frozenset())
         if whole & call.divided:
             # By chance, it has as many elements as there are rows now.
-            call = Call(args, kwargs, whole)
+            call = call.passing_whole(whole)
         key = self._key(call)
         if key in self._refused:
             raise ConfigError(self._refused[key])
         if key not in self._passed:
             try:
                 self._refuse_statistics()
-                call, findings = self._checked(call, args, kwargs)
+                call, findings = self._checked(call)
             except ConfigError as error:
                 self._refused[key] = error.message
                 raise
@@ -104,14 +103,14 @@ class RowCheck:
                     " LayerNorm, or remove block_rows"
                 )
 
-    def _checked(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Findings]:
+    def _checked(self, call: Call) -> tuple[Call, Findings]:
         result = self._try(call)
         if isinstance(result, Findings):
             return call, result
         # An argument beside the first one may have as many elements as there are rows by chance.
         for position in sorted(call.divided)[1:]:
             whole = frozenset({position})
-            other = Call(args, kwargs, whole)
+            other = call.passing_whole(whole)
             findings = self._try(other)
             if isinstance(findings, Findings):
                 self._note_whole(other, whole)

@@ -245,7 +245,8 @@ class ChunkedBlock:
                 "block_rows: the forward of block %r is not compiled; compile the modules inside of it instead",
                 self.name,
             )
-        return self._check.divide(*(call.without(caches) if caches else (args, kwargs)))
+        call.drop(caches)
+        return self._check.divide(call)
 
     def run(self, call: Call, findings: Findings, states: list[RandomState] | None = None) -> Joined:
         """The output for all rows; adds to ``states`` the random numbers' state at the beginning of each chunk."""

@@ -122,9 +122,7 @@ def connect(
     with_slices = [*parts.groups, *(each for group in parts.groups for each in group.slices)]
     moved = _moved_activations(model, config, parts.tiers, with_slices)
     schedule = PassSchedule(with_slices, prefetcher, parts.sink, events, parts.tiers.timeline, moved)
-    rows = config.tiering.block_rows
-    alone = parts.collectives is None
-    chunks = [] if rows is None else [RowChunks(model, parts.groups, schedule, rows, alone=alone)]
+    chunks = _row_chunks(model, config, parts, schedule)
     handles = [*hooks.install(model, parts.groups, schedule), *chunks]
 
     ready = Readiness(
@@ -183,6 +181,15 @@ def _moved_activations(
     on_nvme = Tier.NVME in tiers.plan.tiers[ACTIVATIONS]
     kept = KeptActivations(room_on(tiers, memory.capacity // IN_FLIGHT_SHARE)) if place == "auto" else None
     return MovedActivations(tiers, memory, model, groups, on_nvme=on_nvme, kept=kept)
+
+
+def _row_chunks(
+    model: nn.Module, config: TieringConfig, parts: Assembly, schedule: PassSchedule
+) -> list[RowChunks]:
+    """What lets blocks run over chunks of rows; nothing if they compute all rows at once."""
+    rows = config.tiering.block_rows
+    alone = parts.collectives is None
+    return [] if rows is None else [RowChunks(model, parts.groups, schedule, rows, alone=alone)]
 
 
 def _room_for_expert(parts: Assembly) -> Callable[[], Room | None] | None:

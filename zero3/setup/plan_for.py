@@ -21,7 +21,7 @@ from tiering.config.training import IoConfig, TieringConfig
 from tiering.errors import ConfigError, WeightsError
 from tiering.placement.workload import ITEMSIZES, Workload
 from tiering.planning import measure
-from tiering.planning.activations import Activations
+from tiering.planning.activations import Activations, ActivationsOf
 from tiering.planning.adapters import Adapters
 from tiering.planning.measure import Measurement, quietly
 from tiering.planning.plan_report import ModelSize, PlanReport, report
@@ -127,15 +127,27 @@ def plan_for(
         in_place = find_in_place(sized, stored, settings, World(size=world_size), None)
     finally:
         wrapped.join()
-    shape = None if isinstance(model, nn.Module) else _decoder(built, params)
-    if shape is not None:
-        itemsize = ITEMSIZES[settings.precision]
-        size = replace(size, activations=partial(shape.activations, itemsize=itemsize, adapters=adapters))
-    if batch is not None:
-        saved = saved_bytes_of(built, settings, batch)
-        if saved is not None:
-            size = replace(size, activations=lambda setting: Activations(None, saved, 0, 0, 0))
+    activations = None if batch is None else _of_batch(built, settings, batch)
+    if activations is None and not isinstance(model, nn.Module):
+        activations = _of_decoder(built, params, settings, adapters)
+    size = replace(size, activations=activations)
     return report(size, in_place.applied_to(sized.workload), settings, setting, rates or Rates())
+
+
+def _of_batch(model: nn.Module, settings: TieringConfig, batch: Any) -> ActivationsOf | None:
+    """The activations of ``model`` as a forward of ``batch`` counts them; None if it cannot run."""
+    saved = saved_bytes_of(model, settings, batch)
+    return None if saved is None else lambda setting: Activations(None, saved, 0, 0, 0)
+
+
+def _of_decoder(
+    model: nn.Module, params: int, settings: TieringConfig, adapters: Adapters | None
+) -> ActivationsOf | None:
+    """The activations of ``model`` by the formulas of a decoder; None if it is not one that they describe."""
+    shape = _decoder(model, params)
+    if shape is None:
+        return None
+    return partial(shape.activations, itemsize=ITEMSIZES[settings.precision], adapters=adapters)
 
 
 def _decoder(model: nn.Module, params: int) -> Decoder | None:

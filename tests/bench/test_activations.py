@@ -65,9 +65,12 @@ def test_what_is_swapped_is_what_was_saved_first() -> None:
 
 
 def swapping(seconds: float = 1.0, written: int = SWAPPED, read: int = SWAPPED, peak: int = 0) -> Measured:
-    """Two rounds of a side with budgets of 100 MiB and a baseline of 10 MiB, beside which fio moves 366 MiB/s."""
-    counted = {"read": float(read), "written": float(written), "stalled": 0.0}
-    facts = {"planned_read": 0, "planned_written": 0, "owned": 100 * MIB, "baseline": 10 * MIB}
+    """Two rounds of a side with budgets of 100 MiB and a baseline of 10 MiB, beside which fio moves 366 MiB/s.
+
+    Its state moves some bytes, too, as planned.
+    """
+    counted = {"read": read + 7.0, "written": written + 5.0, "stalled": 0.0}
+    facts = {"planned_read": 7, "planned_written": 5, "owned": 100 * MIB, "baseline": 10 * MIB}
     rounds = [a_round(seconds, steps=1, counted=counted)] * 2
     disk = [RunReading(SWAPPED // 2, SWAPPED // 2, 1.0, 0.1)] * 2
     return Measured(sides.ON_NVME, facts, rounds, (0, peak), disk)

@@ -80,18 +80,40 @@ def test_the_formula_is_what_autograd_saves(dtype: torch.dtype, checkpointed: bo
     assert sizes.block == (whole.blocks // SHAPE.layers if checkpointed else 0)
 
 
-@pytest.mark.parametrize(("modules", "fewer"), [(None, 4), (("q_proj", "v_proj"), 8)])
-def test_frozen_layers_save_less(modules: tuple[str, ...] | None, fewer: int) -> None:
-    """Quotients of the two norms; without adapters on the MLP also its input and its product."""
+@pytest.mark.parametrize(
+    ("modules", "fewer", "product"),
+    [
+        (None, 4 * SHAPE.hidden, 0),
+        (("q_proj", "v_proj"), 6 * SHAPE.hidden, 2 * SHAPE.intermediate),
+        (("down_proj",), 8 * SHAPE.hidden, 0),
+    ],
+)
+def test_frozen_layers_save_less(modules: tuple[str, ...] | None, fewer: int, product: int) -> None:
+    """Quotients of the two norms; without adapters on their layers also the inputs and the product of the MLP."""
     setting = Setting(tokens=100)
     trained, frozen = (
         SHAPE.activations(setting, itemsize=2, adapters=adapters) for adapters in (None, Adapters(8, modules))
     )
-    product = 2 * SHAPE.intermediate if modules else 0
-    per_block = (fewer - 2 * bool(modules)) * SHAPE.hidden + product
-    assert trained.blocks - frozen.blocks == 100 * SHAPE.layers * per_block
+    assert trained.blocks - frozen.blocks == 100 * SHAPE.layers * (fewer + product)
     # The last norm, and the input of the frozen head.
     assert trained.loss - frozen.loss == 100 * 2 * 2 * SHAPE.hidden
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(2000, 1024), (100, 100)])
+@pytest.mark.parametrize("adapters", [None, Adapters(8, None)])
+def test_the_loss_in_chunks_makes_the_logits_of_one(
+    tokens: int, rows: int, adapters: Adapters | None
+) -> None:
+    whole, chunked = (
+        SHAPE.activations(Setting(tokens=tokens, loss_chunk=chunk), itemsize=2, adapters=adapters)
+        for chunk in (0, 1024)
+    )
+    logits = SHAPE.vocabulary * rows * (2 + 3 * 4)
+    # A trained head has a gradient in bf16, and the sum of those of the chunks in fp32.
+    head = 0 if adapters else SHAPE.vocabulary * SHAPE.hidden * (2 + 4)
+    assert chunked.beside_loss == logits + 2 * tokens * SHAPE.hidden + head
+    assert whole.beside_loss == 2 * 4 * tokens * SHAPE.vocabulary
+    assert whole.loss - chunked.loss == 4 * tokens * SHAPE.vocabulary
 
 
 def test_a_large_model_with_a_long_micro_batch_is_refused(plan: Plan) -> None:
@@ -134,6 +156,21 @@ def test_what_is_in_use_is_not_offered(plan: Plan) -> None:
     assert {"checkpointing": True} in alone and {"tiering.activations": "auto"} in alone
     moved = [offer["change"] for offer in answered(plan, *LONG, "--activations=nvme")["remedies"]]
     assert moved and not any("tiering.activations" in change for change in moved)
+    # NVMe has room for what host memory has not.
+    limited = [offer["change"] for offer in answered(plan, *LONG, "--activations=host")["remedies"]]
+    assert {"tiering.activations": "auto", "loss_chunk": 1024} in limited
+    in_use = [*LONG, "--activations=auto", "--chunked-loss", "--tokens=262144"]
+    assert [set(offer["change"]) for offer in answered(plan, *in_use)["remedies"]] == [{"tokens"}]
+
+
+def test_no_more_changes_than_needed_are_offered_and_fewer_tokens_by_whole_sequences(plan: Plan) -> None:
+    asked = ["--params=7B", "--profile=rtx4090", "--micro-batches=1", "--tokens=8000", "--sequence=1000"]
+    changes = [offer["change"] for offer in answered(plan, *asked)["remedies"]]
+    assert changes == [{"tiering.activations": "auto"}, {"checkpointing": True}, {"tokens": 3000}]
+    changes = [offer["change"] for offer in answered(plan, *BIG)["remedies"]]
+    fewer = [change for change in changes if "tokens" in change]
+    assert [set(change) - {"tokens"} for change in fewer] == [set(), {"tiering.activations", "loss_chunk"}]
+    assert fewer[0]["tokens"] < fewer[1]["tokens"]
 
 
 def test_host_memory_that_is_too_small_for_activations_is_offered_more(plan: Plan, tmp_path: Path) -> None:
@@ -150,7 +187,10 @@ def test_host_memory_that_is_too_small_for_activations_is_offered_more(plan: Pla
         if "tiering.activations" in each["change"]
     )
     budget = change["tiering.activation_budget"]
-    assert plan(*asked, "--activations=auto")[0] == 1
+    told = answered(plan, *asked, "--activations=auto")
+    assert not told["fits"] and {"tiering.activation_budget": budget} in [
+        offer["change"] for offer in told["remedies"]
+    ]
     assert plan(*asked, "--activations=auto", f"--activation-budget={budget}")[0] == 0
 
 
@@ -189,9 +229,12 @@ def test_without_a_gpu_nothing_is_refused(plan: Plan) -> None:
     assert told["activations"]["on_device"] > GIB
 
 
-def placed(place_: str, tokens: int, gpu: int, **settings: Any) -> tuple[Workload, PlacedActivations]:
+def placed(
+    place_: str, tokens: int, gpu: int | None, micro_batches: int = 1, **settings: Any
+) -> tuple[Workload, PlacedActivations]:
     setting = Setting(gpu_memory=gpu, tokens=tokens, **settings)
-    config = with_changes(usual_config(Path()), tiers={"activations": place_, "activation_budget": 64 << 20})
+    tiers = {"activations": place_, "activation_budget": 64 << 20}
+    config = with_changes(usual_config(Path()), micro_batches=micro_batches, tiers=tiers)
     load = load_of(SHAPE, config, setting)
     sizes = SHAPE.activations(setting, itemsize=2)
     return with_activations(load, place(load, BUDGETS), config, setting, sizes)
@@ -217,6 +260,10 @@ def test_what_moves_is_enough_or_refused(
         assert not found.moved or fewer > found.room or found.on_device > found.room
     if place_ == "device":
         assert found.moved == 0
+    if place_ == "host":
+        assert (found.moved, found.swapped) == (min(sizes.saved, 64 << 20), 0)
+    if place_ == "nvme":
+        assert (found.moved, found.swapped) == (sizes.saved, max(0, sizes.saved - (32 << 20)))
     if found.on_device > found.room:
         # Nothing that can leave is left.
         assert place_ != "auto" or found.moved == sizes.blocks
@@ -228,9 +275,18 @@ def test_what_moves_is_enough_or_refused(
     assert read["activations"] == written["activations"] == found.swapped * load.micro_batches
 
 
-def test_copies_take_the_link_and_the_drives() -> None:
-    load, found = placed("nvme", 50_000, 4 << 30, checkpointed=True)
-    still = load_of(SHAPE, usual_config(Path()), Setting(gpu_memory=4 << 30))
+def test_on_a_cpu_the_device_budget_has_room_for_what_stays() -> None:
+    load, found = placed("auto", 20_000, None)
+    room = BUDGETS.device - place(replace(load, others=()), BUDGETS).total(Tier.DEVICE)
+    assert found.room is None
+    assert 0 < found.moved == found.sizes.on_device() - room < found.sizes.blocks
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_copies_take_the_link_and_the_drives(micro_batches: int) -> None:
+    load, found = placed("nvme", 50_000, 4 << 30, micro_batches, checkpointed=True)
+    usual = with_changes(usual_config(Path()), micro_batches=micro_batches, tiers={})
+    still = load_of(SHAPE, usual, Setting(gpu_memory=4 << 30))
     profile = PROFILES["rtx4090"]
     rates = replace(profile.rates(load), flops=1e30, device_memory=1e30)
     moving, staying = (
@@ -242,10 +298,10 @@ def test_copies_take_the_link_and_the_drives() -> None:
         link = moving.phases[phase].busy[MachinePart.DEVICE_LINK]
         assert link > staying.phases[phase].busy[MachinePart.DEVICE_LINK] or phase == 0
         more = moving.phases[phase].busy[drive] - staying.phases[phase].busy[drive]
-        assert rate is not None and more == pytest.approx(found.swapped / rate)
+        assert rate is not None and more == pytest.approx(micro_batches * found.swapped / rate)
     assert rates.device_link is not None
     forward = moving.phases[0].busy[MachinePart.DEVICE_LINK]
-    assert forward == pytest.approx(found.moved / rates.device_link)
+    assert forward == pytest.approx(micro_batches * found.moved / rates.device_link)
 
 
 def test_the_most_on_the_device_is_in_the_loss_or_in_a_block() -> None:

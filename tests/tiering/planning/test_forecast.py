@@ -12,7 +12,7 @@ from tests.tiering.workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, budgets, 
 from tiering.errors import ConfigError
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
-from tiering.placement.workload import GroupSizes, Tier, Workload
+from tiering.placement.workload import GroupSizes, Tenant, TenantPiece, Tier, Workload
 from tiering.planning.forecast import HIDDEN, Forecast, MachinePart, forecast
 from tiering.planning.rates import Rates
 
@@ -137,6 +137,27 @@ def test_ranks_collect_whole_gradients_before_they_keep_a_part(stage: int, shard
     load = example(stage=stage, world_size=4, micro_batches=3, reduce_itemsize=2, offload_param=DEVICE)
     estimate = forecast(plan_of(load), EACH_ONE, tokens=1)
     assert busy(estimate, MachinePart.HOST_MEMORY) == (0, 3 * TRAINED + shard_bytes, 0)
+
+
+def test_the_gradients_of_each_chunk_of_rows_are_accumulated() -> None:
+    fast = replace(EACH_ONE, flops=1e30)
+    estimate = forecast(plan_of(example()), fast, tokens=1, chunks=3)
+    assert busy(estimate, MachinePart.COMPUTE) == (2 * TRAINED, (2 + 3 * 2) * TRAINED, 0)
+    assert busy(estimate, MachinePart.HOST_MEMORY) == (0, 3 * TRAINED, 0)
+    ranks = plan_of(example(stage=2, world_size=4, micro_batches=2, reduce_itemsize=2, offload_param=DEVICE))
+    one, three = (forecast(ranks, fast, tokens=1, chunks=chunks) for chunks in (1, 3))
+    more = busy(three, MachinePart.HOST_MEMORY)[1] - busy(one, MachinePart.HOST_MEMORY)[1]
+    # Whole gradients are collected; they are reduced, and kept, once per micro-batch.
+    assert more == 2 * 2 * TRAINED
+
+
+def test_activations_are_copied_in_forward_and_by_a_gpu_also_in_backward() -> None:
+    moved = Tenant("activations", (TenantPiece("activation memory", 4096, HOST, copied=500),))
+    at_home = {"offload_param": DEVICE, "offload_optimizer": DEVICE, "others": (moved,)}
+    on_cpu = forecast(plan_of(example(**at_home)), EACH_ONE, tokens=1)
+    assert busy(on_cpu, MachinePart.HOST_MEMORY) == (500, TRAINED, 0)
+    with_gpu = forecast(plan_of(on_gpu(**at_home)), EACH_ONE, tokens=1)
+    assert busy(with_gpu, MachinePart.DEVICE_LINK) == (500, 500, 0)
 
 
 def on_gpu(**changes: object) -> Workload:

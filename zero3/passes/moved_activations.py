@@ -63,10 +63,7 @@ IN_FLIGHT_SHARE = 8
 PIECES = 8
 """A storage that is too large for the activation memory is moved in pieces of this fraction (1/n) of it."""
 MOST_UNTRIMMED = 32 << 20
-"""Bytes of tensors that were moved and freed before their memory is returned to the system: it is in no budget.
-
-Fewer bytes cost more time: each return takes milliseconds, and its pages have to be zeroed for the next tensors.
-"""
+"""Bytes of freed tensors that the process may keep on a CPU: they are in no budget. Fewer bytes cost more time."""
 MOST_ORIGINALS = 1024
 """Entries of storages that were freed before they are removed."""
 
@@ -114,7 +111,8 @@ class MovedActivations:
         self._returning: deque[tuple[Event, Lease, Tensor]] = deque()
         self._buffers = frozenset[int]()  # addresses of their storages
         self._warned = False
-        self._untrimmed_bytes = 0  # moved since memory was last returned to the system
+        # On a CPU torch's aligned allocations seldom fit into what the C library keeps of freed ones.
+        self._freed = heap.FreedMemory(MOST_UNTRIMMED) if tiers.device_is_host else None
         # Bytes since the start: copied to the activation memory, written to NVMe, read back.
         self.copied_bytes = self.written_bytes = self.read_bytes = 0
 
@@ -180,8 +178,9 @@ class MovedActivations:
             if storage is None:
                 storage = self._fetch(copy)
                 copy.given = weakref.ref(storage)
-                # A backward makes and frees a gradient of about this size.
-                self._trim(copy.nbytes)
+                if self._freed is not None:
+                    # A backward makes and frees a gradient of about this size.
+                    self._freed.note(copy.nbytes)
                 self._read_ahead(copy.number)
             tensor = torch.empty(0, dtype=moved.dtype, device=self._tiers.device)
             return tensor.set_(storage, moved.offset, moved.shape, moved.strides)
@@ -221,20 +220,11 @@ class MovedActivations:
         end.number, end.nbytes, end.extent = copy.number, nbytes, copy.extent
         self._ends[copy.number] = end
         self.copied_bytes += nbytes
-        self._trim(nbytes)
+        if self._freed is not None:
+            self._freed.note(nbytes)
         while self._on_nvme and self._unwritten_bytes > self._memory.capacity // 2:
             self._write_oldest()
         return copy
-
-    def _trim(self, nbytes: int) -> None:
-        """Return the memory of freed tensors to the system, once per some bytes that were moved.
-
-        On a CPU torch's aligned allocations seldom fit into what the C library keeps of freed ones.
-        """
-        self._untrimmed_bytes += nbytes
-        if self._tiers.device_is_host and self._untrimmed_bytes > MOST_UNTRIMMED:
-            heap.trim()
-            self._untrimmed_bytes = 0
 
     def _copy_out(self, source: Tensor, lease: Lease) -> Event | None:
         """Copy ``source`` to ``lease``; from a GPU behind compute, and the returned event is the end."""

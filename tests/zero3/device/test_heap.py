@@ -1,0 +1,43 @@
+"""Memory of freed tensors is returned to the system when the process has too much of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero3.device import heap
+
+MIB = 1 << 20
+
+
+def test_memory_is_returned_once_the_process_has_more_than_it_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident, trims = [100 * MIB], list[int]()
+
+    def trim() -> None:
+        trims.append(resident[0] // MIB)
+        resident[0] = left[0]
+
+    left = [60 * MIB]
+    monkeypatch.setattr(heap, "trim", trim)
+    monkeypatch.setattr(heap, "_resident", lambda: resident[0])
+    freed = heap.FreedMemory(32 * MIB)
+    freed.note(3 * MIB)
+    assert not trims  # too few bytes to look at the process
+    freed.note(1 * MIB)
+    assert trims == [100]
+    resident[0] = 92 * MIB
+    freed.note(100 * MIB)
+    assert trims == [100]
+    # It needs more at this place than before, so it may have more at every place.
+    resident[0], left[0] = 93 * MIB, 80 * MIB
+    freed.note(4 * MIB)
+    assert trims == [100, 93]
+    for resident[0], left[0] in ((112 * MIB, 0), (113 * MIB, 50 * MIB), (112 * MIB, 0)):
+        freed.note(4 * MIB)
+    assert trims == [100, 93, 113]
+
+
+def test_the_process_has_the_bytes_that_it_touched() -> None:
+    before = heap._resident()
+    touched = bytearray(b"x") * (64 * MIB)
+    assert 60 * MIB < heap._resident() - before < 90 * MIB
+    del touched

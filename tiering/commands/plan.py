@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tiering.planning.rates import Rates
     from tiering.planning.setting import Setting
 
-# Bytes. A smaller size of memory is taken for a number without its unit.
+# Bytes. A smaller number without a unit is taken for one that lacks it.
 MIN_MEMORY = 1 << 20
 FITS, DOES_NOT_FIT, USAGE_ERROR = 0, 1, 2
 
@@ -432,11 +432,9 @@ def _size(text: str) -> int:
 
 def memory_size(text: str) -> int:
     """Parse a size of memory: ``24GiB``. A number without a unit is bytes; less than MIN_MEMORY is an error."""
-    nbytes = _size(text)
-    if 0 < nbytes < MIN_MEMORY:
-        number = text.strip()
-        remedy = f"did you mean {number}GiB?" if number.isdigit() else "give at least 1MiB"
-        raise argparse.ArgumentTypeError(f"{number} is {nbytes} bytes; {remedy}")
+    nbytes, number = _size(text), text.strip()
+    if 0 < nbytes < MIN_MEMORY and number.isdigit():
+        raise argparse.ArgumentTypeError(f"{number} is {nbytes} bytes; did you mean {number}GiB?")
     return nbytes
 
 

@@ -135,17 +135,23 @@ def test_a_plan_has_the_activations_of_a_known_shape(plan: Plan) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("size", "remedy"),
-    [("24", "24 is 24 bytes; did you mean 24GiB?"), ("4K", "4K is 4096 bytes; give at least 1MiB")],
-)
-def test_a_size_without_its_unit_is_refused(
-    plan: Plan, capsys: pytest.CaptureFixture[str], size: str, remedy: str
-) -> None:
+def test_a_size_without_its_unit_is_refused(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--gpu", "--host-budget"):
         with pytest.raises(SystemExit) as refused:
-            plan(*SMALL, option, size)
-        assert refused.value.code == 2 and remedy in capsys.readouterr().err
+            plan(*SMALL, option, "24")
+        assert refused.value.code == 2
+        assert "24 is 24 bytes; did you mean 24GiB?" in capsys.readouterr().err
+
+
+def test_a_budget_below_a_mebibyte_that_is_suggested_is_accepted(plan: Plan) -> None:
+    """The device budget of a run on the CPU has persistent parameters only."""
+    asked = [*SMALL, "--host-budget=1GiB", "--nvme-budget=16GiB"]
+    told = answered(plan, *asked, "--device-budget=4KiB")
+    (text,) = (
+        offer["text"] for offer in told["remedies"] if list(offer["change"]) == ["tiering.device_budget"]
+    )
+    size = text.removeprefix("device_budget of ").replace(" ", "")
+    assert size.endswith("KiB") and plan(*asked, f"--device-budget={size}")[0] == 0
 
 
 def test_a_rate_that_is_missing_is_named_as_its_option(plan: Plan) -> None:

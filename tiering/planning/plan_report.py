@@ -19,7 +19,7 @@ from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier, Workload
 from tiering.planning.activation_remedies import for_activations
 from tiering.planning.activations import ActivationsOf, PlacedActivations, with_activations
-from tiering.planning.fit import Remedy, fits, remedies
+from tiering.planning.fit import Remedy, fits, least_budget, remedies
 from tiering.planning.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, MachinePart, forecast
 from tiering.planning.rates import Rates
 from tiering.planning.setting import RatesOf, Setting
@@ -286,7 +286,7 @@ def _remedies(
     """Changes with which the model and its activations fit."""
     sizes = model.activations
     if sizes is not None and fits(load, budgets):
-        yield from for_activations(load, budgets, config, setting, sizes)
+        yield from _beside(load, budgets, config, setting, sizes)
     for offer in remedies(load, budgets, local_ranks=setting.local_size):
         if setting.gpu_memory is not None and offer.budgets.device > max(setting.gpu_memory, budgets.device):
             continue
@@ -295,9 +295,22 @@ def _remedies(
             yield offer
             continue
         # The activations may need a change of their own besides: the one with the fewest parts.
-        least = next(for_activations(offer.workload, offer.budgets, config, setting, sizes), None)
+        least = next(_beside(offer.workload, offer.budgets, config, setting, sizes), None)
         if least is not None:
-            yield replace(offer, change={**offer.change, **least.change})
+            yield replace(least, change={**offer.change, **least.change})
+
+
+def _beside(
+    load: Workload, budgets: Budgets, config: TieringConfig, setting: Setting, sizes: ActivationsOf
+) -> Iterator[Remedy]:
+    """Changes with which the activations ``sizes`` fit beside ``load``, which fits."""
+    yield from for_activations(load, budgets, config, setting, sizes)
+    moving, placed = with_activations(load, place(load, budgets), config, setting, sizes(setting))
+    if placed.fits and not fits(moving, budgets):
+        # Their memory is in ``load``; their swap space is not.
+        larger = least_budget(moving, budgets, Tier.NVME)
+        if larger is not None:
+            yield Remedy({"tiering.nvme_budget": larger.nvme * setting.local_size}, moving, larger)
 
 
 def _with_both_budgets(offer: Remedy, config: TieringConfig, setting: Setting) -> Remedy:

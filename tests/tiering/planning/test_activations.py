@@ -194,6 +194,22 @@ def test_host_memory_that_is_too_small_for_activations_is_offered_more(plan: Pla
     assert plan(*asked, "--activations=auto", f"--activation-budget={budget}")[0] == 0
 
 
+def test_swap_space_that_is_too_small_for_activations_is_offered_more(plan: Plan) -> None:
+    """Whether there is room for the state, as with 60 GiB, or not."""
+    needed = []
+    for budget in ("60GiB", "16GiB"):
+        asked = [*LONG, "--chunked-loss", "--activations=nvme"]
+        told = answered(plan, *asked, f"--nvme-budget={budget}")
+        assert not told["fits"] and "raise nvme_budget" in told["refusal"]
+        needed += [
+            offer["change"]["tiering.nvme_budget"]
+            for offer in told["remedies"]
+            if list(offer["change"]) == ["tiering.nvme_budget"]
+        ]
+        assert plan(*asked, f"--nvme-budget={needed[-1]}")[0] == 0
+    assert len(needed) == 2 and abs(needed[0] - needed[1]) < GIB // 10
+
+
 def test_activations_that_move_are_in_the_budgets_and_in_the_time_of_a_step(plan: Plan) -> None:
     asked = [*LONG, "--tokens=40960", "--micro-batches=4"]
     assert plan(*asked)[0] == 1

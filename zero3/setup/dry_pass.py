@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from tiering.config.training import TieringConfig
+from zero3.params.grouping import block_names
 from zero3.params.precision import COMPUTE_DTYPES, autocast, cast_floating, keeps_dtype, kept_in_fp32
 
 log = logging.getLogger(__name__)
@@ -27,8 +30,8 @@ def saved_bytes_of(model: nn.Module, config: TieringConfig, batch: Any) -> int |
     """The bytes that autograd saves in a forward of ``batch``, a micro-batch; None, with a warning, if it cannot run.
 
     ``batch`` has the arguments of the forward: a mapping of keywords, a tuple or list, or a single value. Its tensors
-    may be on any device, also on meta. Parameters and buffers do not count. With activation checkpointing, the inside
-    of a block that backward computes again is unknown, and does not count either.
+    may be on any device, also on meta. Parameters and buffers do not count. With activation checkpointing, of the model
+    or by ``block_rows``, the inside of a block that backward computes again is unknown, and does not count either.
     """
     # Memory is all that the pass does without: any code of the model may run in it, and raise what it likes.
     try:
@@ -50,7 +53,24 @@ def _without_memory(model: nn.Module, config: TieringConfig) -> nn.Module:
         dtype = torch.float32 if param in in_fp32 else COMPUTE_DTYPES[config.precision]
         fake = _empty(param, dtype if cast else param.dtype)
         copies[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
-    return copy.deepcopy(model, copies)
+    copied = copy.deepcopy(model, copies)
+    if config.tiering.block_rows is not None:
+        for name in block_names(copied):
+            block = copied.get_submodule(name)
+            block.forward = partial(_with_inputs_saved, block.forward)
+    return copied
+
+
+def _with_inputs_saved(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The output of ``forward``, of which autograd saves the inputs alone, as of a block over chunks of rows."""
+    leaves, structure = tree_flatten((args, kwargs))
+
+    def run(*leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(leaves, structure)
+        return forward(*args, **kwargs)
+
+    # Torch does not save keyword arguments.
+    return checkpoint(run, *leaves, use_reentrant=False)
 
 
 def _saved_bytes(model: nn.Module, config: TieringConfig, batch: Any) -> int:

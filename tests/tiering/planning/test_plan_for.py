@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import tiering
 from tiering.config import ds_config
@@ -341,6 +342,29 @@ def test_a_batch_has_the_activations_counted(device: str, tmp_path: Path) -> Non
         == report.activations
     )
     assert all(param.device.type == device for param in model.parameters())
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_of_blocks_over_chunks_of_rows_a_batch_counts_the_inputs(by_keyword: bool, tmp_path: Path) -> None:
+    class Stack(Model):
+        checkpointed = False
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                if self.checkpointed:
+                    x = checkpoint(block, x, use_reentrant=False)
+                else:
+                    x = block(x=x) if by_keyword else block(x)
+            return self.head(x).float().logsumexp(-1).mean()
+
+    tokens = torch.zeros((8, 8), dtype=torch.long)
+    config = configured(tmp_path, fits=True, block_rows=2)
+    report = tiering.plan_for(model=Stack(), config=config, batch=(tokens,))
+    resident = Stack().bfloat16()
+    resident.checkpointed = True
+    assert report.activations is not None
+    assert report.activations.sizes.saved == saved_by(resident, tokens)
 
 
 def test_what_a_gpu_cannot_hold_of_a_batch_is_refused_and_moved(tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, EngineStateError
 from zero3.params import inner_tensors, resharded
 from zero3.params.resharded import Result
 from zero3.passes.random_state import RandomState
@@ -58,17 +57,22 @@ def chunked_cross_entropy(
     Memory beyond ``hidden`` and the head: the logits of ``rows`` rows, three times in fp32; in backward a gradient of
     ``hidden``, and of each trained parameter of the head a gradient in its dtype and the sum in fp32.
 
-    Raises ConfigError for shapes and options that do not fit.
+    Raises ConfigError for arguments that do not fit, and EngineStateError in a backward with ``create_graph=True``.
     """
     if labels.shape != hidden.shape[:-1]:
         raise ConfigError(
             f"chunked_cross_entropy needs a label for each row: hidden of shape {tuple(hidden.shape)} has rows of shape"
             f" {tuple(hidden.shape[:-1])}, but labels have the shape {tuple(labels.shape)}"
         )
-    if rows < 1 or reduction not in ("mean", "sum"):
+    if not isinstance(rows, int) or rows < 1 or reduction not in ("mean", "sum"):
         raise ConfigError(
-            f"chunked_cross_entropy needs rows of at least 1 and a reduction of 'mean' or 'sum', not {rows} and"
-            f" {reduction!r}"
+            "chunked_cross_entropy needs a whole number of rows, at least 1, and a reduction of 'mean' or 'sum', not"
+            f" {rows!r} and {reduction!r}"
+        )
+    if not isinstance(head, nn.Module):
+        raise ConfigError(
+            f"chunked_cross_entropy needs the module of the head, whose call fetches its parameters, not a"
+            f" {type(head).__name__}; pass what changes the logits as transform"
         )
     if shift:
         labels = functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
@@ -155,8 +159,12 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise EngineStateError(
+                "gradients of gradients (create_graph=True) are not supported for chunked_cross_entropy; use"
+                " cross_entropy of all logits"
+            )
         chunks: _Chunks = ctx.chunks
         hidden, labels = ctx.saved_tensors
         needed = [param for param, need in zip(ctx.trained, ctx.needs_input_grad[3:], strict=True) if need]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiering
 from tests.zero3.conftest import SEQUENCE, VOCABULARY, Block, batches, config, same_bits
 from tests.zero3.plain import least_budgets, starved_soon
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, EngineStateError
 from tiering.telemetry import Snapshot
 from zero3.engine.engine import Engine
 from zero3.loop.step import BackwardEvents
@@ -210,14 +210,25 @@ def test_labels_that_are_all_ignored_give_nan_as_in_torch() -> None:
             {"labels": torch.zeros(3, 49, dtype=torch.int64)},
             r"rows of shape \(3, 50\), but labels .*\(3, 49\)",
         ),
-        ({"rows": 0}, "rows of at least 1"),
+        ({"rows": 0}, "whole number of rows, at least 1, .* not 0 and 'mean'"),
+        ({"rows": 2.5}, "not 2.5 and 'mean'"),
+        ({"head": nn.Linear(WIDTH, CLASSES).weight}, "needs the module of the head, .* not a Parameter"),
         ({"reduction": "none"}, "not 1024 and 'none'"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
     hidden, labels = examples()
+    usual = {"head": nn.Linear(WIDTH, CLASSES), "labels": labels}
     with pytest.raises(ConfigError, match=message):
-        tiering.chunked_cross_entropy(hidden, nn.Linear(WIDTH, CLASSES), **({"labels": labels} | options))
+        tiering.chunked_cross_entropy(hidden, **(usual | options))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    """Those of the loss would be lost in silence: the gradient would be a constant."""
+    hidden, labels = examples()
+    loss = tiering.chunked_cross_entropy(hidden, nn.Linear(WIDTH, CLASSES), labels)
+    with pytest.raises(EngineStateError, match="create_graph=True"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 class Largest(TorchDispatchMode):

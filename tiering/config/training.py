@@ -424,6 +424,12 @@ class TieringConfig(Section):
         if self.tiering.activations == "nvme" and not self.zero.swap_directories:
             reason = "'nvme' without a directory: set nvme_path of offload_optimizer or offload_param, or use 'host'"
             yield "activations", reason
+        if self.tiering.activations != "device" and not self.tiering.activation_budget:
+            reason = (
+                f"0 with activations {self.tiering.activations!r}: what leaves the device passes through this memory;"
+                " set a size such as '1GiB', or activations to 'device'"
+            )
+            yield "activation_budget", reason
         if self.tiering.step_in_backward and self.world_size > 1:
             reason = (
                 f"true with {self.world_size} ranks is not supported in this version; set step_in_backward to false, or"

@@ -29,7 +29,7 @@ from tiering.placement.slots import (
     tile_and_slots,
 )
 from tiering.placement.tenants import GRADIENTS, PARAMETERS, stay_open, tenants, with_windows
-from tiering.placement.workload import Tenant, Tier, Workload
+from tiering.placement.workload import ACTIVATIONS, Tenant, Tier, Workload
 from tiering.storage.arena import PAGE, round_up
 
 # Bytes: more than any budget that is needed.
@@ -244,14 +244,15 @@ class _Room:
         for tier in Tier:
             if self.remaining(tier) < 0:
                 reduced_later = "local gradients" in self.used[tier]
-                slower = {
+                less_is_enough = -self.remaining(tier) < self.used[tier].get(ACTIVATIONS, 0)
+                other = {
                     Tier.DEVICE: "use ZeRO stage 2 or 3" if reduced_later else "offload to cpu or nvme",
-                    Tier.HOST: "offload to nvme",
+                    Tier.HOST: "lower activation_budget" if less_is_enough else "offload to nvme",
                     Tier.NVME: "free disk space",
                 }[tier]
                 raise PlacementError(
                     f"{tier.value} needs at least {format_need(sum(self.used[tier].values()))} but its budget is"
-                    f" {self.budgets.text(tier)} ({_listed(self.used[tier])}); {_room(self.budgets, tier, slower)}"
+                    f" {self.budgets.text(tier)} ({_listed(self.used[tier])}); {_room(self.budgets, tier, other)}"
                 )
 
 

@@ -547,5 +547,12 @@ def test_settings_that_cannot_be_followed_are_refused(start: Callable[..., Engin
         ConfigError, match="set nvme_path of offload_optimizer or offload_param, or use 'host'"
     ):
         start(Chain(1), activations="nvme")
-    with pytest.raises(PlacementError, match=r"host needs .*\(.*activations 2\.00 GiB"):
+    with pytest.raises(
+        PlacementError,
+        match=r"host needs .*\(.*activations 2\.00 GiB.*raise host_budget, or lower activation_budget",
+    ):
         start(Chain(1), activations="host", activation_budget="2GiB")
+    with pytest.raises(
+        ConfigError, match=r"activation_budget: 0 with activations 'host': .* set a size such as"
+    ):
+        start(Chain(1), activations="host", activation_budget=0)

@@ -108,7 +108,10 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--micro-batches", type=_positive, metavar="N", help="number of micro-batches in a step"
     )
     group.add_argument(
-        "--tokens", type=_positive, metavar="N", help="tokens in a micro-batch of each rank (default: 4096)"
+        "--tokens",
+        type=_positive,
+        metavar="N",
+        help="tokens in a micro-batch of each rank (default: 4096, at least a sequence)",
     )
     group.add_argument(
         "--sequence",
@@ -239,7 +242,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
         world_size=ranks,
         local_size=ranks // options.nodes,
         gpu_memory=gpu,
-        tokens=options.tokens or TOKENS,
+        tokens=options.tokens or max(TOKENS, options.sequence or 0),
         sequence=options.sequence,
         checkpointed=options.checkpointing,
         loss_chunk=LOSS_CHUNK if options.chunked_loss else 0,

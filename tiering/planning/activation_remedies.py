@@ -24,7 +24,9 @@ MIB = 1 << 20
 # Tokens are offered in multiples of it, or of a sequence.
 TOKENS_STEP = 256
 # Fields of Setting by the name of their change.
-_OF_SETTING = {"checkpointing": "checkpointed", "loss_chunk": "loss_chunk", "tokens": "tokens"}
+_OF_SETTING = {
+    "checkpointing": "checkpointed", "loss_chunk": "loss_chunk", "tokens": "tokens", "sequence": "sequence"
+}  # fmt: skip
 
 Change = Mapping[str, int | str]
 
@@ -81,14 +83,19 @@ class _Run:
 
     def fewer_tokens(self, others: Change) -> Change | None:
         """The most tokens of a micro-batch that fit beside the plan, with ``others``."""
-        sequence = self.setting.sequence
-        step = sequence if sequence and sequence < self.setting.tokens else TOKENS_STEP
-        few, many = 0, -(-self.setting.tokens // step)
+        sequence, tokens = self.setting.sequence, self.setting.tokens
+        step = sequence if sequence and sequence < tokens else TOKENS_STEP
+
+        def change(count: int) -> Change:
+            # Of one sequence, a part.
+            shorter = {"sequence": count * step} if sequence == tokens else {}
+            return {"tokens": count * step, **shorter, **others}
+
+        few, many = 0, -(-tokens // step)
         while many - few > 1:
             middle = (few + many) // 2
-            fits = self.fits_beside_plan({"tokens": middle * step, **others})
-            few, many = (middle, many) if fits else (few, middle)
-        return {"tokens": few * step, **others} if few else None
+            few, many = (middle, many) if self.fits_beside_plan(change(middle)) else (few, middle)
+        return change(few) if few else None
 
     def fits_beside_plan(self, change: Change) -> bool:
         """Whether a GPU has room for what stays on it, if its use by the plan is the same with ``change``."""

@@ -26,6 +26,7 @@ MOST_RANKS = 4096
 _BESIDE_CONFIGURATION = {
     "ranks": "{value} ranks, each with these budgets",
     "tokens": "at most {value} tokens in a micro-batch (--tokens {value})",
+    "sequence": "sequences of at most {value} (--sequence {value})",
     "checkpointing": "activation checkpointing (--checkpointing)",
     "loss_chunk": "tiering.chunked_cross_entropy as the loss (--chunked-loss)",
 }
@@ -38,8 +39,8 @@ class Remedy:
     """A change with which the model fits: new values by configuration key.
 
     Budgets in ``change`` are bytes of a node. Other names are those of the run: ``ranks`` is the number of all ranks,
-    ``tokens`` those of a micro-batch, ``checkpointing`` is true, ``loss_chunk`` that of ``Setting``. ``workload`` and
-    ``budgets`` (of a rank) are those of the plan.
+    ``tokens`` those of a micro-batch, ``sequence`` those of a sequence, ``checkpointing`` is true, ``loss_chunk`` that
+    of ``Setting``. ``workload`` and ``budgets`` (of a rank) are those of the plan.
     """
 
     change: Mapping[str, int | str]

@@ -79,6 +79,11 @@ class Setting:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}; it must be above 0")
+        if self.sequence is not None and self.sequence > self.tokens:
+            raise ConfigError(
+                f"a micro-batch of {self.tokens:,} tokens has no sequence of {self.sequence:,}; give more tokens, or a"
+                " shorter sequence"
+            )
 
 
 def usual_config(directory: Path, *, world_size: int = 1) -> TieringConfig:

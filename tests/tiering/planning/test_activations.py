@@ -173,6 +173,19 @@ def test_no_more_changes_than_needed_are_offered_and_fewer_tokens_by_whole_seque
     assert fewer[0]["tokens"] < fewer[1]["tokens"]
 
 
+def test_a_micro_batch_has_at_least_one_sequence(plan: Plan) -> None:
+    """A remedy with fewer tokens makes a sequence shorter that would not fit into it."""
+    assert answered(plan, *LONG[:3], "--sequence=8192")["micro_batch_tokens"] == 8192
+    _, _, message = plan(*LONG[:3], "--sequence=8192", "--tokens=4096")
+    assert "a micro-batch of 4,096 tokens has no sequence of 8,192; give more tokens" in message
+    told = answered(plan, *LONG, "--sequence=65536")
+    (offer,) = (offer for offer in told["remedies"] if "tokens" in offer["change"])
+    tokens = offer["change"]["tokens"]
+    assert offer["change"] == {"tokens": tokens, "sequence": tokens}
+    assert offer["text"].endswith(f"sequences of at most {tokens} (--sequence {tokens})")
+    assert plan(*LONG, f"--tokens={tokens}", f"--sequence={tokens}")[0] == 0
+
+
 def test_host_memory_that_is_too_small_for_activations_is_offered_more(plan: Plan, tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text('{"train_batch_size": 1, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},'

@@ -75,7 +75,8 @@ class Call:
 
     def chunks(self, rows: int) -> list[tuple[int, int]]:
         """The first row of each chunk of ``rows`` rows, and the row behind its last one."""
-        return [(start, min(start + rows, self.rows)) for start in range(0, self.rows, rows)]
+        # No rows, as in an empty micro-batch, are one chunk.
+        return [(start, min(start + rows, self.rows)) for start in range(0, self.rows or 1, rows)]
 
     def part(self, tensors: Sequence[Tensor], start: int, end: int) -> list[Tensor]:
         """``tensors`` with the rows from ``start`` to ``end`` of those that are divided: views."""

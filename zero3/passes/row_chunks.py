@@ -223,7 +223,7 @@ class ChunkedBlock:
 
     def _divided(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Findings]:
         call = Call(args, kwargs)
-        if not call.rows:
+        if not call.divided:
             raise ConfigError(
                 f"block_rows: block {self.name!r} was called without a tensor that has rows; remove block_rows"
             )

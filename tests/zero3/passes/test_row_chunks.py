@@ -155,6 +155,18 @@ def test_several_forwards_before_their_backwards_and_accumulation(begin: Callabl
         assert first is not None and second is not None and first.equal(second)
 
 
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_an_empty_micro_batch_adds_nothing(begin: Callable[..., Engine], checkpoints: str) -> None:
+    empty = torch.empty(0, SEQUENCE, WIDTH, requires_grad=True)
+    results = []
+    for streams in ([], [empty]):
+        engine = begin(block_rows=2, checkpoints=checkpoints, **NVME)
+        update(engine, *streams, *inputs(1), *streams)
+        results.append(dict(engine.master_state_dict()))
+    assert not same_bits(*results)
+    assert empty.grad is not None and empty.grad.shape == empty.shape
+
+
 def test_steps_in_backward(begin: Callable[..., Engine]) -> None:
     """A group is updated after its last chunk."""
     after = trained(begin(block_rows=2, **NVME))

@@ -49,9 +49,13 @@ def for_activations(
                 yield Remedy(change, load, budgets)
         if found:
             break
-    for others in [{}] if found or not changes else [{}, _joined(changes)]:
-        fewer = run.fewer_tokens(others)
-        if fewer is not None and run.fits(fewer):
+    # Host memory may have no room for activations: without those changes, too.
+    in_setting = [each for each in changes if each.keys() <= _OF_SETTING.keys()]
+    together = [] if found else [_joined(each) for each in (changes, in_setting) if each]
+    alone: list[Change] = [{}]
+    for alternatives in (alone, together):
+        fewer = next(filter(None, map(run.fewer_tokens, alternatives)), None)
+        if fewer is not None:
             yield Remedy(fewer, load, budgets)
 
 
@@ -82,7 +86,7 @@ class _Run:
             yield {"loss_chunk": LOSS_CHUNK}
 
     def fewer_tokens(self, others: Change) -> Change | None:
-        """The most tokens of a micro-batch that fit beside the plan, with ``others``."""
+        """The most tokens of a micro-batch that fit beside the plan, with ``others``; None if there is no plan."""
         sequence, tokens = self.setting.sequence, self.setting.tokens
         step = sequence if sequence and sequence < tokens else TOKENS_STEP
 
@@ -95,7 +99,7 @@ class _Run:
         while many - few > 1:
             middle = (few + many) // 2
             few, many = (middle, many) if self.fits_beside_plan(change(middle)) else (few, middle)
-        return change(few) if few else None
+        return change(few) if few and self.fits(change(few)) else None
 
     def fits_beside_plan(self, change: Change) -> bool:
         """Whether a GPU has room for what stays on it, if its use by the plan is the same with ``change``."""

@@ -173,6 +173,18 @@ def test_no_more_changes_than_needed_are_offered_and_fewer_tokens_by_whole_seque
     assert fewer[0]["tokens"] < fewer[1]["tokens"]
 
 
+def test_fewer_tokens_are_offered_where_host_memory_has_no_room_for_activations(plan: Plan) -> None:
+    asked = ["--model=llama-3-8b", "--lora=16", "--base=nf4", "--tokens=65536", "--gpu=8GiB"]
+    asked += ["--sequence=2048", "--device-budget=1100MiB", "--nvme-budget=120GiB"]
+    for host, moved in (("3GiB", False), ("4GiB", True)):
+        (offer,) = answered(plan, *asked, f"--host-budget={host}")["remedies"]
+        others = {"checkpointing", "loss_chunk"} | ({"tiering.activations"} if moved else set())
+        assert set(offer["change"]) == {"tokens", *others}
+        changed = [f"--tokens={offer['change']['tokens']}", "--checkpointing", "--chunked-loss"]
+        changed += ["--activations=auto"] * moved
+        assert plan(*asked, f"--host-budget={host}", *changed)[0] == 0
+
+
 def test_a_micro_batch_has_at_least_one_sequence(plan: Plan) -> None:
     """A remedy with fewer tokens makes a sequence shorter that would not fit into it."""
     assert answered(plan, *LONG[:3], "--sequence=8192")["micro_batch_tokens"] == 8192

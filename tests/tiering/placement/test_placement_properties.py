@@ -329,9 +329,13 @@ def eighty_columns_hold_the_table_and_its_formats(load: Workload, plan: Plan) ->
 @promise
 def the_device_holds_the_deepest_chain(load: Workload, plan: Plan) -> None:
     stays = {DEVICE, HOST} if load.device_is_host else {DEVICE}
+    # What is read from files lands in some bytes more.
+    slack = [
+        0 if load.fetch_by_copy or group.in_files is None else group.in_files.slack for group in load.groups
+    ]
     moving = [
-        0 if tier in stays else group.param_bytes
-        for group, tier in zip(load.groups, plan.param_tiers, strict=True)
+        0 if tier in stays else group.param_bytes + more
+        for group, tier, more in zip(load.groups, plan.param_tiers, slack, strict=True)
     ]
     pairs = [{index, group.beside} - {None} for index, group in enumerate(load.groups)]
     chains = []

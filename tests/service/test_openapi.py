@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -100,17 +101,24 @@ ELSEWHERE = (
     "%2e%2e/{0}",
 )
 OPENED: list[str] | None = None
+EARLIER_THREADS: set[int | None] = set()
 
 
 def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if OPENED is not None and event in ("open", "os.listdir", "os.scandir"):
+    if OPENED is None or threading.get_ident() in EARLIER_THREADS:
+        return
+    if event in ("open", "os.listdir", "os.scandir"):
         OPENED.append(str(arguments[0]))
 
 
 @pytest.fixture
 def opened() -> Iterator[list[str]]:
-    """All that this process opens by name while a test runs, in every thread."""
+    """All that this process opens by name while a test runs, in every thread that was not there before."""
     global OPENED
+    # Of engines that earlier tests have left open, threads that publish go on.
+    EARLIER_THREADS.clear()
+    EARLIER_THREADS.update(thread.ident for thread in threading.enumerate())
+    EARLIER_THREADS.discard(threading.get_ident())
     if OPENED is None:
         sys.addaudithook(_note)  # stays for good, and notes nothing between tests
     OPENED = []

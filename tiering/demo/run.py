@@ -97,7 +97,7 @@ class _Watch:
     repeated for LAST_SECONDS, while the worker generates text and computes digests.
     """
 
-    LAST_SECONDS = 3.0
+    LAST_SECONDS = 10.0
 
     def __init__(self, sidecar: Sidecar, run_name: str, steps: int, console: Console) -> None:
         self.sidecar, self.run_name, self.steps, self.console = sidecar, run_name, steps, console

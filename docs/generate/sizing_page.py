@@ -66,10 +66,10 @@ and `nvme_written` per step, `micro_batch_tokens`, `forecast.seconds`, its `phas
 `tokens_that_hide` per micro-batch; `activations` of a micro-batch (in `not_counted` if they are unknown). These values
 are for all ranks of a node together: `forecast.tokens` per step, `tokens_per_second`, `nvme_written_per_day`,
 `drive_life`, and the budgets in `remedies`. The `change` of a remedy has keys of the configuration, or `ranks`,
-`tokens`, `checkpointing` and `loss_chunk` of the run. [planning.md](planning.md) has the scope of each of the `rates`.
-`fits` is true if there is a plan; `refusal` is the reason if there is none. `schema_version` increases when a name is
-removed or changes its meaning; `schema` is its former name. The exit status is 0 if the model fits, 1 if it does not, 2
-for a usage error.
+`tokens`, `sequence`, `checkpointing` and `loss_chunk` of the run. [planning.md](planning.md) has the scope of each of
+the `rates`. `fits` is true if there is a plan; `refusal` is the reason if there is none. `schema_version` increases
+when a name is removed or changes its meaning; `schema` is its former name. The exit status is 0 if the model fits, 1 if
+it does not, 2 for a usage error.
 """
 
 LEAST = """\

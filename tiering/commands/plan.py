@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tiering.planning.rates import Rates
     from tiering.planning.setting import Setting
 
-# Bytes. A smaller number without a unit is taken for one that lacks it.
+# Bytes. A smaller number has no unit by mistake.
 MIN_MEMORY = 1 << 20
 FITS, DOES_NOT_FIT, USAGE_ERROR = 0, 1, 2
 
@@ -434,7 +434,7 @@ def _size(text: str) -> int:
 
 
 def memory_size(text: str) -> int:
-    """Parse a size of memory: ``24GiB``. A number without a unit is bytes; less than MIN_MEMORY is an error."""
+    """Parse a size of memory: ``24GiB``. A number without a unit is bytes, MIN_MEMORY at least."""
     nbytes, number = _size(text), text.strip()
     if 0 < nbytes < MIN_MEMORY and number.isdigit():
         raise argparse.ArgumentTypeError(f"{number} is {nbytes} bytes; did you mean {number}GiB?")

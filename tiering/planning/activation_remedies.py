@@ -24,9 +24,9 @@ MIB = 1 << 20
 # Tokens are offered in multiples of it, or of a sequence.
 TOKENS_STEP = 256
 # Fields of Setting by the name of their change.
-_OF_SETTING = {
-    "checkpointing": "checkpointed", "loss_chunk": "loss_chunk", "tokens": "tokens", "sequence": "sequence"
-}  # fmt: skip
+_OF_SETTING = {"checkpointing": "checkpointed"} | {
+    name: name for name in ("loss_chunk", "tokens", "sequence")
+}
 
 Change = Mapping[str, int | str]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from .cases import Array, address, decode, encode, same_bits
 from .reference import F32, U16
 
 # QLoRA's codebook, as bitsandbytes publishes it.
+# fmt: off
 CODEBOOK = np.array(
     [
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -25,7 +27,8 @@ CODEBOOK = np.array(
         0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ],
     np.float32,
-)  # fmt: skip
+)
+# fmt: on
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 FULL = {BlockFormat.NF4: 1, BlockFormat.INT8: 127, BlockFormat.FP8: 448}
 SHAPES = [(3, 64, 32), (7, 192, 64), (67, 1024, 64), (1, 4096, 4096), (5, 8448, 128)]
@@ -136,16 +139,13 @@ class Quantized:
         self.scale_codes = np.zeros(numel // block, np.uint8)
         self.group_scales = np.zeros(-(-len(self.scales) // SCALE_GROUP), np.float32)
         self.offset = np.zeros(1, np.float32)
-        kernels.quantize_scales(
-            address(self.scale_codes), address(self.group_scales), address(self.offset), address(self.scales),
-            len(self.scales),
-        )  # fmt: skip
+        made = (self.scale_codes, self.group_scales, self.offset)
+        kernels.quantize_scales(*map(address, made), address(self.scales), len(self.scales))
         scales = self.scale_codes if double else self.scales
         group_scales = address(self.group_scales) if double else 0
-        self.matrix = QuantizedMatrix(
-            format, *w.shape, block, codes=address(self.codes), scales=address(scales), group_scales=group_scales,
-            offset=address(self.offset),
-        )  # fmt: skip
+        offset = address(self.offset)
+        scaled = {"scales": address(scales), "group_scales": group_scales, "offset": offset}
+        self.matrix = QuantizedMatrix(format, *w.shape, block, codes=address(self.codes), **scaled)
 
     def decoded(self, dtype: DType, rows: slice = slice(None), columns: slice = slice(None)) -> Array:
         first, end, _ = rows.indices(self.rows)
@@ -382,12 +382,10 @@ def test_every_e4m3_code_decodes_to_its_value(isa: str) -> None:
 )
 def test_a_bad_argument_of_quantize_is_named(changed: dict[str, int], message: str) -> None:
     memory = np.zeros(64, np.float32)
-    good = {
-        "format": 0, "codes": address(memory), "scales": address(memory), "src": address(memory), "src_dtype": 0,
-        "numel": 64, "block": 64,
-    }  # fmt: skip
+    good: dict[str, Any] = dict.fromkeys(("codes", "scales", "src"), address(memory))
+    good |= {"format": 0, "src_dtype": 0, "numel": 64, "block": 64}
     with pytest.raises(ValueError, match=f"^quantize: {message}$"):
-        kernels.quantize(**(good | changed))  # type: ignore[arg-type]
+        kernels.quantize(**(good | changed))
 
 
 def test_a_bad_matrix_or_part_is_named() -> None:

@@ -49,6 +49,7 @@ from .advised_runs import (
 )
 
 # code, whether it is an error, a run that has it, its neighbour without, and what it says
+# fmt: off
 CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
     ("nvme-bound", live(steps=steps(*[2.0] * 3, **bound)), live(steps=steps(*[2.0] * 2, **bound)), "writes: 71 %"),
     ("nvme-bound", live(steps=steps(*[2.0] * 3, **bound)), live(steps=steps(*[2.0] * 3, stall=0.1)), "state 60 %"),
@@ -119,7 +120,8 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
     ("rank-torn", [rank(state="torn", snapshot=None)], [rank()], "at the moment"),
     ("rank-missing", two()[1:], two(), "1 of the 2 ranks"),
     ("run-ended", [rank(state="stale")], [rank()], "after step 12"),
-]  # fmt: skip
+]
+# fmt: on
 
 
 def test_a_healthy_run_needs_no_advice() -> None:
@@ -257,13 +259,17 @@ def test_the_remedy_for_activations_is_their_budget() -> None:
 @pytest.mark.parametrize(
     ("formats", "text"),
     [
-        ({"fp32": 4 * GIB, "split": 3 * GIB, "bf16": 3 * GIB, "split+bf16": 2 * GIB},
-         'tiering.state "split" saves 1.1 GB a step or tiering.state "split+bf16" saves 2.1 GB a step (mo'),
-        ({"split": 4 * GIB, "fp32": 5 * GIB, "split+bf16": 3 * GIB, "bf16": 4 * GIB},
-         'bandwidth, tiering.state "split+bf16" saves 1.1 GB a step (moments in bf16) and more'),
+        (
+            {"fp32": 4 * GIB, "split": 3 * GIB, "bf16": 3 * GIB, "split+bf16": 2 * GIB},
+            'tiering.state "split" saves 1.1 GB a step or tiering.state "split+bf16" saves 2.1 GB a step (mo',
+        ),
+        (
+            {"split": 4 * GIB, "fp32": 5 * GIB, "split+bf16": 3 * GIB, "bf16": 4 * GIB},
+            'bandwidth, tiering.state "split+bf16" saves 1.1 GB a step (moments in bf16) and more',
+        ),
         ({"fp32": 4 * GIB, "bf16": 4 * GIB - 1}, "bandwidth and more gradient_accumulation_steps"),
     ],
-)  # fmt: skip
+)
 def test_where_memory_lacks_the_remedy_tells_what_another_format_saves(
     formats: dict[str, int], text: str
 ) -> None:

@@ -155,9 +155,7 @@ def the_windows_suffice(load: Workload, plan: Plan) -> None:
 
 @promise
 def files_of_a_user_take_no_swap_space(load: Workload, plan: Plan) -> None:
-    on_nvme = [
-        group for group, tier in zip(load.groups, plan.param_tiers, strict=True) if tier is NVME
-    ]  # fmt: skip
+    on_nvme = [group for group, tier in zip(load.groups, plan.param_tiers, strict=True) if tier is NVME]
     assert plan.in_place_bytes == sum(group.param_bytes for group in on_nvme if group.in_files)
     swapped = sum(group.param_bytes for group in on_nvme if not group.in_files)
     assert plan.contents(NVME).get("parameters", 0) == swapped

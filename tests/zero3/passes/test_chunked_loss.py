@@ -447,19 +447,23 @@ def test_hidden_states_leave_the_device(
 def test_an_error_in_a_chunk_leaves_the_engine_as_it_was(start: Callable[..., Engine]) -> None:
     engine, plain = start(3, **STREAMED), start(3)
     (tokens, targets), *_ = batches(1)
-    for where in ("forward", "backward"):
-        with pytest.raises(RuntimeError, match="in the head"):  # noqa: PT012
-            fails_at = 3 if where == "forward" else ROWS_OF_A_BATCH // 3 + 3
+    calls: list[int] = []
 
-            def fail(module: nn.Module, args: Any, calls: list[int] = [0], at: int = fails_at) -> None:  # noqa: B006
-                calls[0] += 1
-                if calls[0] == at:
-                    raise RuntimeError("in the head")
+    def fail(module: nn.Module, args: Any) -> None:
+        calls.append(len(calls))
+        if len(calls) == fails_at:
+            raise RuntimeError("in the head")
 
-            handle = engine.module.head.register_forward_pre_hook(fail)
-            try:
-                engine.backward(engine(tokens, targets))
-            finally:
-                handle.remove()
+    def train() -> None:
+        calls.clear()
+        engine.backward(engine(tokens, targets))
+
+    # In forward, and in backward.
+    for fails_at in (3, ROWS_OF_A_BATCH // 3 + 3):
+        handle = engine.module.head.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="in the head"):
+            train()
+        handle.remove()
+        assert len(calls) == fails_at
     states = [trained(each)[0] for each in (engine, plain)]
     assert not same_bits(*states)

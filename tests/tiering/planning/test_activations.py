@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,15 @@ def test_swap_space_that_is_too_small_for_activations_is_offered_more(plan: Plan
         ]
         assert plan(*asked, f"--nvme-budget={needed[-1]}")[0] == 0
     assert len(needed) == 2 and abs(needed[0] - needed[1]) < GIB // 10
+
+
+def test_joined_changes_name_the_budgets_of_both_for_each_rank(plan: Plan) -> None:
+    asked = [*LONG, "--chunked-loss", "--activations=nvme", "--nvme-budget=4GiB", "--host-budget=40GiB"]
+    _, out, _ = plan(*asked, "--ranks=2")
+    joined = next(line for line in " ".join(out.split()).split(" - ") if "host_budget" in line)
+    assert "nvme_budget" in joined
+    sizes = [float(size) for size in re.findall(r"([\d.]+) GiB", joined)]
+    assert len(sizes) == 4 and sizes[::2] == pytest.approx([2 * size for size in sizes[1::2]], abs=0.02)
 
 
 def test_activations_that_move_are_in_the_budgets_and_in_the_time_of_a_step(plan: Plan) -> None:

@@ -34,6 +34,10 @@ def test_memory_is_returned_once_the_process_has_more_than_it_needed(monkeypatch
     for resident[0], left[0] in ((112 * MIB, 0), (113 * MIB, 50 * MIB), (112 * MIB, 0)):
         freed.note(4 * MIB)
     assert trims == [100, 93, 113]
+    # Each look needs as many bytes again.
+    resident[0] = 200 * MIB
+    freed.note(3 * MIB)
+    assert trims == [100, 93, 113]
 
 
 def test_the_process_has_the_bytes_that_it_touched() -> None:

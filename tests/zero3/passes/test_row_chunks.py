@@ -4,86 +4,36 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from tests.zero3.conftest import Block, SmallModel, same_bits
-from tiering.errors import ConfigError, EngineStateError
+from tests.zero3.conftest import SmallModel, same_bits
+from tests.zero3.passes.row_stacks import (
+    NVME,
+    ROWS,
+    SEQUENCE,
+    WIDTH,
+    Balancing,
+    Counted,
+    Joint,
+    Stack,
+    Start,
+    begin,
+    inputs,
+    update,
+)
 from zero3.engine.engine import Engine
 from zero3.passes import moved_activations
 
-WIDTH, SEQUENCE, ROWS = 16, 8, 5
-NVME = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False, "threshold": 0}
+__all__ = ["begin"]
+
 CHECKPOINTS = ("no", "not reentrant", "reentrant")
-Start = Callable[..., Engine]
-
-
-class Counted(Block):
-    """Notes the rows of each call of its forward."""
-
-    rows: ClassVar[list[int]] = []
-
-    def forward(self, stream: Tensor) -> Tensor:
-        Counted.rows.append(len(stream))
-        return super().forward(stream)
-
-
-class Stack(nn.Module):
-    """Blocks, and a loss that is a sum over rows. Outside of the blocks, no operation joins rows."""
-
-    def __init__(self, make: Callable[[], nn.Module] = lambda: Counted(WIDTH), blocks: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(make() for _ in range(blocks))
-        self.checkpoints = "no"
-
-    def forward(self, stream: Tensor, *args: Any) -> Tensor:
-        for block in self.blocks:
-            if self.checkpoints == "no":
-                stream = block(stream, *args)
-            else:
-                stream = checkpoint(block, stream, *args, use_reentrant=self.checkpoints == "reentrant")
-        return stream.float().square().sum() / 64
-
-
-@pytest.fixture
-def begin(start: Start) -> Callable[..., Engine]:
-    """``begin(make, block_rows=...)`` makes an engine of a stack of blocks with the same first values."""
-
-    def initialize(
-        make: Callable[[], nn.Module] | None = None, *, checkpoints: str = "no", **options: Any
-    ) -> Engine:
-        torch.manual_seed(3)
-        model = Stack() if make is None else Stack(make)
-        model.checkpoints = checkpoints
-        options = {"precision": "fp32", "accumulation": 1, "clip": 0.0} | options
-        return start(model, **options)
-
-    return initialize
-
-
-def inputs(count: int = 3, rows: int = ROWS) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(count):
-        yield torch.randn(rows, SEQUENCE, WIDTH, generator=generator).requires_grad_()
-
-
-def as_dtype(engine: Engine, stream: Tensor) -> Tensor:
-    return stream.to(torch.bfloat16) if engine.settings.precision == "bf16" else stream
-
-
-def update(engine: Engine, *chunks: Tensor) -> None:
-    """One update, with a backward for each of ``chunks``."""
-    front = engine.as_optimizer()
-    for chunk in chunks:
-        engine(as_dtype(engine, chunk)).backward()
-    front.step()
 
 
 def trained(engine: Engine, *, rows: int | None = None) -> dict[str, Tensor]:
@@ -284,121 +234,6 @@ def test_copies_and_the_model_after_release_have_their_own_forward(begin: Callab
     assert all("forward" not in block.__dict__ for block in model.blocks)
 
 
-class Joint(nn.Module):
-    """Attends to all rows: the rows of its input are not those of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, stream: Tensor) -> Tensor:
-        mixed: Tensor = stream + self.up(stream).softmax(dim=0)
-        return mixed
-
-
-class Normalising(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(SEQUENCE)
-
-    def forward(self, stream: Tensor) -> Tensor:
-        result: Tensor = self.norm(self.up(stream))
-        return result
-
-
-class Balancing(nn.Module):
-    """Returns an auxiliary loss, or keeps it."""
-
-    def __init__(self, keeps: bool) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.keeps = keeps
-        self.balance: Tensor | None = None
-
-    def forward(self, stream: Tensor) -> Any:
-        stream = self.up(stream)
-        if self.keeps:
-            self.balance = stream.square().mean()
-            return stream
-        return stream, stream.square().mean()
-
-
-class Editing(nn.Module):
-    """Changes its input in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, stream: Tensor) -> Tensor:
-        hidden = self.up(stream)
-        stream += 1
-        return stream + hidden
-
-
-class Biased(nn.Module):
-    """Adds a matrix of its argument to each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, stream: Tensor, bias: Tensor, options: Any = None) -> Tensor:
-        result: Tensor = stream + (bias @ self.up(stream)).tanh()
-        return result
-
-
-REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
-    (
-        Joint,
-        r"block 'blocks\.0' cannot run over chunks of 2 of its 5 rows: its output differs by .*mixes rows",
-    ),
-    (Normalising, r"block 'blocks\.0' mixes rows: 'norm' \(BatchNorm1d\) computes statistics"),
-    (Editing, r"block 'blocks\.0' changes an argument in place"),
-    (lambda: Balancing(keeps=False), r"returns a tensor of shape \(\) for 2 rows \(output\[1\]\)"),
-    (
-        lambda: Balancing(keeps=True),
-        r"a tensor that block 'blocks\.0' computes is kept outside of its output",
-    ),
-]
-
-
-@pytest.mark.parametrize(("make", "reason"), REFUSED)
-def test_blocks_that_chunks_would_change_are_refused(
-    begin: Callable[..., Engine], make: Callable[[], nn.Module], reason: str
-) -> None:
-    engine = begin(make, block_rows=2)
-    for stream in inputs(2):
-        with pytest.raises(ConfigError, match=reason):
-            engine(stream)
-
-
-def test_a_block_that_was_evaluated_is_checked_again_before_it_trains(begin: Callable[..., Engine]) -> None:
-    engine = begin(Normalising, block_rows=2).eval()
-    with torch.no_grad():
-        engine(next(inputs(1)))
-    engine.train()
-    with pytest.raises(ConfigError, match=r"block 'blocks\.0' mixes rows: 'norm'"):
-        engine(next(inputs(1)))
-
-
-def test_arguments(begin: Callable[..., Engine]) -> None:
-    """Of as many elements as there are rows, an argument that has no rows is found by its results."""
-    plain, engine = begin(Biased), begin(Biased, block_rows=3)
-    for rows in (5, SEQUENCE):
-        (stream,) = inputs(1, rows)
-        matrix = torch.randn(SEQUENCE, SEQUENCE, generator=torch.Generator().manual_seed(1))
-        for bias in (matrix, matrix[None], matrix.expand(rows, SEQUENCE, SEQUENCE)):
-            losses = [each(stream, bias) for each in (plain, engine)]
-            torch.testing.assert_close(*losses)
-            for each, loss in zip((plain, engine), losses, strict=True):
-                each.backward(loss)
-    names = ["blocks.0.up.weight", "blocks.2.up.weight"]
-    for name in names:
-        torch.testing.assert_close(*(each.get_fp32_gradient(name) for each in (plain, engine)))
-
-
 class Positioned(nn.Module):
     """Returns a matrix that all rows share, which the first block makes, as T5's bias of positions."""
 
@@ -456,19 +291,6 @@ def test_an_output_without_a_graph_has_none_in_chunks(start: Start) -> None:
     assert outputs == 3 * [(True, False)]
 
 
-def test_arguments_that_cannot_be_divided_are_named(begin: Callable[..., Engine]) -> None:
-    engine = begin(Biased, block_rows=2)
-    (stream,) = inputs(1)
-    bias = torch.eye(SEQUENCE)
-    with pytest.raises(ConfigError, match=r"argument 'options' of block 'blocks\.0' is a object"):
-        engine(stream, bias, object())
-    with pytest.raises(ConfigError, match=r"argument 'options' of block 'blocks\.0' is a list"):
-        engine(stream, bias, [1, 2, 3, 4, 5])
-    wrong = torch.ones(SEQUENCE, 1, SEQUENCE).expand(-1, SEQUENCE, -1)[:ROWS, :, None]
-    with pytest.raises(ConfigError, match=r"Divided were stream \(5, 8, 16\), bias \(5, 8, 1, 8\)"):
-        engine(stream, wrong)
-
-
 def test_without_a_backward_all_is_computed(begin: Callable[..., Engine]) -> None:
     """In chunks where that is possible, else all rows at once."""
     (stream,) = inputs(1)
@@ -506,18 +328,6 @@ def test_hooks_inside_of_blocks_change_no_chunk_of_training(
     assert max(Counted.rows) == 2
 
 
-def test_calls_of_autograd_that_give_no_gradients_to_parameters_are_refused(
-    begin: Callable[..., Engine],
-) -> None:
-    engine = begin(block_rows=2)
-    (stream,) = inputs(1)
-    with pytest.raises(EngineStateError, match=r"torch\.autograd\.grad.* use backward\(\)"):
-        torch.autograd.grad(engine(stream), stream)
-    with pytest.raises(EngineStateError, match="create_graph"):
-        engine(stream).backward(create_graph=True)
-    update(engine, stream)
-
-
 def test_copies_of_the_parameters_get_their_gradients(begin: Callable[..., Engine]) -> None:
     """Of a functional call, which the recomputation of a chunk would not repeat: all rows are computed at once."""
     engine = begin(block_rows=2, **NVME)
@@ -531,23 +341,6 @@ def test_copies_of_the_parameters_get_their_gradients(begin: Callable[..., Engin
     engine.backward(engine(stream))
     gradient = engine.get_fp32_gradient("blocks.0.up.weight")
     torch.testing.assert_close(copies["blocks.0.up.weight"].grad, gradient, rtol=1e-5, atol=1e-6)
-
-
-def test_a_model_without_blocks_is_refused(start: Start) -> None:
-    with pytest.raises(ConfigError, match="the model has no blocks"):
-        start(Block(WIDTH), block_rows=2)
-
-
-def test_blocks_that_are_not_called_are_reported(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    class Bypassing(Stack):
-        def forward(self, stream: Tensor, *args: Any) -> Tensor:
-            for block in self.blocks:
-                stream = block.down(block.up(stream))
-            return stream.sum()
-
-    engine = start(Bypassing(), precision="fp32", block_rows=2)
-    engine(next(inputs(1)))
-    assert "block_rows has no effect" in caplog.text
 
 
 def test_the_model_of_the_suite(start: Start, micro_batches: Callable[..., Any]) -> None:

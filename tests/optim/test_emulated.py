@@ -107,6 +107,7 @@ def test_every_instruction_set_gives_the_same_bytes_in_any_floating_point_enviro
     assert len(set(lines.values())) == 53
 
 
+@pytest.mark.slow
 def test_neon_gives_the_same_bytes(arm: Path, expected: list[str]) -> None:
     first, *lines = run("qemu-aarch64", arm).splitlines()
     assert first == "neon: neon portable"

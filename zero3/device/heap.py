@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from pathlib import Path
-
-from tiering.storage.arena import PAGE
 
 # A function of glibc; other C libraries return memory by themselves.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 LOOKS = 8
-"""Looks at the process, until the bytes that were freed are as many as it may have in excess."""
+"""Looks at the process while as many bytes are freed as it may have in excess."""
 
 
 def trim() -> None:
@@ -45,4 +44,4 @@ class FreedMemory:
 
 def _resident() -> int:
     """Bytes of memory that this process has."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -209,7 +209,7 @@ def _description() -> Description:
             "ds_config.json",
             "batch 16 = 8 x 1 x 2 ranks, bf16",
             {"honoured": 4, "no effect": 1},
-            ["zero_optimization.reduce_bucket_size"],
+            ["zero_optimization.allgather_bucket_size"],
             settings=[
                 SettingStatus("zero_optimization.stage", 3, "file", "honoured"),
                 SettingStatus("tiering.host_budget", 4 * GIB, "file", "honoured"),

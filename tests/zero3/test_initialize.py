@@ -153,7 +153,7 @@ USUAL: dict[str, Any] = {
     "zero_optimization": {
         "stage": 3,
         "stage3_param_persistence_threshold": "auto",
-        "reduce_bucket_size": 1e6,
+        "allgather_bucket_size": 1e6,
         "cpu_offload": False,
     },
     "bf16": {"enabled": "auto"},
@@ -307,14 +307,14 @@ def test_the_start_says_what_the_configuration_comes_to(caplog: pytest.LogCaptur
     messages = [record.getMessage() for record in caplog.records if record.name == "tiering.progress"]
     assert messages == [  # once
         (
-            "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1; no effect: reduce_bucket_size;"
+            "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1; no effect: allgather_bucket_size;"
             " deprecated: cpu_offload;"
             " run `tiering check FILE` for the reasons"
         )
     ]
     configuration = engine._observation.description.configuration
     assert configuration.outcome == "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1"
-    assert configuration.without_effect == ["zero_optimization.reduce_bucket_size"]
+    assert configuration.without_effect == ["zero_optimization.allgather_bucket_size"]
 
 
 def test_a_short_last_micro_batch_is_left_out_if_the_configuration_says_so() -> None:

@@ -148,6 +148,10 @@ class ZeroConfig(Section):
         default=5 * 10**7,
         description="Maximum elements prefetched, but at least room for the next group; 0: no prefetch.",
     )
+    reduce_bucket_elements: Count = Field(
+        default=5 * 10**8,
+        description="Maximum gradients of a group that ranks exchange at once; the plan takes fewer if it has no room.",
+    )
     persistence_threshold: Elements = Field(
         default=10**5, description="Parameters with fewer elements stay on the device."
     )

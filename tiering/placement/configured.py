@@ -104,6 +104,7 @@ def make_workload(
         world_size=world_size,
         stage=zero.stage,
         reduce_itemsize=ITEMSIZES[dtypes.reduce],
+        reduce_bucket=zero.reduce_bucket_elements,
         others=others,
     )
 

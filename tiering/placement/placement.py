@@ -34,6 +34,9 @@ from tiering.storage.arena import PAGE, round_up
 
 # Bytes: more than any budget that is needed.
 AMPLE = 1 << 60
+# Elements of gradients that ranks exchange at once: with fewer, latency costs more than the room is worth.
+GOOD_BUCKET = 8 << 20
+SMALLEST_BUCKET = 1 << 20
 # One slot copies to the device; one is updated and copied back.
 FEWEST_VISITS = 2
 
@@ -130,10 +133,11 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     tiles, update_window = _visits(load, filled, fixed.remaining(Tier.DEVICE) - least_working)
     fixed.add(Tier.DEVICE, update_window.nbytes, "update window")
     working = _working_set(load, filled.tiers[PARAMETERS], fixed)
-    least, usual = _reduction(load), _reduction(load, ahead=1)
-    fits = usual.nbytes - least.nbytes <= fixed.remaining(Tier.DEVICE) - working
-    reduction = usual if fits else least
-    spare = fixed.remaining(Tier.DEVICE) - working - (reduction.nbytes - least.nbytes)
+    least = _reduction(load, _buckets(load)[-1]).nbytes
+    room = fixed.remaining(Tier.DEVICE) + least
+    reduction = _reduction_within(load, room - working, room - least_working)
+    working = min(working, (room - reduction.nbytes) // PAGE * PAGE)
+    spare = room - working - reduction.nbytes
     plan = Plan(
         workload=load,
         budgets=budgets,
@@ -165,29 +169,51 @@ def _mandatory(load: Workload, everything: Sequence[Tenant], budgets: Budgets) -
             if piece.tier is not Tier.NVME:
                 fixed.add(piece.tier, piece.nbytes, tenant.kind)
     fixed.add(Tier.DEVICE, load.local_grad_bytes, "local gradients")
-    fixed.add(Tier.DEVICE, _reduction(load).nbytes, "gradient reduction")
+    fixed.add(Tier.DEVICE, _reduction(load, _buckets(load)[-1]).nbytes, "gradient reduction")
     fixed.check()
     return fixed
 
 
-def _reduction(load: Workload, *, ahead: int = 0) -> ReductionRoom:
+def _reduction(load: Workload, bucket: int, *, ahead: int = 0) -> ReductionRoom:
     """Device room for the reduction of gradients: the minimum, plus room for ``ahead`` more groups that are not open.
 
     Open groups fill their send buffers until the end of backward. Meanwhile one other group fills its buffer while the
-    previous one is reduced. A rank sends zeros for parameters without gradients, which need the same room.
+    previous one is reduced, in parts of ``bucket`` elements. A rank sends zeros for parameters without gradients, which
+    need the same room.
     """
-    opened, passing = [(0, 0)], [(0, 0)]
-    for group, open_ in zip(load.groups, stay_open(load), strict=True):
-        (opened if open_ else passing).append(load.reduce_buffers(group))
-    send = max(send for send, _ in passing)
-    send_and_receive = max(send + receive for send, receive in passing)
-    last = max(receive + (0 if load.collects else send) for send, receive in opened)
+    stays_open = list(zip(load.groups, stay_open(load), strict=True))
+    opened = [group for group, is_open in stays_open if is_open]
+    passing = [group for group, is_open in stays_open if not is_open]
+    last = max((load.exchanged_bytes(group, bucket) for group in opened), default=0)
+    one = max((load.exchanged_bytes(group, bucket, zeros=True) for group in passing), default=0)
+    further = max((load.exchanged_bytes(group, bucket) for group in passing), default=0)
     return ReductionRoom(
-        opened=sum(send for send, _ in opened) if load.collects else 0,
-        collected=(1 + ahead) * send if load.collects else 0,
-        exchanged=max(last, send_and_receive)
-        + ahead * (send_and_receive - send if load.collects else send_and_receive),
+        opened=sum(map(load.collected_bytes, opened)),
+        collected=(1 + ahead) * max(map(load.collected_bytes, passing), default=0),
+        exchanged=max(last, one) + ahead * further,
+        bucket=bucket,
     )
+
+
+def _buckets(load: Workload) -> list[int]:
+    """The elements that ranks may exchange at once: those of the configuration, and less, as far as it is worth it."""
+    buckets = [load.reduce_bucket]
+    while buckets[-1] // 2 >= SMALLEST_BUCKET:
+        buckets.append(buckets[-1] // 2)
+    return buckets
+
+
+def _reduction_within(load: Workload, room: int, least_room: int) -> ReductionRoom:
+    """Device room for the reduction in ``room`` bytes, beside parameters that are fetched ahead.
+
+    Buckets of GOOD_BUCKET elements are worth more than these: they may take ``least_room``.
+    """
+    buckets = _buckets(load)
+    good = [bucket for bucket in buckets if bucket <= GOOD_BUCKET]
+    choices = [(_reduction(load, buckets[0], ahead=1), room)]
+    choices += [(_reduction(load, bucket), room) for bucket in buckets if bucket not in good]
+    choices += [(_reduction(load, bucket), least_room) for bucket in good]
+    return next((choice for choice, most in choices if choice.nbytes <= most), choices[-1][0])
 
 
 def _largest_arrival(load: Workload) -> int:

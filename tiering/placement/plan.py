@@ -90,12 +90,14 @@ class ReductionRoom:
     """Device room for the reduction of gradients between ranks, in bytes.
 
     ``opened``: send buffers of groups that stay open during backward; ``collected``: send buffers of other groups,
-    while gradients arrive and wait for the reduction; ``exchanged``: receive buffers, and copies in another dtype.
+    while gradients arrive and wait for the reduction; ``exchanged``: receive buffers, and copies of what is sent.
+    ``bucket``: elements of a group that are exchanged at once, at most.
     """
 
     opened: int = 0
     collected: int = 0
     exchanged: int = 0
+    bucket: int = 0
 
     @property
     def nbytes(self) -> int:

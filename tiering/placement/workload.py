@@ -169,6 +169,8 @@ class Workload:
     stage: int = 3
     # Bytes per element of gradients sent between ranks; 0: grad_itemsize.
     reduce_itemsize: int = 0
+    # Elements of a group's gradients that ranks exchange at once, at most.
+    reduce_bucket: int = 5 * 10**8
     # What lives on the tiers besides parameters, gradients and optimizer state.
     others: tuple[Tenant, ...] = ()
 
@@ -272,17 +274,22 @@ class Workload:
         """Whether gradients are collected in send buffers, because whole gradients are kept nowhere else."""
         return self.world_size > 1 and not self.grads_stay_local
 
-    def reduce_buffers(self, group: GroupSizes) -> tuple[int, int]:
-        """Device room to (send, receive) the gradients of ``group`` during their reduction.
+    def collected_bytes(self, group: GroupSizes) -> int:
+        """Device room for the gradients of ``group`` while they arrive and wait for their reduction."""
+        return round_up(group.trainable_numel * self.of(group).sent_itemsize) if self.collects else 0
 
-        Local gradients are sent from where they accumulate, unless they are sent in another dtype.
+    def exchanged_bytes(self, group: GroupSizes, bucket: int, *, zeros: bool = False) -> int:
+        """Device room to exchange the gradients of ``group``, ``bucket`` elements at once.
+
+        A group in one bucket is sent from where its gradients are, unless they are sent in another dtype, or are
+        ``zeros`` that this rank has nowhere.
         """
         if self.world_size == 1:
-            return 0, 0
-        sizes = self.of(group)
-        nbytes = round_up(group.trainable_numel * sizes.sent_itemsize)
-        in_place = self.grads_stay_local and sizes.sent_itemsize == sizes.grad_itemsize
-        return 0 if in_place else nbytes, nbytes
+            return 0
+        sizes, numel = self.of(group), exchanged_at_once(group.trainable_numel, bucket, self.world_size)
+        nbytes = round_up(numel * sizes.sent_itemsize)
+        is_kept = not zeros if self.collects else sizes.sent_itemsize == sizes.grad_itemsize
+        return nbytes if is_kept and numel == group.trainable_numel else 2 * nbytes
 
     @property
     def gradients_beside(self) -> int:
@@ -395,3 +402,8 @@ class Workload:
         trained = zip(self.groups, self.optimizer_tiers, strict=True)
         stepped = any(group.trainable_numel and tier is not Tier.DEVICE for group, tier in trained)
         return stepped and not self.device_is_host
+
+
+def exchanged_at_once(numel: int, bucket: int, world_size: int) -> int:
+    """The elements of ``numel`` that ranks exchange at once: at most ``bucket``, but whole pages of each rank."""
+    return min(numel, max(QUANTUM, bucket // world_size // QUANTUM * QUANTUM) * world_size)

@@ -216,44 +216,57 @@ class GradientStore:
         self._received_pieces.discard(piece.index)
         self._forget_square(piece)
 
-    def add_reduced(self, group: ParamGroup, parts: list[Tensor], factor: float) -> None:
+    def add_reduced(self, group: ParamGroup, parts: list[Tensor], factor: float, first: int = 0) -> None:
         """Add ``factor`` times the sum of ``parts`` to the group's gradients.
 
-        ``parts``: this rank's shard of the gradient as each rank computed it, flat, in the order of ranks.
+        ``parts``: elements of this rank's shard of the gradient, from ``first`` on, as each rank computed them, flat,
+        in the order of ranks. The parts of a shard come in their order.
         """
         home = self.homes[group.index]
-        pieces = [piece for piece in group.shard.pieces if piece.trainable]
+        elements = range(first, first + parts[0].numel())
+        pieces = [each.piece for each in segments(_trained(group), elements.start, elements.stop)]
         fresh = [piece for piece in pieces if piece.index not in self._local_pieces]
+        complete = [piece for piece in pieces if piece.end <= elements.stop]
         on_device = not self._tiers.device_is_host
         for piece in pieces:
-            self._local_pieces.add(piece.index)
             self._forget_square(piece)
+        # The elements of a piece that are still to come have no gradient yet.
+        self._local_pieces.update(piece.index for piece in complete)
         if on_device and not home.on_device:
             for piece in pieces:
-                self._send_reduced(group, piece, parts, factor, overwrite=piece in fresh)
+                self._send_reduced(group, piece, elements, parts, factor, overwrite=piece in fresh)
             return
-        target = self.windows.open(group).view(self.dtype_of(group))[: parts[0].numel()]
+        target = self.windows.open(group).view(self.dtype_of(group))
         overwrite = len(fresh) == len(pieces)
         # Some pieces already have a gradient, so the sum is added everywhere: the fresh ones begin with zeros.
         for piece in [] if overwrite else fresh:
-            target[piece.start : piece.end].zero_()
+            target[max(piece.start, elements.start) : min(piece.end, elements.stop)].zero_()
+        target = target[elements.start : elements.stop]
         sum_parts(parts, factor, target, overwrite=overwrite, on_device=on_device)
         # On a device a square is read with all others in _all_squares: to read it here would wait for the queue.
         if self.last_micro_batch and not on_device:
-            for piece in pieces:
+            for piece in complete:
                 self._square(group, piece)
 
     def _send_reduced(
-        self, group: ParamGroup, piece: Piece, parts: list[Tensor], factor: float, *, overwrite: bool
+        self,
+        group: ParamGroup,
+        piece: Piece,
+        elements: range,
+        parts: list[Tensor],
+        factor: float,
+        *,
+        overwrite: bool,
     ) -> None:
         """Sum up on the device, a bounded part at a time, and start the copies to pinned memory.
 
-        A sum that the CPU adds to an earlier one is copied in fp32. The first one is rounded here, which halves the
-        bytes to copy.
+        ``parts`` are ``elements`` of the shard, and some of the ``piece``. A sum that the CPU adds to an earlier one is
+        copied in fp32. The first one is rounded here, which halves the bytes to copy.
         """
-        for start in range(piece.start, piece.end, device_kernels.ELEMENTS_AT_ONCE):
-            end = min(piece.end, start + device_kernels.ELEMENTS_AT_ONCE)
-            slices = [part[start:end] for part in parts]
+        last = min(piece.end, elements.stop)
+        for start in range(max(piece.start, elements.start), last, device_kernels.ELEMENTS_AT_ONCE):
+            end = min(last, start + device_kernels.ELEMENTS_AT_ONCE)
+            slices = [part[start - elements.start : end - elements.start] for part in parts]
             total = torch.empty_like(slices[0], dtype=self.dtype_of(group) if overwrite else torch.float32)
             sum_parts(slices, factor, total, overwrite=True, on_device=True)
             part = piece if end - start == piece.numel else replace(piece, start=start, numel=end - start)
@@ -484,9 +497,14 @@ class GradientStore:
             self.windows.write_out(group)
 
 
+def _trained(group: ParamGroup) -> list[Piece]:
+    """The parts of the group's trained parameters in its shard, in their order."""
+    return [piece for piece in group.shard.pieces if piece.trainable]
+
+
 def _pieces_within(group: ParamGroup, elements: range | None) -> list[Piece]:
     """The parts of the group's trained parameters that lie in ``elements`` of its shard, or all of them."""
-    trained = [piece for piece in group.shard.pieces if piece.trainable]
+    trained = _trained(group)
     if elements is None:
         return trained
     parts = segments(trained, elements.start, elements.stop)

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from optim_cpu import kernels
 from tiering.errors import EngineStateError, RankOrderError
 from tiering.placement.tenants import GRADIENTS
+from tiering.placement.workload import exchanged_at_once
 from tiering.storage.arena import Lease
 from zero3.device import kernels as device_kernels
 from zero3.device.ledger import LedgerEntry
@@ -66,12 +67,15 @@ class _Collected:
 
 @dataclass
 class _Reduction:
-    """A reduction that was begun. ``parts``: this rank's shard from each rank, in the order of ranks.
+    """A reduction of ``elements`` of this rank's shard that was begun; ``last``: of a whole group, it is the last one.
 
-    The transport writes ``parts`` and reads the collected values, so ``leases`` stay until the reduction has ended.
+    ``parts``: these elements from each rank, in the order of ranks. The transport writes them and reads what is sent,
+    so ``leases`` stay until the reduction has ended.
     """
 
     group: ParamGroup
+    elements: range
+    last: bool
     pending: Pending
     parts: list[Tensor]
     leases: list[Lease | LedgerEntry]
@@ -80,8 +84,9 @@ class _Reduction:
 class GradientReducer:
     """Collects the gradients of ``groups`` from autograd and adds their mean over the ranks to ``store``.
 
-    ``dtype`` is the dtype in which they are sent. ``local``: whole gradients of each group that accumulate between
-    reductions, in the store's dtype (stages 0 and 1). In stage 0 they are also the store's homes.
+    ``dtype`` is the dtype in which they are sent, ``bucket`` elements of a group at once, at most. ``local``: whole
+    gradients of each group that accumulate between reductions, in the store's dtype (stages 0 and 1). In stage 0 they
+    are also the store's homes.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class GradientReducer:
         dtype: torch.dtype,
         local: list[Tensor] | None,
         stage: int,
+        bucket: int,
     ) -> None:
         self._groups = groups
         self._store = store
@@ -102,6 +108,7 @@ class GradientReducer:
         self._tiers = tiers
         self._dtype = dtype
         self._replicated = stage == 0
+        self._bucket = bucket
         self._order = order = ReductionOrder(groups)
         # Host memory if the CPU is the device, else device memory. Two arenas, so that collected gradients cannot take
         # the room that a reduction needs to begin.
@@ -344,38 +351,57 @@ class GradientReducer:
 
     def _begin(self, group: ParamGroup) -> None:
         """Begin to send the group's gradients, with zeros for pieces that have none on this rank."""
-        numel, leases, dtype = (
-            group.layout.trainable_numel,
-            list[Lease | LedgerEntry](),
-            self._dtype_of(group),
-        )
         collected = self._buffers.pop(group, None)
         home = self._local.get(group, self._open_buffers.get(group))
         if collected is None and home is not None:
             collected = _Collected(home, None, set())
-        copies = collected is None or collected.values.dtype != dtype
-        # One lease for both tensors: after a first lease, the free room could be split, and the second would not fit.
-        lease = self._room_to_exchange((1 + copies) * numel * dtype.itemsize)
-        room = self._tensor(lease, (1 + copies) * numel, dtype)
-        received, outgoing = room[:numel], room[numel:]
-        leases.append(lease)
-        if collected is None:
-            # On a device this is queued on compute's stream, as the copies below: the exchange begins behind them.
-            outgoing.zero_()
-        else:
+        if collected is not None:
             for piece in group.layout.pieces:
                 if piece.trainable and piece.index not in collected.pieces:
                     collected.values[piece.start : piece.end].zero_()
-            outgoing = outgoing.copy_(collected.values) if copies else collected.values
             if self._replicated:
                 # The buffer then holds the mean of the ranks, to which further gradients are added.
                 trained = {piece.index for piece in group.layout.pieces if piece.trainable}
                 self._buffers[group] = _Collected(collected.values, None, trained)
-            leases += [collected.lease] if collected.lease is not None else []
+        ranks, numel = self._collectives.world.size, group.layout.trainable_numel
+        at_once = exchanged_at_once(numel, self._bucket, ranks) // ranks
+        starts = range(0, numel // ranks, max(1, at_once))
+        for start in starts:
+            elements = range(start, min(start + at_once, numel // ranks))
+            self._begin_part(group, collected, elements, last=start == starts[-1])
+
+    def _begin_part(
+        self, group: ParamGroup, collected: _Collected | None, elements: range, *, last: bool
+    ) -> None:
+        """Begin to send ``elements`` of each rank's shard of the group."""
+        ranks, dtype = self._collectives.world.size, self._dtype_of(group)
+        numel = ranks * len(elements)
+        is_whole = numel == group.layout.trainable_numel
+        copies = collected is None or collected.values.dtype != dtype or not is_whole
+        # One lease for both tensors: after a first lease, the free room could be split, and the second would not fit.
+        lease = self._room_to_exchange((1 + copies) * numel * dtype.itemsize)
+        room = self._tensor(lease, (1 + copies) * numel, dtype)
+        received, outgoing = room[:numel], room[numel:]
+        if collected is None:
+            # On a device this is queued on compute's stream, as the copies below: the exchange begins behind them.
+            outgoing.zero_()
+        elif copies:
+            shards = collected.values.view(ranks, -1)
+            outgoing.view(ranks, -1).copy_(shards[:, elements.start : elements.stop])
+        else:
+            outgoing = collected.values
+        leases = [lease]
+        if last and collected is not None and collected.lease is not None:
+            if copies:
+                # On a device the copies are only queued, as is every later use of this memory, on the same stream.
+                collected.lease.release()
+            else:
+                leases.append(collected.lease)
         # All ranks come here in one order of groups, which is the order of the reduction process group.
-        pending = self._collectives.exchange(received, outgoing, f"reduce {group.name!r}")
-        parts = list(received.view(self._collectives.world.size, -1).unbind())
-        self._reductions.append(_Reduction(group, pending, parts, leases))
+        part = "" if is_whole else f", elements {elements.start} to {elements.stop} of each shard"
+        pending = self._collectives.exchange(received, outgoing, f"reduce {group.name!r}{part}")
+        parts = list(received.view(ranks, -1).unbind())
+        self._reductions.append(_Reduction(group, elements, last, pending, parts, leases))
 
     def _room_to_exchange(self, nbytes: int) -> Lease | LedgerEntry:
         while (lease := self._exchanging.try_lease(nbytes, GRADIENTS)) is None:
@@ -401,16 +427,18 @@ class GradientReducer:
             self._store.forget_squares(group)
             whole, shard = self._local[group], shard_ranges(group.layout, world.size, world.rank)[0]
             local_shard = whole[shard.start : shard.stop]
+            target = local_shard[reduction.elements.start : reduction.elements.stop]
             on_device = not self._tiers.device_is_host
-            sum_parts(reduction.parts, 1.0 / world.size, local_shard, overwrite=True, on_device=on_device)
-            label = f"gather the gradients of {group.name!r}"
-            # Foreseen: all ranks finish reductions in the order in which they began them.
-            self._collectives.announce(label, foreseen=True)
-            self._gathering.append(self._collectives.gather(whole, local_shard, label))
+            sum_parts(reduction.parts, 1.0 / world.size, target, overwrite=True, on_device=on_device)
+            if reduction.last:
+                label = f"gather the gradients of {group.name!r}"
+                # Foreseen: all ranks finish reductions in the order in which they began them.
+                self._collectives.announce(label, foreseen=True)
+                self._gathering.append(self._collectives.gather(whole, local_shard, label))
         else:
-            self._store.add_reduced(group, reduction.parts, 1.0 / world.size)
+            self._store.add_reduced(group, reduction.parts, 1.0 / world.size, reduction.elements.start)
             # On a device the sum is copied to the host, and the store writes it when the copy has ended.
-            if self._tiers.device_is_host:
+            if self._tiers.device_is_host and reduction.last:
                 self._store.close(group)
         # On a device the sum is only queued. A later user of this memory is queued behind it on the same stream.
         for lease in reduction.leases:

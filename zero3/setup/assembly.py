@@ -252,8 +252,10 @@ def _place(
     optimizer = _make_optimizer(checked.chosen, tiles, layout, gradients, tiers, replicas)
     sink: GradientStore | GradientReducer = gradients
     if collectives is not None:
-        stage = plan.workload.stage
-        sink = GradientReducer(groups, gradients, collectives, tiers, sized.reduce_dtype, local, stage)
+        stage, bucket = plan.workload.stage, plan.reduction.bucket
+        sink = GradientReducer(
+            groups, gradients, collectives, tiers, sized.reduce_dtype, local, stage, bucket
+        )
     return Assembly(
         world=rank.world,
         device=rank.device,

@@ -25,7 +25,7 @@ TRAINERS = """{
   "zero_optimization": {
     "stage": 3,
     "overlap_comm": true,
-    "reduce_bucket_size": 5e8,
+    "allgather_bucket_size": 5e8,
     "stage3_prefetch_bucket_size": "auto",
     "stage3_param_persistence_threshold": "auto",
   },
@@ -104,7 +104,7 @@ def test_strict_is_about_keys_that_do_nothing(check: Check) -> None:
         "zero_optimization": {
             "stage": 2,
             "cpu_offload": True,
-            "reduce_bucket_size": 5e8,
+            "allgather_bucket_size": 5e8,
             "overlap_comm": True,
         }
     }
@@ -116,7 +116,7 @@ def test_strict_is_about_keys_that_do_nothing(check: Check) -> None:
     lines = [line.split(": ")[1:3] for line in err.splitlines()]
     # overlap_comm is missing: its value true is the only behaviour.
     assert lines == [
-        ["no effect", "zero_optimization.reduce_bucket_size"],
+        ["no effect", "zero_optimization.allgather_bucket_size"],
         ["deprecated", "zero_optimization.cpu_offload"],
     ]
     assert check(GOOD, "--strict")[0] == 0

@@ -198,6 +198,7 @@ def test_the_filled_configuration_has_no_auto() -> None:
             "stage": 3,
             "stage3_param_persistence_threshold": "auto",
             "reduce_bucket_size": "auto",
+            "allgather_bucket_size": "auto",
         },
         "tiering": {"host_budget": "auto"},
     }
@@ -216,8 +217,12 @@ def test_the_filled_configuration_has_no_auto() -> None:
         # torch's and DeepSpeed's default.
         "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "eps": 1e-8}},
         "scheduler": {"type": "WarmupLR", "params": {}},
-        # The size of a bucket has no effect here.
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 160},
+        # The size of a gathered bucket has no effect here.
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 160,
+            "reduce_bucket_size": 256,
+        },
         "tiering": {"host_budget": "auto"},
     }
     assert settings["bf16"] == {"enabled": "auto"}

@@ -22,15 +22,21 @@ from tests.tiering.workloads import (
     planned,
     workloads,
 )
+from tiering.config.fields import format_need
 from tiering.config.training import format_size
 from tiering.errors import PlacementError
 from tiering.placement.placement import make_plan
-from tiering.placement.plan import Budgets, ReductionRoom
+from tiering.placement.plan import Budgets, Plan, ReductionRoom
 from tiering.placement.slots import SMALLEST_TILE
-from tiering.placement.workload import GroupSizes, Tier, Workload
+from tiering.placement.workload import GroupSizes, Tier, Workload, exchanged_at_once
 from tiering.storage.arena import PAGE
 
 ALL = Budgets(PLENTY, PLENTY, PLENTY)
+
+
+def rooms(plan: Plan) -> ReductionRoom:
+    """The rooms of the reduction, whatever is exchanged at once."""
+    return replace(plan.reduction, bucket=0)
 
 
 @st.composite
@@ -134,9 +140,9 @@ def test_gradients_have_room_to_be_reduced(load: Workload, limits: Budgets) -> N
     else:
         least = ReductionRoom(exchanged=max(*stays_open, largest))
         usual = ReductionRoom(exchanged=least.exchanged + largest)
-    assert plan.reduction in (least, usual)
+    assert rooms(plan) in (least, usual)
     assert all(room % PAGE == 0 for room in (least.opened, least.collected, least.exchanged))
-    if plan.reduction != usual:
+    if rooms(plan) != usual:
         assert plan.budgets.device - plan.total(DEVICE) < usual.nbytes - least.nbytes
 
 
@@ -345,16 +351,52 @@ def test_the_rooms_are_as_large_as_the_device_budget_allows(stage: int, itemsize
     ahead = 8 * Q if stage == 3 else 0
     plan = make_plan(load, ALL)
     most, working = plan.total(DEVICE), plan.working_bytes
-    assert make_plan(load, Budgets(most, 0, 0)).reduction == usual
+    assert rooms(make_plan(load, Budgets(most, 0, 0))) == usual
     tight = make_plan(load, Budgets(most - 1, 0, 0))
-    assert (tight.reduction, tight.working_bytes) == (least, working)
+    assert (rooms(tight), tight.working_bytes) == (least, working)
     need = most - (usual.nbytes - least.nbytes) - ahead
     tightest = make_plan(load, Budgets(need, 0, 0))
-    assert (tightest.reduction, tightest.working_bytes) == (least, working - ahead)
+    assert (rooms(tightest), tightest.working_bytes) == (least, working - ahead)
     with pytest.raises(
         PlacementError, match=rf"gradient reduction {format_size(least.nbytes)}\); raise device_budg"
     ):
         make_plan(load, Budgets(need - 1, 0, 0))
+
+
+@pytest.mark.parametrize(("stage", "itemsize"), ROOMS)
+def test_a_group_larger_than_the_bucket_needs_room_for_two_buckets(stage: int, itemsize: int) -> None:
+    """Half a block is sent at once: it is copied out of the shards, also where a whole block is sent in place."""
+    load = replace(on_device(stage, 2, reduce_itemsize=itemsize), reduce_bucket=2 * Q)
+    plan = make_plan(load, ALL)
+    sent = 2 * Q * (itemsize or 2)
+    whole = ROOMS[stage, itemsize][1]
+    assert plan.reduction == ReductionRoom(Q * whole.opened, Q * whole.collected, 2 * 2 * sent, 2 * Q)
+
+
+def test_the_bucket_is_as_large_as_the_device_budget_allows() -> None:
+    """Prefetch has less room for one of 8 Mi elements; a larger one has what prefetch leaves."""
+    block = 1 << 30  # elements
+    groups = tuple(GroupSizes(f"layers.{index}", 2 * block, block) for index in range(4))
+    load = example(groups=groups, offload_param=HOST, offload_optimizer=HOST, prefetch_bytes=2 * block)
+    load = replace(load, stage=3, world_size=2, reduce_bucket=50_000_000)
+    assert make_plan(load, ALL).reduction.bucket == 50_000_000
+    halves = [50_000_000 >> number for number in range(6)]
+    # What is sent, and what is received.
+    exchanged = [2 * 2 * exchanged_at_once(block, bucket, 2) for bucket in halves]
+    # A block computes, and another one waits for its reduction.
+    blocks = 2 * 2 * block
+
+    def bucket(device: int) -> int:
+        plan = make_plan(load, Budgets(device, PLENTY, PLENTY))
+        assert plan.total(DEVICE) <= device
+        return halves.index(plan.reduction.bucket)
+
+    assert [bucket(blocks + nbytes) for nbytes in exchanged[3:]] == [3, 4, 5]
+    assert [bucket(blocks + 2 * block + nbytes) for nbytes in exchanged] == [0, 1, 2, 3, 3, 3]
+    with pytest.raises(
+        PlacementError, match=f"raise device_budget to at least {format_need(blocks + exchanged[5])}"
+    ):
+        make_plan(load, Budgets(blocks + exchanged[5] - 1, PLENTY, PLENTY))
 
 
 def test_a_large_root_has_room_for_its_own_reduction() -> None:
@@ -365,9 +407,9 @@ def test_a_large_root_has_room_for_its_own_reduction() -> None:
         *GROUPS[2:],
     )
     load = replace(on_device(2, 2), groups=groups)
-    assert make_plan(load, ALL).reduction == ReductionRoom(82 * Q, 16 * Q, (80 + 8) * Q)
+    assert rooms(make_plan(load, ALL)) == ReductionRoom(82 * Q, 16 * Q, (80 + 8) * Q)
     load = replace(on_device(1, 2, reduce_itemsize=4), groups=groups)
-    assert make_plan(load, ALL).reduction == ReductionRoom(exchanged=(2 * 160 + 2 * 16) * Q)
+    assert rooms(make_plan(load, ALL)) == ReductionRoom(exchanged=(2 * 160 + 2 * 16) * Q)
 
 
 def test_frozen_groups_need_no_room_to_be_reduced() -> None:
@@ -380,8 +422,9 @@ def test_frozen_groups_need_no_room_to_be_reduced() -> None:
         (1, ReductionRoom(exchanged=4 * Q)),
         (2, ReductionRoom(0, 4 * Q, 6 * Q)),
     ):
-        assert make_plan(replace(on_device(stage, 2), groups=groups), ALL).reduction == room
-        assert make_plan(replace(on_device(stage, 2), groups=groups[:2]), ALL).reduction == ReductionRoom()
+        assert rooms(make_plan(replace(on_device(stage, 2), groups=groups), ALL)) == room
+        frozen = make_plan(replace(on_device(stage, 2), groups=groups[:2]), ALL)
+        assert rooms(frozen) == ReductionRoom()
 
 
 def test_gradients_that_wait_for_the_last_backward_are_refused_by_name() -> None:

@@ -24,6 +24,7 @@ from zero3.passes.reduction import GradientReducer
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 RANKS = 2
+LARGE = 1 << 30
 
 
 @dataclass(eq=False)
@@ -47,7 +48,7 @@ class Group:
 
 
 class Ranks:
-    """Collectives that carry nothing: they remember what was sent, in which order."""
+    """Collectives that carry nothing: they remember what was sent, in which order; the parts of a group together."""
 
     row_nbytes = 0
 
@@ -57,7 +58,13 @@ class Ranks:
         self.under_way: list[tuple[Tensor, Tensor]] = []
 
     def exchange(self, received: Tensor, sent: Tensor, label: str) -> Any:
-        self.sent.append((label.split("'")[1], sent.float().clone()))
+        _, name, part = label.split("'")
+        whole = sent.float().view(RANKS, -1).clone()
+        if part and not part.startswith(", elements 0 "):
+            before, earlier = self.sent.pop()
+            assert before == name
+            whole = torch.cat((earlier.view(RANKS, -1), whole), 1)
+        self.sent.append((name, whole.view(-1)))
         self.under_way.append((received, sent))
         return sent, sent.clone()
 
@@ -82,7 +89,7 @@ class Store:
 
     last_micro_batch = True
 
-    def add_reduced(self, group: Group, parts: list[Tensor], factor: float) -> None: ...
+    def add_reduced(self, group: Group, parts: list[Tensor], factor: float, first: int) -> None: ...
     def close(self, group: Group) -> None: ...
     def close_all(self) -> None: ...
     def mark_received(self, received: Sequence[int]) -> None: ...
@@ -95,9 +102,11 @@ class Store:
     def forget_squares(self, group: Group) -> None: ...
 
 
-def reducer(groups: list[Group], stage: int, itemsize: int, *, tight: bool) -> tuple[GradientReducer, Ranks]:
+def reducer(
+    groups: list[Group], stage: int, itemsize: int, bucket: int = LARGE, *, tight: bool
+) -> tuple[GradientReducer, Ranks]:
     """In bf16, sent with ``itemsize``. ``tight``: with the least room that a plan can have."""
-    load = load_of(groups, stage, itemsize)
+    load = replace(load_of(groups, stage, itemsize), reduce_bucket=bucket)
     most = make_plan(load, Budgets(PLENTY, 0, 0)).total(Tier.DEVICE)
     try:
         room = make_plan(load, Budgets(most - tight, 0, 0)).reduction
@@ -109,7 +118,7 @@ def reducer(groups: list[Group], stage: int, itemsize: int, *, tight: bool) -> t
     tiers = SimpleNamespace(reduction=arenas, device=torch.device("cpu"), device_is_host=True)
     ranks = Ranks()
     return GradientReducer(
-        groups, Store(), ranks, tiers, DTYPES[itemsize], local if stage <= 1 else None, stage
+        groups, Store(), ranks, tiers, DTYPES[itemsize], local if stage <= 1 else None, stage, room.bucket
     ), ranks  # type: ignore[arg-type]
 
 
@@ -145,13 +154,20 @@ def models(draw: st.DrawFn) -> list[Group]:
     return groups
 
 
-kinds = st.sampled_from([(stage, itemsize) for stage in range(4) for itemsize in (2, 4)])
+kinds = st.sampled_from(
+    [
+        (stage, itemsize, bucket)
+        for stage in range(4)
+        for itemsize in (2, 4)
+        for bucket in (LARGE, 3 * RANKS * SMALLEST_TILE)
+    ]
+)
 
 
 @settings(deadline=None, max_examples=80)
 @given(groups=models(), kind=kinds, tight=st.booleans(), data=st.data())
 def test_a_reduction_can_always_begin(
-    groups: list[Group], kind: tuple[int, int], tight: bool, data: st.DataObject
+    groups: list[Group], kind: tuple[int, int, int], tight: bool, data: st.DataObject
 ) -> None:
     """Whoever gets no gradients here, in this backward or in the one before."""
     reducing, ranks = reducer(groups, *kind, tight=tight)
@@ -177,7 +193,7 @@ def in_turn(here: list[Group], groups: list[Group]) -> list[str]:
 @settings(deadline=None, max_examples=80)
 @given(groups=models(), kind=kinds.filter(lambda kind: kind[0] > 0), tight=st.booleans(), data=st.data())
 def test_no_gradient_is_lost_in_any_order_of_backward(
-    groups: list[Group], kind: tuple[int, int], tight: bool, data: st.DataObject
+    groups: list[Group], kind: tuple[int, int, int], tight: bool, data: st.DataObject
 ) -> None:
     """All of each goes to the others, with the least room, too. Stage 0 sends means again, which nobody makes here."""
     reducing, ranks = reducer(groups, *kind, tight=tight)
@@ -221,3 +237,16 @@ def test_what_is_reduced_while_it_waits_for_room_comes_late_but_comes() -> None:
         ("g0", 1.0),
         ("g2", 1.0),
     ]
+
+
+def test_a_group_larger_than_the_bucket_is_sent_in_parts_of_each_shard() -> None:
+    group = Group(0, 5 * RANKS * SMALLEST_TILE)
+    reducing, ranks = reducer([group], 2, 4, 2 * RANKS * SMALLEST_TILE + 1, tight=True)
+    values = torch.arange(group.numel, dtype=torch.float32)
+    group.param.grad = values.clone()
+    reducing.accumulate(group, group.piece, group.param)
+    reducing.final(group)
+    reducing.close_all()
+    assert [received.numel() // (RANKS * SMALLEST_TILE) for received, _ in ranks.under_way] == [2, 2, 1]
+    ((_, sent),) = ranks.sent
+    assert torch.equal(sent, values)

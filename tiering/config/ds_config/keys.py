@@ -148,7 +148,11 @@ _ZERO: Tree = {
     **{f"{prefix}{name}": key for prefix in ("stage3_", "") for name, key in _STAGE3.items()},
     "stage3_partition_stream_chunk_size": _MINIMUM,
     **for_each("reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce", _COLLECTIVES),
-    **for_each("reduce_bucket_size allgather_bucket_size", _COLLECTIVES),
+    "reduce_bucket_size": mapped(
+        "zero.reduce_bucket_elements",
+        auto=of_hidden_size("h^2", lambda h: h * h, "DeepSpeed's default"),
+    ),
+    "allgather_bucket_size": _COLLECTIVES,
     "overlap_comm": no_effect("collectives always overlap compute", off=_ALWAYS),
     "contiguous_gradients": no_effect(
         "gradients are always sent from one contiguous buffer per group", off=_ALWAYS

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from optim_cpu._kernels import ffi, lib
+from optim_cpu.exact_sum import LIMBS, ExactSum
 from optim_cpu.instruction_sets import available_instruction_sets, instruction_set, set_instruction_set
 from optim_cpu.refusals import ordered, refusal, unfit
 from optim_cpu.rules import Rule, adagrad, adam, lion, sgd
@@ -24,6 +25,7 @@ __all__ = [
     "SQUARE_BLOCK",
     "BlockFormat",
     "DType",
+    "ExactSum",
     "QuantizedMatrix",
     "Rule",
     "StateFormat",
@@ -31,6 +33,7 @@ __all__ = [
     "accumulate",
     "adagrad",
     "adam",
+    "add_block_sums",
     "available_instruction_sets",
     "cast",
     "dequantize",
@@ -264,20 +267,31 @@ def reduce(
         raise refusal("reduce", code, locals())
 
 
-def sum_of_squares(address: int, dtype: DType, numel: int, *, initial: float = 0.0) -> float:
-    """``initial`` plus the sum of squares of ``numel`` elements, in float64 and one fixed order.
+def sum_of_squares(address: int, dtype: DType, numel: int) -> ExactSum:
+    """The sum of squares of ``numel`` elements: of blocks in float64 and one fixed order, which are added exactly.
 
-    The order depends on blocks of ``SQUARE_BLOCK`` elements counted from ``address``, not on threads or
-    instruction set. A tensor that is summed in pieces gives the identical value, if the pieces begin at multiples of
-    ``SQUARE_BLOCK`` and each gets the previous result as ``initial``. The result is finite if and only if
-    ``initial`` and all elements are finite.
+    Blocks have ``SQUARE_BLOCK`` elements counted from ``address``. The sums of the pieces of a tensor, added up in any
+    order, are the sum of the tensor if the pieces begin at multiples of ``SQUARE_BLOCK``. Neither threads nor the
+    instruction set change it. The result is finite if and only if all elements are finite.
     Raises ValueError, which names the argument.
     """
-    result = ffi.new("double *")
-    code = lib.opt_sum_of_squares(address, dtype, numel, initial, result)
+    limbs = ffi.new("uint64_t[]", LIMBS)
+    code = lib.opt_sum_of_squares(address, dtype, numel, limbs)
     if code < 0:
         raise refusal("sum_of_squares", code, locals())
-    return float(result[0])
+    return ExactSum.of_limbs(ffi.unpack(limbs, LIMBS))
+
+
+def add_block_sums(sums: int, count: int) -> ExactSum:
+    """The exact sum of ``count`` float64 sums of blocks at the address ``sums``, each computed as above.
+
+    Raises ValueError, which names the argument.
+    """
+    limbs = ffi.new("uint64_t[]", LIMBS)
+    code = lib.opt_add_block_sums(sums, count, limbs)
+    if code < 0:
+        raise refusal("add_block_sums", code, locals())
+    return ExactSum.of_limbs(ffi.unpack(limbs, LIMBS))
 
 
 class QuantizedMatrix:

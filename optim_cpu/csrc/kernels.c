@@ -293,7 +293,7 @@ struct squares_run {
     const char *src;
     int dtype;
     uint64_t numel;
-    double *sums, total;
+    double *sums;
 };
 
 static void squares_tile(void *context, uint64_t tile)
@@ -307,17 +307,66 @@ static void squares_tile(void *context, uint64_t tile)
 
 static uint64_t blocks(uint64_t numel) { return (numel + OPT_SQUARE_BLOCK - 1) / OPT_SQUARE_BLOCK; }
 
-/* A run with a single tile, so that the sum is computed in the default floating-point environment. */
-static void total_tile(void *context, uint64_t tile)
-{
-    struct squares_run *run = context;
+enum { IS_NAN = OPT_SUM_LIMBS - 1, IS_INFINITE = IS_NAN - 1, LIMB_BITS = 32, UNIT = 320, MANTISSA_BITS = 52 };
 
-    (void)tile;
-    for (uint64_t i = 0; i < blocks(run->numel); i++)
-        run->total += run->sums[i];
+/* Block sums are at least 0 and multiples of 2^-298, the square of the smallest float32; their total is below 2^320.
+ * Integer arithmetic: no floating-point environment matters. */
+static void add_block_sum(uint64_t *sum, double block)
+{
+    const uint64_t low_half = UINT32_MAX, one = 1;
+    uint64_t bits;
+
+    memcpy(&bits, &block, sizeof bits);
+    int exponent = (int)(bits >> MANTISSA_BITS & 0x7FF), place = exponent - 1023 - MANTISSA_BITS + UNIT;
+    uint64_t mantissa = (bits & ((one << MANTISSA_BITS) - 1)) | one << MANTISSA_BITS;
+    if (place < -MANTISSA_BITS) /* 0 */
+        return;
+    if (place < 0) {
+        mantissa >>= -place;
+        place = 0;
+    }
+    if (place / LIMB_BITS + 2 >= IS_INFINITE) {
+        sum[block != block ? IS_NAN : IS_INFINITE]++;
+        return;
+    }
+    uint64_t *limb = sum + place / LIMB_BITS;
+    uint64_t low = (mantissa & low_half) << place % LIMB_BITS;
+    uint64_t high = (mantissa >> LIMB_BITS) << place % LIMB_BITS;
+    limb[0] += low & low_half;
+    limb[1] += (low >> LIMB_BITS) + (high & low_half);
+    limb[2] += high >> LIMB_BITS;
 }
 
-int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, double initial, double *result)
+/* At most 2^30 at once, because a limb grows by less than 2^34 each time. */
+static void add_block_sums(uint64_t *sum, const double *sums, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++)
+        add_block_sum(sum, sums[i]);
+    for (int i = 0; i < IS_INFINITE - 1; i++) {
+        sum[i + 1] += sum[i] >> LIMB_BITS;
+        sum[i] &= UINT32_MAX;
+    }
+}
+
+int opt_add_block_sums(intptr_t sums, int64_t count, uint64_t *sum)
+{
+    const uint64_t most = (uint64_t)1 << 30;
+
+    if (!is_count(count))
+        return opt_refuse("count" COUNT_RULE);
+    if (count && (sums <= 0 || sums % (intptr_t)sizeof(double)))
+        return opt_refuse("sums" ADDRESS_RULE);
+    const double *next = (const double *)sums;
+    for (uint64_t left = (uint64_t)count; left;) {
+        uint64_t now = left < most ? left : most;
+        add_block_sums(sum, next, now);
+        next += now;
+        left -= now;
+    }
+    return 0;
+}
+
+int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, uint64_t *sum)
 {
     if (!is_dtype(dtype))
         return opt_refuse("dtype" DTYPE_RULE);
@@ -327,7 +376,7 @@ int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, double initia
         return opt_refuse("address" ADDRESS_RULE);
 
     double few[FEW_SUMS], *many = blocks((uint64_t)numel) > FEW_SUMS ? malloc(SUMS * sizeof *many) : NULL;
-    struct squares_run run = {opt_selected(), NULL, dtype, 0, many ? many : few, initial};
+    struct squares_run run = {opt_selected(), NULL, dtype, 0, many ? many : few};
     uint64_t max_numel = (uint64_t)(many ? SUMS : FEW_SUMS) * OPT_SQUARE_BLOCK;
 
     for (uint64_t begin = 0; run.kernels && begin < (uint64_t)numel; begin += run.numel) {
@@ -335,9 +384,8 @@ int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, double initia
         run.src = (const char *)address + begin * opt_element_size(dtype);
         run.numel = remaining < max_numel ? remaining : max_numel;
         opt_pool_run(squares_tile, &run, (run.numel + TILE - 1) / TILE);
-        opt_pool_run(total_tile, &run, 1);
+        add_block_sums(sum, run.sums, blocks(run.numel));
     }
     free(many);
-    *result = run.total;
     return run.kernels ? 0 : -ENOTSUP;
 }

@@ -112,6 +112,7 @@ enum { OPT_STATE_FP32, OPT_STATE_BF16, OPT_STATE_BF16_STOCHASTIC };
 enum { OPT_NF4, OPT_INT8, OPT_FP8 };
 
 #define OPT_SQUARE_BLOCK 4096
+#define OPT_SUM_LIMBS 22
 #define OPT_MAX_THREADS 4096
 #define OPT_MIN_BLOCK 32
 #define OPT_MAX_BLOCK 4096
@@ -186,11 +187,15 @@ int opt_accumulate(intptr_t dst, int dst_dtype, intptr_t src, int src_dtype, int
 int opt_reduce(intptr_t target, int target_dtype, const intptr_t *sources, int64_t count, int source_dtype,
                int64_t numel, double factor, int overwrite);
 
-/* *result = initial + the sum of squares, in float64, where the square of a float32 is exact. Blocks of
- * OPT_SQUARE_BLOCK elements start at `address`; in a block, element i is added to lane i % 32 in order, then the
- * 32 lanes fold as l[i] += l[i+16], 8, 4, 2, 1; block sums are added to `initial` in index order. The result is finite
- * if and only if `initial` and all elements are finite. */
-int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, double initial, double *result);
+/* Add the sum of squares to `sum`, which has OPT_SUM_LIMBS elements. Blocks of OPT_SQUARE_BLOCK elements start at
+ * `address`; in a block, in float64, where the square of a float32 is exact, element i is added to lane i % 32 in
+ * order, then the 32 lanes fold as l[i] += l[i+16], 8, 4, 2, 1. Block sums are added without rounding: so the sum does
+ * not depend on their order, nor on where a tensor is cut between blocks. Limb i of `sum` counts 2^(32 i - 320) and is
+ * below 2^32 afterwards. The last two limbs count the blocks whose sum is infinite, and NaN. */
+int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, uint64_t *sum);
+
+/* Add `count` block sums to `sum`: float64 numbers that were computed elsewhere, in the same order. */
+int opt_add_block_sums(intptr_t sums, int64_t count, uint64_t *sum);
 
 /* A matrix in a block format. Filled by opt_matrix_init; it borrows the memory, which must live while it is used. */
 typedef struct {

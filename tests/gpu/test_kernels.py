@@ -55,7 +55,7 @@ def every_kind(dtype: torch.dtype) -> Tensor:
     return (bits << 16 | lower[bits % len(lower)]).to(torch.int32).view(torch.float32)
 
 
-def squares_in_c(flat: Tensor) -> float:
+def squares_in_c(flat: Tensor) -> kernels.ExactSum:
     return kernels.sum_of_squares(flat.data_ptr(), CODES[flat.dtype], flat.numel())
 
 
@@ -68,7 +68,7 @@ def test_sums_of_squares(dtype: torch.dtype, way: str) -> None:
     most = torch.finfo(dtype).max
     flats = [spread(numel, numel).clamp(-most, most).to(dtype) for numel in NUMELS]
     expected = [squares_in_c(flat) for flat in flats]
-    assert 0 < expected[-1] < math.inf
+    assert 0 < float(expected[-1]) < math.inf
     on_gpu = [flat.cuda() for flat in flats]
     assert device_kernels.sums_of_squares(on_gpu) == expected
     assert device_kernels.sum_of_squares(on_gpu[-1]) == expected[-1]
@@ -79,7 +79,7 @@ def test_sums_of_squares(dtype: torch.dtype, way: str) -> None:
 def test_sums_of_squares_show_what_is_not_finite(bad: float, way: str) -> None:
     flats = [torch.full((10_000,), 3e38, device="cuda") for _ in range(3)]
     flats[1][7777] = bad
-    assert [math.isfinite(total) for total in device_kernels.sums_of_squares(flats)] == [True, False, True]
+    assert [total.is_finite for total in device_kernels.sums_of_squares(flats)] == [True, False, True]
 
 
 def test_places_beyond_32_bits() -> None:
@@ -91,7 +91,7 @@ def test_places_beyond_32_bits() -> None:
         pytest.skip(f"20 GiB of device memory are not free, only {free / 2**30:.1f}")
     flat = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
     flat[0], flat[5000], flat[-1] = 3, 5, 7
-    assert device_kernels.sum_of_squares(flat) == 9 + 25 + 49
+    assert float(device_kernels.sum_of_squares(flat)) == 9 + 25 + 49
     grad = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
     device_kernels.accumulate(flat, grad, overwrite=False)
     assert [flat[i].item() for i in (0, 1, 5000, numel - 2, numel - 1)] == [4, 1, 6, 1, 8]

@@ -7,10 +7,13 @@ double is a Python float here. A bfloat16 is a uint16.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from optim_cpu.exact_sum import UNIT, ExactSum
 
 F32 = npt.NDArray[np.float32]
 U16 = npt.NDArray[np.uint16]
@@ -209,8 +212,9 @@ def reduce(sources: list[F32], factor: float, before: F32 | None) -> F32:
         return canonical(scaled if before is None else before + scaled)
 
 
-def sum_of_squares(x: F32, initial: float = 0.0) -> float:
-    total = initial
+def sum_of_squares(x: F32) -> ExactSum:
+    """Fractions add up the sums of blocks, without rounding."""
+    total, infinite, nan = Fraction(), 0, 0
     with np.errstate(all="ignore"):
         for start in range(0, len(x), BLOCK):
             block = x[start : start + BLOCK].astype(np.float64)
@@ -221,8 +225,13 @@ def sum_of_squares(x: F32, initial: float = 0.0) -> float:
                 lanes = lanes + row * row
             for half in (16, 8, 4, 2, 1):
                 lanes = lanes[:half] + lanes[half:]
-            total = total + float(lanes[0])
-    return total
+            if np.isfinite(lanes[0]):
+                total += Fraction(float(lanes[0]))
+            else:
+                infinite, nan = infinite + bool(np.isinf(lanes[0])), nan + bool(np.isnan(lanes[0]))
+    units = total * UNIT
+    assert units.denominator == 1
+    return ExactSum(units.numerator, infinite, nan)
 
 
 # Values that break things.

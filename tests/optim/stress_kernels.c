@@ -66,12 +66,12 @@ static uint64_t accumulate_and_sum(int pair, int64_t numel)
     uint64_t seed = (uint64_t)pair, left;
     struct array dst = make_array(&seed, dst_dtype, numel, TAME, 0);
     struct array src = make_array(&seed, src_dtype, numel, TAME, 0);
-    double sum;
+    uint64_t sum[OPT_SUM_LIMBS] = {0};
 
     REQUIRE(!opt_accumulate(address_of(dst), dst_dtype, address_of(src), src_dtype, numel, 0));
     left = digest(0, dst.block, dst.bytes);
-    REQUIRE(!opt_sum_of_squares(address_of(dst), dst_dtype, numel, 0.1, &sum));
-    left = digest(left, &sum, sizeof sum);
+    REQUIRE(!opt_sum_of_squares(address_of(dst), dst_dtype, numel, sum));
+    left = digest(left, sum, sizeof sum);
     REQUIRE(!opt_accumulate(address_of(dst), dst_dtype, address_of(src), src_dtype, numel, 1));
     left = digest(left, dst.block, dst.bytes);
     free(dst.block);

@@ -46,10 +46,10 @@ def test_workers_start_at_first_use_and_only_as_many_as_needed() -> None:
         "from optim_cpu import kernels as k; import os; n = lambda: len(os.listdir('/proc/self/task'))\n"
         "import array; a = array.array('f', [1.0]) * 10**6; p = a.buffer_info()[0]\n"
         "assert n() == 1; k.set_thread_count(5); assert n() == 1 and k.thread_count() == 5\n"
-        "assert k.sum_of_squares(p, 0, 100) == 100.0 and n() == 1\n"
-        "assert k.sum_of_squares(p, 0, 70000) == 70000.0 and n() == 3\n"
-        "assert k.sum_of_squares(p, 0, 10**6) == 1e6 and n() == 5\n"
-        "k.set_thread_count(2); assert k.sum_of_squares(p, 0, 10**6) == 1e6 and n() == 5\n"
+        "assert float(k.sum_of_squares(p, 0, 100)) == 100.0 and n() == 1\n"
+        "assert float(k.sum_of_squares(p, 0, 70000)) == 70000.0 and n() == 3\n"
+        "assert float(k.sum_of_squares(p, 0, 10**6)) == 1e6 and n() == 5\n"
+        "k.set_thread_count(2); assert float(k.sum_of_squares(p, 0, 10**6)) == 1e6 and n() == 5\n"
     )
     done = run_python(code)
     assert (done.returncode, done.stderr) == (0, "")
@@ -63,7 +63,7 @@ def test_more_threads_than_slices() -> None:
     code = (
         "from optim_cpu import kernels as k; import array, os\n"
         "a = array.array('f', [2.0]) * (80 << 15); p = a.buffer_info()[0]; k.set_thread_count(70)\n"
-        "assert k.sum_of_squares(p, 0, len(a)) == 4.0 * len(a)\n"
+        "assert float(k.sum_of_squares(p, 0, len(a))) == 4.0 * len(a)\n"
         "tasks = ['/proc/self/task/' + task + '/comm' for task in os.listdir('/proc/self/task')]\n"
         "print([open(task).read() for task in tasks].count('tiering-optim\\n'))"
     )
@@ -85,7 +85,7 @@ def test_without_new_threads_the_caller_does_it_all(limit: str, value: str) -> N
     code = (
         "from optim_cpu import kernels as k; import array, os, resource as r\n"
         "a = array.array('f', [2.0]) * 10**6; p = a.buffer_info()[0]; k.set_thread_count(3)\n"
-        "def run(): assert k.sum_of_squares(p, 0, 10**6) == 4e6; print(len(os.listdir('/proc/self/task')))\n"
+        "def run(): assert float(k.sum_of_squares(p, 0, 10**6)) == 4e6; print(len(os.listdir('/proc/self/task')))\n"
         "os.getuid() or os.setuid(65534)\n"  # root may have any number of processes
         f"soft, hard = r.getrlimit(r.{limit}); r.setrlimit(r.{limit}, ({value}, hard)); run(); run()\n"
         f"r.setrlimit(r.{limit}, (soft, hard)); run()"
@@ -133,7 +133,7 @@ def test_workers_that_leave_the_cpu_of_their_caller_may_return() -> None:
     code = (
         "import array, os; from optim_cpu import kernels as k; k.set_thread_count(4)\n"
         "a = array.array('f', [1.0]) * 10**7; p = a.buffer_info()[0]\n"
-        "assert all(k.sum_of_squares(p, 0, 10**7) == 1e7 for _ in range(60))\n"
+        "assert all(float(k.sum_of_squares(p, 0, 10**7)) == 1e7 for _ in range(60))\n"
         "workers = [int(t) for t in os.listdir('/proc/self/task') if int(t) != os.getpid()]\n"
         "print(len(workers), all(os.sched_getaffinity(t) == os.sched_getaffinity(0) for t in workers))"
     )

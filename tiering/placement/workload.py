@@ -20,8 +20,10 @@ FP32 = 4
 # Bytes at which each parameter in a flat tensor starts: a multiple of every vector width, so that a placement cannot
 # change the path that a kernel takes.
 PARAM_ALIGNMENT = 256
-# Elements to which the ranks' shards of a group are padded: a memory page of the smallest dtype.
+# Elements of a memory page in the smallest dtype.
 QUANTUM = PAGE // 2
+# Elements of a block whose squares are summed together (optim_cpu.kernels.SQUARE_BLOCK). No shard ends inside of one.
+SQUARE_BLOCK = 4096
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -407,3 +409,18 @@ class Workload:
 def exchanged_at_once(numel: int, bucket: int, world_size: int) -> int:
     """The elements of ``numel`` that ranks exchange at once: at most ``bucket``, but whole pages of each rank."""
     return min(numel, max(QUANTUM, bucket // world_size // QUANTUM * QUANTUM) * world_size)
+
+
+def shard_quantum(world_size: int) -> int:
+    """Elements to which the shards of ``world_size`` ranks are padded."""
+    return QUANTUM if world_size == 1 else SQUARE_BLOCK
+
+
+def start_after(offset: int, numel: int, itemsize: int, world_size: int) -> int:
+    """The first element of a parameter of ``numel`` elements that follows ``offset`` others in a flat tensor.
+
+    Between ranks a shard may end at any multiple of SQUARE_BLOCK: a parameter begins at one, or lies between two.
+    """
+    start = round_up(offset, PARAM_ALIGNMENT // itemsize)
+    within = start % SQUARE_BLOCK + numel <= SQUARE_BLOCK
+    return start if world_size == 1 or within else round_up(start, SQUARE_BLOCK)

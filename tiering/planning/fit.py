@@ -14,7 +14,7 @@ from tiering.errors import PlacementError
 from tiering.placement.configured import OFFLOAD_TIERS
 from tiering.placement.placement import place
 from tiering.placement.plan import Budgets
-from tiering.placement.workload import QUANTUM, GroupSizes, Tier, Workload
+from tiering.placement.workload import GroupSizes, Tier, Workload, shard_quantum
 from tiering.storage.arena import PAGE, round_up
 
 UNLIMITED = 1 << 60
@@ -109,10 +109,13 @@ def least_budget(load: Workload, budgets: Budgets, tier: Tier) -> Budgets | None
 
 
 def of_ranks(load: Workload, ranks: int) -> Workload:
-    """``load`` on ``ranks`` ranks: groups padded so that their shards are equal. A multiple of those it has now."""
+    """``load`` on ``ranks`` ranks: groups padded so that their shards are equal. A multiple of those it has now.
+
+    Several ranks also have gaps between parameters, of less than SQUARE_BLOCK elements each: they are not counted.
+    """
 
     def padded(numel: int) -> int:
-        return round_up(numel, QUANTUM * ranks)
+        return round_up(numel, shard_quantum(ranks) * ranks)
 
     def of(group: GroupSizes) -> GroupSizes:
         frozen = group.param_bytes // load.of(group).compute_itemsize - group.trainable_numel

@@ -23,7 +23,7 @@ from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement.configured import configured_state, make_workload
 from tiering.placement.tenants import activations
-from tiering.placement.workload import ITEMSIZES, PARAM_ALIGNMENT, QUANTUM, GroupSizes, Workload
+from tiering.placement.workload import ITEMSIZES, GroupSizes, Workload, shard_quantum, start_after
 from tiering.planning.activations import Activations, of_decoder
 from tiering.planning.adapters import Adapters
 from tiering.planning.plan_report import ModelSize, PlanReport, report
@@ -237,8 +237,10 @@ def _stored(weight: _Weight, itemsize: int, adapters: Adapters | None) -> Iterat
 
 def _padded(tensors: Iterable[_Stored], itemsize: int, world_size: int) -> int:
     """Elements of the flat tensor for ``tensors``, with the alignment of each and the padding of all."""
-    alignment = PARAM_ALIGNMENT // itemsize
-    return round_up(sum(round_up(each.flat_numel, alignment) for each in tensors), QUANTUM * world_size)
+    offset = 0
+    for each in tensors:
+        offset = start_after(offset, each.flat_numel, itemsize, world_size) + each.flat_numel
+    return round_up(offset, shard_quantum(world_size) * world_size)
 
 
 def decoder(params: int) -> Decoder:

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 from optim_cpu.formats import round_parameters
 from tiering.errors import SwapError
+from tiering.placement.workload import QUANTUM
 from tiering.storage.arena import Arena
 from zero3.building.zero_init import Recipe, forget, recipe_of
 from zero3.device import heap
 from zero3.device.tiers import WINDOW, Home, Tiers
 from zero3.optimizer.tiles import StateLayout, Tile
-from zero3.params.layout import QUANTUM, FlatLayout, Piece, in_elements_of, segments, tiles
+from zero3.params.layout import FlatLayout, Piece, in_elements_of, segments, tiles
 from zero3.params.param_group import ParamGroup
 from zero3.ranks.collectives import Collectives
 

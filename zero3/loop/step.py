@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from optim_cpu.kernels import ExactSum
 from tiering import _logs
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError, RankOrderError
@@ -41,19 +42,29 @@ CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class _RankFigures(NamedTuple):
-    """The figures of one rank that a step exchanges: a row of float64.
+    """The figures of one rank that a step exchanges: a row of float64, with the limbs of ``squares`` at its end.
 
     ``bad`` is the index of a parameter whose gradient is not finite, or -1. ``options`` is a digest of the
     hyperparameters that the step uses.
     """
 
-    squares: float
     bad: float
     loss: float
     stop: float
     steps: float
     saving: float
     options: float
+    squares: ExactSum
+
+    def row(self) -> Tensor:
+        """The figures as they are sent."""
+        return torch.tensor([*self[:-1], *self.squares.limbs()], dtype=torch.float64, device="cpu")
+
+    @classmethod
+    def of_row(cls, row: Sequence[float]) -> _RankFigures:
+        """The inverse of ``row``."""
+        bad, loss, stop, steps, saving, options, *limbs = row
+        return cls(bad, loss, stop, steps, saving, options, ExactSum.of_limbs(limbs))
 
 
 @dataclass(frozen=True)
@@ -296,22 +307,19 @@ class Update:
             self.current_step.end_micro_batch()
 
     def _sum_up(self, purpose: str, loss: float | None, *, stop: int, saving: int) -> _Sums:
-        """The figures of all ranks, from one exchange. All ranks add the same numbers in the same order."""
+        """The figures of all ranks, from one exchange."""
         squares = self._gradients.sum_of_squares()
-        bad = None if math.isfinite(squares) else self._gradients.first_not_finite()
+        bad = None if squares.is_finite else self._gradients.first_not_finite()
         if self._collectives is None:
-            return _Sums(math.sqrt(squares), bad.name if bad is not None else "", loss, stop, saving)
+            return _Sums(math.sqrt(float(squares)), bad.name if bad is not None else "", loss, stop, saving)
         index, loss_figure = -1 if bad is None else bad.index, math.nan if loss is None else loss
         options = hyperparameters.described(self._optimizer.param_groups, self._optimizer.defaults)
         local = _RankFigures(
-            squares, index, loss_figure, stop, self.steps, saving, hyperparameters.digest(options)
+            index, loss_figure, stop, self.steps, saving, hyperparameters.digest(options), squares
         )
-        rows = self._collectives.table(torch.tensor(local, dtype=torch.float64, device="cpu"), purpose)
-        figures = [_RankFigures(*row) for row in rows.tolist()]
-        total = 0.0
-        # In the order of ranks: all of them add the same numbers in the same order, and get the same bits.
+        rows = self._collectives.table(local.row(), purpose)
+        figures = [_RankFigures.of_row(row) for row in rows.tolist()]
         for rank, rank_figures in enumerate(figures):
-            total += rank_figures.squares
             if rank_figures.steps != self.steps:
                 raise RankOrderError(
                     f"rank {self._collectives.world.rank} is in step {self.steps + 1}, rank {rank} in step"
@@ -326,7 +334,7 @@ class Update:
         average = None if loss is None else sum(each.loss for each in figures) / len(figures)
         stop_signal = next((int(each.stop) for each in figures if each.stop), 0)
         return _Sums(
-            math.sqrt(total),
+            math.sqrt(float(ExactSum.total(each.squares for each in figures))),
             self._names.get(int(first), ""),
             average,
             stop_signal,

@@ -3,7 +3,8 @@
 A group's parameters lie in one flat tensor of the compute dtype, those with optimizer state first, so that state,
 gradients and updates cover one contiguous prefix. Each parameter starts on a 256-byte boundary. The prefix and the
 frozen part after it are padded, so that every boundary, also of a shard, is a multiple of 4096 bytes in each dtype in
-use.
+use. With several ranks, no shard ends inside of a block of a parameter whose squares are summed together: then the norm
+of the gradients does not depend on the shards, nor on how the model is cut into groups.
 
 A frozen parameter may keep a dtype of its own (precision.py): the flat tensor holds its bytes, and the last element
 that they take may be padding in part. Its start and its length are counted in elements of the flat tensor, as for all
@@ -24,11 +25,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from tiering.placement.workload import PARAM_ALIGNMENT
+from tiering.placement.workload import shard_quantum, start_after
 from tiering.storage.arena import PAGE, round_up
-
-# Elements: 4096 bytes in the smallest dtype that is stored (16 bits).
-QUANTUM = 2048
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,9 @@ def lay_out(
     """Lay ``params``, each (index, name, shape, trainable), out in a flat tensor of ``itemsize`` bytes an element.
 
     ``own_dtypes`` has the dtypes of frozen parameters that keep theirs, by index. Both the trainable prefix and the
-    whole are padded to ``world_size`` equal shards of whole QUANTUMs.
+    whole are padded to ``world_size`` equal shards of whole memory pages.
     """
-    alignment = PARAM_ALIGNMENT // itemsize
-    quantum = QUANTUM * world_size
+    quantum = shard_quantum(world_size) * world_size
     pieces: list[Piece] = []
     offset = trainable_numel = 0
     for in_prefix in (True, False):
@@ -118,7 +115,7 @@ def lay_out(
             if own is not None:
                 assert not trainable, f"{name!r} is trained, and its bytes are no numbers"
                 numel = -(-numel * own.itemsize // itemsize)
-            offset = -(-offset // alignment) * alignment
+            offset = start_after(offset, numel, itemsize, world_size)
             pieces.append(Piece(index, name, offset, shape, numel, trainable, own_dtype=own))
             offset += numel
         offset = -(-offset // quantum) * quantum

@@ -8,16 +8,15 @@ CPU adds up those that have arrived. It waits for a copy only if no room is left
 it. The first gradient of an accumulation is copied straight to its home, if the home is in host memory and has the
 same dtype. All others pass through the offload window and are added.
 
-The norm is exact, and equal for every placement: squares are summed in float64 over fixed blocks that begin at the
-start of each parameter (of its part in a shard), then over parameters in model order (see
-optim_cpu.kernels.sum_of_squares).
+The norm is the same for every placement, stage and cut into groups: squares are summed in float64 over fixed blocks
+that begin at the start of each parameter, and the sums of blocks are added without rounding (see
+optim_cpu.kernels.sum_of_squares). A rank's shard has whole blocks (see params/layout.py).
 
 With several ranks this store holds reduced gradients: reduction.py receives them from autograd first.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_cpu import kernels
-from optim_cpu.kernels import DType
+from optim_cpu.kernels import DType, ExactSum
 from tiering._interrupts import uninterrupted
 from tiering.errors import ConfigError, EngineStateError
 from tiering.placement.tenants import GRADIENTS
@@ -142,7 +141,7 @@ class GradientStore:
         self._measured = {group: _pieces_within(group, (measured or {}).get(group)) for group in groups}
         self._local_pieces: set[int] = set()  # pieces with a gradient at home or in a transfer, by index
         self._received_pieces = self._local_pieces  # pieces that got a gradient on any rank
-        self._squares: dict[int, float] = {}
+        self._squares: dict[int, ExactSum] = {}
         # Squares of blocks, in device memory, of gradients that have left the device. Not added up yet.
         self._block_squares: dict[int, Tensor] = {}
         self._transfers: deque[_Transfer] = deque()  # oldest first, as the offload stream runs them
@@ -358,20 +357,16 @@ class GradientStore:
         self._block_squares.clear()
         self._completed_groups.clear()
 
-    def sum_of_squares(self) -> float:
-        """The exact sum over all gradients here. It is finite exactly when all of their elements are."""
-        total = 0.0
-        # In model order: float64 addition is not associative, and groups are cut differently for each placement.
-        for _, square in sorted(self._all_squares(), key=lambda pair: pair[0].index):
-            total += square
-        return total
+    def sum_of_squares(self) -> ExactSum:
+        """The sum over all gradients here. It is finite exactly when all of their elements are."""
+        return ExactSum.total(square for _, square in self._all_squares())
 
     def first_not_finite(self) -> Piece | None:
         """The first parameter, in model order, whose gradient here is not finite."""
-        not_finite = [piece for piece, square in self._all_squares() if not math.isfinite(square)]
+        not_finite = [piece for piece, square in self._all_squares() if not square.is_finite]
         return min(not_finite, key=lambda piece: piece.index, default=None)
 
-    def _all_squares(self) -> list[tuple[Piece, float]]:
+    def _all_squares(self) -> list[tuple[Piece, ExactSum]]:
         self.wait_for_transfers()
         pairs = [(group, piece) for group in self._groups for piece in self._measured[group]]
         pairs = [(group, piece) for group, piece in pairs if piece.index in self._received_pieces]
@@ -403,7 +398,7 @@ class GradientStore:
         sums = device_kernels.added_up([self._block_squares.pop(index) for index in indices])
         self._squares.update(zip(indices, sums, strict=True))
 
-    def _square(self, group: ParamGroup, piece: Piece) -> float:
+    def _square(self, group: ParamGroup, piece: Piece) -> ExactSum:
         """The sum of squares of ``piece``, computed now if the last micro-batch brought it no gradient."""
         if piece.index not in self._squares:
             if self._squared_on_device(group, piece):

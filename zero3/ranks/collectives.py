@@ -135,7 +135,7 @@ class Collectives:
         self._forward_error: BaseException | None = None  # raised by the last forward
         self._remark = ""  # about an exception of a forward that the program caught, for later errors
         self._steps_since = 0
-        self.row_nbytes = 64  # bytes of a row of a table, without its label; equal on all ranks
+        self.row_nbytes = 256  # bytes of a row of a table, without its label; equal on all ranks
         self._groups = ProcessGroups(streams)
         name = f"engine {next(_engines)}"
         self.peers = Peers(

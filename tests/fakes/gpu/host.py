@@ -62,9 +62,9 @@ class Kernels:
         self._notes("reduce", numel, reads=[(s, SIZES[of]) for s in sources], writes=[(dst, SIZES[to])])
         return int(self._library.opt_reduce(dst, to, sources, count, of, numel, factor, over))
 
-    def opt_sum_of_squares(self, address: int, of: int, numel: int, initial: float, result: Any) -> int:
+    def opt_sum_of_squares(self, address: int, of: int, numel: int, sum_: Any) -> int:
         self._notes("sum_of_squares", numel, reads=[(address, SIZES[of])], writes=[])
-        return int(self._library.opt_sum_of_squares(address, of, numel, initial, result))
+        return int(self._library.opt_sum_of_squares(address, of, numel, sum_))
 
     def opt_run(self, segments: Any, count: int, rules: Any, grad_scale: float) -> int:
         for index in range(count):

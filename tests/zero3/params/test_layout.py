@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from optim_cpu import kernels
+from tiering.placement.workload import QUANTUM, SQUARE_BLOCK, shard_quantum
 from zero3.params.layout import (
-    QUANTUM,
     FlatLayout,
     Piece,
     in_elements_of,
@@ -109,11 +110,22 @@ def test_the_layout_keeps_its_promises(
     for numel, kind in ((trained, True), (frozen, False)):
         assert numel % (QUANTUM * world_size) == 0
         assert QUANTUM * 2 % 4096 == 0  # every boundary is one of 4096 bytes, in the smallest dtype
-        used = sum(
-            -(-p.numel * itemsize // 256) * 256 // itemsize for p in layout.pieces if p.trainable is kind
-        )
+        pieces = [p for p in layout.pieces if p.trainable is kind]
+        used = sum(-(-p.numel * itemsize // 256) * 256 // itemsize for p in pieces)
+        gaps = 0 if world_size == 1 else SQUARE_BLOCK * len(pieces)
         assert used <= numel + 256 // itemsize
-        assert numel < used + QUANTUM * world_size  # and no more padding than that
+        assert numel < used + gaps + shard_quantum(world_size) * world_size  # and no more padding than that
+
+
+@given(params=flags, itemsize=st.sampled_from([2, 4]), world_size=st.sampled_from([2, 3, 4, 8]))
+def test_no_shard_ends_inside_of_a_block_of_squares(
+    params: list[tuple[tuple[int, ...], bool]], itemsize: int, world_size: int
+) -> None:
+    assert kernels.SQUARE_BLOCK == SQUARE_BLOCK
+    layout = laid_out(params, itemsize, world_size)
+    for rank in range(world_size):
+        for piece in shard(layout, world_size, rank).pieces:
+            assert piece.first % SQUARE_BLOCK == 0
 
 
 @given(params=flags, data=st.data())
@@ -234,7 +246,11 @@ def test_an_example_by_hand() -> None:
         numel=6144,
     )
     assert lay_out(params, 4).pieces[1].start == 256
-    assert lay_out(params, 2, world_size=3).trainable_numel == 6144
+    assert lay_out(params, 2, world_size=3).trainable_numel == 3 * 4096
+    # Four of them lie in a block of squares; the third one would not lie in that of the first two.
+    shapes = (200, 3000, 800, 5000, 3000, 200)
+    pieces = lay_out([(i, f"p{i}", (n,), True) for i, n in enumerate(shapes)], 2, world_size=2).pieces
+    assert [piece.start for piece in pieces] == [0, 256, 4096, 8192, 13312, 16384]
     assert lay_out([], 2) == FlatLayout((), 0, 0)
 
 

@@ -20,7 +20,7 @@ from tiering.checkpoint.conversion import to_checkpoint, to_weights
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.config.fields import format_size
 from tiering.errors import CheckpointError, ConfigError, EngineStateError, SwapError, WeightsError
-from tiering.placement.workload import Tier
+from tiering.placement.workload import QUANTUM, Tier
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import Arena
 from tiering.storage.swap_space import SwapSpace
@@ -28,7 +28,6 @@ from tiering.weights.files import open_weights
 from zero3.checkpoint import rank_share
 from zero3.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zero3.device import tiers
-from zero3.params.layout import QUANTUM
 from zero3.params.precision import keeps_dtype
 
 Start = Callable[..., Any]

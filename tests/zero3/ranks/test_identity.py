@@ -49,9 +49,6 @@ def same_everywhere(pool: Pool, nvme: Path, cases: dict[str, dict[str, Any]], **
         case.pop("share_kib", None)
         runs = pool.run(train, nvme, **habit, **case)
         for rank, (run, expected) in enumerate(zip(runs, reference, strict=True)):
-            if case.get("threshold") is not None:  # other groups, other shards, other partial sums of squares
-                assert run.norms == pytest.approx(expected.norms, rel=1e-14)
-                run.norms = expected.norms
             assert run.differing(expected) == [], f"{name}, rank {rank}"
             assert bool(run.written) == ("nvme" in case.values()), f"{name}, rank {rank}"
     return reference

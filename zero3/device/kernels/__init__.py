@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from optim_cpu.kernels import ExactSum, add_block_sums
 from zero3.device.kernels import cuda_library, fused, torch_operations
 from zero3.device.kernels.segment import Segment
 from zero3.device.kernels.torch_operations import ELEMENTS_AT_ONCE, block_count, join, round_parameters, split
@@ -54,12 +53,12 @@ def reduce(target: Tensor, sources: Sequence[Tensor], factor: float, *, overwrit
         torch_operations.reduce(target, sources, factor, overwrite=overwrite)
 
 
-def sum_of_squares(flat: Tensor) -> float:
-    """The float64 sum of squares of a tensor in the fixed order: lanes, their tree, blocks by index."""
+def sum_of_squares(flat: Tensor) -> ExactSum:
+    """The sum of squares of a tensor as ``optim_cpu.kernels.sum_of_squares`` computes it."""
     return sums_of_squares([flat])[0]
 
 
-def sums_of_squares(flats: Sequence[Tensor]) -> list[float]:
+def sums_of_squares(flats: Sequence[Tensor]) -> list[ExactSum]:
     """``sum_of_squares`` of each of ``flats``, which are on one device. The CPU waits once.
 
     A sum is finite if and only if all elements of its tensor are finite.
@@ -80,17 +79,13 @@ def block_squares(flats: Sequence[Tensor]) -> list[Tensor]:
     return list(sums.split(counts))
 
 
-def added_up(squares: Sequence[Tensor]) -> list[float]:
+def added_up(squares: Sequence[Tensor]) -> list[ExactSum]:
     """The sum of each of ``squares``, the results of ``block_squares``. The CPU waits once."""
     if not squares:
         return []
     counts = [len(each) for each in squares]
-    return [_in_order(part.numpy()) for part in torch.cat(list(squares)).cpu().split(counts)]
-
-
-def _in_order(sums: NDArray[np.float64]) -> float:
-    """The sum of ``sums`` in their order. ``np.add.accumulate`` keeps the order; ``np.sum`` adds pairs."""
-    return float(np.add.accumulate(sums)[-1]) if sums.size else 0.0
+    parts = torch.cat(list(squares)).cpu().split(counts)
+    return [add_block_sums(part.data_ptr(), len(part)) for part in parts]
 
 
 def step_segments(segments: Sequence[Segment], grad_scale: float) -> None:

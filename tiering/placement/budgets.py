@@ -114,18 +114,19 @@ def plan_within(
     try:
         return make_plan(load, budgets)
     except PlacementError:
-        if config.nvme_budget != "auto" or not nvme_paths or not _fits(load, replace(budgets, nvme=AMPLE)):
+        if config.nvme_budget != "auto" or not nvme_paths or not fits(load, replace(budgets, nvme=AMPLE)):
             raise
     free = max(1, _free(nvme_paths))
 
     def fits_now() -> bool:
-        return _fits(load, replace(budgets, nvme=budgets.nvme * _free(nvme_paths) // free))
+        return fits(load, replace(budgets, nvme=budgets.nvme * _free(nvme_paths) // free))
 
     wait_for_space(nvme_paths, fits_now)
     return make_plan(load, resolve_anew())
 
 
-def _fits(load: Workload, budgets: Budgets) -> bool:
+def fits(load: Workload, budgets: Budgets) -> bool:
+    """Whether ``load`` has a plan within ``budgets``."""
     try:
         make_plan(load, budgets)
     except PlacementError:

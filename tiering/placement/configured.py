@@ -59,6 +59,15 @@ def configured_state(config: TieringConfig) -> StateKept:
     return StateKept(tensors, "split" in halves, FP32 // 2 if "bf16" in halves else FP32)
 
 
+def largest_group(config: TieringConfig, world_size: int) -> int | None:
+    """The elements above which a block is cut into its modules, whatever the room; None if no block is.
+
+    Ranks keep the gradients of a group until they reduce it: it has at most a bucket, as far as a module has.
+    """
+    reduced = world_size > 1 and config.zero.stage >= 2 and config.tiering.block_rows is None
+    return config.zero.reduce_bucket_elements if reduced else None
+
+
 def make_workload(
     config: TieringConfig,
     groups: Iterable[GroupSizes],
@@ -68,6 +77,7 @@ def make_workload(
     world_size: int,
     fetch_by_copy: bool,
     others: tuple[Tenant, ...] = (),
+    finer: Iterable[Iterable[GroupSizes]] = (),
 ) -> Workload:
     """The Workload of ``groups`` on each of ``world_size`` ranks, with ``others`` that live on the tiers.
 
@@ -106,6 +116,7 @@ def make_workload(
         reduce_itemsize=ITEMSIZES[dtypes.reduce],
         reduce_bucket=zero.reduce_bucket_elements,
         others=others,
+        finer=tuple(map(tuple, finer)),
     )
 
 

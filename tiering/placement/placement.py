@@ -42,11 +42,12 @@ FEWEST_VISITS = 2
 
 
 def make_plan(load: Workload, budgets: Budgets) -> Plan:
-    """Places ``load`` within ``budgets``. Raises PlacementError, with numbers and remedy, if it cannot fit."""
+    """Places ``load`` within ``budgets``, in its coarsest cut that fits. PlacementError, with numbers, if none fits."""
     try:
         plan = place(load, budgets)
     except PlacementError as error:
         raise PlacementError(f"{error.message}. {load.beside_budgets()}") from None
+    load = plan.workload
     moved = {load.state_format: sum(plan.nvme_traffic())}
     host_without_nvme = None
     if moved[load.state_format]:
@@ -73,6 +74,14 @@ def _host_without_nvme(load: Workload, budgets: Budgets) -> int | None:
 
 def place(load: Workload, budgets: Budgets) -> Plan:
     """Like ``make_plan``, without the figures for other state formats and for another budget."""
+    *coarser, finest = load.cuts()
+    for cut in coarser:
+        with contextlib.suppress(PlacementError):
+            return _place_cut(cut, budgets)
+    return _place_cut(finest, budgets)
+
+
+def _place_cut(load: Workload, budgets: Budgets) -> Plan:
     try:
         return _place(load, budgets, keep=load.cache_in_host)
     except PlacementError:

@@ -175,6 +175,14 @@ class Workload:
     reduce_bucket: int = 5 * 10**8
     # What lives on the tiers besides parameters, gradients and optimizer state.
     others: tuple[Tenant, ...] = ()
+    # Other groups of the same model, for a lack of room: each of these is a finer cut than the one before it.
+    finer: tuple[tuple[GroupSizes, ...], ...] = ()
+
+    def cuts(self) -> Iterator[Workload]:
+        """This workload with each of its cuts into groups, and without the others; the coarsest one first."""
+        yield replace(self, finer=()) if self.finer else self
+        for groups in self.finer:
+            yield replace(self, groups=groups, finer=())
 
     def of(self, group: GroupSizes) -> Workload:
         """The Workload with the sizes per element of ``group``: this one, or one in fp32 if the group is fp32."""

@@ -126,7 +126,8 @@ def of_ranks(load: Workload, ranks: int) -> Workload:
             trainable_numel=trained,
         )
 
-    return replace(load, groups=tuple(of(group) for group in load.groups), world_size=ranks)
+    groups, *finer = (tuple(map(of, cut)) for cut in (load.groups, *load.finer))
+    return replace(load, groups=groups, finer=tuple(finer), world_size=ranks)
 
 
 def _other_configurations(load: Workload, budgets: Budgets, local_ranks: int) -> Iterator[Remedy]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from tiering._text import counted
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
-from tiering.placement.configured import configured_state, make_workload
+from tiering.placement.configured import configured_state, largest_group, make_workload
 from tiering.placement.tenants import activations
 from tiering.placement.workload import ITEMSIZES, GroupSizes, Workload, shard_quantum, start_after
 from tiering.planning.activations import Activations, of_decoder
@@ -40,6 +40,8 @@ WIDEST = 128 * 1024
 # Parameters. The plan lists each sub-group, and more of them would fill the memory.
 LARGEST = 2 * 10**13
 
+_IN_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_IN_MLP = ("gate_proj", "up_proj", "down_proj")
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.ASCII | re.IGNORECASE)
 
@@ -53,6 +55,13 @@ class _Weight(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def layer(self) -> str:
+        """The name of the module in its block."""
+        name = self.module.partition(".")[0]
+        around = "self_attn." if name in _IN_ATTENTION else "mlp." if name in _IN_MLP else ""
+        return around + name
 
 
 class _Stored(NamedTuple):
@@ -117,21 +126,28 @@ class Decoder:
         itemsize: int,
         world_size: int = 1,
         adapters: Adapters | None = None,
+        largest: int | None = None,
     ) -> tuple[GroupSizes, ...]:
         """The ParamGroups in a compute dtype of ``itemsize`` bytes, divided and padded as in the engine.
 
         Parameters with fewer elements than ``persistence_threshold`` are one group. The embedding and the head are
         separate groups if they are larger than a block; otherwise they belong to the root, which encloses all others.
-        With ``adapters``, trained and frozen parameters of a module are groups beside each other.
+        With ``adapters``, trained and frozen parameters of a module are groups beside each other. Blocks with more than
+        ``largest`` elements are cut into their layers.
         """
-        modules = {
-            name: [stored for weight in weights for stored in _stored(weight, itemsize, adapters)]
-            for name, weights in self._modules().items()
-        }
-        block = sum(stored.numel for stored in modules["model.layers.0"])
+        block = sum(
+            stored.numel for weight in self._block() for stored in _stored(weight, itemsize, adapters)
+        )
+        most = block if largest is None else min(block, largest)
+        modules: dict[str, list[_Stored]] = {}
+        for module, weights in self._modules().items():
+            for weight in weights:
+                cut = ".layers." in module and most < block
+                name = f"{module}.{weight.layer}" if cut else module
+                modules.setdefault(name, []).extend(_stored(weight, itemsize, adapters))
         members: dict[tuple[str, bool], list[_Stored]] = {}
         for name, tensors in modules.items():
-            own = ".layers." in name or sum(stored.numel for stored in tensors) > block
+            own = ".layers." in name or sum(stored.numel for stored in tensors) > most
             for stored in tensors:
                 group = "persistent" if stored.numel < persistence_threshold else name if own else "root"
                 frozen = group != "persistent" and not stored.trained
@@ -336,7 +352,8 @@ def load_of(
     if adapters is not None:
         adapters.check_found({each.module for each in shape.linear_layers})
     on_gpu = setting.gpu_memory is not None
-    groups = shape.groups(
+    groups = partial(
+        shape.groups,
         persistence_threshold=config.zero.persistence_threshold,
         itemsize=ITEMSIZES[config.precision],
         world_size=setting.world_size,
@@ -344,12 +361,13 @@ def load_of(
     )
     return make_workload(
         config,
-        groups,
+        groups(largest=largest_group(config, setting.world_size)),
         configured_state(config),
         on_gpu=on_gpu,
         world_size=setting.world_size,
         fetch_by_copy=on_gpu,
         others=activations(config),
+        finer=[groups(largest=0)] if config.tiering.block_rows is None else (),
     )
 
 

@@ -48,6 +48,8 @@ IN_FP32 = "persistent in fp32"
 MARK = "_z3_leaf"
 """The attribute by which DeepSpeed's functions mark leaf modules; copies of a model have it, too."""
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that read parameters of the modules inside of them, instead of calling these."""
 FEWEST_EXPERTS = 4
 
 
@@ -102,6 +104,7 @@ def form_groups(
     trained: Collection[nn.Parameter] | None = None,
     *,
     routed: bool = False,
+    largest: int | None = None,
 ) -> list[GroupMembers]:
     """Cut ``model`` into groups, in the order of its modules; every parameter is in exactly one.
 
@@ -109,7 +112,8 @@ def form_groups(
     Parameters that are ``kept_in_fp32`` form groups of their own. Frozen parameters, which are not in ``trained``
     (default: all parameters), do so beside the trained parameters of the same module: only the latter are written.
     With ``routed``, the frozen parameters of each expert in a block are a group, and so are those that hold all experts
-    of a module.
+    of a module. A block with more than ``largest`` elements is cut: each module inside of it that owns parameters is a
+    group of its own, as far as the modules around it call it; and so is a larger module outside of the blocks.
     """
     modules = dict(model.named_modules())
     users = _users(model)
@@ -122,6 +126,8 @@ def form_groups(
         own = sum(p.numel() for p in _own(module) if users[p][0] == name)
         if name and not _inside(name, blocks) and mean_block and own > mean_block:
             anchors.add(name)
+    if largest is not None:
+        anchors |= set(_modules_to_cut(modules, users, blocks - leaf_names, largest))
     anchors = {name for name in anchors if not any(around in leaf_names for around in _around(name))}
     routing = _experts(modules, blocks, leaf_names) if routed else {}
     # One expert makes way for the next while the module runs: a read of a kept one must raise an error.
@@ -174,6 +180,34 @@ def form_groups(
             index += 1
     _link(groups, modules)
     return list(groups.values())
+
+
+def _modules_to_cut(
+    modules: dict[str, nn.Module],
+    users: dict[nn.Parameter, list[str]],
+    blocks: Collection[str],
+    largest: int,
+) -> Iterator[str]:
+    """The names of modules that own parameters, inside of blocks with more than ``largest`` elements or outside of all.
+
+    Instead of a module inside of one whose parameters are used together, that one. Outside of ``blocks``, only modules
+    with more than ``largest`` elements.
+    """
+    sizes = {name: sum(param.numel() for param in modules[name].parameters()) for name in blocks}
+    for name, module in modules.items():
+        own = sum(param.numel() for param in _own(module) if users[param][0] == name)
+        around = [each for each in _ancestors(name) if each]
+        block = next((each for each in around if each in blocks), None)
+        if not name or not own or (own if block is None else sizes[block]) <= largest:
+            continue
+        inside = around if block is None else around[: around.index(block) + 1]
+        whole = [each for each in inside if _is_one(modules[each])]
+        yield whole[-1] if whole else name
+
+
+def _is_one(module: nn.Module) -> bool:
+    """Whether the parameters inside of ``module`` are used together: a layer with adapters is one layer."""
+    return isinstance(module, READS_INSIDE) or is_compiled(module) or hasattr(module, "base_layer")
 
 
 def block_names(model: nn.Module) -> set[str]:

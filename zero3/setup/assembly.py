@@ -14,7 +14,7 @@ from torch import nn
 from tiering import _logs
 from tiering.config.training import TieringConfig, format_size
 from tiering.host import topology
-from tiering.placement.budgets import least_of, plan_within, resolve_budgets
+from tiering.placement.budgets import fits, least_of, plan_within, resolve_budgets
 from tiering.placement.plan import Budgets, Plan
 from tiering.weights.files import open_weights
 from zero3.building.fill import Fill, FirstValues
@@ -46,8 +46,8 @@ from zero3.ranks.joining import World, join
 from zero3.setup.buffers import move_buffers
 from zero3.setup.gradient_homes import make_gradient_store, make_local_gradients
 from zero3.setup.groups import make_groups, slice_experts
-from zero3.setup.in_place import InPlace, find_in_place
-from zero3.setup.model_size import SizedModel, nvme_paths, size_up
+from zero3.setup.in_place import Cuts, InPlace, find_in_place
+from zero3.setup.model_size import SizedModel, nvme_paths, size_up, sizes_of_cuts
 from zero3.setup.optimizer_choice import (
     ClientOptimizerChoice,
     ModelParameters,
@@ -203,19 +203,29 @@ def _settle_on_node(rank: _Rank) -> int | None:
 
 def _plan(model: nn.Module, config: TieringConfig, checked: _Checked, rank: _Rank) -> _Planned:
     """Size the model, measure the budgets of this machine, and place the model within them."""
-    on_gpu = rank.stalls.streams is not None
-    sized = size_up(model, config, checked.chosen, on_gpu=on_gpu, world_size=rank.world.size)
-    in_place = find_in_place(sized, checked.loaded, config, rank.world, rank.collectives)
-    load, nvme = in_place.applied_to(sized.workload), nvme_paths(config)
+    on_gpu, nvme = rank.stalls.streams is not None, nvme_paths(config)
+
+    def cut(largest: int | None) -> tuple[SizedModel, InPlace]:
+        sized = size_up(
+            model, config, checked.chosen, on_gpu=on_gpu, world_size=rank.world.size, largest=largest
+        )
+        return sized, find_in_place(sized, checked.loaded, config, rank.world, rank.collectives)
+
     budgets = _budgets(config, nvme, rank)
+    first, *finer = sizes_of_cuts(model, config, rank.world.size)
+    cuts = Cuts([cut(first)])
+    if not fits(cuts.load, budgets):
+        cuts = Cuts([*cuts.models, *map(cut, finer)])
+    load = cuts.load
     if on_gpu and config.tiering.update_on_device == "auto":
         ranks = rank.world.local_size
         load = settle_update_share(
             load, budgets, rank.device, local_ranks=ranks, collectives=rank.collectives
         )
     plan = plan_within(load, budgets, config.tiering, nvme.all, lambda: _budgets(config, nvme, rank))
+    sized, in_place = cuts.of(plan)
     if rank.collectives is not None:
-        rank.collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
+        rank.collectives.check_same("plan", (f"{key} {value}" for key, value in vars(plan.workload).items()))
     log.log(_logs.once(logging.INFO), "%s", plan)
     if sized.kept_in_fp32:
         log.log(

@@ -8,7 +8,7 @@ these groups; a group that the plan keeps in memory is read into memory once, as
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -73,6 +73,26 @@ class InPlace:
 
     def _used(self, plan: Plan) -> list[int]:
         return [at for at in self.ranges if plan.param_tiers[at] is Tier.NVME]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """A model in one or several cuts into groups, the coarsest first, each with what can be read in place."""
+
+    models: Sequence[tuple[SizedModel, InPlace]]
+
+    @property
+    def load(self) -> Workload:
+        """The workload, with all cuts."""
+        first, *finer = (in_place.applied_to(sized.workload) for sized, in_place in self.models)
+        return replace(first, finer=tuple(load.groups for load in finer))
+
+    def of(self, plan: Plan) -> tuple[SizedModel, InPlace]:
+        """The cut that ``plan`` has chosen."""
+        for sized, in_place in self.models:
+            if in_place.applied_to(sized.workload).groups == plan.workload.groups:
+                return sized, in_place
+        raise AssertionError("the plan is of another model")
 
 
 def find_in_place(

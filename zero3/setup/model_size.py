@@ -12,16 +12,19 @@ import torch
 from torch import nn
 
 from tiering.config.training import TieringConfig
-from tiering.placement.configured import StateKept, make_workload, settle_dtypes
+from tiering.placement.configured import StateKept, largest_group, make_workload, settle_dtypes
 from tiering.placement.tenants import activations
 from tiering.placement.workload import GroupSizes, Workload
 from zero3.device.storages import can_exchange
 from zero3.device.tiers import NvmePaths
-from zero3.params.grouping import GroupMembers, computes_backward, form_groups, leaf_modules
+from zero3.params.grouping import GroupMembers, block_names, computes_backward, form_groups, leaf_modules
 from zero3.params.layout import FlatLayout, expert_slices, lay_out, product
 from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype, kept_in_fp32
 from zero3.passes.gradient_parts import tied_in
 from zero3.setup.optimizer_choice import OptimizerChoice
+
+MOST_CUTS = 3
+"""Sizes of blocks between which a plan chooses those that are cut."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,17 @@ class SizedModel:
 
 
 def size_up(
-    model: nn.Module, config: TieringConfig, chosen: OptimizerChoice, *, on_gpu: bool, world_size: int
+    model: nn.Module,
+    config: TieringConfig,
+    chosen: OptimizerChoice,
+    *,
+    on_gpu: bool,
+    world_size: int,
+    largest: int | None = None,
 ) -> SizedModel:
     """Cut ``model`` into groups and compute their sizes on each of ``world_size`` ranks.
+
+    Blocks with more than ``largest`` elements are cut into their modules.
 
     Raises ConfigError for an offload that the device, a GPU or a CPU, does not support.
     """
@@ -70,7 +81,7 @@ def size_up(
     trained = chosen.trained
     # With several ranks all ranks gather the same groups, whatever their tokens are routed to.
     threshold, routed = config.zero.persistence_threshold, world_size == 1
-    members = form_groups(model, threshold, leaves, in_fp32, trained, routed=routed)
+    members = form_groups(model, threshold, leaves, in_fp32, trained, routed=routed, largest=largest)
     layouts = [
         lay_out(
             [(i, name, tuple(p.shape), p in trained) for i, name, p in group.params],
@@ -108,6 +119,21 @@ def size_up(
         others=activations(config),
     )
     return SizedModel(members, layouts, compute, grad, reduce, workload, in_fp32)
+
+
+def sizes_of_cuts(model: nn.Module, config: TieringConfig, world_size: int) -> list[int | None]:
+    """The elements above which blocks are cut into their modules, in the order in which a plan tries them.
+
+    The first is that of the configuration. Blocks that run over chunks of rows are not cut further: each chunk would
+    fetch their modules again.
+    """
+    first = largest_group(config, world_size)
+    if config.tiering.block_rows is not None:
+        return [first]
+    modules = dict(model.named_modules())
+    blocks = {sum(param.numel() for param in modules[name].parameters()) for name in block_names(model)}
+    smaller = sorted(blocks, reverse=True)[1 : 1 + MOST_CUTS]
+    return [first, *(size for size in smaller if first is None or size < first), 0]
 
 
 def _expert_bytes(group: GroupMembers, layout: FlatLayout, compute: torch.dtype) -> int:

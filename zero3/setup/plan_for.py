@@ -35,8 +35,8 @@ from zero3.building.wrapped_parameters import WrappedParameters
 from zero3.observe import device_rates
 from zero3.ranks.joining import World
 from zero3.setup.dry_pass import saved_bytes_of
-from zero3.setup.in_place import find_in_place
-from zero3.setup.model_size import size_up
+from zero3.setup.in_place import Cuts, InPlace, find_in_place
+from zero3.setup.model_size import SizedModel, size_up, sizes_of_cuts
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
 
 # Fields of a configuration with attention; a state space model has no heads.
@@ -122,16 +122,27 @@ def plan_for(
     wrapped = WrappedParameters.split(built)
     try:
         chosen = choose_optimizer(built, settings, model_parameters, optimizer)
-        sized = size_up(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
         stored = None if isinstance(model, nn.Module) else _weights_of(built, Path(model))
-        in_place = find_in_place(sized, stored, settings, World(size=world_size), None)
+
+        def cut(largest: int | None) -> tuple[SizedModel, InPlace]:
+            sized = size_up(
+                built,
+                settings,
+                chosen,
+                on_gpu=gpu_memory is not None,
+                world_size=world_size,
+                largest=largest,
+            )
+            return sized, find_in_place(sized, stored, settings, World(size=world_size), None)
+
+        load = Cuts([cut(largest) for largest in sizes_of_cuts(built, settings, world_size)]).load
     finally:
         wrapped.join()
     activations = None if batch is None else _of_batch(built, settings, batch)
     if activations is None and not isinstance(model, nn.Module):
         activations = _of_decoder(built, params, settings, adapters)
     size = replace(size, activations=activations)
-    return report(size, in_place.applied_to(sized.workload), settings, setting, rates or Rates())
+    return report(size, load, settings, setting, rates or Rates())
 
 
 def _of_batch(model: nn.Module, settings: TieringConfig, batch: Any) -> ActivationsOf | None:

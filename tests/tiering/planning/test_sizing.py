@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tiering.errors import ConfigError
 from tiering.placement.placement import place
 from tiering.placement.plan import Budgets
-from tiering.placement.workload import QUANTUM
 from tiering.planning.adapters import Adapters
 from tiering.planning.setting import Setting, usual_config
 from tiering.planning.sizing import NAMED, Decoder, decoder, format_count, load_of, parse_count
@@ -129,10 +128,6 @@ def test_counts_are_told_with_two_decimals() -> None:
     ]
 
 
-def test_groups_are_padded_as_the_engine_pads_them() -> None:
-    assert QUANTUM == partition.QUANTUM
-
-
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize(
     ("shape", "threshold", "itemsize", "world_size"),
@@ -144,8 +139,9 @@ def test_groups_are_padded_as_the_engine_pads_them() -> None:
         (Decoder(5120, 5, 13824), 100_000, 2, 8),
     ],
 )
+@pytest.mark.parametrize("largest", [None, 10**7, 0])
 def test_groups_are_those_of_a_llama_of_that_shape(
-    shape: Decoder, threshold: int, itemsize: int, world_size: int
+    shape: Decoder, threshold: int, itemsize: int, world_size: int, largest: int | None
 ) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -164,7 +160,7 @@ def test_groups_are_those_of_a_llama_of_that_shape(
             )
         )
     formed = []
-    for group in form_groups(model, threshold):
+    for group in form_groups(model, threshold, largest=largest):
         layout = partition.lay_out(
             [(i, name, tuple(p.shape), True) for i, name, p in group.params], itemsize, world_size
         )
@@ -180,5 +176,7 @@ def test_groups_are_those_of_a_llama_of_that_shape(
             )
         )
     assert sum(p.numel() for p in model.parameters()) == shape.params
-    sized = shape.groups(persistence_threshold=threshold, itemsize=itemsize, world_size=world_size)
+    sized = shape.groups(
+        persistence_threshold=threshold, itemsize=itemsize, world_size=world_size, largest=largest
+    )
     assert list(sized) == formed

@@ -14,7 +14,7 @@ from . import models
 from .models import Choices
 from .pool import Pool
 from .test_unused import PLACES, REPLICATED
-from .training import assert_as_emulated, start
+from .training import assert_as_emulated, start, train
 
 Ranks = Callable[..., Pool]
 IN_PARTS: dict[str, Any] = {"zero": {"reduce_bucket_size": 1}}
@@ -54,6 +54,27 @@ def test_parts_change_no_bit(ranks: Ranks, nvme: Path, place: str, dtypes: dict[
 def test_a_rank_without_gradients_sends_zeros_in_parts(ranks: Ranks, nvme: Path, place: str) -> None:
     case = {"build": Wide, "data": Choices((0, 1), (1, 3), (2, 3)), "threshold": 0, **PLACES[place]}
     assert_as_emulated(ranks(2), nvme, steps=4, **case, **IN_PARTS)
+
+
+def cut_and_trained(rank: int, nvme: Path, **case: Any) -> tuple[list[str], Any]:
+    options = {key: value for key, value in case.items() if key not in ("build", "data", "steps")}
+    with start(nvme, case["build"], **options) as engine:
+        names = [group.name for group in engine.plan.workload.groups]
+    return names, train(rank, nvme, **case)
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place not in ("stage 0", "stage 1")])
+def test_blocks_larger_than_a_bucket_are_cut_into_their_modules(ranks: Ranks, nvme: Path, place: str) -> None:
+    """In stages 2 and 3, where a group is kept until it is reduced. The norm is that of other shards."""
+    case = {"build": Wide, "data": Choices((0, 1), (1, 3), same=True), "threshold": 0, "accumulation": 2}
+    case |= {"steps": 3, **PLACES[place]}
+    whole = ranks(2).run(cut_and_trained, nvme, **case)
+    cut = ranks(2).run(cut_and_trained, nvme, **case, zero={"reduce_bucket_size": 30_000})
+    finer = ["root", "blocks.0", "blocks.1.up", "blocks.1.down", "blocks.2", "blocks.3.up", "blocks.3.down"]
+    assert whole[0][0] == ["root", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    assert cut[0][0] == (whole[0][0] if "stage 1" in place else finer)
+    for (_, ours), (_, theirs) in zip(cut, whole, strict=True):
+        assert ours.differing(theirs) == []
 
 
 @pytest.mark.slow

@@ -139,7 +139,8 @@ def workload(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Wo
         with monkeypatch.context() as patch:
             patch.setattr(assembly, "plan_within", ask)
             with pytest.raises(PlacementError, match="only asks"):
-                tiering.initialize(model=model, config=case.config(nvme))
+                # Without room, so that the workload has all cuts of the model into groups.
+                tiering.initialize(model=model, config=case.config(nvme, host=0, device=0))
         return loads[-1]
 
     return of

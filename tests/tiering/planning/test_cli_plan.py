@@ -239,7 +239,7 @@ def test_what_does_not_fit_says_what_would_and_that_does(plan: Plan) -> None:
     ("zero", "budgets", "ranks", "micro_batches", "gpu", "offered"),
     [
         ({"stage": 0}, ("600MiB", "300MiB", 0), 1, 1, "2GiB", "state stage device_budget"),
-        ({"stage": 1}, ("2GiB", "400MiB", 0), 4, 2, "1GiB", "stage reduce_dtype device_budget"),
+        ({"stage": 1}, ("2GiB", "400MiB", 0), 4, 2, "1GiB", "stage device_budget"),
         ({"stage": 2, "offload_optimizer": "cpu"}, ("1GiB", "700MiB", 0), 2, 4, "1GiB", "device ranks"),
         (ALL_IN["cpu"], ("1GiB", "1000MiB", 0), 1, 2, None, "grad_accum_dtype state host_budget"),
         (ALL_IN["nvme"], ("1GiB", "500MiB", "300MiB"), 1, 3, "2GiB", "host_budget nvme_budget ranks"),

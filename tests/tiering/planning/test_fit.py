@@ -135,8 +135,8 @@ def test_of_more_ranks_each_group_is_padded_to_equal_shards() -> None:
     load = of_ranks(example(groups=groups), 4)
     assert load.world_size == 4
     assert [(group.trainable_numel, group.param_bytes) for group in load.groups] == [
-        (4 * 2048, 2 * (4 + 4) * 2048),
-        (0, 2 * 4 * 2048),
+        (4 * 4096, 2 * (4 + 4) * 4096),
+        (0, 2 * 4 * 4096),
     ]
 
 

@@ -323,6 +323,11 @@ class TiersConfig(Section):
         description="Rows of a micro-batch with which a block computes at once, forward and backward, while its"
         " parameters are on the device once; blocks then keep their inputs only. null: all rows.",
     )
+    tile: Bytes = Field(
+        default=0,
+        description="Maximum bytes of a weight of a linear layer or an embedding, in the compute dtype: a larger one is"
+        " cut into tiles of rows, each a module of its own; 0: none is cut.",
+    )
     step_in_backward: StrictBool = Field(
         default=False, description="Update groups during backward, with the learning rate at its start."
     )

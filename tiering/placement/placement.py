@@ -12,8 +12,10 @@ Budgets are ceilings. A model that cannot fit is refused, with the numbers and t
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from tiering.config.fields import format_need
 from tiering.config.training import format_size
@@ -28,7 +30,7 @@ from tiering.placement.slots import (
     slots_of_sizes,
     tile_and_slots,
 )
-from tiering.placement.tenants import GRADIENTS, PARAMETERS, stay_open, tenants, with_windows
+from tiering.placement.tenants import GRADIENTS, PARAMETERS, tenants, with_windows
 from tiering.placement.workload import ACTIVATIONS, Tenant, Tier, Workload
 from tiering.storage.arena import PAGE, round_up
 
@@ -39,6 +41,14 @@ GOOD_BUCKET = 8 << 20
 SMALLEST_BUCKET = 1 << 20
 # One slot copies to the device; one is updated and copied back.
 FEWEST_VISITS = 2
+
+
+class BudgetError(PlacementError):
+    """The budget of ``tier`` is too small: what is planned so far needs ``nbytes``."""
+
+    def __init__(self, message: str, tier: Tier, nbytes: int) -> None:
+        super().__init__(message)
+        self.tier, self.nbytes = tier, nbytes
 
 
 def make_plan(load: Workload, budgets: Budgets) -> Plan:
@@ -74,7 +84,7 @@ def _host_without_nvme(load: Workload, budgets: Budgets) -> int | None:
 
 def place(load: Workload, budgets: Budgets) -> Plan:
     """Like ``make_plan``, without the figures for other state formats and for another budget."""
-    *coarser, finest = load.cuts()
+    *coarser, finest = load.cuts
     for cut in coarser:
         with contextlib.suppress(PlacementError):
             return _place_cut(cut, budgets)
@@ -101,7 +111,7 @@ def _room(budgets: Budgets, tier: Tier, other: str = "") -> str:
 
 def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     everything = tenants(load)
-    fixed = _mandatory(load, everything, budgets)
+    fixed = _mandatory(load, budgets)
     tiers = {tenant.kind: [piece.tier for piece in tenant.pieces] for tenant in everything}
     param_tiers, grad_tiers = tiers[PARAMETERS], tiers[GRADIENTS]
     if keep:
@@ -136,9 +146,7 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
         fixed.check()
         filled = fill(tile, slots)
     assert filled is not None
-    least_working = max(
-        (_chain_bytes(load, index, filled.tiers[PARAMETERS]) for index in range(len(load.groups))), default=0
-    )
+    least_working = max(_chains(load, filled.tiers[PARAMETERS]), default=0)
     tiles, update_window = _visits(load, filled, fixed.remaining(Tier.DEVICE) - least_working)
     fixed.add(Tier.DEVICE, update_window.nbytes, "update window")
     working = _working_set(load, filled.tiers[PARAMETERS], fixed)
@@ -163,24 +171,33 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     )
     for tier in Tier:
         if plan.total(tier) > budgets.of(tier):
-            raise PlacementError(
+            raise BudgetError(
                 f"{tier.value} needs {format_need(plan.total(tier))} but its budget is"
-                f" {budgets.text(tier)}: {_listed(plan.contents(tier))}; {_room(budgets, tier)}"
+                f" {budgets.text(tier)}: {_listed(plan.contents(tier))}; {_room(budgets, tier)}",
+                tier,
+                plan.total(tier),
             )
     return plan
 
 
-def _mandatory(load: Workload, everything: Sequence[Tenant], budgets: Budgets) -> _Room:
+def _mandatory(load: Workload, budgets: Budgets) -> _Room:
     """The room left after the bytes that no slower tier may have."""
-    fixed = _Room(budgets)
-    for tenant in everything:
-        for piece in tenant.pieces:
-            if piece.tier is not Tier.NVME:
-                fixed.add(piece.tier, piece.nbytes, tenant.kind)
-    fixed.add(Tier.DEVICE, load.local_grad_bytes, "local gradients")
-    fixed.add(Tier.DEVICE, _reduction(load, _buckets(load)[-1]).nbytes, "gradient reduction")
+    fixed = _Room(load, budgets)
     fixed.check()
     return fixed
+
+
+@lru_cache(maxsize=8)
+def _mandatory_bytes(load: Workload) -> Mapping[Tier, Mapping[str, int]]:
+    """Bytes that no slower tier may have, by tier and kind."""
+    fixed: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
+    for tenant in tenants(load):
+        for piece in tenant.pieces:
+            if piece.tier is not Tier.NVME:
+                fixed[piece.tier][tenant.kind] += piece.nbytes
+    fixed[Tier.DEVICE]["local gradients"] += load.local_grad_bytes
+    fixed[Tier.DEVICE]["gradient reduction"] += _reduction(load, _buckets(load)[-1]).nbytes
+    return {tier: +kinds for tier, kinds in fixed.items()}
 
 
 def _reduction(load: Workload, bucket: int, *, ahead: int = 0) -> ReductionRoom:
@@ -190,14 +207,12 @@ def _reduction(load: Workload, bucket: int, *, ahead: int = 0) -> ReductionRoom:
     previous one is reduced, in parts of ``bucket`` elements. A rank sends zeros for parameters without gradients, which
     need the same room.
     """
-    stays_open = list(zip(load.groups, stay_open(load), strict=True))
-    opened = [group for group, is_open in stays_open if is_open]
-    passing = [group for group, is_open in stays_open if not is_open]
-    last = max((load.exchanged_bytes(group, bucket) for group in opened), default=0)
+    passing = [group for group, _ in load.passing]
+    last = max((load.exchanged_bytes(group, bucket) for group, _ in load.opened), default=0)
     one = max((load.exchanged_bytes(group, bucket, zeros=True) for group in passing), default=0)
     further = max((load.exchanged_bytes(group, bucket) for group in passing), default=0)
     return ReductionRoom(
-        opened=sum(map(load.collected_bytes, opened)),
+        opened=sum(count * load.collected_bytes(group) for group, count in load.opened),
         collected=(1 + ahead) * max(map(load.collected_bytes, passing), default=0),
         exchanged=max(last, one) + ahead * further,
         bucket=bucket,
@@ -239,8 +254,10 @@ def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]
 
     This is decided first, because whether a plan exists must not depend on other uses of the budget.
     """
-    for index in range(len(load.groups)):
-        excess = _chain_bytes(load, index, param_tiers) - fixed.remaining(Tier.DEVICE)
+    room = fixed.remaining(Tier.DEVICE)
+    too_large = [index for index, nbytes in enumerate(_chains(load, param_tiers)) if nbytes > room]
+    for index in too_large:
+        excess = _chains(load, param_tiers)[index] - room
         movable = [
             at
             for at in load.chain(index)
@@ -264,9 +281,10 @@ def _bytes_of(load: Workload, indices: Sequence[int]) -> int:
 class _Room:
     """The unused bytes of each budget while mandatory bytes are planned."""
 
-    def __init__(self, budgets: Budgets) -> None:
+    def __init__(self, load: Workload, budgets: Budgets) -> None:
+        self.load = load
         self.budgets = budgets
-        self.used: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
+        self.used = {tier: dict(kinds) for tier, kinds in _mandatory_bytes(load).items()}
 
     def add(self, tier: Tier, nbytes: int, use: str) -> None:
         if nbytes:
@@ -278,17 +296,28 @@ class _Room:
     def check(self) -> None:
         for tier in Tier:
             if self.remaining(tier) < 0:
-                reduced_later = "local gradients" in self.used[tier]
-                less_is_enough = -self.remaining(tier) < self.used[tier].get(ACTIVATIONS, 0)
-                other = {
-                    Tier.DEVICE: "use ZeRO stage 2 or 3" if reduced_later else "offload to cpu or nvme",
-                    Tier.HOST: "lower activation_budget" if less_is_enough else "offload to nvme",
-                    Tier.NVME: "free disk space",
-                }[tier]
-                raise PlacementError(
-                    f"{tier.value} needs at least {format_need(sum(self.used[tier].values()))} but its budget is"
-                    f" {self.budgets.text(tier)} ({_listed(self.used[tier])}); {_room(self.budgets, tier, other)}"
+                needed = sum(self.used[tier].values())
+                raise BudgetError(
+                    f"{tier.value} needs at least {format_need(needed)} but its budget is"
+                    f" {self.budgets.text(tier)} ({_listed(self.used[tier])});"
+                    f" {_room(self.budgets, tier, self._instead(tier))}",
+                    tier,
+                    needed,
                 )
+
+    def _instead(self, tier: Tier) -> str:
+        """What else than a larger budget of ``tier`` helps, if it is not done yet; "" if nothing does."""
+        used, load = self.used[tier], self.load
+        if tier is Tier.DEVICE:
+            if load.local_grad_bytes:
+                return "use ZeRO stage 2 or 3"
+            stays = load.offload_param is tier or tier in load.optimizer_tiers
+            return "offload to cpu or nvme" if stays else ""
+        if tier is Tier.HOST:
+            if -self.remaining(tier) < used.get(ACTIVATIONS, 0):
+                return "lower activation_budget"
+            return "offload to nvme" if tier in (load.offload_param, load.offload_optimizer) else ""
+        return "free disk space"
 
 
 def _visits(load: Workload, filled: Filled, room: int) -> tuple[list[SubGroup], Staging]:
@@ -366,27 +395,37 @@ def _bytes_on_nvme(
     )
 
 
-def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:
-    """Device room for a group and its enclosing groups, as far as they must be unsharded to compute."""
-    chain = ((load.groups[at], param_tiers[at]) for at in load.chain(index))
-    return sum(
-        load.unsharded_bytes(group) for group, tier in chain if not load.computes_in_place(group, tier)
-    )
+def _chains(load: Workload, param_tiers: Sequence[Tier]) -> list[int]:
+    """Device room for each group and its enclosing groups, as far as they must be unsharded to compute."""
+    own = [
+        0 if load.computes_in_place(group, tier) else load.unsharded_bytes(group)
+        for group, tier in zip(load.groups, param_tiers, strict=True)
+    ]
+    # Many groups have the same parent.
+    around: dict[int | None, int] = {None: 0}
+    chains = []
+    for index, group in enumerate(load.groups):
+        if group.parent is not None and group.parent not in around:
+            around[group.parent] = sum(own[at] for at in load.chain(group.parent))
+        beside = 0 if group.beside is None else own[group.beside]
+        chains.append(own[index] + beside + around[group.parent])
+    return chains
 
 
 def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> int:
     """Device room for the groups that are unsharded at the same time, plus as much prefetch as fits."""
-    least, deepest = 0, ""
-    for index, group in enumerate(load.groups):
-        chain = _chain_bytes(load, index, param_tiers)
-        if chain > least:
-            least, deepest = chain, group.name
+    chains = _chains(load, param_tiers)
+    least = max(chains, default=0)
     if least > fixed.remaining(Tier.DEVICE):
-        raise PlacementError(
+        deepest = load.groups[chains.index(least)].name
+        needed = fixed.budgets.device - fixed.remaining(Tier.DEVICE) + least
+        raise BudgetError(
             f"the largest group, {deepest!r}, needs {format_need(least)} on the device while it computes, but"
             f" {format_size(fixed.remaining(Tier.DEVICE))} of device_budget {format_size(fixed.budgets.device)} are"
             f" left ({_listed(fixed.used[Tier.DEVICE]) or 'no other use is planned'}); raise device_budget to at"
-            f" least {format_need(fixed.budgets.device - fixed.remaining(Tier.DEVICE) + least)}"
+            f" least {format_need(needed)}",
+            Tier.DEVICE,
+            needed,
         )
     moving = [
         0 if load.computes_in_place(group, tier) else load.unsharded_bytes(group)

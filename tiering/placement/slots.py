@@ -54,12 +54,14 @@ def slots_for(
 
     Their size is that of the largest tile that the groups are actually divided into.
     """
-    tiles = [
-        (
-            SMALLEST_TILE if has_to_visit(load, state, param) else tile_numel(load.state_numel(group), tile),
-            load.of(group),
-        )
+    # Many groups have the same size.
+    alike = {
+        (load.state_numel(group), group.fp32, has_to_visit(load, state, param)): group
         for group, state, param in zip(load.groups, load.optimizer_tiers, param_tiers, strict=True)
+    }
+    tiles = [
+        (SMALLEST_TILE if visits else tile_numel(numel, tile), load.of(group))
+        for (numel, _, visits), group in alike.items()
     ] or [(tile, load)]
     return slots_of_sizes(
         slots,

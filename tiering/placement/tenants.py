@@ -10,6 +10,7 @@ are counted under the kind of the tenant. A further tenant is an entry of `Workl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from tiering.config.training import TieringConfig
 from tiering.placement.workload import ACTIVATIONS, Tenant, TenantPiece, Tier, Workload
@@ -20,6 +21,8 @@ GRADIENTS = "gradients"
 OPTIMIZER_STATE = "optimizer state"
 
 
+# Plans with other budgets have the same tenants.
+@lru_cache(maxsize=8)
 def tenants(load: Workload) -> tuple[Tenant, ...]:
     """All tenants: parameters, gradients, optimizer state, with a piece for each group; then the others."""
     return (parameters(load), gradients(load), optimizer_state(load), *load.others)
@@ -92,17 +95,12 @@ def with_windows(everything: Iterable[Tenant]) -> list[Tenant]:
     return [tenant for tenant in everything if tenant.kind not in (PARAMETERS, OPTIMIZER_STATE)]
 
 
-def stay_open(load: Workload) -> list[bool]:
-    """Whether each group receives gradients during a whole backward: enclosing groups and persistent parameters."""
-    return [group.persistent or index in load.enclosing for index, group in enumerate(load.groups)]
-
-
 def _gradient_tiers(load: Workload) -> list[Tier]:
     """The slowest tier allowed for the gradients of each group."""
     # Groups that stay open for a whole pass would occupy the window all that time, so their gradients stay in memory. A
     # frozen group has no gradients, and needs no window.
     in_memory = [
-        open_ or not group.trainable_numel for group, open_ in zip(load.groups, stay_open(load), strict=True)
+        open_ or not group.trainable_numel for group, open_ in zip(load.groups, load.stay_open, strict=True)
     ]
     tiers = [
         Tier.HOST if tier is Tier.NVME and stays else tier

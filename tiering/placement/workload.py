@@ -6,7 +6,7 @@ The engine measures the groups of a model in memory; ``planning.sizing`` compute
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -178,11 +178,17 @@ class Workload:
     # Other groups of the same model, for a lack of room: each of these is a finer cut than the one before it.
     finer: tuple[tuple[GroupSizes, ...], ...] = ()
 
-    def cuts(self) -> Iterator[Workload]:
+    def __hash__(self) -> int:
+        # Of few values: that of many thousands of groups takes longer than what is looked up by it.
+        return hash(
+            (len(self.groups), len(self.finer), self.world_size, self.stage, self.state_itemsize, self.others)
+        )
+
+    @cached_property
+    def cuts(self) -> tuple[Workload, ...]:
         """This workload with each of its cuts into groups, and without the others; the coarsest one first."""
-        yield replace(self, finer=()) if self.finer else self
-        for groups in self.finer:
-            yield replace(self, groups=groups, finer=())
+        first = replace(self, finer=()) if self.finer else self
+        return first, *(replace(self, groups=groups, finer=()) for groups in self.finer)
 
     def of(self, group: GroupSizes) -> Workload:
         """The Workload with the sizes per element of ``group``: this one, or one in fp32 if the group is fp32."""
@@ -223,6 +229,25 @@ class Workload:
         parents = {group.parent for group in self.groups if group.routed and group.parent is not None}
         return frozenset(
             parents | {beside for at in parents if (beside := self.groups[at].beside) is not None}
+        )
+
+    @cached_property
+    def stay_open(self) -> tuple[bool, ...]:
+        """Whether each group receives gradients in a whole backward: enclosing groups and persistent parameters."""
+        return tuple(group.persistent or index in self.enclosing for index, group in enumerate(self.groups))
+
+    @cached_property
+    def opened(self) -> tuple[tuple[GroupSizes, int], ...]:
+        """Groups that ``stay_open``, one of each size, and the number of these."""
+        return _by_gradients(
+            group for group, is_open in zip(self.groups, self.stay_open, strict=True) if is_open
+        )
+
+    @cached_property
+    def passing(self) -> tuple[tuple[GroupSizes, int], ...]:
+        """The other groups, one of each size, and the number of these."""
+        return _by_gradients(
+            group for group, is_open in zip(self.groups, self.stay_open, strict=True) if not is_open
         )
 
     def state_bytes(self, group: GroupSizes) -> int:
@@ -268,7 +293,7 @@ class Workload:
         replicated = self.world_size > 1 and self.stage == 0
         return 0 if replicated else self.grad_numel(group) * self.of(group).grad_itemsize
 
-    @property
+    @cached_property
     def local_grad_bytes(self) -> int:
         """Device room for whole gradients that accumulate before their reduction."""
         trained = sum(group.trainable_numel * self.of(group).grad_itemsize for group in self.groups)
@@ -301,7 +326,7 @@ class Workload:
         is_kept = not zeros if self.collects else sizes.sent_itemsize == sizes.grad_itemsize
         return nbytes if is_kept and numel == group.trainable_numel else 2 * nbytes
 
-    @property
+    @cached_property
     def gradients_beside(self) -> int:
         """Maximum bytes of gradients that torch holds at one time, not counted in the budgets.
 
@@ -381,7 +406,7 @@ class Workload:
         written = arrivals - (1 if self.step_in_backward and group.uses == 1 else 0)
         return written * self.grad_numel(group) * self.of(group).grad_itemsize
 
-    @property
+    @cached_property
     def computed_in_place(self) -> frozenset[Tier]:
         """The tiers whose parameters compute can use in place."""
         return frozenset({Tier.DEVICE, Tier.HOST} if self.device_is_host else {Tier.DEVICE})
@@ -412,6 +437,14 @@ class Workload:
         trained = zip(self.groups, self.optimizer_tiers, strict=True)
         stepped = any(group.trainable_numel and tier is not Tier.DEVICE for group, tier in trained)
         return stepped and not self.device_is_host
+
+
+def _by_gradients(groups: Iterable[GroupSizes]) -> tuple[tuple[GroupSizes, int], ...]:
+    """One of the ``groups`` for each size of gradients, with the number of groups of that size."""
+    alike: dict[tuple[int, bool], list[GroupSizes]] = {}
+    for group in groups:
+        alike.setdefault((group.trainable_numel, group.fp32), []).append(group)
+    return tuple((each[0], len(each)) for each in alike.values())
 
 
 def exchanged_at_once(numel: int, bucket: int, world_size: int) -> int:

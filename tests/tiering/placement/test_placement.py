@@ -197,7 +197,7 @@ def test_traffic_of_gradients_that_spill() -> None:
         make_plan(load, Budgets(PLENTY, tight - 1, PLENTY))
     assert str(caught.value) == (
         f"[TIER-PLAN] host needs at least {tight / 1024:.2f} KiB but its budget is {(tight - 1) / 1024:.2f} KiB"
-        " (staging 96.00 KiB, gradients on their way to NVMe 64.00 KiB); raise host_budget, or offload to nvme."
+        " (staging 96.00 KiB, gradients on their way to NVMe 64.00 KiB); raise host_budget."
         " Not counted in the budgets: activations, and the memory of Python and torch"
     )
 

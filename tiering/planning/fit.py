@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from tiering.config.fields import format_need
-from tiering.errors import PlacementError
 from tiering.placement.configured import OFFLOAD_TIERS
-from tiering.placement.placement import place
+from tiering.placement.placement import BudgetError, place
 from tiering.placement.plan import Budgets
 from tiering.placement.workload import GroupSizes, Tier, Workload, shard_quantum
 from tiering.storage.arena import PAGE, round_up
@@ -21,6 +20,8 @@ UNLIMITED = 1 << 60
 # The least budget is found to a memory page, or to this fraction (1/n) of it.
 FINEST = 1 << 12
 MOST_RANKS = 4096
+# Refusals whose bytes a search follows, before it doubles the budget.
+MOST_REFUSALS = 8
 
 # Changes that no key of the configuration makes.
 _BESIDE_CONFIGURATION = {
@@ -68,23 +69,20 @@ def remedies(load: Workload, budgets: Budgets, *, local_ranks: int = 1) -> list[
     First changes of the configuration alone; then the least budget of each tier, if raising one budget is enough; then
     the least budgets of several tiers together; then more ranks with the same budgets.
     """
-    if fits(load, budgets):
+    search = Search(load)
+    if search.fits(budgets):
         return []
     offers = [*_other_configurations(load, budgets, local_ranks)]
     for tier in Tier:
-        least = least_budget(load, budgets, tier)
+        least = search.least(budgets, tier)
         if least is not None:
             offers.append(_raised(load, budgets, least, local_ranks))
-    return [*offers, *_raised_together(load, budgets, local_ranks), *_more_ranks(load, budgets)]
+    return [*offers, *_raised_together(search, budgets, local_ranks), *_more_ranks(load, budgets)]
 
 
 def fits(load: Workload, budgets: Budgets) -> bool:
     """Whether a plan exists."""
-    try:
-        place(load, budgets)
-    except PlacementError:
-        return False
-    return True
+    return Search(load).fits(budgets)
 
 
 def least_budget(load: Workload, budgets: Budgets, tier: Tier) -> Budgets | None:
@@ -92,20 +90,58 @@ def least_budget(load: Workload, budgets: Budgets, tier: Tier) -> Budgets | None
 
     More than it has now, if it does not fit now.
     """
+    return Search(load).least(budgets, tier)
 
-    def fit(nbytes: int) -> bool:
-        return fits(load, budgets.having(tier, nbytes))
 
-    if not fit(UNLIMITED):
-        return None
-    too_small = 0 if fits(load, budgets) else budgets.of(tier) // PAGE * PAGE
-    enough = too_small
-    while not fit(enough):
-        too_small, enough = enough, max(PAGE, 2 * enough)
-    while enough - too_small > max(PAGE, round_up(enough // FINEST)):
-        middle = round_up((too_small + enough) // 2)
-        too_small, enough = (too_small, middle) if fit(middle) else (middle, enough)
-    return budgets.having(tier, enough)
+class Search:
+    """Looks for budgets in which ``load`` fits. Each budgets are planned once."""
+
+    def __init__(self, load: Workload) -> None:
+        self.load = load
+        self._refusals: dict[Budgets, BudgetError | None] = {}
+
+    def fits(self, budgets: Budgets) -> bool:
+        """Whether a plan exists."""
+        return self._refusal(budgets) is None
+
+    def least(self, budgets: Budgets, tier: Tier) -> Budgets | None:
+        """As ``least_budget``."""
+        if not self.fits(budgets.having(tier, UNLIMITED)):
+            return None
+        too_small, enough = self._bounds(budgets, tier)
+        # A refusal names bytes that are usually the least.
+        middle = enough - _precision(enough)
+        while enough - too_small > _precision(enough):
+            fit = self.fits(budgets.having(tier, middle))
+            too_small, enough = (too_small, middle) if fit else (middle, enough)
+            middle = round_up((too_small + enough) // 2)
+        return budgets.having(tier, enough)
+
+    def _bounds(self, budgets: Budgets, tier: Tier) -> tuple[int, int]:
+        """Bytes of ``tier`` that are too few, or 0, and bytes that are enough: as many as the refusals name."""
+        too_small = 0 if self.fits(budgets) else budgets.of(tier) // PAGE * PAGE
+        enough, refused = too_small, 0
+        while (refusal := self._refusal(budgets.having(tier, enough))) is not None:
+            too_small, refused = enough, refused + 1
+            named = round_up(refusal.nbytes) if refusal.tier is tier else 0
+            doubled = max(PAGE, 2 * enough)
+            enough = named if enough < named and refused <= MOST_REFUSALS else doubled
+        return too_small, enough
+
+    def _refusal(self, budgets: Budgets) -> BudgetError | None:
+        """The refusal of a plan; None if a plan exists."""
+        if budgets not in self._refusals:
+            try:
+                place(self.load, budgets)
+                self._refusals[budgets] = None
+            except BudgetError as refusal:
+                self._refusals[budgets] = refusal
+        return self._refusals[budgets]
+
+
+def _precision(enough: int) -> int:
+    """The precision to which a budget of about ``enough`` bytes is found."""
+    return max(PAGE, round_up(enough // FINEST))
 
 
 def of_ranks(load: Workload, ranks: int) -> Workload:
@@ -204,18 +240,18 @@ def _more_ranks(load: Workload, budgets: Budgets) -> Iterator[Remedy]:
         ranks *= 2
 
 
-def _raised_together(load: Workload, budgets: Budgets, local_ranks: int) -> Iterator[Remedy]:
+def _raised_together(search: Search, budgets: Budgets, local_ranks: int) -> Iterator[Remedy]:
     """The least budgets that are enough together, if more than one has to be raised: of the device first, since that
     memory is the scarcest, then of the host.
     """
     together = Budgets(UNLIMITED, UNLIMITED, UNLIMITED)
     for tier in Tier:
-        least = least_budget(load, together, tier)
+        least = search.least(together, tier)
         if least is None:
             return
         together = together.having(tier, max(least.of(tier), budgets.of(tier)))
     if len(_changed(budgets, together, local_ranks)) > 1:
-        yield _raised(load, budgets, together, local_ranks)
+        yield _raised(search.load, budgets, together, local_ranks)
 
 
 def _raised(load: Workload, current: Budgets, raised: Budgets, local_ranks: int) -> Remedy:

@@ -22,6 +22,7 @@ from tiering._text import counted
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement.configured import configured_state, largest_group, make_workload
+from tiering.placement.row_tiles import rows_of_tiles
 from tiering.placement.tenants import activations
 from tiering.placement.workload import ITEMSIZES, GroupSizes, Workload, shard_quantum, start_after
 from tiering.planning.activations import Activations, of_decoder
@@ -47,21 +48,45 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.ASCII | re.IGNORECASE)
 
 
 class _Weight(NamedTuple):
-    """A parameter of the module ``module``: (outputs, inputs) elements of a linear layer, or a number of elements."""
+    """A parameter of the module ``module``: (outputs, inputs) elements of a linear layer, or a number of elements.
+
+    With ``tile``, one of the tiles into which the layer is cut.
+    """
 
     module: str
     shape: tuple[int, ...]
+    tile: int | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
+    def is_linear(self) -> bool:
+        """Whether it is the matrix of a linear layer."""
+        return len(self.shape) == 2 and self.module != "embed_tokens"
+
+    @property
     def layer(self) -> str:
         """The name of the module in its block."""
         name = self.module.partition(".")[0]
         around = "self_attn." if name in _IN_ATTENTION else "mlp." if name in _IN_MLP else ""
-        return around + name
+        return around + name + self.within
+
+    @property
+    def within(self) -> str:
+        """The name of the tile in its layer."""
+        return "" if self.tile is None else f".tiles.{self.tile}"
+
+    def tiles(self, itemsize: int, largest: int) -> Iterator[_Weight]:
+        """This weight in tiles of at most ``largest`` bytes, in elements of ``itemsize`` bytes."""
+        if len(self.shape) < 2:
+            yield self
+            return
+        rows, columns = self.shape
+        parts = rows_of_tiles(rows, columns, itemsize, largest)
+        for number, count in enumerate(parts):
+            yield self._replace(shape=(count, columns), tile=number if len(parts) > 1 else None)
 
 
 class _Stored(NamedTuple):
@@ -117,7 +142,7 @@ class Decoder:
     def linear_layers(self) -> list[_Weight]:
         """The matrices of all linear layers, with the output head."""
         weights = (weight for weights in self._modules().values() for weight in weights)
-        return [weight for weight in weights if len(weight.shape) == 2]
+        return [weight for weight in weights if weight.is_linear]
 
     def groups(
         self,
@@ -127,13 +152,14 @@ class Decoder:
         world_size: int = 1,
         adapters: Adapters | None = None,
         largest: int | None = None,
+        tile: int = 0,
     ) -> tuple[GroupSizes, ...]:
         """The ParamGroups in a compute dtype of ``itemsize`` bytes, divided and padded as in the engine.
 
         Parameters with fewer elements than ``persistence_threshold`` are one group. The embedding and the head are
         separate groups if they are larger than a block; otherwise they belong to the root, which encloses all others.
         With ``adapters``, trained and frozen parameters of a module are groups beside each other. Blocks with more than
-        ``largest`` elements are cut into their layers.
+        ``largest`` elements are cut into their layers, and layers of more than ``tile`` bytes into tiles.
         """
         block = sum(
             stored.numel for weight in self._block() for stored in _stored(weight, itemsize, adapters)
@@ -141,9 +167,15 @@ class Decoder:
         most = block if largest is None else min(block, largest)
         modules: dict[str, list[_Stored]] = {}
         for module, weights in self._modules().items():
-            for weight in weights:
-                cut = ".layers." in module and most < block
-                name = f"{module}.{weight.layer}" if cut else module
+            for weight in (part for whole in weights for part in whole.tiles(itemsize, tile)):
+                cut = most < block
+                name = (
+                    module + weight.within
+                    if ".layers." not in module
+                    else f"{module}.{weight.layer}"
+                    if cut
+                    else module
+                )
                 modules.setdefault(name, []).extend(_stored(weight, itemsize, adapters))
         members: dict[tuple[str, bool], list[_Stored]] = {}
         for name, tensors in modules.items():
@@ -199,7 +231,7 @@ class Decoder:
         """The parameters of the embedding, the blocks, the last norm and the head, in the engine's order."""
         block = self._block()
         return {
-            "model.embed_tokens": [_Weight("embed_tokens", (self.vocabulary * self.hidden,))],
+            "model.embed_tokens": [_Weight("embed_tokens", (self.vocabulary, self.hidden))],
             **{f"model.layers.{layer}": block for layer in range(self.layers)},
             "model.norm": [_Weight("norm", (self.hidden,))],
             "lm_head": [_Weight("lm_head", (self.vocabulary, self.hidden))],
@@ -232,7 +264,7 @@ NAMED = {
 
 
 def _is_adapted(weight: _Weight, adapters: Adapters) -> bool:
-    return len(weight.shape) == 2 and adapters.adapts(weight.module, is_head=weight.module == "lm_head")
+    return weight.is_linear and adapters.adapts(weight.module, is_head=weight.module == "lm_head")
 
 
 def _stored(weight: _Weight, itemsize: int, adapters: Adapters | None) -> Iterator[_Stored]:
@@ -240,8 +272,8 @@ def _stored(weight: _Weight, itemsize: int, adapters: Adapters | None) -> Iterat
     if adapters is None:
         yield _Stored(weight.numel, weight.numel, trained=True)
         return
-    is_matrix, is_head = len(weight.shape) == 2, weight.module == "lm_head"
-    if is_matrix and adapters.stores(weight.module, weight.shape[1], is_head=is_head):
+    is_head = weight.module == "lm_head"
+    if weight.is_linear and adapters.stores(weight.module, weight.shape[1], is_head=is_head):
         for nbytes in adapters.stored(weight.numel):
             yield _Stored(nbytes, -(-nbytes // itemsize), trained=False)
     else:
@@ -347,9 +379,13 @@ def load_of(
 ) -> Workload:
     """The engine's Workload for ``shape``, if torch can compute in the memory that reads land in.
 
-    Raises ConfigError if ``adapters`` name a layer that the decoder does not have.
+    Raises ConfigError if ``adapters`` name a layer that the decoder does not have, or if tiles are configured besides.
     """
     if adapters is not None:
+        if config.tiering.tile:
+            raise ConfigError(
+                "tiles of a model with adapters are not planned: set tiering.tile to 0, or train all"
+            )
         adapters.check_found({each.module for each in shape.linear_layers})
     on_gpu = setting.gpu_memory is not None
     groups = partial(
@@ -358,16 +394,18 @@ def load_of(
         itemsize=ITEMSIZES[config.precision],
         world_size=setting.world_size,
         adapters=adapters,
+        tile=config.tiering.tile,
     )
+    first, finest = groups(largest=largest_group(config, setting.world_size)), groups(largest=0)
     return make_workload(
         config,
-        groups(largest=largest_group(config, setting.world_size)),
+        first,
         configured_state(config),
         on_gpu=on_gpu,
         world_size=setting.world_size,
         fetch_by_copy=on_gpu,
         others=activations(config),
-        finer=[groups(largest=0)] if config.tiering.block_rows is None else (),
+        finer=[finest] if config.tiering.block_rows is None and finest != first else (),
     )
 
 

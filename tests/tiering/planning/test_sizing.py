@@ -15,7 +15,7 @@ from tiering.errors import ConfigError
 from tiering.placement.placement import place
 from tiering.placement.plan import Budgets
 from tiering.planning.adapters import Adapters
-from tiering.planning.setting import Setting, usual_config
+from tiering.planning.setting import Setting, usual_config, with_changes
 from tiering.planning.sizing import NAMED, Decoder, decoder, format_count, load_of, parse_count
 from zero3.params import layout as partition
 
@@ -74,6 +74,35 @@ def test_frozen_linear_layers_take_the_bytes_of_their_format(base: str, per_weig
     assert [group.param_bytes / block for group in frozen] == [pytest.approx(per_weight, rel=2e-3)]
     (embedding,) = (group for group in load.groups if group.name == "model.embed_tokens")
     assert embedding.param_bytes == 2 * 128_256 * 4096
+
+
+@pytest.mark.parametrize("largest", [None, 0])
+def test_layers_that_are_larger_than_a_tile_are_cut(largest: int | None) -> None:
+    shape = Decoder(1024, 2, 2816)
+    cut, whole = (
+        shape.groups(persistence_threshold=100_000, itemsize=2, largest=largest, tile=tile)
+        for tile in (1 << 20, 0)
+    )
+    assert sum(group.trainable_numel for group in cut) == sum(group.trainable_numel for group in whole)
+    # Matrices of 2 and 5.5 MiB, of 512 and 186 rows in a tile, and embeddings of 62.5 MiB.
+    assert max(group.largest_trained for group in cut) == 512 * 1024
+    names = [group.name for group in cut]
+    if largest is None:
+        assert names == ["root", "model.layers.0", "persistent", "model.layers.1"]
+        return
+    assert [name for name in names if ".0.self_attn.q_proj" in name] == [
+        f"model.layers.0.self_attn.q_proj.tiles.{number}" for number in range(2)
+    ]
+    down = [group for group in cut if ".1.mlp.down_proj" in group.name]
+    # 1,024 rows of 2,816 elements: a multiple of 16 rows is one of 4,096 elements.
+    assert [group.trainable_numel // 2816 for group in down] == [176] * 5 + [144]
+    assert len([name for name in names if name.startswith("model.embed_tokens.tiles.")]) == 63
+
+
+def test_tiles_of_a_model_with_adapters_are_refused() -> None:
+    config = with_changes(usual_config(Path()), tiers={"tile": 1 << 20})
+    with pytest.raises(ConfigError, match=r"set tiering\.tile to 0"):
+        load_of(decoder(60_000_000), config, Setting(), Adapters(8))
 
 
 def test_modules_without_a_linear_layer_of_that_name_are_refused() -> None:

@@ -1,0 +1,35 @@
+"""The tiles of a weight: all of its rows, each at most as large as asked for, in whole blocks of squares."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiering.placement.row_tiles import rows_of_tiles
+from tiering.placement.workload import SQUARE_BLOCK
+
+
+def test_a_weight_that_is_small_enough_is_whole() -> None:
+    assert rows_of_tiles(300, 100, 2, 60_000) == [300]
+    assert rows_of_tiles(300, 100, 2, 0) == [300]
+
+
+def test_tiles_have_whole_blocks_of_squares() -> None:
+    # 1,024 rows of 100 elements are 25 blocks; 2,048 rows have 409,600 bytes.
+    assert rows_of_tiles(5000, 100, 2, 600_000) == [2048, 2048, 904]
+    # One such quantum is larger than the tiles should be.
+    assert rows_of_tiles(5000, 100, 2, 1000) == [1024, 1024, 1024, 1024, 904]
+    assert rows_of_tiles(10, 8192, 4, 3 * 32_768) == [3, 3, 3, 1]
+
+
+@given(st.integers(1, 5000), st.integers(1, 9000), st.sampled_from([2, 4]), st.integers(1, 1 << 26))
+def test_tiles_add_up(rows: int, columns: int, itemsize: int, largest: int) -> None:
+    tiles = rows_of_tiles(rows, columns, itemsize, largest)
+    assert sum(tiles) == rows
+    if len(tiles) > 1:
+        assert all(tile * columns % SQUARE_BLOCK == 0 for tile in tiles[:-1])
+        quantum = SQUARE_BLOCK // math.gcd(columns, SQUARE_BLOCK)
+        assert max(tiles) == quantum or max(tiles) * columns * itemsize <= largest
+        assert (max(tiles) + quantum) * columns * itemsize > largest

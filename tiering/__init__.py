@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WeightsError,
     )
     from zero3.building.quantization import quantize
+    from zero3.building.tiling import tile
     from zero3.checkpoint.saving import Saving
     from zero3.deepspeed.accelerator import get_accelerator
     from zero3.deepspeed.arguments import add_config_arguments
@@ -72,6 +73,7 @@ __getattr__, __dir__ = _lazy.names(
         "zero3.setup.plan_for": ("measure_rates", "plan_for"),
         "zero3.checkpoint.saving": ("Saving",),
         "zero3.building.quantization": ("quantize",),
+        "zero3.building.tiling": ("tile",),
     },
     submodules=("accelerator", "checkpointing", "comm", "ops", "runtime", "utils", "zero"),
 )
@@ -110,6 +112,7 @@ __all__ = [
     "plan_for",
     "quantize",
     "runtime",
+    "tile",
     "utils",
     "version",
     "zero",

@@ -63,8 +63,7 @@ REPLACEMENTS = (
         "build the model under `deepspeed.zero.Init`, which allocates no memory for parameters",
     ),
     Replacement(
-        "linear zero.TiledLinear zero.TiledLinearReturnBias runtime.zero.tiling runtime.zero.linear"
-        " runtime.utils.TLinear",
+        "linear runtime.zero.linear runtime.utils.TLinear",
         "use `torch.nn.Linear`; for LoRA, the package peft",
     ),
     Replacement(

@@ -8,12 +8,15 @@ from tiering import _lazy
 
 if TYPE_CHECKING:
     from tiering.runtime.zero import partition_parameters
+    from zero3.deepspeed.tiled_linear import TiledLinear, TiledLinearReturnBias
     from zero3.deepspeed.zero import GatheredParameters, Init, register_external_parameter
     from zero3.params.resharded import ZeroParamStatus
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "ZeroParamStatus",
     "partition_parameters",
     "register_external_parameter",
@@ -23,6 +26,7 @@ __getattr__, __dir__ = _lazy.names(
     {
         "tiering.runtime.zero": ("partition_parameters",),
         "zero3.deepspeed.zero": ("GatheredParameters", "Init", "register_external_parameter"),
+        "zero3.deepspeed.tiled_linear": ("TiledLinear", "TiledLinearReturnBias"),
         "zero3.params.resharded": ("ZeroParamStatus",),
     },
 )

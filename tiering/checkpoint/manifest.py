@@ -13,7 +13,8 @@ sorted keys. A checkpoint is a directory with
 Tensors have the parameters' names. With several ranks, each file has flat parts of parameters, and its ``__metadata__``
 maps "first:NAME" to the index of the part's first element, as "4096". Frozen parameters that a save excludes are in no
 file; checkpoint.json lists them under "excluded", not under "parameters". A parameter that several modules share is
-stored under its first name; "tied" maps the other names to it.
+stored under its first name; "tied" maps the other names to it. A weight may be stored as tiles, each with some of its
+rows and a name of its own; "tiled" maps the name of the weight to theirs, in the order of the rows.
 
 **The root.** checkpoint.json identifies every other file, so files of two saves are never accepted as one checkpoint.
 Its "digests" hold, for each rank, the SHA-256 of the rank's JSON file and that of the last tensor in the rank's
@@ -33,8 +34,8 @@ import os
 import re
 import uuid
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,7 +112,8 @@ class Manifest:
     1 it is None and ``digests`` is empty. ``created`` is an ISO 8601 time. ``optimizer`` is the name of the update
     rule. ``kinds`` are the kinds of optimizer state. ``files`` has bytes by file. ``training`` is further state that
     all ranks share. ``excluded`` are frozen parameters that no file has. ``tied`` maps further names to names in
-    ``parameters``. ``digests`` has SHA-256 by file; see "The root" above.
+    ``parameters`` or ``tiled``. ``tiled`` has the names of the tiles of a weight by its name. ``digests`` has SHA-256
+    by file; see "The root" above.
     """
 
     run: str
@@ -126,8 +128,22 @@ class Manifest:
     training: Mapping[str, Any]
     excluded: Mapping[str, StoredParameter] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
+    tiled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     save: str | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
+
+    def joined(self) -> Manifest:
+        """The same, with whole weights in place of their tiles in ``parameters`` and ``excluded``."""
+        return replace(self, parameters=self._joined(self.parameters), excluded=self._joined(self.excluded))
+
+    def _joined(self, parameters: Mapping[str, StoredParameter]) -> dict[str, StoredParameter]:
+        whole_of = {tile: (name, tiles) for name, tiles in self.tiled.items() for tile in tiles}
+        joined = dict[str, StoredParameter]()
+        for name in parameters:
+            whole, tiles = whole_of.get(name, (name, (name,)))
+            if name == tiles[0]:
+                joined[whole] = _whole([parameters[tile] for tile in tiles])
+        return joined
 
     def first_of(self, name: str) -> str:
         """The key in a file's metadata for the first element of its part of parameter ``name``."""
@@ -151,6 +167,9 @@ class Manifest:
             "files": dict(self.files),
             "training": dict(self.training),
         }
+        # Without tiles, older versions read the same.
+        if self.tiled:
+            content["tiled"] = {name: list(tiles) for name, tiles in self.tiled.items()}
         if self.save is not None:
             content |= {"save": self.save, "digests": dict(self.digests)}
         write_sealed(directory / MANIFEST, content)
@@ -281,8 +300,9 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
     for name in excluded:
         if name in parameters or _parameter(name, excluded[name]).trained:
             raise FormatError(f"it excludes {short.repr(name)}, which is stored or trained")
+    tiled = _tiled(content, parameters, excluded)
     for name, shared in tied.items():
-        if name in parameters or not isinstance(shared, str) or shared not in parameters:
+        if name in parameters or not isinstance(shared, str) or shared not in (*parameters, *tiled):
             raise FormatError(f"it has an invalid tie of {short.repr(name)} to {short.repr(shared)}")
     optimizer = content.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, str):
@@ -303,9 +323,40 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
         training=_field(content, "training", dict),
         excluded={name: _parameter(name, entry) for name, entry in excluded.items()},
         tied=tied,
+        tiled=tiled,
         save=save,
         digests=digests,
     )
+
+
+def _tiled(
+    content: Mapping[str, Any], parameters: Mapping[str, Any], excluded: Mapping[str, Any]
+) -> dict[str, tuple[str, ...]]:
+    """The names of tiles by the name of their weight. All are stored or all excluded, and they differ in rows only."""
+    entries: dict[str, Any] = _field(content, "tiled", dict) if "tiled" in content else {}
+    used = set[str]()
+    for name, tiles in entries.items():
+        quoted = short.repr(name)
+        if not isinstance(tiles, list) or not tiles or not all(isinstance(tile, str) for tile in tiles):
+            raise FormatError(f"the tiles of {quoted} are not names")
+        kept = next((each for each in (parameters, excluded) if tiles[0] in each), {})
+        if name in parameters or name in excluded or not used.isdisjoint(tiles) or len({*tiles}) < len(tiles):
+            raise FormatError(f"it lists {quoted}, or a tile of it, twice")
+        if not all(tile in kept for tile in tiles):
+            raise FormatError(f"it lacks tiles of {quoted}")
+        used.update(tiles)
+        stored = [_parameter(tile, kept[tile]) for tile in tiles]
+        if not stored[0].shape or len({replace(each, shape=each.shape[1:]) for each in stored}) > 1:
+            raise FormatError(f"the tiles of {quoted} differ in more than their rows")
+    return {name: tuple(tiles) for name, tiles in entries.items()}
+
+
+def _whole(tiles: Sequence[StoredParameter]) -> StoredParameter:
+    """The weight whose rows are those of ``tiles``, one after the other; a single parameter as it is."""
+    first, *others = tiles
+    if not others:
+        return first
+    return replace(first, shape=(sum(each.shape[0] for each in tiles), *first.shape[1:]))
 
 
 def _root(content: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:

@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,7 @@ from tiering.weights.files import StoredTensor, Sums, WeightFiles, open_weights
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint.
+    """An open checkpoint, with whole weights in place of their tiles.
 
     ``weights`` and each of ``states`` (by kind) hold parameters by name; the parts of one parameter may be in several
     files. ``sums`` are the page checksums, by file.
@@ -100,7 +100,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         manifest = Manifest.read(path)
         sums = Root(path, manifest).check()
         kinds = {kind: _open_kind(path, manifest, kind, sums) for kind in (WEIGHTS, *manifest.kinds)}
-    return Checkpoint(path, manifest, kinds.pop(WEIGHTS), kinds, sums)
+    return Checkpoint(path, manifest.joined(), kinds.pop(WEIGHTS), kinds, sums)
 
 
 @contextmanager
@@ -155,6 +155,9 @@ def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, Su
         raise damaged(
             path, f"{kind} of {short.repr(next(iter(parts_by_name)))}, which checkpoint.json does not list"
         )
+    for name, tiles in manifest.tiled.items():
+        if tiles[0] in tensors:
+            _join(name, tiles, tensors, parts)
     return WeightFiles(
         path,
         MappingProxyType(tensors),
@@ -163,6 +166,23 @@ def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, Su
         MappingProxyType(parts),
         {file: sums[file] for file in versions},
     )
+
+
+def _join(
+    name: str,
+    tiles: Sequence[str],
+    tensors: dict[str, StoredTensor],
+    parts: dict[str, tuple[StoredTensor, ...]],
+) -> None:
+    """Replace ``tiles`` by the tensor ``name``, whose rows they have one after the other."""
+    stored = [tensors.pop(tile) for tile in tiles]
+    tensors[name] = replace(
+        stored[0],
+        name=name,
+        shape=(sum(tile.shape[0] for tile in stored), *stored[0].shape[1:]),
+        nbytes=sum(tile.nbytes for tile in stored),
+    )
+    parts[name] = tuple(replace(part, name=name) for tile in tiles for part in parts.pop(tile))
 
 
 def _first_element(file: Path, metadata: Mapping[str, str], manifest: Manifest, name: str) -> int:

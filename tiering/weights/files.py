@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -66,6 +66,11 @@ class StoredTensor:
         if _BITS[self.dtype] % 8:
             raise ValueError(f"{self.name!r} is {self.dtype}, whose elements are not whole bytes")
         return _BITS[self.dtype] // 8
+
+    def range(self, first: int, numel: int) -> StoredTensor:
+        """``numel`` elements from ``first`` on, flat, under the same name."""
+        offset, nbytes = (nbytes_of(self.dtype, each) for each in (first, numel))
+        return replace(self, shape=(numel,), offset=self.offset + offset, nbytes=nbytes)
 
 
 class Sums(Protocol):

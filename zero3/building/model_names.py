@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from zero3.params.row_tiles import TiledWeight, tiled_weights
+
 
 class ModelNames:
     """The names that modules of ``model`` have now, which they keep when they are moved.
@@ -34,10 +36,20 @@ class ModelNames:
                 yield name, module
 
     def parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``named_parameters``."""
+        """As ``named_parameters``, but a tile of a weight has the name of the weight."""
         yielded: set[nn.Parameter] = set()
+        wholes = {
+            name: tiled.name
+            for tiled in self.tiled_weights(remove_duplicate=remove_duplicate)
+            for name in tiled.tiles
+        }
         for prefix, module in self.modules(remove_duplicate=remove_duplicate):
-            for name, param in module._parameters.items():
+            for short, param in module._parameters.items():
                 if param is not None and not (remove_duplicate and param in yielded):
                     yielded.add(param)
-                    yield f"{prefix}.{name}" if prefix else name, param
+                    name = f"{prefix}.{short}" if prefix else short
+                    yield wholes.get(name, name), param
+
+    def tiled_weights(self, *, remove_duplicate: bool = True) -> Iterator[TiledWeight]:
+        """The weights that are stored as tiles."""
+        return tiled_weights(self.modules(remove_duplicate=remove_duplicate))

@@ -82,6 +82,8 @@ class Tape(TorchDispatchMode):
         # Parameters whose memory may be freed, by id.
         self._params: dict[int, nn.Parameter] = {}
         self._number = 0
+        # The cell that was replayed last for a part of it, with its memory: the next part may be of the same cell.
+        self._replayed: tuple[Cell, torch.UntypedStorage] | None = None
         # Bytes allocated since memory was last freed.
         self._grown = 0
         self._prune_at = 1024
@@ -173,8 +175,14 @@ class Tape(TorchDispatchMode):
         return out
 
     def replay(self, target: Slice) -> Tensor:
-        """The last values of ``target``, in new memory."""
-        return target.on(_replay(target.cell, None))
+        """The last values of ``target``: in new memory, or a part of the memory that its cell got last."""
+        if target.covers_its_cell():
+            return target.on(_replay(target.cell, None))
+        if self._replayed is None or self._replayed[0] is not target.cell:
+            # First: the memory of two cells at once may be too much.
+            self._replayed = None
+            self._replayed = target.cell, _replay(target.cell, None)
+        return target.on(self._replayed[1])
 
     def _cell_of(self, tensor: Tensor) -> Cell | None:
         if not has_memory(tensor):

@@ -21,15 +21,21 @@ from tiering.errors import WeightsError
 from tiering.weights.files import StoredTensor, WeightFiles
 from zero3.building.model_names import ModelNames
 from zero3.building.peft_models import base_of, is_from_peft, name_in_base
+from zero3.params.row_tiles import RowTiles, tile_modules
 
 
 @dataclass(eq=False)
 class Target:
-    """A parameter or persistent buffer, with all its names and the modules in which it is registered."""
+    """A parameter or persistent buffer, with all its names and the modules in which it is registered.
+
+    A weight that is cut into ``tiles`` has the first of them as ``tensor``.
+    """
 
     tensor: Tensor
+    shape: tuple[int, ...]
     names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    tiles: tuple[nn.Parameter, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,15 +62,23 @@ Partners = dict[Target, list[Values]]
 
 def _targets(modules: Iterable[tuple[str, nn.Module]]) -> list[Target]:
     targets: dict[Tensor, Target] = {}
-    for prefix, module in modules:
+    named = list(modules)
+    tiles = tile_modules(module for _, module in named)
+    for prefix, module in named:
+        # The layer around it has the weight of which it is a part.
+        if module in tiles:
+            continue
         persistent = {
             name: buffer
             for name, buffer in module._buffers.items()
             if name not in module._non_persistent_buffers_set
         }
-        for name, tensor in (*module._parameters.items(), *persistent.items()):
+        whole = {"weight": module.tile_weights[0]} if isinstance(module, RowTiles) else {}
+        for name, tensor in (*whole.items(), *module._parameters.items(), *persistent.items()):
             if tensor is not None:
-                target = targets.setdefault(tensor, Target(tensor))
+                target = targets.setdefault(tensor, Target(tensor, tuple(tensor.shape)))
+                if isinstance(module, RowTiles) and name in whole:
+                    target.shape, target.tiles = module.shape, module.tile_weights
                 target.names.append(f"{prefix}.{name}" if prefix else name)
                 target.places.append((module, name))
     return list(targets.values())

@@ -108,6 +108,19 @@ class FileSource:
             at += count
         return joined
 
+    def of_tiles(self, tiles: Iterable[nn.Parameter]) -> dict[nn.Parameter, StoredValues]:
+        """The sources of ``tiles``, which have these elements one after the other."""
+        sources: dict[nn.Parameter, StoredValues] = {}
+        first = 0
+        for tile in tiles:
+            sources[tile] = self._range(first, first + tile.numel())
+            first += tile.numel()
+        return sources
+
+    def _range(self, start: int, end: int) -> FileSource:
+        parts = (part.range(first, numel) for part, first, numel in self._pieces(start, end))
+        return FileSource(parts, self._files)
+
     def release(self) -> None:
         """No memory to free: all parameters are read through the windows of the reader."""
 
@@ -200,11 +213,11 @@ def match(
         outcome = "missing tensors keep the model's values" if missing else "these tensors are not loaded"
         log.warning("%s; %s", difference, outcome)
     opened = OpenFiles()
-    stored: dict[nn.Parameter, StoredValues] = {
-        target.tensor: FileSource(itertools.chain.from_iterable(map(files.parts_of, values[0].parts)), opened)
-        for target, values in partners.items()
-        if isinstance(target.tensor, nn.Parameter)
-    }
+    stored: dict[nn.Parameter, StoredValues] = {}
+    for target, values in partners.items():
+        if isinstance(target.tensor, nn.Parameter):
+            source = FileSource(itertools.chain.from_iterable(map(files.parts_of, values[0].parts)), opened)
+            stored |= source.of_tiles(target.tiles) if target.tiles else {target.tensor: source}
     return Matched(
         files=files,
         sources=stored | encoded_sources(encoded.values(), stored),
@@ -231,7 +244,7 @@ def _check_shapes(files: WeightFiles, partners: Partners, encoded: Mapping[Tenso
     wrong = {
         target: f"{values.name!r} {_verb(values)} {list(values.shape)} and should be {list(shape)}"
         for target, candidates in partners.items()
-        for shape in [shapes.get(target.tensor, tuple(target.tensor.shape))]
+        for shape in [shapes.get(target.tensor, target.shape)]
         for values in candidates
         if values.shape != shape
     }

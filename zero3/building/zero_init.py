@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -215,6 +216,23 @@ def recipe_of(param: nn.Parameter) -> Recipe | None:
         return None
     recipe: Recipe = _recipes[param]
     return recipe
+
+
+def part_of(param: nn.Parameter, first: int, end: int) -> nn.Parameter:
+    """Rows [first, end) of ``param`` as a parameter: a view of its memory, or without memory if it has none either."""
+    recipe = recipe_of(param)
+    if recipe is None:
+        return nn.Parameter(param.detach()[first:end], requires_grad=param.requires_grad)
+    whole = recipe.slice
+    rows = replace(
+        whole, shape=(end - first, *whole.shape[1:]), offset=whole.offset + first * whole.stride[0]
+    )
+    absent = torch.zeros((), dtype=param.dtype, device="cpu").expand(rows.shape)
+    part = nn.Parameter(absent, requires_grad=param.requires_grad)
+    _recipes[part] = Recipe(recipe.tape, rows)
+    _hide(part)
+    resharded.adopt([part], _UNBUILT)
+    return part
 
 
 def forget(params: Iterable[nn.Parameter]) -> None:

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -172,6 +173,10 @@ class Export:
 
     def _ranges(self, saved: Saved, dtype: torch.dtype) -> Generator[Tensor]:
         """The elements of a stored tensor, flat, in host memory, one range at a time."""
+        for tile in saved.tiles:
+            yield from self._ranges(replace(saved, tensor=tile, shape=tuple(tile.shape), tiles=()), dtype)
+        if saved.tiles:
+            return
         # A buffer.
         if saved.tensor not in self._pieces:
             flat = saved.tensor.detach().flatten()[saved.first : saved.first + saved.numel]

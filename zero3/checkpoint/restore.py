@@ -7,6 +7,7 @@ placement, grouping or format of state. Every page is compared with its checksum
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from zero3.checkpoint.run_state import RankState
 from zero3.optimizer.client import ClientOptimizer
 from zero3.params.layout import Piece, tiles
 from zero3.params.param_group import ParamGroup
+from zero3.params.row_tiles import joined_shape
 from zero3.parts import Assembly
 
 log = logging.getLogger(__name__)
@@ -69,14 +71,16 @@ class Restore:
                 f"checkpoint {checkpoint.path} is of another model: {error.problem}; {remedy}"
             ) from error
         self.filled = frozenset(self._matched.sources)
-        self._unchanged = {
-            name: param for name, param in parts.names.parameters() if param not in self.filled
-        }
-        for name, param in self._unchanged.items():
-            if name in excluded and excluded[name].shape != tuple(param.shape):
+        self._unchanged: dict[str, list[nn.Parameter]] = defaultdict(list)
+        for name, param in parts.names.parameters():
+            if param not in self.filled:
+                self._unchanged[name].append(param)
+        for name, params in self._unchanged.items():
+            shape = joined_shape([tuple(param.shape) for param in params])
+            if name in excluded and excluded[name].shape != shape:
                 raise CheckpointError(
                     f"checkpoint {checkpoint.path} is of another model: {name!r}, which it excludes, has shape"
-                    f" {list(excluded[name].shape)} and not {list(param.shape)}; build the model that was saved"
+                    f" {list(excluded[name].shape)} and not {list(shape)}; build the model that was saved"
                 )
         self._names = {param: source.parts[0].name for param, source in self._matched.sources.items()}
         self._states = self._kinds() if states else {}
@@ -94,7 +98,7 @@ class Restore:
 
     def check_values_known(self, uncertain: AbstractSet[nn.Parameter]) -> None:
         """CheckpointError if the load leaves an ``uncertain`` parameter unchanged."""
-        unknown = [name for name, param in self._unchanged.items() if param in uncertain]
+        unknown = [name for name, params in self._unchanged.items() if not uncertain.isdisjoint(params)]
         if unknown:
             raise CheckpointError(
                 f"checkpoint {self._checkpoint.path} lacks {_first(unknown)}, which a failed load has already"
@@ -185,7 +189,7 @@ class Restore:
                 if piece.trainable and stored is not None and stored.steps:
                     optimizer.steps[piece.index] = stored.steps
 
-    def _kinds(self) -> dict[str, tuple[WeightFiles, OpenFiles, dict[nn.Parameter, FileSource]]]:
+    def _kinds(self) -> dict[str, tuple[WeightFiles, OpenFiles, dict[nn.Parameter, StoredValues]]]:
         """By kind of optimizer state: its files, and the source of each parameter in them."""
         manifest, optimizer = self._checkpoint.manifest, self._parts.optimizer
         if not self.of_run:
@@ -205,6 +209,13 @@ class Restore:
                 f" ({', '.join(optimizer.state_names) or 'none'}): choose the optimizer that was saved;"
                 f" {NEW_OPTIMIZER_STATE}"
             )
+        tiled = {each.name: tuple(each.tiles) for each in self._parts.names.tiled_weights()}
+        if isinstance(optimizer, ClientOptimizer) and manifest.tiled != tiled:
+            raise CheckpointError(
+                f"checkpoint {self._checkpoint.path} has other tiles of weights than this model, but a"
+                f" {optimizer_here} keeps its state by the numbers of parameters: cut the model as the saved run did;"
+                f" {NEW_OPTIMIZER_STATE}"
+            )
         if isinstance(optimizer, ClientOptimizer) and (self._matched.missing or self._matched.unexpected):
             raise CheckpointError(
                 f"checkpoint {self._checkpoint.path} has other parameters than this model, but a {optimizer_here} keeps"
@@ -219,14 +230,20 @@ class Restore:
         states = {}
         for kind in optimizer.state_names:
             files, opened = self._checkpoint.states[kind], OpenFiles()
-            sources = {
-                param: FileSource(files.parts_of(files.tensors[name]), opened)
-                for param, name in self._names.items()
-                if name in files.tensors
-            }
-            states[kind] = files, opened, sources
+            states[kind] = files, opened, self._sources(files, opened)
         self._log_conversions()
         return states
+
+    def _sources(self, files: WeightFiles, opened: OpenFiles) -> dict[nn.Parameter, StoredValues]:
+        """The values in ``files`` of each parameter. The tiles of a weight have one name, and follow each other."""
+        params_of: dict[str, list[nn.Parameter]] = defaultdict(list)
+        for param, name in self._names.items():
+            params_of[name].append(param)
+        sources: dict[nn.Parameter, StoredValues] = {}
+        for name, params in params_of.items():
+            if name in files.tensors:
+                sources |= FileSource(files.parts_of(files.tensors[name]), opened).of_tiles(params)
+        return sources
 
     def _log_conversions(self) -> None:
         """Log how the state differs from the saved state."""
@@ -272,7 +289,7 @@ class Restore:
     def _log(self, message: str) -> None:
         log.log(_logs.once(logging.INFO), "checkpoint %s: %s", self._checkpoint.path, message)
 
-    def _moment(self, kind: str, param: nn.Parameter) -> FileSource | None:
+    def _moment(self, kind: str, param: nn.Parameter) -> StoredValues | None:
         if kind not in self._states:
             return None
         return self._states[kind][2].get(param)

@@ -301,7 +301,9 @@ class RunState:
         """The names of a param group's parameters."""
         if not self._name_of:
             self._name_of = {param: name for name, param in self._model_names.parameters()}
-        return [self._name_of[param] for param in group["params"] if param in self._name_of]
+        names = (self._name_of[param] for param in group["params"] if param in self._name_of)
+        # The tiles of a weight have one name.
+        return list(dict.fromkeys(names))
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
         """Persistent buffers with their first persistent name. ConfigError for a dtype that safetensors lacks."""

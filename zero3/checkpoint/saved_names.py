@@ -25,6 +25,7 @@ from zero3.building.encoded_weights import EncodedTensor, encoded_tensors
 from zero3.building.peft_models import is_from_peft
 from zero3.params.inner_tensors import InnerTensor
 from zero3.params.layout import product
+from zero3.params.row_tiles import joined_shape, tiled_weights
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ log = logging.getLogger(__name__)
 class Saved:
     """A tensor to store: the elements of a parameter or buffer of the model from ``first`` on, in ``shape``.
 
-    If ``tensor`` has the codes of ``quantised``, elements are those of the decoded weight.
+    If ``tensor`` has the codes of ``quantised``, elements are those of the decoded weight. If it is cut into ``tiles``,
+    ``tensor`` is the first of them.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Saved:
     shape: tuple[int, ...]
     first: int = 0
     quantised: EncodedTensor | None = None
+    tiles: tuple[Tensor, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -52,10 +55,11 @@ def own_names(model: nn.Module) -> list[Saved]:
 
     The codes and scales of a quantised weight are one tensor: the weight.
     """
+    tiles = _tiles(model)
     quantised: dict[Tensor, EncodedTensor] = {each.codes: each for each in encoded_tensors(model)}
     scales = {each.scales for each in quantised.values()}
     names: dict[Tensor, list[str]] = defaultdict(list)
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in _state(model).items():
         if isinstance(value, Tensor):
             names[value].append(name)
         else:
@@ -65,8 +69,12 @@ def own_names(model: nn.Module) -> list[Saved]:
     for tensor, tensor_names in names.items():
         if tensor in scales:
             continue
-        encoded = quantised.get(tensor)
-        shape = tuple(tensor.shape) if encoded is None else encoded.shape
+        encoded, parts = quantised.get(tensor), tiles.get(tensor, ())
+        shape = (
+            joined_shape([tuple(each.shape) for each in parts or (tensor,)])
+            if encoded is None
+            else encoded.shape
+        )
         if isinstance(model, _transformers_models()):
             untied_names = [
                 name for name in tensor_names if not any(re.search(pattern, name) for pattern in tied)
@@ -74,9 +82,26 @@ def own_names(model: nn.Module) -> list[Saved]:
         else:
             untied_names = []
         saved_tensors += [
-            Saved(name, tensor, shape, quantised=encoded) for name in untied_names or tensor_names[:1]
+            Saved(name, tensor, shape, quantised=encoded, tiles=parts)
+            for name in untied_names or tensor_names[:1]
         ]
     return saved_tensors
+
+
+def _tiles(model: nn.Module) -> dict[Tensor, tuple[Tensor, ...]]:
+    """The tiles of each weight that is cut, by the first of them."""
+    layers = (each.layer for each in tiled_weights(model.named_modules()))
+    return {layer.tile_weights[0]: layer.tile_weights for layer in layers}
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """``model.state_dict(keep_vars=True)``; of a weight that is cut, the first tile under the name of the weight."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    for tiled in tiled_weights(model.named_modules(remove_duplicate=False)):
+        parts = [state.pop(name) for name in tiled.tiles if name in state]
+        if parts:
+            state[tiled.name] = parts[0]
+    return state
 
 
 def is_from_transformers(model: nn.Module) -> bool:
@@ -127,8 +152,13 @@ def adapter_names(model: Any, adapter: str) -> list[Saved]:
     """The tensors that peft, or transformers with a peft adapter, stores of ``adapter``, under their names."""
     from peft import get_peft_model_state_dict
 
-    values = {name: v for name, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
-    places = {name: torch.empty(value.shape, device="meta") for name, value in values.items()}
+    tiles = _tiles(model)
+    values = {name: v for name, v in _state(model).items() if isinstance(v, Tensor)}
+    shapes = {
+        name: joined_shape([tuple(each.shape) for each in tiles.get(value, (value,))])
+        for name, value in values.items()
+    }
+    places = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     value_of = {id(place): values[name] for name, place in places.items()}
     prefix = "" if is_from_peft(model) else "base_model.model."
     stored = []
@@ -138,7 +168,8 @@ def adapter_names(model: Any, adapter: str) -> list[Saved]:
                 f"peft computes {name!r} of adapter {adapter!r} from other tensors when it saves, which a streamed"
                 " save does not support; save with save_16bit_model(DIR), whose names are the model's own"
             )
-        stored.append(Saved(prefix + name, value_of[id(place)], tuple(place.shape)))
+        value = value_of[id(place)]
+        stored.append(Saved(prefix + name, value, tuple(place.shape), tiles=tiles.get(value, ())))
     return stored
 
 

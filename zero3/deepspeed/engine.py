@@ -27,6 +27,7 @@ from zero3.loop.data_loader import make_loader, make_ordered_loader
 from zero3.loop.step_state import accumulation_steps
 from zero3.observe.ending import error_under_way
 from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype
+from zero3.params.row_tiles import tiled_weights
 from zero3.setup.assembly import Weights
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
@@ -414,6 +415,9 @@ class DeepSpeedEngine(ChildEngine):
         for name, param in self.module.named_parameters(remove_duplicate=False):
             if not param.requires_grad:
                 state.pop(prefix + name, None)
+        for tiled in tiled_weights(self.module.named_modules(remove_duplicate=False)):
+            if not tiled.layer.tile_weights[0].requires_grad:
+                state.pop(prefix + tiled.name, None)
 
     def save_16bit_model(
         self,

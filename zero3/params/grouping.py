@@ -2,8 +2,9 @@
 
 The outermost entries of a repeated container (a ``ModuleList``, or a ``Sequential`` of one kind of module) are groups:
 the blocks. Outside the blocks, a module whose own parameters exceed the average block (an embedding, an output head)
-is a group of its own. Other parameters join the group of the nearest ancestor, at last the root's. Parameters below the
-persistence threshold form one group that never leaves the device. Parameters that stay fp32 are never in one group with
+is a group of its own, and so is each tile of a layer there (row_tiles.py). Other parameters join the group of the
+nearest ancestor, at last the root's. Parameters below the persistence threshold form one group that never leaves the
+device. Parameters that stay fp32 are never in one group with
 16-bit parameters; if a module has large parameters of both kinds, those in fp32 do not leave the device either.
 
 The experts of a block, four or more entries of one shape in a ``ModuleList`` or ``ModuleDict``, are groups of their own
@@ -39,6 +40,7 @@ from zero3.device.storages import can_close
 from zero3.params.compilation import is_compiled
 from zero3.params.fused_experts import experts_in
 from zero3.params.inner_tensors import InnerTensor
+from zero3.params.row_tiles import RowTiles, tile_modules
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +124,12 @@ def form_groups(
     leaf_names = {name for name, module in modules.items() if module in leaves}
     blocks |= leaf_names
     anchors = set(blocks) | {""}
+    tiles = tile_modules(modules.values())
     for name, module in modules.items():
         own = sum(p.numel() for p in _own(module) if users[p][0] == name)
-        if name and not _inside(name, blocks) and mean_block and own > mean_block:
+        if not name or not own or _inside(name, blocks):
+            continue
+        if module in tiles or (mean_block and own > mean_block):
             anchors.add(name)
     if largest is not None:
         anchors |= set(_modules_to_cut(modules, users, blocks - leaf_names, largest))
@@ -207,7 +212,9 @@ def _modules_to_cut(
 
 def _is_one(module: nn.Module) -> bool:
     """Whether the parameters inside of ``module`` are used together: a layer with adapters is one layer."""
-    return isinstance(module, READS_INSIDE) or is_compiled(module) or hasattr(module, "base_layer")
+    adapted = getattr(module, "base_layer", None)
+    is_one_layer = adapted is not None and not isinstance(adapted, RowTiles)
+    return isinstance(module, READS_INSIDE) or is_compiled(module) or is_one_layer
 
 
 def block_names(model: nn.Module) -> set[str]:
@@ -261,7 +268,8 @@ def _repeated_containers(model: nn.Module) -> Iterator[list[str]]:
         if repeated:
             yield from _callable_entries(entries)
         else:
-            queue.extend(children)
+            # Tiles are parts of a layer, whether there is another layer or not.
+            queue += [(name, child) for name, child in children if not isinstance(child, RowTiles)]
 
 
 def _callable_entries(entries: list[tuple[str, nn.Module]]) -> Iterator[list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from tiering import _logs
 from tiering.config.training import TieringConfig, format_size
+from tiering.errors import ConfigError
 from tiering.host import topology
 from tiering.placement.budgets import fits, least_of, plan_within, resolve_budgets
 from tiering.placement.plan import Budgets, Plan
@@ -22,6 +23,7 @@ from zero3.building.meta import build_on_meta
 from zero3.building.model_names import ModelNames
 from zero3.building.peft_models import added_names
 from zero3.building.quantization import check_adapters, quantize_as_configured
+from zero3.building.tiling import Tiles, tile_as_configured, with_tiles
 from zero3.building.weights import Matched, match
 from zero3.building.wrapped_parameters import WrappedParameters
 from zero3.building.zero_init import check_apart
@@ -176,6 +178,7 @@ def _check(request: _Request, rank: _Rank) -> _Checked:
     if rank.world.rank == 0:
         check_monitors(config.monitor)
     quantize_as_configured(model, config)
+    request = _with_tiles(request, tile_as_configured(model, config))
     check_adapters(model)
     loaded = None
     if weights is not None:
@@ -187,6 +190,23 @@ def _check(request: _Request, rank: _Rank) -> _Checked:
     if rank.collectives is not None:
         check_ranks_agree(rank.collectives, model, config, chosen, loaded)
     return _Checked(chosen, loaded)
+
+
+def _with_tiles(request: _Request, tiles: Tiles) -> _Request:
+    """``request`` for a model in which ``tiles`` have replaced weights; an optimizer that was made gets them, too."""
+    if not tiles:
+        return request
+    if isinstance(request.optimizer, torch.optim.Optimizer):
+        if any(weight in request.optimizer.state for weight in tiles):
+            raise ConfigError(
+                "tiering.tile cuts weights for which the optimizer has state already: pass a new optimizer, or call"
+                " tiering.tile(model, SIZE) before the optimizer is made"
+            )
+        groups = request.optimizer.param_groups
+        groups[:] = with_tiles(groups, tiles)
+    if request.model_parameters is None:
+        return request
+    return replace(request, model_parameters=with_tiles(request.model_parameters, tiles))
 
 
 def _settle_on_node(rank: _Rank) -> int | None:

@@ -30,6 +30,7 @@ from tiering.planning.setting import TOKENS, RatesOf, Setting
 from tiering.planning.sizing import Decoder, format_count, with_adapters
 from tiering.weights.files import open_weights
 from zero3.building.quantization import quantize, quantize_as_configured
+from zero3.building.tiling import tile_as_configured, with_tiles
 from zero3.building.weights import Matched, match
 from zero3.building.wrapped_parameters import WrappedParameters
 from zero3.observe import device_rates
@@ -105,8 +106,8 @@ def plan_for(
     name = f"{type(built).__name__} of {format_count(params)} parameters"
     size = ModelSize(name, params, active=_active(built), attention_flops=_attention_flops(built, setting))
     if isinstance(model, nn.Module):
-        if settings.tiering.quantize.type != "none":
-            built, model_parameters = _quantised(built, settings, model_parameters)
+        if settings.tiering.quantize.type != "none" or settings.tiering.tile:
+            built, model_parameters = _as_configured(built, settings, model_parameters)
     else:
         adapters = Adapters.configured(adapters, settings.tiering.quantize)
     if adapters is not None:
@@ -116,6 +117,8 @@ def plan_for(
                 " module (for example with peft), and plan it without this argument"
             )
         size = with_adapters(size, adapters, add_adapters(built, adapters))
+    if not isinstance(model, nn.Module):
+        tile_as_configured(built, settings)
     if model_parameters is None:
         # The plan is for training, so parameters are trained even without an optimizer section.
         model_parameters = [param for param in built.parameters() if param.requires_grad]
@@ -246,12 +249,12 @@ def described(path: Path) -> nn.Module:
     return built
 
 
-def _quantised(
+def _as_configured(
     model: nn.Module, settings: TieringConfig, model_parameters: ModelParameters | None
 ) -> tuple[nn.Module, ModelParameters | None]:
-    """``model`` as ``initialize`` quantises it, and its ``model_parameters``: a copy on the meta device.
+    """``model`` as ``initialize`` quantises and cuts it, and its ``model_parameters``: a copy on the meta device.
 
-    Raises ConfigError for a layer that cannot be quantised.
+    Raises ConfigError for a layer that cannot be quantised or cut.
     """
     copies: dict[int, Any] = {
         id(param): nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
@@ -261,6 +264,9 @@ def _quantised(
     quantize_as_configured(copied, settings)
     if model_parameters is not None:
         model_parameters = tree_map(lambda each: copies.get(id(each), each), list(model_parameters))
+    tiles = tile_as_configured(copied, settings)
+    if model_parameters is not None:
+        model_parameters = with_tiles(model_parameters, tiles)
     return copied, model_parameters
 
 

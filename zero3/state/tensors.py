@@ -26,6 +26,7 @@ from zero3.params.flat_storage import retire_read
 from zero3.params.layout import FlatLayout, Piece, Segment, in_elements_of, product, shard_ranges, tiles
 from zero3.params.param_group import ParamGroup
 from zero3.params.precision import COMPUTE_DTYPES
+from zero3.params.row_tiles import join_tiles
 from zero3.parts import Assembly
 from zero3.ranks.collectives import Collectives
 from zero3.state.whole_copies import shortage
@@ -119,7 +120,10 @@ class TieredState:
                 values = self.weight(group, piece)
                 loaded[piece.index] = values if keep else values.new_empty(0)
             result[name] = loaded[piece.index]
-        return result if keep else {}
+        if not keep:
+            return {}
+        join_tiles(model, result)
+        return result
 
     def masters(self, model: nn.Module) -> dict[str, Tensor]:
         """The fp32 masters of the trainable parameters of ``model``, by their names there."""
@@ -127,11 +131,13 @@ class TieredState:
         nbytes = sum(piece.numel for _, piece in places.values() if piece.trainable) * FP32
         self.check_room_for_copies(nbytes, "master_state_dict()")
         places_by_name = {name: places[param] for name, param in model.named_parameters() if param in places}
-        return {
+        masters = {
             name: self.master(group, piece)
             for name, (group, piece) in places_by_name.items()
             if piece.trainable
         }
+        join_tiles(model, masters)
+        return masters
 
     def weight(self, group: ParamGroup, piece: Piece) -> Tensor:
         """A copy, in host memory, of a parameter in its dtype."""

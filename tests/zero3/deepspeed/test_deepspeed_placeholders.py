@@ -102,7 +102,7 @@ def test_what_does_not_use_a_name_is_no_use() -> None:
     assert copy.deepcopy({"kind": MoE})["kind"] is MoE and {MoE: 1}[MoE] == 1
     assert not hasattr(MoE, "__wrapped__") and not hasattr(MoE, "forward")
     assert repr(MoE) == "<deepspeed.moe.layer.MoE, which tiering does not support>"
-    assert deepspeed.zero.TiledLinear is deepspeed.zero.TiledLinear
+    assert deepspeed.zero.DeepSpeedZeRoOffload is deepspeed.zero.DeepSpeedZeRoOffload
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,250 @@
+"""Stores large layers of a model as tiles of rows: ``tiering.tile``. See zero3/params/row_tiles.py."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiering import _logs
+from tiering._text import shorten
+from tiering.config.training import TieringConfig, format_size, parse_size
+from tiering.errors import ConfigError
+from tiering.placement.workload import SQUARE_BLOCK
+from zero3.building.quantized_linear import QuantizedLinear
+from zero3.building.zero_init import part_of, recipe_of
+from zero3.params import resharded
+from zero3.params.compilation import is_compiled
+from zero3.params.grouping import READS_INSIDE
+from zero3.params.inner_tensors import is_wrapper
+from zero3.params.precision import COMPUTE_DTYPES
+from zero3.params.row_tiles import RowTiles, tile_modules, to_tiles
+
+log = logging.getLogger(__name__)
+
+Tiles = Mapping[nn.Parameter, tuple[nn.Parameter, ...]]
+"""The tiles of each weight that was cut, in the order of its rows."""
+
+
+def tile(model: nn.Module, max_bytes: int | str, *, modules: str | Sequence[str] | None = None) -> nn.Module:
+    """Cut the weights of large ``nn.Linear`` and ``nn.Embedding`` layers into tiles of rows, in place.
+
+    A row is an output of a linear layer, or an entry of an embedding. Each tile is a parameter with at most
+    ``max_bytes`` (a number, or a size such as "64MiB") in the dtype that it has now, in a module of its own, so the
+    engine needs memory on the device for some tiles instead of a whole weight. Layers whose weight is not larger stay
+    as they are. Tied layers share their tiles. Checkpoints, exports, ``weights=`` and ``state_dict`` have the names and
+    shapes of the whole weights, and load into models with other tiles or none.
+
+    ``modules`` are names of layers, or the ends of names ("lm_head", "mlp.up_proj"). Without it, all layers are cut
+    except those that read each other's weights, whose weights are quantised, or that torch.compile has compiled; a log
+    line names the large ones among them.
+
+    Outputs and gradients of weights have the bits of the whole layer as far as torch's products have; the gradient of a
+    linear layer's input is rounded once more for each tile. The model may be on the meta device or built under
+    ``zero.Init``. Call it before the optimizer is made, which would keep the whole weights, and before ``initialize``.
+
+    Returns ``model``. Raises ConfigError for a size that is too small for a row, and for a name that no layer has, or
+    whose layer cannot be cut. The model is then unchanged.
+    """
+    try:
+        most = parse_size(max_bytes)
+    except ValueError as error:
+        raise ConfigError(f"tile: max_bytes: {error}") from None
+    wanted = None if modules is None else (modules,) if isinstance(modules, str) else tuple(modules)
+    _cut(model, {}, most, wanted)
+    return model
+
+
+def tile_as_configured(model: nn.Module, config: TieringConfig) -> Tiles:
+    """Cut the layers of ``model`` whose weights are larger than ``tiering.tile`` of the configuration, if it is set.
+
+    Returns the tiles of each weight. Bytes are those in the dtype in which the weight is computed. Raises ConfigError
+    for a size that is too small for a row.
+    """
+    if not config.tiering.tile:
+        return {}
+    compute = COMPUTE_DTYPES[config.precision]
+    return _cut(model, {torch.float32: compute, torch.float64: compute}, config.tiering.tile, None)
+
+
+def _cut(
+    model: nn.Module,
+    casts: Mapping[torch.dtype, torch.dtype],
+    most: int,
+    names: Sequence[str] | None,
+) -> Tiles:
+    layers = dict(_large(model, casts, most) if names is None else _named(model, casts, most, names))
+    for name, layer in layers.items():
+        row = layer.weight.shape[1] * casts.get(layer.weight.dtype, layer.weight.dtype).itemsize
+        if row > most:
+            raise ConfigError(
+                f"tile: a row of the weight of {name!r} has {format_size(row)}, and a tile may have"
+                f" {format_size(most)}; a tile of at least {format_size(row)} can hold it"
+            )
+    tiles: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
+    for layer in layers.values():
+        weight = _weight(layer)
+        if weight not in tiles:
+            itemsize = casts.get(weight.dtype, weight.dtype).itemsize
+            tiles[weight] = tuple(_tiles_of(weight, most // itemsize))
+        to_tiles(layer, tiles[weight])
+    return tiles
+
+
+def _weight(layer: nn.Linear | nn.Embedding) -> nn.Parameter:
+    assert isinstance(layer.weight, nn.Parameter)
+    return layer.weight
+
+
+def _nbytes(weight: nn.Parameter, casts: Mapping[torch.dtype, torch.dtype]) -> int:
+    return weight.numel() * casts.get(weight.dtype, weight.dtype).itemsize
+
+
+def _large(
+    model: nn.Module, casts: Mapping[torch.dtype, torch.dtype], most: int
+) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+    """The layers with more than ``most`` bytes that can be cut, by name."""
+    kept: list[str] = []
+    reasons, tiles = _reasons(model), tile_modules(model.modules())
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or _nbytes(weight, casts) <= most:
+            continue
+        if module in reasons or module in tiles or not isinstance(module, nn.Linear | nn.Embedding):
+            kept.append(name)
+        else:
+            yield name, module
+    if kept:
+        log.log(
+            _logs.once(logging.WARNING),
+            "tile leaves %d layers with more than %s whole: %s",
+            len(kept),
+            format_size(most),
+            shorten(tuple(kept)),
+        )
+
+
+def _named(
+    model: nn.Module, casts: Mapping[torch.dtype, torch.dtype], most: int, names: Sequence[str]
+) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+    """The layers of ``names`` with more than ``most`` bytes, and those that share their weights, by name."""
+    reasons = _reasons(model)
+    chosen: set[nn.Parameter] = set()
+    for wanted in names:
+        found = False
+        for name, module in model.named_modules():
+            if name != wanted and not name.endswith(f".{wanted}"):
+                continue
+            found = True
+            # A layer that peft adapts: its base is the layer.
+            layer = getattr(module, "base_layer", module)
+            if isinstance(layer, RowTiles):
+                continue
+            if layer in reasons or not isinstance(layer, nn.Linear | nn.Embedding):
+                reason = reasons.get(
+                    layer, f"it is a {type(layer).__name__}, and no nn.Linear or nn.Embedding"
+                )
+                raise ConfigError(f"tile: {name!r} cannot be cut: {reason}; leave it out of modules")
+            if _nbytes(_weight(layer), casts) > most:
+                chosen.add(_weight(layer))
+        if not found:
+            raise ConfigError(f"tile: no module of the model is named {wanted!r}, or ends in it")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and module._parameters.get("weight") in chosen:
+            yield name, module
+
+
+def _reasons(model: nn.Module) -> dict[nn.Module, str]:
+    """The layers that cannot be cut, each with the reason."""
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                users.setdefault(param, []).append(module)
+    inside: dict[nn.Module, str] = {}
+    for module in model.modules():
+        if isinstance(module, READS_INSIDE):
+            inside |= dict.fromkeys(module.modules(), f"a {type(module).__name__} reads its weight")
+        elif is_compiled(module):
+            inside |= dict.fromkeys(module.modules(), "torch.compile has compiled it")
+    reasons: dict[nn.Module, str] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        reason = inside.get(module) or _reason(module, weight)
+        if reason is None:
+            others = (user for user in users[weight] if inside.get(user) or _reason(user, weight))
+            if other := next(others, None):
+                reason = f"a {type(other).__name__}, which cannot be cut, shares its weight"
+        if reason is not None:
+            reasons[module] = reason
+    return reasons
+
+
+def _reason(layer: nn.Module, weight: nn.Parameter) -> str | None:
+    """Why ``layer`` cannot be cut by itself; None if it can."""
+    if isinstance(layer, QuantizedLinear) or is_wrapper(weight):
+        return "its weight is quantised"
+    if type(layer) not in (nn.Linear, nn.Embedding):
+        return f"it is a {type(layer).__name__}, whose code may use the weight"
+    if isinstance(layer, nn.Embedding) and (
+        layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq
+    ):
+        return "an embedding with max_norm, sparse or scale_grad_by_freq needs all rows at once"
+    if resharded.is_adopted(weight) and recipe_of(weight) is None:
+        return "an engine owns its weight: cut it before tiering.initialize"
+    return None
+
+
+def _tiles_of(weight: nn.Parameter, most: int) -> Iterator[nn.Parameter]:
+    """Parameters of about equal size with at most ``most`` elements each, that hold the rows of ``weight``.
+
+    Where rows are short enough, tiles begin where blocks of squares begin (optim_cpu/csrc/kernels.h): then the norm of
+    the gradients has the bits of the whole weight.
+    """
+    rows, columns = weight.shape
+    step = SQUARE_BLOCK // math.gcd(SQUARE_BLOCK, columns)
+    largest = most // max(columns, 1)
+    if largest < step:
+        step = 1
+    count = math.ceil(rows / (largest // step * step))
+    rows_of_tile = math.ceil(rows / count / step) * step
+    for first in range(0, rows, rows_of_tile):
+        end = min(first + rows_of_tile, rows)
+        part = part_of(weight, first, end)
+        vars(part).update(vars(weight))
+        if weight.grad is not None:
+            part.grad = weight.grad[first:end].clone()
+        yield part
+
+
+def _group_with_tiles(group: Mapping[str, Any], tiles: Tiles) -> dict[str, Any]:
+    params = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
+    replaced = {**group, "params": with_tiles(params, tiles)}
+    # Of an optimizer that was made with named parameters.
+    if "param_names" in group:
+        named = with_tiles(zip(group["param_names"], params, strict=True), tiles)
+        replaced["param_names"] = [name for name, _ in named]
+    return replaced
+
+
+def with_tiles(listed: Iterable[Any], tiles: Tiles) -> list[Any]:
+    """Parameters, named parameters or param groups ``listed`` for an optimizer, with tiles in place of the weights."""
+    replaced: list[Any] = []
+    for item in listed:
+        if isinstance(item, Mapping):
+            replaced.append(_group_with_tiles(item, tiles))
+        elif isinstance(item, tuple):
+            name, param = item
+            parts = tiles.get(param, (param,))
+            replaced += [
+                (name if len(parts) == 1 else f"{name}.{number}", part) for number, part in enumerate(parts)
+            ]
+        else:
+            replaced += tiles.get(item, (item,))
+    return replaced

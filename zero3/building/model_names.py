@@ -40,7 +40,7 @@ class ModelNames:
         yielded: set[nn.Parameter] = set()
         wholes = {
             name: tiled.name
-            for tiled in self.tiled_weights(remove_duplicate=remove_duplicate)
+            for tiled in tiled_weights(self.modules(remove_duplicate=remove_duplicate))
             for name in tiled.tiles
         }
         for prefix, module in self.modules(remove_duplicate=remove_duplicate):
@@ -50,6 +50,9 @@ class ModelNames:
                     name = f"{prefix}.{short}" if prefix else short
                     yield wholes.get(name, name), param
 
-    def tiled_weights(self, *, remove_duplicate: bool = True) -> Iterator[TiledWeight]:
-        """The weights that are stored as tiles."""
-        return tiled_weights(self.modules(remove_duplicate=remove_duplicate))
+    def tiled(self) -> dict[str, tuple[str, ...]]:
+        """The names of the tiles of each weight that is stored as tiles; of tied weights, of the first."""
+        first: dict[nn.Parameter, TiledWeight] = {}
+        for weight in tiled_weights(self.modules()):
+            first.setdefault(weight.layer.tile_weights[0], weight)
+        return {weight.name: tuple(weight.tiles) for weight in first.values()}

@@ -483,19 +483,9 @@ class Checkpoints:
                     optimizer.steps.get(piece.index, 0) if piece.trainable else 0,
                 )
         modules = self._parts.names
-        piece_names = {
-            param: piece.name
-            for group in self._parts.groups
-            for piece, param in zip(group.layout.pieces, group.params, strict=True)
-        }
         first_names = {param: name for name, param in modules.parameters()}
         names = {name: first_names[param] for name, param in modules.parameters(remove_duplicate=False)}
-        tiled = {
-            each.name: tuple(piece_names[tile] for tile in each.layer.tile_weights)
-            for each in modules.tiled_weights()
-            # Not a layer that shares the tiles of another.
-            if names[each.name] == each.name
-        }
+        tiled = modules.tiled()
         return Manifest(
             run=self._run_id,
             step=self._updates.steps,

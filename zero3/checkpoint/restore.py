@@ -209,8 +209,7 @@ class Restore:
                 f" ({', '.join(optimizer.state_names) or 'none'}): choose the optimizer that was saved;"
                 f" {NEW_OPTIMIZER_STATE}"
             )
-        tiled = {each.name: tuple(each.tiles) for each in self._parts.names.tiled_weights()}
-        if isinstance(optimizer, ClientOptimizer) and manifest.tiled != tiled:
+        if isinstance(optimizer, ClientOptimizer) and manifest.tiled != self._parts.names.tiled():
             raise CheckpointError(
                 f"checkpoint {self._checkpoint.path} has other tiles of weights than this model, but a"
                 f" {optimizer_here} keeps its state by the numbers of parameters: cut the model as the saved run did;"

@@ -7,7 +7,8 @@ of an embedding. Outside of the engine a layer has its usual names: its state di
 Note [What is the same in tiles]
     Each output of a linear layer is a product with one row, and the gradient of a row comes from this output alone. So
     torch computes both from a tile as from the whole weight, as far as its product does not depend on the number of
-    outputs. The gradient of the input is a sum over all outputs: here a sum for each tile, in the dtype of the input,
+    outputs. The gradient of a bias is a sum over all rows of the input, whose order may depend on that number, too. The
+    gradient of the input is a sum over all outputs: here a sum for each tile, in the dtype of the input,
     which are added up in fp32 from the last tile to the first, and rounded once. The entries of an embedding are
     copied, and the gradient of an entry is the sum of its uses, in their order: both have the same bits.
 """

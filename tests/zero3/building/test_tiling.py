@@ -1,0 +1,371 @@
+"""Which layers are cut into tiles, and that runs with tiles save, load and export whole weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import tiering
+from tests.zero3.conftest import NVME_STATE, SmallModel, batches, config
+from tests.zero3.plain import STREAMED
+from tiering.errors import CheckpointError, ConfigError, PlacementError
+from zero3.building.tiling import tile
+from zero3.engine.engine import Engine
+from zero3.params.row_tiles import RowTiledEmbedding, RowTiledLinear, RowTiles
+
+Start = Callable[..., Engine]
+TILE = 16 << 10
+"""Of the tied embedding and of ``up`` and ``down`` in bf16; the weights have 56 KiB and 18 KiB."""
+
+
+def small() -> SmallModel:
+    torch.manual_seed(3)
+    return SmallModel()
+
+
+def trained(engine: Engine, steps: int = 3) -> dict[str, Tensor]:
+    for tokens, targets in batches(steps * engine.settings.gradient_accumulation_steps):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+    return engine.master_state_dict()
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, values in expected.items() if not torch.equal(found[name], values)] == []
+
+
+def tiles_of(model: nn.Module) -> dict[str, list[int]]:
+    """The rows of each tile by the name of the layer."""
+    layers = ((name, each) for name, each in model.named_modules() if isinstance(each, RowTiles))
+    return {name: [len(weight) for weight in each.tile_weights] for name, each in layers}
+
+
+# Which layers
+
+
+def test_large_layers_are_cut_and_tied_ones_share_their_tiles() -> None:
+    model = small()
+    assert tile(model, TILE) is model
+    # In fp32 here: tiles are equal, and whole blocks of 4,096 elements (256 rows of 48) do not fit.
+    assert tiles_of(model) == {
+        "embedding": [75] * 8,
+        **{
+            f"blocks.{block}.{name}": rows
+            for block in range(3)
+            for name, rows in (("up", [64] * 3), ("down", [16] * 3))
+        },
+        "head": [75] * 8,
+    }
+    assert isinstance(model.embedding, RowTiledEmbedding) and isinstance(model.head, RowTiledLinear)
+    assert model.head.tile_weights == model.embedding.tile_weights
+    assert model.get_parameter("blocks.0.up.bias").shape == (192,)
+
+
+def test_a_tile_begins_where_a_block_of_squares_does() -> None:
+    layer = tile(nn.Linear(96, 1000, bias=False), 4 * 96 * 300)
+    # 128 rows of 96 are three blocks.
+    assert isinstance(layer, RowTiles) and [len(weight) for weight in layer.tile_weights] == [
+        256,
+        256,
+        256,
+        232,
+    ]
+
+
+def test_only_named_layers_are_cut() -> None:
+    model = tile(small(), TILE, modules=["up", "blocks.1.down"])
+    assert list(tiles_of(model)) == ["blocks.0.up", "blocks.1.up", "blocks.1.down", "blocks.2.up"]
+    assert "head" in tiles_of(tile(small(), TILE, modules="embedding"))
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "modules", "message"),
+    [
+        (
+            100,
+            None,
+            r"a row of the weight of 'embedding' has 192 B, and a tile may have 100 B; a tile of at least 192 B",
+        ),
+        ("a lot", None, r"tile: max_bytes: .*a lot"),
+        (TILE, "up_proj", r"no module of the model is named 'up_proj', or ends in it"),
+        (
+            TILE,
+            "norm",
+            r"'blocks\.0\.norm' cannot be cut: it is a LayerNorm, and no nn\.Linear or nn\.Embedding",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_named(max_bytes: Any, modules: str | None, message: str) -> None:
+    model = small()
+    with pytest.raises(ConfigError, match=message):
+        tile(model, max_bytes, modules=modules)
+    assert tiles_of(model) == {}
+
+
+class Renamed(nn.Linear):
+    """A class of a user, whose forward may read the weight."""
+
+
+def sharing_a_weight() -> nn.Module:
+    layers = nn.ModuleList([nn.Linear(64, 256), Renamed(64, 256)])
+    layers[0].weight = layers[1].weight
+    return layers
+
+
+def quantised() -> nn.Module:
+    return tiering.quantize(nn.Sequential(nn.Linear(64, 256, bias=False)).requires_grad_(False), "int8")
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "reason"),
+    [
+        (
+            lambda: nn.TransformerEncoderLayer(64, 4, 256),
+            "linear1",
+            "a TransformerEncoderLayer reads its weight",
+        ),
+        (lambda: Renamed(64, 256), "", "it is a Renamed, whose code may use the weight"),
+        (
+            lambda: nn.Embedding(256, 64, max_norm=1.0),
+            "",
+            "max_norm, sparse or scale_grad_by_freq needs all rows",
+        ),
+        (sharing_a_weight, "0", "a Renamed, which cannot be cut, shares its weight"),
+        (quantised, "0", "its weight is quantised"),
+    ],
+)
+def test_layers_that_cannot_be_cut_stay_whole(
+    build: Callable[[], nn.Module], name: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.ModuleDict({"odd": build(), "plain": nn.Linear(64, 256)})
+    with caplog.at_level(logging.WARNING):
+        tile(model, TILE)
+    assert list(tiles_of(model)) == ["plain"]
+    layer = f"odd.{name}".removesuffix(".")
+    # The codes of a quantised weight are no matrix, and smaller.
+    assert (layer in caplog.text) == (build is not quantised)
+    with pytest.raises(ConfigError, match=f"'{layer}' cannot be cut: .*{reason}"):
+        tile(model, TILE, modules=layer)
+
+
+def test_an_adapted_layer_is_cut_below_its_adapter() -> None:
+    peft = pytest.importorskip("peft", reason="peft adapts the layers")
+    model = small()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up"]))
+    tile(adapted, TILE, modules="up")
+    x = torch.randn(4, 48)
+    expected = nn.functional.linear(x, small().blocks[0].up.weight, small().blocks[0].up.bias)
+    torch.testing.assert_close(adapted.base_model.model.blocks[0].up(x), expected)
+    assert next(iter(tiles_of(adapted))) == "base_model.model.blocks.0.up.base_layer"
+
+
+# Training
+
+
+@pytest.mark.parametrize("place", [{}, STREAMED, {**NVME_STATE, "cache_in_host": True}])
+def test_placement_changes_no_bit(start: Start, place: dict[str, Any]) -> None:
+    expected = trained(start(tile(small(), TILE), threshold=0))
+    engine = start(small(), threshold=0, tile=TILE // 2, **place)
+    assert_same(trained(engine), expected)
+    assert {"embedding.tiles.0", "embedding.tiles.7"} <= {group.name for group in engine.plan.workload.groups}
+
+
+def test_rows_of_tiles_give_the_bits_of_the_whole_embedding(start: Start) -> None:
+    """Its tiles are the only ones, so that no gradient of an input is a sum of parts."""
+
+    class Untied(SmallModel):
+        def __init__(self) -> None:
+            super().__init__(width=64)
+            self.head = nn.Linear(64, 600, bias=False)
+
+    def model() -> Untied:
+        torch.manual_seed(3)
+        return Untied()
+
+    whole, cut = (
+        start(model(), threshold=0, **STREAMED),
+        start(tile(model(), TILE, modules="embedding"), threshold=0, **STREAMED),
+    )
+    assert_same(trained(cut), trained(whole))
+    assert cut.get_global_grad_norm() == whole.get_global_grad_norm()
+
+
+def test_a_model_trains_in_less_room_than_a_layer_takes(start: Start) -> None:
+    """The largest layer takes 56 KiB, and the least room for groups that are read is two of them."""
+    with pytest.raises(PlacementError, match=r"the largest group, 'embedding', needs 60"):
+        start(small(), threshold=0, device_budget="44KiB", prefetch=0, **STREAMED)
+    engine = start(small(), threshold=0, device_budget="44KiB", prefetch=0, tile=4 << 10, **STREAMED)
+    assert_same(trained(engine), trained(start(small(), threshold=0, tile=4 << 10)))
+
+
+def stored(directory: Path) -> Path:
+    save_file(
+        {name: values for name, values in small().state_dict().items() if name != "head.weight"},
+        directory / "model.safetensors",
+    )
+    return directory
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_of_zero_init_gets_the_values_of_one_in_memory(start: Start, inside: bool) -> None:
+    expected = start(tile(small(), TILE), threshold=0, precision="fp32").master_state_dict()
+    with tiering.zero.Init():
+        model = small()
+        if inside:
+            tile(model, TILE)
+    engine = start(tile(model, TILE), threshold=0, precision="fp32")
+    assert_same(engine.master_state_dict(), expected)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_on_meta_takes_whole_weights_from_files(start: Start, tmp_path: Path, in_place: bool) -> None:
+    expected = start(tile(small(), TILE), threshold=0, precision="fp32").state_dict()
+    with torch.device("meta"):
+        model = small().requires_grad_(not in_place)
+    options = {"weights_in_place": True, "rule": None, "offload_param": "nvme"} if in_place else {}
+    engine = start(model, threshold=0, precision="fp32", tile=TILE, weights=stored(tmp_path), **options)
+    assert_same(engine.state_dict(), expected)
+    assert any(group.in_files for group in engine.plan.workload.groups) == in_place
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_an_optimizer_that_was_made_before_steps_the_tiles(
+    start: Start, kind: type[torch.optim.Optimizer], named: bool
+) -> None:
+    """RMSprop has no kernel: it steps tensors by itself. With the options of two groups."""
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        pairs = list(model.named_parameters())
+        halves = (pairs[:4], pairs[4:]) if named else ([p for _, p in pairs[:4]], [p for _, p in pairs[4:]])
+        return kind([{"params": half, "lr": lr} for half, lr in zip(halves, (1e-3, 1e-2), strict=True)])
+
+    before = small()
+    first = start(before, client=made(before), threshold=0, tile=TILE // 2)
+    after = tile(small(), TILE)
+    pairs = list(small().named_parameters())[:4]
+    early = [
+        p
+        for name, p in after.named_parameters()
+        if any(name.startswith(each.rpartition(".")[0]) for each, _ in pairs)
+    ]
+    late = [p for p in after.parameters() if all(p is not each for each in early)]
+    second = start(
+        after, client=kind([{"params": early, "lr": 1e-3}, {"params": late, "lr": 1e-2}]), threshold=0
+    )
+    assert_same(trained(first), trained(second))
+
+
+def test_an_optimizer_with_state_is_refused(start: Start) -> None:
+    model = small()
+    client = torch.optim.RMSprop(model.parameters())
+    tokens, targets = next(batches(1))
+    model(tokens, targets).backward()
+    client.step()
+    with pytest.raises(ConfigError, match=r"tiering\.tile cuts weights for which the optimizer has state"):
+        start(model, client=client, tile=TILE)
+
+
+# Files
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "tiles": {"tile": TILE // 2},
+    "smaller tiles": {"tile": 3 << 10, **STREAMED},
+}
+
+
+@pytest.mark.parametrize("loaded", CUTS)
+@pytest.mark.parametrize("saved", ["whole", "tiles"])
+def test_checkpoints_load_across_tiles(start: Start, tmp_path: Path, saved: str, loaded: str) -> None:
+    first = start(small(), threshold=0, **CUTS[saved])
+    trained(first, steps=2)
+    first.save_checkpoint(tmp_path, tag="first")
+    second = start(small(), threshold=0, **CUTS[loaded])
+    second.load_checkpoint(tmp_path, tag="first")
+    assert_same(second.master_state_dict(), first.master_state_dict())
+    second.save_checkpoint(tmp_path, tag="second")
+    again = start(small(), threshold=0, **CUTS[saved])
+    again.load_checkpoint(tmp_path, tag="second")
+    # The state of the optimizer, too.
+    assert_same(trained(again), trained(first))
+
+
+def test_frozen_tiles_that_a_save_excludes_stay(start: Start, tmp_path: Path) -> None:
+    def partly_frozen() -> SmallModel:
+        model = small()
+        model.embedding.requires_grad_(False)
+        return model
+
+    first = start(partly_frozen(), threshold=0, tile=TILE // 2)
+    expected = trained(first, steps=1)
+    first.save_checkpoint(tmp_path, tag="saved", exclude_frozen_parameters=True)
+    for options in ({}, {"tile": 3 << 10}):
+        other = start(partly_frozen(), threshold=0, **options)
+        other.load_checkpoint(tmp_path, tag="saved", load_module_strict=False)
+        assert_same(other.master_state_dict(), expected)
+    model = partly_frozen()
+    model.embedding = nn.Embedding(700, 48).requires_grad_(False)
+    model.head = nn.Linear(48, 700, bias=False)
+    model.head.weight = model.embedding.weight
+    wider = start(model, threshold=0, tile=TILE)
+    with pytest.raises(
+        CheckpointError, match=r"'embedding\.weight', which it excludes, has shape \[600, 48\]"
+    ):
+        wider.load_checkpoint(tmp_path, tag="saved", load_module_strict=False)
+
+
+def test_a_client_keeps_its_state_only_with_the_same_tiles(start: Start, tmp_path: Path) -> None:
+    def engine(**options: Any) -> Engine:
+        model = small()
+        return start(model, client=torch.optim.RMSprop(model.parameters()), threshold=0, **options)
+
+    first = engine(tile=TILE)
+    trained(first, steps=1)
+    first.save_checkpoint(tmp_path, tag="saved")
+    again = engine(tile=TILE)
+    again.load_checkpoint(tmp_path, tag="saved")
+    assert_same(trained(again), trained(first))
+    with pytest.raises(
+        CheckpointError, match=r"has other tiles of weights .* cut the model as the saved run did"
+    ):
+        engine().load_checkpoint(tmp_path, tag="saved")
+
+
+def test_exports_have_whole_weights(start: Start, tmp_path: Path) -> None:
+    cut, whole = start(small(), threshold=0, tile=TILE, **STREAMED), start(small(), threshold=0)
+    assert_same(cut.state_dict(), whole.state_dict())
+    assert_same(cut.module.state_dict(), whole.module.state_dict())
+    for directory, engine in ((tmp_path / "cut", cut), (tmp_path / "whole", whole)):
+        engine.save_16bit_model(directory)
+    exported = load_file(tmp_path / "cut" / "model.safetensors")
+    assert_same(exported, load_file(tmp_path / "whole" / "model.safetensors"))
+    assert exported["embedding.weight"].shape == (600, 48) and "head.weight" not in exported
+    loaded = start(small(), threshold=0, tile=3 << 10, weights=tmp_path / "whole")
+    assert_same(loaded.state_dict(), whole.state_dict())
+
+
+def test_a_loaded_state_dict_changes_the_tiles(start: Start) -> None:
+    engine = start(small(), threshold=0, tile=TILE, **STREAMED)
+    torch.manual_seed(4)
+    others = SmallModel().state_dict()
+    engine.module.load_state_dict(others)
+    assert_same(engine.state_dict(), {name: values.bfloat16() for name, values in others.items()})
+
+
+def test_a_plan_counts_tiles(nvme: Path) -> None:
+    whole, cut = (
+        tiering.plan_for(model=small(), config=config(nvme, threshold=0, **STREAMED, tile=size)).workload
+        for size in (0, 4 << 10)
+    )
+    assert max(group.param_bytes for group in whole.groups) == 60 << 10
+    assert max(group.param_bytes for group in cut.groups if "tiles" in group.name) == 4 << 10

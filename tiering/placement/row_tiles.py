@@ -10,12 +10,15 @@ from tiering.placement.workload import SQUARE_BLOCK
 def rows_of_tiles(rows: int, columns: int, itemsize: int, largest: int) -> list[int]:
     """The rows of each tile of a weight of ``rows`` x ``columns`` elements of ``itemsize`` bytes.
 
-    It is whole if it has at most ``largest`` bytes, and always if that is 0. A tile has a multiple of SQUARE_BLOCK
-    elements, so that no block of squares is in two of them: it has more than ``largest`` bytes if the smallest such
-    multiple does. The last tile has what is left.
+    It is whole if it has at most ``largest`` bytes, and always if that is 0. Otherwise no tile has more, unless a row
+    does. Tiles are about equal. They have a multiple of SQUARE_BLOCK elements if ``largest`` allows it, so that no
+    block of squares is in two of them: then the norm of the gradients has the bits of the whole weight.
     """
     if not largest or rows * columns * itemsize <= largest:
         return [rows]
+    most = max(largest // (columns * itemsize), 1)
     quantum = SQUARE_BLOCK // math.gcd(columns, SQUARE_BLOCK)
-    each = max(quantum, largest // (columns * itemsize) // quantum * quantum)
+    step = quantum if quantum <= most else 1
+    count = math.ceil(rows / (most // step * step))
+    each = math.ceil(rows / count / step) * step
     return [min(each, rows - start) for start in range(0, rows, each)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from tiering import _logs
 from tiering._text import shorten
 from tiering.config.training import TieringConfig, format_size, parse_size
 from tiering.errors import ConfigError
-from tiering.placement.workload import SQUARE_BLOCK
+from tiering.placement.row_tiles import rows_of_tiles
 from zero3.building.quantized_linear import QuantizedLinear
 from zero3.building.zero_init import part_of, recipe_of
 from zero3.params import resharded
@@ -90,7 +89,7 @@ def _cut(
         weight = _weight(layer)
         if weight not in tiles:
             itemsize = casts.get(weight.dtype, weight.dtype).itemsize
-            tiles[weight] = tuple(_tiles_of(weight, most // itemsize))
+            tiles[weight] = tuple(_tiles_of(weight, itemsize, most))
         to_tiles(layer, tiles[weight])
     return tiles
 
@@ -201,26 +200,16 @@ def _reason(layer: nn.Module, weight: nn.Parameter) -> str | None:
     return None
 
 
-def _tiles_of(weight: nn.Parameter, most: int) -> Iterator[nn.Parameter]:
-    """Parameters of about equal size with at most ``most`` elements each, that hold the rows of ``weight``.
-
-    Where rows are short enough, tiles begin where blocks of squares begin (optim_cpu/csrc/kernels.h): then the norm of
-    the gradients has the bits of the whole weight.
-    """
-    rows, columns = weight.shape
-    step = SQUARE_BLOCK // math.gcd(SQUARE_BLOCK, columns)
-    largest = most // max(columns, 1)
-    if largest < step:
-        step = 1
-    count = math.ceil(rows / (largest // step * step))
-    rows_of_tile = math.ceil(rows / count / step) * step
-    for first in range(0, rows, rows_of_tile):
-        end = min(first + rows_of_tile, rows)
-        part = part_of(weight, first, end)
+def _tiles_of(weight: nn.Parameter, itemsize: int, most: int) -> Iterator[nn.Parameter]:
+    """Parameters with at most ``most`` bytes each, of ``itemsize`` an element, that hold the rows of ``weight``."""
+    first, (rows_of_all, columns) = 0, weight.shape
+    for rows in rows_of_tiles(rows_of_all, columns, itemsize, most):
+        part = part_of(weight, first, first + rows)
         vars(part).update(vars(weight))
         if weight.grad is not None:
-            part.grad = weight.grad[first:end].clone()
+            part.grad = weight.grad[first : first + rows].clone()
         yield part
+        first += rows
 
 
 def _group_with_tiles(group: Mapping[str, Any], tiles: Tiles) -> dict[str, Any]:

@@ -241,7 +241,8 @@ class Restore:
         sources: dict[nn.Parameter, StoredValues] = {}
         for name, params in params_of.items():
             if name in files.tensors:
-                sources |= FileSource(files.parts_of(files.tensors[name]), opened).of_tiles(params)
+                source = FileSource(files.parts_of(files.tensors[name]), opened)
+                sources |= source.of_tiles(params) if len(params) > 1 else {params[0]: source}
         return sources
 
     def _log_conversions(self) -> None:

@@ -12,6 +12,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-builtin-rules
+# Empty is off. Container images set it: then each of the hundreds of interpreters that tests start would compile the
+# project again, and each test worker all tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= python3
 VENV := .venv

@@ -92,13 +92,15 @@ def place(load: Workload, budgets: Budgets) -> Plan:
 
 
 def _place_cut(load: Workload, budgets: Budgets) -> Plan:
+    fixed = _mandatory(load, budgets)
+    kept = _keep_what_cannot_move(load, fixed) if load.cache_in_host else []
     try:
-        return _place(load, budgets, keep=load.cache_in_host)
+        return _place(load, fixed, kept)
     except PlacementError:
-        # Parameters and state cached in host memory may have left too little room for mandatory bytes: try without.
-        if load.cache_in_host:
+        # Parameters that are kept in host memory may have left too little room for mandatory bytes: try without.
+        if kept:
             with contextlib.suppress(PlacementError):
-                return _place(load, budgets, keep=False)
+                return _place(load, _mandatory(load, budgets), [])
         raise
 
 
@@ -109,13 +111,13 @@ def _room(budgets: Budgets, tier: Tier, other: str = "") -> str:
     return f"raise {tier.value}_budget" + (f", or {other}" if other else "")
 
 
-def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
-    everything = tenants(load)
-    fixed = _mandatory(load, budgets)
+def _place(load: Workload, fixed: _Room, kept: Sequence[int]) -> Plan:
+    """Places ``load`` in ``fixed``, in which the parameters of the groups ``kept`` have room in host memory."""
+    everything, budgets = tenants(load), fixed.budgets
     tiers = {tenant.kind: [piece.tier for piece in tenant.pieces] for tenant in everything}
     param_tiers, grad_tiers = tiers[PARAMETERS], tiers[GRADIENTS]
-    if keep:
-        _keep_what_cannot_move(load, fixed, param_tiers)
+    for index in kept:
+        param_tiers[index] = Tier.HOST
 
     # Two windows, so that a wait for one does not depend on leases of the other.
     largest = max(map(load.window_bytes, load.groups), default=0)
@@ -233,11 +235,14 @@ def _reduction_within(load: Workload, room: int, least_room: int) -> ReductionRo
     Buckets of GOOD_BUCKET elements are worth more than these: they may take ``least_room``.
     """
     buckets = _buckets(load)
-    good = [bucket for bucket in buckets if bucket <= GOOD_BUCKET]
-    choices = [(_reduction(load, buckets[0], ahead=1), room)]
-    choices += [(_reduction(load, bucket), room) for bucket in buckets if bucket not in good]
-    choices += [(_reduction(load, bucket), least_room) for bucket in good]
-    return next((choice for choice, most in choices if choice.nbytes <= most), choices[-1][0])
+    choice = _reduction(load, buckets[0], ahead=1)
+    if choice.nbytes <= room:
+        return choice
+    for bucket in buckets:
+        choice = _reduction(load, bucket)
+        if choice.nbytes <= (least_room if bucket <= GOOD_BUCKET else room):
+            break
+    return choice
 
 
 def _largest_arrival(load: Workload) -> int:
@@ -249,11 +254,14 @@ def _largest_arrival(load: Workload) -> int:
     return max((load.grad_numel(group) * widest[group] for group in load.groups), default=0)
 
 
-def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]) -> None:
+def _keep_what_cannot_move(load: Workload, fixed: _Room) -> list[int]:
     """Makes room on the device for each group and the groups around it, if some of them can compute in host memory.
 
-    This is decided first, because whether a plan exists must not depend on other uses of the budget.
+    This is decided first, because whether a plan exists must not depend on other uses of the budget. Returns the
+    indices of the groups that are kept in host memory.
     """
+    (pieces,) = (tenant.pieces for tenant in tenants(load) if tenant.kind == PARAMETERS)
+    param_tiers, kept = [piece.tier for piece in pieces], list[int]()
     room = fixed.remaining(Tier.DEVICE)
     too_large = [index for index, nbytes in enumerate(_chains(load, param_tiers)) if nbytes > room]
     for index in too_large:
@@ -270,8 +278,10 @@ def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]
             if 0 < excess <= nbytes <= fixed.remaining(Tier.HOST):
                 for at in choice:
                     param_tiers[at] = Tier.HOST
+                kept += choice
                 fixed.add(Tier.HOST, nbytes, "parameters")
                 break
+    return kept
 
 
 def _bytes_of(load: Workload, indices: Sequence[int]) -> int:

@@ -222,7 +222,8 @@ def part_of(param: nn.Parameter, first: int, end: int) -> nn.Parameter:
     """Rows [first, end) of ``param`` as a parameter: a view of its memory, or without memory if it has none either."""
     recipe = recipe_of(param)
     if recipe is None:
-        return nn.Parameter(param.detach()[first:end], requires_grad=param.requires_grad)
+        # Not of detach(): its views share one version counter, so a change of a part would look like one of all.
+        return nn.Parameter(param.data[first:end], requires_grad=param.requires_grad)
     whole = recipe.slice
     rows = replace(
         whole, shape=(end - first, *whole.shape[1:]), offset=whole.offset + first * whole.stride[0]

@@ -178,6 +178,19 @@ def test_placement_changes_no_bit(start: Start, place: dict[str, Any]) -> None:
     assert {"embedding.tiles.0", "embedding.tiles.7"} <= {group.name for group in engine.plan.workload.groups}
 
 
+def test_a_change_of_a_tile_is_no_change_of_the_others(start: Start) -> None:
+    """Views of one tensor share the count of changes by which the engine finds writes that are lost."""
+    model = tile(small(), TILE)
+    engine = start(model, threshold=0, **STREAMED)
+    first = model.head.tile_weights[0]
+    with tiering.gathered([first], modify=True), torch.no_grad():
+        first.mul_(2)
+    expected = small().head.weight.detach().bfloat16()
+    expected[: len(first)] *= 2
+    assert torch.equal(engine.state_dict()["head.weight"], expected)
+    trained(engine, steps=1)
+
+
 def test_rows_of_tiles_give_the_bits_of_the_whole_embedding(start: Start) -> None:
     """Its tiles are the only ones, so that no gradient of an input is a sum of parts."""
 

@@ -63,6 +63,8 @@ def test_programs_reach_every_tier_and_seldom_end_early() -> None:
     assert sum(program.has_plain_loop for program in programs) > 30
     assert any(placement.split for placement in placements)
     assert sum(program.training.block_rows is not None for program in programs) > 20
+    assert sum(program.training.tile > 0 for program in programs) > 60
+    assert any(placement.cut_before for placement in placements)
     assert any(placement.in_backward for placement in placements)
     assert any(placement.in_files and placement.param == "nvme" for placement in placements)
     kinds = {block.kind for program in programs for block in program.plan.blocks}
@@ -110,7 +112,18 @@ def test_an_action_has_its_effect(name: str) -> None:
     raise AssertionError("the weights are as if it were not there")
 
 
-def test_a_wrong_bit_is_found_and_told_with_fewer_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_of_tiles_cuts_layers_in_every_run(tmp_path: Path) -> None:
+    training = replace(TRAINING, tile=1 << 10, precision="bf16")
+    placements = (REFERENCE, replace(REFERENCE, cut_before=True))
+    runs = [Run(PLAN, training, each, 1, tmp_path) for each in placements]
+    tiles = [[weight.shape for weight in run.model.output_weights] for run in runs]
+    for run in runs:
+        run.close()
+    assert tiles == 2 * [[(20, 16), (20, 16)]]
+
+
+@pytest.mark.parametrize("tile", [0, 1 << 10])
+def test_a_wrong_bit_is_found_and_told_with_fewer_actions(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
     def flip(run: Run, rng: random.Random) -> None:
         if run.placement is not None and run.placement.optimizer == "nvme":
             run.loop.flip_bit()
@@ -119,13 +132,15 @@ def test_a_wrong_bit_is_found_and_told_with_fewer_actions(monkeypatch: pytest.Mo
     names = ("update", "read_masters", "evaluate", "update", "generate", "update")
     entries = tuple((number, name, number) for number, name in enumerate(names))
     swapped = Placement("nvme", "nvme", threshold=0, host_share=0.0)
-    program = Program(7, PLAN, TRAINING, entries, (Placement("cpu", "cpu"), swapped))
+    training = replace(TRAINING, tile=tile)
+    program = Program(7, PLAN, training, entries, (Placement("cpu", "cpu"), swapped))
 
     (failure,) = check(program).failures
     assert failure.placement == swapped
     least = shrunk(failure)
     assert [name for _, name, _ in least.program.actions] == ["evaluate"]
-    assert len(least.program.plan.blocks) == 1
+    # The bit is wrong without tiles, too.
+    assert len(least.program.plan.blocks) == 1 and least.program.training.tile == 0
     report = str(least)
     assert "2:evaluate" in report and "tensors differ at the end" in report
     assert "python -m tests.e2e.fuzz --seed 7" in report

@@ -195,6 +195,8 @@ def _smaller(program: Program) -> Iterator[Program]:
     for index in reversed(range(len(entries))):
         if len(entries) > 1:
             yield replace(program, actions=entries[:index] + entries[index + 1 :])
+    if program.training.tile:
+        yield replace(program, training=replace(program.training, tile=0))
     for plan in program.plan.smaller():
         if all(ACTIONS[name].needs.met_by(plan, program.training) for _, name, _ in entries):
             yield replace(program, plan=plan)

@@ -17,7 +17,7 @@ from .table import Effect, Needs, action
 @action(Effect.WEIGHTS, weight=2, frozen=True)
 def edit(run: Run, rng: random.Random) -> None:
     """Change parts of some weights in place."""
-    params = [param for param in run.params.values() if rng.random() < 0.4] or [run.model.output_weight]
+    params = [param for param in run.params.values() if rng.random() < 0.4] or [*run.model.output_weights]
     through_data = rng.random() < 0.3
     with tiering.gathered(params, modify=True), torch.no_grad():
         for param in params:
@@ -51,7 +51,7 @@ def clamp_in_forward(run: Run, rng: random.Random) -> None:
 def freeze(run: Run, rng: random.Random) -> None:
     """Freeze some of what is trained."""
     for name in run.chosen(rng, 0.3):
-        if run.params[name] is not run.model.output_weight:
+        if all(run.params[name] is not weight for weight in run.model.output_weights):
             run.params[name].requires_grad_(False)
     run.window(rng)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 from .edits import put_back
@@ -63,8 +64,21 @@ def save_in_background(run: Run, rng: random.Random) -> None:
 def resume(run: Run, rng: random.Random) -> None:
     """Save, close, and go on in a new engine, placed in another way."""
     save(run, rng)
+    if run.on_tiers and run.training.tile:
+        _save_with_other_tiles(run, rng)
     run.begin_anew(_elsewhere(run, rng))
     _load(run)
+
+
+def _save_with_other_tiles(run: Run, rng: random.Random) -> None:
+    """The last checkpoint is loaded into larger tiles, or whole weights, and is saved from there."""
+    training = run.training
+    larger = random.Random(run.action).choice((0, 3 * training.tile))
+    run.training = replace(training, tile=larger)
+    run.begin_anew(run.placement)
+    _load(run)
+    save(run, rng)
+    run.training = training
 
 
 @action(Effect.UPDATE, plain=False)

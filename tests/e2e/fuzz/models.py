@@ -262,7 +262,7 @@ class Model(nn.Module):
             if name.startswith(plan.frozen):
                 param.requires_grad_(False)
         # Whatever else is frozen, there is something to train.
-        self.output_weight.requires_grad_(True)
+        self.output_weights[0].requires_grad_(True)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
         self.forget_balances()  # of blocks that are skipped now
@@ -286,9 +286,9 @@ class Model(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + self._penalty()
 
     @property
-    def output_weight(self) -> nn.Parameter:
-        """What the logits are made by."""
-        return self.embedding.weight if self.plan.reads_embedding else self.head.weight
+    def output_weights(self) -> tuple[nn.Parameter, ...]:
+        """What the logits are made by: a weight, or its tiles."""
+        return tuple((self.embedding if self.plan.reads_embedding else self.head).parameters())
 
     def through_blocks(self, x: Tensor) -> Tensor:
         for index in self.ways.order or range(len(self.blocks)):

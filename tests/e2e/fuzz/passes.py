@@ -201,7 +201,7 @@ def backward_of_some(run: Run, rng: random.Random) -> None:
     def first() -> None:
         parameters = [run.params[name] for name in run.chosen(rng) if run.params[name].requires_grad]
         loss = run.loop.scale(run.loss(rng))
-        loss.backward(inputs=[*parameters, run.model.output_weight])
+        loss.backward(inputs=[*parameters, *run.model.output_weights])
 
     run.window(rng, first)
 

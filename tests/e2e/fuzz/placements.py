@@ -50,6 +50,8 @@ class Placement:
     in_files: bool = False
     activations: str = "device"
     activation_budget: int = 1 << 20
+    # tiering.tile cuts the model, not the configuration.
+    cut_before: bool = False
 
     @classmethod
     def draw(cls, rng: random.Random, training: Training) -> Placement:
@@ -111,6 +113,7 @@ class Placement:
                 "stage3_param_persistence_threshold": self.threshold,
             },
             "tiering": shared["tiering"]
+            | ({"tile": 0} if self.cut_before else {})
             | {
                 "cache_in_host": self.cache_in_host,
                 "state": "split" if self.split else "fp32",

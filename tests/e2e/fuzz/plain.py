@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero3.params.row_tiles import join_tiles
+
 from .training import Training
 
 
@@ -99,7 +101,9 @@ class PlainLoop:
         return {name: value.detach().clone() for name, value in self.module.state_dict().items()}
 
     def master_state_dict(self) -> dict[str, Tensor]:
-        return {name: param.detach().clone() for name, param in self.trained.items()}
+        masters = {name: param.detach().clone() for name, param in self.trained.items()}
+        join_tiles(self.module, masters)
+        return masters
 
     def get_fp32_parameter(self, name: str) -> Tensor:
         return self.named[name].detach().clone()

@@ -48,12 +48,18 @@ class Program:
         # Of its own numbers: programs without it are those of before.
         if plan.runs_in_chunks and random.Random(f"rows {seed}").random() < 0.8:
             training = replace(training, block_rows=1)
+        tiles = random.Random(f"tiles {seed}")
+        # Such a model uses a layer's weight without calling the layer.
+        if not plan.reads_embedding and tiles.random() < 0.4:
+            training = replace(training, tile=tiles.choice((1 << 10, 2 << 10, 4 << 10)))
         drawn = actions.draw(rng, plan, training, rng.randint(3, 10))
         in_place = any(actions.ACTIONS[name].in_place for name, _ in drawn)
         training = replace(training, may_split=not in_place)
         placements = tuple(Placement.draw(rng, training) for _ in range(rng.choice((1, 2))))
         if not any(actions.ACTIONS[name].frozen for name, _ in drawn):
             placements = tuple(replace(each, in_files=rng.random() < 0.3) for each in placements)
+        if training.tile:
+            placements = tuple(replace(each, cut_before=tiles.random() < 0.3) for each in placements)
         numbered = tuple((number, name, its_seed) for number, (name, its_seed) in enumerate(drawn))
         return cls(seed, plan, training, numbered, placements)
 
@@ -132,8 +138,9 @@ def _left_by(run: Run) -> dict[str, Tensor]:
     state |= {f"buffer {name}": value.clone() for name, value in run.model.named_buffers()}
     for name, master in run.loop.master_state_dict().items():
         state[f"master of {name}"] = master
-        for key in run.loop.state_names:
-            state[f"{key} of {name}"] = run.loop.get_fp32_state(name, key)
+        for part in run.parts_of(name):
+            for key in run.loop.state_names:
+                state[f"{key} of {part}"] = run.loop.get_fp32_state(part, key)
     state["random state"] = torch.get_rng_state()
     state["steps"] = torch.tensor([run.loop.global_steps, run.loop.skipped_steps])
     rates = [group["lr"] for group in run.loop.optimizer.param_groups]

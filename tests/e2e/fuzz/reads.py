@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import tiering
+from zero3.params.row_tiles import tiled_weights
 
 from .edits import scaled
 from .run import Run
@@ -121,6 +122,10 @@ def call_with_copies(run: Run, rng: random.Random) -> None:
 
 def _copies(run: Run) -> dict[str, Tensor]:
     state = run.loop.state_dict()
+    for weight in tiled_weights(run.model.named_modules()):
+        tiles = weight.tiles
+        parts = state.pop(weight.name).split([len(tile) for tile in tiles.values()])
+        state |= zip(tiles, parts, strict=True)
     names = {name for name, _ in run.model.named_parameters()}
     return {name: scaled(value, 0.9) for name, value in state.items() if name in names}
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import tiering
 from optim_cpu.formats import round_parameters
 from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype
+from zero3.params.row_tiles import tiled_weights
 
 from .models import SEQUENCE, Model, ModelPlan
 from .placements import Placement
@@ -69,7 +70,9 @@ class Run:
 
     def _start(self) -> Any:
         if self.placement is None:
-            return self._adopt(PlainLoop(self._build(), self.training))
+            model = self._build()
+            self.training.cut(model)
+            return self._adopt(PlainLoop(model, self.training))
         config = self.placement.config(self.training, self.directory)
         weights = self._save_weights() if self.placement.in_files else None
         if self.placement.has_budgets:
@@ -80,6 +83,8 @@ class Run:
 
     def _initialize(self, config: dict[str, Any], weights: Path | None) -> Any:
         model = self._build()
+        if self.placement is not None and self.placement.cut_before:
+            self.training.cut(model)
         given = self.training.given(model)
         return tiering.initialize(model=model, config=config, weights=weights, **given).engine
 
@@ -114,6 +119,11 @@ class Run:
         """Take the names that parameters have now: they have others when blocks have changed places."""
         self.params = dict(self.model.named_parameters())
         self.trained = [name for name, param in self.params.items() if id(param) in self.to_train]
+
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        """The names of the tiles of the weight ``name``; its own if it is whole."""
+        weights = tiled_weights(self.model.named_modules(remove_duplicate=False))
+        return next((tuple(weight.tiles) for weight in weights if weight.name == name), (name,))
 
     def exchange(self, first: int, other: int) -> None:
         """Put two blocks into each other's place."""

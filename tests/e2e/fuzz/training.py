@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+import tiering
+from zero3.params.precision import COMPUTE_DTYPES
+
 RULES: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 2e-3, "eps": 1e-3, "weight_decay": 0.1},
     "Adam": {"lr": 2e-3, "eps": 1e-3, "weight_decay": 0.01},
@@ -40,6 +43,7 @@ class Training:
     may_step_in_backward: bool = False
     may_split: bool = True
     block_rows: int | None = None
+    tile: int = 0  # bytes in the compute dtype; larger layers are cut into tiles
 
     @classmethod
     def draw(cls, rng: random.Random) -> Training:
@@ -73,8 +77,14 @@ class Training:
             "bf16": {"enabled": self.precision == "bf16"},
             "fp16": {"enabled": self.precision == "fp16", "initial_scale_power": 8},
             "data_types": {"grad_accum_dtype": None if self.sums == "auto" else self.sums},
-            "tiering": {"block_rows": self.block_rows},
+            "tiering": {"block_rows": self.block_rows, "tile": self.tile},
         }
+
+    def cut(self, model: nn.Module) -> None:
+        """Cut ``model``, in fp32, into the tiles that the configuration makes."""
+        if self.tile:
+            fp32 = torch.float32.itemsize // COMPUTE_DTYPES[self.precision].itemsize
+            tiering.tile(model, fp32 * self.tile)
 
     def given(self, model: nn.Module) -> dict[str, Any]:
         """What ``initialize`` is given beside the model and the configuration."""

@@ -184,6 +184,10 @@ class Tape(TorchDispatchMode):
             self._replayed = target.cell, _replay(target.cell, None)
         return target.on(self._replayed[1])
 
+    def drop_replayed(self) -> None:
+        """Free the memory that was kept for the next part of its cell."""
+        self._replayed = None
+
     def _cell_of(self, tensor: Tensor) -> Cell | None:
         if not has_memory(tensor):
             return None

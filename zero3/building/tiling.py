@@ -15,7 +15,7 @@ from tiering.config.training import TieringConfig, format_size, parse_size
 from tiering.errors import ConfigError
 from tiering.placement.row_tiles import rows_of_tiles
 from zero3.building.quantized_linear import QuantizedLinear
-from zero3.building.zero_init import part_of, recipe_of
+from zero3.building.zero_init import forget, part_of, recipe_of
 from zero3.params import resharded
 from zero3.params.compilation import is_compiled
 from zero3.params.grouping import READS_INSIDE
@@ -210,6 +210,10 @@ def _tiles_of(weight: nn.Parameter, itemsize: int, most: int) -> Iterator[nn.Par
             part.grad = weight.grad[first : first + rows].clone()
         yield part
         first += rows
+    if recipe_of(weight) is not None:
+        # Its recipe would keep the tape, and memory that the tape has, until the weight itself is gone.
+        forget([weight])
+        resharded.disown([weight])
 
 
 def _group_with_tiles(group: Mapping[str, Any], tiles: Tiles) -> dict[str, Any]:

@@ -237,9 +237,11 @@ def part_of(param: nn.Parameter, first: int, end: int) -> nn.Parameter:
 
 
 def forget(params: Iterable[nn.Parameter]) -> None:
-    """Drop the recipes of ``params``."""
+    """Drop the recipes of ``params``, and what their tapes keep of the values that were computed last."""
     for param in params:
-        _recipes.pop(param, None)
+        recipe: Recipe | None = _recipes.pop(param, None)
+        if recipe is not None:
+            recipe.tape.drop_replayed()
 
 
 def hide(tape: Tape) -> None:

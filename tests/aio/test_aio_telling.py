@@ -203,7 +203,7 @@ def test_a_drive_that_hangs_is_told_of(
 ) -> None:
     # The write takes longer than that in all, and each of its parts much less, also on a busy machine.
     monkeypatch.setattr(request_module, "SILENT_SECONDS", 1.0)
-    hang, slow = Fault("read", first=1, count=1, delay=3.0), Fault("write", count=0, delay=0.15)
+    hang, slow = Fault("read", first=1, count=1, delay=2.0), Fault("write", count=0, delay=0.15)
     with AioContext(engine=engine, block_size=PAGE, queue_depth=1, fault=FaultPlan((hang, slow))) as context:
         file = context.add_file(swap_file(8 * PAGE), direct=True, name="the drive")
         with caplog.at_level(logging.WARNING, "tiering.storage.tickets"):

@@ -1,6 +1,6 @@
 """A program: a run that is killed again and again, and resumes each time, against one that is not killed.
 
-    python -m tests.tiering.integrations.lives FRONT DIRECTORY RANKS KILLS SEED
+    python -m tests.tiering.integrations.lives FRONT DIRECTORY RANKS KILLS SEED STEPS
 
 FRONT is "trainer", a Trainer of transformers, or "loop", one of accelerate. Each life is a fork of this process for
 each rank, which has imported everything. The last line of output is JSON.
@@ -28,10 +28,8 @@ from tiering.integrations.accelerate import COMPLETE
 from . import loops
 from .trainers import config, llama, reported, state, tiered
 
-STEPS = 16
 
-
-def trainer(root: Path, seed: int) -> tuple[dict[str, Tensor], list[Any]]:
+def trainer(root: Path, seed: int, steps: int) -> tuple[dict[str, Tensor], list[Any]]:
     """Train to the end, from the last complete checkpoint if there is one; returns the state, and all reports."""
     # The first model's weights; a resumed run starts from others, and loads those of the checkpoint.
     resumes = any(path.stat().st_size for path in (root / "out").glob("checkpoint-*/trainer_state.json"))
@@ -39,7 +37,7 @@ def trainer(root: Path, seed: int) -> tuple[dict[str, Tensor], list[Any]]:
         root / "out",
         config("nvme", root),
         llama(seed=seed if resumes else 3),
-        max_steps=STEPS,
+        max_steps=steps,
         save_strategy="steps",
         save_steps=1,
         save_total_limit=3,
@@ -50,7 +48,7 @@ def trainer(root: Path, seed: int) -> tuple[dict[str, Tensor], list[Any]]:
     return left, reported(trains)
 
 
-def loop(root: Path, seed: int) -> tuple[dict[str, Tensor], list[Any]]:
+def loop(root: Path, seed: int, steps: int) -> tuple[dict[str, Tensor], list[Any]]:
     """The same with a loop of accelerate, which has no log: each life adds its reports to a file."""
     log = root / f"reports{os.environ.get('RANK', '0')}"
     folders = [path.parent for path in (root / "out").glob(f"checkpoint-*/{COMPLETE}")]
@@ -59,7 +57,7 @@ def loop(root: Path, seed: int) -> tuple[dict[str, Tensor], list[Any]]:
         if folders:
             made.load_state(max(folders, key=_steps))
             runs.skip(made.engine().global_steps)
-        for step in range(made.engine().global_steps, STEPS):
+        for step in range(made.engine().global_steps, steps):
             report = (step, *runs.run(1)[0])
             with log.open("a") as lines:
                 lines.write(f"{json.dumps(report)}\n")
@@ -72,15 +70,15 @@ def _steps(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
 
 
-def life(front: str, root: Path, seed: int) -> None:
+def life(front: str, root: Path, seed: int, steps: int) -> None:
     """Run ``front`` to its end; write what is left to ``root``."""
     root.mkdir(exist_ok=True)
-    left, reports = {"trainer": trainer, "loop": loop}[front](root, seed)
+    left, reports = {"trainer": trainer, "loop": loop}[front](root, seed, steps)
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save({"state": left, "reported": reports}, root / "left.pt")
 
 
-def born(front: str, root: Path, seed: int, ranks: int) -> list[int]:
+def born(front: str, root: Path, seed: int, ranks: int, steps: int) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -97,7 +95,7 @@ def born(front: str, root: Path, seed: int, ranks: int) -> list[int]:
                 numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ranks)
                 os.environ |= where | {name: str(number) for name, number in numbers.items()}
             try:
-                life(front, root, seed)
+                life(front, root, seed, steps)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -121,15 +119,15 @@ def _wait_for(path: Path, children: list[int]) -> None:
         time.sleep(0.002)
 
 
-def main(front: str, root: Path, ranks: int, kills: int, seed: int) -> dict[str, Any]:
+def main(front: str, root: Path, ranks: int, kills: int, seed: int, steps: int) -> dict[str, Any]:
     dice = random.Random(seed)
     root.mkdir(exist_ok=True)
     began = time.monotonic()
-    assert ended(born(front, root / "straight", 0, ranks))
+    assert ended(born(front, root / "straight", 0, ranks, steps))
     span = time.monotonic() - began
     killed, resumed = 0, []
     while True:
-        children = born(front, root / "killed", 1 + killed, ranks)
+        children = born(front, root / "killed", 1 + killed, ranks, steps)
         if killed < kills:
             if killed == 0:
                 # At least one life ends early and is resumed, also if it is much faster than the first was.

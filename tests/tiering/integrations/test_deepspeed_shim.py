@@ -41,17 +41,29 @@ def test_install_refuses_what_is_too_late() -> None:
     assert "[TIER-STATE] install() was called after deepspeed was imported" in ran.stderr
 
 
+def test_a_loop_of_accelerate_and_a_trainer_in_one_process(tmp_path: Path) -> None:
+    seen = run("loop_and_trainer", str(tmp_path))
+    check_loop(seen["loop"])
+    check_trainer(seen["trainer"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "stage", "options"),
-    [
-        ("nvme", "3", ()),
-        pytest.param("device", "2", (), marks=pytest.mark.slow),
-        pytest.param("cpu", "2", ("optimizer",), marks=pytest.mark.slow),
-        pytest.param("nvme", "3", ("optimizer",), marks=pytest.mark.slow),
-    ],
+    [("nvme", "3", ()), ("device", "2", ()), ("cpu", "2", ("optimizer",)), ("nvme", "3", ("optimizer",))],
 )
 def test_a_trainer_with_deepspeed(place: str, stage: str, options: tuple[str, ...], tmp_path: Path) -> None:
-    seen = run("trainer", place, stage, str(tmp_path), *options)
+    check_trainer(run("trainer", place, stage, str(tmp_path), *options), *options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["3", "2"])
+def test_a_loop_of_accelerate_with_deepspeed(stage: str, tmp_path: Path) -> None:
+    check_loop(run("loop", stage, str(tmp_path)))
+
+
+def check_trainer(seen: Any, *options: str) -> None:
+    """The engine reports what the stock trainer reports, and what it saved is what a resumed run goes on from."""
     assert len(seen["reports"]) == 22
     for ours, theirs in zip(seen["reports"], seen["stock"], strict=True):
         if options and "loss" in ours:
@@ -62,9 +74,8 @@ def test_a_trainer_with_deepspeed(place: str, stage: str, options: tuple[str, ..
     assert seen["type"] == "DeepSpeedEngine"
 
 
-@pytest.mark.parametrize("stage", ["3", pytest.param("2", marks=pytest.mark.slow)])
-def test_a_loop_of_accelerate_with_deepspeed(stage: str, tmp_path: Path) -> None:
-    seen = run("loop", stage, str(tmp_path))
+def check_loop(seen: Any) -> None:
+    """The engine reports what the loop reports without it."""
     assert seen["type"] == "DeepSpeedEngine"
     for (loss, norm, _), (expected, other, _) in zip(seen["reports"], seen["stock"], strict=True):
         assert (loss, norm) == pytest.approx((expected, other), rel=1e-6)

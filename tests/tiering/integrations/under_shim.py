@@ -120,6 +120,15 @@ def loop(stage: str, directory: str) -> dict[str, Any]:
     return {"reports": reports, "stock": plain, "type": type(prepared.model).__name__}
 
 
+def loop_and_trainer(directory: str) -> dict[str, Any]:
+    """Both with stage 3 on NVMe, in the process that has imported the libraries."""
+    from .shimmed import forget_process
+
+    reports = {"loop": loop("3", directory)}
+    forget_process()
+    return reports | {"trainer": trainer("nvme", "3", directory)}
+
+
 def early() -> str:
     """The error of an install after accelerate, which has found no DeepSpeed."""
     shim.uninstall()

@@ -85,7 +85,7 @@ def test_space_that_does_not_come_is_refused_with_the_numbers(
 def test_a_plan_within_free_space_counts_it(
     ending: Ending, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
-    monkeypatch.setattr(swap_file, "PATIENCE_SECONDS", 5.0 if comes else 0.1)
+    monkeypatch.setattr(swap_file, "PATIENCE_SECONDS", 1.5 if comes else 0.1)
     disk = ending(0.2 if comes else 60.0)
     config = TiersConfig(device_budget=MIB, host_budget=MIB)
 

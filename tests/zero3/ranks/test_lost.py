@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+import zero3.ranks.peers
 from tests.zero3.conftest import SmallModel
 
 from . import models
@@ -363,11 +364,12 @@ def test_an_exception_that_one_rank_caught_is_named_where_ranks_part(
 
 
 def slow_data(rank: int, nvme: Path, **options: Any) -> None:
-    with start(nvme, **options) as engine:
+    with start(nvme, **options) as engine, pytest.MonkeyPatch.context() as patch:
+        # Silence is counted from the second look on.
+        patch.setattr(zero3.ranks.peers, "SLICE", 0.2)
         for number, shares in enumerate(tokens(2, 2)):
             if rank == 1 and number == 1:
-                # Silence is counted from the second look on, and looks are a second apart.
-                time.sleep(7)
+                time.sleep(4)
             engine.backward(engine(*shares[rank]))
             engine.step()
 

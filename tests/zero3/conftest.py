@@ -91,12 +91,13 @@ def config(
     ratio: float | None = None,
     stage: int = 3,
     fp16: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
     **tiers: Any,
 ) -> dict[str, Any]:
     """A configuration as a user writes it; keyword arguments left over go to the ``tiering`` block.
 
     ``nvme`` is a directory, a list of them, or either for each of "param" and "optimizer". ``rule`` None leaves the
-    optimizer's section out.
+    optimizer's section out. ``zero`` are further keys of "zero_optimization".
     """
 
     def section(kind: str, device: str) -> dict[str, Any]:
@@ -120,7 +121,8 @@ def config(
             "sub_group_size": sub_group_size,
             "stage3_prefetch_bucket_size": prefetch,
             "stage3_param_persistence_threshold": threshold,
-        },
+        }
+        | (zero or {}),
         "tiering": {"device_budget": "16MiB", "host_budget": "64MiB", "telemetry": {"enabled": False}}
         | tiers,
     }

@@ -152,6 +152,15 @@ class ZeroConfig(Section):
         default=5 * 10**8,
         description="Maximum gradients of a group that ranks exchange at once; the plan takes fewer if it has no room.",
     )
+    live_elements: Elements = Field(
+        default=0,
+        description="Maximum elements of parameters that are fetched to the device at once, as far as modules allow:"
+        " blocks with more than half of it are cut, and less is prefetched; 0: no limit but device_budget.",
+    )
+    granularity_threshold: Elements = Field(
+        default=0,
+        description="A module with fewer parameters per module in it is never cut into groups; 0: any block may be.",
+    )
     persistence_threshold: Elements = Field(
         default=10**5, description="Parameters with fewer elements stay on the device."
     )

@@ -62,10 +62,25 @@ def configured_state(config: TieringConfig) -> StateKept:
 def largest_group(config: TieringConfig, world_size: int) -> int | None:
     """The elements above which a block is cut into its modules, whatever the room; None if no block is.
 
-    Ranks keep the gradients of a group until they reduce it: it has at most a bucket, as far as a module has.
+    Ranks keep the gradients of a group until they reduce it: it has at most a bucket, as far as a module has. Where
+    parameters move, the next group may be fetched beside the one that computes: each has half of what may be live.
     """
-    reduced = world_size > 1 and config.zero.stage >= 2 and config.tiering.block_rows is None
-    return config.zero.reduce_bucket_elements if reduced else None
+    zero = config.zero
+    if config.tiering.block_rows is not None:
+        return None
+    bounds = [zero.reduce_bucket_elements] if world_size > 1 and zero.stage >= 2 else []
+    if zero.stage >= 3 and zero.live_elements:
+        bounds.append(zero.live_elements // 2)
+    return min(bounds, default=None)
+
+
+def _prefetched(config: TieringConfig, groups: Iterable[GroupSizes], itemsize: int) -> int:
+    """The most bytes that are fetched ahead, beside the largest group."""
+    zero = config.zero
+    if not zero.live_elements:
+        return zero.prefetch_elements * itemsize
+    largest = max((group.param_bytes for group in groups if not group.persistent), default=0)
+    return max(min(zero.prefetch_elements * itemsize, zero.live_elements * itemsize - largest), 0)
 
 
 def make_workload(
@@ -89,9 +104,9 @@ def make_workload(
         _check_offload(config, state)
     dtypes = settle_dtypes(config, whole_groups=state.whole_groups)
     itemsize = ITEMSIZES[dtypes.compute]
-    zero, update = config.zero, config.tiering.update_on_device
+    zero, update, groups = config.zero, config.tiering.update_on_device, tuple(groups)
     return Workload(
-        groups=tuple(groups),
+        groups=groups,
         micro_batches=config.gradient_accumulation_steps,
         compute_itemsize=itemsize,
         grad_itemsize=ITEMSIZES[dtypes.grad],
@@ -100,7 +115,7 @@ def make_workload(
         offload_optimizer=OFFLOAD_TIERS[zero.offload_optimizer.device],
         cache_in_host=config.tiering.cache_in_host,
         sub_group_numel=zero.sub_group_size,
-        prefetch_bytes=zero.prefetch_elements * itemsize,
+        prefetch_bytes=_prefetched(config, groups, itemsize),
         device_is_host=not on_gpu,
         verified_files=len(zero.swap_directories) if config.tiering.verify else 0,
         fetch_by_copy=fetch_by_copy,

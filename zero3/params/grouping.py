@@ -107,6 +107,7 @@ def form_groups(
     *,
     routed: bool = False,
     largest: int | None = None,
+    together: int = 0,
 ) -> list[GroupMembers]:
     """Cut ``model`` into groups, in the order of its modules; every parameter is in exactly one.
 
@@ -115,7 +116,8 @@ def form_groups(
     (default: all parameters), do so beside the trained parameters of the same module: only the latter are written.
     With ``routed``, the frozen parameters of each expert in a block are a group, and so are those that hold all experts
     of a module. A block with more than ``largest`` elements is cut: each module inside of it that owns parameters is a
-    group of its own, as far as the modules around it call it; and so is a larger module outside of the blocks.
+    group of its own, as far as the modules around it call it; and so is a larger module outside of the blocks. A module
+    with fewer parameters than ``together`` per module in it is not cut.
     """
     modules = dict(model.named_modules())
     users = _users(model)
@@ -132,7 +134,7 @@ def form_groups(
         if module in tiles or (mean_block and own > mean_block):
             anchors.add(name)
     if largest is not None:
-        anchors |= set(_modules_to_cut(modules, users, blocks - leaf_names, largest))
+        anchors |= set(_modules_to_cut(modules, users, blocks - leaf_names, largest, together))
     anchors = {name for name in anchors if not any(around in leaf_names for around in _around(name))}
     routing = _experts(modules, blocks, leaf_names) if routed else {}
     # One expert makes way for the next while the module runs: a read of a kept one must raise an error.
@@ -192,11 +194,12 @@ def _modules_to_cut(
     users: dict[nn.Parameter, list[str]],
     blocks: Collection[str],
     largest: int,
+    together: int,
 ) -> Iterator[str]:
     """The names of modules that own parameters, inside of blocks with more than ``largest`` elements or outside of all.
 
-    Instead of a module inside of one whose parameters are used together, that one. Outside of ``blocks``, only modules
-    with more than ``largest`` elements.
+    Instead of a module inside of one whose parameters are used together, or inside of one of a block with fewer than
+    ``together`` per module, that one. Outside of ``blocks``, only modules with more than ``largest`` elements.
     """
     sizes = {name: sum(param.numel() for param in modules[name].parameters()) for name in blocks}
     for name, module in modules.items():
@@ -206,7 +209,8 @@ def _modules_to_cut(
         if not name or not own or (own if block is None else sizes[block]) <= largest:
             continue
         inside = around if block is None else around[: around.index(block) + 1]
-        whole = [each for each in inside if _is_one(modules[each])]
+        coarse = [] if block is None else [each for each in inside if _granularity(modules[each]) < together]
+        whole = [each for each in inside if each in coarse or _is_one(modules[each])]
         yield whole[-1] if whole else name
 
 
@@ -215,6 +219,11 @@ def _is_one(module: nn.Module) -> bool:
     adapted = getattr(module, "base_layer", None)
     is_one_layer = adapted is not None and not isinstance(adapted, RowTiles)
     return isinstance(module, READS_INSIDE) or is_compiled(module) or is_one_layer
+
+
+def _granularity(module: nn.Module) -> float:
+    """Parameters per module, counting those inside of ``module`` and itself."""
+    return sum(param.numel() for param in module.parameters()) / sum(1 for _ in module.modules())
 
 
 def block_names(model: nn.Module) -> set[str]:

@@ -81,7 +81,16 @@ def size_up(
     trained = chosen.trained
     # With several ranks all ranks gather the same groups, whatever their tokens are routed to.
     threshold, routed = config.zero.persistence_threshold, world_size == 1
-    members = form_groups(model, threshold, leaves, in_fp32, trained, routed=routed, largest=largest)
+    members = form_groups(
+        model,
+        threshold,
+        leaves,
+        in_fp32,
+        trained,
+        routed=routed,
+        largest=largest,
+        together=config.zero.granularity_threshold,
+    )
     layouts = [
         lay_out(
             [(i, name, tuple(p.shape), p in trained) for i, name, p in group.params],

@@ -55,6 +55,10 @@ OTHER_DEFAULTS = {
     "train_batch_size": "what the rest of a batch makes it",
     "train_micro_batch_size_per_gpu": "likewise",
     "gradient_accumulation_steps": "likewise",
+    **dict.fromkeys(
+        ("zero_optimization.max_live_parameters", "zero_optimization.stage3_max_live_parameters"),
+        "the device budget is the limit unless a file has another",
+    ),
 }
 
 

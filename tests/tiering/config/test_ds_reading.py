@@ -36,6 +36,7 @@ def test_a_usual_zero3_nvme_file_passes() -> None:
                 "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"},
                 "sub_group_size": 10**8,
                 "persistence_threshold": 10**4,
+                "live_elements": 10**9,
             },
             "tiering": {
                 "host_budget": 2**28,
@@ -99,7 +100,7 @@ def test_the_report_in_one_line() -> None:
     assert report.short() == (
         "batch 4 = 2 x 2 micro-batches, bf16, ZeRO stage 3, parameters on nvme, optimizer state on nvme, AdamW,"
         " gradients clipped at 1; no effect: torch_adam, buffer_count, buffer_size, max_in_cpu, fast_init,"
-        " stage3_max_live_parameters and 2 more; deprecated: cpu_offload_use_pin_memory, thread_count;"
+        " stage3_max_reuse_distance and 1 more; deprecated: cpu_offload_use_pin_memory, thread_count;"
         " run `tiering check FILE` for the reasons"
     )
     plain = load({"train_batch_size": 6, "gradient_clipping": 0}, world_size=2)[1]

@@ -88,6 +88,37 @@ def test_a_cut_changes_no_bit(start: Start, place: str, checkpointed: bool) -> N
     assert all(torch.equal(masters[name], values) for name, values in expected.items())
 
 
+def with_keys(start: Start, **zero: Any) -> Engine:
+    """An engine of ``model()`` on NVMe with further keys of ``zero_optimization``."""
+    return start(model(), threshold=0, zero=zero, prefetch=10**6, **STREAMED)
+
+
+def test_live_parameters_bound_the_groups_and_what_is_fetched_ahead(start: Start) -> None:
+    """A block has 9,440 elements, its largest module 4,224, and what is padded to pages 6,144."""
+    whole = with_keys(start, stage3_max_live_parameters=2 * 9440)
+    assert names(whole)[:2] == ["blocks.0", "blocks.1"]
+    cut = with_keys(start, stage3_max_live_parameters=2 * 9440 - 1)
+    assert names(cut)[:2] == ["blocks.0.norm", "blocks.0.up"]
+    expected, norms = trained(whole)
+    masters, norms_of_cut = trained(cut)
+    assert norms_of_cut == norms
+    assert all(torch.equal(masters[name], values) for name, values in expected.items())
+    # In bf16, beside the largest group.
+    prefetched = [engine.plan.workload.prefetch_bytes for engine in (whole, cut)]
+    assert prefetched == [2 * 2 * 9440 - largest(whole), 2 * (2 * 9440 - 1) - largest(cut)]
+    assert with_keys(start, stage3_max_live_parameters=0).plan.workload.prefetch_bytes == 2 * 10**6
+    assert with_keys(start, stage3_max_live_parameters=1).plan.workload.prefetch_bytes == 0
+
+
+def test_modules_of_fine_grain_stay_together(start: Start) -> None:
+    """A block has 9,440 parameters in 5 modules: 1,888 for each."""
+    finest: dict[str, Any] = {"stage3_max_live_parameters": 1}
+    together = with_keys(start, stage3_module_granularity_threshold=1889, **finest)
+    assert names(together)[:3] == ["blocks.0", "blocks.1", "blocks.2"]
+    apart = with_keys(start, stage3_module_granularity_threshold=1888, **finest)
+    assert names(apart)[:2] == ["blocks.0.norm", "blocks.0.up"]
+
+
 def test_the_least_device_budget_is_that_of_the_cut(start: Start) -> None:
     whole = start(model(), threshold=0, **STREAMED)
     room = largest(whole)

@@ -15,6 +15,7 @@ from tiering.config.ds_config.auto import (
     Filled,
     argument,
     betas,
+    default,
     of_hidden_size,
     of_precision,
     total_steps,
@@ -99,12 +100,15 @@ _STAGE3: Tree = {
         "zero.persistence_threshold",
         auto=of_hidden_size("10 h", lambda h: 10 * h, "DeepSpeed's default"),
     ),
-    **for_each("model_persistence_threshold max_live_parameters max_reuse_distance", _BUDGETS),
+    "max_live_parameters": mapped(
+        "zero.live_elements", auto=default("0: tiering.device_budget is the limit"), off=(0,)
+    ),
+    **for_each("model_persistence_threshold max_reuse_distance", _BUDGETS),
     "gather_16bit_weights_on_model_save": _GATHERS,
     "gather_fp16_weights_on_model_save": deprecated(
         "old name of stage3_gather_16bit_weights_on_model_save: exports always gather", off=_NEVER
     ),
-    "module_granularity_threshold": no_effect("groups are the model's repeated blocks", off=(0,)),
+    "module_granularity_threshold": mapped("zero.granularity_threshold", off=(0,)),
     **for_each("use_all_reduce_for_fetch_params allgather_sequential", _COLLECTIVES),
 }
 

@@ -126,3 +126,10 @@ def test_no_wait_is_missing_and_no_bit_is_another(ranks: Ranks, nvme: Path) -> N
 @pytest.mark.parametrize("place", PLACES)
 def test_in_every_stage_and_placement(ranks: Ranks, nvme: Path, place: str, answers: bool) -> None:
     assert_as_on_cpus(ranks, nvme, answers, PLACES[place])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["stage 2, host", "stage 3, host", "stage 3, nvme"])
+def test_layers_in_tiles(ranks: Ranks, nvme: Path, place: str) -> None:
+    """The tiles of the embedding are those of the head, too: backward accumulates their gradients part by part."""
+    assert_as_on_cpus(ranks, nvme, False, PLACES[place] | {"tile": 8 << 10, "threshold": 0})

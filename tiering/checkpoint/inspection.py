@@ -86,8 +86,8 @@ class Kind:
 class Inspection:
     """The description of a checkpoint, and its damage.
 
-    Without a ``manifest``, the checkpoint could not be read. ``checked`` is the number of bytes compared with their
-    checksums. ``caveat`` is a warning about a property that cannot be checked.
+    Without a ``manifest``, the checkpoint could not be read; it has whole weights in place of tiles. ``checked`` is the
+    number of bytes compared with their checksums. ``caveat`` is a warning about a property that cannot be checked.
     """
 
     path: Path
@@ -154,7 +154,7 @@ def inspect(path: Path, *, quick: bool = False, on_read: OnRead = lambda _: None
     manifest: Manifest | None = None
     damage: list[Damage] = []
     try:
-        manifest = Manifest.read(path)
+        manifest = Manifest.read(path).joined()
         damage = _wrong_files(path, manifest)
         checkpoint = open_checkpoint(path) if not damage else None
     except CheckpointError as error:

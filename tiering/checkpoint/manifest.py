@@ -92,16 +92,29 @@ class WrittenFile(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter: ``dtype`` is that of its stored weight; ``steps`` is the number of updates of its state."""
+    """A parameter: ``dtype`` is that of its stored weight; ``steps`` is the number of updates of its state.
+
+    Of a weight that was stored as ``tiles``, ``steps`` is the largest number of a tile.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     trained: bool
     steps: int
+    tiles: tuple[StoredParameter, ...] = ()
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    def steps_of(self, first: int, end: int) -> int:
+        """The number of updates of the elements [first, end); the largest one if tiles differ."""
+        steps, begin = self.steps if not self.tiles else 0, 0
+        for tile in self.tiles:
+            if begin < end and first < begin + tile.numel:
+                steps = max(steps, tile.steps)
+            begin += tile.numel
+        return steps
 
 
 @dataclass(frozen=True)
@@ -301,8 +314,9 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
         if name in parameters or _parameter(name, excluded[name]).trained:
             raise FormatError(f"it excludes {short.repr(name)}, which is stored or trained")
     tiled = _tiled(content, parameters, excluded)
+    weights = {*parameters, *tiled}.difference(*tiled.values())
     for name, shared in tied.items():
-        if name in parameters or not isinstance(shared, str) or shared not in (*parameters, *tiled):
+        if name in weights or not isinstance(shared, str) or shared not in weights:
             raise FormatError(f"it has an invalid tie of {short.repr(name)} to {short.repr(shared)}")
     optimizer = content.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, str):
@@ -332,7 +346,10 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
 def _tiled(
     content: Mapping[str, Any], parameters: Mapping[str, Any], excluded: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """The names of tiles by the name of their weight. All are stored or all excluded, and they differ in rows only."""
+    """The names of tiles by the name of their weight. All are stored or all excluded.
+
+    They differ in rows and in numbers of updates only: a run may have frozen a tile for a while.
+    """
     entries: dict[str, Any] = _field(content, "tiled", dict) if "tiled" in content else {}
     used = set[str]()
     for name, tiles in entries.items():
@@ -346,8 +363,8 @@ def _tiled(
             raise FormatError(f"it lacks tiles of {quoted}")
         used.update(tiles)
         stored = [_parameter(tile, kept[tile]) for tile in tiles]
-        if not stored[0].shape or len({replace(each, shape=each.shape[1:]) for each in stored}) > 1:
-            raise FormatError(f"the tiles of {quoted} differ in more than their rows")
+        if not stored[0].shape or len({replace(each, shape=each.shape[1:], steps=0) for each in stored}) > 1:
+            raise FormatError(f"the tiles of {quoted} differ in more than their rows and steps")
     return {name: tuple(tiles) for name, tiles in entries.items()}
 
 
@@ -356,7 +373,8 @@ def _whole(tiles: Sequence[StoredParameter]) -> StoredParameter:
     first, *others = tiles
     if not others:
         return first
-    return replace(first, shape=(sum(each.shape[0] for each in tiles), *first.shape[1:]))
+    shape = (sum(each.shape[0] for each in tiles), *first.shape[1:])
+    return replace(first, shape=shape, steps=max(each.steps for each in tiles), tiles=tuple(tiles))
 
 
 def _root(content: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:

@@ -19,6 +19,7 @@ from zero3.building.zero_init import recipe_of
 from zero3.params import resharded
 from zero3.params.compilation import is_wrapped
 from zero3.params.precision import COMPUTE_DTYPES, is_packed, keeps_dtype, kept_in_fp32, unmatched
+from zero3.params.row_tiles import tiled_weights
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,12 @@ def check_model(model: nn.Module) -> None:
         _check_module(f"module {name!r}" if name else "the model", module)
     for name, param in model.named_parameters():
         _check_tensor(name, param)
+    for weight in tiled_weights(model.named_modules()):
+        if len({tile.requires_grad for tile in weight.layer.tile_weights}) > 1:
+            raise ConfigError(
+                f"some tiles of {weight.name!r} are frozen and others trained, but a checkpoint has the weight as one"
+                " tensor: freeze all of them with requires_grad_(False) of the layer, or none"
+            )
     check_wrapped(model)
 
 

@@ -183,11 +183,17 @@ class Restore:
         optimizer.steps.clear()
         if not self._states:
             return
+        steps: dict[nn.Parameter, int] = {}
+        for name, params in self._by_name().items():
+            first = 0
+            # Buffers have names, too.
+            for param in params if name in parameters else ():
+                steps[param] = parameters[name].steps_of(first, first + param.numel())
+                first += param.numel()
         for group in self._parts.groups:
             for piece, param in zip(group.layout.pieces, group.params, strict=True):
-                stored = parameters[self._names[param]] if param in self._names else None
-                if piece.trainable and stored is not None and stored.steps:
-                    optimizer.steps[piece.index] = stored.steps
+                if piece.trainable and steps.get(param):
+                    optimizer.steps[piece.index] = steps[param]
 
     def _kinds(self) -> dict[str, tuple[WeightFiles, OpenFiles, dict[nn.Parameter, StoredValues]]]:
         """By kind of optimizer state: its files, and the source of each parameter in them."""
@@ -234,16 +240,20 @@ class Restore:
         return states
 
     def _sources(self, files: WeightFiles, opened: OpenFiles) -> dict[nn.Parameter, StoredValues]:
-        """The values in ``files`` of each parameter. The tiles of a weight have one name, and follow each other."""
-        params_of: dict[str, list[nn.Parameter]] = defaultdict(list)
-        for param, name in self._names.items():
-            params_of[name].append(param)
+        """The values in ``files`` of each parameter."""
         sources: dict[nn.Parameter, StoredValues] = {}
-        for name, params in params_of.items():
+        for name, params in self._by_name().items():
             if name in files.tensors:
                 source = FileSource(files.parts_of(files.tensors[name]), opened)
                 sources |= source.of_tiles(params) if len(params) > 1 else {params[0]: source}
         return sources
+
+    def _by_name(self) -> dict[str, list[nn.Parameter]]:
+        """The parameters that are loaded by name. The tiles of a weight have one name, and follow each other."""
+        params_of: dict[str, list[nn.Parameter]] = defaultdict(list)
+        for param, name in self._names.items():
+            params_of[name].append(param)
+        return params_of
 
     def _log_conversions(self) -> None:
         """Log how the state differs from the saved state."""

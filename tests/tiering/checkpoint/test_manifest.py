@@ -40,6 +40,20 @@ RECORD = Manifest(
     digests={"rank-00001-of-00002.json": "0" * 64},
 )
 FROZEN = {"shape": [1], "dtype": "F32", "trained": False, "steps": 0}
+PARTS = {
+    "t.0": {"shape": [3, 5], "dtype": "F32", "trained": True, "steps": 7},
+    "t.1": {"shape": [2, 5], "dtype": "F32", "trained": True, "steps": 6},
+}
+
+
+def tiled(tiles: Any = ("t.0", "t.1"), **changes: Any) -> dict[str, Any]:
+    """Content with a weight "t" of ``tiles``; the second stored part with ``changes``."""
+    parts = PARTS | {"t.1": PARTS["t.1"] | changes}
+    return {
+        "parameters": parts,
+        "tiled": {"t": list(tiles) if isinstance(tiles, tuple) else tiles},
+        "tied": {},
+    }
 
 
 def test_it_comes_back(tmp_path: Path) -> None:
@@ -62,6 +76,19 @@ def test_it_comes_back(tmp_path: Path) -> None:
     assert Manifest.read(tmp_path) == replace(RECORD, excluded={}, tied={}, save=None, digests={})
 
 
+def test_tiles_come_back_and_are_joined(tmp_path: Path) -> None:
+    write_sealed(tmp_path / MANIFEST, content_of(tmp_path) | tiled() | {"tied": {"head": "t"}})
+    record = Manifest.read(tmp_path)
+    assert record.tiled == {"t": ("t.0", "t.1")} and [*record.parameters] == ["t.0", "t.1"]
+    weight = record.joined().parameters["t"]
+    assert (weight.shape, weight.steps) == ((5, 5), 7)
+    # By elements: of each tile, of both, and of the last row.
+    assert [weight.steps_of(*part) for part in ((0, 15), (15, 25), (0, 25), (20, 25))] == [7, 6, 7, 6]
+    (tmp_path / MANIFEST).unlink()
+    record.write(tmp_path)
+    assert Manifest.read(tmp_path) == record
+
+
 def content_of(directory: Path) -> dict[str, Any]:
     RECORD.write(directory)
     content = read_sealed(directory / MANIFEST)
@@ -79,6 +106,25 @@ def content_of(directory: Path) -> dict[str, Any]:
         ({"tied": {"head": "none"}}, "it has an invalid tie of 'head' to 'none'"),
         ({"tied": {"head": ["a"]}}, r"it has an invalid tie of 'head' to \['a'\]"),
         ({"tied": {"a": "a"}}, "invalid tie of 'a' to 'a'"),
+        ({"tiled": ["a"]}, r"its 'tiled' is \['a'\]"),
+        (tiled(3), "the tiles of 't' are not names"),
+        (tiled(()), "the tiles of 't' are not names"),
+        (tiled(("t.0", 1)), "the tiles of 't' are not names"),
+        (tiled(("t.0", "t.0")), "it lists 't', or a tile of it, twice"),
+        (tiled() | {"tiled": {"t": ["t.0", "t.1"], "u": ["t.1"]}}, "it lists 'u', or a tile of it, twice"),
+        (tiled() | {"tiled": {"t.0": ["t.0", "t.1"]}}, r"it lists 't\.0', or a tile of it, twice"),
+        (tiled() | {"excluded": {"t": FROZEN}}, "it lists 't', or a tile of it, twice"),
+        (tiled(("t.0", "t.2")), "it lacks tiles of 't'"),
+        (tiled(("t.2",)), "it lacks tiles of 't'"),
+        (tiled(("t.0", "f")) | {"excluded": {"f": FROZEN}}, "it lacks tiles of 't'"),
+        (tiled(dtype="BF16", trained=False, steps=0), "the tiles of 't' differ in more than their rows"),
+        (tiled(trained=False, steps=0), "the tiles of 't' differ in more than their rows"),
+        (tiled(shape=[2, 6]), "the tiles of 't' differ in more than their rows"),
+        (tiled(shape=[2, 5, 1]), "the tiles of 't' differ in more than their rows"),
+        (tiled(shape=[]), "the tiles of 't' differ in more than their rows"),
+        (tiled() | {"tied": {"head": "t.2"}}, r"it has an invalid tie of 'head' to 't\.2'"),
+        (tiled() | {"tied": {"head": "t.0"}}, r"it has an invalid tie of 'head' to 't\.0'"),
+        (tiled() | {"tied": {"t": "t"}}, "it has an invalid tie of 't' to 't'"),
         ({"step": True}, "its 'step' is True"),
         ({"world_size": 0}, "its 'world_size' is 0"),
         ({"world_size": 10**9}, "its 'world_size' is 1000000000"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import tiering
 from tests.zero3.conftest import NVME_STATE, SmallModel, batches, config
 from tests.zero3.plain import STREAMED
+from tiering.checkpoint.manifest import Manifest
 from tiering.errors import CheckpointError, ConfigError, PlacementError
 from zero3.building.tiling import tile
 from zero3.engine.engine import Engine
@@ -335,6 +336,36 @@ def test_frozen_tiles_that_a_save_excludes_stay(start: Start, tmp_path: Path) ->
         CheckpointError, match=r"'embedding\.weight', which it excludes, has shape \[600, 48\]"
     ):
         wider.load_checkpoint(tmp_path, tag="saved", load_module_strict=False)
+
+
+def test_tiles_keep_their_numbers_of_updates(start: Start, tmp_path: Path) -> None:
+    """One is frozen for a step. Larger tiles have the number of the part with the most updates."""
+
+    def engine(**options: Any) -> Engine:
+        return start(small(), threshold=0, rule="AdamW", **options)
+
+    first = engine(tile=TILE // 2)
+    trained(first, steps=1)
+    frozen = first.module.get_parameter("embedding.tiles.1.weight").requires_grad_(False)
+    trained(first, steps=1)
+    frozen.requires_grad_(True)
+    first.save_checkpoint(tmp_path, tag="saved")
+    stored = Manifest.read(tmp_path / "saved").parameters
+    assert [stored[f"embedding.tiles.{number}.weight"].steps for number in range(3)] == [2, 1, 2]
+    again = engine(tile=TILE // 2)
+    again.load_checkpoint(tmp_path, tag="saved")
+    assert_same(trained(again), trained(first))
+    whole = engine()
+    whole.load_checkpoint(tmp_path, tag="saved")
+    whole.save_checkpoint(tmp_path, tag="whole")
+    assert Manifest.read(tmp_path / "whole").parameters["embedding.weight"].steps == 2
+
+
+def test_a_weight_is_frozen_as_a_whole(start: Start) -> None:
+    model = tile(small(), TILE)
+    model.get_parameter("embedding.tiles.1.weight").requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"some tiles of 'embedding\.weight' are frozen and others trained"):
+        start(model)
 
 
 def test_a_client_keeps_its_state_only_with_the_same_tiles(start: Start, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tiering.config.training import TiersConfig
 from tiering.errors import PlacementError
 from tiering.host import cgroups
 from tiering.host.kernel_files import number, text_of
-from tiering.placement.placement import AMPLE, make_plan
+from tiering.placement.placement import AMPLE, make_plan, place
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier, Workload
 from tiering.storage.swap_file import check_directory, free_by_file_system, wait_for_space
@@ -128,7 +128,7 @@ def plan_within(
 def fits(load: Workload, budgets: Budgets) -> bool:
     """Whether ``load`` has a plan within ``budgets``."""
     try:
-        make_plan(load, budgets)
+        place(load, budgets)
     except PlacementError:
         return False
     return True

@@ -13,7 +13,7 @@ from torch import nn
 
 from tiering import _logs
 from tiering.config.training import TieringConfig, format_size
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, PlacementError
 from tiering.host import topology
 from tiering.placement.budgets import fits, least_of, plan_within, resolve_budgets
 from tiering.placement.plan import Budgets, Plan
@@ -57,6 +57,7 @@ from zero3.setup.optimizer_choice import (
     choose_optimizer,
 )
 from zero3.setup.rank_comparison import check_ranks_agree
+from zero3.setup.tile_advice import advise_tiles
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +243,13 @@ def _plan(model: nn.Module, config: TieringConfig, checked: _Checked, rank: _Ran
         load = settle_update_share(
             load, budgets, rank.device, local_ranks=ranks, collectives=rank.collectives
         )
-    plan = plan_within(load, budgets, config.tiering, nvme.all, lambda: _budgets(config, nvme, rank))
+    try:
+        plan = plan_within(load, budgets, config.tiering, nvme.all, lambda: _budgets(config, nvme, rank))
+    except PlacementError as refusal:
+        world_size = rank.world.size
+        raise advise_tiles(
+            refusal, load, model, config, checked.chosen, budgets, on_gpu=on_gpu, world_size=world_size
+        ) from None
     sized, in_place = cuts.of(plan)
     if rank.collectives is not None:
         rank.collectives.check_same("plan", (f"{key} {value}" for key, value in vars(plan.workload).items()))

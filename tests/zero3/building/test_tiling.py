@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import tiering
 from tests.zero3.conftest import NVME_STATE, SmallModel, batches, config
 from tests.zero3.plain import STREAMED
 from tiering.checkpoint.manifest import Manifest
+from tiering.config.training import format_size, parse_size
 from tiering.errors import CheckpointError, ConfigError, PlacementError
 from zero3.building.tiling import tile
 from zero3.engine.engine import Engine
@@ -214,10 +216,22 @@ def test_rows_of_tiles_give_the_bits_of_the_whole_embedding(start: Start) -> Non
 
 def test_a_model_trains_in_less_room_than_a_layer_takes(start: Start) -> None:
     """The largest layer takes 56 KiB, and the least room for groups that are read is two of them."""
-    with pytest.raises(PlacementError, match=r"the largest group, 'embedding', needs 60"):
+    with pytest.raises(PlacementError, match=r"the largest group, 'embedding', needs 60") as refused:
         start(small(), threshold=0, device_budget="44KiB", prefetch=0, **STREAMED)
-    engine = start(small(), threshold=0, device_budget="44KiB", prefetch=0, tile=4 << 10, **STREAMED)
-    assert_same(trained(engine), trained(start(small(), threshold=0, tile=4 << 10)))
+    advice = re.search(r"With tiering\.tile of (\S+) (\w+) the model fits", str(refused.value))
+    assert advice is not None
+    advised = "".join(advice.groups())
+    engine = start(small(), threshold=0, device_budget="44KiB", prefetch=0, tile=advised, **STREAMED)
+    assert_same(trained(engine), trained(start(small(), threshold=0, tile=advised)))
+    # Twice as large is too large.
+    twice = 2 * parse_size(advised)
+    with pytest.raises(
+        PlacementError, match=rf"tiering\.tile of {re.escape(format_size(parse_size(advised)))}"
+    ):
+        start(small(), threshold=0, device_budget="44KiB", prefetch=0, tile=twice, **STREAMED)
+    with pytest.raises(PlacementError) as without:
+        start(small(), threshold=0, device_budget="4KiB", prefetch=0, **STREAMED)
+    assert "tiering.tile" not in str(without.value)
 
 
 def stored(directory: Path) -> Path:

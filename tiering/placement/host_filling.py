@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tiering.placement.plan import Staging, SubGroup
+from tiering.placement.plan import Staging, TileRun
 from tiering.placement.slots import has_to_visit, largest_tile, slots_for, tile_numel
 from tiering.placement.tenants import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from tiering.placement.workload import Tenant, TenantPiece, Tier, Workload
@@ -19,10 +19,10 @@ from tiering.placement.workload import Tenant, TenantPiece, Tier, Workload
 
 @dataclass(frozen=True)
 class Filled:
-    """The use of the host budget: the tiers of each tenant's pieces, by its kind; optimizer state is in ``tiles``."""
+    """The use of the host budget: the tiers of each tenant's pieces, by its kind; optimizer state is in ``runs``."""
 
     tiers: Mapping[str, list[Tier]]
-    tiles: list[SubGroup]
+    runs: list[TileRun]
     staging: Staging
 
 
@@ -48,7 +48,7 @@ class HostFilling:
         self._room = room
         self._first_tiers = first_tiers
         self._tiers = {kind: list(tiers) for kind, tiers in first_tiers.items()}
-        self._tiles: list[SubGroup] = []
+        self._runs: list[TileRun] = []
         self._tile, self._slots = tile, slots
         self._fits = True
 
@@ -73,8 +73,8 @@ class HostFilling:
         for _, keep in sorted(offers, key=lambda offer: offer[0], reverse=True):
             keep()
         if self._slots is None:
-            return Filled(self._tiers, self._tiles, Staging()) if self._fits else None
-        return Filled(self._tiers, self._tiles, self._staging(self._tiers))
+            return Filled(self._tiers, self._runs, Staging()) if self._fits else None
+        return Filled(self._tiers, self._runs, self._staging(self._tiers))
 
     def _waiting(self, tenant: Tenant) -> list[int]:
         """The pieces that stream. Those without planned traffic keep their extent, for gradients that are not final in
@@ -126,13 +126,26 @@ class HostFilling:
             # Tiles that visit the device need no host slots, so the room for host slots must not limit their size.
             visits = has_to_visit(load, home, self._tiers[PARAMETERS][index])
             step = tile_numel(numel, largest_tile(load) if visits else self._tile)
-            for start in range(0, numel, step):
-                end = min(start + step, numel)
-                tier = home
-                nbytes = (end - start) * load.of(group).state_itemsize
-                if tier is Tier.NVME and self._keep(nbytes, offloaded=True):
-                    tier = Tier.HOST
-                self._tiles.append(SubGroup(index, start, end, tier))
+            ends = {home: numel}
+            if home is Tier.NVME:
+                kept = self._keep_tiles(numel, step, load.of(group).state_itemsize)
+                ends = {Tier.HOST: kept, Tier.NVME: numel}
+            start = 0
+            for tier, end in ends.items():
+                if start < end:
+                    self._runs.append(TileRun(index, start, end, step, tier))
+                    start = end
+
+    def _keep_tiles(self, numel: int, step: int, itemsize: int) -> int:
+        """Take room for as many tiles of ``step`` elements as possible, from the first; returns their elements."""
+        # SGD in fp32 has no state to move.
+        if not itemsize:
+            return numel
+        room = max(0, self._room // itemsize) if self._may_keep(offloaded=True) else 0
+        kept = numel if room >= numel else room // step * step
+        self._room -= kept * itemsize
+        self._fits = self._fits and kept == numel
+        return kept
 
     def _staging(self, tiers: Mapping[str, Sequence[Tier]]) -> Staging:
         assert self._slots is not None

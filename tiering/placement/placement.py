@@ -12,6 +12,7 @@ Budgets are ceilings. A model that cannot fit is refused, with the numbers and t
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tiering.config.fields import format_need
 from tiering.config.training import format_size
 from tiering.errors import PlacementError
 from tiering.placement.host_filling import Filled, HostFilling
-from tiering.placement.plan import Budgets, Plan, ReductionRoom, Staging, SubGroup, checksum_bytes
+from tiering.placement.plan import Budgets, Plan, ReductionRoom, Staging, TileRun, checksum_bytes
 from tiering.placement.slots import (
     USUAL_SLOTS,
     has_to_visit,
@@ -96,9 +97,9 @@ def _place_cut(load: Workload, budgets: Budgets) -> Plan:
     kept = _keep_what_cannot_move(load, fixed) if load.cache_in_host else []
     try:
         return _place(load, fixed, kept)
-    except PlacementError:
+    except BudgetError as refusal:
         # Parameters that are kept in host memory may have left too little room for mandatory bytes: try without.
-        if kept:
+        if kept and refusal.tier is not Tier.NVME:
             with contextlib.suppress(PlacementError):
                 return _place(load, _mandatory(load, budgets), [])
         raise
@@ -149,7 +150,7 @@ def _place(load: Workload, fixed: _Room, kept: Sequence[int]) -> Plan:
         filled = fill(tile, slots)
     assert filled is not None
     least_working = max(_chains(load, filled.tiers[PARAMETERS]), default=0)
-    tiles, update_window = _visits(load, filled, fixed.remaining(Tier.DEVICE) - least_working)
+    runs, update_window = _visits(load, filled, fixed.remaining(Tier.DEVICE) - least_working)
     fixed.add(Tier.DEVICE, update_window.nbytes, "update window")
     working = _working_set(load, filled.tiers[PARAMETERS], fixed)
     least = _reduction(load, _buckets(load)[-1]).nbytes
@@ -161,8 +162,8 @@ def _place(load: Workload, fixed: _Room, kept: Sequence[int]) -> Plan:
         workload=load,
         budgets=budgets,
         param_tiers=tuple(filled.tiers[PARAMETERS]),
-        grad_tiers=tuple(_stay_to_be_used(load, tiles, filled.tiers[GRADIENTS], spare)),
-        sub_groups=tuple(tiles),
+        grad_tiers=tuple(_stay_to_be_used(load, runs, filled.tiers[GRADIENTS], spare)),
+        runs=tuple(runs),
         working_bytes=working,
         staging=filled.staging,
         fetch_window_bytes=fetch_window,
@@ -186,7 +187,27 @@ def _mandatory(load: Workload, budgets: Budgets) -> _Room:
     """The room left after the bytes that no slower tier may have."""
     fixed = _Room(load, budgets)
     fixed.check()
+    swapped, room = _swappable_bytes(load), fixed.remaining(Tier.HOST)
+    needed = sum(swapped.values()) - room
+    if needed > budgets.nvme:
+        raise BudgetError(
+            f"nvme needs at least {format_need(needed)} but its budget is {budgets.text(Tier.NVME)}"
+            f" ({_listed(swapped)}, of which host memory has room for {format_size(room)});"
+            f" {_room(budgets, Tier.NVME)}",
+            Tier.NVME,
+            needed,
+        )
     return fixed
+
+
+@lru_cache(maxsize=8)
+def _swappable_bytes(load: Workload) -> dict[str, int]:
+    """Bytes of swap space of all that may live on NVMe, by kind."""
+    kinds = {
+        tenant.kind: sum(piece.swap_bytes for piece in tenant.pieces if piece.tier is Tier.NVME)
+        for tenant in tenants(load)
+    }
+    return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
 
 @lru_cache(maxsize=8)
@@ -265,7 +286,7 @@ def _keep_what_cannot_move(load: Workload, fixed: _Room) -> list[int]:
     room = fixed.remaining(Tier.DEVICE)
     too_large = [index for index, nbytes in enumerate(_chains(load, param_tiers)) if nbytes > room]
     for index in too_large:
-        excess = _chains(load, param_tiers)[index] - room
+        excess = _chain_bytes(load, index, param_tiers) - room
         movable = [
             at
             for at in load.chain(index)
@@ -330,7 +351,7 @@ class _Room:
         return "free disk space"
 
 
-def _visits(load: Workload, filled: Filled, room: int) -> tuple[list[SubGroup], Staging]:
+def _visits(load: Workload, filled: Filled, room: int) -> tuple[list[TileRun], Staging]:
     """Marks the tiles that visit a GPU for their update; returns all tiles, and slots for them in ``room`` bytes there.
 
     Tiles whose state is on the GPU and whose parameters are not must visit. Of the tiles with state in host memory, the
@@ -338,35 +359,42 @@ def _visits(load: Workload, filled: Filled, room: int) -> tuple[list[SubGroup], 
     their parameters first. Without room for two slots, none of these visit.
     """
     if load.device_is_host or load.whole_groups:
-        return filled.tiles, Staging()
-    required, optional = list[SubGroup](), list[SubGroup]()
-    for tile in filled.tiles:
-        tiers = tile.tier, filled.tiers[PARAMETERS][tile.group], filled.tiers[GRADIENTS][tile.group]
-        if Tier.NVME not in tiers and tile.tier is not Tier.DEVICE:
-            optional.append(tile)
-        elif has_to_visit(load, *tiers[:2]):
-            required.append(tile)
-    requested = load.update_on_device * sum(tile.numel for tile in optional)
-    chosen, chosen_numel = list[SubGroup](), 0
-    for tile in optional:
-        if chosen_numel >= requested:
-            break
-        chosen.append(tile)
-        chosen_numel += tile.numel
-    window = _visitors(load, filled, required + chosen, room)
-    if window.nbytes > room and chosen:
-        chosen, window = [], _visitors(load, filled, required, room)
-    visiting = {id(tile) for tile in required + chosen}
-    return [replace(tile, visits=True) if id(tile) in visiting else tile for tile in filled.tiles], window
+        return filled.runs, Staging()
+
+    def is_optional(run: TileRun) -> bool:
+        tiers = run.tier, filled.tiers[PARAMETERS][run.group], filled.tiers[GRADIENTS][run.group]
+        return Tier.NVME not in tiers and run.tier is not Tier.DEVICE
+
+    def visiting(requested: float) -> list[TileRun]:
+        """All runs, of which ``requested`` elements that need not visit do so."""
+        runs = list[TileRun]()
+        for run in filled.runs:
+            if not is_optional(run):
+                visits = has_to_visit(load, run.tier, filled.tiers[PARAMETERS][run.group])
+                runs.append(replace(run, visits=visits))
+            elif requested <= 0:
+                runs.append(run)
+            else:
+                first, rest = run.parted(math.ceil(requested))
+                requested -= first.numel
+                runs.append(replace(first, visits=True))
+                if rest is not None:
+                    runs.append(rest)
+        return runs
+
+    runs = visiting(load.update_on_device * sum(run.numel for run in filled.runs if is_optional(run)))
+    window = _visitors(load, filled, [run for run in runs if run.visits], room)
+    if window.nbytes > room and any(run.visits and is_optional(run) for run in runs):
+        runs = visiting(0)
+        window = _visitors(load, filled, [run for run in runs if run.visits], room)
+    return runs, window
 
 
 def _stay_to_be_used(
-    load: Workload, tiles: Sequence[SubGroup], grad_tiers: Sequence[Tier], room: int
+    load: Workload, runs: Sequence[TileRun], grad_tiers: Sequence[Tier], room: int
 ) -> list[Tier]:
     """The tiers of gradients: gradients that the GPU uses stay on the device, as far as ``room`` allows."""
-    visiting = {tile.group for tile in tiles if tile.visits} - {
-        tile.group for tile in tiles if not tile.visits
-    }
+    visiting = {run.group for run in runs if run.visits} - {run.group for run in runs if not run.visits}
     stay = list(grad_tiers)
     for index in sorted(visiting):
         nbytes = load.home_grad_bytes(load.groups[index])
@@ -376,12 +404,12 @@ def _stay_to_be_used(
     return stay
 
 
-def _visitors(load: Workload, filled: Filled, tiles: Sequence[SubGroup], room: int) -> Staging:
-    """Device slots for the parts of ``tiles`` that live in host memory: at least two."""
-    sized = [(tile.numel, load.of(load.groups[tile.group])) for tile in tiles]
-    on_host = any(tile.tier is Tier.HOST for tile in tiles)
-    params_on_host = any(filled.tiers[PARAMETERS][tile.group] is Tier.HOST for tile in tiles)
-    grads_on_host = any(filled.tiers[GRADIENTS][tile.group] is Tier.HOST for tile in tiles)
+def _visitors(load: Workload, filled: Filled, runs: Sequence[TileRun], room: int) -> Staging:
+    """Device slots for the parts of the tiles of ``runs`` that live in host memory: at least two."""
+    sized = [(run.largest, load.of(load.groups[run.group])) for run in runs]
+    on_host = any(run.tier is Tier.HOST for run in runs)
+    params_on_host = any(filled.tiers[PARAMETERS][run.group] is Tier.HOST for run in runs)
+    grads_on_host = any(filled.tiers[GRADIENTS][run.group] is Tier.HOST for run in runs)
     slot = slots_of_sizes(
         1,
         state=[numel * sizes.state_itemsize for numel, sizes in sized] if on_host else [],
@@ -389,7 +417,7 @@ def _visitors(load: Workload, filled: Filled, tiles: Sequence[SubGroup], room: i
         grad=[numel * sizes.grad_itemsize for numel, sizes in sized] if grads_on_host else [],
     )
     slots = min(USUAL_SLOTS, max(FEWEST_VISITS, room // slot.nbytes)) if slot.nbytes else FEWEST_VISITS
-    return replace(slot, slots=slots) if tiles else Staging()
+    return replace(slot, slots=slots) if runs else Staging()
 
 
 def _bytes_on_nvme(
@@ -405,8 +433,16 @@ def _bytes_on_nvme(
     )
 
 
+def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:
+    """Device room for a group and its enclosing groups, as far as they must be unsharded to compute."""
+    chain = ((load.groups[at], param_tiers[at]) for at in load.chain(index))
+    return sum(
+        load.unsharded_bytes(group) for group, tier in chain if not load.computes_in_place(group, tier)
+    )
+
+
 def _chains(load: Workload, param_tiers: Sequence[Tier]) -> list[int]:
-    """Device room for each group and its enclosing groups, as far as they must be unsharded to compute."""
+    """``_chain_bytes`` of each group."""
     own = [
         0 if load.computes_in_place(group, tier) else load.unsharded_bytes(group)
         for group, tier in zip(load.groups, param_tiers, strict=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,6 +69,42 @@ class SubGroup:
     @property
     def numel(self) -> int:
         return self.end - self.start
+
+
+@dataclass(frozen=True)
+class TileRun:
+    """Tiles of a group behind each other, on one tier: ``step`` elements each, but for the last tile of the group.
+
+    A large model has millions of tiles.
+    """
+
+    group: int
+    start: int
+    end: int
+    step: int
+    tier: Tier
+    visits: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest tile."""
+        return min(self.step, self.numel)
+
+    def parted(self, numel: int) -> tuple[TileRun, TileRun | None]:
+        """The fewest of its tiles that have ``numel`` elements together, or all of them; and the other tiles."""
+        middle = self.start + -(-numel // self.step) * self.step
+        if middle >= self.end:
+            return self, None
+        return replace(self, end=middle), replace(self, start=middle)
+
+    def sub_groups(self) -> Iterator[SubGroup]:
+        """Its tiles."""
+        for start in range(self.start, self.end, self.step):
+            yield SubGroup(self.group, start, min(start + self.step, self.end), self.tier, self.visits)
 
 
 @dataclass(frozen=True)
@@ -134,7 +170,7 @@ class Plan:
     budgets: Budgets
     param_tiers: tuple[Tier, ...]
     grad_tiers: tuple[Tier, ...]
-    sub_groups: tuple[SubGroup, ...]
+    runs: tuple[TileRun, ...]
     # Device room for unsharded groups, including prefetch.
     working_bytes: int
     staging: Staging
@@ -153,11 +189,16 @@ class Plan:
     # The tiers of the pieces of each of ``workload.others``.
     other_tiers: tuple[tuple[Tier, ...], ...] = ()
 
-    def sizes_of(self, tile: SubGroup) -> Workload:
+    @cached_property
+    def sub_groups(self) -> tuple[SubGroup, ...]:
+        """All tiles, of all ``runs``."""
+        return tuple(tile for run in self.runs for tile in run.sub_groups())
+
+    def sizes_of(self, tile: SubGroup | TileRun) -> Workload:
         """The Workload with the sizes per element of the group of ``tile``."""
         return self.workload.of(self.workload.groups[tile.group])
 
-    def tile_state_bytes(self, tile: SubGroup) -> int:
+    def tile_state_bytes(self, tile: SubGroup | TileRun) -> int:
         """Bytes of optimizer state of ``tile``."""
         return tile.numel * self.sizes_of(tile).state_itemsize
 
@@ -167,7 +208,7 @@ class Plan:
         return tenants(self.workload)
 
     def placed(self) -> Iterator[PlacedPiece]:
-        """Each piece of each tenant, with the tier on which it lives; optimizer state in tiles."""
+        """Each piece of each tenant, with the tier on which it lives; optimizer state in runs."""
         for tenant in self.tenants:
             if tenant.kind in self.tiers:
                 for piece, tier in zip(tenant.pieces, self.tiers[tenant.kind], strict=True):
@@ -176,9 +217,9 @@ class Plan:
                     yield PlacedPiece(
                         tenant.kind, tier, piece.nbytes, read, piece.written, in_files is not None
                     )
-        for tile in self.sub_groups:
-            nbytes = self.tile_state_bytes(tile)
-            yield PlacedPiece(OPTIMIZER_STATE, tile.tier, nbytes, nbytes, nbytes)
+        for run in self.runs:
+            nbytes = self.tile_state_bytes(run)
+            yield PlacedPiece(OPTIMIZER_STATE, run.tier, nbytes, nbytes, nbytes)
 
     @cached_property
     def _sums(self) -> Mapping[tuple[str, Tier], _Sums]:
@@ -270,7 +311,7 @@ class Plan:
                 written[kind] += sums.written
         return +read, +written
 
-    def visited(self, tile: SubGroup) -> tuple[int, int]:
+    def visited(self, tile: SubGroup | TileRun) -> tuple[int, int]:
         """Bytes that the update of ``tile``, which visits the device, copies (to the device, back) over its link."""
         sizes = self.sizes_of(tile)
         state = 0 if tile.tier is Tier.DEVICE else sizes.state_itemsize
@@ -282,12 +323,12 @@ class Plan:
     def updated(self) -> dict[str, int]:
         """Bytes of optimizer state by the place of their update: the CPU, device memory, or a visit to the device."""
         load, kinds = self.workload, {"by the CPU": 0, "in device memory": 0, "visiting the device": 0}
-        for tile in self.sub_groups:
-            is_on_device = tile.tier is Tier.DEVICE and not load.device_is_host
+        for run in self.runs:
+            is_on_device = run.tier is Tier.DEVICE and not load.device_is_host
             place = (
-                "in device memory" if is_on_device else "visiting the device" if tile.visits else "by the CPU"
+                "in device memory" if is_on_device else "visiting the device" if run.visits else "by the CPU"
             )
-            kinds[place] += self.tile_state_bytes(tile)
+            kinds[place] += self.tile_state_bytes(run)
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     def sent_bytes(self) -> dict[str, int]:

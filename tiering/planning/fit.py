@@ -55,6 +55,8 @@ class Remedy:
         if key in _BESIDE_CONFIGURATION:
             return _BESIDE_CONFIGURATION[key].format(value=value)
         name = key.rpartition("tiering.")[2].removeprefix("zero_optimization.")
+        if name == "tile":
+            return f"tile of {format_need(int(value))}"
         if not name.endswith("_budget"):
             return f"{name} {value!r}" if isinstance(value, str) else f"{name} {value}"
         tier = name.removesuffix("_budget")
@@ -124,6 +126,9 @@ class Search:
         while (refusal := self._refusal(budgets.having(tier, enough))) is not None:
             too_small, refused = enough, refused + 1
             named = round_up(refusal.nbytes) if refusal.tier is tier else 0
+            if (tier, refusal.tier) == (Tier.HOST, Tier.NVME):
+                # Each byte in host memory saves at most one there.
+                named = round_up(enough + refusal.nbytes - budgets.nvme)
             doubled = max(PAGE, 2 * enough)
             enough = named if enough < named and refused <= MOST_REFUSALS else doubled
         return too_small, enough

@@ -281,7 +281,7 @@ def _take_gradients(
 def _update(plan: Plan, steps: _Work) -> None:
     """Adds the updates of sub-groups by the CPU, or by a device that has their state or that they visit."""
     load = plan.workload
-    for tile in plan.sub_groups:
+    for tile in plan.runs:
         sizes = plan.sizes_of(tile)
         to_device, from_device = plan.visited(tile) if tile.visits else (0, 0)
         steps.to_device += to_device
@@ -305,7 +305,7 @@ def updated_on_device(load: Workload, numel: int) -> int:
 def _swap_state(plan: Plan, forward: _Work, backward: _Work, steps: _Work) -> None:
     """Adds NVMe I/O of state and updated parameters; as much as the slots hold overlaps the neighbouring phases."""
     load, slots = plan.workload, plan.staging
-    state = sum(plan.tile_state_bytes(tile) for tile in plan.sub_groups if tile.tier is Tier.NVME)
+    state = sum(plan.tile_state_bytes(tile) for tile in plan.runs if tile.tier is Tier.NVME)
     params = written = 0
     for group, tier in zip(load.groups, plan.param_tiers, strict=True):
         if tier is Tier.NVME:

@@ -33,7 +33,7 @@ def best_share(load: Workload, budgets: Budgets, rates: Rates) -> float:
         plan = place(replace(load, update_on_device=1.0), budgets)
     except PlacementError:
         return 0.0
-    visiting = [tile for tile in plan.sub_groups if tile.visits and tile.tier is Tier.HOST]
+    visiting = [tile for tile in plan.runs if tile.visits and tile.tier is Tier.HOST]
     elements = sum(tile.numel for tile in visiting)
     if not elements:
         return 0.0
@@ -43,7 +43,7 @@ def best_share(load: Workload, budgets: Budgets, rates: Rates) -> float:
     on_device = link_seconds(to_device, from_device, rates)
     if rates.device_memory is not None:
         on_device = max(on_device, updated_on_device(load, elements) / rates.device_memory)
-    cpu_only = sum(t.numel for t in plan.sub_groups if t.tier is not Tier.DEVICE and not t.visits)
+    cpu_only = sum(t.numel for t in plan.runs if t.tier is not Tier.DEVICE and not t.visits)
 
     def seconds(share: float) -> float:
         stepped = (1 - share) * elements + cpu_only

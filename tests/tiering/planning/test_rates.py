@@ -241,7 +241,9 @@ def test_a_named_machine_can_be_forecast(profile: Profile) -> None:
     load = example(device_is_host=False, fetch_by_copy=True, world_size=ranks, reduce_itemsize=2)
     plan = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY))
     estimate = forecast(plan, profile.rates(load), tokens=1024, local_ranks=ranks)
-    assert estimate.seconds > 0 and estimate.drive_days(profile.endurance) is not None
+    assert estimate.seconds > 0
+    if profile.endurance is not None:
+        assert estimate.drive_days(profile.endurance) is not None
     assert profile.drive.name in str(profile) and profile.device.name in str(profile)
 
 

@@ -16,8 +16,9 @@ from tiering.config.optimizer import RULES
 from tiering.errors import ConfigError
 from tiering.placement.configured import StateKept, configured_state, make_workload
 from tiering.placement.workload import ITEMSIZES, QUANTUM, GroupSizes
-from tiering.planning.plan_report import ModelSize, PlanReport, report
+from tiering.planning.plan_report import PlanReport, report
 from tiering.planning.rates import Rates
+from tiering.planning.request import ModelSize
 from tiering.planning.setting import Setting
 from tiering.storage.arena import round_up
 from tiering.weights.files import nbytes_of

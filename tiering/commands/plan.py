@@ -32,6 +32,11 @@ sizes: 4K, 1M, 1GiB (1024-based) or 1GB (10^9), as in the configuration. A budge
 exit code: 0 the model fits, 1 the model does not fit (changes that make it fit are printed), 2 usage error.
 """
 
+_BUDGETS = {
+    "device": "from the configuration, or what activations leave of the GPU",
+    "host": "from the profile, the configuration or this machine; for other machines, the plan says what a node needs",
+    "nvme": "as for host",
+}
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kMGTP]?)(?:B|FLOPS?|FLOP)?(?:/s)?", re.ASCII)
 RATE_NAMES = {
@@ -121,14 +126,22 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--checkpointing",
-        action="store_true",
-        help="with activation checkpointing, where backward recomputes the forward",
+        action=argparse.BooleanOptionalAction,
+        help="with activation checkpointing, where backward recomputes the forward (default: no; for other machines"
+        " than this one, if there is no plan without)",
     )
     group.add_argument(
         "--block-rows",
         type=_positive,
         metavar="N",
         help="sequences that a block computes at a time (tiering.block_rows); with --sequence",
+    )
+    group.add_argument(
+        "--tile",
+        type=memory_size,
+        metavar="SIZE",
+        help="maximum bytes of the weight of a layer (tiering.tile); larger ones are cut into tiles of rows (default:"
+        " that of --config, else the largest with which there is a plan)",
     )
     group.add_argument(
         "--chunked-loss",
@@ -138,7 +151,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--activations",
         choices=("device", "host", "nvme", "auto"),
-        help="where activations wait for backward (default: that of --config, else device)",
+        help="where activations wait for backward (default: that of --config, else device; for other machines than this"
+        " one auto, if there is no plan otherwise)",
     )
     group.add_argument(
         "--activation-budget",
@@ -166,14 +180,14 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
         type=_positive,
         default=1,
         metavar="N",
-        help="number of nodes (default: 1); profiles do not have the network between nodes",
+        help="number of nodes (default: 1); with --gpu they are other machines than this one",
     )
     for tier in ("device", "host", "nvme"):
         group.add_argument(
             f"--{tier}-budget",
             type=memory_size,
             metavar="SIZE",
-            help=f"budget of the {tier} tier (default: from the profile, the configuration or this machine)",
+            help=f"budget of the {tier} tier (default: {_BUDGETS[tier]})",
         )
 
 
@@ -224,6 +238,8 @@ def run(options: argparse.Namespace) -> int:
 
 def answer(options: argparse.Namespace) -> PlanReport:
     """The report for ``options``. Raises ConfigError, SwapSpaceError or OSError."""
+    from tiering.planning import profiles
+    from tiering.planning.configuration import file_of
     from tiering.planning.setting import LOSS_CHUNK, TOKENS, Setting
 
     if options.save_rates is not None and not options.measure:
@@ -237,6 +253,11 @@ def answer(options: argparse.Namespace) -> PlanReport:
 
         raise ConfigError(f"{counted(ranks, 'rank')} cannot be divided over {counted(options.nodes, 'node')}")
     gpu = options.gpu if options.gpu is not None else profile.device.memory_bytes if profile else None
+    elsewhere = gpu is not None and not options.measure and _is_elsewhere(ranks, options.nodes)
+    assumed = None
+    if elsewhere and profile is None and options.rates is None:
+        assert gpu is not None
+        assumed = profiles.like(gpu, ranks // options.nodes)
     endurance = profile.endurance if profile else None
     setting = Setting(
         world_size=ranks,
@@ -244,22 +265,45 @@ def answer(options: argparse.Namespace) -> PlanReport:
         gpu_memory=gpu,
         tokens=options.tokens or max(TOKENS, options.sequence or 0),
         sequence=options.sequence,
-        checkpointed=options.checkpointing,
+        checkpointed=bool(options.checkpointing),
         loss_chunk=LOSS_CHUNK if options.chunked_loss else 0,
         endurance=endurance if options.tbw is None else options.tbw,
+        elsewhere=elsewhere,
     )
     adapters = _adapters(options)
-    config = _config(options, profile, ranks)
+    file = _usual_file(options, profile or assumed, elsewhere=elsewhere) if options.config is None else None
+    config = _config(options, file, profile, ranks)
     if config.tiering.block_rows is not None and setting.sequence is None:
         raise ConfigError("block_rows counts sequences: give their length by --sequence N")
-    rates = _rates(options, profile, setting, config.tiering.io)
+    rates = _rates(options, profile or assumed, setting, config.tiering.io)
+    report = _planned(options, config, setting, rates, adapters)
+    if assumed is not None:
+        report = replace(report, assumptions=(*report.assumptions, _assumed_rates(assumed)))
+    return report if file is None else replace(report, configuration=file_of(report, file))
+
+
+def _planned(
+    options: argparse.Namespace,
+    config: TieringConfig,
+    setting: Setting,
+    rates: Callable[[Workload], Rates],
+    adapters: Adapters | None,
+) -> PlanReport:
+    """The report for the model of ``options``."""
+    from tiering.planning.choices import Open
     from tiering.planning.sizing import NAMED, plan_of_decoder, plan_of_size
 
+    bare = options.config is None
+    open_ = Open(
+        checkpointing=bare and setting.elsewhere and options.checkpointing is None,
+        activations=bare and setting.elsewhere and options.activations is None,
+        tile=bare and options.tile is None,
+    )
     if options.model is None:
-        return plan_of_size(options.params, config, setting, rates, adapters)
+        return plan_of_size(options.params, config, setting, rates, adapters, open_)
     if options.model in NAMED and not Path(options.model).exists():
         shape = NAMED[options.model]
-        return plan_of_decoder(f"{options.model}, {shape}", shape, config, setting, rates, adapters)
+        return plan_of_decoder(f"{options.model}, {shape}", shape, config, setting, rates, adapters, open_)
     import tiering
 
     return tiering.plan_for(
@@ -275,6 +319,21 @@ def answer(options: argparse.Namespace) -> PlanReport:
         loss_chunk=setting.loss_chunk,
         endurance=setting.endurance,
         adapters=adapters,
+        elsewhere=setting.elsewhere,
+    )
+
+
+def _is_elsewhere(ranks: int, nodes: int) -> bool:
+    """Whether the nodes are other machines than this one: several, or with more GPUs than there are here."""
+    from tiering.host.machine import gpu_count
+
+    return nodes > 1 or ranks > max(1, gpu_count())
+
+
+def _assumed_rates(profile: Profile) -> str:
+    return (
+        f"Assumed: the rates of {profile.name} ({profile}), whose GPUs have this memory; --profile, --rates or single"
+        " rates plan with others."
     )
 
 
@@ -297,26 +356,31 @@ def _profile(name: str | None) -> Profile | None:
     return None if name is None else PROFILES[name]
 
 
-def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) -> TieringConfig:
-    """The configuration from the file, or the default one, with the options of the command line."""
+def _usual_file(options: argparse.Namespace, profile: Profile | None, *, elsewhere: bool) -> dict[str, Any]:
+    """The default ds_config.json, in a dtype in which the GPUs of ``profile`` compute fast."""
+    from tiering.planning.setting import usual_file
+
+    directory = options.measure[0] if options.measure else Path("/nvme") if elsewhere else Path()
+    if profile is None and options.nvme_budget is None and not options.measure and not elsewhere:
+        print(
+            f"nvme budget: the free space in {directory.absolute()}; to plan for another machine, give --nvme-budget",
+            file=sys.stderr,
+        )
+    return usual_file(directory, "bf16" if profile is None else profile.device.dtype)
+
+
+def _config(
+    options: argparse.Namespace, file: dict[str, Any] | None, profile: Profile | None, ranks: int
+) -> TieringConfig:
+    """The configuration from ``file``, or else from --config, with the options of the command line."""
     from tiering.config import ds_config
     from tiering.config.training import OptimizerConfig
-    from tiering.planning.setting import profile_budgets, usual_config, with_changes
+    from tiering.planning.setting import profile_budgets, with_changes
 
-    if options.config is None:
-        directory = options.measure[0] if options.measure else Path()
-        if profile is None and options.nvme_budget is None and not options.measure:
-            print(
-                f"nvme budget: the free space in {directory.absolute()}; to plan for another machine, give"
-                " --nvme-budget",
-                file=sys.stderr,
-            )
-        config = usual_config(directory, world_size=ranks)
-    else:
-        config, _ = ds_config.load(options.config, world_size=ranks)
-        if config.optimizer is None:
-            print(f"{options.config} names no optimizer; AdamW is assumed", file=sys.stderr)
-            config = config.model_copy(update={"optimizer": OptimizerConfig()})
+    config, _ = ds_config.load(options.config if file is None else file, world_size=ranks)
+    if config.optimizer is None:
+        print(f"{options.config} names no optimizer; AdamW is assumed", file=sys.stderr)
+        config = config.model_copy(update={"optimizer": OptimizerConfig()})
     keys = (
         "device_budget",
         "host_budget",
@@ -325,6 +389,7 @@ def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) ->
         "activations",
         "activation_budget",
         "block_rows",
+        "tile",
     )
     overrides = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
     tiers = {} if profile is None else profile_budgets(profile)
@@ -345,10 +410,7 @@ def _rates(
     from_options = Rates(**{field.name: getattr(options, field.name) for field in fields(Rates)})
 
     def rates_for(load: Workload) -> Rates:
-        rates = profile.rates(load) if profile is not None else Rates()
-        if options.nodes > 1:
-            # A profile has the rate of the network within a node.
-            rates = replace(rates, network=None)
+        rates = profile.rates(load, nodes=options.nodes) if profile is not None else Rates()
         rates = rates.updated(from_file)
         if options.measure:
             import tiering

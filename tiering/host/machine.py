@@ -1,4 +1,4 @@
-"""The CPU, memory and kernel of this machine. No torch."""
+"""The CPU, memory, GPUs and kernel of this machine. No torch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def cpu_identity(cpuinfo: Path = CPUINFO) -> str:
 def memory_bytes() -> int:
     """Bytes of physical memory, regardless of cgroup limits."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def gpu_count(devices: Path = Path("/dev")) -> int:
+    """The number of NVIDIA GPUs, as the driver lists them."""
+    return sum(each.name.removeprefix("nvidia").isdigit() for each in devices.glob("nvidia*"))
 
 
 def kernel() -> str:

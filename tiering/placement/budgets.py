@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tiering.config.fields import format_size
 from tiering.config.training import TiersConfig
 from tiering.errors import PlacementError
 from tiering.host import cgroups
@@ -17,6 +18,8 @@ from tiering.storage.swap_file import check_directory, free_by_file_system, wait
 
 # Fraction of the memory limit; memory in use is subtracted.
 AUTO_SHARE = 0.8
+MIB = 1 << 20
+_HALF_OF_GPU = "half of the GPU's free memory, because activations are not counted"
 _OF_MEMORY = f"{AUTO_SHARE:.0%} of the host's memory, less memory in use"
 # Fraction of the free disk space, so that the file system does not fill up.
 NVME_SHARE = 0.95
@@ -56,15 +59,29 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def resolve_budgets(
-    config: TiersConfig, *, device_memory: int | None, nvme_paths: Iterable[Path] = (), ranks_on_node: int = 1
+    config: TiersConfig,
+    *,
+    device_memory: int | None,
+    nvme_paths: Iterable[Path] = (),
+    ranks_on_node: int = 1,
+    elsewhere: bool = False,
 ) -> Budgets:
     """The budgets in bytes of one rank, with ``"auto"`` resolved; the ranks of a node share its memory equally.
 
     ``device_memory`` is the free memory of a GPU in bytes; None if the CPU is the device. In that case device and host
-    share memory, and budgets of ``"auto"`` divide the spare memory. Half of a GPU's memory is left to activations.
-    Directories in one file system share its free space.
+    share memory, and budgets of ``"auto"`` divide the spare memory. Half of a GPU's memory is left to activations, as
+    nobody counts them here. Directories in one file system share its free space. ``elsewhere``: the node is another
+    machine, of which host memory and drives are unknown: AMPLE.
     """
     nvme_paths = [Path(path).absolute() for path in nvme_paths]
+    if elsewhere:
+        config = config.model_copy(
+            update={
+                key: (AMPLE if key == "host_budget" or nvme_paths else 0) * ranks_on_node
+                for key in ("host_budget", "nvme_budget")
+                if getattr(config, key) == "auto"
+            }
+        )
     limit, in_use = host_memory()
     spare = max(0, int(limit * AUTO_SHARE) - in_use)
     device, host, nvme = config.device_budget, config.host_budget, config.nvme_budget
@@ -81,10 +98,7 @@ def resolve_budgets(
         allowed = config.io.allow_memory_file_system
         usable = [check_directory(path, allow_memory_file_system=allowed) for path in nvme_paths]
         nvme = int(_free(usable) * NVME_SHARE)
-    sources = {
-        Tier.DEVICE: _OF_MEMORY if device_memory is None else "half of the GPU's free memory",
-        Tier.HOST: _OF_MEMORY,
-    }
+    sources = {Tier.DEVICE: _OF_MEMORY if device_memory is None else _HALF_OF_GPU, Tier.HOST: _OF_MEMORY}
     if nvme_paths:
         sources[Tier.NVME] = f"{NVME_SHARE:.0%} of the free space in {', '.join(map(str, nvme_paths))}"
     configured = {
@@ -98,6 +112,13 @@ def resolve_budgets(
         int(nvme) // ranks_on_node,
         {tier: source for tier, source in sources.items() if configured[tier] == "auto"},
     )
+
+
+def beside_activations(budgets: Budgets, device_memory: int, nbytes: int) -> Budgets:
+    """``budgets`` with what ``nbytes`` of activations and gradients leave of a GPU, in whole MiB."""
+    device = max(0, device_memory - nbytes) // MIB * MIB
+    source = f"the GPU's free memory, less {format_size(nbytes)} of activations and gradients"
+    return replace(budgets, device=device, sources={**budgets.sources, Tier.DEVICE: source})
 
 
 def plan_within(

@@ -47,6 +47,12 @@ def tile_and_slots(
     return tile, min(USUAL_SLOTS, max(FEWEST_SLOTS, fit))
 
 
+def usual_room(load: Workload) -> int:
+    """Host memory with which ``tile_and_slots`` has the largest tiles and the usual slots, whatever streams."""
+    streams = [Tier.NVME] * len(load.groups)
+    return STAGING_SHARE * slots_for(load, largest_tile(load), USUAL_SLOTS, streams, streams).nbytes
+
+
 def slots_for(
     load: Workload, tile: int, slots: int, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]
 ) -> Staging:

@@ -179,6 +179,26 @@ class PlacedActivations:
         )
 
 
+def beside_budget(load: Workload, config: TieringConfig, sizes: Activations) -> int:
+    """Bytes of a GPU that a micro-batch of ``load`` needs beside the engine's.
+
+    They are the activations ``sizes`` as far as ``config`` cannot move them, and gradients on their way to the engine.
+    """
+    moved = sizes.blocks if config.tiering.activations == "auto" else sizes.saved
+    return sizes.on_device(_movable(config, moved)[0]) + load.gradients_beside
+
+
+def _movable(config: TieringConfig, nbytes: int) -> tuple[int, int]:
+    """How many of ``nbytes`` of activations leave the device, and how many of these go to NVMe."""
+    tiering = config.tiering
+    if tiering.activations == "device":
+        return 0, 0
+    if tiering.activations == "host" or not config.zero.swap_directories:
+        return min(nbytes, tiering.activation_budget), 0
+    # Half of their memory is for what is written and read ahead.
+    return nbytes, max(0, nbytes - tiering.activation_budget // 2)
+
+
 def with_activations(
     load: Workload, plan: Plan, config: TieringConfig, setting: Setting, sizes: Activations
 ) -> tuple[Workload, PlacedActivations]:
@@ -189,16 +209,9 @@ def with_activations(
     tiering, used = config.tiering, plan.total(Tier.DEVICE)
     # Gradients on their way to the engine are on the GPU, too.
     room = None if setting.gpu_memory is None else setting.gpu_memory - used - load.gradients_beside
-    swaps = bool(config.zero.swap_directories) and tiering.activations != "host"
-    if tiering.activations == "device":
-        moved = 0
-    elif tiering.activations == "auto":
-        moved = min(sizes.excess(plan.budgets.device - used if room is None else room), sizes.blocks)
-    else:
-        moved = sizes.saved
-    # Half of their memory is for what is written and read ahead.
-    swapped = max(0, moved - tiering.activation_budget // 2) if swaps else 0
-    moved = moved if swaps else min(moved, tiering.activation_budget)
+    excess = sizes.excess(plan.budgets.device - used if room is None else room)
+    moved = min(excess, sizes.blocks) if tiering.activations == "auto" else sizes.saved
+    moved, swapped = _movable(config, moved)
     tenant = activations(
         config, copied=moved * load.micro_batches, swapped=swapped, passes=load.micro_batches
     )

@@ -7,21 +7,23 @@ changes its meaning; names may be added.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tiering.config.training import TieringConfig, format_size
 from tiering.errors import ConfigError, PlacementError
-from tiering.placement.budgets import resolve_budgets
-from tiering.placement.placement import make_plan, place
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier, Workload
 from tiering.planning.activation_remedies import for_activations
-from tiering.planning.activations import ActivationsOf, PlacedActivations, with_activations
-from tiering.planning.fit import Remedy, fits, least_budget, remedies
+from tiering.planning.activations import PlacedActivations
+from tiering.planning.choices import tiles_to_try
+from tiering.planning.fit import Remedy, fits, remedies
 from tiering.planning.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, MachinePart, forecast
+from tiering.planning.needs import open_tiers
 from tiering.planning.rates import Rates
+from tiering.planning.request import ModelSize, Request
 from tiering.planning.setting import RatesOf, Setting
 from tiering.planning.update_share import best_share
 
@@ -44,34 +46,19 @@ NOT_COUNTED = (
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """The size of a model, with its ``name`` for the report; ``params`` counts its parameters.
-
-    ``active``, ``attention_flops`` and ``computed`` are those of ``forecast``. ``activations``: those of a micro-batch;
-    None if they are unknown.
-    """
-
-    name: str
-    params: int
-    active: float = 1.0
-    attention_flops: float = 0.0
-    computed: int | None = None
-    activations: ActivationsOf | None = None
-
-
-@dataclass(frozen=True)
 class PlanReport:
     """A model's plan within the budgets of each rank, or the refusal and the remedies if it does not fit.
 
     ``forecast`` is None, and ``unforeseen`` is the reason, if a rate is missing that the plan needs. ``activations`` is
-    None if they were not counted.
+    None if they were not counted. ``assumptions`` are sentences on what nobody asked for, and ``configuration`` is the
+    ds_config.json of the plan; None if the run has one already.
     """
 
     model: str
     params: int
+    request: Request
     workload: Workload
     budgets: Budgets
-    setting: Setting
     plan: Plan | None
     refusal: str = ""
     remedies: tuple[Remedy, ...] = ()
@@ -79,10 +66,21 @@ class PlanReport:
     forecast: Forecast | None = None
     unforeseen: str = ""
     activations: PlacedActivations | None = None
+    assumptions: tuple[str, ...] = ()
+    configuration: Mapping[str, Any] | None = None
 
     @property
     def fits(self) -> bool:
         return self.plan is not None
+
+    @property
+    def setting(self) -> Setting:
+        return self.request.setting
+
+    @property
+    def needed(self) -> tuple[Tier, ...]:
+        """The tiers of other machines for which nobody gave a budget: the plan says what they need."""
+        return open_tiers(self.request.budgets)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as a JSON value. Sizes are bytes of a rank; times are seconds.
@@ -104,7 +102,14 @@ class PlanReport:
             "state": load.state_format,
             "micro_batches": load.micro_batches,
             "micro_batch_tokens": self.setting.tokens,
-            "budgets": {tier.value: self.budgets.of(tier) for tier in Tier},
+            # Without a plan, a budget that nobody gave is no number.
+            "budgets": {
+                tier.value: None if tier in open_tiers(self.budgets) else self.budgets.of(tier)
+                for tier in Tier
+            },
+            "needed": [tier.value for tier in self.needed] if self.fits else [],
+            "assumptions": list(self.assumptions),
+            "configuration": self.configuration,
             "plan": None if self.plan is None else _plan_dict(self.plan),
             "activations": None if self.activations is None else self.activations.as_dict(),
             "not_counted": ["activations"] if self.activations is None else [],
@@ -160,6 +165,7 @@ class PlanReport:
         yield f"{self.model[:1].upper()}{self.model[1:]}."
         yield f"{self._trained()}: {_needs(self.workload)}"
         if self.plan is None:
+            yield from self.assumptions
             yield ""
             yield f"Does not fit. {self.refusal}"
             yield ""
@@ -178,12 +184,18 @@ class PlanReport:
                 " initialize(weights=...) gets have the same bytes: then they are read in place."
             )
         yield NOT_COUNTED if self.activations is None else str(self.activations)
+        yield from self._needed()
+        yield from self.assumptions
         yield ""
         if self.forecast is None:
             yield f"No step time: {self.unforeseen}"
         else:
             yield _phases(self.forecast)
             yield from self._outlook(self.forecast)
+        if self.configuration is not None:
+            yield ""
+            yield "Configuration of this plan:"
+            yield json.dumps(self.configuration, indent=1)
 
     def _trained(self) -> str:
         load, setting = self.workload, self.setting
@@ -191,6 +203,21 @@ class PlanReport:
         device = "the CPU" if memory is None else f"GPUs of {format_size(memory)}"
         ranks = f", each of {load.world_size} ranks in stage {load.stage}" if load.world_size > 1 else ""
         return f"Trained in {load.compute_dtype} with {load.state_format} state on {device}{ranks}"
+
+    def _needed(self) -> Iterator[str]:
+        """A line with what each node needs, where nobody gave a budget."""
+        names = {Tier.HOST: "host memory", Tier.NVME: "NVMe"}
+        sizes = [
+            f"{format_size(self.budgets.of(tier) * self.setting.local_size)} of {names[tier]}"
+            for tier in self.needed
+        ]
+        if not sizes:
+            return
+        options = " and ".join(f"--{tier.value}-budget" for tier in self.needed)
+        yield f"Each node needs {' and '.join(sizes)}. If your nodes have more, give it by {options}."
+        if self.plan is not None and self.plan.host_without_nvme is not None:
+            most = format_size(self.plan.host_without_nvme * self.setting.local_size)
+            yield f"With a host budget of {most} for each node, a step moves nothing over NVMe."
 
     def _outlook(self, prediction: Forecast) -> Iterator[str]:
         """Lines with the figures that follow from the step's time."""
@@ -218,29 +245,35 @@ def report(
 ) -> PlanReport:
     """Plans ``load`` of ``model`` within the budgets of ``config`` and forecasts its step at ``rates``, if it fits.
 
-    "auto" budgets are this machine's. Raises SwapSpaceError if the NVMe budget is "auto" and a directory cannot hold
-    swap space.
+    "auto" budgets are this machine's, or what the plan needs of another one. Raises SwapSpaceError if the NVMe budget
+    is "auto" and a directory cannot hold swap space.
     """
-    setting = setting.following(config)
-    budgets = resolve_budgets(
-        config.tiering,
-        device_memory=setting.gpu_memory,
-        nvme_paths=config.zero.swap_directories,
-        ranks_on_node=setting.local_size,
-    )
+    return report_on(Request(model, load, config, setting.following(config)), rates)
+
+
+def report_on(request: Request, rates: RatesOf) -> PlanReport:
+    """As ``report``, of ``request``."""
     try:
-        plan, placed = _placed(model, load, budgets, config, setting)
+        plan, placed = request.plan()
     except PlacementError as refusal:
-        offers = _remedies(model, load, budgets, config, setting)
-        return PlanReport(model.name, model.params, load, budgets, setting, None, str(refusal), tuple(offers))
-    prediction, unforeseen = None, ""
-    rates_of_load = rates if isinstance(rates, Rates) else rates(load)
-    if config.tiering.update_on_device == "auto":
-        share = best_share(load, budgets, rates_of_load.of_rank(setting.local_size))
+        model, offers = request.model, tuple(_remedies(request))
+        return PlanReport(
+            model.name, model.params, request, request.load, request.budgets, None, str(refusal), offers
+        )
+    return _planned(request, plan, placed, rates)
+
+
+def _planned(request: Request, plan: Plan, placed: PlacedActivations | None, rates: RatesOf) -> PlanReport:
+    """The report of ``plan``, of ``request``."""
+    model, setting, unforeseen = request.model, request.setting, ""
+    rates_of_load = rates if isinstance(rates, Rates) else rates(request.load)
+    if request.config.tiering.update_on_device == "auto":
+        share = best_share(request.load, plan.budgets, rates_of_load.of_rank(setting.local_size))
         # The activations may need the device memory that the share takes.
         with contextlib.suppress(PlacementError):
             if share:
-                plan, placed = _placed(model, replace(load, update_on_device=share), budgets, config, setting)
+                plan, placed = request.with_share(share).plan()
+    prediction = None
     try:
         prediction = forecast(
             plan,
@@ -258,9 +291,9 @@ def report(
     return PlanReport(
         model.name,
         model.params,
+        request,
         plan.workload,
-        budgets,
-        setting,
+        plan.budgets,
         plan,
         rates=rates_of_load,
         forecast=prediction,
@@ -269,48 +302,35 @@ def report(
     )
 
 
-def _placed(
-    model: ModelSize, load: Workload, budgets: Budgets, config: TieringConfig, setting: Setting
-) -> tuple[Plan, PlacedActivations | None]:
-    """The plan, with the activations if they are known. Raises PlacementError if one of them does not fit."""
-    if model.activations is None or not fits(load, budgets):
-        return make_plan(load, budgets), None
-    load, placed = with_activations(load, place(load, budgets), config, setting, model.activations(setting))
-    placed.check(setting)
-    return make_plan(load, budgets), placed
-
-
-def _remedies(
-    model: ModelSize, load: Workload, budgets: Budgets, config: TieringConfig, setting: Setting
-) -> Iterator[Remedy]:
+def _remedies(request: Request) -> Iterator[Remedy]:
     """Changes with which the model and its activations fit."""
-    sizes = model.activations
-    if sizes is not None and fits(load, budgets):
-        yield from _beside(load, budgets, config, setting, sizes)
-    for offer in remedies(load, budgets, local_ranks=setting.local_size):
+    setting, budgets, load = request.setting, request.budgets_without_activations, request.load
+    if request.sizes is not None and fits(load, budgets):
+        yield from for_activations(request, budgets)
+    for offer in (*remedies(load, budgets, local_ranks=setting.local_size), *_tiles(request)):
         if setting.gpu_memory is not None and offer.budgets.device > max(setting.gpu_memory, budgets.device):
             continue
-        offer = _with_both_budgets(offer, config, setting)
-        if sizes is None:
+        offer = _with_both_budgets(offer, request.config, setting)
+        if request.sizes is None:
             yield offer
             continue
         # The activations may need a change of their own besides: the one with the fewest parts.
-        least = next(_beside(offer.workload, offer.budgets, config, setting, sizes), None)
+        least = next(for_activations(request.changed(offer.change, offer.workload), offer.budgets), None)
         if least is not None:
             yield replace(least, change={**offer.change, **least.change})
 
 
-def _beside(
-    load: Workload, budgets: Budgets, config: TieringConfig, setting: Setting, sizes: ActivationsOf
-) -> Iterator[Remedy]:
-    """Changes with which the activations ``sizes`` fit beside ``load``, which fits."""
-    yield from for_activations(load, budgets, config, setting, sizes)
-    moving, placed = with_activations(load, place(load, budgets), config, setting, sizes(setting))
-    if placed.fits and not fits(moving, budgets):
-        # Their memory is in ``load``; their swap space is not.
-        larger = least_budget(moving, budgets, Tier.NVME)
-        if larger is not None:
-            yield Remedy({"tiering.nvme_budget": larger.nvme * setting.local_size}, moving, larger)
+def _tiles(request: Request) -> Iterator[Remedy]:
+    """The largest tile with which the layers fit, if they do not fit whole."""
+    budgets = request.budgets_without_activations
+    if request.model.tiled is None or request.config.tiering.tile or fits(request.load, budgets):
+        return
+    for tile in tiles_to_try(request):
+        change = {"tiering.tile": tile}
+        tiled = request.changed(change, request.model.tiled(tile))
+        if fits(tiled.load, tiled.budgets_without_activations):
+            yield Remedy(change, tiled.load, tiled.budgets_without_activations)
+            return
 
 
 def _with_both_budgets(offer: Remedy, config: TieringConfig, setting: Setting) -> Remedy:

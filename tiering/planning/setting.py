@@ -36,6 +36,8 @@ class Setting:
     ``checkpointed``: backward repeats the forward. ``block_rows``: sequences that a block computes at a time (None:
     all). ``loss_chunk``: tokens whose loss is computed at a time; 0: all.
     ``endurance``: bytes that may be written to all drives of the node in their life (TBW x 10^12).
+    ``elsewhere``: the nodes are not this machine. Budgets of their memory and drives that nobody gives have no limit
+    then: the plan says what they need.
     """
 
     world_size: int = 1
@@ -47,6 +49,7 @@ class Setting:
     loss_chunk: int = 0
     endurance: float | None = None
     block_rows: int | None = None
+    elsewhere: bool = False
 
     def following(self, config: TieringConfig) -> Setting:
         """The same with the chunks of rows of ``config``, which checkpoint the blocks."""
@@ -86,18 +89,23 @@ class Setting:
             )
 
 
-def usual_config(directory: Path, *, world_size: int = 1) -> TieringConfig:
-    """The default: bf16 with AdamW in stage 3; state that does not fit in memory goes to NVMe, in ``directory``."""
+def usual_file(directory: Path, dtype: str = "bf16") -> dict[str, Any]:
+    """A ds_config.json with AdamW in stage 3 and ``dtype``, bf16 or fp16.
+
+    State that does not fit in memory goes to NVMe, in ``directory``.
+    """
     offload = {"device": "nvme", "nvme_path": str(directory)}
-    config, _ = ds_config.load(
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW"},
-            "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
-        },
-        world_size=world_size,
-    )
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        dtype: {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+    }
+
+
+def usual_config(directory: Path, *, world_size: int = 1, dtype: str = "bf16") -> TieringConfig:
+    """The default configuration: that of ``usual_file``."""
+    config, _ = ds_config.load(usual_file(directory, dtype), world_size=world_size)
     return config
 
 

@@ -27,8 +27,10 @@ from tiering.placement.tenants import activations
 from tiering.placement.workload import ITEMSIZES, GroupSizes, Workload, shard_quantum, start_after
 from tiering.planning.activations import Activations, of_decoder
 from tiering.planning.adapters import Adapters
-from tiering.planning.plan_report import ModelSize, PlanReport, report
-from tiering.planning.setting import RatesOf, Setting
+from tiering.planning.choices import NOTHING, Open, assumptions, choose
+from tiering.planning.plan_report import PlanReport, report_on
+from tiering.planning.request import ModelSize, Request
+from tiering.planning.setting import RatesOf, Setting, with_changes
 from tiering.storage.arena import round_up
 
 # Elements of an attention head.
@@ -332,14 +334,19 @@ def _shape(hidden: int, layers: int) -> Decoder:
 
 
 def plan_of_size(
-    params: int, config: TieringConfig, setting: Setting, rates: RatesOf, adapters: Adapters | None = None
+    params: int,
+    config: TieringConfig,
+    setting: Setting,
+    rates: RatesOf,
+    adapters: Adapters | None = None,
+    open_: Open = NOTHING,
 ) -> PlanReport:
     """The plan of the decoder of about ``params`` parameters.
 
     Raises ConfigError if there is no such decoder, or the configuration does not support it.
     """
     shape = decoder(params)
-    return plan_of_decoder(str(shape), shape, config, setting, rates, adapters)
+    return plan_of_decoder(str(shape), shape, config, setting, rates, adapters, open_)
 
 
 def plan_of_decoder(
@@ -349,18 +356,34 @@ def plan_of_decoder(
     setting: Setting,
     rates: RatesOf,
     adapters: Adapters | None = None,
+    open_: Open = NOTHING,
 ) -> PlanReport:
     """The plan of ``shape``, with ``adapters`` over it if they are given; the report calls it ``name``.
 
-    Raises ConfigError if the configuration does not support it.
+    What is ``open_`` is chosen so that there is a plan. Raises ConfigError if the configuration does not support it.
     """
     adapters = Adapters.configured(adapters, config.tiering.quantize)
+    setting = setting.following(config)
     attention = setting.attention_flops(shape.layers, shape.hidden)
     activations_of = partial(shape.activations, itemsize=ITEMSIZES[config.precision], adapters=adapters)
     size = ModelSize(name, shape.params, attention_flops=attention, activations=activations_of)
     if adapters is not None:
         size = with_adapters(size, adapters, shape.trained_params(adapters))
-    return report(size, load_of(shape, config, setting, adapters), config, setting, rates)
+        open_ = replace(open_, tile=False)
+
+    def request(config: TieringConfig, setting: Setting) -> Request:
+        def tiled(tile: int) -> Workload:
+            return load_of(shape, with_changes(config, tiers={"tile": tile}), setting)
+
+        return Request(
+            size if adapters is not None else replace(size, tiled=tiled),
+            load_of(shape, config, setting, adapters),
+            config,
+            setting,
+        )
+
+    chosen = choose(request, config, setting, open_)
+    return replace(report_on(chosen, rates), assumptions=assumptions(chosen, config, setting))
 
 
 def with_adapters(size: ModelSize, adapters: Adapters, trained: int) -> ModelSize:

@@ -24,8 +24,9 @@ from tiering.planning import measure
 from tiering.planning.activations import Activations, ActivationsOf
 from tiering.planning.adapters import Adapters
 from tiering.planning.measure import Measurement, quietly
-from tiering.planning.plan_report import ModelSize, PlanReport, report
+from tiering.planning.plan_report import PlanReport, report
 from tiering.planning.rates import Rates
+from tiering.planning.request import ModelSize
 from tiering.planning.setting import TOKENS, RatesOf, Setting
 from tiering.planning.sizing import Decoder, format_count, with_adapters
 from tiering.weights.files import open_weights
@@ -69,6 +70,7 @@ def plan_for(
     endurance: float | None = None,
     adapters: Adapters | None = None,
     batch: Any = None,
+    elsewhere: bool = False,
 ) -> PlanReport:
     """Plan the placement that ``initialize`` would make; with ``rates``, also estimate the time of a step.
 
@@ -83,7 +85,9 @@ def plan_for(
     linear layers are trained. Frozen weights that lie beside the configuration are planned as read in place. ``batch``,
     the arguments of the forward for a micro-batch of a rank (a mapping of keywords, or a tuple), is the example with
     which the activations of a module are counted; its tensors may be on meta. Without it they are not counted, and the
-    report says so.
+    report says so. A device budget of "auto" is what counted activations leave of a GPU, otherwise half of it, as in
+    ``initialize``. ``elsewhere`` says that the nodes are not this machine: "auto" budgets of host memory and NVMe are
+    then what the plan needs.
 
     A model that does not fit is not an error: the report then says why, and suggests changes. Raises ConfigError for a
     configuration or a model that cannot be trained.
@@ -100,6 +104,7 @@ def plan_for(
         checkpointed=checkpointed,
         loss_chunk=loss_chunk,
         endurance=endurance,
+        elsewhere=elsewhere,
     )
     built = model if isinstance(model, nn.Module) else described(Path(model))
     params = sum(param.numel() for param in built.parameters())

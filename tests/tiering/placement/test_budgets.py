@@ -230,5 +230,7 @@ def test_a_budget_that_nobody_set_says_where_it_comes_from(spare: int, tmp_path:
     assert auto[Tier.HOST] == auto[Tier.DEVICE] == "80% of the host's memory, less memory in use"
     tiers = TiersConfig(host_budget=1 << 30, nvme_budget=1 << 30)
     on_gpu = resolve_budgets(tiers, device_memory=1 << 30, nvme_paths=[tmp_path])
-    assert on_gpu.sources == {Tier.DEVICE: "half of the GPU's free memory"}
+    assert on_gpu.sources == {
+        Tier.DEVICE: "half of the GPU's free memory, because activations are not counted"
+    }
     assert least_of([on_gpu, on_gpu]).sources == on_gpu.sources

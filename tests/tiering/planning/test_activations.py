@@ -146,7 +146,7 @@ def test_every_change_that_is_offered_helps(plan: Plan) -> None:
     assert "--chunked-loss" in offers["tiering.activations", "loss_chunk"]["text"]
     tokens = offers[("tokens",)]["change"]["tokens"]
     assert f"at most {tokens} tokens in a micro-batch (--tokens {tokens})" in offers[("tokens",)]["text"]
-    assert plan(*LONG, f"--tokens={tokens + 256}")[0] == 1
+    assert plan(*LONG, f"--tokens={tokens + 256}", "--tile=0")[0] == 1
 
 
 def test_what_is_in_use_is_not_offered(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""docs/tools/sizing.md: what trains where, from 1.5 to 70 billion parameters.
+"""docs/tools/sizing.md: what trains where, from 1.5 billion parameters to 20 trillion.
 
 python -m docs.generate.sizing_page > docs/tools/sizing.md
 """
@@ -7,26 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from tiering.config.training import TieringConfig
 from tiering.errors import PlacementError
-from tiering.placement.budgets import AUTO_SHARE, NVME_SHARE
+from tiering.placement.budgets import AUTO_SHARE, NVME_SHARE, beside_activations
 from tiering.placement.placement import place
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier, Workload
-from tiering.planning.activations import with_activations
+from tiering.planning.activations import Activations, beside_budget, with_activations
 from tiering.planning.adapters import Adapters
+from tiering.planning.choices import Open
 from tiering.planning.fit import UNLIMITED, least_budget
 from tiering.planning.forecast import HIDDEN, forecast
 from tiering.planning.profiles import PROFILES, SSD_990_PRO, Profile
 from tiering.planning.setting import TOKENS, Setting, profile_budgets, usual_config, with_changes
-from tiering.planning.sizing import NAMED, decoder, load_of, parse_count
+from tiering.planning.sizing import NAMED, decoder, load_of, parse_count, plan_of_size
 from tiering.planning.update_share import best_share
 
 SIZES = ("1.5B", "3B", "7B", "13B", "30B", "70B")
 MODELS = ("llama-3-8b", "qwen2.5-32b", "llama-3-70b")
 BASES = ("bf16", "nf4")
 RANK = 16
+CLUSTER_SIZES = ("200B", "530B", "1T", "20T")
 CARDS_GIB = (8, 16, 24)
 HOST_BYTES = 32 << 30
 STATES = ("fp32", "split+bf16")
@@ -52,6 +56,7 @@ tiering plan --model config.json --measure /nvme0 /nvme1    # a transformers mod
 tiering plan --params 70B --gpu 24GiB --host-budget 48GiB --nvme-budget 2TB --checkpointing    # no rates: no step time
 tiering plan --params 70B --profile a100 --checkpointing --micro-batches 4 --tokens 16384 --activations auto --json
 tiering plan --model llama-3-70b --lora 16 --base nf4 --profile rtx4090 --checkpointing    # adapters
+tiering plan --params 1T --gpu 32GiB --ranks 512 --nodes 32    # a cluster: what its nodes need
 ```
 
 In Python, `tiering.plan_for(model=model, config=config)` returns the plan that `initialize` would make.
@@ -59,17 +64,25 @@ In Python, `tiering.plan_for(model=model, config=config)` returns the plan that 
 whose activations the GPU cannot hold is refused, with changes that make it fit. For a config.json of another family
 than Llama's they are not counted, and the plan says so. Sizes below 1 MiB are refused, because `--gpu 24` means 24
 bytes. A budget is the memory that the engine may own. In addition, a GPU holds activations, and the host holds Python,
-torch and data.
+torch and data. If you give no device budget, it is what activations and gradients leave of the GPU; half of the GPU,
+where they are not counted, as in `initialize`.
+
+With `--gpu`, several `--nodes`, or more `--ranks` than this machine has GPUs, describe other machines. If you give no
+host or NVMe budget for them, these are not limits: the plan says what each node needs. Without `--config`, it may then
+assume activation checkpointing, and `tiering.activations` `"auto"`, if there is no plan without; and the rates of the
+profile with such GPUs. On any machine it cuts layers that do not fit on the device (`tiering.tile`). It prints each
+assumption, and the configuration of the plan, with its budgets, for `--config` and `initialize`.
 
 `--json` prints bytes and seconds. These values are per rank: `budgets`, `plan.tiers` (bytes by kind), `plan.nvme_read`
 and `nvme_written` per step, `micro_batch_tokens`, `forecast.seconds`, its `phases` with their bottlenecks, and
 `tokens_that_hide` per micro-batch; `activations` of a micro-batch (in `not_counted` if they are unknown). These values
 are for all ranks of a node together: `forecast.tokens` per step, `tokens_per_second`, `nvme_written_per_day`,
 `drive_life`, and the budgets in `remedies`. The `change` of a remedy has keys of the configuration, or `ranks`,
-`tokens`, `sequence`, `checkpointing` and `loss_chunk` of the run. [planning.md](planning.md) has the scope of each of
-the `rates`. `fits` is true if there is a plan; `refusal` is the reason if there is none. `schema_version` increases
-when a name is removed or changes its meaning; `schema` is its former name. The exit status is 0 if the model fits, 1 if
-it does not, 2 for a usage error.
+`tokens`, `sequence`, `checkpointing` and `loss_chunk` of the run. `needed` lists the tiers whose budgets are what the
+plan needs; `assumptions` and `configuration` are those that the text has. [planning.md](planning.md) has the scope of
+each of the `rates`. `fits` is true if there is a plan; `refusal` is the reason if there is none. `schema_version`
+increases when a name is removed or changes its meaning; `schema` is its former name. The exit status is 0 if the model
+fits, 1 if it does not, 2 for a usage error.
 """
 
 LEAST = """\
@@ -83,7 +96,8 @@ MACHINES = f"""\
 ## Machines
 
 A step is {MICRO_BATCHES} micro-batches of one sequence of {TOKENS:,} tokens on each GPU, with activation checkpointing.
-Budgets are half of a GPU's memory, four fifths of the host's, and 95 % of the drives. Sizes are GiB, of each rank.
+Budgets are what activations leave of a GPU's memory, four fifths of the host's, and 95 % of the drives. Sizes are GiB,
+of each rank.
 
 The rates are those of data sheets (`tiering/planning/profiles.py` has their sources). Real machines are slower: **a
 step takes at least this long**. Real layers often reach only half of a GPU's peak, and a consumer drive writes at its
@@ -96,6 +110,34 @@ activations need the memory of the GPU, or [another place](#few-long-micro-batch
 
 *Hides*: the tokens per micro-batch from which the step waits for NVMe during less than {1 - HIDDEN:.0%} of a step.
 *Days*: days of continuous training until the drives have reached their rated endurance.
+"""
+
+PAPER = """\
+## The machine of the ZeRO-Infinity paper
+
+32 nodes of the profile `dgx2`, with 16 V100 of 32 GB each: the command above, with other sizes. Nobody gives the memory
+and the drives of a node: *host* and *NVMe* are what each node needs, in GiB. *Device* is what a rank plans on its GPU,
+beside the *activations* of one sequence of 4,096 tokens. A step is one such micro-batch on each rank, in fp16 with
+checkpointing. *Tile* is the maximum of bytes in a layer's weight. *TFLOPS* are those of a GPU: 8 operations per
+parameter and token, and those of attention, divided by the time of the step.
+
+The figures are **estimates of the planner, at the rates of data sheets**. Nothing of this size has been run.
+"""
+
+BESIDE_THE_PAPER = """\
+The paper (Rajbhandari et al., [arXiv 2104.07857](https://arxiv.org/abs/2104.07857)) measured DeepSpeed on this machine:
+
+| | the paper, measured | here, estimated |
+| --- | --- | --- |
+| largest model on 32 nodes | 32T parameters | 20T, the maximum of `--params` |
+| largest model on one node | 1T parameters | 1T fits, by the command below |
+| speed of a GPU from 0.5T to 20T | 49 to 34 TFLOPS | the last column above |
+
+The two speeds are not comparable: the paper's are of runs, ours is the limit of the hardware. For one node:
+
+```sh
+tiering plan --params 1T --profile dgx2 --checkpointing --activations auto
+```
 """
 
 LONG = f"""\
@@ -161,11 +203,27 @@ def page(sizes: Sequence[str] = SIZES, models: Sequence[str] = MODELS) -> str:
         "days",
     )
     for profile in PROFILES.values():
+        # The state formats of the rows need bf16.
+        if profile.device.dtype != "bf16":
+            continue
         parts += [f"### {profile.name}\n\n{profile}.\n", _table(heads, _rows_of(profile, sizes))]
     heads = ("micro-batches", "activations", "GPU", "moved", "read", "written", "step, s", "tokens/s")
     parts += [LONG, _table(heads, _long_rows())]
     heads = ("model", "state", "device and host", "NVMe", "read", "written", "drive alone, s")
     parts += [LAPTOP, _table(heads, _laptop_rows(sizes))]
+    heads = (
+        "model",
+        "device",
+        "activations",
+        "moved",
+        "tile",
+        "host",
+        "NVMe",
+        "step, s",
+        "bound by",
+        "TFLOPS",
+    )
+    parts += [PAPER, _table(heads, _cluster_rows()), BESIDE_THE_PAPER]
     return "\n".join([*parts, *_adapters(models)])
 
 
@@ -215,10 +273,11 @@ def _rows_of_cards(models: Sequence[str]) -> Iterator[Sequence[str]]:
 
 def _adapters_on_4090(models: Sequence[str]) -> Iterator[Sequence[str]]:
     profile = PROFILES["rtx4090"]
-    shares, setting = profile_budgets(profile), Setting(gpu_memory=profile.device.memory_bytes)
-    budgets = Budgets(profile.device.memory_bytes // 2, shares["host_budget"], shares["nvme_budget"])
+    setting = Setting(gpu_memory=profile.device.memory_bytes, checkpointed=True)
     for model, base, load in _adapted(models, setting):
         rates, shape = profile.rates(load), NAMED[model]
+        sizes = shape.activations(setting, itemsize=load.compute_itemsize, adapters=Adapters(RANK, base=base))
+        budgets = _beside(sizes, profile, load, usual_config(Path()))
         load = replace(load, update_on_device=best_share(load, budgets, rates))
         plan = place(load, budgets)
         told = forecast(
@@ -284,20 +343,18 @@ def _bytes(load: Workload) -> int:
 
 
 def _rows_of(profile: Profile, sizes: Sequence[str]) -> Iterator[Sequence[str]]:
-    ranks, shares = profile.devices, profile_budgets(profile)
-    budgets = Budgets(
-        profile.device.memory_bytes // 2, shares["host_budget"] // ranks, shares["nvme_budget"] // ranks
-    )
-    setting = Setting(ranks, ranks, profile.device.memory_bytes)
+    ranks = profile.devices
+    setting = Setting(ranks, ranks, profile.device.memory_bytes, checkpointed=True)
     for size, state, load in _loads(sizes, setting, micro_batches=MICRO_BATCHES):
-        rates = profile.rates(load)
+        rates, shape = profile.rates(load), decoder(parse_count(size))
+        activations = shape.activations(setting, itemsize=load.compute_itemsize)
+        budgets = _beside(activations, profile, load, usual_config(Path(), world_size=ranks))
         load = replace(load, update_on_device=best_share(load, budgets, rates.of_rank(ranks)))
         try:
             plan = place(load, budgets)
         except PlacementError:
             yield _absent(size, state, 9)
             continue
-        shape = decoder(parse_count(size))
         told = forecast(
             plan,
             rates,
@@ -306,7 +363,7 @@ def _rows_of(profile: Profile, sizes: Sequence[str]) -> Iterator[Sequence[str]]:
             checkpointed=True,
             attention_flops=setting.attention_flops(shape.layers, shape.hidden),
         )
-        days = told.drive_days(profile.endurance)
+        days = None if profile.endurance is None else told.drive_days(profile.endurance)
         held = (plan.total(Tier.HOST), plan.total(Tier.NVME))
         yield (
             size,
@@ -320,10 +377,16 @@ def _rows_of(profile: Profile, sizes: Sequence[str]) -> Iterator[Sequence[str]]:
         )
 
 
+def _beside(sizes: Activations, profile: Profile, load: Workload, config: TieringConfig) -> Budgets:
+    """The budgets of a rank beside the activations ``sizes``, as `tiering plan --profile` has them."""
+    shares, ranks = profile_budgets(profile), profile.devices
+    whole = Budgets(0, shares["host_budget"] // ranks, shares["nvme_budget"] // ranks)
+    return beside_activations(whole, profile.device.memory_bytes, beside_budget(load, config, sizes))
+
+
 def _long_rows() -> Iterator[Sequence[str]]:
     profile, shape = PROFILES["rtx4090"], decoder(parse_count(LONG_SIZE))
-    shares, memory = profile_budgets(profile), profile.device.memory_bytes
-    budgets = Budgets(memory // 2, shares["host_budget"], shares["nvme_budget"])
+    memory = profile.device.memory_bytes
     for micro_batches in (16, 8, 4, 2):
         tokens = MICRO_BATCHES * TOKENS // micro_batches
         setting = Setting(gpu_memory=memory, tokens=tokens, sequence=TOKENS, checkpointed=True)
@@ -331,13 +394,13 @@ def _long_rows() -> Iterator[Sequence[str]]:
             changes = {"activations": where}
             config = with_changes(usual_config(Path()), micro_batches=micro_batches, tiers=changes)
             load = load_of(shape, config, setting)
-            load = replace(load, update_on_device=best_share(load, budgets, profile.rates(load)))
             sizes = shape.activations(setting, itemsize=load.compute_itemsize)
-            load, placed = with_activations(load, place(load, budgets), config, setting, sizes)
-            start = f"{micro_batches} x {tokens:,}"
-            if not placed.fits:
-                yield start, where, _gib(placed.on_device), "too large", *("-" * 4)
+            start, budgets = f"{micro_batches} x {tokens:,}", _beside(sizes, profile, load, config)
+            if not budgets.device:
+                yield start, where, _gib(sizes.on_device()), "too large", *("-" * 4)
                 continue
+            load = replace(load, update_on_device=best_share(load, budgets, profile.rates(load)))
+            load, placed = with_activations(load, place(load, budgets), config, setting, sizes)
             plan = place(load, budgets)
             told = forecast(
                 plan,
@@ -353,6 +416,30 @@ def _long_rows() -> Iterator[Sequence[str]]:
                 _digits(told.seconds),
                 f"{told.tokens_per_second:,.0f}",
             )
+
+
+def _cluster_rows() -> Iterator[Sequence[str]]:
+    profile, nodes = PROFILES["dgx2"], 32
+    ranks = profile.devices * nodes
+    setting = Setting(ranks, profile.devices, profile.device.memory_bytes, elsewhere=True)
+    config = usual_config(Path("/nvme"), world_size=ranks, dtype=profile.device.dtype)
+    open_ = Open(checkpointing=True, activations=True, tile=True)
+    for size in CLUSTER_SIZES:
+        params = parse_count(size)
+        planned = plan_of_size(params, config, setting, partial(profile.rates, nodes=nodes), open_=open_)
+        plan, told, placed = planned.plan, planned.forecast, planned.activations
+        assert plan is not None and told is not None and placed is not None
+        shape, tile = decoder(params), planned.request.config.tiering.tile
+        done = TOKENS * (8 * shape.params + 4 * setting.attention_flops(shape.layers, shape.hidden))
+        held = (plan.total(Tier.DEVICE), placed.on_device, placed.moved, tile)
+        node = (profile.devices * plan.budgets.of(tier) for tier in (Tier.HOST, Tier.NVME))
+        yield (
+            size,
+            *map(_gib, (*held, *node)),
+            f"{told.seconds:,.0f}",
+            told.bound.value,
+            f"{done / told.seconds / 1e12:.0f}",
+        )
 
 
 def _laptop_rows(sizes: Sequence[str]) -> Iterator[Sequence[str]]:

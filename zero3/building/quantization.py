@@ -18,6 +18,7 @@ from zero3.building.quantized_linear import QuantizedLinear, to_quantized
 from zero3.building.zero_init import recipe_of
 from zero3.params.inner_tensors import is_wrapper
 from zero3.params.precision import NUMBERS, named_by_model
+from zero3.params.row_tiles import RowTiledLinear
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def quantize(
 
     Raises ConfigError for a type or block size that does not exist, for a name that no layer has, and for a layer that
     is to be trained, that is not an ``nn.Linear``, whose inputs are no multiple of the block size, or whose weight is
-    shared or not finite. Except for a weight that is not finite, the model is then unchanged.
+    cut into tiles, shared or not finite. Except for a weight that is not finite, the model is then unchanged.
     """
     try:
         form = quantized(quant_type, double_quant=double_quant, block_size=block_size)
@@ -91,6 +92,16 @@ def _by_default(model: nn.Module, form: QuantizedFormat) -> list[tuple[str, nn.M
         )
         if not any(f"{name}.{short}" in adapters for short in weights)
     ]
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, RowTiledLinear)
+            and module is not head
+            and not any(weight.requires_grad or weight in apart for weight in module.tile_weights)
+        ):
+            raise ConfigError(
+                f"quantize: the weight of {name!r} is cut into tiles, and would stay as it is: call quantize before"
+                " tiering.tile"
+            )
     undivided = tuple(name for name, layer in frozen if _is_undivided(layer, form))
     found = [(name, layer) for name, layer in frozen if not _is_undivided(layer, form)]
     if not found and not any(_is_quantised(module) for module in model.modules()):

@@ -324,6 +324,16 @@ def eight_bits() -> nn.Module:
             r"'1' is a GELU; only layers of class nn.Linear",
         ),
         (shared_weight, {"modules": "down"}, r"the weight of 'down' is shared with another module"),
+        (
+            lambda: tiering.tile(model(), "8KiB", modules="up"),
+            {},
+            r"the weight of 'up' is cut into tiles, and would stay as it is: call quantize before tiering\.tile",
+        ),
+        (
+            lambda: tiering.tile(model(), "8KiB"),
+            {"modules": "up"},
+            r"'up' is a RowTiledLinear; only layers of",
+        ),
     ],
 )
 def test_what_cannot_be_quantised_is_named(

@@ -19,6 +19,7 @@ REPLACED: dict[str, dict[str, str]] = {
         "bf16=True": "bf16=True, use_cpu=True",
     },
     "checkpoints.md": {"% 500": "% 2", "runs/mine": "runs/7", "global_step3000": "global_step4"},
+    "memory.md": {'"64MiB"': '"8KiB"'},
     "doctor.md": {"/mnt/nvme0 /mnt/nvme1": "nvme", "/var/tmp": "nvme"},
     "accelerate.md": {"/local_nvme": "nvme"},
     "lightning.md": {"/local_nvme": "nvme"},
@@ -124,6 +125,9 @@ GIVEN: dict[Key, str] = {
         args.save_strategy = "no"
         data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]} for _ in range(64)]
         """),
+    ("memory.md", 'tiering.tile(model, "64MiB", modules=["lm_head", "embed_tokens"])'): (
+        MODEL + LLAMA + "model = LlamaForCausalLM(llama)\n"
+    ),
     ("memory.md", "class WithLoss(nn.Module):"): dedent("""\
         import torch
         import tiering
@@ -231,6 +235,9 @@ HOLDS: dict[Key, str] = {
         assert trainer.evaluate(trainer.train_dataset)["eval_loss"] > 0
         trainer.engine.close()
         """),
+    ("memory.md", 'tiering.tile(model, "64MiB", modules=["lm_head", "embed_tokens"])'): (
+        "assert [len(each.tiles) for each in (model.lm_head, model.model.embed_tokens)] == [4, 4]\n"
+    ),
     ("memory.md", "class WithLoss(nn.Module):"): dedent("""\
         tokens = torch.randint(0, 50, (2, 9))
         losses = [WithLoss(model, rows)(tokens, tokens) for model in (Model(),) for rows in (3, 100)]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 TILES = "tiles"
@@ -232,9 +233,9 @@ def _tile_name(prefix: str, number: int) -> str:
 
 
 def _between(indices: Tensor, first: int, end: int) -> Tensor:
-    """The places of ``indices`` in [first, end). On the meta device, which has no values, all are in the first tile."""
-    if indices.is_meta:
-        return torch.arange(0 if first else indices.numel(), device="meta")
+    """The places of ``indices`` in [first, end). Of indices without values, all are in the first tile."""
+    if indices.is_meta or isinstance(indices, FakeTensor):
+        return torch.arange(0 if first else indices.numel(), device=indices.device)
     return ((indices >= first) & (indices < end)).nonzero().view(-1)
 
 

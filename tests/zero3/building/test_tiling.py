@@ -420,6 +420,16 @@ def test_a_loaded_state_dict_changes_the_tiles(start: Start) -> None:
     assert_same(engine.state_dict(), {name: values.bfloat16() for name, values in others.items()})
 
 
+def test_a_plan_without_memory_counts_activations(nvme: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a batch: a forward of tensors without values goes through the tiles of an embedding."""
+    with torch.device("meta"):
+        model = small()
+    settings = config(nvme, threshold=0, **STREAMED, tile=4 << 10)
+    plan = tiering.plan_for(model=model, config=settings, batch=next(batches(1)))
+    assert any("tiles" in group.name for group in plan.workload.groups)
+    assert "activations are not counted" not in caplog.text
+
+
 def test_a_plan_counts_tiles(nvme: Path) -> None:
     whole, cut = (
         tiering.plan_for(model=small(), config=config(nvme, threshold=0, **STREAMED, tile=size)).workload

@@ -149,7 +149,7 @@ PROBLEMS = [
     "11: deepspeed.moe.layer.MoE is not supported; use an ordinary model with experts",
     "14: deepspeed.pipe.PipelineModule is not supported; pass the layers to `initialize`",
     "15: engine.offload_states is not supported; remove it",
-    "16: X",
+    "16: deepspeed.zero.DeepSpeedZeRoOffload is not supported; remove it",
     "18: import_module('deepspeed.comm') is not changed; write 'tiering.comm'",
     "19: version('deepspeed') is not changed; write 'tiering'",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -155,18 +156,22 @@ def test_an_answer_is_made_once_of_each_view() -> None:
 def test_what_takes_long_is_made_aside_once_for_all_who_wait(directory: Path) -> None:
     views: list[View] = []
 
+    begun, may_end = threading.Event(), threading.Event()
+
     def make(of: View) -> int:
-        time.sleep(0.05)
+        begun.set()
+        may_end.wait()
         views.append(of)
         return len(views)
 
     async def scene() -> None:
         aside = BackgroundRenderer(Watch(directory, max_age=0), make)
         first = asyncio.ensure_future(aside.newest())
-        await asyncio.sleep(0.02)
+        await asyncio.to_thread(begun.wait)
         waiting = [asyncio.ensure_future(aside.newest()) for _ in range(20)]
         await asyncio.sleep(0)
         assert not first.done(), "others are answered while it is made"
+        may_end.set()
         assert await first == 1
         assert await asyncio.gather(*waiting) == 20 * [2], "what was begun before they asked is not theirs"
 

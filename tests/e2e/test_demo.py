@@ -282,9 +282,9 @@ def training(directory: Path, port: int) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def run_tiny(directory: Path, **options: Any) -> tuple[int, str]:
+def run_tiny(directory: Path, settings: Settings = TINY, **options: Any) -> tuple[int, str]:
     console = Console(width=140, record=True, file=io.StringIO())
-    code = demo(directory, port=0, settings=TINY, console=console, **options)
+    code = demo(directory, port=0, settings=settings, console=console, **options)
     assert processes_of(run_names(os.getpid())) == []
     return code, console.export_text()
 
@@ -359,7 +359,8 @@ def test_the_demo_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proc
 
     monkeypatch.setenv("TIERING_DEVICE", "cpu")
     monkeypatch.setattr(tiering.demo.run, "Worker", start)
-    code, text = run_tiny(tmp_path)
+    # Longer than TINY, so that the run lives when the sidecar looks for it, also on a busy machine.
+    code, text = run_tiny(tmp_path, replace(TINY, steps=20, sample_bytes=200))
     assert code == GOOD, text
     for part in (
         "Placement plan",

@@ -114,10 +114,12 @@ def test_neon_gives_the_same_bytes(arm: Path, expected: list[str]) -> None:
     assert lines == expected
 
 
+@pytest.mark.slow
 def test_arm_runs_the_portable_unit_if_told_to(arm: Path) -> None:
     assert run("qemu-aarch64", arm, "0", TIERING_ISA="portable") == "portable: neon portable\n"
 
 
+@pytest.mark.slow
 def test_arm_objects_hold_no_fused_multiply_add_but_in_the_product_that_has_it(arm: Path) -> None:
     """Contraction is on by default there, too; the program itself has libm's."""
     listing = run(ARM + "objdump", "-d", "--no-show-raw-insn", *sorted(arm.parent.glob("*.o")))

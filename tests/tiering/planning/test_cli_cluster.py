@@ -31,7 +31,8 @@ GIB = 1 << 30
         ("200B", [], 100),
         ("530B", [], 140),
         ("1T", ["activations"], 172),
-        ("20T", ["activations", "tile"], 468),
+        # Plans of 20,000 groups take some seconds.
+        pytest.param("20T", ["activations", "tile"], 468, marks=pytest.mark.slow),
     ],
 )
 def test_sizes_of_the_paper_fit_its_machine(

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,11 +138,15 @@ class TestSide:
 
 
 def alive(pid: str) -> bool:
-    """A zombie whose parent has ended is not."""
-    try:
-        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    """Whether it lives on for some seconds: a killed process ends when it is scheduled. A zombie does not live."""
+    for _ in range(100):
+        try:
+            if Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+        except OSError:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 class TestTraining:

@@ -147,9 +147,8 @@ TIED = Case(
 )
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(OURS, id="gpt"), pytest.param(TIED, id="llama", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(OURS, id="gpt"), pytest.param(TIED, id="llama")])
 def test_weights_that_are_more_than_the_process_may_have(tmp_path: Path, case: Case) -> None:
     weights = 4 * case.parameters
     task = {

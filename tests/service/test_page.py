@@ -243,6 +243,7 @@ def test_a_run_is_shown_while_it_trains(visit: Open, watched: Sidecar) -> None:
     }""") == ["11000", "11001", "01110"]
 
 
+@pytest.mark.slow
 def test_it_suits_everybody(visit: Open, watched: Sidecar) -> None:
     tab = visit(watched.url)
     tab.moves(1)
@@ -293,6 +294,7 @@ def test_the_keyboard_reaches_everything(visit: Open, watched: Sidecar) -> None:
     assert tab.page.locator("html").get_attribute("data-theme") == "dark"
 
 
+@pytest.mark.slow
 def test_a_token_is_asked_for_and_a_sidecar_that_goes_is_found_again(visit: Open, training: Training) -> None:
     secret = "a-token-of-some-length"
     with tierd(training.directory, TIERD_TOKEN=secret) as first:

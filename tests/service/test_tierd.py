@@ -112,6 +112,7 @@ def test_it_follows_an_engine_that_is_stopped_goes_on_and_is_killed(tmp_path: Pa
         )
 
 
+@pytest.mark.slow
 def test_training_gives_the_same_with_a_sidecar_that_is_killed_as_without(tmp_path: Path) -> None:
     pages = tmp_path / "run"
     with train(tmp_path / "alone", tmp_path / "elsewhere", steps=60, pause=0.0) as alone:

@@ -92,6 +92,7 @@ def test_a_budget_that_is_given_is_a_limit(plan: Plan) -> None:
     assert plan(*asked, f"--nvme-budget={int(0.999 * needed)}")[0] == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_assumed_that_was_asked_for(plan: Plan) -> None:
     refused = answered(plan, "--params=200B", *CLUSTER, "--no-checkpointing", "--activations=device")
     assert not refused["fits"] and not any("checkpointing" in each for each in refused["assumptions"])

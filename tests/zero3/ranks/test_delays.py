@@ -122,11 +122,6 @@ def test_two_ranks_with_pauses(ranks: Ranks, nvme: Path, case: str) -> None:
     assert_no_difference(ranks(2), nvme, 1, **CASES[case])
 
 
-@pytest.mark.parametrize("case", ["stage 3, nvme"])
-def test_four_ranks_with_pauses(ranks: Ranks, nvme: Path, case: str) -> None:
-    assert_no_difference(ranks(4), nvme, 2, **CASES[case])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)

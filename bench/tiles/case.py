@@ -62,9 +62,15 @@ FULL = Scale(
 )
 
 QUICK = replace(
-    FULL, model=Model(width=256, layers=1, sequence=16), device=MIB, host=3 * MIB, tile=64 << 10, rounds=1,
-    fio_file=32 * MIB, fio_seconds=0.2,
-)  # fmt: skip
+    FULL,
+    model=Model(width=256, layers=1, sequence=16),
+    device=MIB,
+    host=3 * MIB,
+    tile=64 << 10,
+    rounds=1,
+    fio_file=32 * MIB,
+    fio_seconds=0.2,
+)
 
 
 def specs(scale: Scale) -> list[Spec]:

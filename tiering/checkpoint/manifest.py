@@ -43,6 +43,7 @@ from typing import Any, NamedTuple
 from tiering._remedies import ANOTHER_CHECKPOINT
 from tiering._strict_json import FormatError, parse, short
 from tiering.errors import CheckpointError, WeightsError
+from tiering.placement.row_tiles import joined_shape
 from tiering.weights.files import opened
 
 FORMAT = "tiering-checkpoint"
@@ -373,7 +374,7 @@ def _whole(tiles: Sequence[StoredParameter]) -> StoredParameter:
     first, *others = tiles
     if not others:
         return first
-    shape = (sum(each.shape[0] for each in tiles), *first.shape[1:])
+    shape = joined_shape([each.shape for each in tiles])
     return replace(first, shape=shape, steps=max(each.steps for each in tiles), tiles=tuple(tiles))
 
 

@@ -19,6 +19,7 @@ from tiering._strict_json import short
 from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name
 from tiering.checkpoint.root import Root
 from tiering.errors import CheckpointError, WeightsError
+from tiering.placement.row_tiles import joined_shape
 from tiering.storage.file_system import FileVersion
 from tiering.weights.files import StoredTensor, Sums, WeightFiles, open_weights
 
@@ -179,7 +180,7 @@ def _join(
     tensors[name] = replace(
         stored[0],
         name=name,
-        shape=(sum(tile.shape[0] for tile in stored), *stored[0].shape[1:]),
+        shape=joined_shape([tile.shape for tile in stored]),
         nbytes=sum(tile.nbytes for tile in stored),
     )
     parts[name] = tuple(replace(part, name=name) for tile in tiles for part in parts.pop(tile))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tiering.placement.workload import SQUARE_BLOCK
 
@@ -22,3 +23,9 @@ def rows_of_tiles(rows: int, columns: int, itemsize: int, largest: int) -> list[
     count = math.ceil(rows / (most // step * step))
     each = math.ceil(rows / count / step) * step
     return [min(each, rows - start) for start in range(0, rows, each)]
+
+
+def joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of tensors of ``shapes`` as one tensor, one after the other in their first dimension."""
+    first, *others = shapes
+    return (sum(shape[0] for shape in shapes), *first[1:]) if others else first

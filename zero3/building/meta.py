@@ -7,6 +7,7 @@ either. Values that only a constructor computes are lost; where that can be dete
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections import Counter
@@ -23,6 +24,15 @@ from zero3.building.zero_init import Init, forget
 from zero3.params import resharded
 
 REMEDY = "build this model inside `with tiering.zero.Init():`, which records all operations"
+
+
+def copied_to_meta(model: nn.Module) -> tuple[nn.Module, dict[int, nn.Parameter]]:
+    """A copy of ``model`` whose parameters are on the meta device, and these by the ids of those of ``model``."""
+    copies = {
+        id(param): nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        for param in model.parameters()
+    }
+    return copy.deepcopy(model, dict[int, Any](copies)), copies
 
 
 def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tiering import _logs
-from tiering._text import shorten
+from tiering._text import counted, shorten
 from tiering.config.training import TieringConfig, format_size, parse_size
 from tiering.errors import ConfigError
 from tiering.placement.row_tiles import rows_of_tiles
@@ -43,8 +43,9 @@ def tile(model: nn.Module, max_bytes: int | str, *, modules: str | Sequence[str]
     line names the large ones among them.
 
     Outputs and gradients of weights have the bits of the whole layer as far as torch's products have; the gradient of a
-    linear layer's input is rounded once more for each tile. The model may be on the meta device or built under
-    ``zero.Init``. Call it before the optimizer is made, which would keep the whole weights, and before ``initialize``.
+    linear layer's input is a sum of a part for each tile, and differs by rounding. The model may be on the meta device
+    or built under ``zero.Init``. Call it before the optimizer is made, which would keep the whole weights, and before
+    ``initialize``.
 
     Returns ``model``. Raises ConfigError for a size that is too small for a row, and for a name that no layer has, or
     whose layer cannot be cut. The model is then unchanged.
@@ -78,7 +79,7 @@ def _cut(
 ) -> Tiles:
     layers = dict(_large(model, casts, most) if names is None else _named(model, casts, most, names))
     for name, layer in layers.items():
-        row = layer.weight.shape[1] * casts.get(layer.weight.dtype, layer.weight.dtype).itemsize
+        row = layer.weight.shape[1] * _itemsize(_weight(layer), casts)
         if row > most:
             raise ConfigError(
                 f"tile: a row of the weight of {name!r} has {format_size(row)}, and a tile may have"
@@ -88,8 +89,7 @@ def _cut(
     for layer in layers.values():
         weight = _weight(layer)
         if weight not in tiles:
-            itemsize = casts.get(weight.dtype, weight.dtype).itemsize
-            tiles[weight] = tuple(_tiles_of(weight, itemsize, most))
+            tiles[weight] = tuple(_tiles_of(weight, _itemsize(weight, casts), most))
         to_tiles(layer, tiles[weight])
     return tiles
 
@@ -99,8 +99,12 @@ def _weight(layer: nn.Linear | nn.Embedding) -> nn.Parameter:
     return layer.weight
 
 
+def _itemsize(weight: nn.Parameter, casts: Mapping[torch.dtype, torch.dtype]) -> int:
+    return casts.get(weight.dtype, weight.dtype).itemsize
+
+
 def _nbytes(weight: nn.Parameter, casts: Mapping[torch.dtype, torch.dtype]) -> int:
-    return weight.numel() * casts.get(weight.dtype, weight.dtype).itemsize
+    return weight.numel() * _itemsize(weight, casts)
 
 
 def _large(
@@ -120,8 +124,8 @@ def _large(
     if kept:
         log.log(
             _logs.once(logging.WARNING),
-            "tile leaves %d layers with more than %s whole: %s",
-            len(kept),
+            "tile leaves %s with more than %s whole: %s",
+            counted(len(kept), "layer"),
             format_size(most),
             shorten(tuple(kept)),
         )

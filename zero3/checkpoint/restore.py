@@ -21,6 +21,7 @@ from tiering._remedies import NEW_OPTIMIZER_STATE, PART_OF_MODEL
 from tiering.checkpoint.reader import Checkpoint, RankFiles, reading_checkpoint
 from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, WeightsError
+from tiering.placement.row_tiles import joined_shape
 from tiering.storage.read_only import COPY_REMEDY
 from tiering.weights.files import StoredTensor, WeightFiles
 from tiering.weights.reader import Request
@@ -31,7 +32,6 @@ from zero3.checkpoint.run_state import RankState
 from zero3.optimizer.client import ClientOptimizer
 from zero3.params.layout import Piece, tiles
 from zero3.params.param_group import ParamGroup
-from zero3.params.row_tiles import joined_shape
 from zero3.parts import Assembly
 
 log = logging.getLogger(__name__)

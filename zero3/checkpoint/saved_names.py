@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from tiering.errors import ConfigError
+from tiering.placement.row_tiles import joined_shape
 from zero3.building.encoded_weights import EncodedTensor, encoded_tensors
 from zero3.building.peft_models import is_from_peft
 from zero3.params.inner_tensors import InnerTensor
 from zero3.params.layout import product
-from zero3.params.row_tiles import joined_shape, tiled_weights
+from zero3.params.row_tiles import tiled_weights
 
 log = logging.getLogger(__name__)
 

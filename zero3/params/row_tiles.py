@@ -8,8 +8,8 @@ Note [What is the same in tiles]
     Each output of a linear layer is a product with one row, and the gradient of a row comes from this output alone. So
     torch computes both from a tile as from the whole weight, as far as its product does not depend on the number of
     outputs. The gradient of a bias is a sum over all rows of the input, whose order may depend on that number, too. The
-    gradient of the input is a sum over all outputs: here a sum for each tile, in the dtype of the input,
-    which are added up in fp32 from the last tile to the first, and rounded once. The entries of an embedding are
+    gradient of the input is a sum over all outputs, here of a part for each tile: in 16 bits, each part is rounded, and
+    the parts are added up in fp32, from the last tile to the first, and rounded once. The entries of an embedding are
     copied, and the gradient of an entry is the sum of its uses, in their order: both have the same bits.
 """
 
@@ -22,9 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-
-TILES = "tiles"
-"""The attribute of a layer that holds its tiles."""
 
 
 class LinearTile(nn.Module):
@@ -81,19 +78,19 @@ class RowTiles(nn.Module):
 
 
 class _Gradient:
-    """The gradient of a tensor with several users, of which ``missing`` have not given their part yet."""
+    """The gradient of a tensor with several users, each of which gives a part of it in every backward."""
 
     def __init__(self, users: int) -> None:
-        self._users = self.missing = users
+        self._users = self._missing = users
         self._sum: Tensor | None = None
 
     def add(self, part: Tensor) -> Tensor | None:
         """Adds ``part`` in fp32. Returns the sum, rounded to the dtype of ``part``, if no part is missing."""
         self._sum = part.float() if self._sum is None else self._sum + part
-        self.missing -= 1
-        if self.missing:
+        self._missing -= 1
+        if self._missing:
             return None
-        total, self._sum, self.missing = self._sum.to(part.dtype), None, self._users
+        total, self._sum, self._missing = self._sum.to(part.dtype), None, self._users
         return total
 
 
@@ -101,9 +98,12 @@ class _Share(torch.autograd.Function):
     """The input for one of several users, whose gradients are added up in ``gradient``."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, gradient: _Gradient) -> Tensor:
-        ctx.gradient = gradient
+    def forward(input: Tensor, gradient: _Gradient) -> Tensor:
         return input.view_as(input)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Gradient], output: Tensor) -> None:
+        _, ctx.gradient = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
@@ -170,7 +170,7 @@ def to_tiles(layer: nn.Linear | nn.Embedding, weights: Sequence[nn.Parameter]) -
     else:
         tiles = list(_embedding_tiles(layer, weights))
         layer.__class__ = RowTiledEmbedding
-    setattr(layer, TILES, nn.ModuleList(tiles))
+    layer.tiles = nn.ModuleList(tiles)
 
 
 def _embedding_tiles(layer: nn.Embedding, weights: Sequence[nn.Parameter]) -> Iterator[nn.Embedding]:
@@ -217,19 +217,13 @@ def join_tiles(model: nn.Module, state: dict[str, Any]) -> None:
             state[tiled.name] = joined[weights]
 
 
-def joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of tensors of ``shapes`` as one tensor, one after the other in their first dimension."""
-    first, *others = shapes
-    return (sum(shape[0] for shape in shapes), *first[1:]) if others else first
-
-
 def tile_modules(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """The tiles of all layers in ``modules``."""
     return {tile for module in modules if isinstance(module, RowTiles) for tile in module.tiles}
 
 
 def _tile_name(prefix: str, number: int) -> str:
-    return f"{prefix}{TILES}.{number}.weight"
+    return f"{prefix}tiles.{number}.weight"
 
 
 def _between(indices: Tensor, first: int, end: int) -> Tensor:

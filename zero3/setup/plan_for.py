@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import math
 import textwrap
@@ -30,6 +29,7 @@ from tiering.planning.request import ModelSize
 from tiering.planning.setting import TOKENS, RatesOf, Setting
 from tiering.planning.sizing import Decoder, format_count, with_adapters
 from tiering.weights.files import open_weights
+from zero3.building.meta import copied_to_meta
 from zero3.building.quantization import quantize, quantize_as_configured
 from zero3.building.tiling import tile_as_configured, with_tiles
 from zero3.building.weights import Matched, match
@@ -111,18 +111,17 @@ def plan_for(
     name = f"{type(built).__name__} of {format_count(params)} parameters"
     size = ModelSize(name, params, active=_active(built), attention_flops=_attention_flops(built, setting))
     if isinstance(model, nn.Module):
-        if settings.tiering.quantize.type != "none" or settings.tiering.tile:
-            built, model_parameters = _as_configured(built, settings, model_parameters)
-    else:
-        adapters = Adapters.configured(adapters, settings.tiering.quantize)
-    if adapters is not None:
-        if isinstance(model, nn.Module):
+        if adapters is not None:
             raise ConfigError(
                 "adapters are planned over the model of a config.json, but model is a module: add the adapters to the"
                 " module (for example with peft), and plan it without this argument"
             )
-        size = with_adapters(size, adapters, add_adapters(built, adapters))
-    if not isinstance(model, nn.Module):
+        if settings.tiering.quantize.type != "none" or settings.tiering.tile:
+            built, model_parameters = _as_configured(built, settings, model_parameters)
+    else:
+        adapters = Adapters.configured(adapters, settings.tiering.quantize)
+        if adapters is not None:
+            size = with_adapters(size, adapters, add_adapters(built, adapters))
         tile_as_configured(built, settings)
     if model_parameters is None:
         # The plan is for training, so parameters are trained even without an optimizer section.
@@ -261,11 +260,7 @@ def _as_configured(
 
     Raises ConfigError for a layer that cannot be quantised or cut.
     """
-    copies: dict[int, Any] = {
-        id(param): nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        for param in model.parameters()
-    }
-    copied = copy.deepcopy(model, dict(copies))
+    copied, copies = copied_to_meta(model)
     quantize_as_configured(copied, settings)
     if model_parameters is not None:
         model_parameters = tree_map(lambda each: copies.get(id(each), each), list(model_parameters))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -16,6 +14,7 @@ from tiering.placement.budgets import fits
 from tiering.placement.placement import AMPLE
 from tiering.placement.plan import Budgets
 from tiering.placement.workload import ITEMSIZES, Workload
+from zero3.building.meta import copied_to_meta
 from zero3.building.tiling import tile_as_configured, with_tiles
 from zero3.setup.model_size import size_up, sizes_of_cuts
 from zero3.setup.optimizer_choice import OptimizerChoice
@@ -65,9 +64,13 @@ def _sizes(model: nn.Module, config: TieringConfig) -> Iterator[int]:
     """Powers of two below the bytes of the largest layer, from the largest on, that give at most MOST_TILES tiles."""
     layers = (module for module in model.modules() if type(module) in (nn.Linear, nn.Embedding))
     numels = (param.numel() for module in layers for param in module.parameters(recurse=False))
-    largest = max(numels, default=0) * ITEMSIZES[config.precision]
-    everything = sum(param.numel() for param in model.parameters()) * ITEMSIZES[config.precision]
-    size = 1 << max(min(largest, config.tiering.tile or largest) - 1, 1).bit_length() - 1
+    itemsize = ITEMSIZES[config.precision]
+    largest = max(numels, default=0) * itemsize
+    everything = sum(param.numel() for param in model.parameters()) * itemsize
+    # Smaller than what was refused.
+    size = SMALLEST
+    while 2 * size < min(largest, config.tiering.tile or largest):
+        size *= 2
     while size >= max(SMALLEST, everything // MOST_TILES):
         yield size
         size //= 2
@@ -77,11 +80,7 @@ def _loads(
     model: nn.Module, config: TieringConfig, chosen: OptimizerChoice, *, on_gpu: bool, world_size: int
 ) -> Iterator[Workload]:
     """What a copy of ``model`` on the meta device needs, in tiles, by each cut into groups."""
-    copies: dict[int, Any] = {
-        id(param): nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        for param in model.parameters()
-    }
-    copied = copy.deepcopy(model, dict(copies))
+    copied, copies = copied_to_meta(model)
     tiles = tile_as_configured(copied, config)
     groups = [
         {**group, "params": with_tiles((copies[id(param)] for param in group["params"]), tiles)}

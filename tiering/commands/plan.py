@@ -7,17 +7,16 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiering.errors import ConfigError, SwapSpaceError, TieringError
 
 if TYPE_CHECKING:
-    from tiering.config.training import IoConfig, TieringConfig
+    from tiering.config.training import TieringConfig
     from tiering.placement.workload import Workload
     from tiering.planning.adapters import Adapters
-    from tiering.planning.measure import Measurement
     from tiering.planning.plan_report import PlanReport
     from tiering.planning.profiles import Profile
     from tiering.planning.rates import Rates
@@ -78,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print JSON, with sizes in bytes and times in seconds"
     )
 
-    _add_training(parser.add_argument_group("training"))
+    training = parser.add_argument_group("training")
+    _add_training(training)
+    _add_batch(training)
     _add_machine(parser.add_argument_group("machine"))
     _add_rates(parser.add_argument_group("rates, in bytes per second unless the text says otherwise"))
 
@@ -109,6 +110,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--state", metavar="FORMAT", help="format of the optimizer state: fp32, split, bf16 or split+bf16"
     )
+
+
+def _add_batch(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--micro-batches", type=_positive, metavar="N", help="number of micro-batches in a step"
     )
@@ -238,6 +242,7 @@ def run(options: argparse.Namespace) -> int:
 
 def answer(options: argparse.Namespace) -> PlanReport:
     """The report for ``options``. Raises ConfigError, SwapSpaceError or OSError."""
+    from tiering.commands.plan_rates import rates_of
     from tiering.planning import profiles
     from tiering.planning.configuration import file_of
     from tiering.planning.setting import LOSS_CHUNK, TOKENS, Setting
@@ -275,7 +280,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
     config = _config(options, file, profile, ranks)
     if config.tiering.block_rows is not None and setting.sequence is None:
         raise ConfigError("block_rows counts sequences: give their length by --sequence N")
-    rates = _rates(options, profile or assumed, setting, config.tiering.io)
+    rates = rates_of(options, profile or assumed, setting, config.tiering.io)
     report = _planned(options, config, setting, rates, adapters)
     if assumed is not None:
         report = replace(report, assumptions=(*report.assumptions, _assumed_rates(assumed)))
@@ -394,80 +399,6 @@ def _config(
     overrides = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
     tiers = {} if profile is None else profile_budgets(profile)
     return with_changes(config, micro_batches=options.micro_batches, tiers=tiers | overrides)
-
-
-def _rates(
-    options: argparse.Namespace, profile: Profile | None, setting: Setting, io: IoConfig
-) -> Callable[[Workload], Rates]:
-    """A function that returns the rates for a workload.
-
-    In increasing precedence, a rate comes from the profile, from the file of ``--rates``, from a measurement, and from
-    its own option.
-    """
-    from tiering.planning.rates import Rates
-
-    from_file = Rates.load(options.rates) if options.rates is not None else Rates()
-    from_options = Rates(**{field.name: getattr(options, field.name) for field in fields(Rates)})
-
-    def rates_for(load: Workload) -> Rates:
-        rates = profile.rates(load, nodes=options.nodes) if profile is not None else Rates()
-        rates = rates.updated(from_file)
-        if options.measure:
-            import tiering
-
-            cache = _RateCache(measure_again=options.measure_again)
-            measured = tiering.measure_rates(
-                *options.measure,
-                workload=load,
-                on_gpu=setting.gpu_memory is not None,
-                tokens=setting.tokens,
-                io=io,
-                take=cache.rates,
-            )
-            cache.print_summary()
-            if options.save_rates is not None:
-                measured.save(options.save_rates)
-            rates = rates.updated(measured)
-        return rates.updated(from_options)
-
-    return rates_for
-
-
-class _RateCache:
-    """Measured rates: those of the last 7 days from the user's cache, unless ``measure_again``, and new ones."""
-
-    def __init__(self, *, measure_again: bool) -> None:
-        from tiering.planning.saved_rates import SavedRates
-
-        self._saved = SavedRates.of_user()
-        self._measure_again = measure_again
-        # Name and time of each measurement that came from the cache.
-        self._reused: list[str] = []
-
-    def rates(self, part: Measurement) -> Rates:
-        """The rates of ``part``, measured and saved unless the cache has them."""
-        from tiering.planning import saved_rates
-        from tiering.planning.others import remark
-
-        record = None if self._measure_again else self._saved.find(part)
-        if record is not None:
-            load = f" ({remark(record.others)})" if remark(record.others) else ""
-            self._reused.append(f"{part.name} of {record.measured.astimezone():%Y-%m-%d %H:%M}{load}")
-            return record.rates
-        print(f"measuring: {part.name}", file=sys.stderr, flush=True)
-        record = saved_rates.measured(part)
-        if remark(record.others):
-            print(f"{part.name}: measured {remark(record.others)}", file=sys.stderr)
-        self._saved.save(part, record)
-        return record.rates
-
-    def print_summary(self) -> None:
-        """Print the times of the reused measurements."""
-        if self._reused:
-            print(
-                f"reused measurements: {', '.join(self._reused)}; --measure-again repeats them",
-                file=sys.stderr,
-            )
 
 
 def _positive(text: str) -> int:

@@ -403,6 +403,8 @@ def test_exports_have_whole_weights(start: Start, tmp_path: Path) -> None:
     cut, whole = start(small(), threshold=0, tile=TILE, **STREAMED), start(small(), threshold=0)
     assert_same(cut.state_dict(), whole.state_dict())
     assert_same(cut.module.state_dict(), whole.module.state_dict())
+    state = cut.state_dict()
+    assert state["head.weight"] is state["embedding.weight"]
     for directory, engine in ((tmp_path / "cut", cut), (tmp_path / "whole", whole)):
         engine.save_16bit_model(directory)
     exported = load_file(tmp_path / "cut" / "model.safetensors")

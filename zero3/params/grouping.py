@@ -4,8 +4,8 @@ The outermost entries of a repeated container (a ``ModuleList``, or a ``Sequenti
 the blocks. Outside the blocks, a module whose own parameters exceed the average block (an embedding, an output head)
 is a group of its own, and so is each tile of a layer there (row_tiles.py). Other parameters join the group of the
 nearest ancestor, at last the root's. Parameters below the persistence threshold form one group that never leaves the
-device. Parameters that stay fp32 are never in one group with
-16-bit parameters; if a module has large parameters of both kinds, those in fp32 do not leave the device either.
+device. Parameters that stay fp32 are never in one group with 16-bit parameters; if a module has large parameters of
+both kinds, those in fp32 do not leave the device either.
 
 The experts of a block, four or more entries of one shape in a ``ModuleList`` or ``ModuleDict``, are groups of their own
 as far as they are frozen: in one process, a pass then fetches those that it calls. What is trained of them belongs to
@@ -119,23 +119,13 @@ def form_groups(
     group of its own, as far as the modules around it call it; and so is a larger module outside of the blocks. A module
     with fewer parameters than ``together`` per module in it is not cut.
     """
-    modules = dict(model.named_modules())
-    users = _users(model)
-    blocks = block_names(model)
-    mean_block = _mean_block_size(modules, blocks)
+    modules, users, blocks = dict(model.named_modules()), _users(model), block_names(model)
     leaf_names = {name for name, module in modules.items() if module in leaves}
-    blocks |= leaf_names
-    anchors = set(blocks) | {""}
-    tiles = tile_modules(modules.values())
-    for name, module in modules.items():
-        own = sum(p.numel() for p in _own(module) if users[p][0] == name)
-        if not name or not own or _inside(name, blocks):
-            continue
-        if module in tiles or (mean_block and own > mean_block):
-            anchors.add(name)
+    anchors = {"", *blocks, *leaf_names, *_outside(modules, users, blocks, leaf_names)}
     if largest is not None:
         anchors |= set(_modules_to_cut(modules, users, blocks - leaf_names, largest, together))
     anchors = {name for name in anchors if not any(around in leaf_names for around in _around(name))}
+    blocks |= leaf_names
     routing = _experts(modules, blocks, leaf_names) if routed else {}
     # One expert makes way for the next while the module runs: a read of a kept one must raise an error.
     fused = _fused_experts(modules, blocks, leaf_names) if routed and can_close() else {}
@@ -189,6 +179,27 @@ def form_groups(
     return list(groups.values())
 
 
+def _outside(
+    modules: dict[str, nn.Module],
+    users: dict[nn.Parameter, list[str]],
+    blocks: Collection[str],
+    leaves: Collection[str],
+) -> Iterator[str]:
+    """The names of the tiles outside of ``blocks`` and ``leaves``, and of modules there that exceed the mean block."""
+    mean_block, tiles = _mean_block_size(modules, blocks), tile_modules(modules.values())
+    inside = {*blocks, *leaves}
+    for name, module in modules.items():
+        own = _first_used(name, module, users)
+        is_large = bool(mean_block) and own > mean_block
+        if name and own and (is_large or module in tiles) and not _inside(name, inside):
+            yield name
+
+
+def _first_used(name: str, module: nn.Module, users: dict[nn.Parameter, list[str]]) -> int:
+    """The elements of the parameters that ``module`` holds and no module before it."""
+    return sum(param.numel() for param in _own(module) if users[param][0] == name)
+
+
 def _modules_to_cut(
     modules: dict[str, nn.Module],
     users: dict[nn.Parameter, list[str]],
@@ -203,7 +214,7 @@ def _modules_to_cut(
     """
     sizes = {name: sum(param.numel() for param in modules[name].parameters()) for name in blocks}
     for name, module in modules.items():
-        own = sum(param.numel() for param in _own(module) if users[param][0] == name)
+        own = _first_used(name, module, users)
         around = [each for each in _ancestors(name) if each]
         block = next((each for each in around if each in blocks), None)
         if not name or not own or (own if block is None else sizes[block]) <= largest:
@@ -341,7 +352,7 @@ def _shape_of(module: nn.Module) -> tuple[type[nn.Module], tuple[tuple[str, torc
     return type(module), tuple((name, param.shape) for name, param in module.named_parameters())
 
 
-def _mean_block_size(modules: dict[str, nn.Module], blocks: set[str]) -> float:
+def _mean_block_size(modules: dict[str, nn.Module], blocks: Collection[str]) -> float:
     sizes = [sum(p.numel() for p in modules[name].parameters()) for name in blocks]
     return sum(sizes) / len(sizes) if sizes else 0.0
 

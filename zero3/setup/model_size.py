@@ -104,21 +104,7 @@ def size_up(
     workload = make_workload(
         config,
         (
-            GroupSizes(
-                name=group.name,
-                param_bytes=layout.numel * _dtype_of(group, compute).itemsize,
-                trainable_numel=layout.trainable_numel,
-                parent=group.parent,
-                beside=group.beside,
-                persistent=group.persistent,
-                uses=len(group.entries) or int(not group.persistent),
-                uses_in_backward=_uses_in_backward(group),
-                largest_trained=max((p.numel for p in layout.pieces if p.trainable), default=0),
-                parts=len(group.entries) if any(p in tied for _, _, p in group.params) else 1,
-                fp32=group.in_fp32,
-                routed=group.routing is not None,
-                expert_bytes=_expert_bytes(group, layout, compute),
-            )
+            _sizes_of(group, layout, compute, is_tied=any(param in tied for _, _, param in group.params))
             for group, layout in zip(members, layouts, strict=True)
         ),
         StateKept(chosen.state_tensors, chosen.split, chosen.moments.itemsize, whole_groups),
@@ -128,6 +114,25 @@ def size_up(
         others=activations(config),
     )
     return SizedModel(members, layouts, compute, grad, reduce, workload, in_fp32)
+
+
+def _sizes_of(group: GroupMembers, layout: FlatLayout, compute: torch.dtype, *, is_tied: bool) -> GroupSizes:
+    """The sizes of ``group``; ``is_tied`` says whether several modules use a trained parameter of it."""
+    return GroupSizes(
+        name=group.name,
+        param_bytes=layout.numel * _dtype_of(group, compute).itemsize,
+        trainable_numel=layout.trainable_numel,
+        parent=group.parent,
+        beside=group.beside,
+        persistent=group.persistent,
+        uses=len(group.entries) or int(not group.persistent),
+        uses_in_backward=_uses_in_backward(group),
+        largest_trained=max((piece.numel for piece in layout.pieces if piece.trainable), default=0),
+        parts=len(group.entries) if is_tied else 1,
+        fp32=group.in_fp32,
+        routed=group.routing is not None,
+        expert_bytes=_expert_bytes(group, layout, compute),
+    )
 
 
 def sizes_of_cuts(model: nn.Module, config: TieringConfig, world_size: int) -> list[int | None]:

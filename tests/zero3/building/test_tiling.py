@@ -277,7 +277,8 @@ def test_an_optimizer_that_was_made_before_steps_the_tiles(
         return kind([{"params": half, "lr": lr} for half, lr in zip(halves, (1e-3, 1e-2), strict=True)])
 
     before = small()
-    first = start(before, client=made(before), threshold=0, tile=TILE // 2)
+    client = made(before)
+    first = start(before, client=client, threshold=0, tile=TILE // 2)
     after = tile(small(), TILE)
     pairs = list(small().named_parameters())[:4]
     early = [
@@ -290,6 +291,9 @@ def test_an_optimizer_that_was_made_before_steps_the_tiles(
         after, client=kind([{"params": early, "lr": 1e-3}, {"params": late, "lr": 1e-2}]), threshold=0
     )
     assert_same(trained(first), trained(second))
+    if named:
+        for group in client.param_groups:
+            assert len(group["param_names"]) == len(group["params"]) == len(set(group["param_names"]))
 
 
 def test_an_optimizer_with_state_is_refused(start: Start) -> None:

@@ -1,0 +1,57 @@
+"""Which blocks are cut into their modules, and which modules stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from zero3.params.grouping import form_groups
+
+from .test_grouping import Block, Model
+
+
+def names_of(model: nn.Module, largest: int, leaves: Collection[nn.Module] = ()) -> list[str]:
+    return [group.name for group in form_groups(model, 0, leaves, largest=largest)]
+
+
+def test_a_block_that_is_too_large_is_cut_into_its_modules() -> None:
+    model = Model(
+        table=nn.Embedding(10, 8), blocks=nn.ModuleList([Block(8), Block(16)]), head=nn.Linear(8, 10)
+    )
+    sizes = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
+    assert names_of(model, sizes[1]) == ["root", "blocks.0", "blocks.1"]
+    cut = ["blocks.1.norm", "blocks.1.up", "blocks.1.down"]
+    assert names_of(model, sizes[0]) == ["root", "blocks.0", *cut]
+    assert names_of(model, 85) == ["root", "blocks.0.norm", "blocks.0.up", "blocks.0.down", *cut, "head"]
+    assert names_of(model, 0)[:2] == ["table", "blocks.0.norm"]
+    assert names_of(model, 0, [model.blocks[1]])[-2:] == ["blocks.1", "head"]
+
+
+def test_modules_whose_parameters_are_used_together_are_not_cut() -> None:
+    class Layer(nn.Module):
+        """As peft has it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer, self.lora_A = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    compiled = Block()
+    # As after compile(), which imports the compiler.
+    compiled._compiled_call_impl = compiled.forward
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+            self.attention = nn.MultiheadAttention(8, 2)
+            self.adapted = Layer()
+            self.inner = compiled
+            self.encoder = nn.TransformerEncoderLayer(8, 2)
+
+    names = names_of(Model(blocks=nn.ModuleList([Parts(), Block()])), 0)
+    parts = ["blocks.0", "blocks.0.attention", "blocks.0.adapted", "blocks.0.inner", "blocks.0.encoder"]
+    assert names == [*parts, "blocks.1.norm", "blocks.1.up", "blocks.1.down"]
+    groups = form_groups(Model(blocks=nn.ModuleList([Parts(), Block()])), 0, largest=0)
+    assert {group.parent for group in groups} == {None, 0}

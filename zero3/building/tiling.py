@@ -209,9 +209,8 @@ def _tiles_of(weight: nn.Parameter, itemsize: int, most: int) -> Iterator[nn.Par
     first, (rows_of_all, columns) = 0, weight.shape
     for rows in rows_of_tiles(rows_of_all, columns, itemsize, most):
         part = part_of(weight, first, first + rows)
+        # Marks of the model's code, for example for its own param groups.
         vars(part).update(vars(weight))
-        if weight.grad is not None:
-            part.grad = weight.grad[first : first + rows].clone()
         yield part
         first += rows
     if recipe_of(weight) is not None:

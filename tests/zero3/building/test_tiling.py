@@ -18,7 +18,7 @@ from tests.zero3.conftest import NVME_STATE, SmallModel, batches, config
 from tests.zero3.plain import STREAMED
 from tiering.checkpoint.manifest import Manifest
 from tiering.config.training import format_size, parse_size
-from tiering.errors import CheckpointError, ConfigError, PlacementError
+from tiering.errors import CheckpointError, ConfigError, PlacementError, TieringError
 from zero3.building.tiling import tile
 from zero3.engine.engine import Engine
 from zero3.params.row_tiles import RowTiledEmbedding, RowTiledLinear, RowTiles
@@ -251,6 +251,17 @@ def test_a_model_of_zero_init_gets_the_values_of_one_in_memory(start: Start, ins
             tile(model, TILE)
     engine = start(tile(model, TILE), threshold=0, precision="fp32")
     assert_same(engine.master_state_dict(), expected)
+
+
+def test_tiles_have_the_marks_of_the_weight_which_is_gone() -> None:
+    with tiering.zero.Init():
+        model = small()
+    weight = model.head.weight
+    weight.decays = False
+    tile(model, TILE)
+    assert [each.decays for each in model.head.tile_weights] == [False] * 8
+    with pytest.raises(TieringError):
+        weight.sum()
 
 
 @pytest.mark.parametrize("in_place", [False, True])

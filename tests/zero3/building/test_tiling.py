@@ -17,11 +17,16 @@ import tiering
 from tests.zero3.conftest import NVME_STATE, SmallModel, batches, config
 from tests.zero3.plain import STREAMED
 from tiering.checkpoint.manifest import Manifest
+from tiering.checkpoint.reader import open_checkpoint
 from tiering.config.training import format_size, parse_size
 from tiering.errors import CheckpointError, ConfigError, PlacementError, TieringError
+from tiering.placement.workload import Workload
+from zero3.building.recorded_operations import Cell, Slice
+from zero3.building.tape import Tape
 from zero3.building.tiling import tile
 from zero3.engine.engine import Engine
 from zero3.params.row_tiles import RowTiledEmbedding, RowTiledLinear, RowTiles
+from zero3.setup import tile_advice
 
 Start = Callable[..., Engine]
 TILE = 16 << 10
@@ -242,6 +247,22 @@ def stored(directory: Path) -> Path:
     return directory
 
 
+def test_tiles_are_not_tried_for_more_host_memory(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[object] = []
+
+    def loads(model: nn.Module, *_: object, **__: object) -> list[Workload]:
+        tried.append(model)
+        return []
+
+    monkeypatch.setattr(tile_advice, "_loads", loads)
+    with pytest.raises(PlacementError, match="host needs"):
+        start(small(), threshold=0, host_budget="4KiB", **STREAMED)
+    assert not tried
+    with pytest.raises(PlacementError, match="needs 60"):
+        start(small(), threshold=0, device_budget="44KiB", prefetch=0, **STREAMED)
+    assert tried
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_model_of_zero_init_gets_the_values_of_one_in_memory(start: Start, inside: bool) -> None:
     expected = start(tile(small(), TILE), threshold=0, precision="fp32").master_state_dict()
@@ -251,6 +272,28 @@ def test_a_model_of_zero_init_gets_the_values_of_one_in_memory(start: Start, ins
             tile(model, TILE)
     engine = start(tile(model, TILE), threshold=0, precision="fp32")
     assert_same(engine.master_state_dict(), expected)
+
+
+def test_a_weight_is_computed_once_for_all_of_its_tiles(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its memory is free once all tiles have their values."""
+    computed: list[tuple[Cell, torch.UntypedStorage]] = []
+    replay = Tape.replay
+
+    def counted(self: Tape, target: Slice) -> Tensor:
+        values = replay(self, target)
+        if self._replayed is not None and all(self._replayed is not each for each in computed):
+            computed.append(self._replayed)
+        return values
+
+    monkeypatch.setattr(Tape, "replay", counted)
+    with tiering.zero.Init() as init:
+        model = small()
+    start(tile(model, TILE), threshold=0)
+    # The tied weight, and those of two layers in each of three blocks.
+    assert len(computed) == 1 + 3 * 2
+    assert init.tape._replayed is None
 
 
 def test_tiles_have_the_marks_of_the_weight_which_is_gone() -> None:
@@ -337,6 +380,9 @@ def test_checkpoints_load_across_tiles(start: Start, tmp_path: Path, saved: str,
     second.load_checkpoint(tmp_path, tag="first")
     assert_same(second.master_state_dict(), first.master_state_dict())
     second.save_checkpoint(tmp_path, tag="second")
+    contents = [open_checkpoint(tmp_path / tag).rank(0).content for tag in ("first", "second")]
+    named = [sorted(content["param_groups"][0]["names"]) for content in contents]
+    assert named[0] == named[1] and named[0].count("embedding.weight") == 1
     again = start(small(), threshold=0, **CUTS[saved])
     again.load_checkpoint(tmp_path, tag="second")
     # The state of the optimizer, too.
@@ -429,6 +475,14 @@ def test_exports_have_whole_weights(start: Start, tmp_path: Path) -> None:
     assert_same(loaded.state_dict(), whole.state_dict())
 
 
+def test_a_state_dict_can_leave_frozen_tiles_out(start: Start) -> None:
+    model = small()
+    model.embedding.requires_grad_(False)
+    engine: Any = start(model, threshold=0, tile=TILE)
+    trained_names = {name for name in engine.state_dict() if name not in ("embedding.weight", "head.weight")}
+    assert engine.module_state_dict(exclude_frozen_parameters=True).keys() == trained_names
+
+
 def test_a_loaded_state_dict_changes_the_tiles(start: Start) -> None:
     engine = start(small(), threshold=0, tile=TILE, **STREAMED)
     torch.manual_seed(4)
@@ -445,6 +499,20 @@ def test_a_plan_without_memory_counts_activations(nvme: Path, caplog: pytest.Log
     plan = tiering.plan_for(model=model, config=settings, batch=next(batches(1)))
     assert any("tiles" in group.name for group in plan.workload.groups)
     assert "activations are not counted" not in caplog.text
+
+
+def test_a_plan_counts_tiles_of_a_described_model(nvme: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers reads the config.json")
+    transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=600,
+    ).save_pretrained(tmp_path)
+    report = tiering.plan_for(model=tmp_path, config=config(nvme, threshold=0, **STREAMED, tile=16 << 10))
+    names = {group.name for group in report.workload.groups}
+    assert {"model.embed_tokens.tiles.0", "lm_head.tiles.4"} <= names
 
 
 def test_a_plan_counts_tiles(nvme: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from zero3.building.tiling import tile
 from zero3.params.grouping import form_groups
 
 from .test_grouping import Block, Model
@@ -55,3 +56,21 @@ def test_modules_whose_parameters_are_used_together_are_not_cut() -> None:
     assert names == [*parts, "blocks.1.norm", "blocks.1.up", "blocks.1.down"]
     groups = form_groups(Model(blocks=nn.ModuleList([Parts(), Block()])), 0, largest=0)
     assert {group.parent for group in groups} == {None, 0}
+
+
+def test_an_adapted_layer_in_tiles_is_cut() -> None:
+    class Layer(nn.Module):
+        """As peft has it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer, self.lora_A = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    model = tile(Model(blocks=nn.ModuleList([Layer(), Block()])), 4 * 8 * 4)
+    cut = [
+        "blocks.0.base_layer",
+        "blocks.0.base_layer.tiles.0",
+        "blocks.0.base_layer.tiles.1",
+        "blocks.0.lora_A",
+    ]
+    assert names_of(model, 0)[:4] == cut

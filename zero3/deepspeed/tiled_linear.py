@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from tiering.errors import ConfigError
-from zero3.deepspeed.zero import GatheredParameters
 
 
 class TiledLinear(nn.Module):
@@ -124,7 +123,7 @@ class TiledLinear(nn.Module):
             assert isinstance(row, nn.ModuleList)
             for place, linear in enumerate(row):
                 columns = slice(*self.in_parts[place : place + 2])
-                with GatheredParameters(linear, modifier_rank=0), torch.no_grad():
+                with torch.no_grad():
                     linear.get_parameter("weight").copy_(weight[rows, columns])
                     if bias is not None and place == self.in_splits - 1:
                         linear.get_parameter("bias").copy_(bias[rows])

@@ -110,6 +110,11 @@ def test_live_parameters_bound_the_groups_and_what_is_fetched_ahead(start: Start
     assert with_keys(start, stage3_max_live_parameters=1).plan.workload.prefetch_bytes == 0
 
 
+def test_parameters_that_do_not_move_are_not_live(start: Start) -> None:
+    engine = start(model(), threshold=0, stage=2, zero={"stage3_max_live_parameters": 1})
+    assert names(engine)[:2] == ["blocks.0", "blocks.1"]
+
+
 def test_modules_of_fine_grain_stay_together(start: Start) -> None:
     """A block has 9,440 parameters in 5 modules: 1,888 for each."""
     finest: dict[str, Any] = {"stage3_max_live_parameters": 1}

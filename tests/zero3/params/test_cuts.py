@@ -74,3 +74,13 @@ def test_an_adapted_layer_in_tiles_is_cut() -> None:
         "blocks.0.lora_A",
     ]
     assert names_of(model, 0)[:4] == cut
+
+
+def test_only_modules_inside_of_blocks_stay_together() -> None:
+    """A module around the layers of the head would hold what is called apart."""
+    model = Model(
+        blocks=nn.ModuleList([Block(), Block()]),
+        head=nn.Sequential(nn.Linear(8, 16), nn.Identity(), nn.Linear(16, 10)),
+    )
+    groups = form_groups(model, 0, largest=0, together=1 << 20)
+    assert [group.name for group in groups] == ["blocks.0", "blocks.1", "head.0", "head.2"]

@@ -31,8 +31,7 @@ from zero3.optimizer.tiles import FP32, StateLayout, StepListener, Tile
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
 from zero3.params.replicas import Replicas
-from zero3.passes.gradient_tensors import KERNEL_DTYPES
-from zero3.passes.gradients import GradientStore
+from zero3.passes.gradients import KERNEL_DTYPES, GradientStore
 
 IN_PLACE_NUMEL = 4 << 20
 """Elements updated in place between two checks for arrived tiles: a few milliseconds of work."""

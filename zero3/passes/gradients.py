@@ -18,7 +18,7 @@ With several ranks this store holds reduced gradients: reduction.py receives the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from optim_cpu import kernels
-from optim_cpu.kernels import ExactSum
+from optim_cpu.kernels import DType, ExactSum
 from tiering._interrupts import uninterrupted
-from tiering.errors import EngineStateError
+from tiering.errors import ConfigError, EngineStateError
 from tiering.placement.tenants import GRADIENTS
 from tiering.storage.arena import Lease
 from tiering.telemetry import COPIES_OF
@@ -38,10 +38,59 @@ from zero3.device import kernels as device_kernels
 from zero3.device.storages import as_tensor
 from zero3.device.streams import Event
 from zero3.device.tiers import Home, Tiers
+from zero3.params import resharded
 from zero3.params.layout import Piece, segments
 from zero3.params.param_group import ParamGroup
-from zero3.passes.gradient_tensors import KERNEL_DTYPES, flat_parts, pop_gradient, sum_parts
 from zero3.passes.gradient_windows import GradientWindows
+
+COPIED_AT_ONCE = 1 << 20
+"""Elements that are copied at once from a gradient that is not contiguous, on the CPU."""
+KERNEL_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+
+
+def pop_gradient(piece: Piece, param: nn.Parameter) -> Tensor | None:
+    """Remove and return ``param.grad``, in any strides; None if there is none. ConfigError if it is sparse."""
+    grad = resharded.take_gradient(param)
+    if grad is None:
+        return None
+    if grad.layout is not torch.strided:
+        raise ConfigError(
+            f"the gradient of {piece.name!r} is {grad.layout}; only dense gradients can be tiered:"
+            " build the embedding with sparse=False"
+        )
+    return grad
+
+
+def flat_parts(grad: Tensor) -> Iterator[Tensor]:
+    """The elements of ``grad`` in order, flat: one view if it is contiguous, else copies of some rows at a time."""
+    if grad.is_contiguous():
+        yield grad.view(-1)
+        return
+    rows = max(1, COPIED_AT_ONCE * len(grad) // grad.numel())
+    for start in range(0, len(grad), rows):
+        yield grad[start : start + rows].reshape(-1)
+
+
+def sum_parts(
+    parts: list[Tensor], factor: float, target: Tensor, *, overwrite: bool, on_device: bool
+) -> None:
+    """Set the flat ``target`` to ``factor`` times the sum of ``parts``, or add that to it. In their order, in fp32.
+
+    ``on_device``: all tensors are in device memory, and a kernel is queued on the calling thread's stream. Otherwise
+    the CPU computes, and the sum is complete on return.
+    """
+    if on_device:
+        device_kernels.reduce(target, parts, factor, overwrite=overwrite)
+        return
+    kernels.reduce(
+        target.data_ptr(),
+        KERNEL_DTYPES[target.dtype],
+        [part.data_ptr() for part in parts],
+        KERNEL_DTYPES[parts[0].dtype],
+        target.numel(),
+        factor,
+        overwrite=overwrite,
+    )
 
 
 @dataclass

@@ -50,8 +50,7 @@ from zero3.device.storages import as_tensor
 from zero3.device.tiers import Tiers
 from zero3.params.layout import Piece, shard_ranges
 from zero3.params.param_group import ParamGroup
-from zero3.passes.gradient_tensors import KERNEL_DTYPES, pop_gradient, sum_parts
-from zero3.passes.gradients import GradientStore
+from zero3.passes.gradients import KERNEL_DTYPES, GradientStore, pop_gradient, sum_parts
 from zero3.passes.reduction_order import ReductionOrder
 from zero3.ranks.collectives import Collectives, Table
 from zero3.ranks.process_groups import Pending

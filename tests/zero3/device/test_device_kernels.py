@@ -29,7 +29,7 @@ from optim_cpu.kernels import DType, ExactSum, Rule, StateFormat
 from zero3.device import kernels as device_kernels
 from zero3.device.kernels import Segment, cuda_library, fused, torch_operations
 from zero3.device.kernels.encoded_weight import DeviceWeight
-from zero3.passes.gradient_tensors import KERNEL_DTYPES
+from zero3.passes.gradients import KERNEL_DTYPES
 
 STEPS = [
     f"step<{optimizer}, {states}, {state_format}, {split}, {grad}>"

@@ -8,7 +8,10 @@ memory alive and in place during the call. Addresses must be aligned to their el
 from __future__ import annotations
 
 import enum
+import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from optim_cpu._kernels import ffi, lib
@@ -36,6 +39,7 @@ __all__ = [
     "add_block_sums",
     "available_instruction_sets",
     "cast",
+    "cpu_quota",
     "dequantize",
     "instruction_set",
     "join",
@@ -389,8 +393,17 @@ def quantized_product_bf16(y: int, x: int, rows: int, matrix: QuantizedMatrix) -
         raise refusal("quantized_product_bf16", code, locals())
 
 
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The CPU time that the cgroups of this process allow, in CPUs: the lowest limit; None if there is no limit."""
+    quota = float(lib.opt_cpu_quota(b"" if root == Path("/") else os.fsencode(root)))
+    return None if math.isinf(quota) else quota
+
+
 def thread_count() -> int:
-    """Threads that share the work of a call, including the caller. The default is the size of the affinity mask."""
+    """Threads that share the work of a call, including the caller.
+
+    The default is the size of the affinity mask, or the CPU quota, rounded down, if it is smaller.
+    """
     return int(lib.opt_thread_count())
 
 

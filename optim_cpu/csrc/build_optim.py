@@ -22,6 +22,7 @@ UNITS = (
     "rules.c",
     "dispatch.c",
     "pool.c",
+    "cpus.c",
     "isa_portable.c",
     "isa_avx2.c",
     "isa_avx512.c",

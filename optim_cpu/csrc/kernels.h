@@ -241,7 +241,12 @@ int opt_set_instruction_set(const char *name);
 /* The i-th instruction set that this CPU supports, widest first, or NULL. */
 const char *opt_available_instruction_set(int i);
 
-/* Threads per run, including the caller. The default is the size of the affinity mask at first use. */
+/* The CPU time that the control groups of this process allow, in CPUs: the smallest quota of all groups above it;
+ * infinity without one. `root` is the directory that has /proc and /sys: "" for this machine. */
+double opt_cpu_quota(const char *root);
+
+/* Threads per run, including the caller. The default, at first use, is the size of the affinity mask, or the quota,
+ * rounded down, if it is smaller. */
 int opt_thread_count(void);
 int opt_set_thread_count(int threads); /* 1 to OPT_MAX_THREADS, or -EINVAL */
 

@@ -29,7 +29,7 @@
  * pid at each run would race between the threads of the child.)
  */
 
-#define _GNU_SOURCE /* CPU_ALLOC, sched_getaffinity, pthread_setname_np */
+#define _GNU_SOURCE /* sched_getaffinity, pthread_setname_np */
 
 #include "pool.h"
 
@@ -40,6 +40,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "cpus.h"
 #include "fp_environment.h"
 #include "kernels.h"
 #include "refuse.h"
@@ -285,32 +286,13 @@ void opt_pool_run(opt_tile_function function, void *context, uint64_t tiles)
     dequeue(&job);
 }
 
-static int affinity_size(void)
-{
-    /* The kernel refuses a mask that is smaller than its own: try larger ones. */
-    for (int cpus = 1024; cpus <= 1 << 20; cpus *= 2) {
-        cpu_set_t *mask = CPU_ALLOC((size_t)cpus);
-        size_t bytes = CPU_ALLOC_SIZE((size_t)cpus);
-        int count = 0, refused;
-        if (!mask)
-            break;
-        refused = sched_getaffinity(0, bytes, mask) ? errno : 0;
-        if (!refused)
-            count = CPU_COUNT_S(bytes, mask);
-        CPU_FREE(mask);
-        if (refused != EINVAL)
-            return count > 0 ? count : 1;
-    }
-    return 1;
-}
-
 int opt_thread_count(void)
 {
     int threads = atomic_load(&pool.threads), unset = 0;
 
     if (threads)
         return threads;
-    threads = affinity_size();
+    threads = opt_usable_cpus();
     if (threads > OPT_MAX_THREADS)
         threads = OPT_MAX_THREADS;
     /* If another thread has set the number meanwhile, its number counts. */

@@ -109,7 +109,11 @@ def test_a_fault_in_a_worker_is_told_by_faulthandler() -> None:
     assert done.stderr.startswith("Fatal Python error: ")
 
 
-def test_default_thread_count_is_the_affinity_mask() -> None:
+def threads_of_cpus(cpus: int) -> int:
+    return min(cpus, max(1, int(kernels.cpu_quota() or cpus)))
+
+
+def test_default_thread_count_is_the_affinity_mask_within_the_cpu_quota() -> None:
     cpu = min(os.sched_getaffinity(0))
     code = (
         f"import os; os.sched_setaffinity(0, [{cpu}])\n"
@@ -117,16 +121,39 @@ def test_default_thread_count_is_the_affinity_mask() -> None:
     )
     assert run_python(code).stdout == "1\n"
     code = "from optim_cpu import kernels as k; print(k.thread_count())"
-    assert run_python(code).stdout == f"{len(os.sched_getaffinity(0))}\n"
+    assert run_python(code).stdout == f"{threads_of_cpus(len(os.sched_getaffinity(0)))}\n"
 
 
 def test_a_later_change_of_the_affinity_mask_leaves_the_thread_count() -> None:
     code = (
-        "import os; from optim_cpu import kernels as k; cpus = os.sched_getaffinity(0)\n"
-        "assert k.thread_count() == len(cpus); os.sched_setaffinity(0, [min(cpus)])\n"
-        "print(k.thread_count() == len(cpus))"
+        "import os; from optim_cpu import kernels as k; cpus, n = os.sched_getaffinity(0), k.thread_count()\n"
+        "os.sched_setaffinity(0, [min(cpus)]); print(n, k.thread_count())"
     )
-    assert run_python(code).stdout == "True\n"
+    n = threads_of_cpus(len(os.sched_getaffinity(0)))
+    assert run_python(code).stdout == f"{n} {n}\n"
+
+
+def test_the_default_thread_count_in_a_control_group() -> None:
+    """In a real group where this user may create one; which files count is told by the tests of the doctor."""
+    version_2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    group = Path("/sys/fs/cgroup" if version_2 else "/sys/fs/cgroup/cpu") / f"tiering-test-{os.getpid()}"
+    quota = {"cpu.max": "150000 100000"} if version_2 else {"cpu.cfs_quota_us": "150000"}
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be created: {error}")
+    try:
+        for name, text in quota.items():
+            (group / name).write_text(text)
+        code = (
+            f"open('{group}/cgroup.procs', 'w').write('0')\n"
+            "from optim_cpu import kernels as k; print(k.cpu_quota(), k.thread_count())"
+        )
+        assert run_python(code).stdout == "1.5 1\n"
+    except OSError as error:
+        pytest.skip(f"no quota can be set: {error}")
+    finally:
+        group.rmdir()
 
 
 def test_workers_that_leave_the_cpu_of_their_caller_may_return() -> None:

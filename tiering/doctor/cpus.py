@@ -10,7 +10,6 @@ from pathlib import Path
 from optim_cpu import kernels
 from tiering._text import counted
 from tiering.doctor.finding import Check, Finding, note, problem
-from tiering.host.cgroups import cpu_quota
 from tiering.host.kernel_files import text_of
 from tiering.host.topology import format_cpus, parse_cpus
 
@@ -37,14 +36,16 @@ def affinity(root: Path) -> Finding:
 
 
 def quota(root: Path) -> Finding:
-    quota_cpus, threads = cpu_quota(root), len(own_cpus(root))
+    quota_cpus, threads = kernels.cpu_quota(root), len(own_cpus(root))
     if quota_cpus is None:
         return Finding("none")
     text = f"the time of {quota_cpus:g} {'CPU' if quota_cpus == 1 else 'CPUs'}"
     if quota_cpus >= threads:
         return Finding(text)
+    kernel_threads = counted(max(1, int(quota_cpus)), "thread")
     return note(
-        f"{text} for threads on {threads}: the kernel stops them for the remainder of each period",
+        f"{text}, on {threads} CPUs: the optimizer has {kernel_threads}, but if torch and data workers use more time,"
+        " the kernel stops all threads for the remainder of each period",
         f"reduce the threads: taskset -c {format_cpus(own_cpus(root)[: max(1, int(quota_cpus))])} ..., or raise the"
         " quota (docker run --cpus, the cgroup's cpu.max)",
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tiering.host.kernel_files import number, text_of
+from tiering.host.kernel_files import text_of
 
 
 class Level(NamedTuple):
@@ -17,7 +17,7 @@ class Level(NamedTuple):
 
 
 def levels(controller: str, root: Path = Path("/")) -> list[Level]:
-    """All directories with limits of ``controller`` ("memory", "cpu", "io"; "blkio" in version 1), innermost first.
+    """All directories with limits of ``controller`` ("memory", "io"; "blkio" in version 1), innermost first.
 
     Any level above the process may have a limit. In a container, its cgroup may be the root of the mount although /proc
     shows the host's path, so all levels are returned.
@@ -40,21 +40,6 @@ def levels(controller: str, root: Path = Path("/")) -> list[Level]:
             Level(base.version, base.directory / part) for base in bases for part in (inner, *inner.parents)
         ]
     return directories
-
-
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The lowest CPU limit of this process, in CPUs; None if there is no limit."""
-    shares = []
-    for level in levels("cpu", root):
-        if level.version == 2:
-            words = (text_of(level.directory / "cpu.max") or "").split()
-            pair = [int(word) for word in words if word.isdecimal()]
-        else:
-            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            pair = [value for name in files if (value := number(level.directory / name)) is not None]
-        if len(pair) == 2 and pair[0] > 0 and pair[1] > 0:
-            shares.append(pair[0] / pair[1])
-    return min(shares, default=None)
 
 
 class IoLimit(NamedTuple):

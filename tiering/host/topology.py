@@ -3,7 +3,8 @@
 Budgets divide memory; this module divides CPUs. Kernel threads: ranks with the same affinity mask divide it, by whole
 cores before hyper-threads, so that W ranks start as many threads as one rank. (torchrun sets OMP_NUM_THREADS to 1 for
 OpenMP; the kernels' threads do not use OpenMP, and one thread per rank could not saturate the memory bus.) Ranks that a
-launcher has bound to different masks keep them.
+launcher has bound to different masks keep them. A CPU quota of the control groups bounds the threads: with more, the
+kernel stops all threads of the process, those of I/O as well, for the remainder of each period.
 
 Memory: a rank's arena prefers the NUMA node of its GPU, or else the node of its CPUs.
 
@@ -49,19 +50,25 @@ class Place:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """A rank's CPUs and NUMA node. ``numa_node`` is None if the machine has one node, or the CPUs are on several."""
+    """A rank's CPUs and NUMA node, and its part of the CPU quota if there is one.
+
+    ``numa_node`` is None if the machine has one node, or the CPUs are on several.
+    """
 
     cpus: tuple[int, ...]
     numa_node: int | None = None
+    quota: float | None = None
 
     @property
     def threads(self) -> int:
         """The number of kernel threads."""
-        return min(len(self.cpus), kernels.MAX_THREADS)
+        cpus = min(len(self.cpus), kernels.MAX_THREADS)
+        return cpus if self.quota is None else min(cpus, max(1, int(self.quota)))
 
     def __str__(self) -> str:
         node = "" if self.numa_node is None else f", NUMA node {self.numa_node}"
-        return f"{counted(self.threads, 'kernel thread')}, CPUs {format_cpus(self.cpus)}{node}"
+        quota = "" if self.quota is None else f", CPU quota {self.quota:g}"
+        return f"{counted(self.threads, 'kernel thread')}, CPUs {format_cpus(self.cpus)}{node}{quota}"
 
 
 @dataclass(frozen=True)
@@ -111,37 +118,50 @@ def settle(
     """Sets the number of kernel threads to this rank's share of the CPUs, and returns the share.
 
     ``gpu_pci`` is the bus id of the rank's GPU ("0000:3b:00.0"). ``gather`` returns the Places of all local ranks, in
-    their order; without it, all ranks are assumed to have this rank's mask. A single rank keeps all CPUs, and a thread
-    count that the program has set itself is not changed.
+    their order; without it, all ranks are assumed to have this rank's mask. A single rank keeps all CPUs. A
+    CPU quota is divided, too. A thread count that the program has set itself is not changed.
     """
     mask = tuple(sorted(os.sched_getaffinity(0)))
-    machine = Machine.read(sysfs)
-    place = Place(mask, gpu_node(gpu_pci, sysfs) if gpu_pci else None)
+    quota = kernels.cpu_quota()
+    alone = NodeShare(mask, quota=quota)
     if local_world_size == 1:
-        return NodeShare(mask)
-    places = [place] * local_world_size if gather is None else list(gather(place))
-    if len(places) != local_world_size:
-        raise ValueError(f"gather returned {len(places)} places for {local_world_size} local ranks")
-    share = share_out(places, machine)[local_rank]
+        share = alone
+    else:
+        place = Place(mask, gpu_node(gpu_pci, sysfs) if gpu_pci else None)
+        places = [place] * local_world_size if gather is None else list(gather(place))
+        if len(places) != local_world_size:
+            raise ValueError(f"gather returned {len(places)} places for {local_world_size} local ranks")
+        share = share_out(places, Machine.read(sysfs), quota)[local_rank]
     # Any other count was set by the program.
-    if kernels.thread_count() == min(len(mask), kernels.MAX_THREADS):
+    if kernels.thread_count() == alone.threads:
         kernels.set_thread_count(share.threads)
-    log.debug("local rank %d of %d: %s", local_rank, local_world_size, share)
+    bounded = share.threads < min(len(share.cpus), kernels.MAX_THREADS)
+    log.log(
+        logging.INFO if bounded else logging.DEBUG,
+        "local rank %d of %d: %s",
+        local_rank,
+        local_world_size,
+        share,
+    )
     return share
 
 
-def share_out(places: Sequence[Place], machine: Machine) -> list[NodeShare]:
-    """The share of each rank. Ranks with the same mask divide it, in the order of their GPUs' nodes; none is empty."""
+def share_out(places: Sequence[Place], machine: Machine, quota: float | None = None) -> list[NodeShare]:
+    """The share of each rank. Ranks with the same mask divide it, in the order of their GPUs' nodes; none is empty.
+
+    ``quota`` is that of all ranks together, which have equal parts of it.
+    """
     together: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, place in enumerate(places):
         together[place.cpus].append(rank)
     shares: dict[int, NodeShare] = {}
+    part = None if quota is None else quota / len(places)
     for mask, ranks in together.items():
         cores = machine.cores(mask)
         # sorted() is stable: ranks without a known GPU node stay in their order.
         ranks = sorted(ranks, key=lambda rank: places[rank].gpu_node or 0)
         for rank, cpus in zip(ranks, _cut(cores, len(ranks)), strict=True):
-            shares[rank] = NodeShare(cpus, _numa_node(places[rank], cpus, machine))
+            shares[rank] = NodeShare(cpus, _numa_node(places[rank], cpus, machine), part)
     return [shares[rank] for rank in range(len(places))]
 
 

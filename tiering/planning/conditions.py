@@ -33,7 +33,7 @@ def machine() -> Conditions:
         "id": machine_id(),
         "cpu": cpu_identity(),
         "cpus": format_cpus(sorted(os.sched_getaffinity(0))),
-        "cpu_quota": cgroups.cpu_quota(),
+        "cpu_quota": kernels.cpu_quota(),
         "io_limits": sorted({" ".join(limit) for limit in cgroups.io_limits()}),
         "memory": memory_bytes(),
         "kernel": platform.release(),

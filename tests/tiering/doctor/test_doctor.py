@@ -183,7 +183,7 @@ NVIDIA = {
             cpus.quota,
             {f"{CGROUP}/cpu.max": "250000 100000"},
             NOTE,
-            "2.5 CPUs for threads on 8",
+            "2.5 CPUs, on 8 CPUs: the optimizer has 2 threads",
             "taskset -c 0-1 ",
         ),
         (
@@ -196,7 +196,7 @@ NVIDIA = {
                 f"{CGROUP}/cpu/cpu.cfs_period_us": "100000",
             },
             NOTE,
-            "the time of 1 CPU for threads",
+            "the time of 1 CPU, on 8 CPUs: the optimizer has 1 thread, but",
             "--cpus",
         ),
         (

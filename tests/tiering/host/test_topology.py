@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,6 +199,24 @@ def test_a_thread_count_that_was_chosen_stays(
     kernels.set_thread_count(7)
     topology.settle(0, 4, sysfs=two_sockets)
     assert kernels.thread_count() == 7
+
+
+def test_the_cpu_quota_bounds_the_threads_and_is_told(
+    two_sockets: Path, thread_count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tiering.host.topology")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(ALL))
+    monkeypatch.setattr(kernels, "cpu_quota", lambda: 5.5)
+    kernels.set_thread_count(5)  # as it would be at the start
+    assert topology.settle(0, 1, sysfs=two_sockets).threads == kernels.thread_count() == 5
+    assert caplog.messages == ["local rank 0 of 1: 5 kernel threads, CPUs 0-15, CPU quota 5.5"]
+    assert topology.settle(1, 2, sysfs=two_sockets).threads == kernels.thread_count() == 2
+    assert "2 kernel threads, CPUs 4-7,12-15, NUMA node 1, CPU quota 2.75" in caplog.text
+    assert [share.threads for share in share_out([Place((0,))] * 8, Machine({}, {}), 2.0)] == [1] * 8
+    monkeypatch.setattr(kernels, "cpu_quota", lambda: 64.0)
+    caplog.clear()
+    assert topology.settle(0, 1, sysfs=two_sockets).threads == 16
+    assert caplog.messages == []
 
 
 def test_an_arena_prefers_its_node() -> None:

@@ -168,7 +168,7 @@ def test_rates_of_other_io_are_not_taken(plan: Plan, measured: list[str], tmp_pa
         ("platform.node", lambda: "another"),
         ("platform.release", lambda: "7.0"),
         ("os.sched_getaffinity", lambda _: {0}),
-        ("tiering.host.cgroups.cpu_quota", lambda: 0.5),
+        ("optim_cpu.kernels.cpu_quota", lambda: 0.5),
         ("tiering.host.cgroups.io_limits", lambda: [IoLimit("io.max", "259:0", "wbps=1048576")]),
         ("tiering.planning.conditions.machine_id", lambda: "another"),
         ("tiering.planning.conditions.cpu_identity", lambda: "another"),

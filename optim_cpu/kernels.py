@@ -7,10 +7,11 @@ memory alive and in place during the call. Addresses must be aligned to their el
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ __all__ = [
     "set_thread_count",
     "sgd",
     "split",
+    "step_under_way",
     "sum_of_squares",
     "thread_count",
 ]
@@ -411,6 +413,19 @@ def set_thread_count(n: int) -> None:
     """Let ``n`` threads share the work of calls that start later. Raises ValueError unless 1 <= n <= 4096."""
     if not 1 <= n <= MAX_THREADS or lib.opt_set_thread_count(n) < 0:
         raise ValueError(f"set_thread_count: n must be 1 to {MAX_THREADS}, got {n}")
+
+
+@contextlib.contextmanager
+def step_under_way() -> Iterator[None]:
+    """Announces that a call follows soon upon a call, until the block ends.
+
+    Idle threads then look for the next call for a while before they sleep, if ``thread_count`` leaves a CPU free.
+    """
+    lib.opt_begin_step()
+    try:
+        yield
+    finally:
+        lib.opt_end_step()
 
 
 def _doubled(c_type: str, array: Any) -> Any:

@@ -1,8 +1,9 @@
 /* kernels.c - checks arguments, and divides a call into tiles for the pool.
  *
  * A batch of segments is laid out in one element space: segment after segment, each start rounded up to
- * POSITION_GRAIN. Tiles are equal ranges of that space. So a large tensor is spread over all threads, many small
- * tensors share a tile, and tile edges inside a segment are at whole cache lines of each of its arrays.
+ * POSITION_GRAIN. Tiles are ranges of that space, each a multiple of OPT_SQUARE_BLOCK. So a large tensor is spread over
+ * all threads, many small tensors share a tile, and tile edges inside a segment are at whole cache lines of each of its
+ * arrays.
  */
 
 #include "kernels.h"
@@ -15,8 +16,8 @@
 #include "refuse.h"
 
 enum {
-    TILE = 1 << 15,      /* elements: 128 KiB per float32 array, a few microseconds of work */
-    POSITION_GRAIN = 64, /* elements: two cache lines of 16-bit, four of float32; divides TILE */
+    LARGEST_TILE = 1 << 15, /* elements: 128 KiB per float32 array, tens of microseconds of work */
+    POSITION_GRAIN = 64, /* elements: two cache lines of 16-bit, four of float32; divides OPT_SQUARE_BLOCK */
     FEW_SUMS = 1 << 7,   /* block sums per run on the stack, which may be small */
     SUMS = 1 << 13,      /* block sums per run on the heap */
 };
@@ -114,10 +115,9 @@ static uint64_t find_segment(const struct step_run *run, uint64_t position)
     return low;
 }
 
-static void step_tile(void *context, uint64_t tile)
+static void step_tile(void *context, uint64_t begin, uint64_t end)
 {
     const struct step_run *run = context;
-    uint64_t begin = tile * TILE, end = begin + TILE;
 
     for (uint64_t i = find_segment(run, begin); i < run->count && run->segments[i].position < end; i++) {
         const opt_segment *s = &run->segments[i];
@@ -139,7 +139,7 @@ int opt_run(opt_segment *segments, uint64_t count, const opt_rule *rules, double
         segments[i].position = position;
         position += (segments[i].numel + POSITION_GRAIN - 1) / POSITION_GRAIN * POSITION_GRAIN;
     }
-    opt_pool_run(step_tile, &run, (position + TILE - 1) / TILE);
+    opt_pool_run(step_tile, &run, position, OPT_SQUARE_BLOCK, LARGEST_TILE);
     return 0;
 }
 
@@ -151,24 +151,22 @@ struct split_run {
     uint64_t numel;
 };
 
-static void split_tile(void *context, uint64_t tile)
+static void split_tile(void *context, uint64_t begin, uint64_t end)
 {
     const struct split_run *run = context;
-    uint64_t begin = tile * TILE, numel = run->numel - begin < TILE ? run->numel - begin : TILE;
 
     run->kernels->split(run->param + begin, run->remainder ? run->remainder + begin : NULL,
-                        run->master + begin, numel);
+                        run->master + begin, end - begin);
 }
 
-static void join_tile(void *context, uint64_t tile)
+static void join_tile(void *context, uint64_t begin, uint64_t end)
 {
     const struct split_run *run = context;
-    uint64_t begin = tile * TILE, numel = run->numel - begin < TILE ? run->numel - begin : TILE;
 
-    run->kernels->join(run->master + begin, run->param + begin, run->remainder + begin, numel);
+    run->kernels->join(run->master + begin, run->param + begin, run->remainder + begin, end - begin);
 }
 
-static int split_or_join(opt_tile_function tile, intptr_t param, intptr_t remainder, intptr_t master,
+static int split_or_join(opt_range_function tile, intptr_t param, intptr_t remainder, intptr_t master,
                          int64_t numel)
 {
     if (!is_count(numel))
@@ -182,7 +180,7 @@ static int split_or_join(opt_tile_function tile, intptr_t param, intptr_t remain
                             (uint64_t)numel};
     if (!run.kernels)
         return -ENOTSUP;
-    opt_pool_run(tile, &run, (run.numel + TILE - 1) / TILE);
+    opt_pool_run(tile, &run, run.numel, OPT_SQUARE_BLOCK, LARGEST_TILE);
     return 0;
 }
 
@@ -208,13 +206,12 @@ struct accumulate_run {
     uint64_t numel;
 };
 
-static void accumulate_tile(void *context, uint64_t tile)
+static void accumulate_tile(void *context, uint64_t begin, uint64_t end)
 {
     const struct accumulate_run *run = context;
-    uint64_t begin = tile * TILE, numel = run->numel - begin < TILE ? run->numel - begin : TILE;
 
     run->kernels->accumulate(run->dst + begin * opt_element_size(run->dst_dtype), run->dst_dtype,
-                             run->src + begin * opt_element_size(run->src_dtype), run->src_dtype, numel,
+                             run->src + begin * opt_element_size(run->src_dtype), run->src_dtype, end - begin,
                              run->overwrite);
 }
 
@@ -235,7 +232,7 @@ int opt_accumulate(intptr_t dst, int dst_dtype, intptr_t src, int src_dtype, int
                                  src_dtype,      overwrite != 0, (uint64_t)numel};
     if (!run.kernels)
         return -ENOTSUP;
-    opt_pool_run(accumulate_tile, &run, (run.numel + TILE - 1) / TILE);
+    opt_pool_run(accumulate_tile, &run, run.numel, OPT_SQUARE_BLOCK, LARGEST_TILE);
     return 0;
 }
 
@@ -244,12 +241,11 @@ struct reduce_run {
     struct opt_reduction reduction;
 };
 
-static void reduce_tile(void *context, uint64_t tile)
+static void reduce_tile(void *context, uint64_t begin, uint64_t end)
 {
     const struct reduce_run *run = context;
-    uint64_t begin = tile * TILE, remaining = run->reduction.numel - begin;
 
-    run->kernels->reduce(&run->reduction, begin, begin + (remaining < TILE ? remaining : TILE));
+    run->kernels->reduce(&run->reduction, begin, end);
 }
 
 int opt_reduce(intptr_t target, int target_dtype, const intptr_t *sources, int64_t count, int source_dtype,
@@ -284,7 +280,7 @@ int opt_reduce(intptr_t target, int target_dtype, const intptr_t *sources, int64
     };
     if (!run.kernels)
         return -ENOTSUP;
-    opt_pool_run(reduce_tile, &run, (run.reduction.numel + TILE - 1) / TILE);
+    opt_pool_run(reduce_tile, &run, run.reduction.numel, OPT_SQUARE_BLOCK, LARGEST_TILE);
     return 0;
 }
 
@@ -296,12 +292,11 @@ struct squares_run {
     double *sums;
 };
 
-static void squares_tile(void *context, uint64_t tile)
+static void squares_tile(void *context, uint64_t begin, uint64_t end)
 {
     const struct squares_run *run = context;
-    uint64_t begin = tile * TILE, numel = run->numel - begin < TILE ? run->numel - begin : TILE;
 
-    run->kernels->block_squares(run->src + begin * opt_element_size(run->dtype), run->dtype, numel,
+    run->kernels->block_squares(run->src + begin * opt_element_size(run->dtype), run->dtype, end - begin,
                                 run->sums + begin / OPT_SQUARE_BLOCK);
 }
 
@@ -383,7 +378,7 @@ int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, uint64_t *sum
         uint64_t remaining = (uint64_t)numel - begin;
         run.src = (const char *)address + begin * opt_element_size(dtype);
         run.numel = remaining < max_numel ? remaining : max_numel;
-        opt_pool_run(squares_tile, &run, (run.numel + TILE - 1) / TILE);
+        opt_pool_run(squares_tile, &run, run.numel, OPT_SQUARE_BLOCK, LARGEST_TILE);
         add_block_sums(sum, run.sums, blocks(run.numel));
     }
     free(many);

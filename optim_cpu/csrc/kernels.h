@@ -250,6 +250,11 @@ double opt_cpu_quota(const char *root);
 int opt_thread_count(void);
 int opt_set_thread_count(int threads); /* 1 to OPT_MAX_THREADS, or -EINVAL */
 
+/* Between these calls, which may be nested and come from any thread, a run follows soon upon a run: threads that leave a
+ * CPU free look for the next one for a while before they sleep. */
+void opt_begin_step(void);
+void opt_end_step(void);
+
 /* The reason of this thread's last -EINVAL: "argument rule", a static string. */
 const char *opt_invalid_argument(void);
 

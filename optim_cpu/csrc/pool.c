@@ -3,19 +3,26 @@
  * OpenMP is not used: a second OpenMP runtime in addition to torch's slows both down, and libgomp hangs in forked
  * children.
  *
- * A run is a job on its caller's stack, linked into a queue. Its tiles are divided into slices, one per thread: a thread
- * processes its slice from the front, which suits memory and prefetchers (measured: interleaved tiles cost two threads a
- * tenth of the bandwidth), and then helps with the next slices. A thread claims each tile from the atomic counter of the
- * slice, so a preempted thread delays the end by one tile, not by its whole slice.
- * The caller always works. So a run finishes even if no worker can be started, and concurrent callers put several jobs
- * into the queue without waiting for each other. Workers join the oldest job with room for them; after the first worker
- * has left a job, no other joins it, because a worker leaves when every tile is claimed. The caller returns, which ends
- * the lifetime of the job, only when no worker is inside it; the mutex guards that count.
+ * A run is a job on its caller's stack, published in a slot. Its elements are divided into slices, one per thread: a
+ * thread processes its slice from the front, which suits memory and prefetchers (measured: interleaved tiles cost two
+ * threads a tenth of the bandwidth), and then helps with the next slices. A thread claims each tile from the atomic
+ * counter of the slice, so a preempted thread delays the end by one tile, not by its whole slice. Tiles are a quarter of
+ * a slice, within bounds: with many threads, larger ones would leave threads without work, or with one tile more than
+ * the others, and smaller ones cost more claims.
+ * The caller always works. So a run finishes even if no worker can be started, and concurrent callers publish several
+ * jobs without waiting for each other. After the first worker has left a job, no other joins it, because a worker leaves
+ * when every tile is claimed. The caller returns, which ends the lifetime of the job, only when no worker is inside it.
  *
- * Workers start at the first run that can use them and then sleep on a condition variable; they are never joined. With a
- * smaller thread count, fewer workers join each job; the others sleep. To wake a worker costs microseconds, so a caller
- * wakes at most two, and each worker that has joined a job wakes two more while any job has room: the tree is shallow
- * even on large machines, and a small job does not wake workers that it has no room for.
+ * A slot is static, and its state is one word: how many workers may still join, how many are inside, and whether the
+ * caller sleeps until they have left. A worker joins by one exchange of that word, and touches the job only between
+ * joining and leaving. No mutex is taken: a hundred workers that a mutex admits one by one would put each other to sleep.
+ *
+ * Workers start at the first run that can use them, and are never joined. Between runs they sleep on a futex. To wake a
+ * worker costs microseconds, so a caller wakes at most two, and each worker that has joined a job wakes two more while
+ * any job has room: the tree is shallow even on large machines, and a small job does not wake workers that it has no room
+ * for. While a step is under way, which runs one batch after the other, idle workers look for the next job for
+ * SPIN_NANOSECONDS before they sleep; but only if the threads leave a CPU free, because a spinning worker must not take
+ * the time of the thread that prepares the next batch, or of the I/O driver.
  *
  * Some kernels wake a worker on the CPU of its caller, even if others are idle, and move it only at a later tick of the
  * scheduler, after milliseconds. Such a worker moves to another CPU itself: for the time of the job, the CPU is not in
@@ -24,28 +31,51 @@
  * Signals are blocked in workers, because the interpreter's threads handle them; except the signals of a thread's own
  * fault, which Python's faulthandler reports.
  *
- * fork: a child has no workers, and may inherit a mutex that another thread of the parent held. An at-fork handler
- * resets both while the child has a single thread; the child's first run starts its own workers. (A comparison of the
- * pid at each run would race between the threads of the child.)
+ * fork: a child has no workers, and may inherit slots and a mutex in use by another thread of the parent. An at-fork
+ * handler resets them while the child has a single thread; the child's first run starts its own workers. (A comparison
+ * of the pid at each run would race between the threads of the child.)
  */
 
-#define _GNU_SOURCE /* sched_getaffinity, pthread_setname_np */
+#define _GNU_SOURCE /* sched_getaffinity, pthread_setname_np, syscall */
 
 #include "pool.h"
 
-#include <errno.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "cpus.h"
 #include "fp_environment.h"
 #include "kernels.h"
 #include "refuse.h"
 
-enum { MAX_SLICES = 64, CACHE_LINE = 64, FAN_OUT = 2 }; /* more threads than slices share them */
+enum {
+    CACHE_LINE = 64,
+    FAN_OUT = 2,
+    TILES = 4,       /* in a slice, if the bounds of tiles allow it */
+    FEW_SLICES = 64, /* on the caller's stack, which may be small */
+    SLOTS = 16,      /* jobs at the same time; the callers of more work alone */
+    LOOKS = 64,      /* of a spinning thread between two looks at the clock */
+    SPIN_NANOSECONDS = 50000,
+};
+
+/* The state of a slot, in bits: workers inside a job, workers that may still join it. */
+enum {
+    INSIDE = 1,
+    ROOM = 1 << 13,
+    ALL_INSIDE = ROOM - 1,
+    ALL_ROOM = ALL_INSIDE << 13,
+    WAITED_FOR = 1 << 26, /* the caller sleeps until no worker is inside */
+    TAKEN = 1 << 27,      /* a caller has the slot */
+};
+
+_Static_assert(OPT_MAX_THREADS <= ROOM, "the counts of workers fit their bits");
 
 struct slice {
     _Alignas(CACHE_LINE) atomic_uint_fast64_t next; /* first unclaimed tile */
@@ -53,37 +83,70 @@ struct slice {
 };
 
 struct job {
-    opt_tile_function function;
+    opt_range_function function;
     void *context;
-    int cpu; /* of the caller, as it queued the job */
+    uint64_t count, tile;
+    int cpu; /* of the caller, as it published the job */
+    int threads;
     int slices;
-    struct slice slice[MAX_SLICES];
-    int joined;         /* threads so far, including caller -- pool.mutex */
-    int room;           /* workers that may still join      -- pool.mutex */
-    int inside;         /* workers that have not left       -- pool.mutex */
-    struct job *behind; /*                                  -- pool.mutex */
+    struct slice *slice;
+};
+
+struct slot {
+    _Alignas(CACHE_LINE) atomic_uint state;
+    const struct job *job; /* set while TAKEN and not yet open; read between joining and leaving */
 };
 
 static struct {
+    struct slot slots[SLOTS];
+    _Alignas(CACHE_LINE) atomic_uint wakeups; /* the futex on which workers sleep */
+    atomic_int sleepers;
+    atomic_int steps;      /* under way */
+    atomic_int threads;    /* per run, including the caller; 0: not set yet */
+    atomic_int leaves_cpu; /* whether that is less than the CPUs */
+    atomic_int workers;    /* started in this process; it grows under the mutex */
     pthread_mutex_t mutex;
-    pthread_cond_t work; /* a job has room */
-    pthread_cond_t left; /* a worker left a job */
-    struct job *queue;   /* oldest first            -- mutex */
-    int workers;         /* started in this process -- mutex */
-    atomic_int threads;  /* per run, including the caller; 0: not set yet */
     pthread_once_t once; /* registers the at-fork handler */
-} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0,
-          PTHREAD_ONCE_INIT};
+} pool = {.mutex = PTHREAD_MUTEX_INITIALIZER, .once = PTHREAD_ONCE_INIT};
 
 static void reset_in_child(void)
 {
+    for (int i = 0; i < SLOTS; i++)
+        atomic_store(&pool.slots[i].state, 0);
+    atomic_store(&pool.sleepers, 0);
+    atomic_store(&pool.workers, 0);
     pool.mutex = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    pool.work = pool.left = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
-    pool.queue = NULL;
-    pool.workers = 0;
 }
 
 static void register_at_fork(void) { pthread_atfork(NULL, NULL, reset_in_child); }
+
+/* Sleep while the word has this value. May return early. */
+static void sleep_on(atomic_uint *word, unsigned value)
+{
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+
+static void wake(atomic_uint *word, int sleepers)
+{
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, sleepers, NULL, NULL, 0);
+}
+
+static void pause_briefly(void)
+{
+#if defined __x86_64__
+    __builtin_ia32_pause();
+#elif defined __aarch64__
+    __asm__ volatile("yield");
+#endif
+}
+
+static int64_t nanoseconds(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
 
 /* Claim the next tile of a slice. Returns 0 if all are claimed. The load first avoids a write to the cache line of an
  * exhausted slice, which helping threads also read. */
@@ -96,37 +159,85 @@ static int claim(struct slice *slice, uint64_t *tile)
 }
 
 /* Returns when every tile is claimed, by whomever. */
-static void work_on(struct job *job, int thread)
+static void work_on(const struct job *job, int thread)
 {
     fp_environment saved = fp_enter_default();
     uint64_t tile;
 
     for (int i = 0; i < job->slices; i++)
-        while (claim(&job->slice[(thread + i) % job->slices], &tile))
-            job->function(job->context, tile);
+        while (claim(&job->slice[(thread + i) % job->slices], &tile)) {
+            uint64_t begin = tile * job->tile, left = job->count - begin;
+            job->function(job->context, begin, begin + (left < job->tile ? left : job->tile));
+        }
     fp_restore(saved);
 }
 
-/* The oldest job with room for a worker. Call with the mutex held. */
-static struct job *find_open_job(void)
+/* A slot with room for a worker, and how much, or NULL. */
+static struct slot *find_open(int *room)
 {
-    struct job *job = pool.queue;
-
-    while (job && !job->room)
-        job = job->behind;
-    return job;
+    for (int i = 0; i < SLOTS; i++) {
+        *room = (int)((atomic_load(&pool.slots[i].state) & ALL_ROOM) / ROOM);
+        if (*room)
+            return &pool.slots[i];
+    }
+    return NULL;
 }
 
-/* Release the mutex, and wake up to FAN_OUT workers if a job has room. Call it after a job was queued or joined. */
-static void unlock_and_wake(void)
+/* Wake up to FAN_OUT workers if a job has room. Call it after a job was opened or joined. */
+static void wake_more(void)
 {
-    /* Looked at under the mutex: after it is released, the job may have ended with its caller's stack. */
-    const struct job *open = find_open_job();
-    int sleepers = !open ? 0 : open->room < FAN_OUT ? open->room : FAN_OUT;
+    int room;
 
-    pthread_mutex_unlock(&pool.mutex);
-    while (sleepers--)
-        pthread_cond_signal(&pool.work);
+    /* After the change of the slot: a worker that is not counted yet looks at the slots after it is. */
+    if (!atomic_load(&pool.sleepers) || !find_open(&room))
+        return;
+    atomic_fetch_add(&pool.wakeups, 1);
+    wake(&pool.wakeups, room < FAN_OUT ? room : FAN_OUT);
+}
+
+/* Join the job of a slot. Returns the number of the thread in it, or 0 if there is no room any more. The job lives until
+ * the worker has left. */
+static int join(struct slot *slot)
+{
+    unsigned state = atomic_load(&slot->state);
+
+    do {
+        if (!(state & ALL_ROOM))
+            return 0;
+    } while (!atomic_compare_exchange_weak(&slot->state, &state, state - ROOM + INSIDE));
+    return slot->job->threads - (int)((state & ALL_ROOM) / ROOM);
+}
+
+static void close_to_workers(struct slot *slot)
+{
+    if (atomic_load(&slot->state) & ALL_ROOM)
+        atomic_fetch_and(&slot->state, ~(unsigned)ALL_ROOM);
+}
+
+static void leave(struct slot *slot)
+{
+    /* All tiles are claimed: another worker would join for nothing, and delay the caller. */
+    close_to_workers(slot);
+    unsigned before = atomic_fetch_sub(&slot->state, INSIDE);
+    /* From here on, the slot may belong to another job, whose caller would wake up, look, and sleep again. */
+    if (before & WAITED_FOR && (before & ALL_INSIDE) == INSIDE)
+        wake(&slot->state, 1);
+}
+
+static int may_spin(void) { return atomic_load(&pool.steps) > 0 && atomic_load(&pool.leaves_cpu); }
+
+/* Look for a job for a while, if a step is under way. Returns whether there is one. */
+static int spin_for_job(void)
+{
+    int room;
+
+    for (int64_t end = may_spin() ? nanoseconds() + SPIN_NANOSECONDS : 0; may_spin() && nanoseconds() < end;)
+        for (int i = 0; i < LOOKS; i++) {
+            if (find_open(&room))
+                return 1;
+            pause_briefly();
+        }
+    return 0;
 }
 
 /* Leave a CPU, if the thread is on it and may be on another one. Stores its affinity mask in `before`, and returns 1,
@@ -153,33 +264,40 @@ static void allow_cpu(int cpu, const cpu_set_t *before)
         sched_setaffinity(0, sizeof *before, before);
 }
 
+static void sleep_until_woken(void)
+{
+    int room;
+
+    atomic_fetch_add(&pool.sleepers, 1);
+    unsigned wakeups = atomic_load(&pool.wakeups);
+    /* Once more, now that callers see a sleeper: otherwise a job that was opened meanwhile would wake nobody. */
+    if (!find_open(&room))
+        sleep_on(&pool.wakeups, wakeups);
+    atomic_fetch_sub(&pool.sleepers, 1);
+}
+
 static void *worker(void *unused)
 {
     cpu_set_t before;
+    int room;
 
     (void)unused;
-    pthread_mutex_lock(&pool.mutex);
     for (;;) {
-        struct job *job = find_open_job();
-        if (!job) {
-            pthread_cond_wait(&pool.work, &pool.mutex);
+        struct slot *slot = find_open(&room);
+        if (!slot) {
+            if (!spin_for_job())
+                sleep_until_woken();
             continue;
         }
-        int thread = job->joined++;
-        job->room--;
-        /* Under the mutex: the caller cannot return, and end the life of the job, before this worker has left. */
-        job->inside++;
-        unlock_and_wake();
-        int left = leave_cpu(job->cpu, &before);
-        work_on(job, thread);
+        int thread = join(slot);
+        if (!thread)
+            continue;
+        wake_more();
+        int cpu = slot->job->cpu, left = leave_cpu(cpu, &before);
+        work_on(slot->job, thread);
         if (left)
-            allow_cpu(job->cpu, &before);
-        pthread_mutex_lock(&pool.mutex);
-        /* All tiles are claimed: another worker would join for nothing, and delay the caller. */
-        job->room = 0;
-        /* Under the mutex, which also orders what this worker has written before what the caller reads next. */
-        if (--job->inside == 0)
-            pthread_cond_broadcast(&pool.left);
+            allow_cpu(cpu, &before);
+        leave(slot);
     }
     return NULL;
 }
@@ -195,62 +313,71 @@ static void block_signals(sigset_t *before)
     pthread_sigmask(SIG_SETMASK, &blocked, before);
 }
 
-/* Start workers until there are `count`. Call with the mutex held. A failure is not an error: the caller of the run
- * works, too. */
+/* Start workers until there are `count`. A failure is not an error: the caller of the run works, too. */
 static void start_workers(int count)
 {
     pthread_attr_t attributes;
     sigset_t before;
 
-    if (pool.workers >= count || pthread_attr_init(&attributes))
+    if (atomic_load(&pool.workers) >= count || pthread_attr_init(&attributes))
         return;
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     block_signals(&before);
-    while (pool.workers < count) {
+    pthread_mutex_lock(&pool.mutex);
+    while (atomic_load(&pool.workers) < count) {
         pthread_t thread;
         if (pthread_create(&thread, &attributes, worker, NULL))
             break;
         pthread_setname_np(thread, "tiering-optim"); /* a detached worker never ends, so `thread` is valid */
-        pool.workers++;
+        atomic_fetch_add(&pool.workers, 1);
     }
+    pthread_mutex_unlock(&pool.mutex);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
 }
 
-static void enqueue(struct job *job)
+/* Open a job to workers. Returns its slot, or NULL if there is none, or no worker. */
+static struct slot *open_to_workers(const struct job *job)
 {
-    struct job **end = &pool.queue;
-
-    pthread_mutex_lock(&pool.mutex);
-    /* Before the job is in the queue, under the same mutex: a new worker waits for the mutex and then finds the
-     * job. */
-    start_workers(job->room);
-    while (*end)
-        end = &(*end)->behind;
-    *end = job;
-    unlock_and_wake();
+    /* Before the first worker exists: a child that is forked after this one resets the pool. */
+    pthread_once(&pool.once, register_at_fork);
+    start_workers(job->threads - 1);
+    for (int i = 0; i < SLOTS && atomic_load(&pool.workers); i++) {
+        struct slot *slot = &pool.slots[i];
+        unsigned unused = 0;
+        if (!atomic_compare_exchange_strong(&slot->state, &unused, TAKEN))
+            continue;
+        slot->job = job;
+        atomic_store(&slot->state, TAKEN | (unsigned)(job->threads - 1) * ROOM);
+        wake_more();
+        return slot;
+    }
+    return NULL;
 }
 
-static void dequeue(struct job *job)
+/* Returns when no worker is inside; then none can join, and the slot is free. */
+static void close_slot(struct slot *slot)
 {
-    struct job **link = &pool.queue;
-
-    pthread_mutex_lock(&pool.mutex);
-    while (*link != job)
-        link = &(*link)->behind;
-    /* First off the queue: no worker can join from here on. */
-    *link = job->behind;
-    /* Tiles may be claimed and still be computed: the job, on this stack, lives until the last worker has left. */
-    while (job->inside)
-        pthread_cond_wait(&pool.left, &pool.mutex);
-    pthread_mutex_unlock(&pool.mutex);
+    close_to_workers(slot);
+    /* Tiles may be claimed and still be computed: the job, on the caller's stack, lives until the last worker has left. */
+    for (int64_t end = may_spin() ? nanoseconds() + SPIN_NANOSECONDS : 0;
+         atomic_load(&slot->state) & ALL_INSIDE && nanoseconds() < end;)
+        for (int i = 0; i < LOOKS && atomic_load(&slot->state) & ALL_INSIDE; i++)
+            pause_briefly();
+    unsigned state = atomic_load(&slot->state);
+    while (state & ALL_INSIDE) {
+        if (state & WAITED_FOR || atomic_compare_exchange_weak(&slot->state, &state, state | WAITED_FOR)) {
+            sleep_on(&slot->state, state | WAITED_FOR);
+            state = atomic_load(&slot->state);
+        }
+    }
+    atomic_store(&slot->state, 0);
 }
 
-static void cut_into_slices(struct job *job, uint64_t tiles, uint64_t threads)
+static void cut_into_slices(struct job *job, uint64_t tiles)
 {
-    uint64_t slices = threads < MAX_SLICES ? threads : MAX_SLICES, begin = 0;
+    uint64_t slices = (uint64_t)job->slices, begin = 0;
 
-    job->slices = (int)slices;
     for (uint64_t i = 0; i < slices; i++) {
         /* No other thread knows the job yet. */
         atomic_init(&job->slice[i].next, begin);
@@ -259,31 +386,51 @@ static void cut_into_slices(struct job *job, uint64_t tiles, uint64_t threads)
     }
 }
 
-void opt_pool_run(opt_tile_function function, void *context, uint64_t tiles)
+/* `numerator / denominator`, rounded up. */
+static uint64_t quotient(uint64_t numerator, uint64_t denominator)
 {
-    uint64_t threads = (uint64_t)opt_thread_count();
-    struct job job;
+    return numerator / denominator + (numerator % denominator != 0);
+}
 
-    threads = tiles < threads ? tiles : threads;
-    if (!threads)
+/* Elements of a tile: a quarter of a thread's part, within bounds. */
+static uint64_t tile_of(uint64_t count, uint64_t threads, uint64_t unit, uint64_t most)
+{
+    uint64_t tile = count / (TILES * threads) / unit * unit;
+
+    return tile < unit ? unit : tile > most ? most : tile;
+}
+
+void opt_pool_run(opt_range_function function, void *context, uint64_t count, uint64_t unit, uint64_t most)
+{
+    /* A worker is woken for half of the largest tile at least, but none for a single one. */
+    uint64_t threads = (uint64_t)opt_thread_count(),
+             useful = count > most ? quotient(count, quotient(most, 2)) : 1;
+    struct slice few[FEW_SLICES], *many = NULL;
+
+    if (!count)
         return;
-    job.function = function;
-    job.context = context;
-    job.joined = 1;
-    job.room = (int)threads - 1;
-    job.inside = 0;
-    job.behind = NULL;
-    job.cpu = sched_getcpu();
-    cut_into_slices(&job, tiles, threads);
-    if (!job.room) {
-        work_on(&job, 0);
-        return;
-    }
-    /* Before the first worker exists: a child that is forked after this one resets the pool. */
-    pthread_once(&pool.once, register_at_fork);
-    enqueue(&job);
+    threads = threads < useful ? threads : useful;
+    struct job job = {
+        .function = function,
+        .context = context,
+        .count = count,
+        .tile = threads > 1 ? tile_of(count, threads, unit, most) : most,
+        .cpu = sched_getcpu(),
+    };
+    uint64_t tiles = quotient(count, job.tile);
+    threads = threads < tiles ? threads : tiles;
+    if (threads > FEW_SLICES)
+        many = aligned_alloc(CACHE_LINE, threads * sizeof *many);
+    job.threads = (int)threads;
+    job.slice = many ? many : few;
+    /* Without memory for more, threads share slices. */
+    job.slices = many || threads <= FEW_SLICES ? job.threads : FEW_SLICES;
+    cut_into_slices(&job, tiles);
+    struct slot *slot = threads > 1 ? open_to_workers(&job) : NULL;
     work_on(&job, 0);
-    dequeue(&job);
+    if (slot)
+        close_slot(slot);
+    free(many);
 }
 
 int opt_thread_count(void)
@@ -303,6 +450,11 @@ int opt_set_thread_count(int threads)
 {
     if (threads < 1 || threads > OPT_MAX_THREADS)
         return opt_refuse("threads must be 1 to 4096");
+    atomic_store(&pool.leaves_cpu, threads < opt_usable_cpus());
     atomic_store(&pool.threads, threads);
     return 0;
 }
+
+void opt_begin_step(void) { atomic_fetch_add(&pool.steps, 1); }
+
+void opt_end_step(void) { atomic_fetch_sub(&pool.steps, 1); }

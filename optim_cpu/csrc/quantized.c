@@ -10,10 +10,11 @@
 #include "refuse.h"
 
 enum {
-    TILE = 1 << 15, /* elements; a multiple of each block */
-    GROUPS = 64,    /* of scales in a tile */
-    PANELS = 16,    /* rows of W that a tile of the product in bfloat16 has a multiple of: whole panels */
-    MIDDLE = 127,   /* the code of 0 in the dynamic map */
+    LARGEST_TILE = 1 << 15, /* elements; a multiple of OPT_SQUARE_BLOCK, which is one of each block */
+    GROUPS = 64,            /* of scales in the largest tile */
+    FEW_GROUPS = 8,         /* and in the smallest */
+    PANELS = 16,  /* rows of W that a tile of the product in bfloat16 has a multiple of: whole panels */
+    MIDDLE = 127, /* the code of 0 in the dynamic map */
 };
 
 const float opt_nf4[16] = {
@@ -106,14 +107,13 @@ struct quantize_run {
     int format, src_dtype;
 };
 
-static void quantize_tile(void *context, uint64_t tile)
+static void quantize_tile(void *context, uint64_t begin, uint64_t end)
 {
     const struct quantize_run *run = context;
-    uint64_t begin = tile * TILE, numel = run->numel - begin < TILE ? run->numel - begin : TILE;
 
     run->kernels->quantize(
         run->format, run->codes + opt_code_bytes(run->format, begin), run->scales + begin / run->block,
-        run->src + begin * opt_element_size(run->src_dtype), run->src_dtype, numel, run->block);
+        run->src + begin * opt_element_size(run->src_dtype), run->src_dtype, end - begin, run->block);
 }
 
 int opt_quantize(int format, intptr_t codes, intptr_t scales, intptr_t src, int src_dtype, int64_t numel,
@@ -140,7 +140,7 @@ int opt_quantize(int format, intptr_t codes, intptr_t scales, intptr_t src, int 
     };
     if (!run.kernels)
         return -ENOTSUP;
-    opt_pool_run(quantize_tile, &run, (run.numel + TILE - 1) / TILE);
+    opt_pool_run(quantize_tile, &run, run.numel, OPT_SQUARE_BLOCK, LARGEST_TILE);
     return 0;
 }
 
@@ -152,12 +152,13 @@ struct scales_run {
 };
 
 /* A run with a single tile: the sum has one order. */
-static void offset_tile(void *context, uint64_t tile)
+static void offset_tile(void *context, uint64_t begin, uint64_t end)
 {
     const struct scales_run *run = context;
     double sum = 0;
 
-    (void)tile;
+    (void)begin;
+    (void)end;
     for (uint64_t i = 0; i < run->count; i++)
         sum += run->scales[i];
     float offset = (float)(sum / (double)run->count);
@@ -196,12 +197,11 @@ static void encode_group(const struct scales_run *run, uint64_t group)
         run->codes[i] = most > 0 ? nearest_code(map, (run->scales[i] - offset) / most) : MIDDLE;
 }
 
-static void scales_tile(void *context, uint64_t tile)
+static void scales_tile(void *context, uint64_t begin, uint64_t end)
 {
     const struct scales_run *run = context;
-    uint64_t groups = (run->count + OPT_SCALE_GROUP - 1) / OPT_SCALE_GROUP, end = (tile + 1) * GROUPS;
 
-    for (uint64_t group = tile * GROUPS; group < end && group < groups; group++)
+    for (uint64_t group = begin; group < end; group++)
         encode_group(run, group);
 }
 
@@ -221,12 +221,12 @@ int opt_quantize_scales(intptr_t codes, intptr_t group_scales, intptr_t offset, 
 
     struct scales_run run = {(uint8_t *)codes, (float *)group_scales, (float *)offset, (const float *)scales,
                              (uint64_t)count};
-    uint64_t in_a_tile = (uint64_t)GROUPS * OPT_SCALE_GROUP;
+    uint64_t groups = (run.count + OPT_SCALE_GROUP - 1) / OPT_SCALE_GROUP;
     *run.offset = 0;
     if (!run.count)
         return 0;
-    opt_pool_run(offset_tile, &run, 1);
-    opt_pool_run(scales_tile, &run, (run.count + in_a_tile - 1) / in_a_tile);
+    opt_pool_run(offset_tile, &run, 1, 1, 1);
+    opt_pool_run(scales_tile, &run, groups, FEW_GROUPS, GROUPS);
     return 0;
 }
 
@@ -266,21 +266,32 @@ int opt_matrix_init(opt_matrix *matrix, int format, int64_t rows, int64_t column
     return 0;
 }
 
-/* The rows of about a tile's elements. */
-static uint64_t rows_of_tile(uint64_t columns) { return columns < TILE ? TILE / columns : 1; }
+/* The rows of about so many elements. */
+static uint64_t rows_of(uint64_t elements, uint64_t columns)
+{
+    return !columns ? elements : columns < elements ? elements / columns : 1;
+}
+
+/* Run a function over rows, in tiles of a multiple of `panel` rows. */
+static void run_over_rows(opt_range_function function, void *context, uint64_t rows, uint64_t columns,
+                          uint64_t panel)
+{
+    uint64_t unit = (rows_of(OPT_SQUARE_BLOCK, columns) + panel - 1) / panel * panel;
+    uint64_t most = rows_of(LARGEST_TILE, columns) / unit * unit;
+
+    opt_pool_run(function, context, rows, unit, most > unit ? most : unit);
+}
 
 struct dequantize_run {
     const struct opt_kernels *kernels;
     struct opt_part part;
-    uint64_t tile_rows;
 };
 
-static void dequantize_tile(void *context, uint64_t tile)
+static void dequantize_tile(void *context, uint64_t begin, uint64_t end)
 {
     const struct dequantize_run *run = context;
-    uint64_t begin = tile * run->tile_rows, left = run->part.rows - begin;
 
-    run->kernels->dequantize(&run->part, begin, begin + (left < run->tile_rows ? left : run->tile_rows));
+    run->kernels->dequantize(&run->part, begin, end);
 }
 
 int opt_dequantize(intptr_t dst, int dst_dtype, const opt_matrix *matrix, int64_t first_row, int64_t rows,
@@ -314,26 +325,23 @@ int opt_dequantize(intptr_t dst, int dst_dtype, const opt_matrix *matrix, int64_
             .dst = (char *)dst,
             .dst_dtype = dst_dtype,
         },
-        rows_of_tile((uint64_t)columns),
     };
     if (!run.kernels)
         return -ENOTSUP;
-    opt_pool_run(dequantize_tile, &run, (run.part.rows + run.tile_rows - 1) / run.tile_rows);
+    run_over_rows(dequantize_tile, &run, run.part.rows, run.part.columns, 1);
     return 0;
 }
 
 struct product_run {
     opt_product_function *function;
     struct opt_product product;
-    uint64_t tile_rows;
 };
 
-static void product_tile(void *context, uint64_t tile)
+static void product_tile(void *context, uint64_t begin, uint64_t end)
 {
     const struct product_run *run = context;
-    uint64_t begin = tile * run->tile_rows, left = run->product.matrix->rows - begin;
 
-    run->function(&run->product, begin, begin + (left < run->tile_rows ? left : run->tile_rows));
+    run->function(&run->product, begin, end);
 }
 
 /* The bits of 2^exponent as float32. */
@@ -382,14 +390,12 @@ static int multiply(intptr_t y, intptr_t x, int dtype, int64_t rows, const opt_m
     struct product_run run = {
         kernels->product,
         {.matrix = matrix, .x = (const void *)x, .y = (void *)y, .x_rows = (uint64_t)rows},
-        matrix->columns ? rows_of_tile(matrix->columns) : TILE,
     };
     if (dtype == OPT_BF16) {
         run.function = kernels->product_bf16;
         run.product.least_scale = least_scale(run.product.x, (uint64_t)rows * matrix->columns);
-        run.tile_rows = (run.tile_rows + PANELS - 1) / PANELS * PANELS;
     }
-    opt_pool_run(product_tile, &run, (matrix->rows + run.tile_rows - 1) / run.tile_rows);
+    run_over_rows(product_tile, &run, matrix->rows, matrix->columns, dtype == OPT_BF16 ? PANELS : 1);
     return 0;
 }
 

@@ -19,7 +19,7 @@
 
 enum {
     CALLERS = 3,
-    MANY = 70 * (1 << 15) + 7, /* elements of 71 tiles: more threads than slices */
+    MANY = 70 * (1 << 15) + 7, /* elements for 70 threads: more than have slices on the stack */
 };
 
 static uint64_t step_batches(void)
@@ -188,11 +188,18 @@ static void run_callers(uint64_t expected)
     REQUIRE(!pthread_join(meddler, NULL));
 }
 
-static void wait_for_all(void *context, uint64_t tile)
+static void count_down(void *context, uint64_t begin, uint64_t end)
 {
     atomic_int *missing = context;
 
-    (void)tile;
+    atomic_fetch_sub(missing, (int)(end - begin));
+}
+
+static void wait_for_all(void *context, uint64_t begin, uint64_t end)
+{
+    atomic_int *missing = context;
+
+    REQUIRE(end == begin + 1);
     atomic_fetch_sub(missing, 1);
     for (int i = 0; atomic_load(missing); i++) {
         REQUIRE(i < 600000); /* a minute at least */
@@ -208,8 +215,38 @@ static void require_all_to_join(void)
     for (int i = 0; i < 100; i++) {
         atomic_int missing = counts[i % 5];
         REQUIRE(!opt_set_thread_count(counts[i % 5]));
-        opt_pool_run(wait_for_all, &missing, (uint64_t)counts[i % 5]);
+        opt_pool_run(wait_for_all, &missing, (uint64_t)counts[i % 5], 1, 1);
     }
+}
+
+enum { RUNS = 40, TINY = 5 };
+
+static void *run_tiny(void *unused)
+{
+    for (int i = 0; i < RUNS * TINY; i++) {
+        atomic_int missing = TINY;
+        opt_pool_run(count_down, &missing, TINY, 1, 1);
+        REQUIRE(!atomic_load(&missing));
+    }
+    return unused;
+}
+
+/* More callers at the same time than slots, each of which must have its own tiles done when it returns. */
+static void run_more_callers_than_slots(void)
+{
+    pthread_t callers[RUNS];
+
+    REQUIRE(!opt_set_thread_count(3));
+    opt_begin_step();
+    for (int i = 0; i < RUNS; i++)
+        REQUIRE(!pthread_create(&callers[i], NULL, run_tiny, NULL));
+    /* Of no use to a job, but it leaves a CPU free: workers then spin. */
+    REQUIRE(!opt_set_thread_count(1));
+    for (int i = 0; i < RUNS; i++) {
+        REQUIRE(!pthread_join(callers[i], NULL));
+        REQUIRE(!opt_set_thread_count(1 + 2 * (i % 2)));
+    }
+    opt_end_step();
 }
 
 enum { PINNED = 4 };
@@ -221,13 +258,13 @@ struct pinned {
 };
 
 /* Changes the affinity mask of its thread, as a user may at any time. */
-static void pin_thread(void *context, uint64_t tile)
+static void pin_thread(void *context, uint64_t begin, uint64_t end)
 {
     struct pinned *pinned = context;
 
-    pinned->threads[tile] = gettid();
+    pinned->threads[begin] = gettid();
     REQUIRE(!sched_setaffinity(0, sizeof pinned->mask, &pinned->mask));
-    wait_for_all(&pinned->missing, tile);
+    wait_for_all(&pinned->missing, begin, end);
 }
 
 /* A worker that has left the CPU of its caller restores its mask, but not over one that was set meanwhile. */
@@ -240,7 +277,7 @@ static void require_masks_to_stay(void)
         struct pinned pinned = {.missing = PINNED};
         CPU_SET((size_t)sched_getcpu(), &pinned.mask);
         REQUIRE(!sched_setaffinity(0, sizeof pinned.mask, &pinned.mask));
-        opt_pool_run(pin_thread, &pinned, PINNED);
+        opt_pool_run(pin_thread, &pinned, PINNED, 1, 1);
         for (int j = 0; j < PINNED; j++) {
             REQUIRE(!sched_getaffinity(pinned.threads[j], sizeof mask, &mask));
             REQUIRE(CPU_EQUAL(&mask, &pinned.mask));
@@ -275,6 +312,7 @@ int main(void)
     require_all_to_join();
     require_masks_to_stay();
     run_callers(expected);
+    run_more_callers_than_slots();
     require_all_to_join();
 #if !defined(__SANITIZE_THREAD__) /* which does not support threads started after a fork */
     REQUIRE(!opt_set_thread_count(3));
@@ -282,6 +320,8 @@ int main(void)
 #else
     (void)run_in_child;
 #endif
+    opt_begin_step();
     run_callers(expected);
+    opt_end_step();
     return 0;
 }

@@ -4,7 +4,9 @@ Budgets divide memory; this module divides CPUs. Kernel threads: ranks with the 
 cores before hyper-threads, so that W ranks start as many threads as one rank. (torchrun sets OMP_NUM_THREADS to 1 for
 OpenMP; the kernels' threads do not use OpenMP, and one thread per rank could not saturate the memory bus.) Ranks that a
 launcher has bound to different masks keep them. A CPU quota of the control groups bounds the threads: with more, the
-kernel stops all threads of the process, those of I/O as well, for the remainder of each period.
+kernel stops all threads of the process, those of I/O as well, for the remainder of each period. A share of many cores
+saturates its memory with one thread for each core: it has no second thread on a core, and leaves one core to the I/O
+driver if there is NVMe. A program that calls ``kernels.set_thread_count`` first keeps its number.
 
 Memory: a rank's arena prefers the NUMA node of its GPU, or else the node of its CPUs.
 
@@ -37,6 +39,9 @@ SYSFS = Path("/sys")
 MPOL_PREFERRED = 1
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _PCI = re.compile(r"(?:(?P<domain>[0-9a-f]+):)?(?P<rest>[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
+# From so many cores on, one thread for each is taken to saturate the memory: a core alone moves 24 GB/s (bench_pool.py,
+# on Zen 4), and a server's memory has 3 to 10 GB/s for each core. On fewer cores each hyper-thread counts.
+MANY_CORES = 8
 _MASK_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
@@ -46,29 +51,6 @@ class Place:
 
     cpus: tuple[int, ...]
     gpu_node: int | None = None
-
-
-@dataclass(frozen=True)
-class NodeShare:
-    """A rank's CPUs and NUMA node, and its part of the CPU quota if there is one.
-
-    ``numa_node`` is None if the machine has one node, or the CPUs are on several.
-    """
-
-    cpus: tuple[int, ...]
-    numa_node: int | None = None
-    quota: float | None = None
-
-    @property
-    def threads(self) -> int:
-        """The number of kernel threads."""
-        cpus = min(len(self.cpus), kernels.MAX_THREADS)
-        return cpus if self.quota is None else min(cpus, max(1, int(self.quota)))
-
-    def __str__(self) -> str:
-        node = "" if self.numa_node is None else f", NUMA node {self.numa_node}"
-        quota = "" if self.quota is None else f", CPU quota {self.quota:g}"
-        return f"{counted(self.threads, 'kernel thread')}, CPUs {format_cpus(self.cpus)}{node}{quota}"
 
 
 @dataclass(frozen=True)
@@ -107,62 +89,103 @@ class Machine:
         return [tuple(cpus_by_core[core]) for core in sorted(cpus_by_core)]
 
 
+@dataclass(frozen=True)
+class NodeShare:
+    """A rank's CPUs, its number of kernel threads, and its NUMA node.
+
+    ``numa_node`` is None if the machine has one node, or the CPUs are on several. ``bounds`` are the reasons for fewer
+    threads than CPUs.
+    """
+
+    cpus: tuple[int, ...]
+    threads: int
+    numa_node: int | None = None
+    bounds: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        node = "" if self.numa_node is None else f", NUMA node {self.numa_node}"
+        bounds = f" ({', '.join(self.bounds)})" if self.bounds else ""
+        return f"{counted(self.threads, 'kernel thread')}{bounds}, CPUs {format_cpus(self.cpus)}{node}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the ranks of a node have beside its CPUs: the CPU quota of all together, and whether they use NVMe."""
+
+    quota: float | None = None
+    nvme: bool = False
+
+
 def settle(
     local_rank: int,
     local_world_size: int,
     gpu_pci: str | None = None,
     *,
+    nvme: bool = False,
     gather: Callable[[Place], Sequence[Place]] | None = None,
     sysfs: Path = SYSFS,
 ) -> NodeShare:
     """Sets the number of kernel threads to this rank's share of the CPUs, and returns the share.
 
     ``gpu_pci`` is the bus id of the rank's GPU ("0000:3b:00.0"). ``gather`` returns the Places of all local ranks, in
-    their order; without it, all ranks are assumed to have this rank's mask. A single rank keeps all CPUs. A
-    CPU quota is divided, too. A thread count that the program has set itself is not changed.
+    their order; without it, all ranks are assumed to have this rank's mask. A single rank keeps all CPUs. ``nvme``:
+    whether the ranks use NVMe. A thread count that the program has set itself is not changed.
     """
     mask = tuple(sorted(os.sched_getaffinity(0)))
-    quota = kernels.cpu_quota()
-    alone = NodeShare(mask, quota=quota)
+    machine, limits = Machine.read(sysfs), Limits(kernels.cpu_quota(), nvme)
     if local_world_size == 1:
-        share = alone
+        # The GPU's node has a part of the CPUs only.
+        share = share_out([Place(mask)], machine, limits)[0]
     else:
         place = Place(mask, gpu_node(gpu_pci, sysfs) if gpu_pci else None)
         places = [place] * local_world_size if gather is None else list(gather(place))
         if len(places) != local_world_size:
             raise ValueError(f"gather returned {len(places)} places for {local_world_size} local ranks")
-        share = share_out(places, Machine.read(sysfs), quota)[local_rank]
+        share = share_out(places, machine, limits)[local_rank]
     # Any other count was set by the program.
-    if kernels.thread_count() == alone.threads:
+    if kernels.thread_count() == _within(len(mask), limits.quota):
         kernels.set_thread_count(share.threads)
-    bounded = share.threads < min(len(share.cpus), kernels.MAX_THREADS)
-    log.log(
-        logging.INFO if bounded else logging.DEBUG,
-        "local rank %d of %d: %s",
-        local_rank,
-        local_world_size,
-        share,
-    )
+    level = logging.INFO if share.bounds else logging.DEBUG
+    log.log(level, "local rank %d of %d: %s", local_rank, local_world_size, share)
     return share
 
 
-def share_out(places: Sequence[Place], machine: Machine, quota: float | None = None) -> list[NodeShare]:
-    """The share of each rank. Ranks with the same mask divide it, in the order of their GPUs' nodes; none is empty.
-
-    ``quota`` is that of all ranks together, which have equal parts of it.
-    """
+def share_out(places: Sequence[Place], machine: Machine, limits: Limits = Limits()) -> list[NodeShare]:
+    """The share of each rank. Ranks with the same mask divide it, in the order of their GPUs' nodes; none is empty."""
     together: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, place in enumerate(places):
         together[place.cpus].append(rank)
+    part = Limits(None if limits.quota is None else limits.quota / len(places), limits.nvme)
     shares: dict[int, NodeShare] = {}
-    part = None if quota is None else quota / len(places)
     for mask, ranks in together.items():
         cores = machine.cores(mask)
         # sorted() is stable: ranks without a known GPU node stay in their order.
         ranks = sorted(ranks, key=lambda rank: places[rank].gpu_node or 0)
         for rank, cpus in zip(ranks, _cut(cores, len(ranks)), strict=True):
-            shares[rank] = NodeShare(cpus, _numa_node(places[rank], cpus, machine), part)
+            threads, bounds = _threads(cpus, machine, part)
+            shares[rank] = NodeShare(cpus, threads, _numa_node(places[rank], cpus, machine), bounds)
     return [shares[rank] for rank in range(len(places))]
+
+
+def _within(cpus: int, quota: float | None) -> int:
+    """The default of ``kernels.thread_count``."""
+    threads = min(cpus, kernels.MAX_THREADS)
+    return threads if quota is None else min(threads, max(1, int(quota)))
+
+
+def _threads(cpus: tuple[int, ...], machine: Machine, limits: Limits) -> tuple[int, tuple[str, ...]]:
+    """The number of kernel threads on ``cpus``, and the reasons for fewer than one for each."""
+    threads, cores, bounds = len(cpus), len(machine.cores(cpus)), []
+    if MANY_CORES <= cores < threads:
+        threads = cores
+        bounds.append("one per core")
+    if _within(threads, limits.quota) < threads and limits.quota is not None:
+        bounds.append(f"CPU quota {limits.quota:g}")
+    threads = _within(threads, limits.quota)
+    if limits.nvme and threads > MANY_CORES:
+        threads -= 1
+        bounds.append("one core for the I/O driver")
+    return threads, tuple(bounds)
 
 
 def _cut(cores: list[tuple[int, ...]], parts: int) -> list[tuple[int, ...]]:

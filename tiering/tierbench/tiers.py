@@ -201,12 +201,13 @@ class _NoteHandler(logging.Handler, contextlib.AbstractContextManager[list[str]]
 def _measure(options: argparse.Namespace, directories: Sequence[Path], outcome: _TiersOutcome) -> None:
     """Measure every leg into ``outcome``, then save the complete measurements."""
     from tiering.config.fields import format_size
-    from tiering.host import drives
+    from tiering.host import drives, topology
     from tiering.planning import measure, saved_rates
     from tiering.planning.others import remark
     from tiering.tierbench.load import target
 
     enough = True
+    topology.settle(0, 1, nvme=bool(directories))
     parts = [_cpu_measurement(options)]
     if directories:
         size = _size(options, directories)

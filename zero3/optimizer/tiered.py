@@ -152,10 +152,11 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             raise EngineStateError(self._refusal_to_step())
         # The device may still fetch parameters for its backward.
         self.stepper.wait_for_copies()
-        self.stepper.begin(grad_scale, in_backward=False)
-        for group in self.stepper.groups:
-            self.stepper.add_due(group)
-        self.stepper.finish()
+        with kernels.step_under_way():
+            self.stepper.begin(grad_scale, in_backward=False)
+            for group in self.stepper.groups:
+                self.stepper.add_due(group)
+            self.stepper.finish()
         self._mark_step_called()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -154,7 +154,7 @@ def _assemble(request: _Request, rank: _Rank) -> Assembly:
 def _assemble_split(request: _Request, rank: _Rank, wrapped: WrappedParameters) -> Assembly:
     model, config = request.model, request.config
     checked = _check(request, rank)
-    numa_node = _settle_on_node(rank)
+    numa_node = _settle_on_node(rank, nvme=bool(nvme_paths(config).all))
     planned = _plan(model, config, checked, rank)
     build_on_meta(model, checked.loaded)
     versions = planned.in_place.versions
@@ -210,13 +210,14 @@ def _with_tiles(request: _Request, tiles: Tiles) -> _Request:
     return replace(request, model_parameters=with_tiles(request.model_parameters, tiles))
 
 
-def _settle_on_node(rank: _Rank) -> int | None:
+def _settle_on_node(rank: _Rank, *, nvme: bool) -> int | None:
     """Take this rank's part of the node's CPUs; returns its NUMA node, None if it has none of its own."""
     world, collectives = rank.world, rank.collectives
     part = topology.settle(
         world.local_rank,
         world.local_size,
         _pci_bus_id(rank.device) if world.local_size > 1 else None,
+        nvme=nvme,
         gather=None if collectives is None else collectives.gather_on_node,
     )
     return part.numa_node

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from tiering.config import ds_config
 from tiering.config.training import IoConfig, TieringConfig
 from tiering.errors import ConfigError, WeightsError
+from tiering.host import topology
 from tiering.placement.workload import ITEMSIZES, Workload
 from tiering.planning import measure
 from tiering.planning.activations import Activations, ActivationsOf
@@ -330,6 +331,7 @@ def measure_rates(
     the device is measured with at most ``tokens``. ``io`` configures the I/O to the disks. The measurement takes about
     ten seconds, one GiB of disk and half a GiB of memory; ``take`` may return saved rates instead.
     """
+    topology.settle(0, 1, nvme=bool(directories))
     parts = [
         measure.of_cpu(
             state_format=workload.state_format,

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from optim_cpu import kernels
 from tiering.host import topology
-from tiering.host.topology import Machine, NodeShare, Place, format_cpus, gpu_node, parse_cpus, share_out
+from tiering.host.topology import (
+    Limits,
+    Machine,
+    NodeShare,
+    Place,
+    format_cpus,
+    gpu_node,
+    parse_cpus,
+    share_out,
+)
 from tiering.storage.arena import Arena
 
 GPU_ON_NODE_1 = "00000000:AF:00.0"
@@ -160,7 +169,7 @@ def test_local_ranks_divide_the_threads(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(ALL))
     kernels.set_thread_count(16)  # as it would be at the start, with this mask
     share = topology.settle(1, 4, GPU_ON_NODE_1, sysfs=two_sockets)
-    assert share == NodeShare((2, 3, 10, 11), 1)
+    assert share == NodeShare((2, 3, 10, 11), 4, 1)
     assert kernels.thread_count() == share.threads == 4
     assert topology.settle(1, 4, GPU_ON_NODE_1, sysfs=two_sockets) == share  # a second engine
     assert kernels.thread_count() == 4
@@ -178,7 +187,7 @@ def test_all_ranks_places_are_taken_into_account(
         return [Place((0, 1, 2, 3)), mine]
 
     assert topology.settle(1, 2, GPU_ON_NODE_1, gather=gather, sysfs=two_sockets) == NodeShare(
-        (4, 5, 6, 7), 1
+        (4, 5, 6, 7), 4, 1
     )
     assert shown == [Place((4, 5, 6, 7), 1)]
     assert kernels.thread_count() == 4
@@ -188,7 +197,9 @@ def test_all_ranks_places_are_taken_into_account(
 
 def test_a_rank_alone_on_its_node_changes_nothing(thread_count: int) -> None:
     kernels.set_thread_count(3)
-    assert topology.settle(0, 1, "0000:3b:00.0") == NodeShare(tuple(sorted(os.sched_getaffinity(0))))
+    assert topology.settle(0, 1, "0000:3b:00.0") == NodeShare(
+        tuple(sorted(os.sched_getaffinity(0))), len(os.sched_getaffinity(0))
+    )
     assert kernels.thread_count() == 3
 
 
@@ -209,14 +220,36 @@ def test_the_cpu_quota_bounds_the_threads_and_is_told(
     monkeypatch.setattr(kernels, "cpu_quota", lambda: 5.5)
     kernels.set_thread_count(5)  # as it would be at the start
     assert topology.settle(0, 1, sysfs=two_sockets).threads == kernels.thread_count() == 5
-    assert caplog.messages == ["local rank 0 of 1: 5 kernel threads, CPUs 0-15, CPU quota 5.5"]
+    assert caplog.messages == ["local rank 0 of 1: 5 kernel threads (one per core, CPU quota 5.5), CPUs 0-15"]
     assert topology.settle(1, 2, sysfs=two_sockets).threads == kernels.thread_count() == 2
-    assert "2 kernel threads, CPUs 4-7,12-15, NUMA node 1, CPU quota 2.75" in caplog.text
-    assert [share.threads for share in share_out([Place((0,))] * 8, Machine({}, {}), 2.0)] == [1] * 8
+    assert "2 kernel threads (CPU quota 2.75), CPUs 4-7,12-15, NUMA node 1" in caplog.text
+    assert [s.threads for s in share_out([Place((0,))] * 8, Machine({}, {}), Limits(2.0))] == [1] * 8
     monkeypatch.setattr(kernels, "cpu_quota", lambda: 64.0)
+    kernels.set_thread_count(16)
     caplog.clear()
-    assert topology.settle(0, 1, sysfs=two_sockets).threads == 16
+    assert topology.settle(0, 4, sysfs=two_sockets).threads == kernels.thread_count() == 4
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("cpus", "limits", "threads", "bounds"),
+    [
+        (range(16), Limits(), 8, ("one per core",)),
+        (range(16), Limits(nvme=True), 8, ("one per core",)),  # few enough to have all
+        ((0, 1, 2, 3, 8, 9, 10, 11), Limits(nvme=True), 8, ()),  # four cores: each hyper-thread counts
+        (range(100, 164), Limits(), 64, ()),  # CPUs of which nothing is known are cores
+        (range(100, 164), Limits(nvme=True), 63, ("one core for the I/O driver",)),
+        (range(100, 164), Limits(9.5, nvme=True), 8, ("CPU quota 9.5", "one core for the I/O driver")),
+        (range(100, 164), Limits(8.5, nvme=True), 8, ("CPU quota 8.5",)),
+        ((0, 1), Limits(nvme=True), 2, ()),
+        ((0, 1), Limits(0.25), 1, ("CPU quota 0.25",)),
+    ],
+)
+def test_threads_of_many_cores(
+    two_sockets: Path, cpus: range | tuple[int, ...], limits: Limits, threads: int, bounds: tuple[str, ...]
+) -> None:
+    share = share_out([Place(tuple(cpus))], Machine.read(two_sockets), limits)[0]
+    assert (share.threads, share.bounds) == (threads, bounds)
 
 
 def test_an_arena_prefers_its_node() -> None:

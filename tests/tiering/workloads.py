@@ -46,7 +46,7 @@ def example(**changes: object) -> Workload:
 def cached_keys(draw: st.DrawFn) -> Tenant:
     """A tenant of which the engine knows nothing: its pieces may live down to any tier."""
     pieces = []
-    for index in range(draw(st.integers(0, 4))):
+    for _ in range(draw(st.integers(0, 4))):
         read, written = (draw(st.integers(0, 1 << 20)) for _ in range(2))
         tier, nbytes = (
             draw(st.sampled_from([DEVICE, HOST, NVME, NVME, NVME])),
@@ -54,9 +54,9 @@ def cached_keys(draw: st.DrawFn) -> Tenant:
         )
         if tier is NVME and draw(st.booleans()):
             # Swap space whose traffic is not planned, as that of activations.
-            pieces.append(TenantPiece(f"k{index}", nbytes, tier, fixed=True))
+            pieces.append(TenantPiece(nbytes, tier, fixed=True))
         else:
-            pieces.append(TenantPiece(f"k{index}", nbytes, tier, read, written))
+            pieces.append(TenantPiece(nbytes, tier, read, written))
     return Tenant("cached keys", tuple(pieces), offloaded=draw(st.booleans()))
 
 

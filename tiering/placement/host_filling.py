@@ -7,12 +7,14 @@ that of a pass which routes tokens to all of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from tiering.placement.plan import Staging, TileRun
-from tiering.placement.slots import has_to_visit, largest_tile, slots_for, tile_numel
+from tiering.placement.slots import Streams, has_to_visit, largest_tile, tile_numel
 from tiering.placement.tenants import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from tiering.placement.workload import Tenant, TenantPiece, Tier, Workload
 
@@ -54,17 +56,19 @@ class HostFilling:
 
     def run(self) -> Filled | None:
         """Fill the room. Returns None if there are no slots, and something does not fit."""
-        # (traffic per byte, bytes of it that are written, whether each pass has it), and what keeps these bytes in host
-        # memory.
-        offers: list[tuple[tuple[float, float, bool], Callable[[], None]]] = []
+        # What keeps bytes in host memory, by their traffic.
+        offers: list[tuple[_Traffic, Callable[[], None]]] = []
         for tenant in self._tenants:
             if tenant.kind == OPTIMIZER_STATE:
                 # The room for its slots depends on what else streams.
                 offers.append((_traffic_per_byte(tenant.pieces), self._keep_state))
             elif tenant.kind == PARAMETERS:
+                traffic = {at: _traffic_per_byte([piece]) for at, piece in tenant.distinct.items()}
+                alike: dict[_Traffic, list[int]] = {}
+                for index, at in enumerate(map(id, tenant.pieces)):
+                    alike.setdefault(traffic[at], []).append(index)
                 offers += [
-                    (_traffic_per_byte([piece]), partial(self._keep_pieces, tenant, [index]))
-                    for index, piece in enumerate(tenant.pieces)
+                    (each, partial(self._keep_pieces, tenant, indices)) for each, indices in alike.items()
                 ]
             else:
                 waiting = self._waiting(tenant)
@@ -72,9 +76,10 @@ class HostFilling:
                 offers.append((_traffic_per_byte(pieces), partial(self._keep_together, tenant, waiting)))
         for _, keep in sorted(offers, key=lambda offer: offer[0], reverse=True):
             keep()
-        if self._slots is None:
-            return Filled(self._tiers, self._runs, Staging()) if self._fits else None
-        return Filled(self._tiers, self._runs, self._staging(self._tiers))
+            if self._slots is None and not self._fits:
+                return None
+        staging = Staging() if self._slots is None else self._staging(self._tiers)
+        return Filled(self._tiers, self._runs, staging)
 
     def _waiting(self, tenant: Tenant) -> list[int]:
         """The pieces that stream. Those without planned traffic keep their extent, for gradients that are not final in
@@ -109,7 +114,9 @@ class HostFilling:
     def _keep_together(self, tenant: Tenant, waiting: Sequence[int]) -> None:
         """All pieces together: their window is free for other bytes only if none of them streams through it."""
         first = self._first_tiers[tenant.kind]
-        streamed = [tier is Tier.NVME and not p.fixed for p, tier in zip(tenant.pieces, first, strict=True)]
+        streamed = (
+            count for piece, tier, count in tenant.counted(first) if tier is Tier.NVME and not piece.fixed
+        )
         all_wait = len(waiting) == sum(streamed)
         window = tenant.window_bytes(first) if self._slots is not None and all_wait else 0
         fits = sum(tenant.pieces[index].nbytes for index in waiting) <= self._room + window
@@ -120,21 +127,27 @@ class HostFilling:
     def _keep_state(self) -> None:
         if self._slots is not None:
             self._room += self._staging(self._first_tiers).nbytes - self._staging(self._tiers).nbytes
-        load = self._load
-        for index, (group, home) in enumerate(zip(load.groups, load.optimizer_tiers, strict=True)):
-            numel = load.state_numel(group)
-            # Tiles that visit the device need no host slots, so the room for host slots must not limit their size.
-            visits = has_to_visit(load, home, self._tiers[PARAMETERS][index])
-            step = tile_numel(numel, largest_tile(load) if visits else self._tile)
-            ends = {home: numel}
+        load, largest = self._load, largest_tile(self._load)
+        # Of each kind of groups, by the home of their parameters: elements, those of a tile, and state bytes of each.
+        sizes: dict[tuple[int, Tier], tuple[int, int, int]] = {}
+        params = self._tiers[PARAMETERS]
+        for index, (kind, param, home) in enumerate(
+            zip(load.kinds.of, params, load.optimizer_tiers, strict=True)
+        ):
+            if (kind, param) not in sizes:
+                group = load.groups[index]
+                # Tiles that visit the device need no host slots, so the room for host slots must not limit their size.
+                visits, numel = has_to_visit(load, home, param), load.state_numel(group)
+                step = tile_numel(numel, largest if visits else self._tile)
+                sizes[kind, param] = numel, step, load.of(group).state_itemsize
+            numel, step, itemsize = sizes[kind, param]
+            kept = 0
             if home is Tier.NVME:
-                kept = self._keep_tiles(numel, step, load.of(group).state_itemsize)
-                ends = {Tier.HOST: kept, Tier.NVME: numel}
-            start = 0
-            for tier, end in ends.items():
-                if start < end:
-                    self._runs.append(TileRun(index, start, end, step, tier))
-                    start = end
+                kept = self._keep_tiles(numel, step, itemsize)
+                if kept:
+                    self._runs.append(TileRun(index, 0, kept, step, Tier.HOST))
+            if kept < numel:
+                self._runs.append(TileRun(index, kept, numel, step, home))
 
     def _keep_tiles(self, numel: int, step: int, itemsize: int) -> int:
         """Take room for as many tiles of ``step`` elements as possible, from the first; returns their elements."""
@@ -149,15 +162,26 @@ class HostFilling:
 
     def _staging(self, tiers: Mapping[str, Sequence[Tier]]) -> Staging:
         assert self._slots is not None
-        return slots_for(self._load, self._tile, self._slots, tiers[PARAMETERS], tiers[GRADIENTS])
+        return Streams.of(self._load, tiers[PARAMETERS], tiers[GRADIENTS]).slots(self._tile, self._slots)
 
 
-def _traffic_per_byte(pieces: Sequence[TenantPiece]) -> tuple[float, float, bool]:
-    """Bytes over NVMe in a step for each byte of ``pieces`` that lives there: (read and written, only written).
+class _Traffic(NamedTuple):
+    """Bytes over NVMe in a step for each byte that lives there: those read and written, and those written.
 
-    The third value is whether each pass moves them.
+    ``always``: each pass moves them.
     """
-    nbytes = max(sum(piece.nbytes for piece in pieces), 1)
-    written = sum(piece.written for piece in pieces)
-    always = not any(piece.routed for piece in pieces)
-    return (sum(piece.read for piece in pieces) + written) / nbytes, written / nbytes, always
+
+    moved: float
+    written: float
+    always: bool
+
+
+def _traffic_per_byte(pieces: Sequence[TenantPiece]) -> _Traffic:
+    """The traffic of ``pieces`` together."""
+    counts = Counter(map(id, pieces))
+    alike = [(piece, counts[at]) for at, piece in {id(piece): piece for piece in pieces}.items()]
+    nbytes = max(sum(count * piece.nbytes for piece, count in alike), 1)
+    written = sum(count * piece.written for piece, count in alike)
+    read = sum(count * piece.read for piece, count in alike)
+    always = not any(piece.routed for piece, _ in alike)
+    return _Traffic((read + written) / nbytes, written / nbytes, always)

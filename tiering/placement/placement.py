@@ -22,24 +22,22 @@ from tiering.config.fields import format_need
 from tiering.config.training import format_size
 from tiering.errors import PlacementError
 from tiering.placement.host_filling import Filled, HostFilling
-from tiering.placement.plan import Budgets, Plan, ReductionRoom, Staging, TileRun, checksum_bytes
+from tiering.placement.plan import Budgets, Plan, Staging, TileRun, checksum_bytes
+from tiering.placement.reduction import least_reduction, reduction_within
 from tiering.placement.slots import (
     USUAL_SLOTS,
+    Streams,
     has_to_visit,
     largest_tile,
-    slots_for,
     slots_of_sizes,
     tile_and_slots,
 )
 from tiering.placement.tenants import GRADIENTS, PARAMETERS, tenants, with_windows
-from tiering.placement.workload import ACTIVATIONS, Tenant, Tier, Workload
+from tiering.placement.workload import ACTIVATIONS, GroupSizes, Tenant, Tier, Workload
 from tiering.storage.arena import PAGE, round_up
 
 # Bytes: more than any budget that is needed.
 AMPLE = 1 << 60
-# Elements of gradients that ranks exchange at once: with fewer, latency costs more than the room is worth.
-GOOD_BUCKET = 8 << 20
-SMALLEST_BUCKET = 1 << 20
 # One slot copies to the device; one is updated and copied back.
 FEWEST_VISITS = 2
 
@@ -115,13 +113,13 @@ def _room(budgets: Budgets, tier: Tier, other: str = "") -> str:
 def _place(load: Workload, fixed: _Room, kept: Sequence[int]) -> Plan:
     """Places ``load`` in ``fixed``, in which the parameters of the groups ``kept`` have room in host memory."""
     everything, budgets = tenants(load), fixed.budgets
-    tiers = {tenant.kind: [piece.tier for piece in tenant.pieces] for tenant in everything}
+    tiers = {tenant.kind: [*tenant.first_tiers] for tenant in everything}
     param_tiers, grad_tiers = tiers[PARAMETERS], tiers[GRADIENTS]
     for index in kept:
         param_tiers[index] = Tier.HOST
 
     # Two windows, so that a wait for one does not depend on leases of the other.
-    largest = max(map(load.window_bytes, load.groups), default=0)
+    largest = max((load.window_bytes(group) for group, _ in load.alike), default=0)
     fetch_window = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
     offload_window = 2 * _largest_arrival(load) if load.steps_copy_out else 0
     fixed.add(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
@@ -143,19 +141,21 @@ def _place(load: Workload, fixed: _Room, kept: Sequence[int]) -> Plan:
         }
         room = fixed.remaining(Tier.HOST) - sum(windows.values())
         tile, slots = tile_and_slots(load, room, param_tiers, grad_tiers)
-        fixed.add(Tier.HOST, slots_for(load, tile, slots, param_tiers, grad_tiers).nbytes, "staging")
+        staging = Streams.of(load, param_tiers, grad_tiers).slots(tile, slots)
+        fixed.add(Tier.HOST, staging.nbytes, "staging")
         for kind, nbytes in windows.items():
             fixed.add(Tier.HOST, nbytes, f"{kind} on their way to NVMe")
         fixed.check()
         filled = fill(tile, slots)
     assert filled is not None
-    least_working = max(_chains(load, filled.tiers[PARAMETERS]), default=0)
+    chains = _chains(load, filled.tiers[PARAMETERS])
+    least_working = max(chains, default=0)
     runs, update_window = _visits(load, filled, fixed.remaining(Tier.DEVICE) - least_working)
     fixed.add(Tier.DEVICE, update_window.nbytes, "update window")
-    working = _working_set(load, filled.tiers[PARAMETERS], fixed)
-    least = _reduction(load, _buckets(load)[-1]).nbytes
+    working = _working_set(load, filled.tiers[PARAMETERS], chains, fixed)
+    least = least_reduction(load).nbytes
     room = fixed.remaining(Tier.DEVICE) + least
-    reduction = _reduction_within(load, room - working, room - least_working)
+    reduction = reduction_within(load, room - working, room - least_working)
     working = min(working, (room - reduction.nbytes) // PAGE * PAGE)
     spare = room - working - reduction.nbytes
     plan = Plan(
@@ -204,7 +204,11 @@ def _mandatory(load: Workload, budgets: Budgets) -> _Room:
 def _swappable_bytes(load: Workload) -> dict[str, int]:
     """Bytes of swap space of all that may live on NVMe, by kind."""
     kinds = {
-        tenant.kind: sum(piece.swap_bytes for piece in tenant.pieces if piece.tier is Tier.NVME)
+        tenant.kind: sum(
+            count * piece.swap_bytes
+            for piece, tier, count in tenant.counted(tenant.first_tiers)
+            if tier is Tier.NVME
+        )
         for tenant in tenants(load)
     }
     return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
@@ -215,64 +219,24 @@ def _mandatory_bytes(load: Workload) -> Mapping[Tier, Mapping[str, int]]:
     """Bytes that no slower tier may have, by tier and kind."""
     fixed: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
     for tenant in tenants(load):
-        for piece in tenant.pieces:
-            if piece.tier is not Tier.NVME:
-                fixed[piece.tier][tenant.kind] += piece.nbytes
+        for piece, tier, count in tenant.counted(tenant.first_tiers):
+            if tier is not Tier.NVME:
+                fixed[tier][tenant.kind] += count * piece.nbytes
     fixed[Tier.DEVICE]["local gradients"] += load.local_grad_bytes
-    fixed[Tier.DEVICE]["gradient reduction"] += _reduction(load, _buckets(load)[-1]).nbytes
+    fixed[Tier.DEVICE]["gradient reduction"] += least_reduction(load).nbytes
     return {tier: +kinds for tier, kinds in fixed.items()}
-
-
-def _reduction(load: Workload, bucket: int, *, ahead: int = 0) -> ReductionRoom:
-    """Device room for the reduction of gradients: the minimum, plus room for ``ahead`` more groups that are not open.
-
-    Open groups fill their send buffers until the end of backward. Meanwhile one other group fills its buffer while the
-    previous one is reduced, in parts of ``bucket`` elements. A rank sends zeros for parameters without gradients, which
-    need the same room.
-    """
-    passing = [group for group, _ in load.passing]
-    last = max((load.exchanged_bytes(group, bucket) for group, _ in load.opened), default=0)
-    one = max((load.exchanged_bytes(group, bucket, zeros=True) for group in passing), default=0)
-    further = max((load.exchanged_bytes(group, bucket) for group in passing), default=0)
-    return ReductionRoom(
-        opened=sum(count * load.collected_bytes(group) for group, count in load.opened),
-        collected=(1 + ahead) * max(map(load.collected_bytes, passing), default=0),
-        exchanged=max(last, one) + ahead * further,
-        bucket=bucket,
-    )
-
-
-def _buckets(load: Workload) -> list[int]:
-    """The elements that ranks may exchange at once: those of the configuration, and less, as far as it is worth it."""
-    buckets = [load.reduce_bucket]
-    while buckets[-1] // 2 >= SMALLEST_BUCKET:
-        buckets.append(buckets[-1] // 2)
-    return buckets
-
-
-def _reduction_within(load: Workload, room: int, least_room: int) -> ReductionRoom:
-    """Device room for the reduction in ``room`` bytes, beside parameters that are fetched ahead.
-
-    Buckets of GOOD_BUCKET elements are worth more than these: they may take ``least_room``.
-    """
-    buckets = _buckets(load)
-    choice = _reduction(load, buckets[0], ahead=1)
-    if choice.nbytes <= room:
-        return choice
-    for bucket in buckets:
-        choice = _reduction(load, bucket)
-        if choice.nbytes <= (least_room if bucket <= GOOD_BUCKET else room):
-            break
-    return choice
 
 
 def _largest_arrival(load: Workload) -> int:
     """Bytes of the largest group's gradients as they leave a device with its own memory."""
-    if load.world_size == 1:
-        sent = (group.trainable_numel * load.of(group).compute_itemsize for group in load.groups)
-        return max(sent, default=0)
-    widest = {group: max(load.of(group).sent_itemsize, load.of(group).grad_itemsize) for group in load.groups}
-    return max((load.grad_numel(group) * widest[group] for group in load.groups), default=0)
+
+    def sent(group: GroupSizes) -> int:
+        sizes = load.of(group)
+        if load.world_size == 1:
+            return group.trainable_numel * sizes.compute_itemsize
+        return load.grad_numel(group) * max(sizes.sent_itemsize, sizes.grad_itemsize)
+
+    return max((sent(group) for group, _ in load.alike), default=0)
 
 
 def _keep_what_cannot_move(load: Workload, fixed: _Room) -> list[int]:
@@ -358,7 +322,9 @@ def _visits(load: Workload, filled: Filled, room: int) -> tuple[list[TileRun], S
     first ones visit, up to the configured fraction: their gradients come last in backward, and the next forward needs
     their parameters first. Without room for two slots, none of these visit.
     """
-    if load.device_is_host or load.whole_groups:
+    homes = set(zip(load.optimizer_tiers, filled.tiers[PARAMETERS], strict=True))
+    none_must = not any(has_to_visit(load, *home) for home in homes)
+    if load.device_is_host or load.whole_groups or (none_must and not load.update_on_device):
         return filled.runs, Staging()
 
     def is_optional(run: TileRun) -> bool:
@@ -371,13 +337,13 @@ def _visits(load: Workload, filled: Filled, room: int) -> tuple[list[TileRun], S
         for run in filled.runs:
             if not is_optional(run):
                 visits = has_to_visit(load, run.tier, filled.tiers[PARAMETERS][run.group])
-                runs.append(replace(run, visits=visits))
+                runs.append(run._replace(visits=visits))
             elif requested <= 0:
                 runs.append(run)
             else:
                 first, rest = run.parted(math.ceil(requested))
                 requested -= first.numel
-                runs.append(replace(first, visits=True))
+                runs.append(first._replace(visits=True))
                 if rest is not None:
                     runs.append(rest)
         return runs
@@ -424,11 +390,10 @@ def _bytes_on_nvme(
     everything: Sequence[Tenant], tiers: Mapping[str, Sequence[Tier]], *, only_fixed: bool = False
 ) -> int:
     """Bytes on NVMe if everything that may live there does; ``only_fixed``: of what may live nowhere else."""
-    placed = (zip(tenant.pieces, tiers[tenant.kind], strict=True) for tenant in everything)
     return sum(
-        piece.swap_bytes
-        for pieces in placed
-        for piece, tier in pieces
+        count * piece.swap_bytes
+        for tenant in everything
+        for piece, tier, count in tenant.counted(tiers[tenant.kind])
         if tier is Tier.NVME and (piece.fixed or not only_fixed)
     )
 
@@ -443,10 +408,7 @@ def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int
 
 def _chains(load: Workload, param_tiers: Sequence[Tier]) -> list[int]:
     """``_chain_bytes`` of each group."""
-    own = [
-        0 if load.computes_in_place(group, tier) else load.unsharded_bytes(group)
-        for group, tier in zip(load.groups, param_tiers, strict=True)
-    ]
+    own = _moving(load, param_tiers)
     # Many groups have the same parent.
     around: dict[int | None, int] = {None: 0}
     chains = []
@@ -458,9 +420,23 @@ def _chains(load: Workload, param_tiers: Sequence[Tier]) -> list[int]:
     return chains
 
 
-def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> int:
-    """Device room for the groups that are unsharded at the same time, plus as much prefetch as fits."""
-    chains = _chains(load, param_tiers)
+def _moving(load: Workload, param_tiers: Sequence[Tier]) -> list[int]:
+    """Device room for each group itself, if it must be unsharded to compute."""
+    needed = {
+        (load.kinds.of[at], tier): 0
+        if load.computes_in_place(load.groups[at], tier)
+        else load.unsharded_bytes(load.groups[at])
+        for tier in Tier
+        for at in load.kinds.firsts
+    }
+    return [*map(needed.__getitem__, zip(load.kinds.of, param_tiers, strict=True))]
+
+
+def _working_set(load: Workload, param_tiers: Sequence[Tier], chains: Sequence[int], fixed: _Room) -> int:
+    """Device room for the groups that are unsharded at the same time, plus as much prefetch as fits.
+
+    ``chains``: what ``_chains`` returns.
+    """
     least = max(chains, default=0)
     if least > fixed.remaining(Tier.DEVICE):
         deepest = load.groups[chains.index(least)].name
@@ -473,10 +449,7 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
             Tier.DEVICE,
             needed,
         )
-    moving = [
-        0 if load.computes_in_place(group, tier) else load.unsharded_bytes(group)
-        for group, tier in zip(load.groups, param_tiers, strict=True)
-    ]
+    moving = _moving(load, param_tiers)
     # Groups are fetched whole, so room for less than one group is useless. Enclosing groups are unsharded already, but
     # while one calls its experts, the next one is fetched.
     inner = [

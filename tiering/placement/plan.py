@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,8 +71,7 @@ class SubGroup:
         return self.end - self.start
 
 
-@dataclass(frozen=True)
-class TileRun:
+class TileRun(NamedTuple):
     """Tiles of a group behind each other, on one tier: ``step`` elements each, but for the last tile of the group.
 
     A large model has millions of tiles.
@@ -99,7 +98,7 @@ class TileRun:
         middle = self.start + -(-numel // self.step) * self.step
         if middle >= self.end:
             return self, None
-        return replace(self, end=middle), replace(self, start=middle)
+        return self._replace(end=middle), self._replace(start=middle)
 
     def sub_groups(self) -> Iterator[SubGroup]:
         """Its tiles."""
@@ -138,18 +137,6 @@ class ReductionRoom:
     @property
     def nbytes(self) -> int:
         return self.opened + self.collected + self.exchanged
-
-
-class PlacedPiece(NamedTuple):
-    """A piece of a tenant on its tier; ``read`` and ``written`` are its bytes over NVMe in a step if it lives there."""
-
-    kind: str
-    tier: Tier
-    nbytes: int
-    read: int
-    written: int
-    # It is read from files of a user, and takes no swap space.
-    in_files: bool = False
 
 
 @dataclass
@@ -207,30 +194,26 @@ class Plan:
         """What lives on the tiers."""
         return tenants(self.workload)
 
-    def placed(self) -> Iterator[PlacedPiece]:
-        """Each piece of each tenant, with the tier on which it lives; optimizer state in runs."""
-        for tenant in self.tenants:
-            if tenant.kind in self.tiers:
-                for piece, tier in zip(tenant.pieces, self.tiers[tenant.kind], strict=True):
-                    in_files = piece.read_in_files if tier is Tier.NVME else None
-                    read = piece.read if in_files is None else in_files
-                    yield PlacedPiece(
-                        tenant.kind, tier, piece.nbytes, read, piece.written, in_files is not None
-                    )
-        for run in self.runs:
-            nbytes = self.tile_state_bytes(run)
-            yield PlacedPiece(OPTIMIZER_STATE, run.tier, nbytes, nbytes, nbytes)
-
     @cached_property
     def _sums(self) -> Mapping[tuple[str, Tier], _Sums]:
-        """The sums over ``placed``, by kind and tier: a large model has many thousands of pieces."""
+        """The sums over the pieces of each tenant, by its kind and their tier; optimizer state is in runs."""
         sums: defaultdict[tuple[str, Tier], _Sums] = defaultdict(_Sums)
-        for piece in self.placed():
-            each = sums[piece.kind, piece.tier]
-            each.nbytes += piece.nbytes
-            each.in_files += piece.nbytes if piece.in_files else 0
-            each.read += piece.read
-            each.written += piece.written
+        for tenant in self.tenants:
+            if tenant.kind in self.tiers:
+                for piece, tier, count in tenant.counted(self.tiers[tenant.kind]):
+                    in_files = piece.read_in_files if tier is Tier.NVME else None
+                    each = sums[tenant.kind, tier]
+                    each.nbytes += count * piece.nbytes
+                    each.in_files += count * (0 if in_files is None else piece.nbytes)
+                    each.read += count * (piece.read if in_files is None else in_files)
+                    each.written += count * piece.written
+        load = self.workload
+        itemsizes = load.kinds.spread([load.of(group).state_itemsize for group, _ in load.alike])
+        for run in self.runs:
+            each, nbytes = sums[OPTIMIZER_STATE, run.tier], run.numel * itemsizes[run.group]
+            each.nbytes += nbytes
+            each.read += nbytes
+            each.written += nbytes
         return sums
 
     @cached_property
@@ -274,10 +257,9 @@ class Plan:
     @property
     def frozen_swap_bytes(self) -> int:
         """Bytes of swap space for groups without trained parameters."""
-        groups = zip(self.workload.groups, self.param_tiers, strict=True)
         return sum(
-            self.workload.home_bytes(group)
-            for group, tier in groups
+            count * self.workload.home_bytes(group)
+            for group, (tier,), count in self.workload.kinds.counted(self.param_tiers)
             if tier is Tier.NVME and not group.trainable_numel and not group.in_files
         )
 
@@ -339,11 +321,11 @@ class Plan:
         load, kinds = self.workload, {"parameters": 0, "gradients": 0, "updated parameters": 0}
         other_ranks = load.world_size - 1
         reductions = 1 if load.grads_stay_local else load.micro_batches
-        for group in load.groups:
-            shard, sizes = group.trainable_numel // load.world_size, load.of(group)
+        for group, count in load.alike:
+            shard, sizes = count * (group.trainable_numel // load.world_size), load.of(group)
             kinds["gradients"] += other_ranks * shard * sizes.sent_itemsize * reductions
             if load.shards_params(group):
-                unshards = load.micro_batches * group.unshards
+                unshards = count * load.micro_batches * group.unshards
                 kinds["parameters"] += other_ranks * load.home_bytes(group) * unshards
             elif load.stage == 0:
                 # Every rank updates all parameters, so gradients are also gathered.

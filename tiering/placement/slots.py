@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from tiering.placement.plan import Staging
 from tiering.placement.workload import Tier, Workload
@@ -23,7 +24,7 @@ MOST_TILES = 64
 def largest_tile(load: Workload) -> int:
     """The maximum of elements in a tile of ``load``."""
     if load.whole_groups:
-        return max([SMALLEST_TILE, *(load.state_numel(group) for group in load.groups)])
+        return max([SMALLEST_TILE, *(load.state_numel(group) for group, _ in load.alike)])
     return min(LARGEST_TILE, max(SMALLEST_TILE, load.sub_group_numel // SMALLEST_TILE * SMALLEST_TILE))
 
 
@@ -34,12 +35,14 @@ def tile_and_slots(
     grad_tiers: Sequence[Tier],
 ) -> tuple[int, int]:
     """The elements of a tile, and the number of slots, in ``room`` bytes of host memory."""
-    longest = max((load.state_numel(group) for group in load.groups), default=0)
+    longest = max((load.state_numel(group) for group, _ in load.alike), default=0)
     tile = min(largest_tile(load), max(SMALLEST_TILE, longest))
     least = min(tile, round_up(max(1, -(-longest // MOST_TILES)), SMALLEST_TILE))
 
+    streams = Streams.of(load, param_tiers, grad_tiers)
+
     def slot(tile: int) -> int:
-        return slots_for(load, tile, 1, param_tiers, grad_tiers).nbytes
+        return streams.slots(tile, 1).nbytes
 
     while tile > least and USUAL_SLOTS * slot(tile) > room // STAGING_SHARE:
         tile = max(least, tile // 2 // SMALLEST_TILE * SMALLEST_TILE)
@@ -50,33 +53,52 @@ def tile_and_slots(
 def usual_room(load: Workload) -> int:
     """Host memory with which ``tile_and_slots`` has the largest tiles and the usual slots, whatever streams."""
     streams = [Tier.NVME] * len(load.groups)
-    return STAGING_SHARE * slots_for(load, largest_tile(load), USUAL_SLOTS, streams, streams).nbytes
+    return STAGING_SHARE * Streams.of(load, streams, streams).slots(largest_tile(load), USUAL_SLOTS).nbytes
 
 
-def slots_for(
-    load: Workload, tile: int, slots: int, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]
-) -> Staging:
-    """``slots`` for tiles of at most ``tile`` elements, with room for the kinds that stream.
+@dataclass(frozen=True)
+class Streams:
+    """What passes through slots: the sizes of groups, and whether the kinds stream.
 
-    Their size is that of the largest tile that the groups are actually divided into.
+    ``sized``: (elements, sizes per element, whether the group's tiles visit a GPU instead), each once.
     """
-    # Many groups have the same size.
-    alike = {
-        (load.state_numel(group), group.fp32, has_to_visit(load, state, param)): group
-        for group, state, param in zip(load.groups, load.optimizer_tiers, param_tiers, strict=True)
-    }
-    tiles = [
-        (SMALLEST_TILE if visits else tile_numel(numel, tile), load.of(group))
-        for (numel, _, visits), group in alike.items()
-    ] or [(tile, load)]
-    return slots_of_sizes(
-        slots,
-        state=[n * sizes.state_itemsize for n, sizes in tiles] if Tier.NVME in load.optimizer_tiers else [],
-        param=[n * sizes.compute_itemsize for n, sizes in tiles]
-        if Tier.NVME in param_tiers or load.steps_copy_out
-        else [],
-        grad=[n * sizes.grad_itemsize for n, sizes in tiles] if Tier.NVME in grad_tiers else [],
-    )
+
+    load: Workload
+    sized: Collection[tuple[int, Workload, bool]]
+    state: bool
+    param: bool
+    grad: bool
+
+    @classmethod
+    def of(cls, load: Workload, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]) -> Streams:
+        """Those of ``load`` with its parameters and gradients on these tiers."""
+        sized = {}
+        for group, (state, param), _ in load.kinds.counted(load.optimizer_tiers, param_tiers):
+            numel, visits = load.state_numel(group), has_to_visit(load, state, param)
+            sized[numel, group.fp32, visits] = numel, load.of(group), visits
+        return cls(
+            load,
+            sized.values(),
+            Tier.NVME in load.optimizer_tiers,
+            Tier.NVME in param_tiers or load.steps_copy_out,
+            Tier.NVME in grad_tiers,
+        )
+
+    def slots(self, tile: int, count: int) -> Staging:
+        """``count`` slots for tiles of at most ``tile`` elements, with room for the kinds that stream.
+
+        Their size is that of the largest tile that the groups are actually divided into.
+        """
+        tiles = [
+            (SMALLEST_TILE if visits else tile_numel(numel, tile), sizes)
+            for numel, sizes, visits in self.sized
+        ] or [(tile, self.load)]
+        return slots_of_sizes(
+            count,
+            state=[n * sizes.state_itemsize for n, sizes in tiles] if self.state else [],
+            param=[n * sizes.compute_itemsize for n, sizes in tiles] if self.param else [],
+            grad=[n * sizes.grad_itemsize for n, sizes in tiles] if self.grad else [],
+        )
 
 
 def slots_of_sizes(slots: int, *, state: Sequence[int], param: Sequence[int], grad: Sequence[int]) -> Staging:

@@ -31,36 +31,32 @@ def tenants(load: Workload) -> tuple[Tenant, ...]:
 def parameters(load: Workload) -> Tenant:
     """Trained and frozen parameters: read by each pass; those that are trained are written by each step."""
     pieces = []
-    for group in load.groups:
+    for group, _ in load.alike:
         read, written = load.param_traffic(group)
         tier = Tier.DEVICE if group.persistent else load.offload_param
         nbytes, in_files = load.home_bytes(group), None
         if group.in_files is not None:
             in_files = read + load.micro_batches * group.unshards * (group.in_files.read_bytes - nbytes)
-        pieces.append(
-            TenantPiece(group.name, nbytes, tier, read, written, group.routed, read_in_files=in_files)
-        )
-    return Tenant(PARAMETERS, tuple(pieces), offloaded=True, with_parameters=True)
+        pieces.append(TenantPiece(nbytes, tier, read, written, group.routed, read_in_files=in_files))
+    return Tenant(PARAMETERS, load.kinds.spread(pieces), offloaded=True, with_parameters=True)
 
 
 def gradients(load: Workload) -> Tenant:
     """Accumulated gradients: each backward adds to them, and the step reads them."""
     pieces = []
-    for group, tier in zip(load.groups, _gradient_tiers(load), strict=True):
+    for (group, _), tier in zip(load.alike, _gradient_tiers(load), strict=True):
         moved = load.grad_traffic(group)
-        pieces.append(TenantPiece(group.name, load.home_grad_bytes(group), tier, moved, moved))
-    return Tenant(GRADIENTS, tuple(pieces))
+        pieces.append(TenantPiece(load.home_grad_bytes(group), tier, moved, moved))
+    return Tenant(GRADIENTS, load.kinds.spread(pieces))
 
 
 def optimizer_state(load: Workload) -> Tenant:
     """Optimizer state: each step reads and writes every byte once, in tiles, into which its pieces are divided."""
-    pieces = (
-        TenantPiece(
-            group.name, load.state_bytes(group), tier, load.state_bytes(group), load.state_bytes(group)
-        )
-        for group, tier in zip(load.groups, load.optimizer_tiers, strict=True)
-    )
-    return Tenant(OPTIMIZER_STATE, tuple(pieces), offloaded=True)
+    pieces = []
+    for at in load.kinds.firsts:
+        nbytes = load.state_bytes(load.groups[at])
+        pieces.append(TenantPiece(nbytes, load.optimizer_tiers[at], nbytes, nbytes))
+    return Tenant(OPTIMIZER_STATE, load.kinds.spread(pieces), offloaded=True)
 
 
 def activations(
@@ -74,14 +70,10 @@ def activations(
     place, nbytes = config.tiering.activations, round_up(config.tiering.activation_budget)
     if place == "device":
         return ()
-    pieces = [TenantPiece("activation memory", nbytes, Tier.HOST, copied=copied)]
+    pieces = [TenantPiece(nbytes, Tier.HOST, copied=copied)]
     if place == "nvme" or (place == "auto" and config.zero.swap_directories):
         moved = swapped * passes
-        pieces.append(
-            TenantPiece(
-                "swapped activations", max(nbytes, round_up(swapped)), Tier.NVME, moved, moved, fixed=True
-            )
-        )
+        pieces.append(TenantPiece(max(nbytes, round_up(swapped)), Tier.NVME, moved, moved, fixed=True))
     # Without swap space for optimizer state, in that of the parameters.
     with_parameters = not config.zero.offload_optimizer.swap_directories
     return (Tenant(ACTIVATIONS, tuple(pieces), with_parameters=with_parameters),)
@@ -96,32 +88,33 @@ def with_windows(everything: Iterable[Tenant]) -> list[Tenant]:
 
 
 def _gradient_tiers(load: Workload) -> list[Tier]:
-    """The slowest tier allowed for the gradients of each group."""
-    # Groups that stay open for a whole pass would occupy the window all that time, so their gradients stay in memory. A
-    # frozen group has no gradients, and needs no window.
-    in_memory = [
-        open_ or not group.trainable_numel for group, open_ in zip(load.groups, load.stay_open, strict=True)
-    ]
-    tiers = [
-        Tier.HOST if tier is Tier.NVME and stays else tier
-        for tier, stays in zip(load.optimizer_tiers, in_memory, strict=True)
-    ]
-    streamed = {index: load.home_grad_bytes(group) for index, group in enumerate(load.groups)}
-    for index in _too_large_to_stream({i: streamed[i] for i, tier in enumerate(tiers) if tier is Tier.NVME}):
-        tiers[index] = Tier.HOST
+    """The slowest tier allowed for the gradients of each kind of groups."""
+    tiers, streamed = [], {}
+    for kind, (at, (group, count)) in enumerate(zip(load.kinds.firsts, load.alike, strict=True)):
+        # Groups that stay open for a whole pass would occupy the window all that time, so their gradients stay in
+        # memory. A frozen group has no gradients, and needs no window.
+        stays = load.stay_open[at] or not group.trainable_numel
+        tier = load.optimizer_tiers[at]
+        tiers.append(Tier.HOST if tier is Tier.NVME and stays else tier)
+        if tiers[kind] is Tier.NVME:
+            streamed[kind] = load.home_grad_bytes(group), count
+    for kind in _too_large_to_stream(streamed):
+        tiers[kind] = Tier.HOST
     return tiers
 
 
-def _too_large_to_stream(streamed: Mapping[int, int]) -> list[int]:
+def _too_large_to_stream(streamed: Mapping[int, tuple[int, int]]) -> list[int]:
     """The keys of pieces that need less memory than the window through which they would stream to NVMe.
 
-    For example an embedding that is much larger than the blocks: the window has room for two of the largest piece.
+    ``streamed``: the bytes of a piece, and the number of these. For example an embedding that is much larger than the
+    blocks: the window has room for two of the largest piece. Of equal pieces either all stream or none, because the
+    window has its size as long as one does.
     """
-    sizes = sorted(((round_up(nbytes), key) for key, nbytes in streamed.items()), reverse=True)
+    sizes = sorted(((round_up(nbytes), key) for key, (nbytes, _) in streamed.items()), reverse=True)
     count_kept, stay = 0, 0
     least = 2 * sizes[0][0] if sizes else 0
-    for count, (nbytes, _) in enumerate(sizes, start=1):
-        stay += nbytes
+    for count, (nbytes, key) in enumerate(sizes, start=1):
+        stay += nbytes * streamed[key][1]
         window = 2 * sizes[count][0] if count < len(sizes) else 0
         if stay + window < least:
             count_kept, least = count, stay + window

@@ -6,13 +6,16 @@ The engine measures the groups of a model in memory; ``planning.sizing`` compute
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from tiering.config.fields import format_size
+from tiering.placement.kinds import Kinds
 from tiering.storage.arena import PAGE, round_up
 
 ACTIVATIONS = "activations"
@@ -34,6 +37,9 @@ class Tier(Enum):
     HOST = "host"
     NVME = "nvme"
 
+    # Each member exists once. Enum hashes its name, in Python, for each of the many groups that are counted by tier.
+    __hash__ = object.__hash__
+
 
 class InFiles(NamedTuple):
     """Parameters whose bytes a user's files have as compute needs them, so that they can be read where they are.
@@ -49,9 +55,8 @@ class InFiles(NamedTuple):
 
 @dataclass(frozen=True)
 class TenantPiece:
-    """The bytes of a tenant that are placed together; ``name`` is that of their group."""
+    """The bytes of a tenant that are placed together."""
 
-    name: str
     # Bytes that a rank keeps.
     nbytes: int
     # The slowest tier on which they may live.
@@ -77,7 +82,10 @@ class TenantPiece:
 
 @dataclass(frozen=True)
 class Tenant:
-    """A kind of bytes that live on the tiers: ``kind`` is its name in plans, stalls, counters and errors."""
+    """A kind of bytes that live on the tiers: ``kind`` is its name in plans, stalls, counters and errors.
+
+    Equal ``pieces`` may be one object, which is counted instead of each of them: a large model has many thousands.
+    """
 
     kind: str
     pieces: tuple[TenantPiece, ...]
@@ -88,9 +96,24 @@ class Tenant:
 
     def window_bytes(self, tiers: Sequence[Tier]) -> int:
         """Host room for two of the largest pieces that stream: one is in use while another one is read or written."""
-        placed = zip(self.pieces, tiers, strict=True)
-        streamed = (piece.nbytes for piece, tier in placed if tier is Tier.NVME and not piece.fixed)
+        placed = self.counted(tiers)
+        streamed = (piece.nbytes for piece, tier, _ in placed if tier is Tier.NVME and not piece.fixed)
         return 2 * round_up(max(streamed, default=0))
+
+    @cached_property
+    def first_tiers(self) -> tuple[Tier, ...]:
+        """The slowest tier on which each piece may live."""
+        return tuple(piece.tier for piece in self.pieces)
+
+    @cached_property
+    def distinct(self) -> Mapping[int, TenantPiece]:
+        """Each object of ``pieces`` once, by its id."""
+        return {id(piece): piece for piece in self.pieces}
+
+    def counted(self, tiers: Sequence[Tier]) -> Iterator[tuple[TenantPiece, Tier, int]]:
+        """Each object of ``pieces`` with each of its ``tiers``, and the number of pieces that have both."""
+        for (at, tier), count in Counter(zip(map(id, self.pieces), tiers, strict=True)).items():
+            yield self.distinct[at], tier, count
 
 
 @dataclass(frozen=True)
@@ -129,6 +152,12 @@ class GroupSizes:
     def unshards(self) -> int:
         """Unshards per forward and backward pass."""
         return self.uses + (self.uses if self.uses_in_backward is None else self.uses_in_backward)
+
+
+# The fields of GroupSizes that name neither the group nor others.
+_SIZES = attrgetter(
+    *(field.name for field in fields(GroupSizes) if field.name not in ("name", "parent", "beside"))
+)
 
 
 @dataclass(frozen=True)
@@ -237,18 +266,32 @@ class Workload:
         return tuple(group.persistent or index in self.enclosing for index, group in enumerate(self.groups))
 
     @cached_property
+    def kinds(self) -> Kinds[GroupSizes]:
+        """Groups of one kind need, move and may use the same, but have other names, and other groups around them."""
+        marks = (
+            (_SIZES(group), tier, at in self.enclosing, at in self.routing)
+            for at, (group, tier) in enumerate(zip(self.groups, self.optimizer_tiers, strict=True))
+        )
+        return Kinds(self.groups, marks)
+
+    @property
+    def alike(self) -> tuple[tuple[GroupSizes, int], ...]:
+        """A group of each kind, and the number of groups of that kind."""
+        return self.kinds.alike
+
+    @cached_property
     def opened(self) -> tuple[tuple[GroupSizes, int], ...]:
         """Groups that ``stay_open``, one of each size, and the number of these."""
-        return _by_gradients(
-            group for group, is_open in zip(self.groups, self.stay_open, strict=True) if is_open
-        )
+        return _by_gradients(self._open_or_not(stays=True))
 
     @cached_property
     def passing(self) -> tuple[tuple[GroupSizes, int], ...]:
         """The other groups, one of each size, and the number of these."""
-        return _by_gradients(
-            group for group, is_open in zip(self.groups, self.stay_open, strict=True) if not is_open
-        )
+        return _by_gradients(self._open_or_not(stays=False))
+
+    def _open_or_not(self, *, stays: bool) -> Iterator[tuple[GroupSizes, int]]:
+        open_ = (self.stay_open[at] for at in self.kinds.firsts)
+        return (each for each, is_open in zip(self.alike, open_, strict=True) if is_open is stays)
 
     def state_bytes(self, group: GroupSizes) -> int:
         """Bytes of optimizer state that a rank keeps."""
@@ -296,7 +339,7 @@ class Workload:
     @cached_property
     def local_grad_bytes(self) -> int:
         """Device room for whole gradients that accumulate before their reduction."""
-        trained = sum(group.trainable_numel * self.of(group).grad_itemsize for group in self.groups)
+        trained = sum(n * group.trainable_numel * self.of(group).grad_itemsize for group, n in self.alike)
         return trained if self.grads_stay_local else 0
 
     @property
@@ -333,7 +376,7 @@ class Workload:
         A gradient and its copy in the parameter's strides; with several ranks also that of another use of a tied
         parameter.
         """
-        sizes = (group.largest_trained * self.of(group).compute_itemsize for group in self.groups)
+        sizes = (group.largest_trained * self.of(group).compute_itemsize for group, _ in self.alike)
         return (2 if self.world_size == 1 else 3) * max(sizes, default=0)
 
     def beside_budgets(self) -> str:
@@ -434,17 +477,20 @@ class Workload:
     @property
     def steps_copy_out(self) -> bool:
         """Whether the CPU updates parameters that a device keeps in its own memory."""
-        trained = zip(self.groups, self.optimizer_tiers, strict=True)
+        trained = ((self.groups[at], self.optimizer_tiers[at]) for at in self.kinds.firsts)
         stepped = any(group.trainable_numel and tier is not Tier.DEVICE for group, tier in trained)
         return stepped and not self.device_is_host
 
 
-def _by_gradients(groups: Iterable[GroupSizes]) -> tuple[tuple[GroupSizes, int], ...]:
-    """One of the ``groups`` for each size of gradients, with the number of groups of that size."""
-    alike: dict[tuple[int, bool], list[GroupSizes]] = {}
-    for group in groups:
-        alike.setdefault((group.trainable_numel, group.fp32), []).append(group)
-    return tuple((each[0], len(each)) for each in alike.values())
+def _by_gradients(groups: Iterable[tuple[GroupSizes, int]]) -> tuple[tuple[GroupSizes, int], ...]:
+    """One of the counted ``groups`` for each size of gradients, with the number of groups of that size."""
+    firsts: dict[tuple[int, bool], GroupSizes] = {}
+    counts: Counter[tuple[int, bool]] = Counter()
+    for group, count in groups:
+        size = group.trainable_numel, group.fp32
+        firsts.setdefault(size, group)
+        counts[size] += count
+    return tuple((group, counts[size]) for size, group in firsts.items())
 
 
 def exchanged_at_once(numel: int, bucket: int, world_size: int) -> int:

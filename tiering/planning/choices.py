@@ -23,6 +23,8 @@ TILES_AT_ONCE = 8
 SMALLEST_TILE = 1 << 20
 # Of tiles, each half as large as the one before: there are twice as many then, which takes twice as long to plan.
 MOST_SIZES = 3
+# Tiles of a model: a plan that counted more would take longer than a refusal may.
+MOST_TILES = 100_000
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,9 @@ def tiles_to_try(request: Request) -> Iterator[int]:
         return
     if fits(request.load, replace(budgets, host=UNLIMITED, nvme=UNLIMITED)):
         return
+    model = sum(count * group.param_bytes for group, count in request.load.alike)
     for _ in range(MOST_SIZES):
-        if tile >= SMALLEST_TILE:
+        if tile >= max(SMALLEST_TILE, model // MOST_TILES):
             yield tile
         tile //= 2
 

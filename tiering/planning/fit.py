@@ -161,11 +161,11 @@ def of_ranks(load: Workload, ranks: int) -> Workload:
     def of(group: GroupSizes) -> GroupSizes:
         frozen = group.param_bytes // load.of(group).compute_itemsize - group.trainable_numel
         trained = padded(group.trainable_numel)
-        return replace(
-            group,
-            param_bytes=(trained + padded(frozen)) * load.of(group).compute_itemsize,
-            trainable_numel=trained,
-        )
+        nbytes = (trained + padded(frozen)) * load.of(group).compute_itemsize
+        # Sizes that are padded already are those of many ranks.
+        if (trained, nbytes) == (group.trainable_numel, group.param_bytes):
+            return group
+        return replace(group, param_bytes=nbytes, trainable_numel=trained)
 
     groups, *finer = (tuple(map(of, cut)) for cut in (load.groups, *load.finer))
     return replace(load, groups=groups, finer=tuple(finer), world_size=ranks)

@@ -364,9 +364,9 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
 
 def _needs(load: Workload) -> str:
     """The bytes of the model that a rank keeps, on all tiers."""
-    params = sum(load.home_bytes(group) for group in load.groups)
-    grads = sum(load.home_grad_bytes(group) for group in load.groups) + load.local_grad_bytes
-    state = sum(map(load.state_bytes, load.groups))
+    params = sum(count * load.home_bytes(group) for group, count in load.alike)
+    grads = sum(count * load.home_grad_bytes(group) for group, count in load.alike) + load.local_grad_bytes
+    state = sum(count * load.state_bytes(group) for group, count in load.alike)
     return (
         f"{format_size(params + grads + state)}, of which parameters {format_size(params)}, gradients"
         f" {format_size(grads)}, optimizer state {format_size(state)}."

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -167,18 +167,25 @@ class Decoder:
             stored.numel for weight in self._block() for stored in _stored(weight, itemsize, adapters)
         )
         most = block if largest is None else min(block, largest)
-        modules: dict[str, list[_Stored]] = {}
-        for module, weights in self._modules().items():
+
+        def tensors_of(
+            weights: Iterable[_Weight], part_of: Callable[[_Weight], str]
+        ) -> dict[str, list[_Stored]]:
+            """The tensors by the part of the module that has them."""
+            parts: dict[str, list[_Stored]] = {}
             for weight in (part for whole in weights for part in whole.tiles(itemsize, tile)):
-                cut = most < block
-                name = (
-                    module + weight.within
-                    if ".layers." not in module
-                    else f"{module}.{weight.layer}"
-                    if cut
-                    else module
-                )
-                modules.setdefault(name, []).extend(_stored(weight, itemsize, adapters))
+                parts.setdefault(part_of(weight), []).extend(_stored(weight, itemsize, adapters))
+            return parts
+
+        # All blocks have the same.
+        of_block = tensors_of(self._block(), lambda weight: f".{weight.layer}" if most < block else "")
+        modules = {
+            module + part: tensors
+            for module, weights in self._modules().items()
+            for part, tensors in (
+                of_block if ".layers." in module else tensors_of(weights, lambda weight: weight.within)
+            ).items()
+        }
         members: dict[tuple[str, bool], list[_Stored]] = {}
         for name, tensors in modules.items():
             own = ".layers." in name or sum(stored.numel for stored in tensors) > most
@@ -190,13 +197,15 @@ class Decoder:
         # Of two groups beside each other, the trained one encloses those inside.
         around = index_of.get(("root", False), index_of.get(("root", True)))
         groups = []
+        padded: dict[tuple[_Stored, ...], int] = {}
         for (name, frozen), inside in members.items():
             persistent = name == "persistent"
             beside = None if persistent else index_of.get((name, not frozen))
-            trained, fixed = (
-                _padded([each for each in inside if each.trained is kind], itemsize, world_size)
-                for kind in (True, False)
-            )
+            kinds = [tuple(each for each in inside if each.trained is kind) for kind in (True, False)]
+            for tensors_alike in kinds:
+                if tensors_alike not in padded:
+                    padded[tensors_alike] = _padded(tensors_alike, itemsize, world_size)
+            trained, fixed = map(padded.__getitem__, kinds)
             groups.append(
                 GroupSizes(
                     f"{name} (frozen)" if frozen and beside is not None else name,

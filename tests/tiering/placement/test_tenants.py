@@ -19,7 +19,7 @@ NBYTES = 16 * 4096
 
 def with_keys(load: Workload, *, moved: int, tier: Tier = NVME, pieces: int = 3) -> Workload:
     """``load`` and a tenant whose pieces are each read ``moved`` times in a step, and written once."""
-    piece = TenantPiece("layer", NBYTES, tier, moved * NBYTES, NBYTES)
+    piece = TenantPiece(NBYTES, tier, moved * NBYTES, NBYTES)
     return replace(load, others=(Tenant("cached keys", (piece,) * pieces, offloaded=True),))
 
 
@@ -80,7 +80,7 @@ def test_a_refusal_names_it_with_its_bytes(tier: Tier) -> None:
 
 def test_more_host_memory_is_never_refused_beside_swap_space_that_always_exists() -> None:
     """Everything else may fit into host memory, but not beside the checksums of that swap space."""
-    swapped = Tenant("cached keys", (TenantPiece("swap space", 512 * NBYTES, NVME, fixed=True),))
+    swapped = Tenant("cached keys", (TenantPiece(512 * NBYTES, NVME, fixed=True),))
     load = replace(example(cache_in_host=True, verified_files=1), others=(swapped,))
     whole = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY)).total(HOST)
     accepted = []

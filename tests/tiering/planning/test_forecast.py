@@ -152,7 +152,7 @@ def test_the_gradients_of_each_chunk_of_rows_are_accumulated() -> None:
 
 
 def test_activations_are_copied_in_forward_and_by_a_gpu_also_in_backward() -> None:
-    moved = Tenant("activations", (TenantPiece("activation memory", 4096, HOST, copied=500),))
+    moved = Tenant("activations", (TenantPiece(4096, HOST, copied=500),))
     at_home = {"offload_param": DEVICE, "offload_optimizer": DEVICE, "others": (moved,)}
     on_cpu = forecast(plan_of(example(**at_home)), EACH_ONE, tokens=1)
     assert busy(on_cpu, MachinePart.HOST_MEMORY) == (500, TRAINED, 0)

@@ -27,7 +27,7 @@ KIND = "cached keys"
 NBYTES = 3 * 4096
 CPU = torch.device("cpu")
 # One piece for each tier that its plan can give.
-PIECES = tuple(TenantPiece(tier.value, NBYTES, tier, NBYTES, NBYTES) for tier in Tier)
+PIECES = tuple(TenantPiece(NBYTES, tier, NBYTES, NBYTES) for tier in Tier)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def open_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             path.mkdir(exist_ok=True)
         opened.append(tiers := Tiers(plan, CPU, TiersConfig(), paths, stalls))
         homes = [
-            tiers.home(tier, piece.nbytes, KIND, (piece.name,))
+            tiers.home(tier, piece.nbytes, KIND, (tier.value,))
             for piece, tier in zip(PIECES, plan.tiers[KIND], strict=True)
         ]
         return tiers, homes

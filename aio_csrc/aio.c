@@ -225,6 +225,7 @@ int aio_add_file(aio_context *context, int fd, int direct)
         context->files = files;
         file->index = index = (int)context->n_files++;
         files[index] = file;
+        context->n_buffered += !file->direct;
     }
     pthread_mutex_unlock(&context->lock);
     if (index < 0)

@@ -76,6 +76,7 @@ typedef struct {
 #define AIO_USES_DEFER_TASKRUN 8u /* io_uring: the kernel processes completions when the driver waits (6.1) */
 #define AIO_USES_COOP_TASKRUN 16u /* io_uring: completions do not interrupt the driver (5.19) */
 #define AIO_USES_VERIFY 32u
+#define AIO_USES_WORKERS 64u /* libaio: threads do the operations of buffered files */
 
 typedef struct {
     const char *engine;                   /* the engine in use; valid as long as the context */
@@ -119,7 +120,8 @@ typedef struct {
 } aio_result;
 
 /* Open a context. "auto" takes the first of io_uring, libaio and threads that starts: containers and sysctls may
- * forbid io_uring, fs.aio-max-nr limits libaio. If a named engine cannot start, returns the kernel's error.
+ * forbid io_uring, fs.aio-max-nr limits libaio. If a named engine cannot start, returns the kernel's error. libaio
+ * leaves buffered files to threads, because it is synchronous on them.
  * -EINVAL: an option out of range or an unknown engine. */
 int aio_open(aio_context **out, const aio_options *options);
 

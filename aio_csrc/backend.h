@@ -18,7 +18,8 @@ struct aio_op {
     int kind; /* AIO_READ, AIO_WRITE, AIO_FLUSH */
     int file; /* index of the file */
     int fd;
-    int buffer; /* number of the registered buffer that holds all of data, or -1 */
+    bool direct; /* the file is open with O_DIRECT */
+    int buffer;  /* number of the registered buffer that holds all of data, or -1 */
     void *data;
     uint64_t offset;
     size_t nbytes;
@@ -80,6 +81,7 @@ struct aio_backend {
     const struct aio_backend_ops *ops;
     void *state;
     unsigned max_in_flight; /* operations that it runs at once, over all files; 0: capacity */
+    bool only_buffered;     /* max_in_flight is for buffered files; direct files have the capacity */
     unsigned flags;         /* AIO_USES_* in effect; bits are only added */
     int files_error;        /* -errno of the last failed registration of a file */
 };
@@ -87,6 +89,10 @@ struct aio_backend {
 extern const struct aio_backend_ops aio_backend_uring;
 extern const struct aio_backend_ops aio_backend_libaio;
 extern const struct aio_backend_ops aio_backend_threads;
+
+/* Start the threads backend as a part of another one, which does not call its await and wake: instead, operations
+ * that have ended write to `news`, an eventfd that stays open until exit. Returns 0 or -errno, like init. */
+int aio_backend_start_threads(struct aio_backend *backend, unsigned capacity, int news);
 
 /* Wrap an initialised backend in one that injects faults. The wrapper owns the inner backend. The name of the
  * engine stays. On error, the backend is unchanged. */

@@ -1,9 +1,12 @@
 /* Linux native AIO by system calls, without the library libaio, whose soname differs between distributions.
  *
- * It is asynchronous for direct files only; on a buffered file, io_submit does the transfer before it returns. The
- * driver sleeps in io_getevents. A poll of an eventfd stays armed in the same ring (Linux 4.18): wake writes to the
- * eventfd, and the completion of the poll ends the sleep. The ring belongs to the address space, not to a descriptor:
- * a forked child has no ring, and nothing to destroy.
+ * It is asynchronous for direct files only: on a buffered file, io_submit would do the transfer before it returns, and
+ * one such file would hold up all others. So workers of the threads backend do the operations of buffered files, and
+ * the flushes that a file system does not do asynchronously.
+ *
+ * The driver sleeps in io_getevents. A poll of an eventfd stays armed in the same ring (Linux 4.18): wake and the
+ * workers write to the eventfd, and the completion of the poll ends the sleep. The ring belongs to the address space,
+ * not to a descriptor: a forked child has no ring, and nothing to destroy.
  */
 #define _GNU_SOURCE
 #include "backend.h"
@@ -29,13 +32,16 @@ struct ring {
     struct iocb **batch;     /* capacity + 1 pointers, scratch of submit */
     struct io_event *events; /* capacity + 1, fetched by await */
     unsigned n_events;
-    struct aio_op *ended; /* flushes done in place */
-    struct iocb iocbs[];  /* by op index */
+    struct aio_backend workers;
+    struct iocb iocbs[]; /* by op index */
 };
 
 static void libaio_exit(struct aio_backend *backend, int forked)
 {
     struct ring *ring = backend->state;
+    /* First: until they have ended, workers write to wake_fd. */
+    if (ring->workers.ops)
+        ring->workers.ops->exit(&ring->workers, forked);
     /* Waits for all operations. A child has no ring: it belongs to the parent's address space. */
     if (ring->id && !forked)
         syscall(SYS_io_destroy, ring->id);
@@ -75,9 +81,15 @@ static int libaio_init(struct aio_backend *backend, unsigned capacity, int regis
         error = -errno; /* EAGAIN: fs.aio-max-nr is used up; ENOSYS, EPERM: not supported or forbidden */
     if (!error)
         error = arm(ring); /* EINVAL: before Linux 4.18 */
-    if (error)
+    if (!error)
+        error = aio_backend_start_threads(&ring->workers, capacity, ring->wake_fd);
+    if (error) {
         libaio_exit(backend, 0);
-    return error;
+        return error;
+    }
+    backend->max_in_flight = ring->workers.max_in_flight;
+    backend->only_buffered = true;
+    return 0;
 }
 
 static void fill(struct iocb *iocb, struct aio_op *op)
@@ -95,9 +107,22 @@ static void fill(struct iocb *iocb, struct aio_op *op)
     }
 }
 
+static int submit_to_workers(struct aio_backend *backend, struct aio_op **ops, unsigned n)
+{
+    struct ring *ring = backend->state;
+    backend->flags |= AIO_USES_WORKERS;
+    return ring->workers.ops->submit(&ring->workers, ops, n);
+}
+
 static int libaio_submit(struct aio_backend *backend, struct aio_op **ops, unsigned n)
 {
     struct ring *ring = backend->state;
+    unsigned alike = 1; /* operations at the front that go the same way */
+    while (alike < n && ops[alike]->direct == ops[0]->direct)
+        alike++;
+    n = alike;
+    if (!ops[0]->direct)
+        return submit_to_workers(backend, ops, n);
     bool apart = n >= AIO_UNPLUGGED && !aio_joins(ops[0], ops[1]);
     n = apart ? AIO_UNPLUGGED : n;
     bool with_wake = !ring->armed && !apart;
@@ -115,12 +140,8 @@ static int libaio_submit(struct aio_backend *backend, struct aio_op **ops, unsig
         return (int)accepted;
     if (accepted == 0)
         return -EAGAIN;
-    if (errno == EINVAL && ops[0]->kind == AIO_FLUSH) { /* a file system without asynchronous flush */
-        ops[0]->result = fdatasync(ops[0]->fd) < 0 ? -errno : 0;
-        ops[0]->next = ring->ended;
-        ring->ended = ops[0];
-        return 1;
-    }
+    if (errno == EINVAL && ops[0]->kind == AIO_FLUSH) /* a file system without asynchronous flush */
+        return submit_to_workers(backend, ops, 1);
     return errno == EINTR ? -EAGAIN : -errno;
 }
 
@@ -131,7 +152,7 @@ static void libaio_await(struct aio_backend *backend, int64_t timeout_ns)
                              .tv_nsec = (long)(timeout_ns % 1000000000)};
     if (arm(ring) && (timeout_ns < 0 || timeout_ns > 1000000))
         timeout_ns = limit.tv_nsec = 1000000, limit.tv_sec = 0; /* without the poll, wake has no effect */
-    long at_least = ring->ended || ring->n_events || timeout_ns == 0 ? 0 : 1;
+    long at_least = ring->n_events || timeout_ns == 0 ? 0 : 1;
     if (ring->n_events == 0) {
         long fetched = syscall(SYS_io_getevents, ring->id, at_least, (long)ring->capacity + 1, ring->events,
                                at_least && timeout_ns < 0 ? NULL : &limit);
@@ -143,14 +164,12 @@ static unsigned libaio_reap(struct aio_backend *backend, struct aio_op **ended, 
 {
     struct ring *ring = backend->state;
     unsigned n = 0;
-    for (; ring->ended && n < max; ring->ended = ring->ended->next)
-        ended[n++] = ring->ended;
     for (; ring->n_events && n < max; ring->n_events--) {
         const struct io_event *event = &ring->events[ring->n_events - 1];
         if (event->obj == (uintptr_t)&ring->wake) {
             eventfd_t count;
             /* Before the next poll is armed. A wake that this swallows came after its request was queued, and
-             * gather() follows. */
+             * gather() follows; a worker's came after its operation was in the list that is taken below. */
             eventfd_read(ring->wake_fd, &count);
             ring->armed = false;
             continue;
@@ -158,7 +177,7 @@ static unsigned libaio_reap(struct aio_backend *backend, struct aio_op **ended, 
         ended[n] = (struct aio_op *)(uintptr_t)event->data;
         ended[n++]->result = event->res;
     }
-    return n;
+    return n + ring->workers.ops->reap(&ring->workers, ended + n, max - n);
 }
 
 static void libaio_wake(struct aio_backend *backend)

@@ -2,7 +2,8 @@
  *
  * A worker starts when an operation finds no idle worker, up to MAX_WORKERS, and runs until exit. Two lists share one
  * lock: `waiting` (driver to workers, first in, first out) and `ended` (workers to driver). The driver is signalled
- * only when `ended` becomes non-empty, because it then takes the whole list.
+ * only when `ended` becomes non-empty, because it then takes the whole list. As a part of another backend, the driver
+ * sleeps elsewhere, and an eventfd signals it.
  */
 #define _GNU_SOURCE
 #include "backend.h"
@@ -10,6 +11,7 @@
 #include <errno.h>
 #include <stdbool.h>
 #include <stdlib.h>
+#include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -18,7 +20,7 @@
 enum { MAX_WORKERS = 64 };
 
 struct pool {
-    pthread_mutex_t lock; /* guards all fields below, except limit, which is constant */
+    pthread_mutex_t lock; /* guards all fields below, except limit and news_fd, which are constant */
     pthread_cond_t work;  /* workers wait for operations */
     pthread_cond_t news;  /* the driver waits for ended operations or wake */
     struct aio_op *waiting, **waiting_tail;
@@ -26,6 +28,7 @@ struct pool {
     unsigned n_idle, n_waiting, n_workers;
     bool stopping, woken;
     unsigned limit;
+    int news_fd; /* written instead of the signal of `news`; -1: none */
     pthread_t workers[MAX_WORKERS];
 };
 
@@ -65,11 +68,14 @@ static void *work(void *argument)
         op->result = transfer(op);
 
         pthread_mutex_lock(&pool->lock);
-        if (!pool->ended)
-            pthread_cond_signal(&pool->news);
+        bool first = !pool->ended;
         op->next = pool->ended;
         /* The result was stored before the lock was taken, under which the driver finds the operation. */
         pool->ended = op;
+        if (first && pool->news_fd < 0)
+            pthread_cond_signal(&pool->news);
+        else if (first)
+            eventfd_write(pool->news_fd, 1);
     }
     pthread_mutex_unlock(&pool->lock);
     return NULL;
@@ -101,12 +107,12 @@ static int add_worker(struct pool *pool)
     return error;
 }
 
-static int threads_init(struct aio_backend *backend, unsigned capacity, int registered)
+int aio_backend_start_threads(struct aio_backend *backend, unsigned capacity, int news)
 {
-    (void)registered; /* system calls that block use no registration */
     struct pool *pool = calloc(1, sizeof *pool);
     if (!pool)
         return -ENOMEM;
+    pool->news_fd = news;
     pool->limit = capacity < MAX_WORKERS ? capacity : MAX_WORKERS;
     pool->waiting_tail = &pool->waiting;
     pthread_mutex_init(&pool->lock, NULL);
@@ -124,7 +130,15 @@ static int threads_init(struct aio_backend *backend, unsigned capacity, int regi
     pthread_mutex_unlock(&pool->lock);
     if (error)
         threads_exit(backend, 0);
+    else
+        backend->ops = &aio_backend_threads;
     return error;
+}
+
+static int threads_init(struct aio_backend *backend, unsigned capacity, int registered)
+{
+    (void)registered; /* system calls that block use no registration */
+    return aio_backend_start_threads(backend, capacity, -1);
 }
 
 static int threads_submit(struct aio_backend *backend, struct aio_op **ops, unsigned n)

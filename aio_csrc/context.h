@@ -129,7 +129,8 @@ struct aio_context {
     bool closed;                      /* belongs to the thread that calls aio_close */
     aio_info info;                    /* (lock) */
     struct file **files;              /* (lock) the array moves when it grows; the files do not */
-    unsigned n_files, next_file;      /* (lock) next_file: the file that gather() serves first */
+    unsigned n_files, n_buffered;     /* (lock) n_buffered: files without O_DIRECT */
+    unsigned next_file;               /* (lock) the file that gather() serves first */
     struct request **chunks;          /* (lock) the array moves when it grows; the chunks do not */
     unsigned n_chunks;                /* (lock) */
     struct request *free_requests;    /* (lock) */

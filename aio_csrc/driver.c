@@ -108,6 +108,7 @@ static struct block *carve(aio_context *context, struct request *request, uint64
     block->op.kind = request->kind;
     block->op.file = file->index;
     block->op.fd = file->fd;
+    block->op.direct = file->direct;
     block->op.data = block->padded ? block->bounce : block->data;
     block->op.offset = block->offset;
     block->op.nbytes = block->padded ? AIO_ALIGNMENT : size;
@@ -143,11 +144,13 @@ static struct request *next_request(const struct file *file)
 
 /* Blocks that one file may have in flight. If the backend runs few operations at once, they are divided over the
  * files, so that a slow file cannot occupy all. */
-static unsigned depth_of(const aio_context *context)
+static unsigned depth_of(const aio_context *context, const struct file *file)
 {
-    if (context->backend.max_in_flight == 0)
+    const struct aio_backend *backend = &context->backend;
+    if (backend->max_in_flight == 0 || (backend->only_buffered && file->direct))
         return context->queue_depth;
-    unsigned depth = context->backend.max_in_flight / context->n_files;
+    unsigned n_files = backend->only_buffered ? context->n_buffered : context->n_files;
+    unsigned depth = backend->max_in_flight / n_files;
     depth = depth ? depth : 1;
     return depth < context->queue_depth ? depth : context->queue_depth;
 }
@@ -158,7 +161,7 @@ static void gather(aio_context *context)
     for (unsigned i = 0; i < context->n_files; i++) {
         /* The array may move in aio_add_file, which needs the lock, too. The files stay where they are. */
         struct file *file = context->files[(context->next_file + i) % context->n_files];
-        unsigned depth = depth_of(context);
+        unsigned depth = depth_of(context, file);
         struct request *request;
         while ((request = next_request(file)) && context->n_free_blocks && file->in_flight < depth)
             context->fresh[context->n_fresh++] = carve(context, request, now);

@@ -90,11 +90,32 @@ def test_files_share_the_workers(open_context: Any, swap_file: Any, memory: Any)
     context.close()  # takes back what was not begun
 
 
-@pytest.mark.parametrize("engine", ["threads"], indirect=True)
+@pytest.mark.parametrize("engine", ["libaio"], indirect=True)
+def test_libaio_has_workers_for_buffered_files(open_context: Any, swap_file: Any, memory: Any) -> None:
+    """They share the workers; a direct file keeps the whole depth of its queue."""
+    context = open_context(Fault("write", count=0, delay=0.3), queue_depth=64)
+    assert "workers" not in context.info.flags
+    direct = context.add_file(swap_file(), direct=True, name="direct")
+    buffered = [context.add_file(swap_file(direct=False), direct=False, name=str(i)) for i in range(2)]
+    page = memory(b"p" * PAGE)
+    writes = [context.write(file, page, i * PAGE, PAGE) for file in (direct, *buffered) for i in range(64)]
+    # The driver has begun all that it may begin when it does this one.
+    last = context.add_file(swap_file(PAGE), direct=True, name="last")
+    assert context.read(last, memory(PAGE), 0, PAGE).wait() == PAGE
+    assert [file.write.in_flight for file in context.stats()] == [64, 32, 32, 0]
+    assert [write.wait() for write in writes] == [PAGE] * 3 * 64
+    back = memory(64 * PAGE)
+    assert context.read(buffered[1], back, 0, back.nbytes).wait() == back.nbytes
+    assert back.bytes() == b"p" * back.nbytes
+    assert context.flush(buffered[0]).wait() == 0
+    assert "workers" in context.info.flags
+
+
+@pytest.mark.parametrize("engine", ["threads", "libaio"], indirect=True)
 def test_a_path_that_hangs_leaves_workers_to_the_others(
     open_context: Any, swap_file: Any, memory: Any, small_disk: Callable[[int], Path]
 ) -> None:
-    """For real: a frozen file system blocks whoever writes there."""
+    """For real: a frozen file system blocks whoever writes there. libaio alone would block in the driver."""
     freeze, thaw = 0xC0045877, 0xC0045878
     where = os.open(small_disk(16 << 20), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     hung_fd = os.open(f"/proc/self/fd/{where}", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)

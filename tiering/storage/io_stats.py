@@ -18,6 +18,7 @@ _FLAGS = {
     lib.AIO_USES_DEFER_TASKRUN: "defer_taskrun",
     lib.AIO_USES_COOP_TASKRUN: "coop_taskrun",
     lib.AIO_USES_VERIFY: "verify",
+    lib.AIO_USES_WORKERS: "workers",
 }
 
 

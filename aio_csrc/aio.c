@@ -9,6 +9,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -18,6 +19,7 @@
 
 enum {
     MAX_QUEUE_DEPTH = 512,
+    MAX_SUMMERS = 8,      /* a thread sums about 12 GB/s */
     FULL_DEPTH_FILES = 8, /* files that can reach their depth at once; more files share that many blocks */
 };
 static const uint64_t MAX_BLOCK_SIZE = UINT64_C(1) << 30;  /* the kernel's limit is 2 GiB - 4 KiB */
@@ -48,6 +50,23 @@ static int start_backend(aio_context *context, const char *engine)
     return error;
 }
 
+/* Called by a worker that has summed a block. */
+static void wake_for_sums(void *argument)
+{
+    aio_context *context = argument;
+    context->backend.ops->wake(&context->backend);
+}
+
+/* Threads for checksums: one per CPU, but not more than a fast array of drives needs. Each starts when there is work. */
+static int start_summers(aio_context *context)
+{
+    cpu_set_t cpus;
+    /* The call fails on machines with more CPUs than the set has. */
+    int n = sched_getaffinity(0, sizeof cpus, &cpus) < 0 ? MAX_SUMMERS : CPU_COUNT(&cpus);
+    return aio_backend_start_threads(&context->summers, n < MAX_SUMMERS ? (unsigned)n : MAX_SUMMERS,
+                                     wake_for_sums, context);
+}
+
 static int allocate_regions(aio_context *context)
 {
     if (!context->registered || !context->backend.ops->register_buffer)
@@ -66,9 +85,12 @@ static int allocate_blocks(aio_context *context)
     context->ended = calloc(n, sizeof(void *));
     context->fresh = calloc(n, sizeof(void *));
     context->landed = calloc(n, sizeof(void *));
+    context->summed = calloc(n, sizeof(void *));
+    context->compared = calloc(n, sizeof(void *));
     void *bounces = NULL; /* takes no memory until a padded tail touches its page */
     if (!context->blocks || !context->free_blocks || !context->batch || !context->ended || !context->fresh ||
-        !context->landed || posix_memalign(&bounces, AIO_ALIGNMENT, (size_t)n * AIO_ALIGNMENT))
+        !context->landed || !context->summed || !context->compared ||
+        posix_memalign(&bounces, AIO_ALIGNMENT, (size_t)n * AIO_ALIGNMENT))
         return -ENOMEM;
     context->bounces = bounces;
     for (unsigned i = 0; i < n; i++) {
@@ -96,6 +118,8 @@ static void free_context(aio_context *context)
     free(context->ended);
     free(context->fresh);
     free(context->landed);
+    free(context->summed);
+    free(context->compared);
     free(context->bounces);
     free(context);
 }
@@ -137,6 +161,11 @@ static bool is_foreign(const aio_context *context) { return context->forks != fo
 static void take_down(aio_context *context)
 {
     pthread_mutex_lock(&fork_lock);
+    struct aio_backend summers = context->summers;
+    context->summers.ops = NULL;
+    /* First: the workers wake the backend. */
+    if (summers.ops)
+        summers.ops->exit(&summers, is_foreign(context));
     struct aio_backend backend = context->backend;
     /* Taken out under the lock, so that it is ended once: by the driver, by aio_open after an error, or in a
      * child by aio_close. */
@@ -178,6 +207,8 @@ int aio_open(aio_context **out, const aio_options *options)
         error = start_backend(context, options->engine);
     if (!error)
         error = allocate_regions(context);
+    if (!error && context->verify)
+        error = start_summers(context);
     if (!error && options->n_faults)
         error =
             aio_backend_add_faults(&context->backend, options->faults, options->n_faults, context->capacity);

@@ -13,9 +13,12 @@
 
 #include "aio.h"
 
+/* A further kind, for the threads backend only: store the checksum of each page of data in `sums`. */
+enum { AIO_CHECKSUM = AIO_REGISTER + 1 };
+
 /* One operation for the kernel. The driver owns it, and does not access it from submit until reap returns it. */
 struct aio_op {
-    int kind; /* AIO_READ, AIO_WRITE, AIO_FLUSH */
+    int kind; /* AIO_READ, AIO_WRITE, AIO_FLUSH, AIO_CHECKSUM */
     int file; /* index of the file */
     int fd;
     bool direct; /* the file is open with O_DIRECT */
@@ -23,6 +26,7 @@ struct aio_op {
     void *data;
     uint64_t offset;
     size_t nbytes;
+    uint32_t *sums; /* of AIO_CHECKSUM: one for each page */
     unsigned index; /* constant, unique, below capacity: index of the backend's record of the operation */
     int64_t result; /* set by the backend: bytes transferred, at most nbytes, or -errno */
     struct aio_op *next; /* for lists of the backend, from submit to reap */
@@ -90,9 +94,11 @@ extern const struct aio_backend_ops aio_backend_uring;
 extern const struct aio_backend_ops aio_backend_libaio;
 extern const struct aio_backend_ops aio_backend_threads;
 
-/* Start the threads backend as a part of another one, which does not call its await and wake: instead, operations
- * that have ended write to `news`, an eventfd that stays open until exit. Returns 0 or -errno, like init. */
-int aio_backend_start_threads(struct aio_backend *backend, unsigned capacity, int news);
+/* Start the threads backend beside another one, for operations that the other one cannot do. Its await and wake are
+ * not called: instead, a worker calls news(argument) when there are operations for reap. It starts at most `limit`
+ * workers. Returns 0 or -errno, like init. */
+int aio_backend_start_threads(struct aio_backend *backend, unsigned limit, void (*news)(void *),
+                              void *argument);
 
 /* Wrap an initialised backend in one that injects faults. The wrapper owns the inner backend. The name of the
  * engine stays. On error, the backend is unchanged. */

@@ -63,6 +63,8 @@ static int arm(struct ring *ring)
     return 0;
 }
 
+static void end_sleep(void *wake_fd) { eventfd_write(*(const int *)wake_fd, 1); }
+
 static int libaio_init(struct aio_backend *backend, unsigned capacity, int registered)
 {
     (void)registered; /* Linux AIO has no registration */
@@ -82,7 +84,7 @@ static int libaio_init(struct aio_backend *backend, unsigned capacity, int regis
     if (!error)
         error = arm(ring); /* EINVAL: before Linux 4.18 */
     if (!error)
-        error = aio_backend_start_threads(&ring->workers, capacity, ring->wake_fd);
+        error = aio_backend_start_threads(&ring->workers, capacity, end_sleep, &ring->wake_fd);
     if (error) {
         libaio_exit(backend, 0);
         return error;

@@ -2,8 +2,8 @@
  *
  * A worker starts when an operation finds no idle worker, up to MAX_WORKERS, and runs until exit. Two lists share one
  * lock: `waiting` (driver to workers, first in, first out) and `ended` (workers to driver). The driver is signalled
- * only when `ended` becomes non-empty, because it then takes the whole list. As a part of another backend, the driver
- * sleeps elsewhere, and an eventfd signals it.
+ * only when `ended` becomes non-empty, because it then takes the whole list. Beside another backend, whose await the
+ * driver sleeps in, a function of that backend signals it.
  */
 #define _GNU_SOURCE
 #include "backend.h"
@@ -11,7 +11,6 @@
 #include <errno.h>
 #include <stdbool.h>
 #include <stdlib.h>
-#include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -20,7 +19,7 @@
 enum { MAX_WORKERS = 64 };
 
 struct pool {
-    pthread_mutex_t lock; /* guards all fields below, except limit and news_fd, which are constant */
+    pthread_mutex_t lock; /* guards all fields below, except limit, tell and argument, which are constant */
     pthread_cond_t work;  /* workers wait for operations */
     pthread_cond_t news;  /* the driver waits for ended operations or wake */
     struct aio_op *waiting, **waiting_tail;
@@ -28,13 +27,18 @@ struct pool {
     unsigned n_idle, n_waiting, n_workers;
     bool stopping, woken;
     unsigned limit;
-    int news_fd; /* written instead of the signal of `news`; -1: none */
+    void (*tell)(void *); /* called instead of the signal of `news`; NULL: none */
+    void *argument;
     pthread_t workers[MAX_WORKERS];
 };
 
 static int64_t transfer(const struct aio_op *op)
 {
     ssize_t moved;
+    if (op->kind == AIO_CHECKSUM) {
+        aio_checksum(op->data, op->nbytes / AIO_ALIGNMENT, op->sums);
+        return (int64_t)op->nbytes;
+    }
     if (op->kind == AIO_READ)
         moved = pread(op->fd, op->data, op->nbytes, (off_t)op->offset);
     else if (op->kind == AIO_WRITE)
@@ -72,10 +76,10 @@ static void *work(void *argument)
         op->next = pool->ended;
         /* The result was stored before the lock was taken, under which the driver finds the operation. */
         pool->ended = op;
-        if (first && pool->news_fd < 0)
-            pthread_cond_signal(&pool->news);
+        if (first && pool->tell)
+            pool->tell(pool->argument);
         else if (first)
-            eventfd_write(pool->news_fd, 1);
+            pthread_cond_signal(&pool->news);
     }
     pthread_mutex_unlock(&pool->lock);
     return NULL;
@@ -107,13 +111,15 @@ static int add_worker(struct pool *pool)
     return error;
 }
 
-int aio_backend_start_threads(struct aio_backend *backend, unsigned capacity, int news)
+int aio_backend_start_threads(struct aio_backend *backend, unsigned limit, void (*news)(void *),
+                              void *argument)
 {
     struct pool *pool = calloc(1, sizeof *pool);
     if (!pool)
         return -ENOMEM;
-    pool->news_fd = news;
-    pool->limit = capacity < MAX_WORKERS ? capacity : MAX_WORKERS;
+    pool->tell = news;
+    pool->argument = argument;
+    pool->limit = limit < MAX_WORKERS ? limit : MAX_WORKERS;
     pool->waiting_tail = &pool->waiting;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
@@ -138,7 +144,7 @@ int aio_backend_start_threads(struct aio_backend *backend, unsigned capacity, in
 static int threads_init(struct aio_backend *backend, unsigned capacity, int registered)
 {
     (void)registered; /* system calls that block use no registration */
-    return aio_backend_start_threads(backend, capacity, -1);
+    return aio_backend_start_threads(backend, capacity, NULL, NULL);
 }
 
 static int threads_submit(struct aio_backend *backend, struct aio_op **ops, unsigned n)

@@ -90,6 +90,7 @@ struct file {
 /* One block of a request in flight. It belongs to the driver from carve() to absorb(). */
 struct block {
     struct aio_op op;
+    struct aio_op sum; /* for the workers that compute checksums */
     struct request *request;
     struct file *file;
     char *data;              /* the caller's memory, nbytes long */
@@ -100,7 +101,7 @@ struct block {
     unsigned stalls; /* consecutive submissions without progress */
     uint64_t due_ns; /* earliest time of the next submission; 0: at once */
     int verdict;     /* COMPLETE, CONTINUE or -errno */
-    bool landed;     /* left file->in_flight before its checksums are compared */
+    bool landed;     /* left file->in_flight before it is summed */
 };
 
 /* Memory that is registered with the backend. Its index in context->regions is the number of the buffer. */
@@ -119,6 +120,7 @@ struct aio_context {
     unsigned queue_depth, capacity; /* maximum of blocks in flight: per file, over all files */
     bool registered, verify;
     struct aio_backend backend; /* (driver), except ops and state, which are constant */
+    struct aio_backend summers; /* (driver) workers that compute checksums; ops is NULL without verify */
     pthread_t driver;
 
     pthread_mutex_t lock;
@@ -144,10 +146,13 @@ struct aio_context {
     struct block **free_blocks; /* (lock) */
     unsigned n_free_blocks;     /* (lock) */
     char *bounces;
-    struct block **fresh;                /* (driver) new blocks, to be prepared */
-    struct aio_op **batch, **ended;      /* (driver) to be submitted; ended or refused by the backend */
-    struct block **landed;               /* (driver) read, checksums to be compared */
+    struct block **fresh;           /* (driver) new blocks, to be prepared */
+    struct aio_op **batch, **ended; /* (driver) to be submitted; ended or refused by the backend */
+    struct block **landed;          /* (driver) read in this turn, to be summed */
+    struct aio_op **summed,
+        **compared; /* (driver) scratch of collect(); blocks with the verdict of their sums */
     unsigned n_fresh, n_batch, n_landed; /* (driver) */
+    unsigned n_compared;                 /* (driver) */
     unsigned n_begun;                    /* (driver) operations with the backend */
 };
 

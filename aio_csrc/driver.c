@@ -5,15 +5,16 @@
  *
  *     gather     with the lock: split blocks off the requests at the heads of the queues, high priority first,
  *                while the file is below its queue depth and there are free blocks
- *     prepare    fill padded tails, compute checksums of blocks to be written
+ *     prepare    fill padded tails
+ *     collect    with checksums: take the blocks that the workers have summed
  *     hand_over  submit new blocks, and blocks to be continued, to the backend
- *     await      wait for a completion or a new request, in one system call
+ *     await      wait for a completion, a checksum or a new request, in one system call
  *     judge      complete, continue or fail each block that has ended
- *     compare    compare the checksums of blocks that were read
  *     absorb     with the lock: count the blocks, settle requests
  *
- * Checksums take as long as transfers on a fast disk. So an iteration computes only a few, and a block leaves the
- * queue depth of its file before its checksums are compared: the disk works meanwhile.
+ * Checksums take as long as transfers on a fast disk, so workers compute them (options.verify): of a block to be written
+ * between prepare and hand_over, of a block that was read after judge. The driver stores and compares them. A block that
+ * was read leaves the queue depth of its file before it is summed: the disk works meanwhile.
  *
  * Every completion is checked: an error fails the request, a short transfer is continued where it stopped (on a
  * direct file, at the last aligned byte before), and a transfer without progress is an error. A failed request
@@ -23,6 +24,8 @@
 #include "context.h"
 
 #include <errno.h>
+#include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "system.h"
@@ -32,7 +35,6 @@ enum {
     PATIENT_STALLS = 10,  /* consecutive EINTR or EAGAIN before each retry waits for PAUSE_NS */
     MAX_REFUSALS = 10000, /* consecutive EINTR or EAGAIN before an error, about ten seconds */
     PAUSE_NS = 1000000,
-    SUMS_PER_TURN = 2, /* blocks per iteration: of those to be written, and of those that were read */
     COMPLETE = 0,
     CONTINUE = 1,
 };
@@ -176,35 +178,71 @@ static void gather(aio_context *context)
         context->next_file = (context->next_file + 1) % context->n_files;
 }
 
-/* Prepare new blocks and move them to `batch`; blocks beyond SUMS_PER_TURN stay in `fresh`. Blocks whose checksums
- * cannot be stored move to `ended`. Returns the number of blocks in `ended`. */
+/* Let a worker sum the whole pages of a block. Returns 0 or -ENOMEM. */
+static int begin_sums(aio_context *context, struct block *block)
+{
+    char *data = block->padded ? block->bounce : block->data;
+    uint64_t nbytes = block->padded ? AIO_ALIGNMENT : block->nbytes;
+    struct page_range pages = aio_whole_pages(block->offset, nbytes);
+    uint64_t n = pages.end - pages.first;
+    struct aio_op *op = &block->sum;
+    /* At least one, because malloc(0) may return NULL. */
+    op->sums = malloc((n ? n : 1) * sizeof *op->sums);
+    if (!op->sums)
+        return -ENOMEM;
+    op->kind = AIO_CHECKSUM;
+    op->data = data + (n ? pages.first * AIO_ALIGNMENT - block->offset : 0);
+    op->nbytes = n * AIO_ALIGNMENT;
+    context->summers.ops->submit(&context->summers, &op, 1);
+    return 0;
+}
+
+/* Prepare new blocks, and move them to `batch` or to the workers that sum them. Blocks that cannot be summed move to
+ * `ended`. Returns the number of blocks there. */
 static unsigned prepare(aio_context *context)
 {
-    unsigned n_ended = 0, n_sums = 0, n_postponed = 0;
+    unsigned n_ended = 0;
     for (unsigned i = 0; i < context->n_fresh; i++) {
         struct block *block = context->fresh[i];
-        bool sum = context->verify && block->op.kind == AIO_WRITE;
-        if (sum && n_sums++ >= SUMS_PER_TURN) {
-            context->fresh[n_postponed++] = block;
-            continue;
-        }
-        if (block->padded && block->op.kind == AIO_WRITE) {
+        bool writes = block->op.kind == AIO_WRITE;
+        if (block->padded && writes) {
             /* The caller's memory does not change before the ticket is done, so it can be copied without the
              * lock. */
             memcpy(block->bounce, block->data, block->nbytes);
             memset(block->bounce + block->nbytes, 0, AIO_ALIGNMENT - block->nbytes);
         }
-        int error =
-            sum ? aio_checksums_note(&block->file->checksums, block->op.data, block->offset, block->op.nbytes)
-                : 0;
-        if (error) {
-            block->op.result = error;
+        if (!context->verify || !writes)
+            context->batch[context->n_batch++] = &block->op;
+        else if ((block->op.result = begin_sums(context, block)))
+            context->ended[n_ended++] = &block->op;
+    }
+    context->n_fresh = 0;
+    return n_ended;
+}
+
+/* Take the blocks that workers have summed. Blocks to be written move to `batch`, or to `ended` if their checksums
+ * cannot be stored; blocks that were read get their verdict and move to `compared`. Returns the number of blocks in
+ * `ended`. */
+static unsigned collect(aio_context *context, unsigned n_ended)
+{
+    if (!context->verify)
+        return n_ended;
+    unsigned n = context->summers.ops->reap(&context->summers, context->summed, context->capacity);
+    for (unsigned i = n; i-- > 0;) { /* from the first one that was summed: reap returns the last one first */
+        struct block *block = (struct block *)((char *)context->summed[i] - offsetof(struct block, sum));
+        struct checksums *known = &block->file->checksums;
+        uint64_t nbytes = block->padded ? AIO_ALIGNMENT : block->nbytes;
+        if (block->op.kind == AIO_READ) {
+            block->verdict =
+                aio_checksums_compare(known, block->offset, nbytes, block->sum.sums, &block->op.offset);
+            context->compared[context->n_compared++] = &block->op;
+        } else if ((block->op.result = aio_checksums_store(known, block->offset, nbytes, block->sum.sums))) {
             context->ended[n_ended++] = &block->op;
         } else {
             context->batch[context->n_batch++] = &block->op;
         }
+        free(block->sum.sums);
     }
-    context->n_fresh = n_postponed;
     return n_ended;
 }
 
@@ -243,7 +281,8 @@ static int judge_transfer(const aio_context *context, struct block *block)
 }
 
 /* Set the verdict of each block in `ended`. Runs without the lock, because it copies bytes. Blocks whose checksums
- * must be compared move to `landed`. Returns the number of blocks that stay in `ended`. */
+ * must be compared go to the workers, and to `landed`. Returns the number of blocks that stay in `ended`, with those in
+ * `compared`. */
 static unsigned judge(aio_context *context, unsigned n_ended)
 {
     unsigned n_judged = 0;
@@ -254,30 +293,15 @@ static unsigned judge(aio_context *context, unsigned n_ended)
         /* Before the request can be settled: then the caller owns the memory again. */
         if (read && block->padded)
             memcpy(block->data, block->bounce, block->nbytes);
-        if (read && context->verify)
+        if (read && context->verify && (block->verdict = begin_sums(context, block)) == 0)
             context->landed[context->n_landed++] = block;
         else
             context->ended[n_judged++] = &block->op;
     }
+    for (unsigned i = 0; i < context->n_compared; i++)
+        context->ended[n_judged++] = context->compared[i];
+    context->n_compared = 0;
     return n_judged;
-}
-
-/* Compare the checksums of up to SUMS_PER_TURN blocks in `landed`, and move these blocks to `ended`. Returns the
- * number of blocks in `ended`. */
-static unsigned compare(aio_context *context, unsigned n_ended)
-{
-    unsigned n = context->n_landed < SUMS_PER_TURN ? context->n_landed : SUMS_PER_TURN;
-    for (unsigned i = 0; i < n; i++) {
-        struct block *block = context->landed[i];
-        const char *read = block->padded ? block->bounce : block->data;
-        uint64_t nbytes = block->padded ? AIO_ALIGNMENT : block->nbytes;
-        block->verdict =
-            aio_checksums_check(&block->file->checksums, read, block->offset, nbytes, &block->op.offset);
-        context->ended[n_ended++] = &block->op;
-    }
-    context->n_landed -= n;
-    memmove(context->landed, context->landed + n, context->n_landed * sizeof context->landed[0]);
-    return n_ended;
 }
 
 static void count_latency(struct latencies *latencies, uint64_t ns)
@@ -396,8 +420,7 @@ static unsigned hand_over(aio_context *context, unsigned n_ended, bool *busy)
 static unsigned await(aio_context *context, unsigned n_ended, bool busy)
 {
     struct aio_backend *backend = &context->backend;
-    bool sums_to_do = context->n_fresh || context->n_landed;
-    int64_t timeout_ns = n_ended || sums_to_do ? 0 : busy ? PAUSE_NS : -1;
+    int64_t timeout_ns = n_ended || context->n_compared ? 0 : busy ? PAUSE_NS : -1;
     backend->ops->await(backend, timeout_ns);
     unsigned n = backend->ops->reap(backend, context->ended + n_ended, context->capacity - n_ended);
     context->n_begun -= n;
@@ -446,10 +469,10 @@ void aio_drive(aio_context *context)
 
         bool busy;
         unsigned n_ended = prepare(context);
+        n_ended = collect(context, n_ended);
         n_ended = hand_over(context, n_ended, &busy);
         n_ended = await(context, n_ended, busy);
         n_ended = judge(context, n_ended);
-        n_ended = compare(context, n_ended);
 
         pthread_mutex_lock(&context->lock);
         /* The lock is held again: from here to gather(), a submission needs no wake. */
@@ -460,9 +483,10 @@ void aio_drive(aio_context *context)
         /* The kernel is done with these blocks: let the next ones of their files be issued. */
         for (unsigned i = 0; i < context->n_landed; i++) {
             struct block *block = context->landed[i];
-            block->file->in_flight -= !block->landed;
+            block->file->in_flight--;
             block->landed = true;
         }
+        context->n_landed = 0;
     }
     pthread_mutex_unlock(&context->lock);
 }

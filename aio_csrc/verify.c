@@ -4,8 +4,8 @@
  * than it wrote. The instruction has a latency of three cycles and a throughput of one per cycle, so three pages are
  * summed in parallel: that needs no arithmetic to combine partial sums, and reads 24 bytes in three cycles.
  *
- * The driver stores the checksums of a block just before it submits the block, and compares them as soon as a block
- * is read, so that the bytes pass through a cache once. The stored value 0 means "no checksum"; a checksum of 0 is
+ * Workers sum a block just before it is submitted, and as soon as it is read (see driver.c). The driver stores and
+ * compares the sums, so the tree has one user and no lock. The stored value 0 means "no checksum"; a checksum of 0 is
  * stored as 1. All functions but aio_checksum are called by the driver thread only.
  */
 #define _GNU_SOURCE
@@ -159,44 +159,40 @@ static void delete_sum(struct checksums *known, uint64_t page)
         *sum = 0;
 }
 
-enum { PAGES_AT_ONCE = 48 }; /* a multiple of three; 192 KiB */
+struct page_range aio_whole_pages(uint64_t offset, uint64_t nbytes)
+{
+    struct page_range pages = {(offset + AIO_ALIGNMENT - 1) / AIO_ALIGNMENT,
+                               (offset + nbytes) / AIO_ALIGNMENT};
+    /* A range within one page begins after the page's start and ends before its end. */
+    pages.end = pages.end > pages.first ? pages.end : pages.first;
+    return pages;
+}
 
-int aio_checksums_note(struct checksums *known, const char *data, uint64_t offset, uint64_t nbytes)
+int aio_checksums_store(struct checksums *known, uint64_t offset, uint64_t nbytes, const uint32_t *sums)
 {
     uint64_t end = offset + nbytes;
     if (offset % AIO_ALIGNMENT)
         delete_sum(known, offset / AIO_ALIGNMENT);
     if (end % AIO_ALIGNMENT)
         delete_sum(known, end / AIO_ALIGNMENT);
-    uint64_t page = (offset + AIO_ALIGNMENT - 1) / AIO_ALIGNMENT;
-    uint32_t sums[PAGES_AT_ONCE];
-    while (page < end / AIO_ALIGNMENT) {
-        uint64_t n = end / AIO_ALIGNMENT - page;
-        n = n < PAGES_AT_ONCE ? n : PAGES_AT_ONCE;
-        aio_checksum(data + (page * AIO_ALIGNMENT - offset), n, sums);
-        for (uint64_t i = 0; i < n; i++, page++) {
-            int error = store_sum(known, page, sums[i]);
-            if (error)
-                return error;
-        }
+    struct page_range pages = aio_whole_pages(offset, nbytes);
+    for (uint64_t page = pages.first; page < pages.end; page++) {
+        int error = store_sum(known, page, *sums++);
+        if (error)
+            return error;
     }
     return 0;
 }
 
-int aio_checksums_check(const struct checksums *known, const char *data, uint64_t offset, uint64_t nbytes,
-                        uint64_t *bad)
+int aio_checksums_compare(const struct checksums *known, uint64_t offset, uint64_t nbytes,
+                          const uint32_t *sums, uint64_t *bad)
 {
-    uint64_t last = (offset + nbytes) / AIO_ALIGNMENT;
-    uint32_t sums[PAGES_AT_ONCE];
-    for (uint64_t page = (offset + AIO_ALIGNMENT - 1) / AIO_ALIGNMENT; page < last;) {
-        uint64_t n = last - page < PAGES_AT_ONCE ? last - page : PAGES_AT_ONCE;
-        aio_checksum(data + (page * AIO_ALIGNMENT - offset), n, sums);
-        for (uint64_t i = 0; i < n; i++, page++) {
-            const uint32_t *expected = address_of(known, page);
-            if (expected && *expected && *expected != (sums[i] ? sums[i] : 1)) {
-                *bad = page * AIO_ALIGNMENT;
-                return -EBADMSG;
-            }
+    struct page_range pages = aio_whole_pages(offset, nbytes);
+    for (uint64_t page = pages.first; page < pages.end; page++, sums++) {
+        const uint32_t *expected = address_of(known, page);
+        if (expected && *expected && *expected != (*sums ? *sums : 1)) {
+            *bad = page * AIO_ALIGNMENT;
+            return -EBADMSG;
         }
     }
     return 0;

@@ -15,14 +15,21 @@ struct checksums {              /* all zero: no checksums are stored */
     struct checksum_row **rows; /* indexed by page / FAN^2 */
 };
 
-/* Store the checksums of data that is about to be written at `offset` of the file. The checksum of a page that is
- * written in part is deleted. Returns 0, -ENOMEM, or -EFBIG past 2^48 bytes. */
-int aio_checksums_note(struct checksums *known, const char *data, uint64_t offset, uint64_t nbytes);
+/* The pages that a range of a file covers in full. Other pages have no part in a transfer's checksums. */
+struct page_range {
+    uint64_t first, end;
+};
 
-/* Compare data that was read with the stored checksums; pages that were read in part are skipped. Returns 0, or
- * -EBADMSG with *bad, the offset of the first page that differs. */
-int aio_checksums_check(const struct checksums *known, const char *data, uint64_t offset, uint64_t nbytes,
-                        uint64_t *bad);
+struct page_range aio_whole_pages(uint64_t offset, uint64_t nbytes);
+
+/* Store the checksums of the whole pages of a range that is about to be written. The checksum of a page that is
+ * written in part is deleted. Returns 0, -ENOMEM, or -EFBIG past 2^48 bytes. */
+int aio_checksums_store(struct checksums *known, uint64_t offset, uint64_t nbytes, const uint32_t *sums);
+
+/* Compare the checksums of the whole pages of a range that was read with the stored ones. Returns 0, or -EBADMSG
+ * with *bad, the offset of the first page that differs. */
+int aio_checksums_compare(const struct checksums *known, uint64_t offset, uint64_t nbytes,
+                          const uint32_t *sums, uint64_t *bad);
 
 void aio_checksums_free(struct checksums *known);
 

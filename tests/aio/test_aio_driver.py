@@ -141,7 +141,7 @@ def test_a_path_that_hangs_leaves_workers_to_the_others(
 def test_sums_that_wait_for_their_turn_are_made(
     open_context: Any, swap_file: Any, memory: Any, direct: bool
 ) -> None:
-    """Sixteen blocks land together, few are summed per turn, and no completion is left to wake the driver."""
+    """Sixteen blocks land together, and no completion is left to wake the driver: the workers must."""
     context = open_context(verify=True, block_size=PAGE, queue_depth=16)
     file = context.add_file(swap_file(direct=direct), direct=direct, name="swap")
     content = os.urandom(16 * PAGE)
@@ -154,16 +154,18 @@ def test_sums_that_wait_for_their_turn_are_made(
 
 
 def test_blocks_that_wait_for_their_sum_go_on(open_context: Any, swap_file: Any, memory: Any) -> None:
-    """The first two of sixteen writes are late; the others must not stand behind them."""
+    """The first two of sixteen writes to a page are late; the others must not stand behind them."""
     context = open_context(
         Fault("write", file=0, count=2, delay=0.3), Fault("write", file=1, delay=0.1), verify=True
     )
     fd = swap_file()
     file = context.add_file(fd, direct=True, name="swap")
     gate_file = context.add_file(swap_file(), direct=True, name="gate")
+    # The same page by another number: workers may sum blocks in another order than that of their requests.
+    again = context.add_file(fd, direct=True, name="swap")
     gate = context.write(gate_file, memory(PAGE), 0, PAGE)
-    marks = b"s" * 2 + b"f" * 14
-    writes = [context.write(file, memory(marks[i : i + 1] * PAGE), 0, PAGE, after=[gate]) for i in range(16)]
+    writes = [context.write(file, memory(b"s" * PAGE), 0, PAGE, after=[gate]) for _ in range(2)]
+    writes += [context.write(again, memory(b"f" * PAGE), 0, PAGE, after=[gate]) for _ in range(14)]
     wait_all(context, file, writes)
     assert content_of(fd) == b"s" * PAGE
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,6 +19,7 @@ from tiering.host.cgroups import io_limits
 from tiering.host.drives import Backing, Drive, behind
 from tiering.host.kernel_files import text_of
 from tiering.host.topology import format_cpus, parse_cpus
+from tiering.storage.swap_file import overwrites_in_place
 
 PAGE = 4096
 MIN_SPACE = 1 << 30
@@ -28,8 +27,8 @@ MIN_SPACE = 1 << 30
 LOW_SPACE = 0.05
 """Fraction of a file system. With less free space, drives have few erased blocks and write slowly."""
 
-_COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
-_FS_IOC_GETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x00800000  # linux/fs.h
+# btrfs does not copy the blocks of a swap file: see the trial.
+_COPY_ON_WRITE = frozenset({"zfs", "bcachefs"})
 _NETWORK_TRANSPORTS = frozenset({"tcp", "rdma", "fc", "iscsi"})
 _USE_LOCAL_DRIVE = "name a directory on a local drive"
 
@@ -39,7 +38,7 @@ def checks(directory: Path, root: Path = Path("/")) -> dict[str, Callable[[], Fi
     backing = cache(partial(behind, directory, root / "sys", root / "proc/self/mountinfo"))
     return {
         "directory": lambda: reachable(directory),
-        "file system": lambda: file_system(backing(), copies_on_write(directory)),
+        "file system": lambda: file_system(backing()),
         "swap file": lambda: judge_trial(try_swap_file(directory)),
         "space": lambda: space(os.statvfs(directory)),
         "files without a name": lambda: nameless.judge(
@@ -69,19 +68,7 @@ def reachable(directory: Path) -> Finding:
     return Finding("writable")
 
 
-def copies_on_write(directory: Path) -> bool | None:
-    """Whether new files in ``directory`` are copy-on-write; None if the file system does not report it."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        flags = struct.unpack("i", fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(4)))[0]
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-    return not flags & _FS_NOCOW_FL
-
-
-def file_system(backing: Backing, copied: bool | None = None) -> Finding:
+def file_system(backing: Backing) -> Finding:
     mounted = backing.file_system
     lowest = mounted.upper or mounted
     if lowest.kind == "memory":
@@ -97,9 +84,8 @@ def file_system(backing: Backing, copied: bool | None = None) -> Finding:
         return note(
             f"{mounted.type}: each transfer passes through a server or another process", _USE_LOCAL_DRIVE
         )
-    if mounted.type in _COPY_ON_WRITE and copied is not False:
+    if mounted.type in _COPY_ON_WRITE:
         remedy = {
-            "btrfs": "create an empty directory for swap space, and run chattr +C on it",
             "zfs": "create a data set for swap space: zfs create -o compression=off -o primarycache=metadata"
             " -o recordsize=1M POOL/swap; ext4 or XFS is better",
         }
@@ -123,6 +109,7 @@ class Trial:
     """The features that a trial swap file got. ``error`` is the errno that ended the trial, 0 for none."""
 
     nameless: bool = True
+    in_place: bool = True
     reserved: bool = True
     direct: bool = True
     error: int = 0
@@ -145,6 +132,7 @@ def try_swap_file(directory: Path, nbytes: int = 1 << 20) -> Trial:
             return Trial(nameless=False)
         return Trial(error=error.errno or errno.EIO)
     try:
+        in_place = overwrites_in_place(fd, directory)
         code = -int(lib.aio_reserve(fd, nbytes))
         if code not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
             return Trial(error=code)
@@ -156,7 +144,7 @@ def try_swap_file(directory: Path, nbytes: int = 1 << 20) -> Trial:
                 if error.errno != errno.EINVAL:
                     return Trial(error=error.errno or errno.EIO)
                 direct = False
-        return Trial(reserved=code == 0, direct=direct)
+        return Trial(in_place=in_place, reserved=code == 0, direct=direct)
     finally:
         os.close(fd)
 
@@ -183,6 +171,8 @@ def judge_trial(trial: Trial) -> Finding:
     missing = []
     if not trial.direct:
         missing.append("no O_DIRECT: the page cache takes memory beyond the budgets")
+    if not trial.in_place:
+        missing.append("no NOCOW: each overwrite takes new blocks (copy-on-write)")
     if not trial.reserved:
         missing.append("no fallocate: a full disk is detected only by a failing write")
     if missing:

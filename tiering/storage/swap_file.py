@@ -4,9 +4,10 @@ The file is made with ``O_TMPFILE``: it has no name, so two jobs in one director
 it when the last descriptor closes, also after ``kill -9``. That may take the kernel a moment, so a process that is
 restarted at once waits for the space. Its blocks are reserved by ``fallocate(2)`` before the first step, so a full disk
 is found at start and not during a run. It is opened with ``O_DIRECT``, so that swapping takes no memory beyond the
-budgets. Forked children close their copy of the descriptor at once, or a data worker would keep the space alive.
+budgets. On btrfs it is made NOCOW, because an overwrite would otherwise take new blocks, which nothing has reserved.
+Forked children close their copy of the descriptor at once, or a data worker would keep the space alive.
 
-Some file systems lack one of the three (NFS, vfat, 9p, FUSE). Each has a fallback, and one warning per path names the
+Some file systems lack one of these (NFS, vfat, 9p, FUSE). Each has a fallback, and one warning per path names the
 missing features. A file system in memory (tmpfs) is refused, unless it is allowed for tests and demonstrations.
 """
 
@@ -22,6 +23,7 @@ import os
 import resource
 import secrets
 import stat
+import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +38,11 @@ log = logging.getLogger(__name__)
 
 # <linux/magic.h>. devtmpfs is a tmpfs.
 _OVERLAY = 0x794C7630
+_BTRFS = 0x9123683E
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+
+# <linux/fs.h>
+_GETFLAGS, _SETFLAGS, _NOCOW = 0x80086601, 0x40086602, 0x00800000
 
 IN_TRAINING = "name another nvme_path, or raise host_budget so that less is swapped"
 """The other remedies where space is short."""
@@ -72,6 +78,12 @@ class SwapFile:
                 missing_features.append(
                     "no unnamed files (O_TMPFILE): a process that is killed while it creates one leaves an empty file"
                     " .tiering-*.swap there"
+                )
+            # Before the first block: the flag of a file with blocks cannot be changed.
+            if not overwrites_in_place(self.fd, directory):
+                missing_features.append(
+                    "no NOCOW (btrfs refuses it): an overwrite takes new blocks, so a full disk may be detected only"
+                    " by a failing write"
                 )
             self._reserves = True
             self.resize(nbytes)
@@ -210,6 +222,19 @@ def memory_file_system(directory: Path) -> str:
         upper = _upper_directory(directory)
         magic = _magic(upper) if upper is not None else 0
     return _MEMORY_FILE_SYSTEMS.get(magic, "")
+
+
+def overwrites_in_place(fd: int, directory: Path) -> bool:
+    """Let writes to an empty file in ``directory`` replace its blocks, on btrfs; whether they do."""
+    if _magic(directory) != _BTRFS:
+        return True
+    try:
+        (flags,) = struct.unpack("i", fcntl.ioctl(fd, _GETFLAGS, bytes(4)))
+        fcntl.ioctl(fd, _SETFLAGS, struct.pack("i", flags | _NOCOW))
+    except OSError as error:
+        log.debug("%s: btrfs refuses NOCOW: %s", directory, error)
+        return False
+    return True
 
 
 def disk_of(directory: Path) -> str:

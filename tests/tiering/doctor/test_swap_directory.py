@@ -39,21 +39,21 @@ def backing(
 
 
 @pytest.mark.parametrize(
-    ("mounted", "copied", "verdict", "text"),
+    ("mounted", "verdict", "text"),
     [
-        (backing(), None, OK, "ext4, rw"),
-        (backing("tmpfs", "memory"), None, PROBLEM, "tmpfs, which is in RAM"),
-        (backing("overlay", "overlay", upper=backing("tmpfs", "memory").file_system), None, PROBLEM, "tmpfs"),
-        (backing("overlay", "overlay", upper=backing().file_system), None, NOTE, "root of a container"),
-        (backing("nfs4", "network"), None, NOTE, "nfs4"),
-        (backing("btrfs"), True, NOTE, "copy-on-write"),
-        (backing("btrfs"), False, OK, "btrfs"),
-        (backing("ext4", "disk", "data=journal"), None, NOTE, "twice"),
-        (backing("xfs", "disk", "sync"), None, NOTE, "sync"),
+        (backing(), OK, "ext4, rw"),
+        (backing("tmpfs", "memory"), PROBLEM, "tmpfs, which is in RAM"),
+        (backing("overlay", "overlay", upper=backing("tmpfs", "memory").file_system), PROBLEM, "tmpfs"),
+        (backing("overlay", "overlay", upper=backing().file_system), NOTE, "root of a container"),
+        (backing("nfs4", "network"), NOTE, "nfs4"),
+        (backing("bcachefs"), NOTE, "copy-on-write"),
+        (backing("btrfs"), OK, "btrfs"),
+        (backing("ext4", "disk", "data=journal"), NOTE, "twice"),
+        (backing("xfs", "disk", "sync"), NOTE, "sync"),
     ],
 )
-def test_file_systems(mounted: Backing, copied: bool | None, verdict: Verdict, text: str) -> None:
-    finding = swap_directory.file_system(mounted, copied)
+def test_file_systems(mounted: Backing, verdict: Verdict, text: str) -> None:
+    finding = swap_directory.file_system(mounted)
     assert (finding.verdict, bool(finding.remedy)) == (verdict, verdict is not OK)
     assert text in finding.found
 
@@ -166,6 +166,7 @@ def test_a_swap_file_is_really_made(tmp_path: Path) -> None:
         (Trial(), OK, "O_DIRECT work"),
         (Trial(direct=False), NOTE, "no O_DIRECT"),
         (Trial(reserved=False), NOTE, "no fallocate"),
+        (Trial(in_place=False), NOTE, "no NOCOW"),
         (Trial(nameless=False), NOTE, "O_TMPFILE"),
         (Trial(error=errno.ENOSPC), PROBLEM, "ENOSPC"),
         (Trial(error=errno.EIO), PROBLEM, "EIO"),

@@ -341,6 +341,7 @@ def test_a_real_quota(mounted: Callable[..., Path]) -> None:
     assert "but the disk quota does not allow them (EDQUOT); raise the quota" in str(caught.value)
     assert list(home.iterdir()) == []
     swap_file = SwapFile(home, 10 * MIB)
+    assert swap_file.missing_features == ()
     assert os.fstat(swap_file.fd).st_blocks * 512 >= 10 * MIB
     swap_file.close()
 
@@ -413,6 +414,38 @@ def test_o_direct_that_only_the_transfer_refuses(
     monkeypatch.setattr(os, refused, fails)
     round_trip(tmp_path, 4 * PAGE, direct=False)
     assert warnings(caplog) == [f"the file system of nvme_path {tmp_path} lacks features: {NO_DIRECT}"]
+
+
+@pytest.mark.parametrize("refused", [0, errno.EINVAL, errno.ENOTTY])
+def test_a_swap_file_on_btrfs_overwrites_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: int
+) -> None:
+    """The flags that the file has stay, and the file has no blocks yet: btrfs would ignore the flag."""
+    get_flags, set_flags, secure_deletion, nocow = 0x80086601, 0x40086602, 0x1, 0x800000
+    asked: list[tuple[int, int, int]] = []
+
+    def ioctl(fd: int, request: int, argument: bytes) -> bytes:
+        asked.append((request, int.from_bytes(argument, sys.byteorder), os.fstat(fd).st_size))
+        if request == set_flags and refused:
+            raise OSError(refused, os.strerror(refused))
+        return secure_deletion.to_bytes(4, sys.byteorder)
+
+    monkeypatch.setattr(swap_file, "_magic", lambda _: 0x9123683E)
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    made = SwapFile(tmp_path, 4 * PAGE)
+    made.close()
+    assert asked == [(get_flags, 0, 0), (set_flags, secure_deletion | nocow, 0)]
+    assert [feature.split(":")[0] for feature in made.missing_features] == (
+        ["no NOCOW (btrfs refuses it)"] if refused else []
+    )
+    assert len(warnings(caplog)) == bool(refused)
+
+
+def test_the_flag_of_btrfs_is_not_asked_for_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "ioctl", None)
+    SwapFile(tmp_path, PAGE).close()
 
 
 def test_the_probing_page_finds_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ int aio_open(aio_context **out, const aio_options *options)
     if (!error) {
         /* Before the thread, which takes the lock first. */
         init_lock(context);
-        error = aio_thread_start(&context->driver, drive, context);
+        error = aio_thread_start(&context->driver, "tiering-aio", drive, context);
     }
     if (error) {
         take_down(context);

@@ -105,7 +105,7 @@ static void threads_exit(struct aio_backend *backend, int forked)
 
 static int add_worker(struct pool *pool)
 {
-    int error = aio_thread_start(&pool->workers[pool->n_workers], work, pool);
+    int error = aio_thread_start(&pool->workers[pool->n_workers], "tiering-aio-w", work, pool);
     if (!error)
         pool->n_workers++;
     return error;

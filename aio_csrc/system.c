@@ -11,7 +11,7 @@ uint64_t aio_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument)
+int aio_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *argument)
 {
     static const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
     sigset_t blocked, before;
@@ -22,7 +22,7 @@ int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument)
     pthread_sigmask(SIG_SETMASK, &blocked, &before);
     int error = pthread_create(thread, NULL, run, argument);
     if (!error)
-        pthread_setname_np(*thread, "tiering-aio");
+        pthread_setname_np(*thread, name);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return -error;
 }

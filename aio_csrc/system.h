@@ -10,7 +10,7 @@ uint64_t aio_now_ns(void);
 
 /* Start a thread with all signals blocked, because SIGXFSZ (a write past RLIMIT_FSIZE) would end the process. Signals
  * of its own faults are not blocked: the process would end as well, without a handler that reports the place.
- * Returns 0 or -errno. */
-int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument);
+ * `name`, at most 15 characters, is shown by top and in /proc. Returns 0 or -errno. */
+int aio_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *argument);
 
 #endif

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,18 @@ BATCH = 256
 
 Large, because a process that sleeps wakes up with cold caches: a hundred microseconds of Python each time, here.
 """
+
+
+@dataclass(frozen=True)
+class OurReading(RunReading):
+    """A run of ours. ``driver_seconds`` are the CPU seconds of the driver thread."""
+
+    driver_seconds: float = 0.0
+
+    @property
+    def driver_per_gb(self) -> float:
+        """CPU seconds of the driver per 10^9 bytes."""
+        return self.driver_seconds / (self.nbytes / 1e9)
 
 
 class Ours(Side):
@@ -64,7 +76,7 @@ class Ours(Side):
     def arguments(self) -> dict[str, Any]:
         return self._setup
 
-    def run(self, job: FioJob, seconds: float, *, blocks: int | None = None) -> RunReading:
+    def run(self, job: FioJob, seconds: float, *, blocks: int | None = None) -> OurReading:
         """Run ``job`` for ``seconds``, in requests of ``blocks`` blocks."""
         blocks = blocks or request_blocks(job)
         (counted,) = self.call(
@@ -75,7 +87,13 @@ class Ours(Side):
             window=self._window(job, blocks),
             seconds=seconds,
         )
-        return RunReading(counted["read"], counted["write"], counted["seconds"], counted["cpu_seconds"])
+        return OurReading(
+            counted["read"],
+            counted["write"],
+            counted["seconds"],
+            counted["cpu_seconds"],
+            driver_seconds=counted["driver_seconds"],
+        )
 
     def fill(self) -> None:
         """Write the whole file once."""

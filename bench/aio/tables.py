@@ -11,9 +11,11 @@ from tiering.tierbench.comparison.fio import RunReading
 from tiering.tierbench.ratios import Comparison, compare
 
 from .cells import Cell
+from .ours import OurReading
 
 MOST_NS_RATIO = 1.2
 MOST_PYTHON_NS = 5000.0
+MOST_VERIFYING_DRIVER = 0.03
 
 
 def as_fast(speed: Comparison) -> bool:
@@ -27,6 +29,10 @@ def speeds(readings: Sequence[RunReading]) -> list[float]:
 
 def costs(readings: Sequence[RunReading]) -> list[float]:
     return [reading.cpu_per_gb for reading in readings]
+
+
+def driver_costs(readings: Sequence[RunReading]) -> list[float]:
+    return [reading.driver_per_gb for reading in readings if isinstance(reading, OurReading)]
 
 
 def times(readings: Sequence[RunReading], bs: int) -> list[float]:
@@ -133,19 +139,39 @@ def overhead(cells: Sequence[Cell], report: Report) -> None:
 
 
 def verify(cells: Sequence[Cell], report: Report) -> None:
-    """What checksums cost."""
-    columns = ("cell", "off GB/s", "on GB/s", "on / off", "CPU s/GB off", "CPU s/GB on")
+    """What checksums cost, and the goal for the one driver thread: its time per byte limits all drives together."""
+    columns = (
+        "cell",
+        "off GB/s",
+        "on GB/s",
+        "on / off",
+        "CPU s/GB off",
+        "CPU s/GB on",
+        "driver off",
+        "driver on",
+    )
     table = Table("verify: a CRC32C of every 4 KiB page, 1 MiB blocks", columns)
     for cell in cells:
         plain, checked = cell.sides["plain"], cell.sides["verify"]
+        name = f"{cell.engine}, {cell.place}, {cell.job.rw}"
+        drivers = {side: driver_costs(readings) for side, readings in cell.sides.items()}
         table.rows.append(
             (
-                f"{cell.engine}, {cell.place}, {cell.job.rw}",
+                name,
                 middle(speeds(plain)),
                 middle(speeds(checked)),
                 str(compare(speeds(checked), speeds(plain)).median),
                 middle(costs(plain), ".4f"),
                 middle(costs(checked), ".4f"),
+                middle(drivers["plain"], ".4f"),
+                middle(drivers["verify"], ".4f"),
+            )
+        )
+        driver = statistics.median(drivers["verify"])
+        goal = f"at most {MOST_VERIFYING_DRIVER}"
+        report.verdicts.append(
+            Verdict(
+                f"{name}: driver CPU s/GB, verify", f"{driver:.4f}", goal, driver <= MOST_VERIFYING_DRIVER
             )
         )
     report.tables.append(table)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aio import cells, tables
-from aio.ours import Ours, request_blocks
+from aio.ours import OurReading, Ours, request_blocks
 from aio.tables import as_fast
 from frame.report import Report
 from frame.side import SideError
@@ -56,7 +56,15 @@ def test_the_report_of_known_readings() -> None:
         "overhead", "tmpfs", "libaio", (), JOB, {side: [reading(gb)] * 2 for side, gb in speed.items()}
     )
     checked = cells.Cell(
-        "verify", "disk", "libaio", ("verify",), JOB, {"plain": [reading(2.0)], "verify": [reading(1.5)]}
+        "verify",
+        "disk",
+        "libaio",
+        ("verify",),
+        JOB,
+        {
+            "plain": [OurReading(2 * 10**9, 0, 1.0, 0.02, driver_seconds=0.01)],
+            "verify": [OurReading(10**9, 5 * 10**8, 1.0, 0.15, driver_seconds=0.06)],
+        },
     )
     report = Report("known", {"CPU": "one | two"})
     tables.fill(report, [disk, memory, checked])
@@ -70,6 +78,7 @@ def test_the_report_of_known_readings() -> None:
             True,
         ),
         "libaio, tmpfs, depth 16, read: Python adds": ("11.00 us", False),
+        "libaio, disk, read: driver CPU s/GB, verify": ("0.0400", False),
     }
     assert report.facts["our libaio (disk)"] == "no flags"
     assert report.facts["our libaio (verify)"] == "verify"
@@ -111,6 +120,7 @@ def test_our_side_moves_what_it_counts(file: FioJob, rw: Any) -> None:
             assert reading.nbytes % (BLOCK * (blocks or request_blocks(job))) == 0
             assert reading.seconds >= 0.05
             assert 0 < reading.cpu_seconds < 4 * reading.seconds
+            assert 0 < reading.driver_seconds < reading.seconds
 
 
 def test_an_engine_that_does_not_exist_says_so(file: FioJob) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -253,7 +253,8 @@ def _plan(model: nn.Module, config: TieringConfig, checked: _Checked, rank: _Ran
         ) from None
     sized, in_place = cuts.of(plan)
     if rank.collectives is not None:
-        rank.collectives.check_same("plan", (f"{key} {value}" for key, value in vars(plan.workload).items()))
+        values = ((field.name, getattr(plan.workload, field.name)) for field in fields(plan.workload))
+        rank.collectives.check_same("plan", (f"{name} {value}" for name, value in values))
     log.log(_logs.once(logging.INFO), "%s", plan)
     if sized.kept_in_fp32:
         log.log(

@@ -7,6 +7,7 @@ import gc
 import os
 import weakref
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +142,25 @@ def test_a_refused_registration_is_told_and_harmless(
     context.write(file, refused, 0, BLOCK).wait()
     context.read(file, accepted, 0, BLOCK).wait()
     assert accepted.bytes() == refused.bytes()
+
+
+@pytest.mark.parametrize("engine", ["io_uring"], indirect=True)
+def test_more_buffers_than_a_tebibyte_has_gibibytes(open_context: Any, swap_file: Any, memory: Any) -> None:
+    """An arena takes one per GiB. Here each is a page, registered from the last one on; each has its own content."""
+    context, count = open_context(block_size=4096), 1500
+    if "registered_buffers" in context.info.passed_over:
+        pytest.skip(f"registered buffers: {context.info.passed_over['registered_buffers']}")
+    content = os.urandom(4096 * count)
+    whole = memory(content)
+    pages = [SimpleNamespace(address=whole.address + at, nbytes=4096) for at in range(0, whole.nbytes, 4096)]
+    assert all(context.register(page) for page in reversed(pages))
+    assert context.info.registered_bytes == whole.nbytes
+    file = context.add_file(swap_file(), direct=True, name="swap")
+    for index in (count - 1, 0, 1023, 1024, 700):
+        context.write(file, pages[index], 0, 4096).wait()
+        back = memory(4096)
+        context.read(file, back, 0, 4096).wait()
+        assert back.bytes() == content[index * 4096 : (index + 1) * 4096]
 
 
 def test_registered_memory_lives_until_close(open_context: Any, memory: Any) -> None:

@@ -32,6 +32,7 @@ from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.file_system import FileVersion
 from tiering.storage.io_stats import FileStats
 from tiering.storage.read_only import FileRange, HomeInFiles, Loading, Move, ReadOnlyFiles
+from tiering.storage.request import Buffer, BufferPart
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
 from tiering.storage.tickets import Transfer
 from zero3.device import nan_memory, storages
@@ -171,8 +172,8 @@ class Tiers:
                 self.swap = SwapSpace(_sections(plan, nvme), self.aio, allow_memory_file_system=allowed)
             self._map_arenas(plan)
             if self.aio is not None:
-                for arena in (self.host, self.device_arena):
-                    self.aio.register(arena)
+                for memory in self._in_order_of_use():
+                    self.aio.register(memory)
                 log.info("I/O engine: %s", self.aio.info)
         except BaseException:
             self.close()
@@ -218,6 +219,20 @@ class Tiers:
         self._on_device = (self.working, *self.reduction.values())
         windows = (self.host, self.device_arena, *self._on_host, *self._on_device)
         self._arenas = [arena for arena in windows if isinstance(arena, Arena)]
+
+    def _in_order_of_use(self) -> Iterator[Buffer]:
+        """The memory of the arenas: the windows that transfers pass through, each alone, then what they leave.
+
+        Where little memory may be locked, the kernel accepts the first ones.
+        """
+        windows = [arena for arena in self._arenas if arena not in (self.host, self.device_arena)]
+        yield from windows
+        for arena in (self.host, self.device_arena):
+            end = arena.address + arena.capacity
+            # The windows were taken from an empty arena, so they lie at its start without gaps.
+            inside = [window for window in windows if arena.address <= window.address < end]
+            rest = max((window.address + window.nbytes for window in inside), default=arena.address)
+            yield BufferPart(arena, rest, end - rest)
 
     def home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
         """A home of ``nbytes`` on ``tier`` until ``close``. ``kind`` is a kind of the plan."""

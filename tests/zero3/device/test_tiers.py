@@ -57,6 +57,30 @@ def open_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         tiers.close()
 
 
+def test_the_windows_are_registered_first(open_tiers: Callable[..., Any]) -> None:
+    """Where the limit of locked memory ends the registration, all transfers still use registered memory."""
+    tiers, homes = open_tiers()
+    if "registered_buffers" not in tiers.aio.info.flags:
+        pytest.skip(f"{tiers.aio.engine} registers nothing")
+    every = tiers.aio.info.registered_bytes
+    windows = [
+        tiers.staging,
+        *tiers.windows.values(),
+        tiers.fetch_window,
+        tiers.offload_window,
+        tiers.working,
+    ]
+    expected = [window.nbytes for window in (*windows, *tiers.reduction.values()) if window.nbytes]
+    assert every == tiers.host.nbytes + tiers.device_arena.nbytes > sum(expected)
+    tiers.close()
+
+    tiers, homes = open_tiers(Fault("register", first=1 + len(expected), count=0, error=errno.ENOMEM))
+    assert tiers.aio.info.registered_bytes == sum(expected)
+    assert tiers.aio.info.passed_over["registered_buffers"].startswith("ENOMEM")
+    store(tiers, homes[2], 1)
+    assert tiers.load(homes[2], 0, NBYTES).tolist() == [1] * NBYTES
+
+
 def store(tiers: Tiers, home: Home, value: int) -> None:
     with tiers.writing(home, 0, NBYTES, through=tiers.windows[KIND]) as memory:
         memory.fill_(value)

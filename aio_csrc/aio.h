@@ -56,6 +56,9 @@ typedef struct {
     uint64_t count;       /* 0: all operations from first on */
     uint64_t short_bytes; /* transfer at most this many bytes; 0: all */
     uint64_t delay_ns;    /* start the operation this much later */
+    uint64_t rate;        /* bytes per second of all operations of this fault together; 0: no limit */
+    uint32_t
+        moves_none; /* succeed without moving a byte: a stand-in for a device, to measure the code above it */
 } aio_fault;
 
 typedef struct {

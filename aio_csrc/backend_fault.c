@@ -1,4 +1,5 @@
-/* A backend that wraps another one and injects faults: delayed, short or failed operations.
+/* A backend that wraps another one and injects faults: delayed, short or failed operations, and devices that are slow
+ * or move no bytes.
  *
  * A delayed operation starts late, so that a test sees how a slow write affects code that does not wait for it.
  * The inner backend gets a copy of each operation, because the driver must not see the size of a shortened one.
@@ -17,13 +18,14 @@ struct held {
     struct aio_op op; /* the copy; if refused, its result is the injected error */
     struct aio_op *original;
     uint64_t due_ns;
-    bool refused;
+    bool refused, moves_none;
     struct held *next;
 };
 
 struct planned {
     aio_fault fault;
-    uint64_t count; /* matching operations so far */
+    uint64_t count;   /* matching operations so far */
+    uint64_t free_ns; /* the end of its last operation, if it has a rate */
 };
 
 struct faulty {
@@ -37,9 +39,9 @@ struct faulty {
 
 /* The first fault that applies to this operation, or NULL. Every fault counts its matching operations, even if an
  * earlier fault applies. */
-static const aio_fault *fate_of(struct faulty *faulty, int kind, int file)
+static struct planned *fate_of(struct faulty *faulty, int kind, int file)
 {
-    const aio_fault *fate = NULL;
+    struct planned *fate = NULL;
     for (unsigned i = 0; i < faulty->n_faults; i++) {
         struct planned *planned = &faulty->faults[i];
         const aio_fault *fault = &planned->fault;
@@ -48,9 +50,21 @@ static const aio_fault *fate_of(struct faulty *faulty, int kind, int file)
             continue;
         uint64_t number = ++planned->count;
         if (!fate && number >= fault->first && (fault->count == 0 || number - fault->first < fault->count))
-            fate = fault;
+            fate = planned;
     }
     return fate;
+}
+
+/* The time at which the operation may start: after its delay, and as late as the rate of its fault requires. */
+static uint64_t due_at(struct planned *planned, uint64_t nbytes)
+{
+    const aio_fault *fault = &planned->fault;
+    uint64_t now = aio_now_ns();
+    if (fault->rate) {
+        uint64_t start = planned->free_ns > now ? planned->free_ns : now;
+        now = planned->free_ns = start + (uint64_t)((double)nbytes * 1e9 / (double)fault->rate);
+    }
+    return now + fault->delay_ns;
 }
 
 static void hold(struct faulty *faulty, struct held *held, uint64_t due_ns)
@@ -65,7 +79,8 @@ static int fault_submit(struct aio_backend *backend, struct aio_op **ops, unsign
     struct faulty *faulty = backend->state;
     for (unsigned i = 0; i < n; i++) {
         struct held *held = &faulty->slots[ops[i]->index];
-        const aio_fault *fate = fate_of(faulty, ops[i]->kind, ops[i]->file);
+        struct planned *planned = fate_of(faulty, ops[i]->kind, ops[i]->file);
+        const aio_fault *fate = planned ? &planned->fault : NULL;
         *held = (struct held){.op = *ops[i], .original = ops[i]};
         if (fate && fate->error) {
             held->refused = true;
@@ -73,7 +88,8 @@ static int fault_submit(struct aio_backend *backend, struct aio_op **ops, unsign
         }
         if (fate && fate->short_bytes && fate->short_bytes < held->op.nbytes)
             held->op.nbytes = fate->short_bytes;
-        hold(faulty, held, aio_now_ns() + (fate ? fate->delay_ns : 0));
+        held->moves_none = fate && fate->moves_none;
+        hold(faulty, held, planned ? due_at(planned, held->op.nbytes) : 0);
     }
     return (int)n;
 }
@@ -87,10 +103,13 @@ static int64_t release_due(struct faulty *faulty)
         struct held *held = *link;
         struct aio_op *op = &held->op;
         if (held->due_ns <= now) {
-            int answer = held->refused ? (int)op->result : faulty->inner.ops->submit(&faulty->inner, &op, 1);
-            if (answer != -EAGAIN || held->refused) {
+            bool ends = held->refused || held->moves_none;
+            int64_t answer = held->refused      ? op->result
+                             : held->moves_none ? (int64_t)op->nbytes
+                                                : faulty->inner.ops->submit(&faulty->inner, &op, 1);
+            if (answer != -EAGAIN || ends) {
                 *link = held->next;
-                if (answer < 0) {
+                if (answer < 0 || ends) {
                     held->original->result = answer;
                     held->original->next = faulty->ended;
                     faulty->ended = held->original;
@@ -143,9 +162,9 @@ static int fault_register_buffer(struct aio_backend *backend, unsigned number, v
 {
     struct faulty *faulty = backend->state;
     struct aio_backend *inner = &faulty->inner;
-    const aio_fault *fate = fate_of(faulty, AIO_REGISTER, -1);
-    if (fate && fate->error)
-        return -fate->error;
+    const struct planned *fate = fate_of(faulty, AIO_REGISTER, -1);
+    if (fate && fate->fault.error)
+        return -fate->fault.error;
     int error = inner->ops->register_buffer ? inner->ops->register_buffer(inner, number, address, nbytes)
                                             : -EOPNOTSUPP;
     backend->flags = inner->flags;

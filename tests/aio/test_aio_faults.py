@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -176,3 +177,16 @@ def test_a_file_size_limit_is_an_error_not_a_signal(engine: str, swap_file: Any,
     command = [sys.executable, "-c", FILE_LIMIT, str(tmp_path), engine]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout.split()) == (0, [str(errno.EFBIG), "True", str(2 << 20)]), ran.stderr
+
+
+def test_a_stand_in_takes_time_and_moves_nothing(open_context: Any, swap_file: Any, memory: Any) -> None:
+    context = open_context(Fault(count=0, rate=8 << 20, moves_none=True, file=0))
+    stand_in = context.add_file(swap_file(), direct=True, name="stand-in")
+    other = context.add_file(swap_file(16 * BLOCK), direct=True, name="other")
+    ours, began = memory(b"x" * (16 * BLOCK)), time.monotonic()
+    assert context.write(stand_in, ours, 0, 16 * BLOCK).wait() == 16 * BLOCK  # 1 MiB at 8 MiB/s
+    assert time.monotonic() - began >= 0.125
+    assert context.read(other, ours, 0, 16 * BLOCK).wait() == 16 * BLOCK
+    assert ours.bytes() == bytes(16 * BLOCK)
+    assert context.read(stand_in, ours, 0, 16 * BLOCK).wait() == 16 * BLOCK  # of a file of no bytes
+    assert context.stats()[stand_in].read.ops == context.stats()[stand_in].write.ops == 16

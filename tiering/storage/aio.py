@@ -338,7 +338,8 @@ class Fault:
     The operations are those of one file, or of any; they are counted from 1, and ``count=0`` has no end. An operation
     is a block of a request, or a continuation of a block; "register" is the registration of a buffer, which "any" does
     not cover. ``error`` is the errno of the failure, ``short`` the most bytes that the operation transfers (0: all),
-    ``delay`` the seconds before it starts.
+    ``delay`` the seconds before it starts, ``rate`` the bytes per second of all its operations together (0: no limit).
+    With ``moves_none`` they succeed without moving a byte.
     """
 
     kind: Literal["read", "write", "flush", "any", "register"] = "any"
@@ -348,6 +349,8 @@ class Fault:
     short: int = 0
     delay: float = 0.0
     file: int | None = None
+    rate: int = 0
+    moves_none: bool = False
 
     def as_c(self) -> dict[str, int]:
         """The fields of an ``aio_fault``."""
@@ -359,6 +362,8 @@ class Fault:
             "count": self.count,
             "short_bytes": self.short,
             "delay_ns": round(self.delay * 1e9),
+            "rate": self.rate,
+            "moves_none": self.moves_none,
         }
 
 

@@ -1,0 +1,126 @@
+"""The engine over stand-ins for drives: files in memory whose transfers take time, but move no byte.
+
+``settings``: ``directory`` of the files; ``paths``, their number; ``rate``, bytes per second of each, reads and writes
+together; ``layers`` and ``width`` of the model. Optimizer state is on the paths, and everything else in memory. The
+update itself is left out, because on few cores it would hide what its surroundings cost: every segment is empty.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from frame.child import serve
+
+LIBRARIES = ("tiering._aio", "optim_cpu._kernels")
+"""Extension modules in C, which release the GIL in every call."""
+
+
+class StandIns:
+    """A model of linear layers in bf16, whose state passes through the staging slots in every step."""
+
+    def __init__(self, threads: int, model: None, settings: dict[str, Any]) -> None:
+        import torch
+
+        import tiering
+        from optim_cpu.kernels import StepBatch
+        from tiering.storage import swap_space
+        from tiering.storage.aio import AioContext, Fault, FaultPlan
+        from zero3.device import tiers
+
+        self._tiles = 0
+        self._spinning = threading.Event()
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        paths = [Path(settings["directory"]) / f"drive{number}" for number in range(settings["paths"])]
+        for path in paths:
+            path.mkdir()
+        faults = tuple(
+            Fault(count=0, file=number, rate=settings["rate"], moves_none=True)
+            for number in range(len(paths))
+        )
+        run, add = StepBatch.run, StepBatch.add
+
+        def counted(batch: StepBatch, grad_scale: float) -> None:
+            self._tiles += 1
+            run(batch, grad_scale)
+
+        replace(tiers, "AioContext", partial(AioContext, fault=FaultPlan(faults)))
+        # The stand-ins are equally fast, and nothing has to be measured.
+        replace(swap_space, "measure", lambda _, files: [1] * len(files))
+        replace(StepBatch, "run", counted)
+        replace(StepBatch, "add", lambda batch, numel, rule, **fields: add(batch, 0, rule, **fields))
+        width = settings["width"]
+        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(settings["layers"])]
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": [str(path) for path in paths]},
+            },
+            "tiering": {
+                "cache_in_host": False,
+                "host_budget": settings["host_budget"],
+                "telemetry": {"enabled": False},
+                "io": {"allow_memory_file_system": True},
+            },
+        }
+        self._engine = tiering.initialize(model=torch.nn.Sequential(*layers), config=config).engine
+        self._input = torch.ones(1, width, dtype=torch.bfloat16)
+
+    def facts(self) -> dict[str, Any]:
+        plan = self._engine.plan
+        read, written = plan.nvme_traffic()
+        return {"bytes": read + written, "slots": plan.staging.slots, "slot_bytes": plan.staging.slot_bytes}
+
+    def step(self, spin: bool, count: bool) -> dict[str, Any]:
+        """One step: its tiles, CPU seconds of the thread that steps, and wall seconds.
+
+        ``spin``: beside a thread that runs Python without a pause. ``count``: the calls of C by name instead, which
+        takes time of its own.
+        """
+        self._engine.backward(self._engine(self._input).float().pow(2).mean())
+        calls: Counter[str] = Counter()
+
+        def note(frame: object, event: str, function: Any) -> None:
+            if event == "c_call" and getattr(function, "__module__", None) in LIBRARIES:
+                calls[function.__name__] += 1
+
+        self._tiles = 0
+        if spin:
+            self._spinning.set()
+            threading.Thread(target=self._spin, daemon=True).start()
+        if count:
+            sys.setprofile(note)
+        try:
+            cpu, wall = time.thread_time(), time.perf_counter()
+            self._engine.step()
+            cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+        finally:
+            sys.setprofile(None)
+            self._spinning.clear()
+        return {"tiles": self._tiles, "cpu": cpu, "wall": wall, "calls": dict(calls)}
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _spin(self) -> None:
+        turns = 0
+        while self._spinning.is_set():
+            turns += 1
+
+
+def replace(owner: object, name: str, value: object) -> None:
+    """Set an attribute whose type does not allow it."""
+    setattr(owner, name, value)
+
+
+if __name__ == "__main__":
+    serve(StandIns)

@@ -118,6 +118,7 @@ typedef struct {
 typedef struct {
     int64_t bytes;      /* bytes transferred, always the requested number; or -errno */
     uint64_t offset;    /* in the file: of the first block that failed, else of the request */
+    int32_t file;       /* index of that file */
     uint64_t issued_ns; /* issue of the first block */
     uint64_t done_ns;   /* end of the last block, including the check of its checksums (options.verify) */
 } aio_result;
@@ -173,6 +174,27 @@ int aio_submit(aio_context *context, int kind, int file, void *data, uint64_t of
 int aio_submit_scattered(aio_context *context, int kind, int file, void *data, const uint64_t *offsets,
                          size_t n, uint64_t nbytes_each, int priority, const int64_t *after, size_t n_after,
                          int64_t *ticket);
+
+/* A part of a vector request: nbytes at data move to or from `offset` of the file, as in aio_submit. */
+typedef struct {
+    void *data;
+    uint64_t offset, nbytes;
+    int32_t file;
+} aio_piece;
+
+/* One request of n pieces, which may be in different files: one ticket, done when all its pieces are. The queue depth
+ * of each file applies to its own pieces, so a slow file delays no other one. If pieces fail, those of other files go
+ * on; the result has the error of the first failed block, and its place. No block crosses the edge of a piece. pieces
+ * are copied. -EINVAL also for AIO_FLUSH. aio_cancel cancels the files of which no block has been issued: -EBUSY if
+ * there is none, else the request ends with -ECANCELED when the others are done. All other rules are those of
+ * aio_submit. */
+int aio_submit_vector(aio_context *context, int kind, const aio_piece *pieces, size_t n, int priority,
+                      const int64_t *after, size_t n_after, int64_t *ticket);
+
+/* What a done vector request did in each of its files, in the order of their first pieces: stores up to max results, in
+ * which a failure of one file does not show in the others, and returns the number of files. 0 for other requests.
+ * -EBUSY: not done. -ESTALE, -EINVAL: as for aio_wait. */
+int aio_vector_results(aio_context *context, int64_t ticket, aio_result *results, size_t max);
 
 /* Wait until the ticket is done, at most timeout_ns (0: do not wait; < 0: no limit), and store its result.
  * A failed request has the kernel's error in result->bytes, or: -ENODATA for a read past the end of the file (the

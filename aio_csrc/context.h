@@ -26,6 +26,7 @@ enum request_state {
     REQUEST_FREE,    /* on the free list; id is the last, released ticket */
     REQUEST_BLOCKED, /* waits for the requests that it was ordered after */
     REQUEST_QUEUED,  /* in the queue of its file; has blocks that are not issued */
+    REQUEST_DIVIDED, /* its parts are queued, issued or done */
     REQUEST_ISSUED,  /* all blocks are issued, or none will be any more */
     REQUEST_DONE,    /* result is final; the ticket is not released */
 };
@@ -41,6 +42,14 @@ struct edge {
 /* Bits: threads wait for the request in aio_wait, in aio_wait_any. */
 enum watched { WATCHED_ALONE = 1, WATCHED_AMONG_OTHERS = 2 };
 
+/* Bytes of a request that are adjacent in memory and in the file. */
+struct piece {
+    char *data;
+    uint64_t offset, nbytes;
+};
+
+/* A vector request consists of parts, one for each file, and has no blocks of its own. A part is a request without a
+ * ticket, which is queued and settled like others; the last part that is settled settles its `whole`. */
 struct request { /* (lock) */
     int64_t id;
     enum request_state state;
@@ -51,15 +60,19 @@ struct request { /* (lock) */
     struct file *file;
     char *data;
     uint64_t offset, nbytes;
-    uint64_t *pieces; /* if scattered: offsets in the file, one per piece_nbytes of data; NULL when done */
-    uint64_t piece_nbytes;
-    uint64_t carved;    /* bytes that are split into blocks; 0 for a flush */
-    unsigned in_flight; /* blocks that are issued and have not ended */
-    unsigned n_pending; /* requests that it still waits for */
-    int64_t result;     /* first error, or 0 until done */
-    uint64_t failed_at; /* offset of the block with that error */
-    uint64_t issued_ns; /* issue of the first block; 0: none */
-    uint64_t done_ns;   /* end of the last block */
+    struct piece *pieces;   /* if it has several; NULL when done */
+    size_t piece;           /* index of the piece that is split next */
+    uint64_t piece_carved;  /* bytes of this piece that are split into blocks */
+    uint64_t carved;        /* bytes that are split into blocks; 0 for a flush */
+    struct request *parts;  /* of a vector request, until its release; their pieces are in the same memory */
+    size_t n_parts, n_open; /* parts that are not settled */
+    struct request *whole;  /* of a part */
+    unsigned in_flight;     /* blocks that are issued and have not ended */
+    unsigned n_pending;     /* requests that it still waits for */
+    int64_t result;         /* first error, or 0 until done */
+    uint64_t failed_at;     /* offset of the block with that error */
+    uint64_t issued_ns;     /* issue of the first block; 0: none */
+    uint64_t done_ns;       /* end of the last block */
     struct edge *dependents, *earlier;
     struct request *next, *previous; /* in a file's queue; only next: on the free list or a work list */
 };

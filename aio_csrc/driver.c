@@ -87,12 +87,9 @@ static struct block *carve(aio_context *context, struct request *request, uint64
 {
     struct block *block = context->free_blocks[--context->n_free_blocks];
     struct file *file = request->file;
-    uint64_t remaining = request->nbytes - request->carved, offset = request->offset + request->carved;
-    if (request->pieces) {
-        uint64_t start = request->carved % request->piece_nbytes;
-        remaining = request->piece_nbytes - start;
-        offset = request->pieces[request->carved / request->piece_nbytes] + start;
-    }
+    const struct piece all = {request->data, request->offset, request->nbytes};
+    const struct piece *piece = request->pieces ? &request->pieces[request->piece] : &all;
+    uint64_t start = request->piece_carved, remaining = piece->nbytes - start;
     uint64_t size = remaining < context->block_size ? remaining : context->block_size;
     block->padded = file->direct && size < AIO_ALIGNMENT && request->kind != AIO_FLUSH;
     /* An unaligned tail becomes a separate block, so that only the tail is copied. */
@@ -100,8 +97,8 @@ static struct block *carve(aio_context *context, struct request *request, uint64
         size -= size % AIO_ALIGNMENT;
     block->request = request;
     block->file = file;
-    block->data = request->data ? request->data + request->carved : NULL;
-    block->offset = offset;
+    block->data = piece->data ? piece->data + start : NULL;
+    block->offset = piece->offset + start;
     block->nbytes = size;
     block->stalls = 0;
     block->due_ns = 0;
@@ -120,6 +117,8 @@ static struct block *carve(aio_context *context, struct request *request, uint64
         request->issued_ns = now;
     file->turn = request->kind == AIO_READ;
     request->carved += size;
+    request->piece_carved = size == remaining ? 0 : start + size;
+    request->piece += size == remaining;
     /* Before the lock is released: until the block has ended, the request cannot be settled, and its memory is
      * borrowed. */
     request->in_flight++;

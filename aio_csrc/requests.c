@@ -167,6 +167,13 @@ static void start(aio_context *context, struct request *work)
             finish(context, request, -ECANCELED, &work);
         } else if (request->nbytes == 0 && request->kind != AIO_FLUSH) {
             finish(context, request, 0, &work);
+        } else if (request->parts) {
+            request->state = REQUEST_DIVIDED;
+            for (size_t i = 0; i < request->n_parts; i++) {
+                request->parts[i].state = REQUEST_QUEUED;
+                append(&request->parts[i]);
+            }
+            aio_wake_driver(context);
         } else {
             request->state = REQUEST_QUEUED;
             append(request);
@@ -175,17 +182,65 @@ static void start(aio_context *context, struct request *work)
     }
 }
 
+/* Settle a part of a vector request. Returns whether it was the last one: then the whole has its result. */
+static bool settle_part(struct request *part, int64_t result)
+{
+    struct request *whole = part->whole;
+    part->state = REQUEST_DONE;
+    part->result = result;
+    /* A failure says more than the cancellation of other parts. */
+    if (result < 0 && (whole->result == 0 || whole->result == -ECANCELED)) {
+        whole->result = result;
+        whole->failed_at = part->failed_at;
+        whole->file = part->file;
+    }
+    if (part->issued_ns && (!whole->issued_ns || part->issued_ns < whole->issued_ns))
+        whole->issued_ns = part->issued_ns;
+    if (part->done_ns > whole->done_ns)
+        whole->done_ns = part->done_ns;
+    return --whole->n_open == 0;
+}
+
 void aio_request_settle(aio_context *context, struct request *request, int64_t result)
 {
     struct request *work = NULL;
+    if (request->whole) {
+        if (!settle_part(request, result))
+            return;
+        request = request->whole;
+        result = request->result ? request->result : (int64_t)request->nbytes;
+    }
     finish(context, request, result, &work);
     start(context, work);
+}
+
+/* Cancel the parts of which no block has been issued. */
+static int cancel_parts(aio_context *context, struct request *whole)
+{
+    size_t n_canceled = 0;
+    for (size_t i = 0; i < whole->n_parts; i++)
+        whole->parts[i].canceled = whole->parts[i].state == REQUEST_QUEUED && !whole->parts[i].carved;
+    for (size_t i = 0; i < whole->n_parts; i++)
+        n_canceled += whole->parts[i].canceled;
+    if (n_canceled == 0)
+        return -EBUSY;
+    /* Before the last part is settled, which tells the dependents why. */
+    whole->canceled = true;
+    for (size_t i = 0; i < whole->n_parts; i++) {
+        if (whole->parts[i].canceled) {
+            aio_request_dequeue(&whole->parts[i]);
+            aio_request_settle(context, &whole->parts[i], -ECANCELED);
+        }
+    }
+    return 0;
 }
 
 int aio_request_cancel(aio_context *context, struct request *request)
 {
     if (request->state == REQUEST_DONE)
         return -EALREADY;
+    if (request->state == REQUEST_DIVIDED)
+        return cancel_parts(context, request);
     if (request->state == REQUEST_ISSUED || request->carved > 0)
         return -EBUSY;
     request->canceled = true;
@@ -194,6 +249,19 @@ int aio_request_cancel(aio_context *context, struct request *request)
         aio_request_settle(context, request, -ECANCELED);
     }
     return 0;
+}
+
+/* Give a queued request, or the queued parts of a divided one, a higher priority. */
+static void raise_priority(struct request *request, int priority)
+{
+    for (size_t i = 0; i < request->n_parts; i++)
+        raise_priority(&request->parts[i], priority);
+    if (request->state == REQUEST_QUEUED) {
+        aio_request_dequeue(request);
+        request->priority = priority;
+        append(request);
+    }
+    request->priority = priority;
 }
 
 /* Raise the priority of all requests that `request` waits for, directly or not, to that of `request`. */
@@ -208,15 +276,11 @@ static void urge(struct request *request)
             struct request *earlier = edge->earlier;
             if (earlier->priority >= request->priority)
                 continue; /* all requests that it waits for have at least this priority, too */
-            if (earlier->state == REQUEST_QUEUED) {
-                aio_request_dequeue(earlier);
-                earlier->priority = request->priority;
-                append(earlier);
-            } else if (earlier->state == REQUEST_BLOCKED) {
-                earlier->priority = request->priority;
+            if (earlier->state == REQUEST_BLOCKED) {
                 earlier->next = work;
                 work = earlier;
             }
+            raise_priority(earlier, request->priority);
         }
     }
 }
@@ -288,6 +352,8 @@ int64_t aio_request_add(aio_context *context, const struct request *parameters, 
     error = order_after(context, request, after, n_after);
     if (error) {
         request->next = next_free;
+        /* Still the caller's. */
+        request->parts = NULL;
         return error;
     }
     /* Only now, when nothing can fail any more, does the slot leave the free list. */
@@ -295,6 +361,8 @@ int64_t aio_request_add(aio_context *context, const struct request *parameters, 
     /* 2^43 generations: at a million requests per second, one slot lasts a hundred days. */
     request->id = id + (INT64_C(1) << SLOT_BITS);
     request->state = REQUEST_BLOCKED;
+    for (size_t i = 0; i < request->n_parts; i++)
+        request->parts[i].whole = request;
     request->next = NULL;
     /* Before start(), which may finish the request at once and count it down. */
     context->n_live++;
@@ -307,6 +375,8 @@ int64_t aio_request_add(aio_context *context, const struct request *parameters, 
 
 void aio_request_release(aio_context *context, struct request *request)
 {
+    free(request->parts);
+    request->parts = NULL;
     request->state = REQUEST_FREE;
     request->next = context->free_requests;
     context->free_requests = request;
@@ -340,8 +410,10 @@ void aio_requests_cancel(aio_context *context)
 void aio_requests_free(aio_context *context)
 {
     for (unsigned i = 0; i < context->n_chunks; i++) {
-        for (unsigned j = 0; j < REQUESTS_PER_CHUNK; j++)
+        for (unsigned j = 0; j < REQUESTS_PER_CHUNK; j++) {
             free_edges(context->chunks[i][j].dependents);
+            free(context->chunks[i][j].parts);
+        }
         free(context->chunks[i]);
     }
     free(context->chunks);

@@ -173,6 +173,35 @@ static void do_scatter(struct input *input)
     keep(input, answer, ticket);
 }
 
+static void do_vector(struct input *input)
+{
+    int slot = atomic_fetch_add(&n_slots, 1);
+    if (slot >= SLOTS)
+        return;
+    char *data = memory + (size_t)slot * (SLOT + GUARD);
+    uint64_t selector = take(input, 1);
+    int kind = selector % 16 ? (int)(selector % 2) : (int)wild(input);
+    size_t n = take(input, 1) % 9;
+    aio_piece pieces[8];
+    for (size_t i = 0; i < n; i++) {
+        pieces[i] = (aio_piece){data + i * (SLOT / 8), take(input, 2) * 16, take(input, 2) % (SLOT / 8 + 1),
+                                some_file(input)};
+        if (selector & 64)
+            pieces[i].offset &= ~UINT64_C(4095);
+        if (take(input, 1) < 8)
+            pieces[i].data = NULL;
+        if (take(input, 1) < 8)
+            pieces[i].offset = wild(input);
+        if (take(input, 1) < 8 && !(kind == AIO_WRITE && verifies))
+            pieces[i].nbytes = wild(input);
+    }
+    int64_t after = some_ticket(input), ticket = 0;
+    int answer = aio_submit_vector(context, kind, take(input, 1) ? pieces : NULL, n, (int)(selector / 4 % 4),
+                                   &after, selector & 128 ? 1 : 0, &ticket);
+    EXPECT("aio_submit_vector", answer, EINVAL, ESHUTDOWN);
+    keep(input, answer, ticket);
+}
+
 static void judge(const aio_result *result)
 {
     /* The kernel's: no memory there, the file may not be as long, or not be written, or not have such an offset. */
@@ -190,6 +219,16 @@ static void do_wait(struct input *input)
     CHECK(answer <= 0);
     if (answer == 0)
         judge(&result);
+}
+
+static void do_results(struct input *input)
+{
+    aio_result results[8];
+    size_t max = take(input, 1) % 9;
+    int n = aio_vector_results(context, some_ticket(input), max ? results : NULL, max);
+    EXPECT("aio_vector_results", n, EBUSY, ESTALE, EINVAL);
+    for (int i = 0; i < n && (size_t)i < max; i++)
+        judge(&results[i]);
 }
 
 static void do_wait_any(struct input *input)
@@ -270,6 +309,12 @@ static void *make_calls(void *argument)
             break;
         case 12:
             do_scatter(input);
+            break;
+        case 13:
+            do_vector(input);
+            break;
+        case 14:
+            do_results(input);
             break;
         default:
             do_submit(input);

@@ -31,7 +31,8 @@ enum { THREADS = 16, ROUNDS = 24, BLOCK = 16384, REGION = 4 * BLOCK, FLOCK = 12 
     } while (0)
 
 static aio_context *context;
-static int file;
+static int file,
+    other;         /* one file on the disk; the checksums of each know only its own writes, to other places */
 static char *pool; /* of the threads: out and in for each; what is registered stays mapped until aio_close */
 static atomic_uint_fast64_t bytes_read, bytes_written;
 
@@ -128,6 +129,40 @@ static void scatter(uint64_t rank, char *out, char *in)
     atomic_fetch_add(&bytes_written, REGION);
 }
 
+/* One request over both files, written and read in other pieces; half of them is cancelled as soon as it is submitted.
+ */
+static void vector(uint64_t rank, int i, char *out, char *in)
+{
+    enum { PIECES = REGION / 4096 };
+    aio_piece written[PIECES], read[PIECES + 1];
+    aio_result result, parts[3];
+    for (int k = 0; k < PIECES; k++) {
+        memset(out + k * 4096, (int)rank + k, 4096);
+        uint64_t region = k % 3 ? rank : THREADS + rank;
+        written[k] = (aio_piece){out + k * 4096, region * REGION + (uint64_t)(k * 7 % PIECES) * 4096, 4096,
+                                 k % 3 ? file : other};
+        read[k] = written[k];
+        read[k].data = in + k * 4096;
+    }
+    read[PIECES] = (aio_piece){NULL, 0, 0, other};
+    int64_t write = 0, back = 0;
+    CHECK(aio_submit_vector(context, AIO_WRITE, written, PIECES, 0, NULL, 0, &write) == 0);
+    CHECK(aio_submit_vector(context, AIO_READ, read, PIECES + 1, 2, &write, 1, &back) == 0);
+    int answer = i % 16 == 7 ? aio_cancel(context, back) : -EBUSY;
+    CHECK(answer == 0 || answer == -EBUSY || answer == -EALREADY);
+    CHECK(aio_wait(context, back, -1, &result) == 0);
+    CHECK(aio_vector_results(context, back, parts, 1) == 2 &&
+          aio_vector_results(context, back, parts, 3) == 2);
+    CHECK(parts[0].file == other && parts[1].file == file);
+    for (int k = 0; k < 2; k++)
+        atomic_fetch_add(&bytes_read, parts[k].bytes > 0 ? (uint64_t)parts[k].bytes : 0);
+    CHECK(finish(back) == (answer ? REGION : -ECANCELED));
+    CHECK(answer == 0 || (parts[0].bytes + parts[1].bytes == REGION && memcmp(in, out, REGION) == 0));
+    CHECK(finish(write) == REGION);
+    CHECK(aio_vector_results(context, back, parts, 3) == -ESTALE);
+    atomic_fetch_add(&bytes_written, REGION);
+}
+
 /* Many reads at once, taken back or waited for in whatever order they end. */
 static void gather_any(uint64_t rank, int i, char *in)
 {
@@ -169,6 +204,8 @@ static void *work(void *argument)
             gather_any(rank, i, in);
         if (i % 8 == 5)
             scatter(rank, out, in);
+        if (i % 8 == 7)
+            vector(rank, i, out, in);
         CHECK(aio_describe(context, &info) == 0);
     }
     CHECK(aio_wait_any(context, NULL, 0, 0) == -EINVAL);
@@ -196,13 +233,15 @@ static void check_round_trips(const char *engine, int fd)
     for (unsigned n_faults = 0; n_faults <= 5; n_faults += 5) {
         context = open_on(engine, troubles, n_faults);
         file = aio_add_file(context, fd, 1);
-        CHECK(file >= 0);
+        other = aio_add_file(context, fd, 1);
+        CHECK(file >= 0 && other == file + 1);
         bytes_read = bytes_written = 0;
         run_threads();
-        aio_file_stats stats;
+        aio_file_stats stats, others;
         aio_info info;
-        CHECK(aio_stats(context, file, &stats) == 0);
-        CHECK(stats.kind[AIO_READ].bytes == bytes_read && stats.kind[AIO_WRITE].bytes == bytes_written);
+        CHECK(aio_stats(context, file, &stats) == 0 && aio_stats(context, other, &others) == 0);
+        CHECK(stats.kind[AIO_READ].bytes + others.kind[AIO_READ].bytes == bytes_read);
+        CHECK(stats.kind[AIO_WRITE].bytes + others.kind[AIO_WRITE].bytes == bytes_written);
         for (int kind = 0; kind < AIO_KINDS; kind++) {
             uint64_t counts[AIO_FINE_BUCKETS], longest, ops = 0;
             CHECK(stats.kind[kind].in_flight == 0 && stats.kind[kind].errors == 0);
@@ -281,6 +320,15 @@ static void check_failures(const char *engine, int fd)
     queued = submit(AIO_WRITE, memory, 0, REGION, 2, 0);
     const uint64_t offsets[] = {3 * BLOCK, 0};
     int64_t scattered = submit_scattered(AIO_READ, target, offsets, 2, BLOCK, 0, begun[2]);
+    int second = aio_add_file(context, fd, 1);
+    const aio_piece pieces[] = {{target, 0, 4096, file}, {target + 4096, BLOCK, 4096, second}};
+    int64_t vector = 0;
+    CHECK(aio_submit_vector(context, AIO_READ, pieces, 2, 0, &begun[3], 1, &vector) == 0);
+    CHECK(aio_submit_vector(context, AIO_READ, pieces, 0, 0, NULL, 0, &none) == -EINVAL);
+    CHECK(aio_submit_vector(context, AIO_FLUSH, pieces, 2, 0, NULL, 0, &none) == -EINVAL);
+    const aio_piece wrong[] = {{target, 0, 4096, file}, {target + 1, 4096, 4096, second}};
+    CHECK(aio_submit_vector(context, AIO_READ, wrong, 2, 0, NULL, 0, &none) == -EINVAL);
+    CHECK(aio_vector_results(context, vector, &result, 1) == -EBUSY && none == 0);
     submit(AIO_FLUSH, NULL, 0, 0, 0, begun[1]);
     CHECK(aio_close(context) == 0);
     CHECK(aio_close(context) == 0);
@@ -289,7 +337,7 @@ static void check_failures(const char *engine, int fd)
     CHECK(finish(queued) == -ECANCELED);
     CHECK(aio_wait(context, scattered, 0, &result) == 0);
     CHECK(result.bytes == -ECANCELED && result.offset == offsets[0]);
-    CHECK(finish(scattered) == -ECANCELED);
+    CHECK(finish(scattered) == -ECANCELED && finish(vector) == -ECANCELED);
     CHECK(aio_submit(context, AIO_READ, file, memory, 0, 4096, 0, NULL, 0, &none) == -ESHUTDOWN);
     aio_free(context);
     free(target);
@@ -328,17 +376,16 @@ static void check_fork(const char *engine, int fd)
         aio_file_stats stats;
         uint64_t counts[AIO_FINE_BUCKETS], longest, offset = 0;
         int64_t none = 0;
-        int refused =
-            aio_submit(context, AIO_FLUSH, file, NULL, 0, 0, 0, NULL, 0, &none) == -ECHILD &&
-            aio_submit_scattered(context, AIO_READ, file, memory, &offset, 1, BLOCK, 0, NULL, 0, &none) ==
-                -ECHILD &&
-            none == 0 &&
-            aio_wait(context, ticket, -1, &result) == -ECHILD &&
-            aio_wait_any(context, &ticket, 1, -1) == -ECHILD && aio_cancel(context, ticket) == -ECHILD &&
-            aio_release(context, ticket) == -ECHILD && aio_stats(context, file, &stats) == -ECHILD &&
-            aio_latencies(context, file, AIO_READ, counts, &longest) == -ECHILD &&
-            aio_add_file(context, fd, 1) == -ECHILD &&
-            aio_register_buffer(context, memory, REGION) == -ECHILD;
+        int refused = aio_submit(context, AIO_FLUSH, file, NULL, 0, 0, 0, NULL, 0, &none) == -ECHILD &&
+                      aio_submit_scattered(context, AIO_READ, file, memory, &offset, 1, BLOCK, 0, NULL, 0,
+                                           &none) == -ECHILD &&
+                      none == 0 && aio_wait(context, ticket, -1, &result) == -ECHILD &&
+                      aio_wait_any(context, &ticket, 1, -1) == -ECHILD &&
+                      aio_cancel(context, ticket) == -ECHILD && aio_release(context, ticket) == -ECHILD &&
+                      aio_stats(context, file, &stats) == -ECHILD &&
+                      aio_latencies(context, file, AIO_READ, counts, &longest) == -ECHILD &&
+                      aio_add_file(context, fd, 1) == -ECHILD &&
+                      aio_register_buffer(context, memory, REGION) == -ECHILD;
         aio_free(context);
         _exit(refused ? 0 : 1);
     }

@@ -35,7 +35,7 @@ from tiering.storage.aio import ALIGNMENT, AioContext
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.swap_file import check_directory
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
-from tiering.storage.tickets import Transfer
+from tiering.storage.tickets import Ticket
 
 # Seconds of each interval.
 SECONDS = 1.0
@@ -233,7 +233,7 @@ class _SlotCycle:
         """Bytes per second over at least ``seconds`` and ``places``; "mixed" writes back each slot that it read."""
         idle = deque(self._leases)
         # Slot, offset, transfer, and whether that is the slot's last one.
-        in_flight = deque[tuple[Lease, int, Transfer, bool]]()
+        in_flight = deque[tuple[Lease, int, Ticket, bool]]()
         place = moved = 0
         room, self.full = None if way == "read" else self.room, False
         began = time.perf_counter()

@@ -26,7 +26,7 @@ from tiering.storage.aio_errors import AioErrors, start_error
 from tiering.storage.io_stats import EngineInfo, FileStats, TransferRecord, engine_info, file_stats
 from tiering.storage.latencies import LatencyHistogram
 from tiering.storage.request import FEW_BEGUN as FEW_BEGUN
-from tiering.storage.request import KINDS, Buffer, ContextHandle, Request
+from tiering.storage.request import KINDS, Buffer, BufferPart, ContextHandle, FilePiece, Request
 from tiering.storage.tickets import SLICE_NS, Ticket, TransferOptions, Transfers
 
 log = logging.getLogger(__name__)
@@ -202,6 +202,29 @@ class AioContext:
         request.pieces = pieces
         return self._prepare(request, **options)
 
+    def prepare_vector(
+        self,
+        kind: Literal["read", "write"],
+        buffer: Buffer,
+        pieces: Sequence[FilePiece],
+        **options: Unpack[TransferOptions],
+    ) -> Ticket:
+        """A transfer of ``pieces``, at least one, which may lie in several files; ``Ticket.begin`` submits it.
+
+        One ticket covers all pieces: it is done when all are, and a failed piece is named by its file and offset. A
+        file delays no piece of another one. Each piece is aligned as in ``read``.
+        """
+        first = pieces[0]
+        nbytes = sum(piece.nbytes for piece in pieces)
+        if len(pieces) == 1:
+            part = BufferPart(buffer, buffer.address + first.at, first.nbytes) if first.at else buffer
+            return self._prepare(Request(KINDS[kind], first.file, part, first.offset, nbytes), **options)
+        if any(not 0 <= piece.at <= piece.at + piece.nbytes <= buffer.nbytes for piece in pieces):
+            raise ValueError(f"cannot transfer pieces outside of a buffer of {buffer.nbytes} bytes: {pieces}")
+        request = Request(KINDS[kind], first.file, buffer, first.offset, nbytes)
+        request.vector = tuple(pieces)
+        return self._prepare(request, **options)
+
     def flush(self, file: int, *, after: Sequence[Ticket] = ()) -> Ticket:
         """fdatasync: covers the writes that are done when it is issued; pass writes under way in ``after``."""
         return self._prepare(Request(lib.AIO_FLUSH, file, None, 0, 0), after=after).begin()
@@ -314,7 +337,7 @@ class AioContext:
         names: tuple[str, ...] = (),
     ) -> Ticket:
         buffer, offset, nbytes = request.buffer, request.offset, request.nbytes
-        if buffer is not None and (offset < 0 or not 0 <= nbytes <= buffer.nbytes):
+        if buffer is not None and (offset < 0 or not 0 <= nbytes <= buffer.nbytes) and not request.vector:
             raise ValueError(
                 f"cannot transfer {nbytes} bytes at offset {offset} with a buffer of {buffer.nbytes}"
             )

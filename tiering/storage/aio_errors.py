@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tiering._aio import lib
 from tiering.errors import EngineStateError, SwapError
 from tiering.storage.io_stats import errno_text
-from tiering.storage.request import KIND_NAMES, Request
+from tiering.storage.request import KIND_NAMES, FilePiece, Request
 
 ALIGNMENT: int = lib.AIO_ALIGNMENT
 """Bytes: addresses and offsets on a file opened with O_DIRECT are multiples of it."""
@@ -62,8 +62,8 @@ class AioErrors:
         tensors = ", ".join(repr(tensor) for tensor in request.names)
         of_tensors = f" of {tensors}" if tensors else ""
         size = f"{request.nbytes} bytes"
-        if request.pieces:
-            size += f" in {len(request.pieces)} pieces, the first"
+        if pieces := request.pieces or request.vector:
+            size += f" in {len(pieces)} pieces, the first"
         return f"{kind}{of_tensors} ({size}) at offset {request.offset / 2**30:.6g} GiB of {name}"
 
     def failed(self, request: Request, code: int, cause: SwapError | None) -> SwapError:
@@ -73,9 +73,12 @@ class AioErrors:
             remedy = "it was canceled by cancel()"
         elif cause is not None:
             remedy = f"it was never issued, because an earlier transfer failed: {cause}"
-        place = "" if request.failed_at == request.offset else f" at byte {request.failed_at} of the file"
+        name = self._files.get(request.failed_file, ("", False))[0]
+        place = ""
+        if (request.failed_file, request.failed_at) != (request.file, request.offset):
+            of = "the file" if request.failed_file == request.file else name
+            place = f" at byte {request.failed_at} of {of}"
         message = f"{self.describe(request)} failed: {errno_text(code)}{place}; {remedy}"
-        name = self._files.get(request.file, ("", False))[0]
         error = SwapError(message, errno=code, filename=name, offset=request.failed_at, names=request.names)
         error.__cause__ = cause
         return error
@@ -86,11 +89,13 @@ class AioErrors:
         text = self.describe(request)
         address = 0 if request.buffer is None else request.buffer.address
         if code == errno.EINVAL:
-            if request.file not in self._files:
-                return ValueError(f"{text}: no such file index; add_file returns it")
+            if unknown := {piece.file for piece in request.vector or (request,)} - self._files.keys():
+                return ValueError(f"{text}: no such file index ({min(unknown)}); add_file returns it")
             if not 0 <= priority < lib.AIO_PRIORITIES:
                 return ValueError(f"{text}: priority {priority} is not 0 .. {lib.AIO_PRIORITIES - 1}")
             pieces = request.pieces or (request.offset,)
+            if piece := next((piece for piece in request.vector if self._is_unaligned(piece, address)), None):
+                (name, direct), address, pieces = self._files[piece.file], address + piece.at, (piece.offset,)
             offset = next((offset for offset in pieces if offset % ALIGNMENT), request.offset)
             length = request.nbytes // len(pieces) if request.pieces else 0
             if direct and (address | offset | length) % ALIGNMENT:
@@ -100,6 +105,10 @@ class AioErrors:
                     f" to be multiples of {ALIGNMENT}, because the file is open with O_DIRECT"
                 )
         return self.refusal(code, text, name, request.offset, request.names)
+
+    def _is_unaligned(self, piece: FilePiece, address: int) -> bool:
+        """Whether the file refuses the piece of a buffer at ``address``."""
+        return self._files[piece.file][1] and bool(((address + piece.at) | piece.offset) % ALIGNMENT)
 
     def refusal(
         self, code: int, call: str, name: str = "", offset: int = 0, names: tuple[str, ...] = ()

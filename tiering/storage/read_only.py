@@ -33,8 +33,8 @@ from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, round_up
 from tiering.storage.descriptors import close_alone
 from tiering.storage.file_system import FileVersion, open_for_reading
-from tiering.storage.request import Buffer, BufferPart
-from tiering.storage.tickets import StripedTicket, Ticket, Transfer
+from tiering.storage.request import Buffer, FilePiece
+from tiering.storage.tickets import Ticket
 
 COPY_REMEDY = "set tiering.weights_in_place to false, so that the weights are copied to swap space at start"
 
@@ -178,7 +178,7 @@ class Loading:
         self._layout = layout
         self._nbytes = nbytes
         self._memory = _Memory(layout.room)
-        self._transfer: Transfer | None = None
+        self._transfer: Ticket | None = None
 
     def begin(self, names: tuple[str, ...]) -> Self:
         """Start the reads."""
@@ -267,7 +267,7 @@ class ReadOnlyFiles:
         assert home.layout.room <= nbytes + slack, "a read of a home needs more memory than its plan says"
         return home
 
-    def read(self, home: HomeInFiles, buffer: Buffer, *, offset: int = 0, priority: int = 0) -> Transfer:
+    def read(self, home: HomeInFiles, buffer: Buffer, *, offset: int = 0, priority: int = 0) -> Ticket:
         """Start to read all of ``home``, from ``offset`` 0, into ``buffer``, of ``home.layout.room`` bytes.
 
         When the reads have ended, ``home.layout.arrange`` moves the bytes to their places. As with an extent of swap
@@ -294,25 +294,20 @@ class ReadOnlyFiles:
         names: tuple[str, ...],
         in_flight: list[Ticket],
         priority: int = 0,
-    ) -> Transfer:
-        """Start the reads of ``layout`` into ``buffer``; each is added to ``in_flight`` before it begins."""
-        tickets: list[Ticket] = []
+    ) -> Ticket:
+        """Start the reads of ``layout`` into ``buffer``, as one transfer that is added to ``in_flight``."""
+        pieces = [
+            FilePiece(self._open[read.file].number, read.at, read.offset, read.nbytes)
+            for read in layout.reads
+        ]
+        ticket = self._aio.prepare_vector("read", buffer, pieces, priority=priority, names=names)
+        # First: whatever an exception interrupts, ``settle`` finds the transfer if it has begun.
+        in_flight.append(ticket)
         try:
-            for read in layout.reads:
-                # The request refers to this part, and so keeps ``buffer`` until it is done.
-                part = BufferPart(buffer, buffer.address + read.at, read.nbytes)
-                number = self._open[read.file].number
-                ticket = self._aio.prepare(
-                    "read", number, part, read.offset, read.nbytes, priority=priority, names=names
-                )
-                # First: whatever an exception interrupts, ``settle`` finds the reads that have begun.
-                in_flight.append(ticket)
-                tickets.append(ticket)
-                ticket.begin()
+            return ticket.begin()
         except BaseException:
-            _settle(tickets)
+            _settle([ticket])
             raise
-        return tickets[0] if len(tickets) == 1 else StripedTicket(tickets)
 
     def settle(self, home: HomeInFiles) -> None:
         """Wait for all reads of ``home`` by ``read``. Errors of reads are ignored."""

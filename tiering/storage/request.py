@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tiering._aio import ffi, lib
 
@@ -44,6 +44,15 @@ class BufferPart:
 
     buffer: Buffer
     address: int
+    nbytes: int
+
+
+class FilePiece(NamedTuple):
+    """``nbytes`` of a transfer: at byte ``at`` of its buffer, and at ``offset`` of ``file``."""
+
+    file: int
+    at: int
+    offset: int
     nbytes: int
 
 
@@ -113,6 +122,7 @@ class Request:
     priority = 0
     names: tuple[str, ...] = ()
     pieces: tuple[int, ...] = ()  # their offsets in the file, if the transfer is scattered
+    vector: tuple[FilePiece, ...] = ()  # if it has pieces in several files, or of several sizes
     after: tuple[Request, ...] = ()  # kept until this request succeeds, to explain why it did not
     result: int | None = None
     failed_at = 0
@@ -132,7 +142,7 @@ class Request:
         nbytes: int,
     ) -> None:
         self.kind = kind
-        self.file = file
+        self.file = self.failed_file = file
         self.buffer = buffer
         self.offset = offset
         self.nbytes = nbytes

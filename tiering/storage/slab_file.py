@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from tiering._text import shorten
 from tiering.errors import SwapError, SwapSpaceError
@@ -51,6 +52,14 @@ class Extent:
     names: tuple[str, ...]
     in_flight: list[_Transfer] = field(default_factory=list, repr=False)
     failed: list[_Failure] = field(default_factory=list, repr=False)
+
+
+class ExtentRange(NamedTuple):
+    """Bytes [start, end) of an extent, for one transfer."""
+
+    extent: Extent
+    start: int
+    end: int
 
 
 class SlabFile:
@@ -157,12 +166,6 @@ class SlabFile:
         """Start writing ``nbytes`` (default: the buffer's) from ``buffer`` at ``offset`` of ``extent``."""
         return self._start(extent, buffer, offset, nbytes, priority, writes=True)
 
-    def mark_failed(self, extent: Extent, offset: int, nbytes: int, error: SwapError) -> None:
-        """Let reads of [offset, offset + nbytes) of ``extent`` raise ``error`` until the range is written again."""
-        # A concurrent read runs before it and returns the old bytes, or runs after it and raises.
-        with self._lock:
-            extent.failed.append((offset, offset + nbytes, error))
-
     def settle(self, extent: Extent) -> None:
         """Wait for all transfers of ``extent``. A failed write is raised by the next read of its range."""
         # A copy: transfers that other threads begin meanwhile are not waited for.
@@ -184,49 +187,70 @@ class SlabFile:
                 f"transfer [{offset}, {offset + length}) does not fit an extent of {extent.nbytes} bytes and a"
                 f" buffer of {buffer.nbytes} bytes ({shorten(extent.names)})"
             )
-        end = offset + length
+        # Under the lock: only a submitted ticket can be named by the next transfer that conflicts with this one.
         with self._lock:
-            # First: the failure of a write that has ended must be known before a read of its range is let through.
-            self._settle(extent)
-            overlapping = [failure for failure in extent.failed if failure[0] < end and offset < failure[1]]
-            if overlapping and not writes:
-                raise overlapping[0][2].again()
-            ticket = self.aio.prepare(
-                "write" if writes else "read",
-                self.file,
-                buffer,
-                extent.offset + offset,
-                length,
-                priority=priority,
-                # A read after a write, a write after a read, and a write after a write. Two reads may run side by side.
-                after=[t.ticket for t in extent.in_flight if t.conflicts(offset, end, writes)],
-                names=extent.names,
+            return begin_in_order(
+                [ExtentRange(extent, offset, offset + length)],
+                writes,
+                lambda after: self.aio.prepare(
+                    "write" if writes else "read",
+                    self.file,
+                    buffer,
+                    extent.offset + offset,
+                    length,
+                    priority=priority,
+                    after=after,
+                    names=extent.names,
+                ),
             )
-            # Before the submission: see Signals, above. If that fails, _settle restores the failures that it replaces.
-            extent.in_flight.append(_Transfer(ticket, offset, end, writes, overlapping))
-            if overlapping:
-                extent.failed = list(_without(extent.failed, offset, end))
-            # Under the lock: only a submitted ticket can be named by the next transfer that conflicts with this one.
-            return ticket.begin()
 
-    def _settle(self, extent: Extent) -> None:
-        """Remove the transfers that have ended; keep the failures of writes."""
-        in_flight, failed = extent.in_flight, extent.failed
-        # The last transfer was refused, or interrupted before its submission.
-        if in_flight and not in_flight[-1].ticket.has_begun:
-            failed, in_flight = failed + in_flight[-1].replaces, in_flight[:-1]
-        pending: list[_Transfer] = []
-        for transfer in in_flight:
-            if not transfer.ticket.done():
-                pending.append(transfer)
-            elif transfer.writes:
-                try:
-                    transfer.ticket.wait()
-                except SwapError as error:
-                    failed = [*failed, (transfer.start, transfer.end, error.again())]
-        # In this order: after an interruption between the two, the same failures are found and stored once more.
-        extent.failed = failed
-        extent.in_flight = pending
+
+def begin_in_order(
+    ranges: Sequence[ExtentRange], writes: bool, prepare: Callable[[Sequence[Ticket]], Ticket]
+) -> Ticket:
+    """Submit the transfer of ``ranges`` that ``prepare`` makes, after the tickets that it gets.
+
+    Raises the error of an earlier write that failed, if this transfer would read bytes that it did not replace. The
+    caller holds the lock of the extents.
+    """
+    replaced: list[list[_Failure]] = []
+    after: dict[Ticket, None] = {}
+    for extent, start, end in ranges:
+        # First: the failure of a write that has ended must be known before a read of its range is let through.
+        _settle(extent)
+        overlapping = [failure for failure in extent.failed if failure[0] < end and start < failure[1]]
+        if overlapping and not writes:
+            raise overlapping[0][2].again()
+        replaced.append(overlapping)
+        # A read after a write, a write after a read, and a write after a write. Two reads may run side by side.
+        after |= {t.ticket: None for t in extent.in_flight if t.conflicts(start, end, writes)}
+    ticket = prepare(tuple(after))
+    for (extent, start, end), failures in zip(ranges, replaced, strict=True):
+        # Before the submission: see Signals, above. If that fails, _settle restores the failures that it replaces.
+        extent.in_flight.append(_Transfer(ticket, start, end, writes, failures))
+        if failures:
+            extent.failed = list(_without(extent.failed, start, end))
+    return ticket.begin()
+
+
+def _settle(extent: Extent) -> None:
+    """Remove the transfers that have ended; keep the failures of writes."""
+    in_flight, failed = extent.in_flight, extent.failed
+    # The last transfer was refused, or interrupted before its submission.
+    if in_flight and not in_flight[-1].ticket.has_begun:
+        failed, in_flight = failed + in_flight[-1].replaces, in_flight[:-1]
+    pending: list[_Transfer] = []
+    for transfer in in_flight:
+        if not transfer.ticket.done():
+            pending.append(transfer)
+        elif transfer.writes:
+            try:
+                transfer.ticket.wait()
+            except SwapError as error:
+                failed = [*failed, (transfer.start, transfer.end, error.again())]
+    # In this order: after an interruption between the two, the same failures are found and stored once more.
+    extent.failed = failed
+    extent.in_flight = pending
 
 
 def _without(ranges: list[_Failure], start: int, end: int) -> Iterator[_Failure]:

@@ -4,16 +4,12 @@ Each kind of state has its own paths (a *section*). The size of a section is div
 their measured bandwidth, as far as they have room (see striping.py); a slab is as large as the sum of its parts. All
 transfers use one I/O context, which has a queue for each path, so a slow path delays only transfers of its own bytes.
 
-All pieces of a transfer are submitted under one lock: two writes of one range come in the same order on every path. The
-memory is free only when all pieces are done. If a piece of a write cannot be submitted, the range holds old and new
-bytes, and reading the pieces that were left out raises the error. So that this holds wherever an exception interrupts
-the submission, all pieces of a write are marked as left out before the first one is submitted: each submission clears
-its own mark.
+A transfer over several paths is one request (``AioContext.prepare_vector``): it is submitted as a whole or not at all,
+and the memory is free when all its pieces are done. Each part of an extent keeps the transfers of its own range.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections import Counter, defaultdict
@@ -24,15 +20,15 @@ from pathlib import Path
 from tiering import _logs
 from tiering._text import shorten
 from tiering.config.training import format_size
-from tiering.errors import SwapError, SwapSpaceError
+from tiering.errors import SwapSpaceError
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import round_up
 from tiering.storage.bandwidth import MAX_BYTES, measure, weights
-from tiering.storage.request import Buffer, BufferPart
-from tiering.storage.slab_file import Extent, SlabFile
-from tiering.storage.striping import Need, Piece, StripeMap, apportion, shares_of
+from tiering.storage.request import Buffer, FilePiece
+from tiering.storage.slab_file import Extent, ExtentRange, SlabFile, begin_in_order
+from tiering.storage.striping import Need, StripeMap, apportion, shares_of
 from tiering.storage.swap_file import check_directory, disk_of, free_by_file_system, too_full, wait_for_space
-from tiering.storage.tickets import StripedTicket, Ticket, Transfer
+from tiering.storage.tickets import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +58,20 @@ class StripedExtent:
     section: str
     parts: tuple[ExtentPart, ...]
     stripes: StripeMap
+
+    def places(self, offset: int, nbytes: int) -> tuple[list[FilePiece], list[ExtentRange]]:
+        """The pieces of a transfer of [offset, offset + nbytes), and the range of each part that has some of them."""
+        pieces: list[FilePiece] = []
+        ranges: dict[int, ExtentRange] = {}
+        for piece in self.stripes.pieces(offset, nbytes):
+            slab, extent = self.parts[piece.path].slab, self.parts[piece.path].extent
+            pieces.append(
+                FilePiece(slab.file, piece.start - offset, extent.offset + piece.offset, piece.nbytes)
+            )
+            # The pieces of one path are adjacent there.
+            start = ranges[piece.path].start if piece.path in ranges else piece.offset
+            ranges[piece.path] = ExtentRange(extent, start, piece.offset + piece.nbytes)
+        return pieces, list(ranges.values())
 
     def place_of(self, offset: int) -> str:
         """The place on disk of the byte at ``offset``, for messages."""
@@ -167,7 +177,7 @@ class SwapSpace:
         offset: int = 0,
         nbytes: int | None = None,
         priority: int = 0,
-    ) -> Transfer:
+    ) -> Ticket:
         """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``.
 
         A signal handler may raise before the caller has the ticket: after an exception, ``settle`` the extent before
@@ -187,7 +197,7 @@ class SwapSpace:
         offset: int = 0,
         nbytes: int | None = None,
         priority: int = 0,
-    ) -> Transfer:
+    ) -> Ticket:
         """Start writing ``nbytes`` (default: the buffer's) from ``buffer`` at ``offset`` of ``extent``.
 
         After an exception, ``settle`` as with ``swap_in``.
@@ -228,32 +238,28 @@ class SwapSpace:
         priority: int,
         *,
         writes: bool,
-    ) -> Transfer:
+    ) -> Ticket:
         length = min(buffer.nbytes, extent.nbytes - offset) if nbytes is None else nbytes
         if offset < 0 or length <= 0 or offset + length > extent.nbytes or length > buffer.nbytes:
             raise ValueError(
                 f"transfer [{offset}, {offset + length}) does not fit an extent of {extent.nbytes} bytes and a"
                 f" buffer of {buffer.nbytes} bytes ({shorten(extent.names)})"
             )
-        pieces = list(extent.stripes.pieces(offset, length))
-        tickets: list[Ticket] = []
-        # All pieces under one lock: if two writes of a range came in different orders on two paths, the range would
-        # hold rows of both.
+        pieces, ranges = extent.places(offset, length)
+        # One lock for all parts: two writes of one range come in the same order on every path.
         with self._lock:
-            if writes and len(pieces) > 1:
-                # Before the first piece: after any exception, a read of a piece that was not submitted raises.
-                _mark_left_out(extent, pieces)
-            try:
-                for piece in pieces:
-                    part = extent.parts[piece.path]
-                    move = part.slab.swap_out if writes else part.slab.swap_in
-                    # Each request refers to its window, and so keeps ``buffer`` until that piece is done.
-                    window = BufferPart(buffer, buffer.address + piece.start - offset, piece.nbytes)
-                    tickets.append(move(part.extent, window, offset=piece.offset, priority=priority))
-            except BaseException:
-                self.settle(extent)  # after the exception the caller may release the memory
-                raise
-        return tickets[0] if len(tickets) == 1 else StripedTicket(tickets)
+            return begin_in_order(
+                ranges,
+                writes,
+                lambda after: self._aio.prepare_vector(
+                    "write" if writes else "read",
+                    buffer,
+                    pieces,
+                    priority=priority,
+                    after=after,
+                    names=extent.names,
+                ),
+            )
 
     def _make_slabs(self, needs: Mapping[str, Need]) -> list[dict[int, int]]:
         """Open the slabs, measure those that share a section, resize each. Returns bytes per need and path."""
@@ -340,27 +346,6 @@ class SwapSpace:
                         "nvme_path %s are on one disk: striping over them is not faster than using one of them",
                         " and ".join(together),
                     )
-
-
-def _mark_left_out(extent: StripedExtent, pieces: Sequence[Piece]) -> None:
-    """Let reads of ``pieces`` raise until each is written."""
-    first = extent.parts[pieces[0].path]
-    error = SwapError(
-        f"{shorten(extent.names)}: a write was refused or interrupted between two of its pieces and left these bytes"
-        " out; write them again",
-        errno=errno.ECANCELED,
-        filename=str(first.slab.directory),
-        offset=first.extent.offset + pieces[0].offset,
-        names=extent.names,
-    )
-    # The pieces of one path are adjacent: one range for each path, from which every submission clears the beginning.
-    ranges: dict[int, tuple[int, int]] = {}
-    for piece in pieces:
-        start, _ = ranges.get(piece.path, (piece.offset, 0))
-        ranges[piece.path] = start, piece.offset + piece.nbytes
-    for path, (start, end) in ranges.items():
-        part = extent.parts[path]
-        part.slab.mark_failed(part.extent, start, end - start, error)
 
 
 def _directories(sections: Mapping[str, Section], allow_memory_file_system: bool) -> tuple[Path, ...]:

@@ -1,4 +1,4 @@
-"""Tickets: one for each transfer, or for several as one, if a range of an extent lies on more than one path.
+"""Tickets: one for each transfer, also over several files; and several completions as one.
 
 `Transfers` submits the requests of a context, waits for them, and raises the failure of each once: by the ticket of the
 transfer, or, if the ticket was dropped, by a later transfer of the same thread, at the latest by the ``close`` of the
@@ -13,7 +13,7 @@ import math
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Generic, Self, TypedDict, TypeVar
+from typing import Any, Generic, Self, TypedDict, TypeVar
 
 from tiering._aio import ffi, lib
 from tiering.errors import NotDoneError, SwapError
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 _POINTER = ffi.typeof("void *")
 _FILE_STATS = ffi.typeof("aio_file_stats *")
 _RESULT = ffi.typeof("aio_result *")
+_RESULTS = ffi.typeof("aio_result[]")
+_PIECES = ffi.typeof("aio_piece[]")
 
 # A wait returns to the interpreter this often, so that Ctrl-C is handled.
 SLICE_NS = 100_000_000
@@ -156,29 +158,6 @@ class AllOf(Generic[Part]):
         return total
 
 
-class StripedTicket(AllOf[Ticket]):
-    """One transfer over several paths; otherwise like a Ticket."""
-
-    __slots__ = ("nbytes",)
-
-    def __init__(self, parts: Sequence[Ticket]) -> None:
-        super().__init__(parts)
-        self.nbytes = sum(part.nbytes for part in parts)
-
-    def cancel(self) -> bool:
-        """Cancel the parts that have not started, from the last; whether there is one: ``wait`` raises ECANCELED then.
-        The transfer is done when the other parts are."""
-        # From the last one, because parts start from the first: where one has started, those before it probably have,
-        # too.
-        for part in reversed(self.parts):
-            if not part.cancel():
-                return part is not self.parts[-1]
-        return bool(self.parts)
-
-
-Transfer = Ticket | StripedTicket
-
-
 class Transfers:
     """The transfers of the context ``owner``, whose open files are ``files``: name, and whether it is direct.
 
@@ -222,9 +201,22 @@ class Transfers:
         earlier = [before.id for before in request.after] if request.after else ffi.NULL
         n_earlier, priority, ticket = len(request.after), request.priority, request.ticket
         try:
-            if pieces:
+            if request.vector:
+                assert buffer is not None
+                start = buffer.address
+                vector = ffi.new(
+                    _PIECES,
+                    [
+                        (ffi.cast(_POINTER, start + at), offset, nbytes, number)
+                        for number, at, offset, nbytes in request.vector
+                    ],
+                )
+                code: int = lib.aio_submit_vector(
+                    self._handle, kind, vector, len(vector), priority, earlier, n_earlier, ticket
+                )
+            elif pieces:
                 n, each = len(pieces), request.nbytes // len(pieces)
-                code: int = lib.aio_submit_scattered(
+                code = lib.aio_submit_scattered(
                     self._handle, kind, file, address, pieces, n, each, priority, earlier, n_earlier, ticket
                 )
             else:
@@ -247,8 +239,10 @@ class Transfers:
         if code == -errno.ETIMEDOUT:
             return None
         if code == 0:
+            # Before the release, with which C forgets them.
+            records = self._records(request, result) if self._recorded is not None else []
             if result.bytes < 0:
-                request.failed_at = result.offset
+                request.failed_at, request.failed_file = result.offset, result.file
                 # C forgets the ticket when no request can be ordered after it any more. Exactly one thread makes the
                 # FailedTicket that releases it: the first one whose claim is stored.
                 claim = object()
@@ -265,24 +259,34 @@ class Transfers:
                 first = lib.aio_release(self._handle, ticket) == 0
             # C has ended with this memory, whose owner may reuse or unmap it now.
             request.buffer = None
-            if first and self._recorded is not None and result.issued_ns:
-                self._recorded.append(self._record(request, result.issued_ns, result.done_ns))
+            if first and self._recorded is not None:
+                self._recorded += records
         elif code != -errno.ESTALE:
             raise self._errors.refused(request, -code, 0)
         return request.result
 
-    def _record(self, request: Request, issued: int, done: int) -> TransferRecord:
-        assert request.result is not None
+    def _records(self, request: Request, result: Any) -> list[TransferRecord]:
+        """What was done in each file of ``request``, whose whole result is ``result``."""
+        results = [result]
+        if request.vector:
+            results = ffi.new(_RESULTS, len({piece.file for piece in request.vector}))
+            # -ESTALE: another thread has just released it, and has these records.
+            if lib.aio_vector_results(self._handle, request.ticket[0], results, len(results)) < 0:
+                return []
+        return [self._record(request, each) for each in results if each.issued_ns]
+
+    def _record(self, request: Request, result: Any) -> TransferRecord:
+        pieces = [piece for piece in request.vector if piece.file == result.file]
         return TransferRecord(
             kind=KIND_NAMES[request.kind],
-            file=self._files[request.file][0],
+            file=self._files[result.file][0],
             names=request.names,
-            offset=request.offset,
-            nbytes=request.nbytes,
+            offset=pieces[0].offset if pieces else request.offset,
+            nbytes=sum(piece.nbytes for piece in pieces) if pieces else request.nbytes,
             submitted=request.submitted,
-            issued=issued,
-            done=done,
-            error=max(0, -request.result),
+            issued=result.issued_ns,
+            done=result.done_ns,
+            error=max(0, -result.bytes),
         )
 
     def wait(self, request: Request, timeout: float | None) -> int:
@@ -297,23 +301,25 @@ class Transfers:
                 return result
             if request.silence is None:
                 request.silence = Silence()
-            elif request.silence.is_due() and request.silence.has_lasted(self._ended(request.file)):
+            elif request.silence.is_due() and request.silence.has_lasted(self._ended(request)):
                 self._warn_of_silence(request, request.silence.seconds)
             if remaining <= 0:
                 raise NotDoneError(f"{self._errors.describe(request)} is not done after {timeout} s")
 
-    def _ended(self, file: int) -> int:
-        """Operations of ``file`` that have ended."""
-        raw = ffi.new(_FILE_STATS)
-        lib.aio_stats(self._handle, file, raw)
-        return sum(raw.kind[kind].ops + raw.kind[kind].errors for kind in range(lib.AIO_KINDS))
+    def _ended(self, request: Request) -> int:
+        """Operations of the files of ``request`` that have ended."""
+        raw, ended = ffi.new(_FILE_STATS), 0
+        for file in _files_of(request):
+            lib.aio_stats(self._handle, file, raw)
+            ended += sum(raw.kind[kind].ops + raw.kind[kind].errors for kind in range(lib.AIO_KINDS))
+        return ended
 
     def _warn_of_silence(self, request: Request, seconds: float) -> None:
         log.warning(
             "waiting for the %s: no transfer of %s has ended for %.0f s; the drive, or the network behind it, may hang:"
             " see dmesg",
             self._errors.describe(request),
-            self._files[request.file][0],
+            " and ".join(self._files[file][0] for file in _files_of(request)),
             seconds,
         )
 
@@ -408,3 +414,7 @@ class Transfers:
                 self.collect(request, 0)
         for request in unreported:
             self._raise_unreported(request)
+
+
+def _files_of(request: Request) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(piece.file for piece in request.vector)) or (request.file,)

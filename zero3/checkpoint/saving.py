@@ -31,7 +31,7 @@ from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, SwapError, TieringError
 from tiering.storage.arena import Arena, Lease
 from tiering.storage.read_only import Loading
-from tiering.storage.tickets import Transfer
+from tiering.storage.tickets import Ticket
 from tiering.weights.tensor_file import WINDOW, Output, TensorSpec
 from zero3.building.weights import STORED_NAMES
 from zero3.checkpoint.rank_share import Chunk, Range, Share
@@ -198,7 +198,7 @@ class _Reading:
 
     chunk: Chunk
     window: Lease | None
-    tickets: list[Transfer]
+    tickets: list[Ticket]
     copied: list[tuple[Range, Tensor, Event]] = field(default_factory=list)
     loading: Loading | None = None
 

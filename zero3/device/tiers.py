@@ -34,7 +34,7 @@ from tiering.storage.io_stats import FileStats
 from tiering.storage.read_only import FileRange, HomeInFiles, Loading, Move, ReadOnlyFiles
 from tiering.storage.request import Buffer, BufferPart
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
-from tiering.storage.tickets import Transfer
+from tiering.storage.tickets import Ticket
 from zero3.device import nan_memory, storages
 from zero3.device.ledger import Ledger
 from zero3.device.link_copies import Copies
@@ -419,7 +419,7 @@ class Tiers:
         assert home.files is not None and self.files is not None
         return self.files.load(home.files, offset, nbytes)
 
-    def reader(self, home: Home) -> Callable[..., Transfer]:
+    def reader(self, home: Home) -> Callable[..., Ticket]:
         """The function of (buffer, offset=, priority=) that starts to read ``home``, which is on NVMe.
 
         It reads as many bytes as the buffer has, or to the end. A home in files, and a part of an extent, is read as a

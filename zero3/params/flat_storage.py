@@ -21,7 +21,7 @@ from torch import Tensor
 from tiering.placement.tenants import PARAMETERS
 from tiering.storage.arena import Arena, Lease
 from tiering.storage.read_ahead import FETCH_PRIORITY
-from tiering.storage.tickets import Transfer
+from tiering.storage.tickets import Ticket
 from zero3.device.room import room_for
 from zero3.device.storages import as_tensor, close_storage, exchange_pointers
 from zero3.device.streams import Event
@@ -116,7 +116,7 @@ class ExchangedStorage(ArenaStorage):
     def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
         super().__init__(numel, dtype, home, tiers)
         self._read = tiers.reader(home)
-        self._ticket: Transfer | None = None
+        self._ticket: Ticket | None = None
 
     def start(self, *, at: int | None, wait: bool) -> bool:
         if not self._take_room(at=at, wait=wait):
@@ -150,7 +150,7 @@ class ExchangedStorage(ArenaStorage):
         retire_read(lease, ticket)
 
 
-def retire_read(lease: Lease, ticket: Transfer) -> None:
+def retire_read(lease: Lease, ticket: Ticket) -> None:
     """Release a lease that ``ticket`` fills, once the read has ended; its error was raised by ``wait``."""
     if ticket.done():
         lease.release()
@@ -173,7 +173,7 @@ class CopiedStorage(FlatStorage):
         self._tiers = tiers
         self._read = tiers.reader(home) if home.on_nvme else None
         self._lease: Lease | None = None
-        self._ticket: Transfer | None = None
+        self._ticket: Ticket | None = None
         # The end of the copy in flight.
         self._arrived: Event | None = None
 

@@ -22,7 +22,7 @@ from tiering.errors import DistributedError, SwapError
 from tiering.placement.tenants import PARAMETERS
 from tiering.storage.arena import Lease
 from tiering.storage.read_ahead import FETCH_PRIORITY
-from tiering.storage.tickets import Transfer
+from tiering.storage.tickets import Ticket
 from zero3.device.room import room_for
 from zero3.device.storages import as_tensor
 from zero3.device.streams import Event
@@ -124,7 +124,7 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
         self.gathers = gathers
         self._dtype = dtype
         self._read = tiers.reader(home) if home.on_nvme else None
-        self._reads: list[Transfer] = []
+        self._reads: list[Ticket] = []
 
     def start(self, *, at: int | None, wait: bool) -> bool:
         if not self._take_room(at=at, wait=wait):
@@ -166,7 +166,7 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
         if self.gathers.end() is not None:
             lease.release()
 
-    def _begin_reads(self, read: Callable[..., Transfer]) -> None:
+    def _begin_reads(self, read: Callable[..., Ticket]) -> None:
         """Start to ``read`` the shard to its ranges of the whole."""
         itemsize = self._dtype.itemsize
         assert self._lease is not None
@@ -205,7 +205,7 @@ class DeviceGatheredStorage(ShardedStorage):
         self._read = tiers.reader(home) if home.on_nvme else None
         # The pinned memory into which the shard is read.
         self._lease: Lease | None = None
-        self._ticket: Transfer | None = None
+        self._ticket: Ticket | None = None
         # The end of the copy of the shard to its ranges.
         self._copied: Event | None = None
 

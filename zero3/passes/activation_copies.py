@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage
 
 from tiering.storage.arena import Lease
 from tiering.storage.swap_space import StripedExtent
-from tiering.storage.tickets import Transfer
+from tiering.storage.tickets import Ticket
 from zero3.device.streams import Event
 
 
@@ -24,7 +24,7 @@ class Copy:
         self.nbytes = nbytes
         self.lease: Lease | None = None
         # What fills the lease: a copy from a GPU, or a read.
-        self.arrival: Event | Transfer | None = None
+        self.arrival: Event | Ticket | None = None
         self.extent: StripedExtent | None = None
         # On its way back to a GPU: the bytes there, and the end of the copy.
         self.returning: tuple[Tensor, Event] | None = None

@@ -40,7 +40,7 @@ from tiering.placement.workload import ACTIVATIONS
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.read_ahead import FETCH_PRIORITY
 from tiering.storage.swap_space import StripedExtent
-from tiering.storage.tickets import Transfer
+from tiering.storage.tickets import Ticket
 from tiering.telemetry import COPIES_OF
 from zero3.device import heap
 from zero3.device.storages import as_tensor, bytes_of, check_version, share_version, without_bytes
@@ -103,7 +103,7 @@ class MovedActivations:
         # Numbers of copies that have a lease besides their extent: read ahead, and given to backward.
         self._ahead: dict[int, None] = {}
         self._given: dict[int, None] = {}
-        self._writes: deque[Transfer] = deque()
+        self._writes: deque[Ticket] = deque()
         # Through which bytes can be read while tensors of backward have all other room.
         self._spare: Lease | None = memory.lease(self._piece_bytes, ACTIVATIONS) if on_nvme else None
         # Copies over the link in flight, oldest first: both sides must stay as they are.
@@ -360,7 +360,7 @@ class MovedActivations:
         target = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._tiers.device)
         copy.returning = target, self._copy_back(target, copy.lease, copy.arrival)
 
-    def _copy_back(self, target: Tensor, lease: Lease, arrival: Event | Transfer | None) -> Event:
+    def _copy_back(self, target: Tensor, lease: Lease, arrival: Event | Ticket | None) -> Event:
         """Copy the first bytes of ``lease`` to ``target`` on the GPU; the returned event is the end."""
         streams, copies = self._tiers.streams, self._tiers.copies
         assert streams is not None and copies is not None

@@ -18,7 +18,7 @@ from tiering.config.fields import format_size
 from tiering.errors import EngineStateError, PlacementError
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.read_only import COPY_REMEDY, HomeInFiles, Loading
-from tiering.storage.tickets import Transfer
+from tiering.storage.tickets import Ticket
 from zero3.device.storages import as_tensor
 from zero3.device.tiers import Home, Tiers, content_of
 from zero3.optimizer.tiles import FP32, Tile
@@ -496,7 +496,7 @@ def ranges(tiers: Tiers, home: Home, offset: int, nbytes: int, each: int) -> Gen
     with tiers.read_windows(AHEAD + 1, min(each, end - first_page)) as (windows, length):
         step = max(PAGE, min(each, length) // PAGE * PAGE)
         starts = deque(range(first_page, end, step))
-        under_way: deque[tuple[int, Lease, Transfer]] = deque()
+        under_way: deque[tuple[int, Lease, Ticket]] = deque()
         try:
             while starts or under_way:
                 while starts and len(under_way) <= AHEAD:
@@ -537,7 +537,7 @@ def _ranges_of_files(tiers: Tiers, home: Home, offset: int, end: int, each: int)
 
 def _begin(
     tiers: Tiers, windows: Arena, home: Home, offset: int, nbytes: int, ahead: bool
-) -> tuple[Lease, Transfer] | None:
+) -> tuple[Lease, Ticket] | None:
     """A lease that is being filled; None if it is ``ahead`` and there is none."""
     assert home.extent is not None and tiers.swap is not None
     lease = windows.try_lease(nbytes, "staging") if ahead else windows.lease(nbytes, "staging")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tiering.errors import SwapError
-from tiering.storage.tickets import AllOf, StripedTicket
+from tiering.storage.tickets import AllOf
 
 
 class Part:
@@ -79,42 +79,3 @@ def test_what_is_late_hides_what_has_failed() -> None:
     parts = [Part(log, "failed", failure(errno.EIO)), Part(log, "late", 1, late=5.0)]
     with pytest.raises(TimeoutError, match="late"):
         AllOf(parts).wait(0.01)
-
-
-class Cancellable(Part):
-    nbytes = 1
-
-    def __init__(self, log: list[str], name: str, begun: bool) -> None:
-        super().__init__(log, name, 1)
-        self.begun = begun
-
-    def cancel(self) -> bool:
-        if not self.begun:
-            self.log.append(f"took {self.name} back")
-            self.result = failure(errno.ECANCELED)
-        return not self.begun
-
-
-@pytest.mark.parametrize(
-    ("begun", "cancelled", "taken_back"),
-    [
-        ((False, False, False), True, ["took 2 back", "took 1 back", "took 0 back"]),
-        ((True, False, False), True, ["took 2 back", "took 1 back"]),
-        ((True, True, True), False, []),
-        ((False, False, True), False, []),  # it goes on, whole
-    ],
-)
-def test_cancel_is_true_exactly_when_wait_raises(
-    begun: tuple[bool, ...], cancelled: bool, taken_back: list[str]
-) -> None:
-    log: list[str] = []
-    ticket = StripedTicket([Cancellable(log, str(index), state) for index, state in enumerate(begun)])  # type: ignore[misc]
-    assert ticket.cancel() is cancelled
-    assert log == taken_back
-    if cancelled:
-        with pytest.raises(SwapError) as caught:
-            ticket.wait()
-        assert caught.value.errno == errno.ECANCELED
-    else:
-        assert ticket.wait() == ticket.nbytes == 3
-    assert log[len(taken_back) :] == ["0", "1", "2"]

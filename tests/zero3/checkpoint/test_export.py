@@ -28,7 +28,7 @@ from tests.zero3.inside import staging_is_empty
 from tiering.errors import CheckpointError, ConfigError, SwapError
 from tiering.storage.arena import Lease
 from tiering.storage.swap_space import SwapSpace
-from tiering.storage.tickets import Transfer
+from tiering.storage.tickets import Ticket
 from tiering.weights.files import open_weights
 from zero3.checkpoint.saved_names import own_names, transformers_names
 from zero3.state.tensors import TieredState
@@ -194,7 +194,7 @@ def test_a_full_disk_leaves_nothing_behind_and_training_goes_on(
 class Failed:
     """A read that ends with an error."""
 
-    def __init__(self, read: Transfer) -> None:
+    def __init__(self, read: Ticket) -> None:
         self._read = read
 
     def done(self) -> bool:

@@ -12,7 +12,7 @@ from tiering.placement.plan import Plan
 from tiering.storage.arena import Arena, Lease
 from tiering.storage.read_ahead import FETCH_PRIORITY, FetchAhead
 from tiering.storage.swap_space import StripedExtent, SwapSpace
-from tiering.storage.tickets import Transfer
+from tiering.storage.tickets import Ticket
 
 Extents = Sequence[StripedExtent | None]
 """The extent of each group or tile; None: its bytes are in memory."""
@@ -44,14 +44,14 @@ class Transfers:
 
     def read(
         self, extent: StripedExtent, lease: Lease, at: int, offset: int, nbytes: int, priority: int
-    ) -> Transfer:
+    ) -> Ticket:
         return self._space.swap_in(extent, lease.part(at, nbytes), offset=offset, priority=priority)
 
-    def write(self, extent: StripedExtent, lease: Lease, at: int, offset: int, nbytes: int) -> Transfer:
+    def write(self, extent: StripedExtent, lease: Lease, at: int, offset: int, nbytes: int) -> Ticket:
         self.requested_writes += nbytes
         return self._space.swap_out(extent, lease.part(at, nbytes), offset=offset)
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, transfer: Ticket) -> None:
         """Wait for ``transfer``; raises Ended at the deadline."""
         with self.stalling():
             try:
@@ -74,7 +74,7 @@ def _ignore() -> None:
     """Show no progress."""
 
 
-def cancel_reads(reads: Sequence[Transfer]) -> None:
+def cancel_reads(reads: Sequence[Ticket]) -> None:
     """Cancel reads whose bytes are not needed any more; wait for those that had started."""
     cancelled = {read for read in reads if read.cancel()}
     for read in reads:
@@ -91,7 +91,7 @@ class _Fetched:
 
     nbytes: int
     lease: Lease | None
-    read: Transfer | None
+    read: Ticket | None
 
 
 class Fetches:

@@ -19,7 +19,7 @@ from tiering.planning.measure import usual_rule
 from tiering.storage.arena import Arena, Completion, Lease, round_up
 from tiering.storage.read_ahead import FETCH_PRIORITY, Staged, StagingPipeline
 from tiering.storage.swap_space import StripedExtent
-from tiering.storage.tickets import Transfer
+from tiering.storage.tickets import Ticket
 from tiering.tierbench.replay.fetching import Extents, Transfers, cancel_reads
 
 IN_PLACE_NUMEL = 4 << 20  # elements stepped in memory between two looks at what has arrived
@@ -38,7 +38,7 @@ class Gradients:
     def __init__(self, plan: Plan, extents: Extents, transfers: Transfers, *, numbers: bool) -> None:
         self._extents = extents
         self._transfers = transfers
-        self._open: dict[int, tuple[Lease, list[Transfer]]] = {}
+        self._open: dict[int, tuple[Lease, list[Ticket]]] = {}
         self.window = filled(plan.windows[GRADIENTS], "gradient window", numbers=numbers)
 
     def open(self, group: int, *, accumulates: bool) -> None:
@@ -49,7 +49,7 @@ class Gradients:
         self._transfers.check(extent.nbytes)
         with self._transfers.stalling():
             lease = self.window.lease(extent.nbytes, "gradients")
-        reads: list[Transfer] = []
+        reads: list[Ticket] = []
         self._open[group] = lease, reads
         if accumulates:
             reads.append(self._transfers.read(extent, lease, 0, 0, extent.nbytes, 0))
@@ -100,7 +100,7 @@ class _SlotTransfers:
         self._slots = plan.staging
         self._transfers = transfers
 
-    def start_reads(self, staged: Staged[Tile, Transfer]) -> None:
+    def start_reads(self, staged: Staged[Tile, Ticket]) -> None:
         tile = staged.tile
         if tile.state is not None:
             self._read(staged, tile.state, 0, 0, tile.state.nbytes)
@@ -108,7 +108,7 @@ class _SlotTransfers:
             part = tile.part(tile.load.compute_itemsize)
             self._read(staged, tile.param, self._slots.param_offset, *part)
 
-    def start_gradient_read(self, staged: Staged[Tile, Transfer]) -> bool:
+    def start_gradient_read(self, staged: Staged[Tile, Ticket]) -> bool:
         tile = staged.tile
         if tile.grad is None:
             return False
@@ -116,14 +116,14 @@ class _SlotTransfers:
         self._read(staged, tile.grad, self._slots.grad_offset, *part, FETCH_PRIORITY)
         return True
 
-    def wait_for_reads(self, reads: Sequence[Transfer]) -> None:
+    def wait_for_reads(self, reads: Sequence[Ticket]) -> None:
         for read in reads:
             self._transfers.wait(read)
 
-    def before_discard(self, reads: Sequence[Transfer]) -> None:
+    def before_discard(self, reads: Sequence[Ticket]) -> None:
         """Nothing: no parameters are read from a device."""
 
-    def start_writes(self, staged: Staged[Tile, Transfer]) -> list[Completion]:
+    def start_writes(self, staged: Staged[Tile, Ticket]) -> list[Completion]:
         tile, writes = staged.tile, list[Completion]()
         if tile.param is not None:
             part = tile.part(tile.load.compute_itemsize)
@@ -134,7 +134,7 @@ class _SlotTransfers:
 
     def _read(
         self,
-        staged: Staged[Tile, Transfer],
+        staged: Staged[Tile, Ticket],
         extent: StripedExtent,
         at: int,
         offset: int,
@@ -158,7 +158,7 @@ class Tiles:
         self._kernel = kernel
         self._due: dict[Tile, None] = {}  # streamed tiles that this step has not updated yet, in order
         self.staging = filled(plan.staging.nbytes, "staging", numbers=kernel is not None)
-        self._pipeline = StagingPipeline[Tile, Transfer](
+        self._pipeline = StagingPipeline[Tile, Ticket](
             _SlotTransfers(plan, transfers), self.staging, plan.staging.slot_bytes, transfers.stalling
         )
 

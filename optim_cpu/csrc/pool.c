@@ -196,8 +196,9 @@ static void wake_more(void)
 }
 
 /* Join the job of a slot. Returns the number of the thread in it, or 0 if there is no room any more. The job lives until
- * the worker has left. */
-static int join(struct slot *slot)
+ * the worker has left. The number is the worker's own, so that a tensor's slice is stepped by the same thread in each
+ * step; if the job has fewer threads, it is the next one in the order of joining. */
+static int join(struct slot *slot, int worker)
 {
     unsigned state = atomic_load(&slot->state);
 
@@ -205,7 +206,7 @@ static int join(struct slot *slot)
         if (!(state & ALL_ROOM))
             return 0;
     } while (!atomic_compare_exchange_weak(&slot->state, &state, state - ROOM + INSIDE));
-    return slot->job->threads - (int)((state & ALL_ROOM) / ROOM);
+    return worker < slot->job->threads ? worker : slot->job->threads - (int)((state & ALL_ROOM) / ROOM);
 }
 
 static void close_to_workers(struct slot *slot)
@@ -276,12 +277,11 @@ static void sleep_until_woken(void)
     atomic_fetch_sub(&pool.sleepers, 1);
 }
 
-static void *worker(void *unused)
+static void *worker(void *number)
 {
     cpu_set_t before;
     int room;
 
-    (void)unused;
     for (;;) {
         struct slot *slot = find_open(&room);
         if (!slot) {
@@ -289,7 +289,7 @@ static void *worker(void *unused)
                 sleep_until_woken();
             continue;
         }
-        int thread = join(slot);
+        int thread = join(slot, (int)(intptr_t)number);
         if (!thread)
             continue;
         wake_more();
@@ -326,7 +326,8 @@ static void start_workers(int count)
     pthread_mutex_lock(&pool.mutex);
     while (atomic_load(&pool.workers) < count) {
         pthread_t thread;
-        if (pthread_create(&thread, &attributes, worker, NULL))
+        intptr_t number = atomic_load(&pool.workers) + 1; /* that of the caller is 0 */
+        if (pthread_create(&thread, &attributes, worker, (void *)number))
             break;
         pthread_setname_np(thread, "tiering-optim"); /* a detached worker never ends, so `thread` is valid */
         atomic_fetch_add(&pool.workers, 1);

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tiering.config.fields import format_size
+from tiering.doctor.cpus import own_cpus
 from tiering.doctor.finding import Check, Finding, note
+from tiering.host import numa
 from tiering.host.cgroups import levels
 from tiering.host.kernel_files import listed, number, text_of
+from tiering.host.numa import Node
+from tiering.host.topology import Machine, Place, share_out
+from tiering.storage.arena import Arena
 
 MIN_SHARED = 1 << 30
 """Bytes of /dev/shm that data workers and the collectives between ranks of a node may need."""
@@ -18,8 +27,25 @@ MIN_SHARED = 1 << 30
 _NO_LIMIT = 1 << 60
 # Fraction of the memory from which on reserved huge pages are a note.
 _MAX_RESERVED = 0.1
+# Part of a node's equal share of the pages below which it is a note.
+_FAIR_PART = 0.8
 # Bytes of swap in use from which on it is a note.
 _MAX_SWAPPED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The pages of a trial arena by NUMA node, and the errno with which the kernel refused its policy, 0 for none."""
+
+    on: Counter[int]
+    refusal: int = 0
+
+
+def place_on(nodes: Sequence[Node], nbytes: int = 64 << 20) -> Placed:
+    """Map an arena of ``nbytes`` on ``nodes``."""
+    arena = Arena.map(nbytes, "trial", nodes=nodes)
+    refusal = numa.prefer(arena.address, arena.capacity, [node.number for node in nodes])
+    return Placed(numa.pages(arena.address, arena.capacity), refusal)
 
 
 def memory(root: Path) -> Finding:
@@ -137,7 +163,7 @@ def judge_shared_memory(nbytes: int, free: int) -> Finding:
     )
 
 
-def numa(root: Path) -> Finding:
+def numa_nodes(root: Path) -> Finding:
     nodes = [node for node in listed(root / "sys/devices/system/node") if re.fullmatch(r"node\d+", node.name)]
     memories = []
     for node in nodes:
@@ -152,6 +178,32 @@ def numa(root: Path) -> Finding:
     return note(f"{text}: {', '.join(empty)} without memory", "install memory modules for each socket")
 
 
+def arena_pages(root: Path, place: Callable[[Sequence[Node]], Placed] = place_on) -> Finding:
+    """The nodes of the pages of an arena, as a single rank with the CPUs of this process would map it."""
+    nodes = share_out([Place(tuple(own_cpus(root)))], Machine.read(root / "sys"))[0].nodes
+    if not nodes:
+        return Finding("on the only NUMA node with CPUs")
+    placed = place(nodes)
+    text = numa.describe(placed.on)
+    if placed.refusal:
+        name = errno.errorcode.get(placed.refusal, str(placed.refusal))
+        return note(
+            f"{text}: mbind is denied ({name}), so threads bound to the nodes touch the pages; the kernel may move them"
+            " later",
+            "docker run --cap-add SYS_NICE, or a seccomp profile that allows mbind",
+        )
+    total = sum(placed.on.values())
+    if total and min(placed.on[node.number] for node in nodes) < _FAIR_PART * total / len(nodes):
+        numbers = ", ".join(str(node.number) for node in nodes)
+        return note(
+            f"{text}, of an arena for nodes {numbers}: the memory of a node is full, and the kernels have the"
+            " bandwidth of the others only",
+            "find the processes on the full node (numastat -m, numastat -p PID), or bind this one to a node with free"
+            " memory: numactl --cpunodebind=N",
+        )
+    return Finding(text)
+
+
 def _meminfo(root: Path) -> dict[str, int]:
     """The fields of /proc/meminfo in kB, as bytes. Fields that count pages are left out."""
     text = text_of(root / "proc/meminfo") or ""
@@ -161,7 +213,8 @@ def _meminfo(root: Path) -> dict[str, int]:
 CHECKS: dict[str, Check] = {
     "memory": memory,
     "cgroup memory": cgroup_memory,
-    "NUMA nodes": numa,
+    "NUMA nodes": numa_nodes,
+    "arena's pages": arena_pages,
     "transparent huge pages": huge_pages,
     "huge pages set aside": reserved_huge_pages,
     "system swap": swap,

@@ -8,21 +8,21 @@ kernel stops all threads of the process, those of I/O as well, for the remainder
 saturates its memory with one thread for each core: it has no second thread on a core, and leaves one core to the I/O
 driver if there is NVMe. A program that calls ``kernels.set_thread_count`` first keeps its number.
 
-Memory: a rank's arena prefers the NUMA node of its GPU, or else the node of its CPUs.
+Memory: a rank's arena prefers the NUMA node of its GPU, or else the node of its CPUs; if these are on several nodes, it
+is interleaved over them (``numa.py``).
 
 Note: Why threads are not pinned
     The caller of a kernel, a thread of the user, also works on it and must not be pinned. Threads claim tiles one by
-    one, so all would wait for a pinned worker whose core another process uses. Binding whole ranks is the task of the
-    launcher (``torchrun --numa-binding=node``, ``srun --cpu-bind``, ``numactl``), which also binds torch's threads and
-    data workers. This module uses the launcher's masks.
+    one, so all would wait for a pinned worker whose core another process uses. Each worker starts with the same slice
+    in each step, and memory that is interleaved over nodes is equally far from all CPUs. Binding whole ranks is the
+    task of the launcher (``torchrun --numa-binding=node``, ``srun --cpu-bind``, ``numactl``), which also binds torch's
+    threads and data workers. This module uses the launcher's masks.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import platform
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -31,18 +31,15 @@ from pathlib import Path
 
 from optim_cpu import kernels
 from tiering._text import counted
+from tiering.host.numa import Node
 
 log = logging.getLogger(__name__)
 
 SYSFS = Path("/sys")
-# From linux/mempolicy.h.
-MPOL_PREFERRED = 1
-_SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _PCI = re.compile(r"(?:(?P<domain>[0-9a-f]+):)?(?P<rest>[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
 # From so many cores on, one thread for each is taken to saturate the memory: a core alone moves 24 GB/s (bench_pool.py,
 # on Zen 4), and a server's memory has 3 to 10 GB/s for each core. On fewer cores each hyper-thread counts.
 MANY_CORES = 8
-_MASK_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 @dataclass(frozen=True)
@@ -91,19 +88,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """A rank's CPUs, its number of kernel threads, and its NUMA node.
+    """A rank's CPUs, its number of kernel threads, and the NUMA nodes of its memory.
 
-    ``numa_node`` is None if the machine has one node, or the CPUs are on several. ``bounds`` are the reasons for fewer
-    threads than CPUs.
+    ``nodes`` is empty if the machine has one node. ``bounds`` are the reasons for fewer threads than CPUs.
     """
 
     cpus: tuple[int, ...]
     threads: int
-    numa_node: int | None = None
+    nodes: tuple[Node, ...] = ()
     bounds: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        node = "" if self.numa_node is None else f", NUMA node {self.numa_node}"
+        node = "".join(f", NUMA node {node.number}" for node in self.nodes)
         bounds = f" ({', '.join(self.bounds)})" if self.bounds else ""
         return f"{counted(self.threads, 'kernel thread')}{bounds}, CPUs {format_cpus(self.cpus)}{node}"
 
@@ -163,7 +159,7 @@ def share_out(places: Sequence[Place], machine: Machine, limits: Limits = Limits
         ranks = sorted(ranks, key=lambda rank: places[rank].gpu_node or 0)
         for rank, cpus in zip(ranks, _cut(cores, len(ranks)), strict=True):
             threads, bounds = _threads(cpus, machine, part)
-            shares[rank] = NodeShare(cpus, threads, _numa_node(places[rank], cpus, machine), bounds)
+            shares[rank] = NodeShare(cpus, threads, _nodes(places[rank], cpus, machine), bounds)
     return [shares[rank] for rank in range(len(places))]
 
 
@@ -199,14 +195,17 @@ def _cut(cores: list[tuple[int, ...]], parts: int) -> list[tuple[int, ...]]:
     return cut
 
 
-def _numa_node(place: Place, cpus: tuple[int, ...], machine: Machine) -> int | None:
+def _nodes(place: Place, cpus: tuple[int, ...], machine: Machine) -> tuple[Node, ...]:
+    """The nodes of the memory of a rank on ``cpus``, with all CPUs of ``place`` on them."""
     if machine.nodes == 1:
-        return None
+        return ()
     # Ignore a GPU on a node outside the mask: the user has bound this process elsewhere.
-    if place.gpu_node is not None and place.gpu_node in {machine.node(cpu) for cpu in place.cpus}:
-        return place.gpu_node
-    on = {machine.node(cpu) for cpu in cpus}
-    return on.pop() if len(on) == 1 else None
+    numbers = {machine.node(cpu) for cpu in place.cpus if machine.node(cpu) == place.gpu_node}
+    numbers = numbers or {machine.node(cpu) for cpu in cpus}
+    return tuple(
+        Node(number, tuple(cpu for cpu in place.cpus if machine.node(cpu) == number))
+        for number in sorted(numbers)
+    )
 
 
 def gpu_node(pci: str, sysfs: Path = SYSFS) -> int | None:
@@ -221,34 +220,6 @@ def gpu_node(pci: str, sysfs: Path = SYSFS) -> int | None:
         return None
     # -1: the firmware does not report a node.
     return node if node >= 0 else None
-
-
-def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Makes ``node`` the preferred node of the mapping's future pages; returns False if the kernel refuses.
-
-    ``address`` is a multiple of the page size. A container may deny the call.
-    """
-    number = _SYS_MBIND.get(platform.machine())
-    if number is None:
-        return False
-    words = node // _MASK_WORD + 1
-    mask = (ctypes.c_ulong * words)()
-    mask[node // _MASK_WORD] = 1 << (node % _MASK_WORD)
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
-    # The kernel reads one bit less than `maxnode`.
-    refused = call(
-        ctypes.c_long(number),
-        ctypes.c_void_p(address),
-        ctypes.c_size_t(nbytes),
-        ctypes.c_int(MPOL_PREFERRED),
-        mask,
-        ctypes.c_ulong(words * _MASK_WORD + 1),
-        ctypes.c_uint(0),
-    )
-    if refused:
-        log.debug("cannot set the preferred NUMA node %d: %s", node, os.strerror(ctypes.get_errno()))
-    return not refused
 
 
 def parse_cpus(text: str) -> list[int]:

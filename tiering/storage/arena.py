@@ -30,15 +30,15 @@ import threading
 import weakref
 from bisect import bisect
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tiering._aio import ffi, lib
 from tiering.errors import ArenaError, NotDoneError, SwapError
-from tiering.host.topology import prefer_node
+from tiering.host import numa
+from tiering.host.numa import Node
 
 PAGE = 4096
-MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
 STARVED_AFTER_SECONDS = 120.0
 PATIENCE_SECONDS = 0.005
 """The interval at which a wait for the oldest transfer checks the other transfers and the releases of other threads."""
@@ -141,12 +141,12 @@ class Arena:
         name: str,
         pin: Callable[[int, int], None] | None = None,
         *,
-        numa_node: int | None = None,
+        nodes: Sequence[Node] = (),
     ) -> Arena:
         """A new page-aligned mapping of ``nbytes`` (rounded up to pages), touched, and not inherited by forks.
 
         ``pin`` registers (address, nbytes) with the device driver; the caller unregisters it. Pages come from
-        ``numa_node`` while it has free memory.
+        ``nodes``, in turn, while these have free memory.
         """
         mapping = mmap.mmap(-1, round_up(max(nbytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -158,19 +158,13 @@ class Arena:
         # Before the pages exist. A fork would share them copy-on-write, and the next write of this process would move
         # it to a copy, while the kernel and the GPU still use the pages that they have pinned.
         withhold(mapping, address)
-        if numa_node is not None:
-            prefer_node(address, len(mapping), numa_node)
         memory = memoryview(mapping)[: round_up(nbytes)]
-        # Fault every page in now and not in the first step: a GiB takes 0.05 s, and 0.5 s by touching each page.
-        try:
-            mapping.madvise(MADV_POPULATE_WRITE)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # out of memory: touching the pages would kill the process
-                raise ArenaError(
-                    f"the {name} arena needs {len(memory)} bytes of memory, which the system does not give:"
-                    f" {errno.errorcode.get(error.errno or 0, error.errno)}, {error.strerror}; lower the {name} budget"
-                ) from error
-            memory[::PAGE] = bytes(len(memory) // PAGE)  # a kernel before 5.14
+        # Now and not in the first step.
+        if code := numa.populate(name, memory, address, nodes):
+            raise ArenaError(
+                f"the {name} arena needs {len(memory)} bytes of memory, which the system does not give:"
+                f" {errno.errorcode.get(code, code)}, {os.strerror(code)}; lower the {name} budget"
+            )
         if pin is not None and nbytes:
             pin(address, len(memory))
         elif nbytes and (code := lock_memory(address, len(memory))):

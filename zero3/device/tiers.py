@@ -24,6 +24,7 @@ from torch import Tensor
 from tiering.config.fields import format_size
 from tiering.config.training import TiersConfig
 from tiering.errors import SwapError, SwapSpaceError
+from tiering.host.numa import Node
 from tiering.placement.plan import Plan
 from tiering.placement.tenants import PARAMETERS
 from tiering.placement.workload import ACTIVATIONS, Tier
@@ -135,7 +136,7 @@ class Tiers:
         config: TiersConfig,
         nvme: NvmePaths,
         stalls: StallClock,
-        numa_node: int | None = None,
+        nodes: Sequence[Node] = (),
         versions: Mapping[Path, FileVersion] = MappingProxyType({}),
     ) -> None:
         self.plan = plan
@@ -145,7 +146,7 @@ class Tiers:
         self.stalls = stalls
         self.copies = None if self.streams is None else Copies(self.streams, stalls)
         self.timeline = stalls.timeline
-        self._numa_node = numa_node
+        self._nodes = nodes
         self.aio: AioContext | None = None
         self.swap: SwapSpace | None = None
         self.files: ReadOnlyFiles | None = None
@@ -184,7 +185,7 @@ class Tiers:
         on_cuda = self.device.type == "cuda"
         in_arena = plan.total(Tier.HOST) - plan.checksum_bytes
         self.host = Arena.map(
-            in_arena, "host", pin=register_with_cuda if on_cuda else None, numa_node=self._numa_node
+            in_arena, "host", pin=register_with_cuda if on_cuda else None, nodes=self._nodes
         )
         if on_cuda and self.host.capacity:
             # Also for tiers that are not closed: otherwise CUDA would refuse the next registration at this address.
@@ -198,7 +199,7 @@ class Tiers:
         self.offload_window = self.host.split(plan.offload_window_bytes, "offload window")
         by_copy = plan.workload.fetch_by_copy
         on_cpu = 0 if on_gpu else plan.total(Tier.DEVICE) - (plan.working_bytes if by_copy else 0)
-        self.device_arena = Arena.map(on_cpu, "device", numa_node=self._numa_node)
+        self.device_arena = Arena.map(on_cpu, "device", nodes=self._nodes)
         self.working: Arena | DeviceSlab | Ledger
         if self.streams is not None and can_exchange(self.device):
             self.working = DeviceSlab(plan.working_bytes, self.device, self.streams, "working")

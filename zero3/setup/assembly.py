@@ -15,6 +15,7 @@ from tiering import _logs
 from tiering.config.training import TieringConfig, format_size
 from tiering.errors import ConfigError, PlacementError
 from tiering.host import topology
+from tiering.host.numa import Node
 from tiering.placement.budgets import fits, least_of, plan_within, resolve_budgets
 from tiering.placement.plan import Budgets, Plan
 from tiering.weights.files import open_weights
@@ -154,11 +155,11 @@ def _assemble(request: _Request, rank: _Rank) -> Assembly:
 def _assemble_split(request: _Request, rank: _Rank, wrapped: WrappedParameters) -> Assembly:
     model, config = request.model, request.config
     checked = _check(request, rank)
-    numa_node = _settle_on_node(rank, nvme=bool(nvme_paths(config).all))
+    nodes = _settle_on_node(rank, nvme=bool(nvme_paths(config).all))
     planned = _plan(model, config, checked, rank)
     build_on_meta(model, checked.loaded)
     versions = planned.in_place.versions
-    tiers = Tiers(planned.plan, rank.device, config.tiering, planned.nvme, rank.stalls, numa_node, versions)
+    tiers = Tiers(planned.plan, rank.device, config.tiering, planned.nvme, rank.stalls, nodes, versions)
     # Without an optimizer nothing would use gradients.
     frozen = [] if checked.chosen.trains else [param for param in model.parameters() if param.requires_grad]
     try:
@@ -210,8 +211,8 @@ def _with_tiles(request: _Request, tiles: Tiles) -> _Request:
     return replace(request, model_parameters=with_tiles(request.model_parameters, tiles))
 
 
-def _settle_on_node(rank: _Rank, *, nvme: bool) -> int | None:
-    """Take this rank's part of the node's CPUs; returns its NUMA node, None if it has none of its own."""
+def _settle_on_node(rank: _Rank, *, nvme: bool) -> tuple[Node, ...]:
+    """Take this rank's part of the machine's CPUs; returns the NUMA nodes of its memory."""
     world, collectives = rank.world, rank.collectives
     part = topology.settle(
         world.local_rank,
@@ -220,7 +221,7 @@ def _settle_on_node(rank: _Rank, *, nvme: bool) -> int | None:
         nvme=nvme,
         gather=None if collectives is None else collectives.gather_on_node,
     )
-    return part.numa_node
+    return part.nodes
 
 
 def _plan(model: nn.Module, config: TieringConfig, checked: _Checked, rank: _Rank) -> _Planned:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from tiering.commands.doctor import examine
 from tiering.doctor import cpus, engines, limits, memory, software, swap_directory
 from tiering.doctor.doctor_report import RULE, DoctorReport, discreet
 from tiering.doctor.finding import CheckResult, Finding, Verdict, note, perform, problem
+from tiering.host.numa import Node
+from tiering.host.topology import Machine
 
 OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
 GIB = 1 << 30
@@ -147,16 +152,16 @@ NVIDIA = {
             "1.00 GiB are left",
             "overcommit_memory=0",
         ),
-        (memory.numa, {}, OK, "1 node", ""),
+        (memory.numa_nodes, {}, OK, "1 node", ""),
         (
-            memory.numa,
+            memory.numa_nodes,
             {f"{NODE}{n}/meminfo": f"Node {n} MemTotal: {32 << 20} kB" for n in range(2)},
             OK,
             "node0 32.00 GiB, node1 32.00 GiB",
             "",
         ),
         (
-            memory.numa,
+            memory.numa_nodes,
             {f"{NODE}{n}/meminfo": f"Node {n} MemTotal: {n << 20} kB" for n in range(2)},
             NOTE,
             "node0 without memory",
@@ -226,6 +231,34 @@ def test_the_machine(
     assert text in finding.found
     assert remedy in finding.remedy
     assert bool(finding.remedy) is (verdict is not OK)
+
+
+def test_the_nodes_of_an_arenas_pages(tmp_path: Path) -> None:
+    cpulists = {f"{NODE}0/cpulist": "0-3", f"{NODE}1/cpulist": "4-7"}
+    root = machine(tmp_path, cpulists)
+
+    def placed(nodes: Sequence[Node], on: dict[int, int], refusal: int = 0) -> memory.Placed:
+        assert nodes == (Node(0, (0, 1, 2, 3)), Node(1, (4, 5, 6, 7)))
+        return memory.Placed(Counter(on), refusal)
+
+    def finding(on: dict[int, int], refusal: int = 0) -> Finding:
+        return memory.arena_pages(root, lambda nodes: placed(nodes, on, refusal))
+
+    assert finding({0: 45, 1: 55}) == Finding("pages on NUMA node 0: 45 %, node 1: 55 %")
+    denied = finding({0: 50, 1: 50}, errno.EPERM)
+    assert (
+        denied.verdict is NOTE and "mbind is denied (EPERM)" in denied.found and "SYS_NICE" in denied.remedy
+    )
+    full = finding({0: 61, 1: 39})
+    assert full.verdict is NOTE and "the memory of a node is full" in full.found and "numastat" in full.remedy
+    assert finding({}) == Finding("pages on unknown NUMA nodes")
+
+
+def test_the_nodes_of_an_arenas_pages_are_asked_of_this_kernel() -> None:
+    node = Machine.read().node(min(os.sched_getaffinity(0)))
+    placed = memory.place_on([Node(node, tuple(os.sched_getaffinity(0)))], 4 << 20)
+    assert set(placed.on) <= {node} and sum(placed.on.values()) in (0, 1024)
+    assert memory.arena_pages(Path("/")).found.startswith(("on the only NUMA node", "pages on "))
 
 
 def test_shared_memory() -> None:

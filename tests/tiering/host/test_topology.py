@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from optim_cpu import kernels
 from tiering.host import topology
+from tiering.host.numa import Node
 from tiering.host.topology import (
     Limits,
     Machine,
@@ -23,7 +24,6 @@ from tiering.host.topology import (
     parse_cpus,
     share_out,
 )
-from tiering.storage.arena import Arena
 
 GPU_ON_NODE_1 = "00000000:AF:00.0"
 
@@ -56,7 +56,11 @@ def thread_count() -> Iterator[int]:
 
 
 def shares(sysfs: Path, *places: Place) -> list[tuple[str, int | None]]:
-    return [(format_cpus(s.cpus), s.numa_node) for s in share_out(places, Machine.read(sysfs))]
+    """CPUs and node; of several nodes, the negative of their number."""
+    return [
+        (format_cpus(s.cpus), s.nodes[0].number if len(s.nodes) == 1 else -len(s.nodes) or None)
+        for s in share_out(places, Machine.read(sysfs))
+    ]
 
 
 ALL = tuple(range(16))
@@ -73,8 +77,17 @@ def test_ranks_get_whole_cores_of_one_node(two_sockets: Path) -> None:
     assert shares(two_sockets, *[Place(ALL)] * 8)[5] == ("5,13", 1)
 
 
-def test_a_share_over_two_nodes_prefers_neither(two_sockets: Path) -> None:
-    assert shares(two_sockets, *[Place(ALL)] * 3) == [("0-1,8-9", 0), ("2-4,10-12", None), ("5-7,13-15", 1)]
+def test_a_share_over_two_nodes_has_memory_of_both(two_sockets: Path) -> None:
+    assert shares(two_sockets, *[Place(ALL)] * 3) == [("0-1,8-9", 0), ("2-4,10-12", -2), ("5-7,13-15", 1)]
+
+
+def test_a_rank_alone_has_memory_of_all_its_nodes(two_sockets: Path) -> None:
+    share = share_out([Place(ALL)], Machine.read(two_sockets))[0]
+    assert share.nodes == (Node(0, (0, 1, 2, 3, 8, 9, 10, 11)), Node(1, (4, 5, 6, 7, 12, 13, 14, 15)))
+    assert share_out([Place((0, 1, 5))], Machine.read(two_sockets))[0].nodes == (
+        Node(0, (0, 1)),
+        Node(1, (5,)),
+    )
 
 
 def test_more_ranks_than_cores_share_hyper_threads_and_then_those(two_sockets: Path) -> None:
@@ -169,7 +182,7 @@ def test_local_ranks_divide_the_threads(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(ALL))
     kernels.set_thread_count(16)  # as it would be at the start, with this mask
     share = topology.settle(1, 4, GPU_ON_NODE_1, sysfs=two_sockets)
-    assert share == NodeShare((2, 3, 10, 11), 4, 1)
+    assert share == NodeShare((2, 3, 10, 11), 4, (Node(1, (4, 5, 6, 7, 12, 13, 14, 15)),))
     assert kernels.thread_count() == share.threads == 4
     assert topology.settle(1, 4, GPU_ON_NODE_1, sysfs=two_sockets) == share  # a second engine
     assert kernels.thread_count() == 4
@@ -187,7 +200,7 @@ def test_all_ranks_places_are_taken_into_account(
         return [Place((0, 1, 2, 3)), mine]
 
     assert topology.settle(1, 2, GPU_ON_NODE_1, gather=gather, sysfs=two_sockets) == NodeShare(
-        (4, 5, 6, 7), 4, 1
+        (4, 5, 6, 7), 4, (Node(1, (4, 5, 6, 7)),)
     )
     assert shown == [Place((4, 5, 6, 7), 1)]
     assert kernels.thread_count() == 4
@@ -220,7 +233,9 @@ def test_the_cpu_quota_bounds_the_threads_and_is_told(
     monkeypatch.setattr(kernels, "cpu_quota", lambda: 5.5)
     kernels.set_thread_count(5)  # as it would be at the start
     assert topology.settle(0, 1, sysfs=two_sockets).threads == kernels.thread_count() == 5
-    assert caplog.messages == ["local rank 0 of 1: 5 kernel threads (one per core, CPU quota 5.5), CPUs 0-15"]
+    assert caplog.messages == [
+        "local rank 0 of 1: 5 kernel threads (one per core, CPU quota 5.5), CPUs 0-15, NUMA node 0, NUMA node 1"
+    ]
     assert topology.settle(1, 2, sysfs=two_sockets).threads == kernels.thread_count() == 2
     assert "2 kernel threads (CPU quota 2.75), CPUs 4-7,12-15, NUMA node 1" in caplog.text
     assert [s.threads for s in share_out([Place((0,))] * 8, Machine({}, {}), Limits(2.0))] == [1] * 8
@@ -250,22 +265,3 @@ def test_threads_of_many_cores(
 ) -> None:
     share = share_out([Place(tuple(cpus))], Machine.read(two_sockets), limits)[0]
     assert (share.threads, share.bounds) == (threads, bounds)
-
-
-def test_an_arena_prefers_its_node() -> None:
-    maps = Path("/proc/self/numa_maps")
-    if not maps.exists():
-        pytest.skip("this kernel has no NUMA support")
-    node = min(Machine.read().node_of.values(), default=0)
-    arena = Arena.map(1 << 20, "host", numa_node=node)
-    policies = {line.split()[0]: line.split()[1] for line in maps.read_text().splitlines()}
-    policy = policies[f"{arena.address:x}"]
-    if policy == "default" and not topology.prefer_node(arena.address, arena.capacity, node):
-        pytest.skip("mbind is denied here")
-    assert policy in (f"prefer:{node}", f"prefer=relative:{node}")
-
-
-def test_a_node_that_is_not_there_is_no_error() -> None:
-    arena = Arena.map(1 << 20, "host", numa_node=700)
-    assert arena.capacity == 1 << 20
-    assert not topology.prefer_node(arena.address, arena.capacity, 700)

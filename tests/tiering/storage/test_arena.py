@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
-import mmap
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tiering.errors import ArenaError, NotDoneError, SwapError
+from tiering.host import numa
 from tiering.storage import arena as arena_module
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 
@@ -394,7 +394,7 @@ def test_progress_is_not_starvation(arena: Arena, monkeypatch: pytest.MonkeyPatc
 def test_pages_are_touched_and_pinned_once(populates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not populates:
         # As a kernel before 5.14: no such advice.
-        monkeypatch.setattr(arena_module, "MADV_POPULATE_WRITE", 0x7FFF)
+        monkeypatch.setattr(numa, "MADV_POPULATE_WRITE", 0x7FFF)
     pinned: list[tuple[int, int]] = []
     arena = Arena.map(5 * PAGE + 1, "host", pin=lambda address, nbytes: pinned.append((address, nbytes)))
     assert pinned == [(arena.address, 6 * PAGE)]
@@ -408,13 +408,7 @@ def test_pages_are_touched_and_pinned_once(populates: bool, monkeypatch: pytest.
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
 def test_memory_that_the_system_does_not_give_is_refused(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To touch it page by page, as under an old kernel, would end the process."""
-
-    class Refusing(mmap.mmap):
-        def madvise(self, advice: int, *rest: int) -> None:
-            if advice == arena_module.MADV_POPULATE_WRITE:
-                raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(arena_module.mmap, "mmap", Refusing)
+    monkeypatch.setattr(numa, "touch", lambda memory, address: code)
     with pytest.raises(ArenaError) as caught:
         Arena.map(5 * PAGE, "host")
     assert str(caught.value) == (

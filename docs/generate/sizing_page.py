@@ -22,6 +22,7 @@ from tiering.planning.choices import Open
 from tiering.planning.fit import UNLIMITED, least_budget
 from tiering.planning.forecast import HIDDEN, forecast
 from tiering.planning.profiles import PROFILES, SSD_990_PRO, Profile
+from tiering.planning.rates import Rates
 from tiering.planning.setting import TOKENS, Setting, profile_budgets, usual_config, with_changes
 from tiering.planning.sizing import NAMED, decoder, load_of, parse_count, plan_of_size
 from tiering.planning.update_share import best_share
@@ -38,6 +39,7 @@ MICRO_BATCHES = 16
 LONG_SIZE = "70B"
 LAPTOP_BYTES = 16 << 30
 GIB = 1 << 30
+ONE_990_PRO = Rates(nvme_read=SSD_990_PRO.read, nvme_write=SSD_990_PRO.write).disk(1, 1)
 
 INTRO = """\
 # Model sizes by machine
@@ -261,7 +263,7 @@ def _rows_of_cards(models: Sequence[str]) -> Iterator[Sequence[str]]:
                 card * GIB // 2, int(HOST_BYTES * AUTO_SHARE), int(SSD_990_PRO.capacity * NVME_SHARE)
             )
             try:
-                plan = place(load, budgets)
+                plan = place(replace(load, disk=ONE_990_PRO), budgets)
             except PlacementError:
                 cards.setdefault(("too small", *("-" * 4)), []).append(str(card))
                 continue
@@ -278,7 +280,8 @@ def _adapters_on_4090(models: Sequence[str]) -> Iterator[Sequence[str]]:
         rates, shape = profile.rates(load), NAMED[model]
         sizes = shape.activations(setting, itemsize=load.compute_itemsize, adapters=Adapters(RANK, base=base))
         budgets = _beside(sizes, profile, load, usual_config(Path()))
-        load = replace(load, update_on_device=best_share(load, budgets, rates))
+        share = best_share(load, budgets, rates)
+        load = replace(load, update_on_device=share, disk=rates.disk(1, 1))
         plan = place(load, budgets)
         told = forecast(
             plan,
@@ -302,7 +305,7 @@ def _adapters_on_4090(models: Sequence[str]) -> Iterator[Sequence[str]]:
 def _adapters_on_laptop(models: Sequence[str]) -> Iterator[Sequence[str]]:
     for model, base, load in _adapted(models, Setting()):
         try:
-            plan = place(load, _of_laptop())
+            plan = place(replace(load, disk=ONE_990_PRO), _of_laptop())
         except PlacementError:
             yield _absent(model, base, 5)
             continue
@@ -349,7 +352,8 @@ def _rows_of(profile: Profile, sizes: Sequence[str]) -> Iterator[Sequence[str]]:
         rates, shape = profile.rates(load), decoder(parse_count(size))
         activations = shape.activations(setting, itemsize=load.compute_itemsize)
         budgets = _beside(activations, profile, load, usual_config(Path(), world_size=ranks))
-        load = replace(load, update_on_device=best_share(load, budgets, rates.of_rank(ranks)))
+        share = best_share(load, budgets, rates.of_rank(ranks))
+        load = replace(load, update_on_device=share, disk=rates.disk(1, ranks))
         try:
             plan = place(load, budgets)
         except PlacementError:
@@ -399,12 +403,14 @@ def _long_rows() -> Iterator[Sequence[str]]:
             if not budgets.device:
                 yield start, where, _gib(sizes.on_device()), "too large", *("-" * 4)
                 continue
-            load = replace(load, update_on_device=best_share(load, budgets, profile.rates(load)))
+            rates = profile.rates(load)
+            share = best_share(load, budgets, rates)
+            load = replace(load, update_on_device=share, disk=rates.disk(1, 1))
             load, placed = with_activations(load, place(load, budgets), config, setting, sizes)
             plan = place(load, budgets)
             told = forecast(
                 plan,
-                profile.rates(load),
+                rates,
                 tokens=tokens,
                 checkpointed=True,
                 attention_flops=setting.attention_flops(shape.layers, shape.hidden),
@@ -445,7 +451,7 @@ def _cluster_rows() -> Iterator[Sequence[str]]:
 def _laptop_rows(sizes: Sequence[str]) -> Iterator[Sequence[str]]:
     for size, state, load in _loads(sizes, Setting()):
         try:
-            plan = place(load, _of_laptop())
+            plan = place(replace(load, disk=ONE_990_PRO), _of_laptop())
         except PlacementError:
             yield _absent(size, state, 5)
             continue

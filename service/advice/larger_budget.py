@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from tiering.telemetry import PlannedTier, PlanStatus
 
 PLACEMENT_ORDER = ("parameters", "gradients", "optimizer state")
-# Bytes: six slots of 2 Mi elements of 20 bytes, the largest staging that a plan makes.
+# Bytes: six slots of 2 Mi elements of 20 bytes, the largest staging that a plan makes while little is on NVMe.
 MAX_STAGING = 240 << 20
+# More of it takes at most a part (1/n) of what is on NVMe beyond these bytes, and less with a larger budget.
+LITTLE_ON_NVME = 4 << 30
+GROWTH_DIVISOR = 8
 STAGING_DIVISOR = 3  # staging takes at most 1/3 of a host budget
 NEGLIGIBLE = 0.1  # of the bytes that a step moves: a remedy must save more
 
@@ -67,7 +70,9 @@ def _partial(
     plan: PlanStatus, host: PlannedTier, on_nvme: Mapping[str, int], free: int, moved: int
 ) -> LargerBudget | None:
     budget = host.budget + free
-    room = budget - host.planned - min(_largest_staging(host), budget // STAGING_DIVISOR)
+    room = (
+        budget - host.planned - min(_largest_staging(host, sum(on_nvme.values())), budget // STAGING_DIVISOR)
+    )
     saved, bytes_in_memory, whole = 0.0, {}, []
     for kind, nbytes in on_nvme.items():
         fits = max(0, min(nbytes, room))
@@ -86,6 +91,7 @@ def _moves(plan: PlanStatus, kind: str) -> int:
     return plan.read.get(kind, 0) + plan.written.get(kind, 0)
 
 
-def _largest_staging(host: PlannedTier) -> int:
-    """The maximum bytes of staging with any budget; a rank that updates whole groups has larger slots."""
-    return max(MAX_STAGING, 2 * host.by_kind.get("staging", 0))
+def _largest_staging(host: PlannedTier, on_nvme: int) -> int:
+    """The maximum bytes of staging with a larger budget; a rank that updates whole groups has larger slots."""
+    more = max(0, on_nvme - LITTLE_ON_NVME) // GROWTH_DIVISOR
+    return max(MAX_STAGING, 2 * host.by_kind.get("staging", 0)) + more

@@ -14,7 +14,7 @@ from tiering.errors import PlacementError
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.slots import SMALLEST_TILE
-from tiering.placement.workload import GroupSizes, InFiles, Tenant, TenantPiece, Tier, Workload
+from tiering.placement.workload import DiskRate, GroupSizes, InFiles, Tenant, TenantPiece, Tier, Workload
 from tiering.storage.arena import PAGE
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -116,6 +116,9 @@ def workloads(draw: st.DrawFn) -> Workload:
         can_split=itemsize == 2,
         step_in_backward=draw(st.booleans()),
         others=tuple(draw(st.lists(cached_keys(), max_size=1))),
+        staged_seconds=draw(st.sampled_from([0.0, 0.1, 10.0])),
+        staged_numel=draw(st.sampled_from([1, 3 * SMALLEST_TILE, 16 << 20])),
+        disk=draw(st.none() | st.builds(DiskRate, st.integers(1, 1 << 30), st.booleans())),
     )
 
 

@@ -239,6 +239,20 @@ class IoConfig(Section):
     )
 
 
+class StagingConfig(Section):
+    """Staging: the slots in host memory through which optimizer state passes from NVMe to its update and back."""
+
+    seconds: Number = Field(
+        default=0.1,
+        description="Seconds of NVMe transfers that the slots cover, as far as a third of the host budget has room and"
+        " the state on NVMe is large; 0: six slots.",
+    )
+    tile_elements: Count = Field(
+        default=16 << 20,
+        description="Maximum elements in a slot, as far as six such slots cover no more than these seconds.",
+    )
+
+
 class TelemetryConfig(Section):
     """Status that the run publishes for the sidecar."""
 
@@ -357,6 +371,9 @@ class TiersConfig(Section):
         default=QuantizeConfig(), description="Frozen linear layers in 4 or 8 bits."
     )
     io: IoConfig = Field(default=IoConfig(), description="Asynchronous I/O to NVMe.")
+    staging: StagingConfig = Field(
+        default=StagingConfig(), description="Slots for optimizer state on its way from NVMe and back."
+    )
     distributed: DistributedConfig = Field(
         default=DistributedConfig(), description="Limits of the wait for other ranks."
     )

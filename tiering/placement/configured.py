@@ -131,6 +131,8 @@ def make_workload(
         reduce_itemsize=ITEMSIZES[dtypes.reduce],
         reduce_bucket=zero.reduce_bucket_elements,
         others=others,
+        staged_seconds=config.tiering.staging.seconds,
+        staged_numel=config.tiering.staging.tile_elements,
         finer=tuple(map(tuple, finer)),
     )
 

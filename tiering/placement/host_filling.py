@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from tiering.placement.plan import Staging, TileRun
-from tiering.placement.slots import Streams, has_to_visit, largest_tile, tile_numel
+from tiering.placement.slots import SlotRoom, has_to_visit, tile_numel, usual_tile
 from tiering.placement.tenants import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from tiering.placement.workload import Tenant, TenantPiece, Tier, Workload
 
@@ -31,9 +31,9 @@ class Filled:
 class HostFilling:
     """The tiers of ``everything`` in ``load`` while ``room`` bytes of host memory are filled.
 
-    The pieces of a tenant start on ``first_tiers``, by its kind. State passes through ``slots`` slots for tiles of
-    ``tile`` elements; without slots, everything has to fit. ``room`` does not include the slots and the windows, but
-    their bytes are used too if they are not needed.
+    The pieces of a tenant start on ``first_tiers``, by its kind. State passes through ``slots``; without slots,
+    everything has to fit. ``room`` does not include the slots and the windows, but their bytes are used too if they are
+    not needed.
     """
 
     def __init__(
@@ -42,8 +42,7 @@ class HostFilling:
         everything: Sequence[Tenant],
         first_tiers: Mapping[str, Sequence[Tier]],
         room: int,
-        tile: int,
-        slots: int | None,
+        slots: SlotRoom | None,
     ) -> None:
         self._load = load
         self._tenants = everything
@@ -51,7 +50,7 @@ class HostFilling:
         self._first_tiers = first_tiers
         self._tiers = {kind: list(tiers) for kind, tiers in first_tiers.items()}
         self._runs: list[TileRun] = []
-        self._tile, self._slots = tile, slots
+        self._slots = slots
         self._fits = True
 
     def run(self) -> Filled | None:
@@ -127,7 +126,8 @@ class HostFilling:
     def _keep_state(self) -> None:
         if self._slots is not None:
             self._room += self._staging(self._first_tiers).nbytes - self._staging(self._tiers).nbytes
-        load, largest = self._load, largest_tile(self._load)
+        load, usual = self._load, usual_tile(self._load)
+        largest = usual if self._slots is None else self._slots.tile
         # Of each kind of groups, by the home of their parameters: elements, those of a tile, and state bytes of each.
         sizes: dict[tuple[int, Tier], tuple[int, int, int]] = {}
         params = self._tiers[PARAMETERS]
@@ -138,7 +138,7 @@ class HostFilling:
                 group = load.groups[index]
                 # Tiles that visit the device need no host slots, so the room for host slots must not limit their size.
                 visits, numel = has_to_visit(load, home, param), load.state_numel(group)
-                step = tile_numel(numel, largest if visits else self._tile)
+                step = tile_numel(numel, usual if visits else largest)
                 sizes[kind, param] = numel, step, load.of(group).state_itemsize
             numel, step, itemsize = sizes[kind, param]
             kept = 0
@@ -162,7 +162,7 @@ class HostFilling:
 
     def _staging(self, tiers: Mapping[str, Sequence[Tier]]) -> Staging:
         assert self._slots is not None
-        return Streams.of(self._load, tiers[PARAMETERS], tiers[GRADIENTS]).slots(self._tile, self._slots)
+        return self._slots.staging(tiers[PARAMETERS], tiers[GRADIENTS])
 
 
 class _Traffic(NamedTuple):

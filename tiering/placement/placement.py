@@ -24,14 +24,7 @@ from tiering.errors import PlacementError
 from tiering.placement.host_filling import Filled, HostFilling
 from tiering.placement.plan import Budgets, Plan, Staging, TileRun, checksum_bytes
 from tiering.placement.reduction import least_reduction, reduction_within
-from tiering.placement.slots import (
-    USUAL_SLOTS,
-    Streams,
-    has_to_visit,
-    largest_tile,
-    slots_of_sizes,
-    tile_and_slots,
-)
+from tiering.placement.slots import USUAL_SLOTS, SlotRoom, growth, has_to_visit, slot_room, slots_of_sizes
 from tiering.placement.tenants import GRADIENTS, PARAMETERS, tenants, with_windows
 from tiering.placement.workload import ACTIVATIONS, GroupSizes, Tenant, Tier, Workload
 from tiering.storage.arena import PAGE, round_up
@@ -96,6 +89,9 @@ def _place_cut(load: Workload, budgets: Budgets) -> Plan:
     try:
         return _place(load, fixed, kept)
     except BudgetError as refusal:
+        if refusal.tier is Tier.NVME and load.staged_bytes:
+            # What larger slots take from the cache goes to NVMe: try with the usual ones.
+            return replace(_place_cut(replace(load, disk=None), budgets), workload=load)
         # Parameters that are kept in host memory may have left too little room for mandatory bytes: try without.
         if kept and refusal.tier is not Tier.NVME:
             with contextlib.suppress(PlacementError):
@@ -124,14 +120,14 @@ def _place(load: Workload, fixed: _Room, kept: Sequence[int]) -> Plan:
     offload_window = 2 * _largest_arrival(load) if load.steps_copy_out else 0
     fixed.add(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
 
-    def fill(tile: int, slots: int | None) -> Filled | None:
-        return HostFilling(load, everything, tiers, fixed.remaining(Tier.HOST), tile, slots).run()
+    def fill(slots: SlotRoom | None) -> Filled | None:
+        return HostFilling(load, everything, tiers, fixed.remaining(Tier.HOST), slots).run()
 
     # Some bytes are on NVMe in any case.
     least_checksums = checksum_bytes(load, _bytes_on_nvme(everything, tiers, only_fixed=True))
     fixed.add(Tier.HOST, least_checksums, "checksums")
     # If the device has its own memory, updated parameters reach it through a slot.
-    filled = None if load.steps_copy_out else fill(largest_tile(load), None)
+    filled = None if load.steps_copy_out else fill(None)
     if filled is None:
         # Checksums for all bytes that may go to NVMe: an upper bound, since bytes kept in host memory need none.
         most_checksums = checksum_bytes(load, _bytes_on_nvme(everything, tiers))
@@ -140,13 +136,12 @@ def _place(load: Workload, fixed: _Room, kept: Sequence[int]) -> Plan:
             tenant.kind: tenant.window_bytes(tiers[tenant.kind]) for tenant in with_windows(everything)
         }
         room = fixed.remaining(Tier.HOST) - sum(windows.values())
-        tile, slots = tile_and_slots(load, room, param_tiers, grad_tiers)
-        staging = Streams.of(load, param_tiers, grad_tiers).slots(tile, slots)
-        fixed.add(Tier.HOST, staging.nbytes, "staging")
+        slots = slot_room(load, room, growth(load, room, everything), param_tiers, grad_tiers)
+        fixed.add(Tier.HOST, slots.staging(param_tiers, grad_tiers).nbytes, "staging")
         for kind, nbytes in windows.items():
             fixed.add(Tier.HOST, nbytes, f"{kind} on their way to NVMe")
         fixed.check()
-        filled = fill(tile, slots)
+        filled = fill(slots)
     assert filled is not None
     chains = _chains(load, filled.tiers[PARAMETERS])
     least_working = max(chains, default=0)

@@ -381,6 +381,33 @@ class Plan:
         texts = [f"{format_size(nbytes)} {place}" for place, nbytes in self.updated().items()]
         return f"optimizer state is updated: {', '.join(texts)}" if texts else ""
 
+    def staging_figures(self) -> dict[str, float | bool] | None:
+        """The slots, and the ``seconds`` of NVMe transfers that they cover at ``bytes_per_second``.
+
+        None if nothing passes through them to NVMe, or without a rate.
+        """
+        disk = self.workload.disk
+        if disk is None or not self.staging.nbytes or not sum(self.nvme_traffic()):
+            return None
+        return {
+            "slots": self.staging.slots,
+            "slot_bytes": self.staging.slot_bytes,
+            "seconds": self.staging.nbytes / disk.nbytes,
+            "bytes_per_second": disk.nbytes,
+            "assumed": disk.assumed,
+        }
+
+    def _staged(self) -> str:
+        """A line with ``staging_figures``; empty if there are none."""
+        figures = self.staging_figures()
+        if figures is None:
+            return ""
+        source = " (assumed: tiering plan --measure DIR measures it)" if figures["assumed"] else ""
+        return (
+            f"staging: {self.staging.slots} slots of {format_size(self.staging.slot_bytes)} cover"
+            f" {1e3 * figures['seconds']:.3g} ms of NVMe at {format_size(int(figures['bytes_per_second']))}/s{source}"
+        )
+
     def table(self) -> Table:
         """The plan as a table."""
         from tiering._figures_table import FiguresTable
@@ -389,7 +416,9 @@ class Plan:
         moved = f"read {format_size(read)}\nwrite {format_size(written)}" if read or written else "-"
         ranks = self.workload.world_size
         each = f", each of {ranks} ranks (stage {self.workload.stage})" if ranks > 1 else ""
-        notes = filter(None, (self._formats(), self._updates(), self.workload.beside_budgets()))
+        notes = filter(
+            None, (self._formats(), self._updates(), self._staged(), self.workload.beside_budgets())
+        )
         # Every plan fits in 80 columns.
         table = FiguresTable.plain(title=f"Placement plan{each}", caption="\n".join(notes))
         for heading in ("tier", "budget", "planned", "what lives there", "per step"):

@@ -53,6 +53,13 @@ class InFiles(NamedTuple):
     slack: int
 
 
+class DiskRate(NamedTuple):
+    """Bytes per second that a rank reads and writes over NVMe together, as many of each; ``assumed``: not measured."""
+
+    nbytes: int
+    assumed: bool
+
+
 @dataclass(frozen=True)
 class TenantPiece:
     """The bytes of a tenant that are placed together."""
@@ -204,6 +211,12 @@ class Workload:
     reduce_bucket: int = 5 * 10**8
     # What lives on the tiers besides parameters, gradients and optimizer state.
     others: tuple[Tenant, ...] = ()
+    # Seconds of transfers, at the rate of ``disk``, that staging slots cover if there is room.
+    staged_seconds: float = 0.0
+    # The maximum of elements in a tile that passes through a slot.
+    staged_numel: int = 2 << 20
+    # None: unknown, and nothing is assumed either.
+    disk: DiskRate | None = None
     # Other groups of the same model, for a lack of room: each of these is a finer cut than the one before it.
     finer: tuple[tuple[GroupSizes, ...], ...] = ()
 
@@ -425,6 +438,11 @@ class Workload:
     def steps_need_params(self) -> bool:
         """Whether an update reads the compute parameters, because they are the master or half of it."""
         return self.master_is_param or self.split
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that staging slots should cover."""
+        return 0 if self.disk is None else round(self.staged_seconds * self.disk.nbytes)
 
     @property
     def stepped_bytes(self) -> int:

@@ -6,7 +6,6 @@ changes its meaning; names may be added.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiering.config.training import TieringConfig, format_size
 from tiering.errors import ConfigError, PlacementError
+from tiering.placement.placement import place
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier, Workload
 from tiering.planning.activation_remedies import for_activations
@@ -254,25 +254,27 @@ def report(
 def report_on(request: Request, rates: RatesOf) -> PlanReport:
     """As ``report``, of ``request``."""
     try:
-        plan, placed = request.plan()
+        first, _ = request.plan(place)
     except PlacementError as refusal:
         model, offers = request.model, tuple(_remedies(request))
         return PlanReport(
             model.name, model.params, request, request.load, request.budgets, None, str(refusal), offers
         )
-    return _planned(request, plan, placed, rates)
+    return _planned(request, first.budgets, rates)
 
 
-def _planned(request: Request, plan: Plan, placed: PlacedActivations | None, rates: RatesOf) -> PlanReport:
-    """The report of ``plan``, of ``request``."""
+def _planned(request: Request, budgets: Budgets, rates: RatesOf) -> PlanReport:
+    """The report of ``request``, which has a plan within ``budgets``."""
     model, setting, unforeseen = request.model, request.setting, ""
     rates_of_load = rates if isinstance(rates, Rates) else rates(request.load)
+    settled, share = request.at(rates_of_load), 0.0
     if request.config.tiering.update_on_device == "auto":
-        share = best_share(request.load, plan.budgets, rates_of_load.of_rank(setting.local_size))
-        # The activations may need the device memory that the share takes.
-        with contextlib.suppress(PlacementError):
-            if share:
-                plan, placed = request.with_share(share).plan()
+        share = best_share(request.load, budgets, rates_of_load.of_rank(setting.local_size))
+    try:
+        plan, placed = (settled.with_share(share) if share else settled).plan()
+    except PlacementError:
+        # The activations may need the memory that the share or the slots take.
+        plan, placed = request.plan()
     prediction = None
     try:
         prediction = forecast(
@@ -359,6 +361,7 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
         "nvme_moved_by_state": dict(plan.moved_by_format),
         "sent": plan.sent_bytes(),
         "updated": plan.updated(),
+        "staging": plan.staging_figures(),
     }
 
 

@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Self
 
 from tiering.errors import ConfigError
+from tiering.placement.workload import DiskRate
+
+# Bytes per second that a drive is assumed to read and write together if nobody has measured it: one of PCIe 4.
+ASSUMED_DISK = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,17 @@ class Rates:
             optimizer=share(self.optimizer),
             gradients=share(self.gradients),
         )
+
+    def disk(self, paths: int, local_ranks: int) -> DiskRate:
+        """The rate of reads and writes together of each of ``local_ranks`` ranks over ``paths``.
+
+        Without the mixed rate, reads and writes take turns. Without these, each path has a drive of ASSUMED_DISK.
+        """
+        mixed = self.nvme_mixed
+        if mixed is None and self.nvme_read is not None and self.nvme_write is not None:
+            mixed = 2 / (1 / self.nvme_read + 1 / self.nvme_write)
+        node = paths * ASSUMED_DISK if mixed is None else mixed
+        return DiskRate(max(1, round(node / local_ranks)), mixed is None)
 
     def updated(self, other: Rates) -> Rates:
         """These rates, with the known rates of ``other`` in their place."""

@@ -24,6 +24,7 @@ from tiering.planning.activations import (
     with_activations,
 )
 from tiering.planning.needs import place_with_needs, with_needed_nvme
+from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting, with_changes
 
 # Fields of Setting by the name of their change.
@@ -162,6 +163,14 @@ class Request:
             setting=replace(self.setting, **own) if own else self.setting,
             measured=self._resolved,
         )
+
+    def at(self, rates: Rates) -> Request:
+        """The same with staging for drives of these ``rates``."""
+        paths = len(self.config.zero.offload_optimizer.swap_directories)
+        if not paths:
+            return self
+        load = replace(self.load, disk=rates.disk(paths, self.setting.local_size))
+        return replace(self, load=load, measured=self._resolved)
 
     def with_share(self, share: float) -> Request:
         """The same with ``share`` of the state in host memory updated by the GPU."""

@@ -33,6 +33,7 @@ from zero3.device.streams import streams_of
 from zero3.device.tiers import NvmePaths, Tiers
 from zero3.device.timeline import StallClock, Timeline
 from zero3.observe.device_rates import settle_update_share
+from zero3.observe.disk_rate import settle_disk_rate
 from zero3.observe.monitors import check_monitors
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
@@ -239,7 +240,9 @@ def _plan(model: nn.Module, config: TieringConfig, checked: _Checked, rank: _Ran
     cuts = Cuts([cut(first)])
     if not fits(cuts.load, budgets):
         cuts = Cuts([*cuts.models, *map(cut, finer)])
-    load = cuts.load
+    load = settle_disk_rate(
+        cuts.load, config, local_ranks=rank.world.local_size, collectives=rank.collectives
+    )
     if on_gpu and config.tiering.update_on_device == "auto":
         ranks = rank.world.local_size
         load = settle_update_share(

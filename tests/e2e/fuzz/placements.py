@@ -43,6 +43,8 @@ class Placement:
     engine: str = "auto"
     block_size: str = "1M"
     queue_depth: int = 16
+    staged_seconds: float = 0.0
+    staged_tile: int = 16 << 20
     paths: int = 1
     threads: int = 1
     instruction_set: str = ""
@@ -76,6 +78,8 @@ class Placement:
             engine=rng.choice(("auto", "io_uring", "threads")),
             block_size=rng.choice(("4K", "1M")),
             queue_depth=rng.choice((1, 3, 16)),
+            staged_seconds=rng.choice((0.0, 0.1, 1e-6)),
+            staged_tile=rng.choice((1, 5000, 16 << 20)),
             paths=rng.choice((1, 1, 1, 2)),
             threads=rng.choice((1, 1, 2)),
             instruction_set=rng.choice(("", "", *kernels.available_instruction_sets())),
@@ -127,6 +131,7 @@ class Placement:
                     "block_size": self.block_size,
                     "queue_depth": self.queue_depth,
                 },
+                "staging": {"seconds": self.staged_seconds, "tile_elements": self.staged_tile},
                 "telemetry": {"enabled": False},
                 **PLENTY,
             },

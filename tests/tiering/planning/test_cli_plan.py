@@ -167,7 +167,16 @@ def test_the_names_in_json_are_those_of_its_schema(plan: Plan) -> None:
     assert answer["schema_version"] == answer["schema"] == 1
     assert {name: sorted(answer[name]) for name in ("budgets", "plan", "forecast")} == {
         "budgets": ["device", "host", "nvme"],
-        "plan": ["in_place", "nvme_moved_by_state", "nvme_read", "nvme_written", "sent", "tiers", "updated"],
+        "plan": [
+            "in_place",
+            "nvme_moved_by_state",
+            "nvme_read",
+            "nvme_written",
+            "sent",
+            "staging",
+            "tiers",
+            "updated",
+        ],
         "forecast": [
             "bound",
             "drive_life",

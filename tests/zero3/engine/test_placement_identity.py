@@ -55,6 +55,12 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         "cache_in_host": False,
         "sub_group_size": 1,
     },
+    "many slots, small tiles": {
+        "offload_param": "nvme",
+        "offload_optimizer": "nvme",
+        "cache_in_host": False,
+        "staging": {"tile_elements": 5000},
+    },
     "one group keeps nothing persistent": {
         "offload_param": "nvme",
         "offload_optimizer": "nvme",

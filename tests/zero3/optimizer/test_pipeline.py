@@ -494,7 +494,7 @@ def test_tiles_in_memory_are_stepped_while_others_are_read(
 
 def test_what_got_no_gradient_is_not_read(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "USUAL_SLOTS", FEWEST_SLOTS)  # or all is read ahead of knowing it
-    engine = start(Tower(), **STREAMED, **TILES)
+    engine = start(Tower(), **STREAMED, **TILES, staging={"seconds": 0})
     skipped = 2  # the last block in the order that is expected
     batches = inputs(2)
     update(engine, next(batches))

@@ -1,11 +1,17 @@
-/* fp_environment.h - sets the default floating-point environment (nearest even, no flushing of subnormals, no traps), and
- * restores the previous one, including its exception flags. */
+/* fp_environment.h - sets the default floating-point environment (nearest even, no flushing of subnormals, no traps) or
+ * that of a step, and restores the previous one, including its exception flags.
+ *
+ * In a step, subnormal operands and results are zero (kernels.h, rule 4). x86 computes so if it is told to. It looks at
+ * a result after rounding; Arm does so before rounding, and would flush a product that rounds up to 2^-126. So elsewhere
+ * a step runs in the default environment, and its functions flush (numbers.inc). */
 #ifndef OPTIM_CPU_FP_ENVIRONMENT_H
 #define OPTIM_CPU_FP_ENVIRONMENT_H
 
 #if defined(__SSE_MATH__) /* x86 with SSE arithmetic; isa_portable.c refuses x87 arithmetic */
 
 #include <xmmintrin.h>
+
+#define STEP_FLUSHES 1
 
 typedef unsigned fp_environment;
 
@@ -14,6 +20,14 @@ static inline fp_environment fp_enter_default(void)
     fp_environment saved = _mm_getcsr();
 
     _mm_setcsr(0x1F80); /* the power-on value: exceptions masked, no FTZ, no DAZ, nearest even */
+    return saved;
+}
+
+static inline fp_environment fp_enter_step(void)
+{
+    fp_environment saved = _mm_getcsr();
+
+    _mm_setcsr(0x9FC0); /* FTZ and DAZ as well */
     return saved;
 }
 
@@ -62,5 +76,10 @@ static inline fp_environment fp_enter_default(void)
 
 static inline void fp_restore(fp_environment saved) { fesetenv(&saved); }
 
+#endif
+
+#if !defined(STEP_FLUSHES)
+#define STEP_FLUSHES 0
+static inline fp_environment fp_enter_step(void) { return fp_enter_default(); }
 #endif
 #endif

@@ -11,7 +11,7 @@
 
 #include <arm_neon.h>
 
-enum { LANES = 4, DOUBLE_LANES = 2, STREAMS = 0, GROUPED = 0, TILE_ROWS = 2 };
+enum { LANES = 4, DOUBLE_LANES = 2, STREAMS = 0, FLUSHES = 0, GROUPED = 0, TILE_ROWS = 2 };
 
 typedef float32x4_t vf;
 typedef uint16x4_t vh;
@@ -35,6 +35,12 @@ INLINE vf v_mul(vf a, vf b) { return vmulq_f32(a, b); }
 INLINE vf v_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 INLINE vf v_div(vf a, vf b) { return vdivq_f32(a, b); }
 INLINE vf v_sqrt(vf a) { return vsqrtq_f32(a); }
+INLINE vf v_zero_below(vf x, vf y, vf least)
+{
+    uint32x4_t below = vcaltq_f32(y, least); /* all bits of a lane, or none */
+
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(x), vshrq_n_u32(below, 1)));
+}
 
 INLINE float v_total(vf x)
 {

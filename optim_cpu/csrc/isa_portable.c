@@ -3,6 +3,7 @@
 #include <float.h>
 #include <math.h>
 
+#include "fp_environment.h"
 #include "isa.h"
 
 /* kernels.h, rule 1. The x87 computes with more bits and rounds twice. */
@@ -13,7 +14,7 @@
 #error "-ffast-math makes results depend on the instruction set: build without it"
 #endif
 
-enum { LANES = 1, DOUBLE_LANES = 1, STREAMS = 0, GROUPED = 0, TILE_ROWS = 1 };
+enum { LANES = 1, DOUBLE_LANES = 1, STREAMS = 0, FLUSHES = STEP_FLUSHES, GROUPED = 0, TILE_ROWS = 1 };
 
 typedef float vf;
 typedef uint16_t vh;
@@ -74,6 +75,12 @@ INLINE vf v_fma(vf a, vf b, vf c)
 }
 INLINE vf v_div(vf a, vf b) { return a / b; }
 INLINE vf v_sqrt(vf a) { return sqrtf(a); }
+INLINE vf v_zero_below(vf x, vf y, vf least)
+{
+    uint32_t bits = bits_of(x);
+
+    return float_of(fabsf(y) < least ? bits & 0x80000000 : bits);
+}
 INLINE float v_total(vf x) { return x; }
 INLINE vf v_canonical(vf x) { return x != x ? float_of(0x7FC00000) : x; }
 

@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <stdlib.h>
 
+#include "fp_environment.h"
 #include "isa.h"
 #include "pool.h"
 #include "refuse.h"
@@ -115,17 +116,27 @@ static uint64_t find_segment(const struct step_run *run, uint64_t position)
     return low;
 }
 
-static void step_tile(void *context, uint64_t begin, uint64_t end)
+/* Not inlined: the compiler may move the rounding of grad_scale into the environment of a step, but not across a call. */
+static __attribute__((noinline)) void step_range(const struct step_run *run, float grad_scale, uint64_t begin,
+                                                 uint64_t end)
 {
-    const struct step_run *run = context;
+    fp_environment saved = fp_enter_step();
 
     for (uint64_t i = find_segment(run, begin); i < run->count && run->segments[i].position < end; i++) {
         const opt_segment *s = &run->segments[i];
         uint64_t from = begin > s->position ? begin - s->position : 0;
         uint64_t to = end - s->position < s->numel ? end - s->position : s->numel;
         if (from < to)
-            run->kernels->step(s, &run->rules[s->rule], (float)run->grad_scale, from, to);
+            run->kernels->step(s, &run->rules[s->rule], grad_scale, from, to);
     }
+    fp_restore(saved);
+}
+
+static void step_tile(void *context, uint64_t begin, uint64_t end)
+{
+    const struct step_run *run = context;
+
+    step_range(run, (float)run->grad_scale, begin, end);
 }
 
 int opt_run(opt_segment *segments, uint64_t count, const opt_rule *rules, double grad_scale)

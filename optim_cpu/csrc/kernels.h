@@ -1,17 +1,23 @@
 /* kernels.h - the arithmetic of the CPU optimizers: the public interface.
  *
- * A kernel is one pass over flat memory, independent of tensors, tiers and Python. Three rules hold for all:
+ * A kernel is one pass over flat memory, independent of tensors, tiers and Python. Four rules hold for all:
  *
  * 1. Arithmetic is float32 in one written order. Each multiply, add, subtract, divide and square root rounds once, to
- *    nearest even; there is no fused multiply-add but in the product in bfloat16, and subnormals are not flushed.
+ *    nearest even; there is no fused multiply-add but in the product in bfloat16.
  *    Results are therefore bit-identical for every instruction set, thread count and tile boundary, and to a float32
  *    numpy transcription of the formulas below. This costs no time: the kernels are limited by memory bandwidth.
  * 2. A NaN that arithmetic produces is stored as the one quiet NaN 0x7FC00000 (bf16 0x7FC0, fp16 0x7E00). Hardware
  *    selects sign and payload by the order of the operands, and compilers swap operands; this rule extends rule 1 to
  *    NaN. Casts keep the sign and the upper payload bits, and make the NaN quiet.
  * 3. The caller's floating-point environment has no effect (flush-to-zero is per thread, and torch can set it) and is
- *    not changed: each thread sets the default environment for its tiles, and so does the derivation of scalars; both
+ *    not changed: each thread sets its own environment for its tiles, and so does the derivation of scalars; both
  *    restore the previous one.
+ * 4. Subnormals are numbers like others, except in a step of an optimizer: there, an operand below 2^-126 in magnitude
+ *    (an element of memory or a scalar) counts as the zero of its sign, and a result is that zero if it is below 2^-126
+ *    after rounding to 24 bits with an exponent without bounds. A step stores no subnormals, and takes those of older
+ *    checkpoints for zeros. Divisions and square roots of subnormals take two to three times as long on many CPUs, and
+ *    other operations do on some. The state of a parameter with zero gradients would become subnormal and stay it:
+ *    instead, toward() leaves an average where it is as soon as |b - a| * (1-beta) is below 2^-126.
  *
  * Optimizers. For each element; t is the number of the step taken, from 1:
  *
@@ -44,7 +50,7 @@
  * second moment infinite: the element of Adam is NaN at the next step (for beta2 < 0.5 it does not change), that of
  * Adagrad does not change. An infinite parameter stays infinite without weight decay. If Adam's factor of sqrt(v)
  * overflows float32 (lr is 0, or nearly), the factor is 0 and the other term infinite: the step is zero, even for
- * v = 0. Only eps prevents u = m / 0.
+ * v = 0. Only eps prevents u = m / 0; v stays 0 for gradients below 2^-63 / sqrt(1-beta2), 3.4e-18 for 0.999.
  *
  * Formats. A segment's parameter is float32 (`remainder` NULL), or split: `param` holds bfloat16 and `remainder` the
  * difference, so that  bits(float32) = (bits(bf16) << 16) + remainder,  remainder being a signed 16-bit integer. Both

@@ -22,6 +22,7 @@ State = tuple[F32, ...]
 
 BLOCK = 4096
 LANES = 32
+LEAST_NORMAL = 2.0**-126
 WORD = (1 << 64) - 1
 BEYOND_F32 = 2.0**128 - 2.0**103  # rounds to infinity
 
@@ -42,13 +43,13 @@ def adam(
         g = l2(g, p, weight_decay)
     first, second = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1, 1)
     size = lr / first
-    m = toward(state[0], g, beta1)
-    v = toward(state[1], g * g, beta2)
+    m = toward(flush(state[0]), g, beta1)
+    v = toward(flush(state[1]), times(g, g), beta2)
     correction = size * math.sqrt(second)
     if correction > 0 and 1 / correction < BEYOND_F32:
-        u = m / (np.sqrt(v) * f32(1 / correction) + f32(eps / size))
+        u = over(m, plus(times(np.sqrt(v), scalar(1 / correction)), scalar(eps / size)))
     else:  # lr is 0, or nearly
-        u = m / (np.sqrt(v) * f32(0) + f32(math.inf))
+        u = over(m, plus(times(np.sqrt(v), f32(0)), f32(math.inf)))
     return decayed_step(p, u, lr, weight_decay if decoupled else 0), (m, v)
 
 
@@ -64,8 +65,9 @@ def lion(
     step: int, maximize: bool = False, seed: int = 0,
 ) -> tuple[F32, State]:  # fmt: skip
     g = scaled(grad, grad_scale, maximize)
-    u = f32(lr) * sign(toward(state[0], g, beta1))
-    return decayed_step(p, u, lr, weight_decay), (toward(state[0], g, beta2),)
+    m = flush(state[0])
+    u = times(sign(toward(m, g, beta1)), scalar(lr))
+    return decayed_step(p, u, lr, weight_decay), (toward(m, g, beta2),)
 
 
 def adagrad(
@@ -73,9 +75,9 @@ def adagrad(
     step: int, maximize: bool = False, seed: int = 0,
 ) -> tuple[F32, State]:  # fmt: skip
     g = l2(scaled(grad, grad_scale, maximize), p, weight_decay)
-    s = state[0] + g * g
-    u: F32 = f32(lr / (1 + (step - 1) * lr_decay)) * (g / (np.sqrt(s) + f32(eps)))
-    return p - u, (s,)
+    s = plus(flush(state[0]), times(g, g))
+    u = times(over(g, plus(np.sqrt(s), scalar(eps))), scalar(lr / (1 + (step - 1) * lr_decay)))
+    return minus(flush(p), u), (s,)
 
 
 def sgd(
@@ -84,39 +86,72 @@ def sgd(
 ) -> tuple[F32, State]:  # fmt: skip
     g = l2(scaled(grad, grad_scale, maximize), p, weight_decay)
     if not momentum:
-        return p - f32(lr) * g, ()
+        return minus(flush(p), times(g, scalar(lr))), ()
     carry, gain = (0.0, 1.0) if step == 1 else (momentum, 1 - dampening)
-    b = state[0] * f32(carry) + g * f32(gain)
-    d = g + b * f32(momentum) if nesterov else b
-    return p - f32(lr) * d, (b,)
+    b = plus(times(flush(state[0]), scalar(carry)), times(g, scalar(gain)))
+    d = plus(g, times(b, scalar(momentum))) if nesterov else b
+    return minus(flush(p), times(d, scalar(lr))), (b,)
 
 
 STATE_COUNT = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1}
 
 
 def scaled(grad: F32, grad_scale: float, maximize: bool) -> F32:
-    scale: F32 = -f32(grad_scale) if maximize else f32(grad_scale)
-    return grad * scale
+    return times(flush(grad), scalar(-grad_scale if maximize else grad_scale))
 
 
 def l2(g: F32, p: F32, weight_decay: float) -> F32:
-    decay: F32 = f32(weight_decay) * p
-    return g + decay if weight_decay else g
+    return plus(g, times(flush(p), scalar(weight_decay))) if weight_decay else g
 
 
 def toward(a: F32, b: F32, beta: float) -> F32:
-    weight, rest = f32(1 - beta), f32(beta)
-    moved: F32 = a + (b - a) * weight if rest >= 0.5 else a * rest + b * weight
-    return moved
+    weight, rest = scalar(1 - beta), scalar(beta)
+    return plus(a, times(minus(b, a), weight)) if rest >= 0.5 else plus(times(a, rest), times(b, weight))
 
 
 def decayed_step(p: F32, u: F32, lr: float, weight_decay: float) -> F32:
-    return p - (u + f32(lr * weight_decay) * p) if weight_decay else p - u
+    p = flush(p)
+    return minus(p, plus(u, times(p, scalar(lr * weight_decay))) if weight_decay else u)
 
 
 def sign(x: F32) -> F32:
     """Of a zero, that zero; of NaN, NaN."""
     return np.where(x == 0, x, np.sign(x))
+
+
+# The operations of a step, without subnormals. In float64, products are exact, and of the quotients of two float32 none
+# is so near to another float32, or to the middle of two, that its rounding could cross it.
+
+
+def flush(x: F32) -> F32:
+    """The zero of its sign in the place of a subnormal."""
+    return np.where(np.abs(x) < np.float32(LEAST_NORMAL), np.copysign(np.float32(0), x), x)
+
+
+def _of_exact(x: npt.NDArray[np.float64]) -> F32:
+    """Rounded to float32; zero if with 24 bits, wherever its exponent is, it is a subnormal."""
+    rounded = x.astype(np.float32)
+    return np.where(np.abs(x) < LEAST_NORMAL - 2.0**-151, np.copysign(np.float32(0), rounded), rounded)
+
+
+def scalar(x: float) -> Any:
+    return flush(f32(x))[()]
+
+
+def plus(a: F32, b: F32) -> F32:
+    return flush(a + b)
+
+
+def minus(a: F32, b: F32) -> F32:
+    return flush(a - b)
+
+
+def times(a: F32, b: F32) -> F32:
+    return _of_exact(np.multiply(a, b, dtype=np.float64))
+
+
+def over(a: F32, b: F32) -> F32:
+    return _of_exact(np.divide(a, b, dtype=np.float64))
 
 
 # Formats.

@@ -27,7 +27,7 @@ STATISTICS = [
     "huge",
     "sparse",
     "drifting",
-    "subnormal",
+    "faint",
     "constant",
 ]
 
@@ -44,7 +44,7 @@ def gradients(seed: int) -> Iterator[F32]:
         g[4] *= 1e12
         g[5] *= rng.random(WIDTH) < 0.02
         g[6] = 1 + 0.1 * g[6]
-        g[7] *= 1e-39
+        g[7] *= 1e-30
         g[8] = constant
         yield g.astype(np.float32).reshape(-1)
 

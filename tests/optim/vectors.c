@@ -107,7 +107,8 @@ static void step_cases(int optimizer)
                 set_environment(hostile ? HOSTILE : DEFAULT);
                 make_rule(&b->rule, optimizer, variant, step);
                 set_environment(DEFAULT);
-                CALL(opt_run(b->segments, SEGMENTS, &b->rule, step == 1 ? 0.75 : 3e-39));
+                CALL(opt_run(b->segments, SEGMENTS, &b->rule,
+                             step == 1 ? 0.75 : 3e-38)); /* many results near 2^-126 */
             }
             ran(digest_batch(b));
             free_batch(b);
@@ -125,6 +126,42 @@ static void streamed_cases(int out_dtype)
     CALL(opt_run(b->segments, SEGMENTS, &b->rule, 1));
     ran(digest_batch(b));
     free_batch(b);
+}
+
+/* Products and quotients within a few places of the least normal number, on both sides of where they become zero. */
+static void least_cases(int optimizer)
+{
+    enum { N = 4096 };
+    static float param[N], grad[N], state[N], factors[] = {1, 1 - 0x1p-24f, 1 - 0x1p-23f, 1 - 0x3p-24f};
+
+    for (size_t i = 0; i < sizeof factors / sizeof *factors; i++) {
+        if (!next_case())
+            continue;
+        uint64_t seed = i;
+        opt_rule rule;
+        opt_segment segment;
+        for (int j = 0; j < N; j++) {
+            float about = optimizer == SGD ? 1 : 1 + (float)(draw(&seed) >> 41) * 0x1p-23f;
+            if (j % 4 == 0) /* only quotients by a power of 2 are so near to the middle of two subnormals */
+                about = 2;
+            uint32_t bits;
+            memcpy(&bits, &about, sizeof bits);
+            bits += (uint32_t)draw(&seed) % 8 - 4 - (126u << 23);
+            memcpy(&grad[j], &bits, sizeof bits);
+            state[j] = about * about;
+            param[j] = 0;
+        }
+        CALL(optimizer == ADAGRAD ? opt_adagrad_rule(&rule, factors[i], 0, 0, 0, (int)i % 2, 2, 0)
+                                  : opt_sgd_rule(&rule, factors[i], 0, 0, 0, 0, (int)i % 2, 2, 0));
+        REQUIRE(!opt_segment_init(&segment, &rule, 0, N, (intptr_t)param, 0, (intptr_t)state, 0,
+                                  OPT_STATE_FP32, (intptr_t)grad, OPT_FP32, 0, OPT_FP32, 0));
+        CALL(opt_run(&segment, 1, &rule, 1));
+        int zeros = 0;
+        for (int j = 0; j < N; j++)
+            zeros += param[j] == 0;
+        REQUIRE(zeros > N / 8 && zeros < N);
+        ran(digest(0, param, sizeof param));
+    }
 }
 
 static void rule_cases(int unused)
@@ -338,6 +375,8 @@ static const struct {
     {"sgd", step_cases, SGD},
     {"streamed bf16", streamed_cases, OPT_BF16},
     {"streamed fp16", streamed_cases, OPT_FP16},
+    {"products near 2^-126", least_cases, SGD},
+    {"quotients near 2^-126", least_cases, ADAGRAD},
     {"rules", rule_cases, 0},
     {"split", split_cases, 1},
     {"split without rest", split_cases, 0},

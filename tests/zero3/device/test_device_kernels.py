@@ -439,6 +439,26 @@ def test_every_rule_at_the_edges(
     assert ours[0].isnan().any() and not ours[0].isnan().all()
 
 
+def test_results_near_the_least_normal_number(exact_sqrt: None, way: str) -> None:
+    """Where they become zero depends on how many bits they are rounded to: by products, and by quotients."""
+    generator = torch.Generator().manual_seed(7)
+    about = 1 + torch.rand(4000, generator=generator)
+    about[::4] = 2.0  # only quotients by a power of 2 are so near to the middle of two subnormals
+    for factor in (1.0, 1 - 2.0**-24, 1 - 3 * 2.0**-24):
+        for rule, size in (
+            (kernels.sgd(lr=factor, momentum=0, dampening=0, nesterov=False, weight_decay=0, step=1), 1.0),
+            (kernels.adagrad(lr=factor, lr_decay=0, eps=0, weight_decay=0, step=1), about),
+        ):
+            places = torch.randint(-4, 4, (4000,), generator=generator, dtype=torch.int32)
+            grad = ((torch.ones(4000) * size * 2.0**-125 / 2).view(torch.int32) + places).view(torch.float32)
+            ours = [torch.zeros(4000), about.square(), torch.zeros(4000)]
+            theirs = [tensor.clone() for tensor in ours]
+            step_on_device(1.0, rule, ours[0], ours[1:], grad)
+            step_in_c(rule, theirs[0], theirs[1:], grad)
+            assert all(map(same_bits, ours, theirs))
+            assert 500 < int((ours[0] == 0).sum()) < 4000
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_round_parameters(dtype: torch.dtype) -> None:
     bits = torch.randint(

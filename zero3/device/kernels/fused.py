@@ -17,7 +17,7 @@ from torch import Tensor
 from optim_cpu.kernels import BlockFormat, Rule, StateFormat
 from optim_cpu.tensor_batch import DTYPES
 from zero3.device.kernels.segment import Segment
-from zero3.device.kernels.torch_operations import block_count, mix
+from zero3.device.kernels.torch_operations import block_count, flushed, mix
 
 THREADS = 256
 CHUNK = 4 * THREADS  # elements per block of threads
@@ -49,9 +49,9 @@ class RuleArgument(ctypes.Structure):
 
     @classmethod
     def of(cls, rule: Rule, grad_scale: float) -> RuleArgument:
-        """The numbers of ``rule``, which are float32. The product with ``grad_scale`` is rounded to float32 here."""
-        numbers = {name: rule.scalar(name) for name in cls.floats}
-        numbers["scale"] *= grad_scale
+        """The numbers of ``rule``, subnormal ones as zero. ``scale`` is multiplied by ``grad_scale``."""
+        numbers = {name: flushed(rule.scalar(name)) for name in cls.floats}
+        numbers["scale"] = flushed(numbers["scale"] * grad_scale)
         return cls(**numbers, **{name: int(rule.scalar(name)) for name in cls.ints})
 
 

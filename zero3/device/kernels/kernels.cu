@@ -4,7 +4,8 @@
  *
  * cuda_library.py compiles this file at run time, with the types in memory as template parameters. No header is
  * included, because the machine may have none. Floating-point arithmetic uses intrinsics that round once, to nearest
- * even, which no compiler contracts to a fused multiply-add. The file is compiled without flush-to-zero. With a few
+ * even, which no compiler contracts to a fused multiply-add. The file is compiled without flush-to-zero, because GPUs
+ * need not flush like a step does (kernels.h, rule 4). With a few
  * definitions in front (tests/fakes/simt.h) a C++ compiler compiles it too, for tests without a GPU.
  *
  * The structures match those of fused.py, field by field. A launch takes a table of them by value, at most 4096 bytes
@@ -145,12 +146,41 @@ template <int DTYPE> __device__ void store(void *to, u64 i, float x)
         ((u16 *)to)[i] = DTYPE == BF16 ? to_bf16(x) : to_fp16(x);
 }
 
+/* The operations of a step (numbers.inc). Their operands are flushed already. */
+constexpr float SCALE = 18446744073709551616.0f; /* 2^64 */
+constexpr u32 LEAST_NORMAL = 1u << 23,
+              LEAST_SCALED = 65u << 23; /* the bits of 2^-126, and of SCALE times that */
+
+__device__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
+__device__ float zero_of(float x) { return __uint_as_float(__float_as_uint(x) & 0x80000000); }
+__device__ float flush(float x) { return magnitude(x) < LEAST_NORMAL ? zero_of(x) : x; }
+__device__ float plus(float a, float b) { return flush(__fadd_rn(a, b)); }
+__device__ float minus(float a, float b) { return flush(__fsub_rn(a, b)); }
+
+/* Whether r is rounded to the least normal number or below, and is not zero. It has all 24 bits only if it is scaled. */
+__device__ bool is_least(float r) { return magnitude(r) - 1 < LEAST_NORMAL; }
+__device__ bool is_subnormal(float scaled) { return magnitude(scaled) < LEAST_SCALED; }
+
+__device__ float times(float a, float b)
+{
+    float r = __fmul_rn(a, b);
+
+    return is_least(r) && is_subnormal(__fmul_rn(__fmul_rn(a, SCALE), b)) ? zero_of(r) : r;
+}
+
+__device__ float over(float a, float b)
+{
+    float r = __fdiv_rn(a, b);
+
+    return is_least(r) && is_subnormal(__fdiv_rn(__fmul_rn(a, SCALE), b)) ? zero_of(r) : r;
+}
+
 /* a + (b - a) * weight, in the form with the smaller error. beta is 1 - weight. */
 __device__ float toward(float a, float b, float weight, float beta)
 {
     if (beta >= 0.5f)
-        return __fadd_rn(a, __fmul_rn(__fsub_rn(b, a), weight));
-    return __fadd_rn(__fmul_rn(a, beta), __fmul_rn(b, weight));
+        return plus(a, times(minus(b, a), weight));
+    return plus(times(a, beta), times(b, weight));
 }
 
 struct Element {
@@ -161,36 +191,37 @@ template <int OPTIMIZER, int STATES> __device__ float update(Element &e, float g
 {
     if (OPTIMIZER == ADAM) {
         e.state0 = toward(e.state0, g, rule.one_minus_beta1, rule.beta1);
-        e.state1 = toward(e.state1, __fmul_rn(g, g), rule.one_minus_beta2, rule.beta2);
-        float root = __fmul_rn(__fsqrt_rn(e.state1), rule.denominator_scale);
-        return __fdiv_rn(e.state0, __fadd_rn(root, rule.denominator_eps));
+        e.state1 = toward(e.state1, times(g, g), rule.one_minus_beta2, rule.beta2);
+        float root = times(__fsqrt_rn(e.state1), rule.denominator_scale);
+        return over(e.state0, plus(root, rule.denominator_eps));
     }
     if (OPTIMIZER == LION) {
         float x = toward(e.state0, g, rule.one_minus_beta1, rule.beta1);
         e.state0 = toward(e.state0, g, rule.one_minus_beta2, rule.beta2);
-        return __fmul_rn(rule.step_size, x > 0 ? 1.0f : x < 0 ? -1.0f : x);
+        return times(rule.step_size, x > 0 ? 1.0f : x < 0 ? -1.0f : x);
     }
     if (OPTIMIZER == ADAGRAD) {
-        e.state0 = __fadd_rn(e.state0, __fmul_rn(g, g));
-        return __fmul_rn(rule.step_size, __fdiv_rn(g, __fadd_rn(__fsqrt_rn(e.state0), rule.eps)));
+        e.state0 = plus(e.state0, times(g, g));
+        return times(rule.step_size, over(g, plus(__fsqrt_rn(e.state0), rule.eps)));
     }
     if (STATES) {
-        e.state0 = __fadd_rn(__fmul_rn(e.state0, rule.carry), __fmul_rn(g, rule.gain));
-        g = rule.nesterov ? __fadd_rn(g, __fmul_rn(e.state0, rule.momentum)) : e.state0;
+        e.state0 = plus(times(e.state0, rule.carry), times(g, rule.gain));
+        g = rule.nesterov ? plus(g, times(e.state0, rule.momentum)) : e.state0;
     }
-    return __fmul_rn(rule.step_size, g);
+    return times(rule.step_size, g);
 }
 
 template <int OPTIMIZER, int STATES> __device__ void step_element(Element &e, const Rule &rule)
 {
-    float g = __fmul_rn(e.grad, rule.scale);
+    e = {flush(e.param), flush(e.grad), flush(e.state0), flush(e.state1)};
+    float g = times(e.grad, rule.scale);
 
     if (rule.decay_kind == DECAY_L2)
-        g = __fadd_rn(g, __fmul_rn(rule.decay, e.param));
+        g = plus(g, times(rule.decay, e.param));
     float u = update<OPTIMIZER, STATES>(e, g, rule);
     if (rule.decay_kind == DECAY_DECOUPLED)
-        u = __fadd_rn(u, __fmul_rn(rule.decay, e.param));
-    e.param = canonical(__fsub_rn(e.param, u));
+        u = plus(u, times(rule.decay, e.param));
+    e.param = canonical(minus(e.param, u));
     e.state0 = canonical(e.state0);
     e.state1 = canonical(e.state1);
 }

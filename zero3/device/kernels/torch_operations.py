@@ -8,6 +8,7 @@ masked, because torch lacks unsigned arithmetic on some devices.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -27,6 +28,7 @@ ELEMENTS_AT_ONCE = 1 << 24  # bounds the temporaries of a step: 64 MiB for each 
 
 WORD, HALF_WORD = (1 << 64) - 1, (1 << 32) - 1
 HALF_BF16 = 0x8000  # half of the last place of a bf16
+LEAST_NORMAL, SCALE = 2.0**-126, 2.0**64
 
 
 class _Decay(IntEnum):
@@ -139,16 +141,21 @@ def step(segment: Segment, grad_scale: float) -> None:
 def _step_fp32(
     rule: kernels.Rule, param: Tensor, state: Sequence[Tensor], grad: Tensor, grad_scale: float
 ) -> None:
-    scalar = rule.scalar
+    def scalar(name: str) -> float:
+        return flushed(rule.scalar(name))
+
     # `decay` may have become 0, and 0 * inf is NaN in the C kernels, too: so not `if decay`.
     decay_kind, decay = _Decay(int(scalar("decay_kind"))), scalar("decay")
-    g = grad.float() * (scalar("scale") * grad_scale)
+    g = grad.to(torch.float32, copy=True)
+    for tensor in (param, *state, g):
+        _flush(tensor)
+    g = _times(g, flushed(scalar("scale") * grad_scale))
     if decay_kind is _Decay.L2:
-        g = g + param * decay
+        g = _plus(g, _times(param, decay))
     update = _UPDATES[rule.name](state, g, scalar)
     if decay_kind is _Decay.DECOUPLED:
-        update = update + param * decay
-    param.sub_(update)
+        update = _plus(update, _times(param, decay))
+    param.copy_(_minus(param, update))
     for tensor in (param, *state):
         tensor.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)  # any NaN becomes the quiet one
 
@@ -177,13 +184,13 @@ def _random_bits(key: int, first_index: int, like: Tensor) -> Tensor:
     for start, stop in pairwise(cuts):
         mixed, low = mix(key + (start >> 32)), start & HALF_WORD
         x = torch.arange(low, low + stop - start, device=like.device) ^ (mixed & HALF_WORD)
-        x = _times(x ^ (x >> 16), 0x21F0AAAD)
-        x = _times(x ^ (x >> 15) ^ (mixed >> 32), 0xD35A2D97)
+        x = _times_modulo(x ^ (x >> 16), 0x21F0AAAD)
+        x = _times_modulo(x ^ (x >> 15) ^ (mixed >> 32), 0xD35A2D97)
         parts.append(x ^ (x >> 15))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _times(x: Tensor, factor: int) -> Tensor:
+def _times_modulo(x: Tensor, factor: int) -> Tensor:
     """Modulo 2**32. A factor above 2**31 is taken as negative, so that no product leaves int64."""
     return (x * (factor - (1 << 32) if factor >> 31 else factor)) & HALF_WORD
 
@@ -196,43 +203,76 @@ def mix(x: int) -> int:
     return x ^ x >> 31
 
 
+# The operations of a step, which have no subnormals (kernels.h, rule 4).
+
+
+def flushed(number: float) -> float:
+    """``number`` as float32, or the zero of its sign if that is subnormal."""
+    rounded = ctypes.c_float(number).value
+    return math.copysign(0.0, rounded) if abs(rounded) < LEAST_NORMAL else rounded
+
+
+def _flush(values: Tensor) -> Tensor:
+    """Make subnormals zero, in place. A NaN times zero stays."""
+    return values.mul_(values.abs() >= LEAST_NORMAL)
+
+
+def _plus(a: Tensor, b: Tensor | float) -> Tensor:
+    return _flush(a + b)
+
+
+def _minus(a: Tensor, b: Tensor) -> Tensor:
+    return _flush(a - b)
+
+
+def _times(a: Tensor, b: Tensor | float) -> Tensor:
+    return _flush_rounded(a * b, a * SCALE * b)
+
+
+def _over(a: Tensor, b: Tensor) -> Tensor:
+    return _flush_rounded(a / b, a * SCALE / b)
+
+
+def _flush_rounded(values: Tensor, scaled: Tensor) -> Tensor:
+    """Make ``values`` zero that are subnormal with 24 bits, which ``scaled`` ones have."""
+    return values.mul_((scaled.abs() < LEAST_NORMAL * SCALE).logical_not_())
+
+
 def _adam(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
     exp_avg, exp_avg_sq = state
-    _move(exp_avg, g, scalar("beta1"), scalar("one_minus_beta1"))
-    _move(exp_avg_sq, g * g, scalar("beta2"), scalar("one_minus_beta2"))
-    return exp_avg / (exp_avg_sq.sqrt() * scalar("denominator_scale") + scalar("denominator_eps"))
+    exp_avg.copy_(_toward(exp_avg, g, scalar("beta1"), scalar("one_minus_beta1")))
+    exp_avg_sq.copy_(_toward(exp_avg_sq, _times(g, g), scalar("beta2"), scalar("one_minus_beta2")))
+    root = _times(exp_avg_sq.sqrt(), scalar("denominator_scale"))
+    return _over(exp_avg, _plus(root, scalar("denominator_eps")))
 
 
 def _lion(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
     (exp_avg,) = state
-    direction = exp_avg.clone()
-    _move(direction, g, scalar("beta1"), scalar("one_minus_beta1"))
-    _move(exp_avg, g, scalar("beta2"), scalar("one_minus_beta2"))
+    direction = _toward(exp_avg, g, scalar("beta1"), scalar("one_minus_beta1"))
+    exp_avg.copy_(_toward(exp_avg, g, scalar("beta2"), scalar("one_minus_beta2")))
     own = (direction == 0) | direction.isnan()  # sign(0) is 0 and sign(NaN) is NaN
-    return torch.where(own, direction, direction.sign()) * scalar("step_size")
+    return _times(torch.where(own, direction, direction.sign()), scalar("step_size"))
 
 
 def _adagrad(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
     (total,) = state
-    total.add_(g * g)
-    return g / (total.sqrt() + scalar("eps")) * scalar("step_size")
+    total.copy_(_plus(total, _times(g, g)))
+    return _times(_over(g, _plus(total.sqrt(), scalar("eps"))), scalar("step_size"))
 
 
 def _sgd(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
-    if not state:
-        return g * scalar("step_size")
-    (momentum_buffer,) = state
-    momentum_buffer.mul_(scalar("carry")).add_(g * scalar("gain"))
-    looked_ahead = g + momentum_buffer * scalar("momentum") if scalar("nesterov") else momentum_buffer
-    return looked_ahead * scalar("step_size")
+    if state:
+        (momentum_buffer,) = state
+        momentum_buffer.copy_(_plus(_times(momentum_buffer, scalar("carry")), _times(g, scalar("gain"))))
+        g = _plus(g, _times(momentum_buffer, scalar("momentum"))) if scalar("nesterov") else momentum_buffer
+    return _times(g, scalar("step_size"))
 
 
 _UPDATES = {"adam": _adam, "lion": _lion, "adagrad": _adagrad, "sgd": _sgd}
 
 
-def _move(average: Tensor, new: Tensor, beta: float, one_minus_beta: float) -> None:
-    """toward() of kernels.h, in place."""
+def _toward(average: Tensor, new: Tensor, beta: float, one_minus_beta: float) -> Tensor:
+    """toward() of kernels.h."""
     if beta >= 0.5:
-        average.add_((new - average) * one_minus_beta)
-    else:
-        average.mul_(beta).add_(new * one_minus_beta)
+        return _plus(average, _times(_minus(new, average), one_minus_beta))
+    return _plus(_times(average, beta), _times(new, one_minus_beta))

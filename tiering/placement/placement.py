@@ -12,6 +12,7 @@ Budgets are ceilings. A model that cannot fit is refused, with the numbers and t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -92,10 +93,6 @@ def _place_cut(load: Workload, budgets: Budgets) -> Plan:
         if refusal.tier is Tier.NVME and load.staged_bytes:
             # What larger slots take from the cache goes to NVMe: try with the usual ones.
             return replace(_place_cut(replace(load, disk=None), budgets), workload=load)
-        # Parameters that are kept in host memory may have left too little room for mandatory bytes: try without.
-        if kept and refusal.tier is not Tier.NVME:
-            with contextlib.suppress(PlacementError):
-                return _place(load, _mandatory(load, budgets), [])
         raise
 
 
@@ -251,11 +248,15 @@ def _keep_what_cannot_move(load: Workload, fixed: _Room) -> list[int]:
             for at in load.chain(index)
             if param_tiers[at] is Tier.NVME and load.computes_in_place(load.groups[at], Tier.HOST)
         ]
-        # One group, or all around this one: as few bytes as possible.
-        choices = [[at] for at in movable] + [[at for at in movable if at != index]]
+        # As few bytes as possible.
+        choices = itertools.chain.from_iterable(
+            itertools.combinations(movable, count) for count in range(1, len(movable) + 1)
+        )
         for choice in sorted(choices, key=lambda choice: _bytes_of(load, choice)):
             nbytes = _bytes_of(load, choice)
-            if 0 < excess <= nbytes <= fixed.remaining(Tier.HOST):
+            # May be more than its bytes: parts of a group have room of their own on the device.
+            freed = sum(load.unsharded_bytes(load.groups[at]) for at in choice)
+            if 0 < excess <= freed and nbytes <= fixed.remaining(Tier.HOST):
                 for at in choice:
                     param_tiers[at] = Tier.HOST
                 kept += choice

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -244,9 +246,39 @@ def test_steps_in_backward_fit_into_the_same_host_budget(load: Workload, device:
         assert sum(during.nvme_traffic()) <= spared
 
 
-def test_what_was_kept_in_host_memory_gives_way_to_what_must_be_there() -> None:
-    """The last group is too large for the device while its parent is on NVMe, but not once host memory has that."""
-    sizes = (GroupSizes("parent", 8192, 0), GroupSizes("child", 90112, 2048, parent=0))
+@pytest.mark.parametrize(
+    ("sizes", "device", "others"),
+    [
+        # The child is too large for the device while its parent is on NVMe, but not once host memory has that.
+        ((GroupSizes("parent", 8192, 0), GroupSizes("child", 90112, 2048, parent=0)), 90112, {}),
+        # One group of the two pairs does not suffice, and all but the last are more than needed.
+        (
+            (
+                GroupSizes("frozen", 147456, 16384),
+                GroupSizes("parent", 147456, 34816, beside=2),
+                GroupSizes("beside parent", 319488, 65536, uses=2, beside=1),
+                GroupSizes("child", 327680, 67584, parent=2, uses=3, beside=4),
+                GroupSizes("beside child", 311296, 69632, parent=2, uses=2, beside=3),
+            ),
+            1127595,
+            {"micro_batches": 2, "grad_itemsize": 4, "state_tensors": 1, "offload_ratio": 0.65},
+        ),
+        # An expert's room on the device is more than the bytes of all: each expert begins on a page there.
+        (
+            (
+                GroupSizes("root", 10 * PAGE, 10240, uses=2),
+                GroupSizes("experts", 3 * PAGE, 0, parent=0, routed=True, expert_bytes=4 * PAGE),
+            ),
+            0,
+            {},
+        ),
+    ],
+    ids=lambda value: value[-1].name if isinstance(value, tuple) else "",
+)
+def test_more_host_memory_never_costs_the_plan(
+    sizes: tuple[GroupSizes, ...], device: int, others: dict[str, Any]
+) -> None:
+    """Of groups that are too large for the device together, some compute in host memory."""
     load = Workload(
         groups=sizes,
         micro_batches=1,
@@ -260,10 +292,12 @@ def test_what_was_kept_in_host_memory_gives_way_to_what_must_be_there() -> None:
         prefetch_bytes=0,
         device_is_host=True,
     )
+    load = replace(load, **others)
+    ample = place(load, Budgets(device, PLENTY, PLENTY)).total(Tier.HOST)
     fits = False
-    for host in range(0, 64 * PAGE, PAGE):
+    for host in range(0, ample + 2 * PAGE, PAGE):
         try:
-            place(load, Budgets(90112, host, PLENTY))
+            place(load, Budgets(device, host, PLENTY))
             fits = True
         except PlacementError:
             assert not fits, f"a host budget of {host} is too small, and a smaller one was not"

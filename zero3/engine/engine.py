@@ -36,6 +36,7 @@ from zero3.loop.preemption import final_save
 from zero3.loop.step_state import StepState
 from zero3.params.compilation import eager
 from zero3.params.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating, explain_dtypes
+from zero3.passes.hooks import watch_backward
 from zero3.setup.assembly import Weights, assemble
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
@@ -118,7 +119,10 @@ class Engine:
         self._schedule.activations.backward_of(loss)
         if self.settings.precision == "fp16" or self.settings.autocast == "fp16":
             loss = loss.float() * self.loss_scale.value
-        return loss / self._accumulation.steps if scale_wrt_gas else loss
+        scaled = loss / self._accumulation.steps if scale_wrt_gas else loss
+        # Here at the latest: a backward that seems to begin in that of a reentrant checkpoint seems to end with it.
+        watch_backward(scaled, self._schedule.begin_backward)
+        return scaled
 
     @eager
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:

@@ -61,6 +61,33 @@ def test_a_block_that_gets_gradients_in_backwards_inside_of_backward_waits(
     assert "blocks.1" not in early
 
 
+@pytest.mark.parametrize("place", [{}, STREAMED], ids=["device", "nvme"])
+def test_a_backward_does_not_end_with_the_backward_of_a_checkpoint(
+    start: Start, place: dict[str, Any]
+) -> None:
+    """A block that the script calls itself is recomputed before the engine sees a gradient of the model's output."""
+
+    def script(loop: Any, *, recomputed: bool) -> list[float]:
+        losses = []
+        for x in inputs(4):
+            loss = loop(x)
+            block, inner = loop.module.blocks[1], x.clone().requires_grad_()
+            term = checkpoint(block, inner, use_reentrant=True) if recomputed else block(inner)
+            loss = loss + term.float().square().mean()
+            losses.append(loss.item())
+            loop.backward(loss)
+            loop.step()
+        return losses
+
+    def run(recomputed: bool) -> Any:
+        both = {"precision": "fp32", "accumulation": 2, "threshold": 10**6}
+        return run_engine(start, Tower, lambda loop: script(loop, recomputed=recomputed), **both, **place)
+
+    expected, found = run(False), run(True)
+    # Two gradients are added up in another place.
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
 class AllCheckpointed(Tower):
     """Each block is computed again in backward, within it: that is no second call."""
 

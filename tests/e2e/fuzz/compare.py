@@ -178,7 +178,12 @@ def shrunk(failure: Failure, runs: int = SHRINKING_RUNS) -> Failure:
 
 
 def _compared(program: Program, placement: Placement | None) -> str:
-    reference = execute(program, REFERENCE)
+    try:
+        reference = execute(program, REFERENCE)
+    except Exception:
+        if placement == REFERENCE:
+            raise
+        return ""  # another failure
     if placement == REFERENCE:
         return ""  # it was an error there, and now is none
     outcome = execute(program, placement)

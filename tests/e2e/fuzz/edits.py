@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tiering
 
@@ -89,7 +89,7 @@ def schedule(run: Run, rng: random.Random) -> None:
 def remove_from_groups(run: Run, rng: random.Random) -> None:
     """Take weights out of their param groups: they are trained no more."""
     for group in run.loop.optimizer.param_groups:
-        group["params"] = [param for param in group["params"] if rng.random() < 0.7]
+        group["params"] = [param for param in _by_name(run, group["params"]) if rng.random() < 0.7]
     run.window(rng)
 
 
@@ -105,11 +105,17 @@ def move_between_groups(run: Run, rng: random.Random) -> None:
     """Move a weight to another param group, whose options count from then on."""
     groups = run.loop.optimizer.param_groups
     groups[-1]["lr"] = 0.5 * groups[-1]["lr"]
-    movable = [param for param in groups[0]["params"] if len(groups) > 1]
+    movable = _by_name(run, groups[0]["params"]) if len(groups) > 1 else []
     for param in movable[: rng.randint(1, 3)]:
         groups[0]["params"] = [other for other in groups[0]["params"] if other is not param]
         groups[-1]["params"] = [*groups[-1]["params"], param]
     run.window(rng)
+
+
+def _by_name(run: Run, params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """``params`` in an order that does not depend on whether tiles or their optimizer were made first."""
+    names = {id(param): name for name, param in run.params.items()}
+    return sorted(params, key=lambda param: names[id(param)])
 
 
 def put_back(run: Run) -> None:

@@ -15,6 +15,7 @@ Note [What is the same in tiles]
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -121,6 +122,10 @@ class RowTiledLinear(RowTiles, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         outputs, first = [], 0
+        kind = input.device.type
+        if not input.is_meta and torch.is_autocast_enabled(kind) and input.dtype is not torch.float64:
+            # Once: autocast would make a copy for each tile, and each would be kept for backward.
+            input = input.to(torch.get_autocast_dtype(kind))
         if input.requires_grad and input.dtype in (torch.bfloat16, torch.float16):
             inputs = _shared(input, len(self.tiles))
         else:
@@ -140,20 +145,21 @@ class RowTiledEmbedding(RowTiles, nn.Embedding):
     """``nn.Embedding`` whose weight is stored as tiles of rows. See Note [What is the same in tiles]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        indices, first = input.reshape(-1), 0
-        parts: list[Tensor] = []
-        places: list[Tensor] = []
-        for tile, weight in zip(self.tiles, self.tile_weights, strict=True):
-            rows = weight.shape[0]
-            places.append(_between(indices, first, first + rows))
-            # Also without any index: so each tile runs, and gets a gradient, in every pass.
-            parts.append(tile(indices[places[-1]] - first))
-            first += rows
-        order = torch.cat(places)
-        if order.numel() != indices.numel():
+        # Uses of one entry stay in their order, in which their gradients are added up.
+        indices, order = input.reshape(-1).sort(stable=True)
+        ends = list(itertools.accumulate(len(weight) for weight in self.tile_weights))
+        places = _places(indices, [0, *ends])
+        if places[0] or places[-1] != len(indices):
             raise IndexError(f"an index is out of range: the embedding has {self.num_embeddings} rows")
+        # Also a tile without any index: so each runs, and gets a gradient, in every pass.
+        parts = [
+            tile(indices[start:stop] - first)
+            for tile, first, (start, stop) in zip(
+                self.tiles, [0, *ends], itertools.pairwise(places), strict=False
+            )
+        ]
         back = torch.empty_like(order)
-        back[order] = torch.arange(order.numel(), device=order.device)
+        back[order] = torch.arange(len(order), device=order.device)
         return torch.cat(parts).index_select(0, back).view(*input.shape, self.embedding_dim)
 
     def reset_parameters(self) -> NoReturn:
@@ -226,11 +232,14 @@ def _tile_name(prefix: str, number: int) -> str:
     return f"{prefix}tiles.{number}.weight"
 
 
-def _between(indices: Tensor, first: int, end: int) -> Tensor:
-    """The places of ``indices`` in [first, end). Of indices without values, all are in the first tile."""
+def _places(indices: Tensor, rows: list[int]) -> list[int]:
+    """Where in the sorted ``indices`` those of each of ``rows`` begin. Indices without values are in the first tile."""
     if indices.is_meta or isinstance(indices, FakeTensor):
-        return torch.arange(0 if first else indices.numel(), device=indices.device)
-    return ((indices >= first) & (indices < end)).nonzero().view(-1)
+        return [0] + [len(indices)] * (len(rows) - 1)
+    # One wait for a GPU, whatever the number of tiles.
+    return torch.searchsorted(
+        indices, torch.tensor(rows, device=indices.device, dtype=indices.dtype)
+    ).tolist()
 
 
 def _refuse(layer: RowTiles) -> NoReturn:

@@ -81,6 +81,28 @@ def test_the_gradient_of_an_input_in_16_bits_is_added_up_in_fp32() -> None:
     assert float(((found - exact) / exact).abs().max()) < 2**-8
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_copies_the_input_once(dtype: torch.dtype) -> None:
+    """A copy for each tile would be kept for backward. Without torch's cache, as the engine runs autocast."""
+    whole = linear()
+    argument, weighting = torch.randn(5, COLUMNS, dtype=dtype), torch.randn(5, ROWS)
+    inputs: set[int] = set()
+
+    def pack(saved: Tensor) -> Tensor:
+        if saved.shape == argument.shape:
+            inputs.add(saved.untyped_storage()._cdata)
+        return saved
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        expected, whole_gradients = run(whole, argument, weighting)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            output, found = run(cut(whole), argument, weighting)
+    assert len(inputs) == 1
+    assert output.dtype is torch.bfloat16 and torch.equal(output, expected)
+    assert found["input"].dtype is dtype
+    torch.testing.assert_close(found["input"], whole_gradients["input"], rtol=2**-7, atol=2**-6)
+
+
 def test_a_graph_that_goes_backward_twice_gives_the_same_gradients() -> None:
     tiled = cut(linear(torch.bfloat16))
     argument = torch.randn(5, COLUMNS).bfloat16().requires_grad_()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from zero3.params.row_tiles import TiledWeight, tiled_weights
+from zero3.params.row_tiles import TiledWeight, tiled_weights, whole_names
 
 
 class ModelNames:
@@ -38,11 +38,7 @@ class ModelNames:
     def parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``named_parameters``, but a tile of a weight has the name of the weight."""
         yielded: set[nn.Parameter] = set()
-        wholes = {
-            name: tiled.name
-            for tiled in tiled_weights(self.modules(remove_duplicate=remove_duplicate))
-            for name in tiled.tiles
-        }
+        wholes = whole_names(self.modules(remove_duplicate=remove_duplicate))
         for prefix, module in self.modules(remove_duplicate=remove_duplicate):
             for short, param in module._parameters.items():
                 if param is not None and not (remove_duplicate and param in yielded):

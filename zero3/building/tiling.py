@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from zero3.params import resharded
 from zero3.params.compilation import is_compiled
 from zero3.params.grouping import READS_INSIDE
 from zero3.params.inner_tensors import is_wrapper
-from zero3.params.precision import COMPUTE_DTYPES
-from zero3.params.row_tiles import RowTiles, tile_modules, to_tiles
+from zero3.params.precision import COMPUTE_DTYPES, kept_in_fp32
+from zero3.params.row_tiles import RowTiledEmbedding, RowTiledLinear, RowTiles, tile_modules, to_tiles
 
 log = logging.getLogger(__name__)
 
 Tiles = Mapping[nn.Parameter, tuple[nn.Parameter, ...]]
 """The tiles of each weight that was cut, in the order of its rows."""
+IsLarge = Callable[[nn.Parameter], bool]
 
 
 def tile(model: nn.Module, max_bytes: int | str, *, modules: str | Sequence[str] | None = None) -> nn.Module:
@@ -35,17 +36,18 @@ def tile(model: nn.Module, max_bytes: int | str, *, modules: str | Sequence[str]
     A row is an output of a linear layer, or an entry of an embedding. Each tile is a parameter with at most
     ``max_bytes`` (a number, or a size such as "64MiB") in the dtype that it has now, in a module of its own, so the
     engine needs memory on the device for some tiles instead of a whole weight. Layers whose weight is not larger stay
-    as they are. Tied layers share their tiles. Checkpoints, exports, ``weights=`` and ``state_dict`` have the names and
-    shapes of the whole weights, and load into models with other tiles or none.
+    as they are, and larger tiles of an earlier call are cut again. Tied layers share their tiles. Checkpoints, exports,
+    ``weights=`` and ``state_dict`` have the names and shapes of the whole weights, and load into models with other
+    tiles or none.
 
     ``modules`` are names of layers, or the ends of names ("lm_head", "mlp.up_proj"). Without it, all layers are cut
-    except those that read each other's weights, whose weights are quantised, or that torch.compile has compiled; a log
-    line names the large ones among them.
+    except those that read each other's weights, whose weights are quantised or have hooks, whose forward was replaced,
+    or that torch.compile has compiled; a log line names the large ones among them, with the reason.
 
     Outputs and gradients of weights have the bits of the whole layer as far as torch's products have; the gradient of a
     linear layer's input is a sum of a part for each tile, and differs by rounding. The model may be on the meta device
-    or built under ``zero.Init``. Call it before the optimizer is made, which would keep the whole weights, and before
-    ``initialize``.
+    or built under ``zero.Init``. Call it after adapters are added, before the optimizer is made, which would keep the
+    whole weights, and before ``initialize``.
 
     Returns ``model``. Raises ConfigError for a size that is too small for a row, and for a name that no layer has, or
     whose layer cannot be cut. The model is then unchanged.
@@ -55,7 +57,7 @@ def tile(model: nn.Module, max_bytes: int | str, *, modules: str | Sequence[str]
     except ValueError as error:
         raise ConfigError(f"tile: max_bytes: {error}") from None
     wanted = None if modules is None else (modules,) if isinstance(modules, str) else tuple(modules)
-    _cut(model, {}, most, wanted)
+    _cut(model, most, wanted, lambda weight: weight.dtype.itemsize)
     return model
 
 
@@ -67,64 +69,70 @@ def tile_as_configured(model: nn.Module, config: TieringConfig) -> Tiles:
     """
     if not config.tiering.tile:
         return {}
-    compute = COMPUTE_DTYPES[config.precision]
-    return _cut(model, {torch.float32: compute, torch.float64: compute}, config.tiering.tile, None)
+    compute, in_fp32 = COMPUTE_DTYPES[config.precision], kept_in_fp32(model, config)
+
+    def itemsize(weight: nn.Parameter) -> int:
+        if weight in in_fp32:
+            return torch.float32.itemsize
+        return (compute if weight.dtype in (torch.float32, torch.float64) else weight.dtype).itemsize
+
+    return _cut(model, config.tiering.tile, None, itemsize)
+
+
+def weights_of(layer: nn.Module) -> tuple[nn.Parameter, ...]:
+    """The weight of ``layer``, or its tiles; nothing if it has no parameter of this name."""
+    if isinstance(layer, RowTiles):
+        return layer.tile_weights
+    weight = layer._parameters.get("weight")
+    return () if weight is None else (weight,)
 
 
 def _cut(
-    model: nn.Module,
-    casts: Mapping[torch.dtype, torch.dtype],
-    most: int,
-    names: Sequence[str] | None,
+    model: nn.Module, most: int, names: Sequence[str] | None, itemsize: Callable[[nn.Parameter], int]
 ) -> Tiles:
-    layers = dict(_large(model, casts, most) if names is None else _named(model, casts, most, names))
-    for name, layer in layers.items():
-        row = layer.weight.shape[1] * _itemsize(_weight(layer), casts)
+    """Cut what is larger than ``most`` bytes, a weight or a tile of one, with ``itemsize`` bytes an element."""
+
+    def is_large(weight: nn.Parameter) -> bool:
+        return weight.numel() * itemsize(weight) > most
+
+    layers = dict(_large(model, most, is_large) if names is None else _named(model, names, is_large))
+    cut = [
+        (name, weight) for name, layer in layers.items() for weight in weights_of(layer) if is_large(weight)
+    ]
+    for name, weight in cut:
+        row = weight.shape[1] * itemsize(weight)
         if row > most:
             raise ConfigError(
                 f"tile: a row of the weight of {name!r} has {format_size(row)}, and a tile may have"
                 f" {format_size(most)}; a tile of at least {format_size(row)} can hold it"
             )
     tiles: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
-    for layer in layers.values():
-        weight = _weight(layer)
+    for _, weight in cut:
         if weight not in tiles:
-            tiles[weight] = tuple(_tiles_of(weight, _itemsize(weight, casts), most))
-        to_tiles(layer, tiles[weight])
+            tiles[weight] = tuple(_tiles_of(weight, itemsize(weight), most))
+    for layer in layers.values():
+        to_tiles(layer, with_tiles(weights_of(layer), tiles))
     return tiles
 
 
-def _weight(layer: nn.Linear | nn.Embedding) -> nn.Parameter:
-    assert isinstance(layer.weight, nn.Parameter)
-    return layer.weight
-
-
-def _itemsize(weight: nn.Parameter, casts: Mapping[torch.dtype, torch.dtype]) -> int:
-    return casts.get(weight.dtype, weight.dtype).itemsize
-
-
-def _nbytes(weight: nn.Parameter, casts: Mapping[torch.dtype, torch.dtype]) -> int:
-    return weight.numel() * _itemsize(weight, casts)
-
-
-def _large(
-    model: nn.Module, casts: Mapping[torch.dtype, torch.dtype], most: int
-) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    """The layers with more than ``most`` bytes that can be cut, by name."""
+def _large(model: nn.Module, most: int, is_large: IsLarge) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+    """The layers with weights that are too large and can be cut, by name."""
     kept: list[str] = []
     reasons, tiles = _reasons(model), tile_modules(model.modules())
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is None or weight.dim() != 2 or _nbytes(weight, casts) <= most:
+        if module in tiles or not any(
+            weight.dim() == 2 and is_large(weight) for weight in weights_of(module)
+        ):
             continue
-        if module in reasons or module in tiles or not isinstance(module, nn.Linear | nn.Embedding):
-            kept.append(name)
+        if module in reasons:
+            kept.append(f"{name} ({reasons[module]})")
         else:
+            assert isinstance(module, nn.Linear | nn.Embedding)
             yield name, module
     if kept:
         log.log(
             _logs.once(logging.WARNING),
-            "tile leaves %s with more than %s whole: %s",
+            "tile leaves %s with more than %s as they are: %s",
             counted(len(kept), "layer"),
             format_size(most),
             shorten(tuple(kept)),
@@ -132,9 +140,9 @@ def _large(
 
 
 def _named(
-    model: nn.Module, casts: Mapping[torch.dtype, torch.dtype], most: int, names: Sequence[str]
+    model: nn.Module, names: Sequence[str], is_large: IsLarge
 ) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    """The layers of ``names`` with more than ``most`` bytes, and those that share their weights, by name."""
+    """The layers of ``names`` with weights that are too large, and those that share them, by name."""
     reasons = _reasons(model)
     chosen: set[nn.Parameter] = set()
     for wanted in names:
@@ -145,61 +153,63 @@ def _named(
             found = True
             # A layer that peft adapts: its base is the layer.
             layer = getattr(module, "base_layer", module)
-            if isinstance(layer, RowTiles):
-                continue
-            if layer in reasons or not isinstance(layer, nn.Linear | nn.Embedding):
-                reason = reasons.get(
-                    layer, f"it is a {type(layer).__name__}, and no nn.Linear or nn.Embedding"
-                )
-                raise ConfigError(f"tile: {name!r} cannot be cut: {reason}; leave it out of modules")
-            if _nbytes(_weight(layer), casts) > most:
-                chosen.add(_weight(layer))
+            if layer in reasons:
+                raise ConfigError(f"tile: {name!r} cannot be cut: {reasons[layer]}; leave it out of modules")
+            chosen.update(filter(is_large, weights_of(layer)))
         if not found:
             raise ConfigError(f"tile: no module of the model is named {wanted!r}, or ends in it")
+    tiles = tile_modules(model.modules())
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding) and module._parameters.get("weight") in chosen:
+        if module not in tiles and not chosen.isdisjoint(weights_of(module)):
+            assert isinstance(module, nn.Linear | nn.Embedding)
             yield name, module
 
 
 def _reasons(model: nn.Module) -> dict[nn.Module, str]:
-    """The layers that cannot be cut, each with the reason."""
+    """The modules, except tiles, that cannot be cut, each with the reason."""
+    tiles = tile_modules(model.modules())
+    layers = [module for module in model.modules() if module not in tiles]
     users: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
+    for module in layers:
+        tiles_of_it = weights_of(module) if isinstance(module, RowTiles) else ()
+        for param in (*module._parameters.values(), *tiles_of_it):
             if param is not None:
                 users.setdefault(param, []).append(module)
-    inside: dict[nn.Module, str] = {}
-    for module in model.modules():
+    alone: dict[nn.Module, str] = {}
+    for module in layers:
         if isinstance(module, READS_INSIDE):
-            inside |= dict.fromkeys(module.modules(), f"a {type(module).__name__} reads its weight")
+            alone |= dict.fromkeys(module.modules(), f"a {type(module).__name__} reads its weight")
         elif is_compiled(module):
-            inside |= dict.fromkeys(module.modules(), "torch.compile has compiled it")
-    reasons: dict[nn.Module, str] = {}
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is None or not isinstance(module, nn.Linear | nn.Embedding):
-            continue
-        reason = inside.get(module) or _reason(module, weight)
-        if reason is None:
-            others = (user for user in users[weight] if inside.get(user) or _reason(user, weight))
-            if other := next(others, None):
-                reason = f"a {type(other).__name__}, which cannot be cut, shares its weight"
-        if reason is not None:
-            reasons[module] = reason
+            alone |= dict.fromkeys(module.modules(), "torch.compile has compiled it")
+    alone |= {module: reason for module in layers if module not in alone and (reason := _reason(module))}
+    reasons = dict(alone)
+    for module in layers:
+        sharing = (user for weight in weights_of(module) for user in users[weight] if user in alone)
+        if module not in alone and (other := next(sharing, None)):
+            reasons[module] = f"a {type(other).__name__}, which cannot be cut, shares its weight"
     return reasons
 
 
-def _reason(layer: nn.Module, weight: nn.Parameter) -> str | None:
+def _reason(layer: nn.Module) -> str | None:
     """Why ``layer`` cannot be cut by itself; None if it can."""
-    if isinstance(layer, QuantizedLinear) or is_wrapper(weight):
+    weights = weights_of(layer)
+    if isinstance(layer, QuantizedLinear) or any(map(is_wrapper, weights)):
         return "its weight is quantised"
-    if type(layer) not in (nn.Linear, nn.Embedding):
+    if not isinstance(layer, nn.Linear | nn.Embedding):
+        return f"it is a {type(layer).__name__}, and no nn.Linear or nn.Embedding"
+    if type(layer) not in (nn.Linear, nn.Embedding, RowTiledLinear, RowTiledEmbedding):
         return f"it is a {type(layer).__name__}, whose code may use the weight"
+    if "forward" in vars(layer):
+        return "its forward was replaced by code that may use the weight"
+    if not weights:
+        return "its weight is no parameter"
+    if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in weights):
+        return "its weight has a hook for gradients"
     if isinstance(layer, nn.Embedding) and (
         layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq
     ):
         return "an embedding with max_norm, sparse or scale_grad_by_freq needs all rows at once"
-    if resharded.is_adopted(weight) and recipe_of(weight) is None:
+    if any(resharded.is_adopted(weight) and recipe_of(weight) is None for weight in weights):
         return "an engine owns its weight: cut it before tiering.initialize"
     return None
 

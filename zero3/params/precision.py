@@ -35,6 +35,7 @@ from tiering._text import shorten
 from tiering.config.training import TieringConfig
 from tiering.errors import EngineStateError
 from zero3.params.inner_tensors import InnerTensor, is_wrapper
+from zero3.params.row_tiles import whole_names
 
 log = logging.getLogger(__name__)
 
@@ -253,8 +254,10 @@ def named_by_model(model: nn.Module, *, fp16: bool) -> Iterator[nn.Parameter]:
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All names of each parameter: a tied parameter matches by any of them."""
-    return model.named_parameters(remove_duplicate=False)
+    """All names of each parameter: a tied one matches by any of them, and a tile by those of the whole weight."""
+    wholes = whole_names(model.named_modules(remove_duplicate=False))
+    for name, param in model.named_parameters(remove_duplicate=False):
+        yield wholes.get(name, name), param
 
 
 def _matches(name: str, pattern: str) -> bool:

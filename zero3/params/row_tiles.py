@@ -60,6 +60,12 @@ class RowTiles(nn.Module):
             _refuse(self)
         return super().__getattr__(name)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        # Also an assignment: the layer would not use what it is given.
+        if name == "weight":
+            _refuse(self)
+        super().register_parameter(name, param)
+
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override] # torch's has overloads
         """As ``nn.Module.state_dict``, with the whole weight. With ``keep_vars``, each tile has a name of its own."""
         saved: dict[str, Any] = super().state_dict(*args, **options)
@@ -167,9 +173,12 @@ class RowTiledEmbedding(RowTiles, nn.Embedding):
 
 
 def to_tiles(layer: nn.Linear | nn.Embedding, weights: Sequence[nn.Parameter]) -> None:
-    """Turn ``layer`` into a layer of tiles with ``weights``, in place, so that its hooks and references to it stay."""
-    assert type(layer) in (nn.Linear, nn.Embedding)
-    del layer._parameters["weight"]
+    """Turn ``layer`` into a layer of tiles with ``weights``, in place, so that its hooks and references to it stay.
+
+    It may be a layer of larger tiles.
+    """
+    assert type(layer) in (nn.Linear, nn.Embedding, RowTiledLinear, RowTiledEmbedding)
+    layer._parameters.pop("weight", None)
     if isinstance(layer, nn.Linear):
         tiles: list[nn.Module] = [LinearTile(weight) for weight in weights]
         layer.__class__ = RowTiledLinear
@@ -211,6 +220,11 @@ def tiled_weights(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[TiledWei
             yield TiledWeight(f"{prefix}.weight" if prefix else "weight", module)
 
 
+def whole_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, str]:
+    """The name of the whole weight for the name of each tile in ``modules``."""
+    return {name: tiled.name for tiled in tiled_weights(modules) for name in tiled.tiles}
+
+
 def join_tiles(model: nn.Module, state: dict[str, Any]) -> None:
     """Replace the tiles in ``state``, tensors by their names in ``model``, by whole weights. Tied ones share one."""
     joined: dict[tuple[nn.Parameter, ...], Tensor] = {}
@@ -246,5 +260,6 @@ def _refuse(layer: RowTiles) -> NoReturn:
     raise AttributeError(
         f"a {type(layer).__name__} has no weight: tiling has cut it into {len(layer.tiles)} tiles, which"
         " `with tiering.gathered(list(layer.tiles.parameters())):` reads; if the code of the model uses the weight"
-        " instead of calling the layer, leave the layer out of tiling (modules)"
+        " instead of calling the layer, leave the layer out of tiling (modules); add adapters and tie weights before"
+        " tiling"
     )

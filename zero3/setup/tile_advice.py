@@ -15,7 +15,8 @@ from tiering.placement.placement import AMPLE
 from tiering.placement.plan import Budgets
 from tiering.placement.workload import ITEMSIZES, Workload
 from zero3.building.meta import copied_to_meta
-from zero3.building.tiling import tile_as_configured, with_tiles
+from zero3.building.tiling import tile_as_configured, weights_of, with_tiles
+from zero3.params.row_tiles import RowTiles
 from zero3.setup.model_size import size_up, sizes_of_cuts
 from zero3.setup.optimizer_choice import OptimizerChoice
 
@@ -61,9 +62,13 @@ def advise_tiles(
 
 
 def _sizes(model: nn.Module, config: TieringConfig) -> Iterator[int]:
-    """Powers of two below the bytes of the largest layer, from the largest on, that give at most MOST_TILES tiles."""
-    layers = (module for module in model.modules() if type(module) in (nn.Linear, nn.Embedding))
-    numels = (param.numel() for module in layers for param in module.parameters(recurse=False))
+    """Powers of two below the bytes of the largest layer or tile, descending, that give at most MOST_TILES tiles."""
+    layers = (
+        module
+        for module in model.modules()
+        if isinstance(module, RowTiles) or type(module) in (nn.Linear, nn.Embedding)
+    )
+    numels = (weight.numel() for layer in layers for weight in weights_of(layer))
     itemsize = ITEMSIZES[config.precision]
     largest = max(numels, default=0) * itemsize
     everything = sum(param.numel() for param in model.parameters()) * itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable
@@ -88,6 +89,19 @@ def test_a_tile_begins_where_a_block_of_squares_does() -> None:
     ]
 
 
+def test_tiles_are_cut_again() -> None:
+    model = tile(tile(small(), 2 * TILE, modules=["embedding", "up"]), TILE, modules=["head", "up"])
+    assert tiles_of(model) == {
+        "embedding": [75] * 8,
+        **{f"blocks.{block}.up": [48] * 4 for block in range(3)},
+        "head": [75] * 8,
+    }
+    assert model.head.tile_weights == model.embedding.tile_weights
+    assert all(torch.equal(values, model.state_dict()[name]) for name, values in small().state_dict().items())
+    tokens, targets = next(batches(1))
+    assert torch.equal(model(tokens, targets), small()(tokens, targets))
+
+
 def test_only_named_layers_are_cut() -> None:
     model = tile(small(), TILE, modules=["up", "blocks.1.down"])
     assert list(tiles_of(model)) == ["blocks.0.up", "blocks.1.up", "blocks.1.down", "blocks.2.up"]
@@ -128,6 +142,18 @@ def sharing_a_weight() -> nn.Module:
     return layers
 
 
+def hooked() -> nn.Module:
+    layer = nn.Linear(64, 256)
+    layer.weight.register_hook(torch.neg)
+    return layer
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(64, 256)
+    layer.forward = functools.partial(nn.functional.linear, weight=layer.weight)
+    return layer
+
+
 def quantised() -> nn.Module:
     return tiering.quantize(nn.Sequential(nn.Linear(64, 256, bias=False)).requires_grad_(False), "int8")
 
@@ -147,6 +173,9 @@ def quantised() -> nn.Module:
             "max_norm, sparse or scale_grad_by_freq needs all rows",
         ),
         (sharing_a_weight, "0", "a Renamed, which cannot be cut, shares its weight"),
+        (hooked, "", "its weight has a hook for gradients"),
+        (patched, "", "its forward was replaced by code that may use the weight"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(64, 256)), "", "its weight is no parameter"),
         (quantised, "0", "its weight is quantised"),
     ],
 )
@@ -159,7 +188,8 @@ def test_layers_that_cannot_be_cut_stay_whole(
     assert list(tiles_of(model)) == ["plain"]
     layer = f"odd.{name}".removesuffix(".")
     # The codes of a quantised weight are no matrix, and smaller.
-    assert (layer in caplog.text) == (build is not quantised)
+    without = build is quantised or reason == "its weight is no parameter"
+    assert bool(re.search(rf"{re.escape(layer)} \([^)]*{reason}", caplog.text)) != without
     with pytest.raises(ConfigError, match=f"'{layer}' cannot be cut: .*{reason}"):
         tile(model, TILE, modules=layer)
 
@@ -228,6 +258,9 @@ def test_a_model_trains_in_less_room_than_a_layer_takes(start: Start) -> None:
     advised = "".join(advice.groups())
     engine = start(small(), threshold=0, device_budget="44KiB", prefetch=0, tile=advised, **STREAMED)
     assert_same(trained(engine), trained(start(small(), threshold=0, tile=advised)))
+    # A layer of tiles that are too large can be cut again.
+    with pytest.raises(PlacementError, match=r"tiles\.0'.*With tiering\.tile of 8\.00 KiB the model fits"):
+        start(small(), threshold=0, device_budget="12KiB", prefetch=0, tile=TILE, **STREAMED)
     # Twice as large is too large.
     twice = 2 * parse_size(advised)
     with pytest.raises(

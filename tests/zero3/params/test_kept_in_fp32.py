@@ -269,6 +269,19 @@ def test_what_a_model_of_transformers_names(start: Start, precision: str, names:
     assert [name for name, dtype in dtypes(state).items() if dtype is torch.float32] == ["head.bias"]
 
 
+@pytest.mark.parametrize("pattern", ["0.weight", "0", "*.weight"])
+def test_tiles_are_kept_by_the_name_of_the_whole_weight(start: Start, pattern: str) -> None:
+    """And ``tiering.tile`` counts their bytes in fp32."""
+    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Tanh(), nn.Linear(256, 64))
+    engine = start(model, keep_fp32=[pattern], tile=32 << 10, threshold=0)
+    tiles = {name: param for name, param in model.named_parameters() if name.startswith("0.")}
+    assert {name: (tuple(param.shape), param.dtype) for name, param in tiles.items()} == {
+        "0.tiles.0.weight": ((128, 64), torch.float32),
+        "0.tiles.1.weight": ((128, 64), torch.float32),
+    }
+    assert engine.state_dict()["0.weight"].dtype is torch.float32
+
+
 def test_statistics_of_a_normalisation_that_is_kept(start: Start) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
     engine = start(model, keep_fp32=["1"], accumulation=1)

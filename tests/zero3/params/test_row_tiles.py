@@ -165,3 +165,7 @@ def test_the_weight_is_named_in_an_error() -> None:
         tiled.weight  # noqa: B018 # the read raises
     with pytest.raises(AttributeError, match="no weight"):
         tiled.reset_parameters()
+    # The layer would not use it.
+    with pytest.raises(AttributeError, match="tie weights before tiling"):
+        tiled.weight = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    assert "weight" not in dict(tiled.named_parameters())

@@ -77,7 +77,7 @@ class AccumulatedGradients:
                 self._state.drop_gradient(group, piece)
             return
         self.check_replaceable(call, piece)
-        flat = flat_fp32(values, piece)
+        flat = flat_fp32(values, piece.name, piece.shape)
         self._check_ranks_alike(piece, flat)
         self.replace(group, piece, flat)
 
@@ -113,12 +113,12 @@ class AccumulatedGradients:
                 )
 
 
-def flat_fp32(values: Tensor, piece: Piece) -> Tensor:
-    """``values``, which have the shape of ``piece``, as a flat fp32 tensor in host memory; else ConfigError."""
+def flat_fp32(values: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    """``values`` for ``name``, which has this ``shape``, as a flat fp32 tensor in host memory; else ConfigError."""
     if values.layout is not torch.strided:
-        raise ConfigError(f"{piece.name!r} takes dense values, not {values.layout}: pass values.to_dense()")
-    if tuple(values.shape) != piece.shape:
-        raise ConfigError(f"{piece.name!r} has shape {piece.shape}, not {tuple(values.shape)}")
+        raise ConfigError(f"{name!r} takes dense values, not {values.layout}: pass values.to_dense()")
+    if tuple(values.shape) != shape:
+        raise ConfigError(f"{name!r} has shape {shape}, not {tuple(values.shape)}")
     return values.detach().to("cpu", torch.float32).reshape(-1)
 
 

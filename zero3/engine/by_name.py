@@ -1,15 +1,24 @@
-"""Parameters, gradients and optimizer state, read and set by the name of their parameter."""
+"""Parameters, gradients and optimizer state, read and set by the name of their parameter.
+
+The name may be that of a weight which is stored as tiles (row_tiles.py): its values are then joined and split.
+"""
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from tiering.errors import ConfigError
+from tiering.placement.row_tiles import joined_shape
 from zero3.engine.accumulated_gradients import AccumulatedGradients, check_trained, flat_fp32
 from zero3.loop.lifecycle import Readiness
 from zero3.params import resharded
+from zero3.params.layout import Piece
+from zero3.params.param_group import ParamGroup
 from zero3.state.access import Access
 from zero3.state.tensors import TieredState
 
@@ -52,47 +61,72 @@ class NamedState:
     def get_fp32_parameter(self, name: str) -> Tensor:
         """A copy of the fp32 master; of a frozen parameter its value, in its dtype if it keeps that."""
         self._ready.check_open("get_fp32_parameter")
-        group, piece = self._parameters.find(name)
-        self._parameters.store_edits_of_residents(group)
-        return self._state.master(group, piece)
+        masters: list[Tensor] = []
+        for group, piece in self._parameters.parts(name):
+            self._parameters.store_edits_of_residents(group)
+            masters.append(self._state.master(group, piece))
+        return _joined(masters)
 
     def set_fp32_parameter(self, name: str, values: Tensor) -> None:
         """Make ``values`` the master, and their rounded values the parameter."""
         self._ready.check_open("set_fp32_parameter")
-        group, piece = self._parameters.find(name)
-        if piece.own_dtype is not None:
-            raise ConfigError(
-                f"{name!r} is {piece.own_dtype} and frozen, and has no fp32 value to set: change it inside"
-                " tiering.gathered(param, modify=True)"
-            )
-        self._access.before_write(group, piece)
-        self._state.set_master(group, piece, self._state.values_of_rank(0, piece, flat_fp32(values, piece)))
+        for group, piece, part in self._split(name, values):
+            if piece.own_dtype is not None:
+                raise ConfigError(
+                    f"{name!r} is {piece.own_dtype} and frozen, and has no fp32 value to set: change it inside"
+                    " tiering.gathered(param, modify=True)"
+                )
+            self._access.before_write(group, piece)
+            self._state.set_master(group, piece, self._state.values_of_rank(0, piece, part))
 
     def get_fp32_gradient(self, name: str) -> Tensor | None:
-        """A copy of the accumulated gradient, unscaled; None if there is none."""
+        """A copy of the accumulated gradient, unscaled; None if there is none. Zeros for tiles without one."""
         self._gradients.check_readable("get_fp32_gradient")
-        return self._gradients.get(*self._parameters.find(name))
+        parts = self._parameters.parts(name)
+        gradients = [self._gradients.get(group, piece) for group, piece in parts]
+        if all(gradient is None for gradient in gradients):
+            return None
+        return _joined(
+            [
+                torch.zeros(piece.shape, device="cpu") if gradient is None else gradient
+                for gradient, (_, piece) in zip(gradients, parts, strict=True)
+            ]
+        )
 
     def set_fp32_gradient(self, name: str, values: Tensor) -> None:
         """Replace the accumulated gradient by ``values``, unscaled."""
-        group, piece = self._parameters.find(name)
-        self._gradients.check_replaceable("set_fp32_gradient", piece)
-        self._gradients.replace(group, piece, self._state.values_of_rank(0, piece, flat_fp32(values, piece)))
+        for group, piece, part in self._split(name, values):
+            self._gradients.check_replaceable("set_fp32_gradient", piece)
+            self._gradients.replace(group, piece, self._state.values_of_rank(0, piece, part))
 
     def get_fp32_state(self, name: str, key: str) -> Tensor:
         """A copy of the state tensor ``key``."""
         self._ready.check_open("get_fp32_state")
-        group, piece = self._parameters.find(name)
-        check_trained(piece)
-        return self._state.moment(group, piece, key)
+        states: list[Tensor] = []
+        for group, piece in self._parameters.parts(name):
+            check_trained(piece)
+            states.append(self._state.moment(group, piece, key))
+        return _joined(states)
 
     def set_fp32_state(self, name: str, key: str, values: Tensor) -> None:
         """Replace the state tensor ``key``."""
         self._ready.check_open("set_fp32_state")
-        _, piece = self._parameters.find(name)
-        check_trained(piece)
-        self._state.set_moment(piece, key, self._state.values_of_rank(0, piece, flat_fp32(values, piece)))
+        for _, piece, part in self._split(name, values):
+            check_trained(piece)
+            self._state.set_moment(piece, key, self._state.values_of_rank(0, piece, part))
 
     def is_trained(self, name: str) -> bool:
         """Whether the parameter is trained, not frozen."""
-        return self._parameters.find(name)[1].trainable
+        return all(piece.trainable for _, piece in self._parameters.parts(name))
+
+    def _split(self, name: str, values: Tensor) -> Iterator[tuple[ParamGroup, Piece, Tensor]]:
+        """The parts of the parameter ``name``, each with its flat fp32 ``values``; ConfigError for another shape."""
+        parts = self._parameters.parts(name)
+        flat = flat_fp32(values, name, joined_shape([piece.shape for _, piece in parts]))
+        numels = [math.prod(piece.shape) for _, piece in parts]
+        for (group, piece), part in zip(parts, flat.split(numels), strict=True):
+            yield group, piece, part
+
+
+def _joined(tiles: list[Tensor]) -> Tensor:
+    return torch.cat(tiles) if len(tiles) > 1 else tiles[0]

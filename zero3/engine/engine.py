@@ -368,7 +368,8 @@ class Engine:
     def get_fp32_parameter(self, name: str) -> Tensor:
         """A copy, in host memory, of a parameter's fp32 master, or of a frozen parameter in fp32, in its shape.
 
-        ``name`` is that of ``module.named_parameters()``. Raises ConfigError for an unknown name.
+        ``name`` is that of ``module.named_parameters()``, or of a whole weight that is stored as tiles; the methods
+        below take the same names. Raises ConfigError for an unknown name.
         """
         return self._named_state.get_fp32_parameter(name)
 
@@ -380,7 +381,10 @@ class Engine:
         self._named_state.set_fp32_parameter(name, values)
 
     def get_fp32_gradient(self, name: str) -> Tensor | None:
-        """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None if there is none."""
+        """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None if there is none.
+
+        That of a whole weight is zero for tiles that have none.
+        """
         return self._named_state.get_fp32_gradient(name)
 
     def set_fp32_gradient(self, name: str, values: Tensor) -> None:

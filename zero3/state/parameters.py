@@ -11,6 +11,7 @@ from tiering.errors import ConfigError, EngineStateError
 from zero3.optimizer.update_rules import UNPLANNED_REMEDY
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup, Residency
+from zero3.params.row_tiles import RowTiles
 from zero3.state.tensors import TieredState
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,17 @@ class Parameters:
         if name not in self._by_name:
             raise ConfigError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
         return self._by_name[name]
+
+    def parts(self, name: str) -> list[tuple[ParamGroup, Piece]]:
+        """As ``find``; of a weight that is stored as tiles, all of them, in the order of its rows."""
+        module_name, _, short = name.rpartition(".")
+        try:
+            layer = self._model.get_submodule(module_name)
+        except AttributeError:
+            layer = None
+        if short == "weight" and isinstance(layer, RowTiles):
+            return [self.piece_of(tile) for tile in layer.tile_weights]
+        return [self.find(name)]
 
     def warn_of_new_names(self) -> None:
         """Warn once if modules were moved, because checkpoints keep the names of initialize."""

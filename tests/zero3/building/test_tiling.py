@@ -383,6 +383,36 @@ def test_an_optimizer_that_was_made_before_steps_the_tiles(
             assert len(group["param_names"]) == len(group["params"]) == len(set(group["param_names"]))
 
 
+@pytest.mark.parametrize("place", [{}, STREAMED])
+def test_a_whole_weight_is_read_and_set_by_its_name(start: Start, place: dict[str, Any]) -> None:
+    """By each name of a tied one."""
+    model = small()
+    engine = start(model, threshold=0, tile=TILE, accumulation=1, **place)
+    trained(engine, steps=1)
+    rows = len(model.head.tile_weights[1])
+    generator = torch.Generator().manual_seed(5)
+    # Gradients are kept in bf16.
+    values = [torch.randn(600, 48, generator=generator).bfloat16().float() for _ in range(3)]
+    for name, other in (("head.weight", "embedding.weight"), ("embedding.weight", "head.weight")):
+        assert engine.is_trained(name) and engine.get_fp32_gradient(name) is None
+        engine.set_fp32_parameter(name, values[0])
+        engine.set_fp32_state(name, "exp_avg", values[1])
+        engine.set_fp32_gradient(name, values[2])
+        assert torch.equal(engine.get_fp32_parameter(other), values[0])
+        assert torch.equal(engine.get_fp32_state(other, "exp_avg"), values[1])
+        gradient = engine.get_fp32_gradient(other)
+        assert gradient is not None and torch.equal(gradient, values[2])
+        assert torch.equal(engine.get_fp32_parameter("head.tiles.1.weight"), values[0][rows : 2 * rows])
+        with pytest.raises(ConfigError, match=r"'head\.weight' has shape \(600, 48\), not \(75, 48\)"):
+            engine.set_fp32_state("head.weight", "exp_avg", values[0][:75])
+        engine.step()
+        assert not torch.equal(engine.get_fp32_parameter(name), values[0])
+    # Of one tile alone.
+    engine.set_fp32_gradient("head.tiles.1.weight", values[2][rows : 2 * rows])
+    gradient = engine.get_fp32_gradient("head.weight")
+    assert gradient is not None and int(gradient.any(1).sum()) == rows
+
+
 def test_an_optimizer_with_state_is_refused(start: Start) -> None:
     model = small()
     client = torch.optim.RMSprop(model.parameters())

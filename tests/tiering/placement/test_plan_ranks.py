@@ -103,7 +103,7 @@ def test_a_shard_is_never_computed_in_place(load: Workload, limits: Budgets) -> 
     stays = {DEVICE, HOST} if load.device_is_host else {DEVICE}
     sharded = load.world_size > 1 and load.stage == 3
     rooms = [
-        0 if tier in stays and (group.persistent or not sharded) else group.param_bytes
+        0 if tier in stays and (group.persistent or not sharded) else load.unsharded_bytes(group)
         for group, tier in zip(load.groups, plan.param_tiers, strict=True)
     ]
     for index in range(len(load.groups)):

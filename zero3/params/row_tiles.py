@@ -119,6 +119,10 @@ class _Share(torch.autograd.Function):
 
 def _shared(input: Tensor, users: int) -> list[Tensor]:
     """``input`` for each of its users. Each takes part in every backward, because their outputs are one tensor."""
+    if torch.compiler.is_compiling():
+        # The same sum, and the compiler makes one copy of these. It cannot trace an object that changes in backward.
+        exact = input.float()
+        return [exact.to(input.dtype) for _ in range(users)]
     gradient = _Gradient(users)
     return [_Share.apply(input, gradient) for _ in range(users)]  # type: ignore[no-untyped-call] # torch's
 

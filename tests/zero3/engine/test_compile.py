@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import tiering
 from tests.zero3.conftest import batches
 from tests.zero3.frozen_bytes import frozen_model
 from tiering.errors import ConfigError, EngineStateError
@@ -122,11 +123,16 @@ def compile_blocks(model: Any, how: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "when", "by"),
-    [("in place", "before", BACKEND), ("in place", "after", "eager"), ("forward", "before", "eager")],
+    ("how", "when", "by", "tile"),
+    [
+        ("in place", "before", BACKEND, 0),
+        ("in place", "before", BACKEND, 32 << 10),
+        ("in place", "after", "eager", 0),
+        ("forward", "before", "eager", 0),
+    ],
 )
 def test_compiled_blocks_give_the_same_bits_wherever_they_live(
-    start: Start, small_model: type[nn.Module], differing: Any, how: str, when: str, by: str
+    start: Start, small_model: type[nn.Module], differing: Any, how: str, when: str, by: str, tile: int
 ) -> None:
     """One graph for all blocks, which our hooks do not cut, and none that is compiled after the first steps."""
 
@@ -134,6 +140,9 @@ def test_compiled_blocks_give_the_same_bits_wherever_they_live(
         torch.compiler.reset()
         counters.clear()
         model, backend = seeded(small_model), Counted(by)
+        if tile:
+            tiering.tile(model, tile)
+            assert "blocks.0.up.tiles.0.weight" in dict(model.named_parameters())
         if when == "before":
             compile_blocks(model, how, backend=backend, fullgraph=True)
         engine = start(model, accumulation=1, **placement)

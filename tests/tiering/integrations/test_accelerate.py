@@ -65,12 +65,14 @@ def test_two_ranks_do(place: str, ranks: Pool, tmp_path: Path) -> None:
             assert entry == pytest.approx(other, rel=1e-5)
 
 
-def test_a_saved_loop_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    settings = config("nvme", tmp_path)
+@pytest.mark.parametrize("tile", [0, 2048])
+def test_a_saved_loop_resumes_with_the_same_bits(tile: int, tmp_path: Path) -> None:
+    settings = config("nvme", tmp_path, tiering={"tile": tile})
     before, left, reports = saved(0, settings, tmp_path / "saved", 3)
     loaded, ended, again = resumed(0, settings, tmp_path / "saved", 3)
     assert different(loaded, before) == different(ended, left) == []
     assert again == reports
+    assert ("exp_avg of lm_head.tiles.5.weight" in before) == bool(tile)
 
 
 @pytest.mark.slow

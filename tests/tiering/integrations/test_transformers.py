@@ -27,13 +27,18 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("sections", [{}, {"optimizer": ADAMW}], ids=["own", "files"])
+@pytest.mark.parametrize(
+    "sections",
+    [{}, {"tiering": {"tile": "2KiB"}}, {"optimizer": ADAMW}],
+    ids=["own", "own in tiles", "files"],
+)
 def test_a_run_reports_what_the_stock_trainer_does(
     place: str, sections: dict[str, Any], plain: Any, tmp_path: Path
 ) -> None:
     trainer = tiered(tmp_path / "out", config(place, tmp_path, **sections), **EVALUATED)
     trainer.train()
-    if sections:
+    assert ("lm_head.tiles.5" in dict(trainer.engine.module.named_modules())) == ("tiering" in sections)
+    if "optimizer" in sections:
         # The optimizer of the file decays every parameter, that of the Trainer all but norms.
         assert reported(trainer)[0] == pytest.approx(reported(plain)[0], rel=1e-6)
     else:

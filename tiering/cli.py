@@ -19,7 +19,9 @@ from tiering.commands import plan as plan_command
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code."""
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # A command may print itself, with other options.
+    options = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
         return run_printing("tiering", lambda: int(options.run(options)), unwritable=_UNWRITABLE_OUTPUT)
     except KeyboardInterrupt:

@@ -73,13 +73,14 @@ With `--gpu`, several `--nodes`, or more `--ranks` than this machine has GPUs, d
 host or NVMe budget for them, these are not limits: the plan says what each node needs. Without `--config`, it may then
 assume activation checkpointing, and `tiering.activations` `"auto"`, if there is no plan without; and the rates of the
 profile with such GPUs. On any machine it cuts layers that do not fit on the device (`tiering.tile`). It prints each
-assumption, and the configuration of the plan, with its budgets, for `--config` and `initialize`.
+assumption, and the configuration of the plan, with its budgets, for `--config` and `initialize`. A refusal prints a
+command with which the model fits, if options can make it fit.
 
 `--json` prints bytes and seconds. These values are per rank: `budgets`, `plan.tiers` (bytes by kind), `plan.nvme_read`
 and `nvme_written` per step, `micro_batch_tokens`, `forecast.seconds`, its `phases` with their bottlenecks, and
 `tokens_that_hide` per micro-batch; `activations` of a micro-batch (in `not_counted` if they are unknown). These values
 are for all ranks of a node together: `forecast.tokens` per step, `tokens_per_second`, `nvme_written_per_day`,
-`drive_life`, and the budgets in `remedies`. The `change` of a remedy has keys of the configuration, or `ranks`,
+`drive_life`, and the budgets in `remedies`. The `change` of a remedy has keys of the configuration, or `ranks`, `gpu`,
 `tokens`, `sequence`, `checkpointing` and `loss_chunk` of the run. `needed` lists the tiers whose budgets are what the
 plan needs; `assumptions` and `configuration` are those that the text has. [planning.md](planning.md) has the scope of
 each of the `rates`. `fits` is true if there is a plan; `refusal` is the reason if there is none. `schema_version`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -237,6 +238,8 @@ def run(options: argparse.Namespace) -> int:
         with console.capture() as text:
             report.print(console)
         print(text.get(), end="")
+        if (command := _remedied(options, report)) is not None:
+            print(f"\nThe same with the first of them that options make:\n{command}")
     return FITS if report.fits else DOES_NOT_FIT
 
 
@@ -285,6 +288,15 @@ def answer(options: argparse.Namespace) -> PlanReport:
     if assumed is not None:
         report = replace(report, assumptions=(*report.assumptions, _assumed_rates(assumed)))
     return report if file is None else replace(report, configuration=file_of(report, file))
+
+
+def _remedied(options: argparse.Namespace, report: PlanReport) -> str | None:
+    """The command of ``options`` with the first remedy of ``report`` that options make: of two, the last one counts."""
+    from tiering.planning.configuration import options_of
+
+    changes = (options_of(remedy, report.setting) for remedy in report.remedies)
+    change = next(filter(None, changes), None)
+    return None if change is None else shlex.join(["tiering", *options.arguments, *change])
 
 
 def _planned(

@@ -33,7 +33,7 @@ def for_activations(request: Request, budgets: Budgets) -> Iterator[Remedy]:
     for count in range(len(changes) + 1):
         for chosen in combinations(changes, count):
             change = _joined(chosen)
-            if request.changed(change).fits():
+            if request.changed(change).fits:
                 found = True
                 yield Remedy(change, request.load, budgets)
         if found:
@@ -91,7 +91,7 @@ def _fewer_tokens(request: Request, others: Change) -> Change | None:
     few, many = 0, -(-tokens // step)
     while many - few > 1:
         middle = (few + many) // 2
-        few, many = (middle, many) if request.changed(change(middle)).fits() else (few, middle)
+        few, many = (middle, many) if request.changed(change(middle)).fits else (few, middle)
     return change(few) if few else None
 
 

@@ -5,26 +5,17 @@ Only a choice without which there is no plan is made, in this order. Each is an 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from tiering.config.fields import format_size
 from tiering.config.training import TieringConfig
-from tiering.placement.placement import AMPLE
-from tiering.placement.plan import Budgets
 from tiering.placement.workload import Tier
-from tiering.planning.fit import UNLIMITED, fits
+from tiering.planning.fit import MOST_RANKS, Remedy
 from tiering.planning.request import Request
 from tiering.planning.setting import Setting, with_changes
-
-# Of a layer in tiles, a device holds one that computes and the next one, gradients of both in send buffers, and up to
-# three gradients in torch.
-TILES_AT_ONCE = 8
-SMALLEST_TILE = 1 << 20
-# Of tiles, each half as large as the one before: there are twice as many then, which takes twice as long to plan.
-MOST_SIZES = 3
-# Tiles of a model: a plan that counted more would take longer than a refusal may.
-MOST_TILES = 100_000
+from tiering.planning.tiles import ample_but_device
 
 
 @dataclass(frozen=True)
@@ -46,6 +37,9 @@ class Open:
 
 
 NOTHING = Open()
+EVERYTHING = Open(checkpointing=True, activations=True, tile=True)
+# How often a remedy doubles the memory of a GPU.
+MOST_DOUBLINGS = 8
 
 
 def choose(
@@ -62,8 +56,9 @@ def choose(
         request = request_of(*way)
         if _is_device_enough(request):
             return request
-        if open_.tile and request.has_room_for_activations:
-            for tile in tiles_to_try(request):
+        tiling = request.model.tiling
+        if open_.tile and tiling is not None and request.has_room_for_activations:
+            for tile in tiling.sizes(request.load, request.budgets_without_activations):
                 tiled = request_of(with_changes(request.config, tiers={"tile": tile}), request.setting)
                 if _is_device_enough(tiled):
                     return tiled
@@ -71,28 +66,13 @@ def choose(
 
 
 def _is_device_enough(request: Request) -> bool:
-    """Whether there is a plan, with any budgets of the other tiers."""
-    ample = {
-        f"tiering.{tier.value}_budget": AMPLE * request.setting.local_size for tier in (Tier.HOST, Tier.NVME)
+    """Whether there is a plan, with any budgets of the slower tiers."""
+    budgets = ample_but_device(request.load, request.budgets_without_activations)
+    ample: dict[str, int | str] = {
+        f"tiering.{tier.value}_budget": budgets.of(tier) * request.setting.local_size
+        for tier in (Tier.HOST, Tier.NVME)
     }
-    return request.fits() or request.changed(ample).fits()
-
-
-def tiles_to_try(request: Request) -> Iterator[int]:
-    """Sizes of tiles for ``request``, which has no plan, the largest first; none if the device is not too small."""
-    budgets = request.budgets_without_activations
-    room = _room(request, budgets)
-    tile = 1 << (max(room, 1) // TILES_AT_ONCE).bit_length() - 1 if room >= TILES_AT_ONCE else 0
-    largest = max((group.largest_trained for group in request.load.groups), default=0)
-    if tile >= largest * request.load.compute_itemsize:
-        return
-    if fits(request.load, replace(budgets, host=UNLIMITED, nvme=UNLIMITED)):
-        return
-    model = sum(count * group.param_bytes for group, count in request.load.alike)
-    for _ in range(MOST_SIZES):
-        if tile >= max(SMALLEST_TILE, model // MOST_TILES):
-            yield tile
-        tile //= 2
+    return request.fits or request.changed(ample).fits
 
 
 def assumptions(chosen: Request, config: TieringConfig, setting: Setting) -> tuple[str, ...]:
@@ -115,9 +95,75 @@ def assumptions(chosen: Request, config: TieringConfig, setting: Setting) -> tup
     return tuple(made)
 
 
-def _room(request: Request, budgets: Budgets) -> int:
-    """Device memory of the engine and of gradients in torch together, beside the least activations."""
-    gpu, sizes = request.setting.gpu_memory, request.sizes
-    if gpu is None or sizes is None or not request.limits_device:
-        return budgets.device
-    return gpu - sizes.on_device(sizes.saved)
+def together(
+    request_of: Callable[[TieringConfig, Setting], Request], config: TieringConfig, setting: Setting
+) -> Iterator[Remedy]:
+    """What makes the model fit on GPUs if no single change does: all choices, with the budgets that they need; then,
+    with the budgets that there are, more ranks.
+    """
+    if setting.gpu_memory is None:
+        return
+    automatic = with_changes(config, tiers={f"{tier.value}_budget": "auto" for tier in Tier})
+    gpus = [setting.gpu_memory << doubling for doubling in range(MOST_DOUBLINGS + 1)]
+
+    def fits_with_all(gpu: int) -> bool:
+        *_, last = EVERYTHING.ways(automatic, replace(setting, gpu_memory=gpu, elsewhere=True))
+        return choose(request_of, *last, Open(tile=True)).fits
+
+    at = 0 if fits_with_all(gpus[0]) else bisect_left(gpus, True, lo=1, key=fits_with_all)
+    if at == len(gpus):
+        return
+    chosen = choose(request_of, automatic, replace(setting, gpu_memory=gpus[at], elsewhere=True), EVERYTHING)
+    change = _choices(chosen, config, setting)
+    with_choices = request_of(config, setting).changed(change, chosen.load)
+    enough = chosen.plan()[0].budgets
+    raised = {
+        f"tiering.{tier.value}_budget": enough.of(tier) * setting.local_size
+        for tier in Tier
+        if enough.of(tier) > with_choices.budgets.of(tier)
+    }
+    if with_choices.changed(raised).fits:
+        yield Remedy({**change, **raised}, chosen.load, enough)
+    # More ranks need no less of a device.
+    if not raised.keys() <= {"tiering.device_budget"}:
+        yield from _on_more_ranks(request_of, config, setting, with_choices.setting)
+
+
+def _on_more_ranks(
+    request_of: Callable[[TieringConfig, Setting], Request],
+    config: TieringConfig,
+    setting: Setting,
+    chosen: Setting,
+) -> Iterator[Remedy]:
+    """The least power of two times as many ranks on which the model fits with the budgets of ``config``, as ``chosen``.
+
+    It has the choices that most ranks need.
+    """
+    counts = [setting.world_size << doubling for doubling in range(1, MOST_RANKS.bit_length())]
+    counts = [count for count in counts if count <= MOST_RANKS]
+    if not counts:
+        return
+    most = choose(request_of, config, replace(chosen, world_size=counts[-1]), EVERYTHING)
+
+    def on(ranks: int) -> Request:
+        return request_of(most.config, replace(most.setting, world_size=ranks))
+
+    least = bisect_left(counts, True, key=lambda ranks: on(ranks).fits)
+    if least < len(counts):
+        request = on(counts[least])
+        change = _choices(request, config, setting)
+        yield Remedy({**change, "ranks": counts[least]}, request.load, request.budgets)
+
+
+def _choices(chosen: Request, config: TieringConfig, setting: Setting) -> dict[str, int | str]:
+    """What ``chosen`` has besides ``config`` and ``setting``, as a change."""
+    tiers, change = chosen.config.tiering, dict[str, int | str]()
+    if chosen.setting.gpu_memory is not None and chosen.setting.gpu_memory != setting.gpu_memory:
+        change["gpu"] = chosen.setting.gpu_memory
+    if chosen.setting.checkpointed and not setting.checkpointed:
+        change["checkpointing"] = True
+    if tiers.activations != config.tiering.activations:
+        change["tiering.activations"] = tiers.activations
+    if tiers.tile != config.tiering.tile:
+        change["tiering.tile"] = tiers.tile
+    return change

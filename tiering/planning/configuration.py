@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiering.placement.workload import Tier
+from tiering.planning.fit import Remedy
 from tiering.planning.plan_report import PlanReport
+from tiering.planning.setting import Setting
 
 # Keys of ``tiering`` with bytes.
 _SIZES = ("tile", "activation_budget", *(f"{tier.value}_budget" for tier in Tier))
@@ -26,15 +28,55 @@ def file_of(report: PlanReport, usual: Mapping[str, Any]) -> dict[str, Any]:
         key = f"{tier.value}_budget"
         if tier in report.needed or (tier is Tier.DEVICE and counted) or key in tiers:
             tiers[key] = report.budgets.of(tier) * local_ranks
-    sizes = {key: _size(value) for key, value in tiers.items() if key in _SIZES and value != "auto"}
+    sizes = {key: size_text(value) for key, value in tiers.items() if key in _SIZES and value != "auto"}
     accumulated = config.gradient_accumulation_steps
     passes = {} if accumulated == 1 else {"gradient_accumulation_steps": accumulated}
     return {**usual, **passes, "tiering": tiers | sizes}
 
 
-def _size(nbytes: int) -> str | int:
+def size_text(nbytes: int) -> str | int:
     """``nbytes`` in the largest unit in which it is a whole number."""
     for unit, each in _UNITS.items():
         if nbytes and nbytes % each == 0:
             return f"{nbytes // each}{unit}"
     return nbytes
+
+
+# The option of ``tiering plan`` for each change of a remedy that one makes.
+_OPTIONS = {
+    **{f"tiering.{tier.value}_budget": f"--{tier.value}-budget" for tier in Tier},
+    "tiering.tile": "--tile",
+    "tiering.activations": "--activations",
+    "tiering.activation_budget": "--activation-budget",
+    "tiering.state": "--state",
+    "gpu": "--gpu",
+    "tokens": "--tokens",
+    "sequence": "--sequence",
+    "checkpointing": "--checkpointing",
+    "loss_chunk": "--chunked-loss",
+    "ranks": "--ranks",
+}
+
+
+def options_of(remedy: Remedy, setting: Setting) -> list[str] | None:
+    """The options that add ``remedy`` to a command for ``setting``; None if a part of it has no option.
+
+    Each of so many more ranks has the budgets of the ``remedy``: they are those of a node with as many ranks.
+    """
+    options = []
+    for key, value in remedy.change.items():
+        if key not in _OPTIONS:
+            return None
+        option = _OPTIONS[key]
+        if option in ("--checkpointing", "--chunked-loss"):
+            options.append(option)
+        elif isinstance(value, int) and (key == "gpu" or key.removeprefix("tiering.") in _SIZES):
+            options.append(f"{option}={size_text(value)}")
+        else:
+            options.append(f"{option}={value}")
+    if "ranks" in remedy.change:
+        nodes = int(remedy.change["ranks"]) // setting.local_size
+        budgets = {tier: remedy.budgets.of(tier) * setting.local_size for tier in (Tier.HOST, Tier.NVME)}
+        options.append(f"--nodes={nodes}")
+        options += [f"--{tier.value}-budget={size_text(nbytes)}" for tier, nbytes in budgets.items()]
+    return options

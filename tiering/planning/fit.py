@@ -26,6 +26,7 @@ MOST_REFUSALS = 8
 # Changes that no key of the configuration makes.
 _BESIDE_CONFIGURATION = {
     "ranks": "{value} ranks, each with these budgets",
+    "gpu": "GPUs of {value}",
     "tokens": "at most {value} tokens in a micro-batch (--tokens {value})",
     "sequence": "sequences of at most {value} (--sequence {value})",
     "checkpointing": "activation checkpointing (--checkpointing)",
@@ -40,8 +41,8 @@ class Remedy:
     """A change with which the model fits: new values by configuration key.
 
     Budgets in ``change`` are bytes of a node. Other names are those of the run: ``ranks`` is the number of all ranks,
-    ``tokens`` those of a micro-batch, ``sequence`` those of a sequence, ``checkpointing`` is true, ``loss_chunk`` that
-    of ``Setting``. ``workload`` and ``budgets`` (of a rank) are those of the plan.
+    ``gpu`` the bytes of a GPU, ``tokens`` those of a micro-batch, ``sequence`` those of a sequence, ``checkpointing``
+    is true, ``loss_chunk`` that of ``Setting``. ``workload`` and ``budgets`` (of a rank) are those of the plan.
     """
 
     change: Mapping[str, int | str]
@@ -53,6 +54,7 @@ class Remedy:
 
     def _text(self, key: str, value: int | str) -> str:
         if key in _BESIDE_CONFIGURATION:
+            value = format_need(int(value)) if key == "gpu" else value
             return _BESIDE_CONFIGURATION[key].format(value=value)
         name = key.rpartition("tiering.")[2].removeprefix("zero_optimization.")
         if name == "tile":
@@ -247,10 +249,11 @@ def _more_ranks(load: Workload, budgets: Budgets) -> Iterator[Remedy]:
 
 def _raised_together(search: Search, budgets: Budgets, local_ranks: int) -> Iterator[Remedy]:
     """The least budgets that are enough together, if more than one has to be raised: of the device first, since that
-    memory is the scarcest, then of the host.
+    memory is the scarcest, then of the host. If the CPU computes, the device would need least if the host had all.
     """
     together = Budgets(UNLIMITED, UNLIMITED, UNLIMITED)
-    for tier in Tier:
+    first = (Tier.HOST, Tier.DEVICE) if search.load.device_is_host else (Tier.DEVICE, Tier.HOST)
+    for tier in (*first, Tier.NVME):
         least = search.least(together, tier)
         if least is None:
             return

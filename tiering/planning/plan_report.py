@@ -18,7 +18,6 @@ from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier, Workload
 from tiering.planning.activation_remedies import for_activations
 from tiering.planning.activations import PlacedActivations
-from tiering.planning.choices import tiles_to_try
 from tiering.planning.fit import Remedy, fits, remedies
 from tiering.planning.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, MachinePart, forecast
 from tiering.planning.needs import open_tiers
@@ -324,13 +323,15 @@ def _remedies(request: Request) -> Iterator[Remedy]:
 
 def _tiles(request: Request) -> Iterator[Remedy]:
     """The largest tile with which the layers fit, if they do not fit whole."""
-    budgets = request.budgets_without_activations
-    if request.model.tiled is None or request.config.tiering.tile or fits(request.load, budgets):
+    tiling = request.model.tiling
+    if tiling is None:
         return
-    for tile in tiles_to_try(request):
-        change = {"tiering.tile": tile}
-        tiled = request.changed(change, request.model.tiled(tile))
-        if fits(tiled.load, tiled.budgets_without_activations):
+    for tile in tiling.sizes(request.load, request.budgets_without_activations):
+        change, load = {"tiering.tile": tile}, tiling.load(tile)
+        if load is None:
+            return
+        tiled = request.changed(change, load)
+        if fits(load, tiled.budgets_without_activations):
             yield Remedy(change, tiled.load, tiled.budgets_without_activations)
             return
 

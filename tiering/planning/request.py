@@ -26,9 +26,11 @@ from tiering.planning.activations import (
 from tiering.planning.needs import place_with_needs, with_needed_nvme
 from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting, with_changes
+from tiering.planning.tiles import Tiling
 
 # Fields of Setting by the name of their change.
 OF_SETTING = {
+    "gpu": "gpu_memory",
     "checkpointing": "checkpointed",
     "loss_chunk": "loss_chunk",
     "tokens": "tokens",
@@ -41,7 +43,7 @@ class ModelSize:
     """The size of a model, with its ``name`` for the report; ``params`` counts its parameters.
 
     ``active``, ``attention_flops`` and ``computed`` are those of ``forecast``. ``activations``: those of a micro-batch;
-    None if they are unknown. ``tiled``: the workload with tiles of so many bytes; None if it is unknown.
+    None if they are unknown. ``tiling``: the model in tiles; None if it is unknown.
     """
 
     name: str
@@ -50,7 +52,7 @@ class ModelSize:
     attention_flops: float = 0.0
     computed: int | None = None
     activations: ActivationsOf | None = None
-    tiled: Callable[[int], Workload] | None = None
+    tiling: Tiling | None = None
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,14 @@ class Request:
     ) -> tuple[Plan, PlacedActivations | None]:
         """The plan of ``make``, with the activations if they are known. Raises PlacementError if one does not fit."""
         try:
-            first = self._first
+            return self._planned(make)
         except PlacementError:
-            self._refuse()
+            if not self._has_first:
+                self._refuse()
             raise
+
+    def _planned(self, make: Callable[[Workload, Budgets], Plan]) -> tuple[Plan, PlacedActivations | None]:
+        first = self._first
         if self.sizes is None:
             return with_needed_nvme(make(self.load, first.budgets)), None
         load, placed = with_activations(self.load, first, self.config, self.setting, self.sizes)
@@ -140,12 +146,20 @@ class Request:
         """The plan without what depends on it: the activations that move."""
         return place_with_needs(self.load, self.budgets)
 
+    @cached_property
+    def _has_first(self) -> bool:
+        try:
+            return bool(self._first)
+        except PlacementError:
+            return False
+
+    @cached_property
     def fits(self) -> bool:
         """Whether there is a plan."""
-        if not self.has_room_for_activations:
+        if not self.has_room_for_activations or not self._has_first:
             return False
         try:
-            self.plan(place)
+            self._planned(place)
         except PlacementError:
             return False
         return True

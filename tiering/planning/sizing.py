@@ -27,12 +27,15 @@ from tiering.placement.tenants import activations
 from tiering.placement.workload import ITEMSIZES, GroupSizes, Workload, shard_quantum, start_after
 from tiering.planning.activations import Activations, of_decoder
 from tiering.planning.adapters import Adapters
-from tiering.planning.choices import NOTHING, Open, assumptions, choose
+from tiering.planning.choices import NOTHING, Open, assumptions, choose, together
 from tiering.planning.plan_report import PlanReport, report_on
 from tiering.planning.request import ModelSize, Request
 from tiering.planning.setting import RatesOf, Setting, with_changes
+from tiering.planning.tiles import Tiling
 from tiering.storage.arena import round_up
 
+# More tiles would take longer to plan than a command may.
+MOST_TILES = 25_000
 # Elements of an attention head.
 HEAD = 128
 VOCABULARY = 32_000
@@ -384,15 +387,22 @@ def plan_of_decoder(
         def tiled(tile: int) -> Workload:
             return load_of(shape, with_changes(config, tiers={"tile": tile}), setting)
 
+        itemsize = ITEMSIZES[config.precision]
+        layer = max(weight.numel for weight in shape.linear_layers) * itemsize
+        largest = min(layer, config.tiering.tile or layer)
+        tiling = Tiling(largest, shape.params * itemsize, tiled, MOST_TILES)
         return Request(
-            size if adapters is not None else replace(size, tiled=tiled),
+            size if adapters is not None else replace(size, tiling=tiling),
             load_of(shape, config, setting, adapters),
             config,
             setting,
         )
 
     chosen = choose(request, config, setting, open_)
-    return replace(report_on(chosen, rates), assumptions=assumptions(chosen, config, setting))
+    report = report_on(chosen, rates)
+    if not report.fits and not report.remedies:
+        report = replace(report, remedies=tuple(together(request, chosen.config, chosen.setting)))
+    return replace(report, assumptions=assumptions(chosen, config, setting))
 
 
 def with_adapters(size: ModelSize, adapters: Adapters, trained: int) -> ModelSize:

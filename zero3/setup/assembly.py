@@ -59,7 +59,7 @@ from zero3.setup.optimizer_choice import (
     choose_optimizer,
 )
 from zero3.setup.rank_comparison import check_ranks_agree
-from zero3.setup.tile_advice import advise_tiles
+from zero3.setup.tile_advice import advise_tiles, tiling_of
 
 log = logging.getLogger(__name__)
 
@@ -251,10 +251,8 @@ def _plan(model: nn.Module, config: TieringConfig, checked: _Checked, rank: _Ran
     try:
         plan = plan_within(load, budgets, config.tiering, nvme.all, lambda: _budgets(config, nvme, rank))
     except PlacementError as refusal:
-        world_size = rank.world.size
-        raise advise_tiles(
-            refusal, load, model, config, checked.chosen, budgets, on_gpu=on_gpu, world_size=world_size
-        ) from None
+        tiling = tiling_of(model, config, checked.chosen, on_gpu=on_gpu, world_size=rank.world.size)
+        raise advise_tiles(refusal, load, tiling, budgets) from None
     sized, in_place = cuts.of(plan)
     if rank.collectives is not None:
         values = ((field.name, getattr(plan.workload, field.name)) for field in fields(plan.workload))

@@ -41,6 +41,7 @@ from zero3.setup.dry_pass import saved_bytes_of
 from zero3.setup.in_place import Cuts, InPlace, find_in_place
 from zero3.setup.model_size import SizedModel, size_up, sizes_of_cuts
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
+from zero3.setup.tile_advice import tiling_of
 
 # Fields of a configuration with attention; a state space model has no heads.
 ATTENTION = ("num_attention_heads", "num_hidden_layers", "hidden_size")
@@ -146,10 +147,11 @@ def plan_for(
         load = Cuts([cut(largest) for largest in sizes_of_cuts(built, settings, world_size)]).load
     finally:
         wrapped.join()
+    tiling = tiling_of(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
     activations = None if batch is None else _of_batch(built, settings, batch)
     if activations is None and not isinstance(model, nn.Module):
         activations = _of_decoder(built, params, settings, adapters)
-    size = replace(size, activations=activations)
+    size = replace(size, activations=activations, tiling=tiling)
     return report(size, load, settings, setting, rates or Rates())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_nothing_is_assumed_that_was_asked_for(plan: Plan) -> None:
     assert not whole["fits"] and "device needs at least" in whole["refusal"]
     assert "offload" not in whole["refusal"]
     (change,) = (each["change"] for each in whole["remedies"])
-    assert change == {"tiering.tile": 2 * GIB}
+    assert change == {"tiering.tile": 4 * GIB}
     asked = answered(plan, "--params=200B", *CLUSTER, "--checkpointing", *RATES, "--network=100GB/s")
     assert [each for each in asked["assumptions"] if "checkpointing" in each] == []
 
@@ -154,3 +155,42 @@ def test_needs_are_enough_and_hardly_more(size: str) -> None:
     assert place(load, needed.budgets).contents(Tier.NVME) == needed.contents(Tier.NVME)
     with pytest.raises(PlacementError, match="host needs at least"):
         place(load, Budgets(16 * GIB, needed.budgets.host - GIB, 1 << 60))
+
+
+def remedied(out: str) -> list[str]:
+    """The command that a refusal prints, without its name."""
+    (command,) = (line for line in out.splitlines() if line.startswith("tiering plan "))
+    return shlex.split(command)[2:]
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        (
+            ["--params=200B", "--gpu=2GiB", "--host-budget=64GiB", "--nvme-budget=8TB"],
+            {"--gpu", "--checkpointing"},
+        ),
+        (
+            ["--params=13B", "--host-budget=64MiB", "--device-budget=64MiB", "--nvme-budget=1TB"],
+            {"--host-budget"},
+        ),
+    ],
+)
+def test_a_refusal_prints_a_command_that_fits(asked: list[str], options: set[str], plan: Plan) -> None:
+    code, out, _ = plan(*asked)
+    assert code == 1 and "No change was found" not in out
+    command = remedied(out)
+    assert command[: len(asked)] == asked
+    assert {each.partition("=")[0] for each in command[len(asked) :]} >= options
+    assert plan(*command)[0] == 0
+
+
+@pytest.mark.slow
+def test_20_trillion_parameters_on_one_rank_are_refused_with_what_they_need(plan: Plan) -> None:
+    asked = ["--params=20T", "--gpu=32GiB", "--host-budget=1TiB", "--nvme-budget=28TB"]
+    larger, ranks = (each["change"] for each in answered(plan, *asked)["remedies"])
+    assert larger["tiering.nvme_budget"] > 28e12 and larger["checkpointing"] and larger["tiering.tile"] >= GIB
+    assert plan(*remedied(plan(*asked)[1]))[0] == 0
+    run = [*asked, "--checkpointing", "--activations=auto", f"--tile={ranks['tiering.tile']}"]
+    for count, code in ((ranks["ranks"], 0), (ranks["ranks"] // 2, 1)):
+        assert plan(*run, f"--ranks={count}", f"--nodes={count}")[0] == code

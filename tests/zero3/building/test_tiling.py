@@ -249,7 +249,7 @@ def test_rows_of_tiles_give_the_bits_of_the_whole_embedding(start: Start) -> Non
     assert cut.get_global_grad_norm() == whole.get_global_grad_norm()
 
 
-def test_a_model_trains_in_less_room_than_a_layer_takes(start: Start) -> None:
+def test_a_model_trains_in_less_room_than_a_layer_takes(start: Start, nvme: Path) -> None:
     """The largest layer takes 56 KiB, and the least room for groups that are read is two of them."""
     with pytest.raises(PlacementError, match=r"the largest group, 'embedding', needs 60") as refused:
         start(small(), threshold=0, device_budget="44KiB", prefetch=0, **STREAMED)
@@ -267,6 +267,11 @@ def test_a_model_trains_in_less_room_than_a_layer_takes(start: Start) -> None:
         PlacementError, match=rf"tiering\.tile of {re.escape(format_size(parse_size(advised)))}"
     ):
         start(small(), threshold=0, device_budget="44KiB", prefetch=0, tile=twice, **STREAMED)
+    # The plan of the module, which is not initialized, has the same remedy.
+    settings = {"prefetch": 0, "threshold": 0, **STREAMED}
+    report = tiering.plan_for(model=small(), config=config(nvme, device_budget="44KiB", **settings))
+    (offered,) = (dict(each.change) for each in report.remedies if list(each.change) == ["tiering.tile"])
+    assert offered == {"tiering.tile": parse_size(advised)}
     with pytest.raises(PlacementError) as without:
         start(small(), threshold=0, device_budget="4KiB", prefetch=0, **STREAMED)
     assert "tiering.tile" not in str(without.value)

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import zero3.device.tiers
 import zero3.setup.assembly
 from optim_cpu import kernels
 from tests.fakes.gpu.host import Kernels, watch_threads, watch_transfers
@@ -40,6 +41,7 @@ from tests.fakes.gpu.operations import CROSSING, WAITING, Shape, place, shape_of
 from tests.fakes.gpu.order import Access, Agent, Clock, History, Place, knows, merge
 from tests.fakes.gpu.streams import Answers, FakeStreams, at_once
 from tiering.storage.arena import Arena
+from zero3.device.pinning import PinnedMemory, refused
 
 DEVICE = torch.device("cpu", 0)
 PINNED_ARENAS = {"host"}
@@ -76,9 +78,16 @@ class _Local(threading.local):
 
 
 class FakeDevice:
-    """A device for the length of a block. ``answers``: what events say that nobody has waited for; or transfers."""
+    """A device for the length of a block. ``answers``: what events say that nobody has waited for; or transfers.
 
-    def __init__(self, answers: Answers = at_once, transfer_answers: Answers = at_once) -> None:
+    ``lockable``: bytes of host memory that the system allows to be pinned; None: any.
+    """
+
+    def __init__(
+        self, answers: Answers = at_once, transfer_answers: Answers = at_once, *, lockable: int | None = None
+    ) -> None:
+        self.lockable = lockable
+        self.locked: dict[int, int] = {}  # bytes, by address
         self.answers = answers
         self.transfer_answers = transfer_answers
         self.lock = threading.RLock()
@@ -122,6 +131,32 @@ class FakeDevice:
         """Engines that are made from now on take this for their GPU."""
         patch.setattr(zero3.setup.assembly, "chosen_device", lambda: DEVICE)
         patch.setattr(zero3.setup.assembly, "streams_of", lambda device: self.streams)
+        patch.setattr(
+            zero3.device.tiers, "pinned_memory", lambda _: PinnedMemory(self.register, self.unregister)
+        )
+
+    def register(self, address: int, nbytes: int) -> None:
+        """As cudaHostRegister."""
+        with self.lock:
+            if self.lockable is not None and sum(self.locked.values()) + nbytes > self.lockable:
+                raise RuntimeError(refused(nbytes, 2))
+            self.locked[address] = nbytes
+            whole = self._regions.at(address)
+            if whole is None:  # an arena that is being mapped
+                return
+            begin, end = address, address + nbytes
+            self._regions.remove(whole)
+            for start, stop, kind in (
+                (whole.start, begin, whole.kind),
+                (begin, end, Kind.PINNED),
+                (end, whole.end, whole.kind),
+            ):
+                if start < stop:
+                    self._add(Region(start, stop, kind, whole.what))
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        """As cudaHostUnregister."""
+        del self.locked[address]
 
     def watching(self) -> AbstractContextManager[object]:
         """A block whose operations of torch, in this thread, are seen."""
@@ -361,7 +396,9 @@ class FakeDevice:
         def mapped(cls: type[Arena], nbytes: int, name: str, *args: Any, **options: Any) -> Arena:
             arena: Arena = map_arena(cls, nbytes, name, *args, **options)
             if arena.capacity:
-                kind = Kind.PINNED if name in PINNED_ARENAS else Kind.PAGEABLE
+                asked = options.get("pin") is not None
+                pinned = arena.address in self.locked if asked else name in PINNED_ARENAS
+                kind = Kind.PINNED if pinned else Kind.PAGEABLE
                 with self.lock:
                     self._add(Region(arena.address, arena.address + arena.capacity, kind, f"arena {name}"))
             return arena

@@ -93,8 +93,8 @@ class Copies:
                 link.stream.wait_for(event)
             start = link.stream.record(timed=True)
             with link.stream.running():
-                # The CPU does not wait here, because the host side is in the pinned arena. Torch did not allocate that
-                # memory and does not track its use: both sides may be changed or freed only after ``end``.
+                # The CPU does not wait here if the host side is pinned. Torch did not allocate that memory and does
+                # not track its use: both sides may be changed or freed only after ``end``.
                 target.copy_(source, non_blocking=True)
             end = link.stream.record(timed=True)
             link.under_way.append((nbytes, start, end))

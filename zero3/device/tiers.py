@@ -39,7 +39,7 @@ from tiering.storage.tickets import Ticket
 from zero3.device import nan_memory, storages
 from zero3.device.ledger import Ledger
 from zero3.device.link_copies import Copies
-from zero3.device.pinning import register_with_cuda, unregister_with_cuda
+from zero3.device.pinning import PinnedMemory, pinned_memory
 from zero3.device.slab import DeviceSlab
 from zero3.device.storages import as_tensor, can_exchange
 from zero3.device.timeline import StallClock
@@ -155,6 +155,7 @@ class Tiers:
         self._on_gpu: Counter[str] = Counter()
         self._on_nvme: Counter[str] = Counter()
         self._peak_on_nvme = 0
+        self._pinned: PinnedMemory | None = None
         self._unpin: weakref.finalize[..., Tiers] | None = None  # unregisters the arena from CUDA, once
         try:
             io = config.io
@@ -182,14 +183,13 @@ class Tiers:
 
     def _map_arenas(self, plan: Plan) -> None:
         on_gpu = not self.device_is_host
-        on_cuda = self.device.type == "cuda"
         in_arena = plan.total(Tier.HOST) - plan.checksum_bytes
-        self.host = Arena.map(
-            in_arena, "host", pin=register_with_cuda if on_cuda else None, nodes=self._nodes
-        )
-        if on_cuda and self.host.capacity:
+        self._pinned = pinned_memory(self.device)
+        pin = None if self._pinned is None else self._pinned.pin_arena
+        self.host = Arena.map(in_arena, "host", pin=pin, nodes=self._nodes)
+        if self._pinned is not None:
             # Also for tiers that are not closed: otherwise CUDA would refuse the next registration at this address.
-            self._unpin = weakref.finalize(self, unregister_with_cuda, self.host.address, self.device)
+            self._unpin = weakref.finalize(self, self._pinned.unpin, self.device)
             self._unpin.atexit = False  # at exit the process frees it, and CUDA may be in any state
         self.staging = self.host.split(plan.staging.nbytes, "staging")
         self.windows = {
@@ -197,6 +197,12 @@ class Tiers:
         }
         self.fetch_window = self.host.split(plan.fetch_window_bytes, "fetch window")
         self.offload_window = self.host.split(plan.offload_window_bytes, "offload window")
+        if self._pinned is not None:
+            # Staging last: an update by the CPU does not copy it over the link.
+            self._pinned.pin_windows(
+                self.fetch_window, *self.windows.values(), self.offload_window, self.staging
+            )
+            self._pinned.report(self.host)
         by_copy = plan.workload.fetch_by_copy
         on_cpu = 0 if on_gpu else plan.total(Tier.DEVICE) - (plan.working_bytes if by_copy else 0)
         self.device_arena = Arena.map(on_cpu, "device", nodes=self._nodes)
@@ -269,6 +275,8 @@ class Tiers:
     def arena_for(self, kind: str, nbytes: int) -> Arena:
         """Host memory that the plan has for the tenant ``kind``, as an arena of its own."""
         arena = self.host.split(nbytes, kind)
+        if self._pinned is not None:
+            self._pinned.pin_windows(arena)
         self._on_host = (*self._on_host, arena)
         self._arenas.append(arena)
         return arena

@@ -426,6 +426,30 @@ def test_what_is_computed_twice(outcome_of: Callable[..., Left], placement: str,
     check(outcome_of, FakeDevice(never, never), "accumulation", placement, model)
 
 
+@pytest.mark.parametrize(
+    ("placement", "script", "lockable"),
+    [
+        ("host, room for few groups", "accumulation", 0),
+        ("nvme, room for few groups", "failures", 1 << 20),
+        pytest.param("state visits the device", "updates", 0, marks=pytest.mark.slow),
+        pytest.param("activations on nvme", "failures", 1 << 20, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_that_cannot_be_pinned(
+    outcome_of: Callable[..., Left],
+    caplog: pytest.LogCaptureFixture,
+    placement: str,
+    script: str,
+    lockable: int,
+) -> None:
+    """Nothing of it, or some windows: copies of the other memory are as right, and the CPU waits for them."""
+    gpu = FakeDevice(never, never, lockable=lockable)
+    check(outcome_of, gpu, script, placement)
+    (warning,) = (message for message in caplog.messages if "are pageable" in message)
+    assert ("host arena, 0 B are pinned" in warning) is (lockable == 0)
+    assert gpu.locked == {}, "close() unpins"
+
+
 @pytest.mark.parametrize("placement", ["host, room for few groups", "device"])
 def test_forward_and_backward_never_make_the_cpu_wait(
     start: Start, monkeypatch: pytest.MonkeyPatch, placement: str

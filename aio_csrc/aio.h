@@ -185,9 +185,8 @@ typedef struct {
 /* One request of n pieces, which may be in different files: one ticket, done when all its pieces are. The queue depth
  * of each file applies to its own pieces, so a slow file delays no other one. If pieces fail, those of other files go
  * on; the result has the error of the first failed block, and its place. No block crosses the edge of a piece. pieces
- * are copied. -EINVAL also for AIO_FLUSH. aio_cancel cancels the files of which no block has been issued: -EBUSY if
- * there is none, else the request ends with -ECANCELED when the others are done. All other rules are those of
- * aio_submit. */
+ * are copied. -EINVAL also for AIO_FLUSH. aio_cancel cancels what is queued for each file. All other rules are those
+ * of aio_submit. */
 int aio_submit_vector(aio_context *context, int kind, const aio_piece *pieces, size_t n, int priority,
                       const int64_t *after, size_t n_after, int64_t *ticket);
 
@@ -211,9 +210,10 @@ int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, aio_resul
  * aio_wait; -EINVAL also for n = 0. */
 int64_t aio_wait_any(aio_context *context, const int64_t *tickets, size_t n, int64_t timeout_ns);
 
-/* Cancel a request of which no block has been issued. It is done with -ECANCELED when the requests that it was
- * ordered after are done. Requests ordered after it continue if it was a read, and fail if it was a write or a
- * flush. -EBUSY: a block has been issued, and the request goes on. -EALREADY: done. */
+/* Cancel a request: no more of its blocks are issued. It is done with -ECANCELED when its blocks in flight have
+ * ended and the requests that it was ordered after are done; the blocks before may have been transferred.
+ * Requests ordered after it continue if it was a read, and fail if it was a write or a flush. -EBUSY: all its
+ * blocks have been issued, or one has failed, and the request goes on. -EALREADY: done. */
 int aio_cancel(aio_context *context, int64_t ticket);
 
 /* Release a done ticket and its result. -EBUSY: not done. -ESTALE: already released. */
@@ -225,8 +225,8 @@ int aio_stats(aio_context *context, int file, aio_file_stats *out);
  * operation). -EINVAL: no such file or kind. */
 int aio_latencies(aio_context *context, int file, int kind, uint64_t *counts, uint64_t *max_ns);
 
-/* Cancel requests of which no block has been issued (-ECANCELED), wait for all blocks in flight, end the threads.
- * Results and statistics stay readable. A second call does nothing. */
+/* Cancel all requests as aio_cancel does, wait for the blocks in flight, end the threads. Results and statistics
+ * stay readable. A second call does nothing. */
 int aio_close(aio_context *context);
 
 /* Close the context if necessary, and free its memory. */

@@ -69,10 +69,10 @@ struct request { /* (lock) */
     struct request *whole;  /* of a part */
     unsigned in_flight;     /* blocks that are issued and have not ended */
     unsigned n_pending;     /* requests that it still waits for */
-    int64_t result;         /* first error, or 0 until done */
+    int64_t result;         /* first error, or -ECANCELED if it is taken back; otherwise 0 until done */
     uint64_t failed_at;     /* offset of the block with that error */
     uint64_t issued_ns;     /* issue of the first block; 0: none */
-    uint64_t done_ns;       /* end of the last block */
+    uint64_t done_ns;       /* end of the last block so far */
     struct edge *dependents, *earlier;
     struct request *next, *previous; /* in a file's queue; only next: on the free list or a work list */
 };

@@ -37,6 +37,7 @@ enum {
     PAUSE_NS = 1000000,
     COMPLETE = 0,
     CONTINUE = 1,
+    GIVEN_UP = 2, /* not continued, because the request has failed or is taken back */
 };
 
 /* Take a request out of its queue: none of its blocks will be issued any more. */
@@ -333,7 +334,7 @@ static void count(const struct block *block, uint64_t now)
     }
     if (block->verdict < 0) {
         count_error(stats, -block->verdict);
-    } else {
+    } else if (block->verdict == COMPLETE) {
         stats->ops++;
         stats->bytes += block->nbytes;
         stats->latency_ns += now - block->issued_ns;
@@ -348,6 +349,8 @@ static void count(const struct block *block, uint64_t now)
 static void absorb(aio_context *context, struct block *block, uint64_t now)
 {
     struct request *request = block->request;
+    if (block->verdict == CONTINUE && request->result < 0)
+        block->verdict = GIVEN_UP;
     count(block, now);
     if (block->verdict == CONTINUE) {
         context->batch[context->n_batch++] = &block->op;
@@ -364,11 +367,10 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
     }
     context->free_blocks[context->n_free_blocks++] = block;
     block->file->in_flight -= !block->landed;
+    request->done_ns = now;
     /* Only the last block: while others are in flight, the kernel uses the request's memory. */
-    if (--request->in_flight == 0 && request->state == REQUEST_ISSUED) {
-        request->done_ns = now;
+    if (--request->in_flight == 0 && request->state == REQUEST_ISSUED)
         aio_request_settle(context, request, request->result ? request->result : (int64_t)request->nbytes);
-    }
 }
 
 /* Move the blocks of the batch that are due to its front. Returns their number. */

@@ -214,24 +214,30 @@ void aio_request_settle(aio_context *context, struct request *request, int64_t r
     start(context, work);
 }
 
-/* Cancel the parts of which no block has been issued. */
+/* End a queued request with -ECANCELED: none of its blocks will be issued any more. */
+static void take_back(aio_context *context, struct request *request)
+{
+    aio_request_dequeue(request);
+    request->state = REQUEST_ISSUED;
+    request->result = -ECANCELED;
+    /* Otherwise absorb() settles it after its last block: until then, the kernel uses its memory. */
+    if (request->in_flight == 0)
+        aio_request_settle(context, request, -ECANCELED);
+}
+
+/* Cancel the queued parts. */
 static int cancel_parts(aio_context *context, struct request *whole)
 {
-    size_t n_canceled = 0;
+    size_t n_queued = 0;
     for (size_t i = 0; i < whole->n_parts; i++)
-        whole->parts[i].canceled = whole->parts[i].state == REQUEST_QUEUED && !whole->parts[i].carved;
-    for (size_t i = 0; i < whole->n_parts; i++)
-        n_canceled += whole->parts[i].canceled;
-    if (n_canceled == 0)
-        return -EBUSY;
+        n_queued += whole->parts[i].state == REQUEST_QUEUED;
+    if (n_queued == 0)
+        return whole->canceled ? 0 : -EBUSY;
     /* Before the last part is settled, which tells the dependents why. */
     whole->canceled = true;
-    for (size_t i = 0; i < whole->n_parts; i++) {
-        if (whole->parts[i].canceled) {
-            aio_request_dequeue(&whole->parts[i]);
-            aio_request_settle(context, &whole->parts[i], -ECANCELED);
-        }
-    }
+    for (size_t i = 0; i < whole->n_parts; i++)
+        if (whole->parts[i].state == REQUEST_QUEUED)
+            take_back(context, &whole->parts[i]);
     return 0;
 }
 
@@ -241,13 +247,11 @@ int aio_request_cancel(aio_context *context, struct request *request)
         return -EALREADY;
     if (request->state == REQUEST_DIVIDED)
         return cancel_parts(context, request);
-    if (request->state == REQUEST_ISSUED || request->carved > 0)
+    if (request->state == REQUEST_ISSUED && !request->canceled)
         return -EBUSY;
     request->canceled = true;
-    if (request->state == REQUEST_QUEUED) {
-        aio_request_dequeue(request);
-        aio_request_settle(context, request, -ECANCELED);
-    }
+    if (request->state == REQUEST_QUEUED)
+        take_back(context, request);
     return 0;
 }
 
@@ -382,29 +386,20 @@ void aio_request_release(aio_context *context, struct request *request)
     context->free_requests = request;
 }
 
-static void cancel_queue(aio_context *context, const struct queue *queue)
-{
-    for (struct request *request = queue->head, *next; request; request = next) {
-        next = request->next; /* stays valid: settling adds no request to a queue, since all are poisoned */
-        /* It runs to its end: its blocks in flight use its memory, and absorb() settles it after the last one. */
-        if (request->carved > 0)
-            continue;
-        aio_request_dequeue(request);
-        aio_request_settle(context, request, -ECANCELED);
-    }
-}
-
-/* Settle requests of which no block has been issued with -ECANCELED. The others run to their end. */
+/* Cancel all requests of which a block is not issued. The others end with their blocks in flight. */
 void aio_requests_cancel(aio_context *context)
 {
     for (unsigned i = 0; i < context->n_chunks; i++)
         for (unsigned j = 0; j < REQUESTS_PER_CHUNK; j++)
             if (context->chunks[i][j].state < REQUEST_DONE)
                 context->chunks[i][j].poisoned = true;
-    /* After all are poisoned: a request that is settled here must not let one behind it start. */
+    /* After all are poisoned: a request that is settled here adds none behind it to a queue. */
     for (unsigned i = 0; i < context->n_files; i++)
-        for (int queue = 0; queue < 2 * AIO_PRIORITIES; queue++)
-            cancel_queue(context, &context->files[i]->queues[queue / 2][queue % 2]);
+        for (int number = 0; number < 2 * AIO_PRIORITIES; number++) {
+            const struct queue *queue = &context->files[i]->queues[number / 2][number % 2];
+            while (queue->head)
+                take_back(context, queue->head);
+        }
 }
 
 void aio_requests_free(aio_context *context)

@@ -75,7 +75,7 @@ static int64_t finish(int64_t ticket)
     CHECK(aio_wait(context, ticket, -1, &result) == 0);
     CHECK(aio_release(context, ticket) == 0);
     CHECK(result.issued_ns <= result.done_ns);
-    CHECK((result.issued_ns != 0) == (result.bytes != -ECANCELED));
+    CHECK(result.issued_ns != 0 || result.bytes == -ECANCELED);
     return result.bytes;
 }
 
@@ -240,7 +240,8 @@ static void check_round_trips(const char *engine, int fd)
         aio_file_stats stats, others;
         aio_info info;
         CHECK(aio_stats(context, file, &stats) == 0 && aio_stats(context, other, &others) == 0);
-        CHECK(stats.kind[AIO_READ].bytes + others.kind[AIO_READ].bytes == bytes_read);
+        /* Of a read that was cancelled, some blocks may have been read. */
+        CHECK(stats.kind[AIO_READ].bytes + others.kind[AIO_READ].bytes >= bytes_read);
         CHECK(stats.kind[AIO_WRITE].bytes + others.kind[AIO_WRITE].bytes == bytes_written);
         for (int kind = 0; kind < AIO_KINDS; kind++) {
             uint64_t counts[AIO_FINE_BUCKETS], longest, ops = 0;
@@ -311,12 +312,13 @@ static void check_failures(const char *engine, int fd)
     const aio_fault slow = {.kind = AIO_WRITE, .file = -1, .first = 1, .delay_ns = 50000000};
     context = open_on(engine, &slow, 1);
     file = aio_add_file(context, fd, 1);
+    /* The last one has more blocks than close can find issued. */
+    char *large = buffer_of(64 * BLOCK, 1);
     for (int i = 0; i < 4; i++)
-        begun[i] = submit(AIO_WRITE, memory, (uint64_t)i * BLOCK, i < 3 ? BLOCK : REGION, 0, 0);
+        begun[i] = submit(AIO_WRITE, large, (uint64_t)i * BLOCK, i < 3 ? BLOCK : 64 * BLOCK, 0, 0);
     do
         CHECK(aio_stats(context, file, &stats) == 0);
-    while (stats.kind[AIO_WRITE].in_flight < 4); /* the depth: of the last one, one block in four */
-    CHECK(aio_cancel(context, begun[3]) == -EBUSY);
+    while (stats.kind[AIO_WRITE].in_flight < 4); /* the depth: of the last one, one block */
     queued = submit(AIO_WRITE, memory, 0, REGION, 2, 0);
     const uint64_t offsets[] = {3 * BLOCK, 0};
     int64_t scattered = submit_scattered(AIO_READ, target, offsets, 2, BLOCK, 0, begun[2]);
@@ -332,8 +334,13 @@ static void check_failures(const char *engine, int fd)
     submit(AIO_FLUSH, NULL, 0, 0, 0, begun[1]);
     CHECK(aio_close(context) == 0);
     CHECK(aio_close(context) == 0);
-    for (int i = 0; i < 4; i++)
-        CHECK(finish(begun[i]) == (i < 3 ? BLOCK : REGION));
+    for (int i = 0; i < 3; i++)
+        CHECK(finish(begun[i]) == BLOCK);
+    CHECK(aio_wait(context, begun[3], 0, &result) == 0 && result.issued_ns != 0);
+    CHECK(finish(begun[3]) == -ECANCELED);
+    CHECK(aio_stats(context, file, &stats) == 0 && stats.kind[AIO_WRITE].in_flight == 0);
+    CHECK(stats.kind[AIO_WRITE].ops < 3 + 64 && stats.kind[AIO_WRITE].errors == 0);
+    free(large);
     CHECK(finish(queued) == -ECANCELED);
     CHECK(aio_wait(context, scattered, 0, &result) == 0);
     CHECK(result.bytes == -ECANCELED && result.offset == offsets[0]);
@@ -428,6 +435,8 @@ int main(int argc, char **argv)
         perror("no anonymous O_DIRECT file here: give another directory");
         return 1;
     }
+    /* No read passes the end of the file, also of a thread that runs before the others have written. */
+    CHECK(ftruncate(fd, THREADS * REGION) == 0);
     pool = buffer_of(THREADS * 2 * REGION, 0);
     check_refusals();
     for (int i = 0; i < 3; i++) {

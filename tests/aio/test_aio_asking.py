@@ -92,18 +92,55 @@ def test_what_comes_after_a_cancelled_read_still_heeds_a_failure(
     assert failure(write.wait)[0] == errno.EIO
 
 
-@pytest.mark.parametrize("blocks", [1, 4])  # all of it is with the disk, or the last blocks are still queued
-def test_what_was_begun_cannot_be_taken_back(
-    open_context: Any, swap_file: Any, memory: Any, blocks: int
+def test_what_the_kernel_has_as_a_whole_cannot_be_taken_back(
+    open_context: Any, swap_file: Any, memory: Any
 ) -> None:
     context, file, path = slow(open_context, swap_file)
     context.write(file, memory(OLD), 0, BLOCK).wait()
-    write = context.write(file, memory(NEW * blocks), 0, blocks * BLOCK)
+    write = context.write(file, memory(NEW), 0, BLOCK)
     until_begun(context, "write", write)
     assert not write.cancel()
-    assert write.wait() == blocks * BLOCK
+    assert write.wait() == BLOCK
     assert not write.cancel()
-    assert path.read_bytes() == NEW * blocks
+    assert path.read_bytes() == NEW
+
+
+def test_the_blocks_of_a_write_that_the_kernel_does_not_have_are_taken_back(
+    open_context: Any, swap_file: Any, memory: Any, failure: Any
+) -> None:
+    context = open_context(Fault("write", first=5, count=0, delay=0.25), queue_depth=1)
+    fd = swap_file()
+    file, path = context.add_file(fd, direct=True, name="swap"), Path(f"/proc/self/fd/{fd}")
+    context.write(file, memory(OLD * 4), 0, 4 * BLOCK).wait()
+    write = context.write(file, memory(NEW * 4), 0, 4 * BLOCK)
+    until_begun(context, "write", write)
+    read = context.read(file, memory(BLOCK), 0, BLOCK, after=[write])
+    assert write.cancel()
+    assert write.cancel() or write.done()
+    for ticket in (write, read):  # half of it is there: nobody may read it as a whole
+        assert failure(ticket.wait)[0] == errno.ECANCELED
+    assert context.stats()[file].write.in_flight == 0  # a ticket that is done leaves the memory to its owner
+    assert context.stats()[file].write.errors == 0
+    written = path.read_bytes()
+    new = written.count(b"n")
+    assert written == (NEW * 4)[:new] + (OLD * 4)[new:]
+    assert new % BLOCK == 0 and BLOCK <= new < 4 * BLOCK
+
+
+def test_what_comes_after_a_read_that_was_cut_goes_on(
+    open_context: Any, swap_file: Any, memory: Any, failure: Any
+) -> None:
+    context, file, path = slow(open_context, swap_file, "read")
+    context.write(file, memory(OLD * 4), 0, 4 * BLOCK).wait()
+    back = memory(4 * BLOCK)
+    read = context.read(file, back, 0, 4 * BLOCK)
+    until_begun(context, "read", read)
+    write = context.write(file, memory(NEW * 4), 0, 4 * BLOCK, after=[read])
+    assert read.cancel()
+    assert write.wait() == 4 * BLOCK
+    assert failure(read.wait)[0] == errno.ECANCELED
+    assert set(back.bytes()) == set(b"o\0")  # it has read no byte of the write
+    assert path.read_bytes() == NEW * 4
 
 
 def test_a_cancelled_ticket_may_be_dropped(open_context: Any, swap_file: Any, memory: Any) -> None:

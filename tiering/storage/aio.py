@@ -293,8 +293,8 @@ class AioContext:
         return self._transfers.end_recording()
 
     def close(self) -> None:
-        """Cancel the transfers that have not started, wait for the others, end the threads. Results and statistics
-        stay readable.
+        """Cancel what the kernel does not have yet of all transfers, wait for the rest, end the threads. Results and
+        statistics stay readable.
 
         Raises SwapError if a transfer failed and no caller waited for its ticket. A second call does nothing.
         """

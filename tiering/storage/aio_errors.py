@@ -19,7 +19,7 @@ _REMEDIES = {
     errno.ENOSPC: "the file system is full: free space there or choose another directory",
     errno.EDQUOT: "the disk quota is used up: raise it or choose another directory",
     errno.EFBIG: "the file would pass the process's file size limit: raise it with `ulimit -f`",
-    errno.ECANCELED: "it was never issued: an earlier transfer failed, or the context was closed",
+    errno.ECANCELED: "not all of it was issued: an earlier transfer failed, or the context was closed",
     errno.EBADMSG: "the bytes read differ from the bytes written (CRC32C): the disk, its cable or the memory is bad;"
     " see dmesg and the drive's SMART log, and start again from weights saved before",
     errno.EBADF: "the descriptor was closed, or opened for the other direction",

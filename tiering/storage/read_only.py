@@ -203,8 +203,9 @@ class Loading:
         return content
 
     def settle(self) -> None:
-        """Wait until no read uses the memory. Errors of reads are ignored."""
+        """Cancel the reads, and wait until none uses the memory. Their errors are ignored."""
         if self._transfer is not None:
+            self._transfer.cancel()
             with contextlib.suppress(SwapError):
                 self._transfer.wait()
 

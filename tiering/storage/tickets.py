@@ -112,10 +112,11 @@ class Ticket:
         return bool(request.ticket[0]) and self._transfers.collect(request, 0) is not None
 
     def cancel(self) -> bool:
-        """Cancel the transfer unless a part of it has started; whether it is cancelled: ``wait`` raises ECANCELED then.
+        """Cancel what the kernel does not have yet; whether there was any: ``wait`` raises ECANCELED then.
 
-        It is done when the transfers that it was ordered after are done. Transfers ordered after a cancelled read
-        continue; those after a cancelled write fail, because they might read bytes that were never written.
+        The memory is in use until it is done: when its blocks in flight have ended, and the transfers that it was
+        ordered after are done. Transfers ordered after a cancelled read continue; those after a cancelled write fail,
+        because they might read bytes that were not written.
         """
         return self._transfers.cancel(self._request)
 
@@ -156,6 +157,26 @@ class AllOf(Generic[Part]):
         if error is not None:
             raise error
         return total
+
+
+class Abandoned(AllOf[Ticket]):
+    """Reads whose bytes nobody needs, for the lease that they still fill. They are canceled, which is no error."""
+
+    __slots__ = ()
+
+    def __init__(self, *reads: Ticket) -> None:
+        super().__init__(reads)
+        for read in reads:
+            read.cancel()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for all reads; otherwise like AllOf."""
+        try:
+            return super().wait(timeout)
+        except SwapError as error:
+            if error.errno != errno.ECANCELED:
+                raise
+            return 0
 
 
 class Transfers:

@@ -35,7 +35,7 @@ from tiering.storage.io_stats import FileStats
 from tiering.storage.read_only import FileRange, HomeInFiles, Loading, Move, ReadOnlyFiles
 from tiering.storage.request import Buffer, BufferPart
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
-from tiering.storage.tickets import Ticket
+from tiering.storage.tickets import Abandoned, Ticket
 from zero3.device import nan_memory, storages
 from zero3.device.ledger import Ledger
 from zero3.device.link_copies import Copies
@@ -467,7 +467,7 @@ class Tiers:
             elif ticket.done():
                 lease.release()
             else:
-                lease.retire(ticket)
+                lease.retire(Abandoned(ticket))
             raise
 
     def occupancy(self, tier: Tier) -> dict[str, int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from tiering.placement.tenants import PARAMETERS
 from tiering.storage.arena import Arena, Lease
 from tiering.storage.read_ahead import FETCH_PRIORITY
-from tiering.storage.tickets import Ticket
+from tiering.storage.tickets import Abandoned, Ticket
 from zero3.device.room import room_for
 from zero3.device.storages import as_tensor, close_storage, exchange_pointers
 from zero3.device.streams import Event
@@ -151,11 +151,14 @@ class ExchangedStorage(ArenaStorage):
 
 
 def retire_read(lease: Lease, ticket: Ticket) -> None:
-    """Release a lease that ``ticket`` fills, once the read has ended; its error was raised by ``wait``."""
+    """Release a lease that ``ticket`` fills, once the read has ended: it is canceled, if it is not over.
+
+    If it is over, its error was raised by ``wait``.
+    """
     if ticket.done():
         lease.release()
     else:
-        lease.retire(ticket)
+        lease.retire(Abandoned(ticket))
 
 
 class CopiedStorage(FlatStorage):

@@ -132,7 +132,9 @@ def test_sixteen_threads_share_extents(engine: str, tmp_path: Path, late: bool) 
         for index, (then, now) in enumerate(zip(before, context.stats(), strict=True)):
             for kind in ("read", "write"):
                 moved = getattr(now, kind).bytes - getattr(then, kind).bytes
-                assert moved == sum(worker.moved[index, kind] for worker in workers) > 0
+                # Of a read that was cancelled, some blocks may have been read.
+                assert moved >= sum(worker.moved[index, kind] for worker in workers) > 0
+                assert kind == "read" or moved == sum(worker.moved[index, kind] for worker in workers)
                 assert moved == (getattr(now, kind).ops - getattr(then, kind).ops) * PAGE
                 assert (getattr(now, kind).in_flight, getattr(now, kind).errors) == (0, 0)
         lease = workers[0].arena.lease(PAGES * PAGE, "in")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tiering.errors import SwapError
-from tiering.storage.tickets import AllOf
+from tiering.storage.tickets import Abandoned, AllOf
 
 
 class Part:
@@ -79,3 +79,30 @@ def test_what_is_late_hides_what_has_failed() -> None:
     parts = [Part(log, "failed", failure(errno.EIO)), Part(log, "late", 1, late=5.0)]
     with pytest.raises(TimeoutError, match="late"):
         AllOf(parts).wait(0.01)
+
+
+class Cancellable(Part):
+    def __init__(self, log: list[str], name: str, begun: bool) -> None:
+        super().__init__(log, name, 1)
+        self.begun = begun
+
+    def cancel(self) -> bool:
+        if not self.begun:
+            self.log.append(f"took {self.name} back")
+            self.result = failure(errno.ECANCELED)
+        return not self.begun
+
+
+def test_abandoned_reads_are_cancelled_and_end_without_that_error() -> None:
+    log: list[str] = []
+    reads = [Cancellable(log, str(index), index == 1) for index in range(3)]
+    abandoned = Abandoned(*reads)  # type: ignore[arg-type]
+    assert log == ["took 0 back", "took 2 back"]
+    assert not abandoned.done()
+    assert abandoned.wait() == 0
+    assert abandoned.done()
+    assert log[2:] == ["0", "1", "2"]
+    failed = Cancellable(log, "3", begun=True)
+    failed.result = failure(errno.EIO)
+    with pytest.raises(SwapError, match="planted"):
+        Abandoned(failed).wait()  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from tiering.placement.plan import Plan
 from tiering.storage.arena import Arena, Lease
 from tiering.storage.read_ahead import FETCH_PRIORITY, FetchAhead
 from tiering.storage.swap_space import StripedExtent, SwapSpace
-from tiering.storage.tickets import Ticket
+from tiering.storage.tickets import Abandoned, Ticket
 
 Extents = Sequence[StripedExtent | None]
 """The extent of each group or tile; None: its bytes are in memory."""
@@ -212,6 +212,6 @@ class Fetches:
         dropped = self._fetched.pop(group)
         self._free_bytes += dropped.nbytes
         if dropped.lease is not None and dropped.read is not None and not dropped.read.done():
-            dropped.lease.retire(dropped.read)  # the read still fills the lease
+            dropped.lease.retire(Abandoned(dropped.read))  # the read still fills the lease
         elif dropped.lease is not None:
             dropped.lease.release()

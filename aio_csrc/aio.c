@@ -474,6 +474,7 @@ static aio_result result_of(const struct request *request)
     return (aio_result){.bytes = request->result,
                         .offset = request->result < 0 ? request->failed_at : request->offset,
                         .file = request->file->index,
+                        .passed = request->passed,
                         .issued_ns = request->issued_ns,
                         .done_ns = request->done_ns};
 }

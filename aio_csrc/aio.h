@@ -100,7 +100,8 @@ typedef struct {
 typedef struct {
     uint64_t bytes;      /* requested and transferred, without padding */
     uint64_t ops;        /* operations (blocks of a request) that completed in full */
-    uint64_t retries;    /* resubmissions after a short transfer, EINTR or EAGAIN */
+    uint64_t retries;    /* resubmissions: after a short transfer, EINTR or EAGAIN, and rereads */
+    uint64_t rereads;    /* resubmissions of reads that had failed with EIO, ETIMEDOUT or ENOLINK */
     uint64_t errors;     /* operations that failed */
     uint64_t in_flight;  /* operations in flight now */
     uint64_t busy_ns;    /* time with at least one operation in flight: bytes / busy_ns is the bandwidth */
@@ -119,6 +120,7 @@ typedef struct {
     int64_t bytes;      /* bytes transferred, always the requested number; or -errno */
     uint64_t offset;    /* in the file: of the first block that failed, else of the request */
     int32_t file;       /* index of that file */
+    int64_t passed;     /* -errno after which a block was read again, the last one; 0: none */
     uint64_t issued_ns; /* issue of the first block */
     uint64_t done_ns;   /* end of the last block, including the check of its checksums (options.verify) */
 } aio_result;
@@ -198,9 +200,9 @@ int aio_vector_results(aio_context *context, int64_t ticket, aio_result *results
 /* Wait until the ticket is done, at most timeout_ns (0: do not wait; < 0: no limit), and store its result.
  * A failed request has the kernel's error in result->bytes, or: -ENODATA for a read past the end of the file (the
  * block layer also returns it for a medium error), -EIO also for a write that makes no progress, -ECANCELED for
- * a request that was never issued. With options.verify: -EBADMSG for a page that differs from the data written,
- * or that a failed write should have written; -ENOMEM and -EFBIG (past 2^48 bytes) for writes whose checksums
- * cannot be stored.
+ * a request that was canceled or never issued. A read fails with -EIO, -ETIMEDOUT or -ENOLINK only after three
+ * attempts. With options.verify: -EBADMSG for a page that differs from the data written, or that a failed write
+ * should have written; -ENOMEM and -EFBIG (past 2^48 bytes) for writes whose checksums cannot be stored.
  *
  * Returns 0 if the ticket is done, -ETIMEDOUT if not, -ESTALE after its release, -EINVAL if it never was a
  * ticket. The result stays until aio_release, for any number of waiters, and also after aio_close. */

@@ -71,6 +71,7 @@ struct request { /* (lock) */
     unsigned n_pending;     /* requests that it still waits for */
     int64_t result;         /* first error, or -ECANCELED if it is taken back; otherwise 0 until done */
     uint64_t failed_at;     /* offset of the block with that error */
+    int64_t passed;         /* last error after which a block was read again; 0: none */
     uint64_t issued_ns;     /* issue of the first block; 0: none */
     uint64_t done_ns;       /* end of the last block so far */
     struct edge *dependents, *earlier;
@@ -111,10 +112,11 @@ struct block {
     char *bounce;            /* AIO_ALIGNMENT bytes for a padded tail, owned by the block */
     bool padded;             /* the bytes pass through bounce */
     uint64_t issued_ns;
-    unsigned stalls; /* consecutive submissions without progress */
-    uint64_t due_ns; /* earliest time of the next submission; 0: at once */
-    int verdict;     /* COMPLETE, CONTINUE or -errno */
-    bool landed;     /* left file->in_flight before it is summed */
+    unsigned stalls;  /* consecutive submissions without progress */
+    unsigned rereads; /* attempts after an error that may pass */
+    uint64_t due_ns;  /* earliest time of the next submission; 0: at once */
+    int verdict;      /* COMPLETE, CONTINUE, GIVEN_UP or -errno */
+    bool landed;      /* left file->in_flight before it is summed */
 };
 
 /* Memory that is registered with the backend. Its index in context->regions is the number of the buffer. */

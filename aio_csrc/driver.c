@@ -17,8 +17,11 @@
  * was read leaves the queue depth of its file before it is summed: the disk works meanwhile.
  *
  * Every completion is checked: an error fails the request, a short transfer is continued where it stopped (on a
- * direct file, at the last aligned byte before), and a transfer without progress is an error. A failed request
- * issues no more blocks, but is settled only when its blocks in flight have ended, because they borrow its memory.
+ * direct file, at the last aligned byte before), and a transfer without progress is an error. A read that failed
+ * with an error that may pass is tried again, twice: reading changes nothing. A write is not: what a failed one has
+ * left on the medium is unknown, and the kernel and the drive have already tried again. A request that has
+ * failed or is taken back issues and continues no more blocks, but is settled only when its blocks in flight have
+ * ended, because they borrow its memory.
  */
 #define _GNU_SOURCE
 #include "context.h"
@@ -35,6 +38,8 @@ enum {
     PATIENT_STALLS = 10,  /* consecutive EINTR or EAGAIN before each retry waits for PAUSE_NS */
     MAX_REFUSALS = 10000, /* consecutive EINTR or EAGAIN before an error, about ten seconds */
     PAUSE_NS = 1000000,
+    MAX_REREADS = 2,       /* attempts after a read has failed with an error that may pass */
+    REREAD_NS = 100000000, /* pause before each: a drive reconnects, or the kernel takes another path */
     COMPLETE = 0,
     CONTINUE = 1,
     GIVEN_UP = 2, /* not continued, because the request has failed or is taken back */
@@ -102,6 +107,7 @@ static struct block *carve(aio_context *context, struct request *request, uint64
     block->offset = piece->offset + start;
     block->nbytes = size;
     block->stalls = 0;
+    block->rereads = 0;
     block->due_ns = 0;
     block->landed = false;
     block->issued_ns = now;
@@ -246,6 +252,11 @@ static unsigned collect(aio_context *context, unsigned n_ended)
     return n_ended;
 }
 
+/* Whether the next attempt of a read may not have this error. The block layer reports EIO for a command that was
+ * aborted while the drive was reset, ETIMEDOUT for one without an answer, and ENOLINK for a lost path; network file
+ * systems report the first two. A bad medium is ENODATA, which no attempt changes. */
+static bool may_pass(int64_t error) { return error == -EIO || error == -ETIMEDOUT || error == -ENOLINK; }
+
 /* COMPLETE, CONTINUE (op then describes the remaining transfer), or -errno. */
 static int judge_transfer(const aio_context *context, struct block *block)
 {
@@ -254,6 +265,11 @@ static int judge_transfer(const aio_context *context, struct block *block)
     if (moved == -EINTR || moved == -EAGAIN) {
         block->due_ns = ++block->stalls > PATIENT_STALLS ? aio_now_ns() + PAUSE_NS : 0;
         return block->stalls < MAX_REFUSALS ? CONTINUE : (int)moved;
+    }
+    if (op->kind == AIO_READ && may_pass(moved) && block->rereads < MAX_REREADS) {
+        block->rereads++;
+        block->due_ns = aio_now_ns() + REREAD_NS;
+        return CONTINUE;
     }
     if (moved < 0)
         return (int)moved;
@@ -330,6 +346,7 @@ static void count(const struct block *block, uint64_t now)
     aio_direction_stats *stats = &file->stats.kind[kind];
     if (block->verdict == CONTINUE) {
         stats->retries++;
+        stats->rereads += may_pass(block->op.result);
         return;
     }
     if (block->verdict < 0) {
@@ -353,6 +370,8 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
         block->verdict = GIVEN_UP;
     count(block, now);
     if (block->verdict == CONTINUE) {
+        if (may_pass(block->op.result))
+            request->passed = block->op.result;
         context->batch[context->n_batch++] = &block->op;
         return;
     }

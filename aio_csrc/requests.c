@@ -196,6 +196,8 @@ static bool settle_part(struct request *part, int64_t result)
     }
     if (part->issued_ns && (!whole->issued_ns || part->issued_ns < whole->issued_ns))
         whole->issued_ns = part->issued_ns;
+    if (part->passed)
+        whole->passed = part->passed;
     if (part->done_ns > whole->done_ns)
         whole->done_ns = part->done_ns;
     return --whole->n_open == 0;

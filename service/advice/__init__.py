@@ -39,6 +39,7 @@ _RULES: tuple[Callable[[RunView], Iterator[Advice]], ...] = (
     step_time.slower_than_before,
     disks.slow_paths,
     disks.retries,
+    disks.rereads,
     disks.page_cache,
     memory.exceeded_budgets,
     memory.nearly_full,

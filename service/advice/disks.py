@@ -63,6 +63,20 @@ def retries(run: RunView) -> Iterator[Advice]:
             )
 
 
+def rereads(run: RunView) -> Iterator[Advice]:
+    """Reads that succeeded in the second or third attempt: the drive, or the way to it, is about to fail."""
+    for rank, path in _paths(run):
+        count = path.read.rereads
+        if count:
+            yield warning(
+                "io-rereads",
+                f"{count} read{'s' * (count > 1)} of {path.path} had to be tried again after an error",
+                "no data is lost as long as the next attempt succeeds: check `dmesg` and `smartctl -a`, and save"
+                " checkpoints to another drive",
+                rank.rank,
+            )
+
+
 # Relative to the path that reaches the largest fraction of its measured bandwidth: the normal variation of an otherwise
 # idle disk stays above.
 SLOW_FRACTION = 0.6

@@ -229,8 +229,9 @@ static void check_round_trips(const char *engine, int fd)
         {.kind = AIO_ANY, .file = -1, .first = 60, .count = 20, .error = EAGAIN},
         {.kind = AIO_ANY, .file = 0, .first = 100, .count = 30, .delay_ns = 2000000},
         {.kind = AIO_REGISTER, .file = -1, .first = 3, .count = 2, .error = ENOMEM},
+        {.kind = AIO_READ, .file = -1, .first = 200, .count = 2, .error = EIO},
     };
-    for (unsigned n_faults = 0; n_faults <= 5; n_faults += 5) {
+    for (unsigned n_faults = 0; n_faults <= 6; n_faults += 6) {
         context = open_on(engine, troubles, n_faults);
         file = aio_add_file(context, fd, 1);
         other = aio_add_file(context, fd, 1);
@@ -253,6 +254,7 @@ static void check_round_trips(const char *engine, int fd)
             CHECK(longest <= stats.kind[kind].latency_ns && stats.kind[kind].latency_ns <= ops * longest);
         }
         CHECK((stats.kind[AIO_READ].retries > 0) == (n_faults > 0));
+        CHECK(stats.kind[AIO_READ].rereads == (n_faults > 0 ? 2 : 0) && stats.kind[AIO_WRITE].rereads == 0);
         CHECK(aio_describe(context, &info) == 0 && strcmp(info.engine, engine) == 0);
         CHECK(((info.flags & AIO_USES_VERIFY) != 0) == (n_faults == 0));
         CHECK((info.registered_bytes == 0) == !(info.flags & AIO_USES_REGISTERED_BUFFERS));

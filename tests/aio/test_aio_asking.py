@@ -156,7 +156,7 @@ def test_a_cancelled_ticket_may_be_dropped(open_context: Any, swap_file: Any, me
 def test_wait_any_returns_what_is_done_and_raises_nothing(
     open_context: Any, swap_file: Any, memory: Any, failure: Any
 ) -> None:
-    context = open_context(Fault("write", delay=0.3), Fault("read", first=2, error=errno.EIO))
+    context = open_context(Fault("write", delay=0.3), Fault("read", first=2, error=errno.ENXIO))
     file = context.add_file(swap_file(4 * BLOCK), direct=True, name="swap")
     late = context.write(file, memory(BLOCK), 0, BLOCK)
     with pytest.raises(TimeoutError, match="none of 1 transfers is done after 0"):
@@ -165,7 +165,7 @@ def test_wait_any_returns_what_is_done_and_raises_nothing(
     assert context.wait_any([late, good]) is good
     bad = context.read(file, memory(BLOCK), BLOCK, BLOCK)
     assert context.wait_any([late, bad]) is bad
-    assert failure(bad.wait)[0] == errno.EIO
+    assert failure(bad.wait)[0] == errno.ENXIO
     assert context.wait_any([late, bad, good]) is bad  # the first of several, collected or not
     assert context.wait_any([late]) is late
     assert late.wait() == BLOCK

@@ -93,11 +93,11 @@ def test_thousands_at_once(open_context: Any, swap_file: Any, memory: Any) -> No
 
 
 def test_every_waiter_gets_the_same_answer(open_context: Any, swap_file: Any, memory: Any) -> None:
-    context = open_context(Fault("write", delay=0.1), Fault("read", delay=0.1, error=errno.EIO))
+    context = open_context(Fault("write", delay=0.1), Fault("read", delay=0.1, error=errno.ENXIO))
     file = context.add_file(swap_file(BLOCK), direct=True, name="swap")
     for ticket, expected in (
         (context.write(file, memory(4096), 0, 4096), 4096),
-        (context.read(file, memory(4096), 0, 4096), errno.EIO),
+        (context.read(file, memory(4096), 0, 4096), errno.ENXIO),
     ):
         answers: list[int | None] = []
 

@@ -22,7 +22,7 @@ def test_errors_are_counted_by_errno(open_context: Any, swap_file: Any, memory: 
     codes = [errno.EIO, errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EIO]
     context = open_context(
         *(Fault("write", first=n, error=code) for n, code in enumerate(codes, 1)),
-        Fault("read", error=errno.EIO),
+        Fault("read", error=errno.ENXIO),
     )
     file = context.add_file(swap_file(BLOCK), direct=True, name="swap")
     for kind in ["write"] * 6 + ["read"] * 2:
@@ -31,7 +31,7 @@ def test_errors_are_counted_by_errno(open_context: Any, swap_file: Any, memory: 
     stats = context.stats()[file]
     assert stats.write.errors_by_errno == {errno.EIO: 3, errno.ENOSPC: 1, errno.EDQUOT: 1}
     assert (stats.write.errors, stats.write.ops) == (5, 1)
-    assert (stats.read.errors_by_errno, stats.read.errors) == ({errno.EIO: 1}, 1)
+    assert (stats.read.errors_by_errno, stats.read.errors) == ({errno.ENXIO: 1}, 1)
     assert stats.flush.errors_by_errno == {}
 
 

@@ -24,17 +24,17 @@ Kind = Literal["read", "write", "flush"]
 def test_an_error_in_any_block_fails_the_request(
     open_context: Any, swap_file: Any, memory: Any, failure: Any, kind: Kind, block: int
 ) -> None:
-    context = open_context(Fault(kind, first=block, error=errno.EIO))
+    bad = errno.ENXIO
+    context = open_context(Fault(kind, first=block, error=bad))
     file = context.add_file(swap_file(4 * BLOCK), direct=True, name="/swap/rank0")
     transfer = getattr(context, kind)
     ticket = transfer(file, memory(4 * BLOCK), 0, 4 * BLOCK, names=("layers.7.up.weight", "exp_avg"))
     code, message = failure(ticket.wait)
-    assert code == errno.EIO
+    assert code == bad
     where = f" at byte {(block - 1) * BLOCK} of the file" if block > 1 else ""
     assert message == (
         f"[TIER-IO] {kind} of 'layers.7.up.weight', 'exp_avg' (262144 bytes) at offset 0 GiB of /swap/rank0 "
-        f"failed: EIO (Input/output error){where};"
-        " the disk returned an I/O error: see dmesg and the drive's SMART log"
+        f"failed: ENXIO (No such device or address){where}; see dmesg"
     )
     stats = getattr(context.stats()[file], kind)
     assert (stats.errors, stats.in_flight) == (1, 0)
@@ -42,9 +42,9 @@ def test_an_error_in_any_block_fails_the_request(
 
 
 def test_an_error_says_where(open_context: Any, swap_file: Any, memory: Any) -> None:
-    context = open_context(Fault("read", error=errno.EIO))
+    context = open_context(Fault("write", error=errno.EIO))
     file = context.add_file(swap_file(), direct=True, name="/swap/rank0")
-    ticket = context.read(file, memory(4096), 3 << 29, 4096, names=("w",))
+    ticket = context.write(file, memory(4096), 3 << 29, 4096, names=("w",))
     with pytest.raises(SwapError) as caught:
         ticket.wait()
     error = caught.value
@@ -55,6 +55,7 @@ def test_an_error_says_where(open_context: Any, swap_file: Any, memory: Any) -> 
         ("w",),
     )
     assert "at offset 1.5 GiB" in error.args[0]
+    assert error.args[0].endswith("the disk returned an I/O error: see dmesg and the drive's SMART log")
     assert isinstance(error, OSError)
 
 
@@ -142,6 +143,59 @@ def test_interrupted_operations_are_submitted_again(
     context.flush(file).wait()
     assert back.bytes() == b"y" * 4096
     assert getattr(context.stats()[file], kind).retries == 5
+
+
+MAY_PASS = [errno.EIO, errno.ETIMEDOUT, errno.ENOLINK]
+
+
+@pytest.mark.parametrize("code", MAY_PASS)
+def test_a_read_that_fails_is_tried_twice_again(
+    open_context: Any,
+    swap_file: Any,
+    memory: Any,
+    failure: Any,
+    caplog: pytest.LogCaptureFixture,
+    code: int,
+) -> None:
+    """The second block fails in two of its three attempts, and then the third block in all of them."""
+    context = open_context(
+        *(Fault("read", first=first, count=count, error=code) for first, count in ((2, 2), (7, 3))),
+        queue_depth=1,
+    )
+    file = context.add_file(swap_file(), direct=True, name="/swap/rank0")
+    content = os.urandom(4 * BLOCK)
+    context.write(file, memory(content), 0, 4 * BLOCK).wait()
+    back = memory(4 * BLOCK)
+    with caplog.at_level("INFO", "tiering.storage.tickets"):
+        assert context.read(file, back, 0, 4 * BLOCK, names=("w",)).wait() == 4 * BLOCK
+    assert back.bytes() == content
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(
+        "the read of 'w' (262144 bytes) at offset 0 GiB of /swap/rank0 had to"
+    )
+    assert errno.errorcode[code] in record.getMessage()
+    read = context.stats()[file].read
+    assert (read.rereads, read.retries, read.errors, read.ops) == (2, 2, 0, 4)
+    caplog.clear()
+    assert failure(context.read(file, back, 2 * BLOCK, 2 * BLOCK).wait)[0] == code
+    assert caplog.records == []  # the error says it
+    read = context.stats()[file].read
+    assert (read.rereads, read.errors, read.ops) == (4, 1, 4)
+    assert read.errors_by_errno == {code: 1}
+
+
+@pytest.mark.parametrize("kind", ["write", "flush"])
+@pytest.mark.parametrize("code", MAY_PASS)
+def test_what_changes_the_disk_is_not_tried_again(
+    open_context: Any, swap_file: Any, memory: Any, failure: Any, kind: Kind, code: int
+) -> None:
+    context = open_context(Fault(kind, error=code))
+    file = context.add_file(swap_file(), direct=True, name="swap")
+    ticket = context.flush(file) if kind == "flush" else context.write(file, memory(4096), 0, 4096)
+    assert failure(ticket.wait)[0] == code
+    counted = getattr(context.stats()[file], kind)
+    assert (counted.errors, counted.retries, counted.rereads) == (1, 0, 0)
 
 
 @pytest.mark.slow  # it is patient for some ten seconds

@@ -64,14 +64,14 @@ def test_an_error_names_the_block_of_the_piece_that_failed(
     open_context: Any, swap_file: Any, memory: Any, failure: Any, kind: Kind
 ) -> None:
     """And what is ordered behind the request is not issued, if it is a write."""
-    context = open_context(Fault(kind, first=4, error=errno.EIO), block_size=BLOCK, queue_depth=1)
+    context = open_context(Fault(kind, first=4, error=errno.ENXIO), block_size=BLOCK, queue_depth=1)
     file = context.add_file(swap_file(16 * BLOCK), direct=True, name="/swap/rank0")
     offsets = [6 * BLOCK, 12 * BLOCK, 0]
     ticket = getattr(context, f"{kind}_scattered")(file, memory(6 * BLOCK), offsets, 2 * BLOCK, names=("w",))
     behind = context.read_scattered(file, memory(2 * PAGE), [0, BLOCK], PAGE, after=[ticket])
     with pytest.raises(SwapError) as caught:
         ticket.wait()
-    assert (caught.value.errno, caught.value.offset) == (errno.EIO, 13 * BLOCK)
+    assert (caught.value.errno, caught.value.offset) == (errno.ENXIO, 13 * BLOCK)
     assert "of 'w' (49152 bytes in 3 pieces, the first) at offset" in str(caught.value)
     assert f"at byte {13 * BLOCK} of the file" in str(caught.value)
     assert failure(behind.wait)[0] == errno.ECANCELED

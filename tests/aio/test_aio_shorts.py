@@ -89,13 +89,13 @@ def test_a_direct_transfer_that_never_fills_a_page_ends(
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("code", [errno.ENXIO, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
 def test_an_error_in_the_middle_names_its_block(
     open_context: Any, swap_file: Any, memory: Any, code: int, direct: bool
 ) -> None:
     """One block after the other fails, also the padded tail; the offset is that block's, the rest is judged."""
     nbytes, start = 4 * BLOCK + 100, 2 * BLOCK
-    remedy = {errno.EIO: "dmesg", errno.ENOSPC: "file system is full", errno.EDQUOT: "quota"}[code]
+    remedy = {errno.ENXIO: "dmesg", errno.ENOSPC: "file system is full", errno.EDQUOT: "quota"}[code]
     # At depth 1 a request that fails at its nth block takes n operations: 1, and 2 more, and 3 more ...
     faults = [Fault(kind, first=n, error=code) for kind in ("read", "write") for n in (1, 3, 6, 10, 15)]
     context = open_context(*faults, block_size=BLOCK, queue_depth=1)

@@ -26,11 +26,12 @@ from tiering.telemetry import (
 
 MIB = 1 << 20
 READ = DirectionStatus(
-    500 * MIB, 400, 2, 0, 3, 0.5, latency_buckets=[0] * 18 + [300, 100], latency_seconds=0.25
+    500 * MIB, 400, 2, 1, 0, 3, 0.5, latency_buckets=[0] * 18 + [300, 100], latency_seconds=0.25
 )
 WRITTEN = DirectionStatus(
     400 * MIB,
     300,
+    0,
     0,
     3,
     1,

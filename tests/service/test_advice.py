@@ -76,6 +76,7 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
     ("io-errors", live(**read(errors=2, errors_by_errno={"EIO": 2})), live(**read()), "2 reads of /nvme failed"),
     ("io-errors", live(**read(errors=1)), live(**read()), "another error"),
     ("io-retries", live(**read(retries=20)), live(**read(retries=19)), "20 retries"),
+    ("io-rereads", live(**read(rereads=1)), live(**read()), "1 read of /nvme had to be tried again"),
     ("io-slow-path", slow_of_two(1.1e9), slow_of_two(1.3e9), "/b reaches 1.1 GB/s"),
     ("io-buffered", live(io=[replace(path(), direct=False)]), live(), "/nvme is not opened with O_DIRECT"),
     (

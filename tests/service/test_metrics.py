@@ -103,6 +103,7 @@ EXPECTED: list[tuple[str, dict[str, str], float]] = [
     ("tiering_swap_bytes_total", WRITE, 400 * MIB),
     ("tiering_swap_operations_total", READ, 400),
     ("tiering_swap_retries_total", READ, 2),
+    ("tiering_swap_rereads_total", READ, 1),
     ("tiering_swap_errors_total", READ, 0),
     ("tiering_swap_errors_total", WRITE, 3),
     ("tiering_swap_errors_by_errno_total", {**WRITE, "errno": "EIO"}, 2),

@@ -42,13 +42,15 @@ class DirectionStats:
     """Counted in C. ``latency[i]`` counts the operations that took [2^i, 2^(i+1)) ns, ``latency_ns`` is their sum.
 
     ``bytes`` are the requested bytes that were moved, without padding; ``busy_ns`` the time with an operation in
-    flight, so ``bytes / busy_ns`` is the bandwidth in GB/s; ``retries`` the continuations of short or
-    interrupted transfers; ``errors_by_errno`` splits ``errors`` (0: those beyond the first few kinds).
+    flight, so ``bytes / busy_ns`` is the bandwidth in GB/s; ``retries`` the continuations of short or interrupted
+    transfers, and the ``rereads``: reads that were tried again after EIO, ETIMEDOUT or ENOLINK; ``errors_by_errno``
+    splits ``errors`` (0: those beyond the first few kinds).
     """
 
     bytes: int
     ops: int
     retries: int
+    rereads: int
     errors: int
     in_flight: int
     busy_ns: int
@@ -62,6 +64,7 @@ class DirectionStats:
             bytes=self.bytes + other.bytes,
             ops=self.ops + other.ops,
             retries=self.retries + other.retries,
+            rereads=self.rereads + other.rereads,
             errors=self.errors + other.errors,
             in_flight=self.in_flight + other.in_flight,
             busy_ns=self.busy_ns + other.busy_ns,
@@ -145,6 +148,7 @@ def _direction(raw: Any) -> DirectionStats:
         bytes=raw.bytes,
         ops=raw.ops,
         retries=raw.retries,
+        rereads=raw.rereads,
         errors=raw.errors,
         in_flight=raw.in_flight,
         busy_ns=raw.busy_ns,

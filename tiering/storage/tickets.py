@@ -19,7 +19,7 @@ from tiering._aio import ffi, lib
 from tiering.errors import NotDoneError, SwapError
 from tiering.storage.aio_errors import AioErrors
 from tiering.storage.arena import Completion
-from tiering.storage.io_stats import TransferRecord
+from tiering.storage.io_stats import TransferRecord, errno_text
 from tiering.storage.request import (
     FEW_BEGUN,
     KIND_NAMES,
@@ -195,6 +195,7 @@ class Transfers:
         self._unchecked = ThreadRequests()
         # The transfers that have ended, while they are recorded.
         self._recorded: list[TransferRecord] | None = None
+        self._read_again: set[int] = set()  # files, of which one block was
 
     def begin(self, request: Request) -> None:
         """Submit ``request``. Raises SwapError if it is refused, or if a dropped ticket of this thread has failed."""
@@ -280,6 +281,8 @@ class Transfers:
                 first = lib.aio_release(self._handle, ticket) == 0
             # C has ended with this memory, whose owner may reuse or unmap it now.
             request.buffer = None
+            if first and result.passed and result.bytes >= 0:
+                self._warn_of_read_again(request, -result.passed)
             if first and self._recorded is not None:
                 self._recorded += records
         elif code != -errno.ESTALE:
@@ -308,6 +311,17 @@ class Transfers:
             issued=result.issued_ns,
             done=result.done_ns,
             error=max(0, -result.bytes),
+        )
+
+    def _warn_of_read_again(self, request: Request, code: int) -> None:
+        # The first of a file; the counters have all.
+        level = logging.INFO if request.file in self._read_again else logging.WARNING
+        self._read_again.add(request.file)
+        log.log(
+            level,
+            "the %s had to be tried again, and succeeded, after %s: see dmesg and the drive's SMART log",
+            self._errors.describe(request),
+            errno_text(code),
         )
 
     def wait(self, request: Request, timeout: float | None) -> int:

@@ -42,6 +42,14 @@ class DirectionStatus:
             "tiering_swap_retries_total",
         ),
     ] = 0
+    rereads: Annotated[
+        Integer,
+        Figure(
+            "Reads that were tried again after an error of the drive (EIO, ETIMEDOUT, ENOLINK) since the start;"
+            " the retries include them.",
+            "tiering_swap_rereads_total",
+        ),
+    ] = 0
     errors: Annotated[
         Integer, Figure("Requests that failed since the start.", "tiering_swap_errors_total")
     ] = 0

@@ -421,6 +421,7 @@ def _direction(stats: DirectionStats, latency: LatencyStatus | None) -> Directio
         bytes=stats.bytes,
         ops=stats.ops,
         retries=stats.retries,
+        rereads=stats.rereads,
         errors=stats.errors,
         in_flight=stats.in_flight,
         busy_seconds=stats.busy_ns / 1e9,

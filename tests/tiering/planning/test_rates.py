@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
@@ -172,7 +173,7 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 def test_a_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SwapSpaceError, match="nowhere"):
         measure.of_disks([tmp_path / "nowhere"])
-    fault = FaultPlan((Fault(kind="read", first=3, error=5),))
+    fault = FaultPlan((Fault(kind="read", first=3, error=errno.ENXIO),))
     monkeypatch.setattr(measure, "AioContext", functools.partial(AioContext, fault=fault))
     with pytest.raises(SwapError, match="measured"):
         measure.measure([tmp_path], file_bytes=1 << 20, seconds=0.01)

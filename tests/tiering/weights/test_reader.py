@@ -273,12 +273,12 @@ def test_an_error_of_the_disk_names_everything_and_can_pass(
     reader_of: Callable[..., WeightReader], files: WeightFiles, engine: str
 ) -> None:
     c = files.tensors["c"]
-    reader = reader_of(files, Fault("read", error=errno.EIO), engine=engine)
+    reader = reader_of(files, Fault("read", error=errno.ENXIO), engine=engine)
     with pytest.raises(WeightsError) as caught:
         reader.read(c, 0, 100)
     page = c.offset // PAGE * PAGE
     assert str(caught.value) == (
-        f"[TIER-WEIGHTS] {c.file}: reading c at byte {page} failed: EIO (Input/output error); see dmesg"
+        f"[TIER-WEIGHTS] {c.file}: reading c at byte {page} failed: ENXIO (No such device or address); see dmesg"
     )
     assert bytes(reader.read(c, 0, 100)) == expected(c, 0, 100)
 
@@ -287,10 +287,10 @@ def test_an_error_ahead_is_raised_when_it_is_reached_and_not_before(
     reader_of: Callable[..., WeightReader], files: WeightFiles
 ) -> None:
     c = files.tensors["c"]
-    reader = reader_of(files, Fault("read", first=BLOCKS + 1, error=errno.EIO), order=[c])
+    reader = reader_of(files, Fault("read", first=BLOCKS + 1, error=errno.ENXIO), order=[c])
     numel = WINDOW // 4
     assert bytes(reader.read(c, 0, numel)) == expected(c, 0, numel)
-    with pytest.raises(WeightsError, match="EIO"):
+    with pytest.raises(WeightsError, match="ENXIO"):
         reader.read(c, numel, numel)
     assert bytes(reader.read(c, numel, numel)) == expected(c, numel, numel)
 

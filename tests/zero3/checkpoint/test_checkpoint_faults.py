@@ -78,11 +78,11 @@ def test_state_that_cannot_be_read_is_not_saved_and_the_parameter_is_named(
 ) -> None:
     plain = AioContext
     for first in range(1, 100, 16):
-        fault = FaultPlan((Fault("read", first=first, error=errno.EIO, count=1),))
+        fault = FaultPlan((Fault("read", first=first, error=errno.ENXIO, count=1),))
         with monkeypatch.context() as patch:
             patch.setattr(tiers, "AioContext", lambda fault=fault, **options: plain(fault=fault, **options))
             engine = begin(start, **STREAMED)
-        with pytest.raises(CheckpointError, match=r"EIO.*'[a-z0-9_.]+'|'[a-z0-9_.]+'.*EIO"):  # noqa: PT012 (which save meets it depends on the plan)
+        with pytest.raises(CheckpointError, match=r"ENXIO.*'[a-z0-9_.]+'|'[a-z0-9_.]+'.*ENXIO"):  # noqa: PT012 (which save meets it depends on the plan)
             for _ in range(20):
                 engine.save_checkpoint(tmp_path / f"saved{first}")
         engine.save_checkpoint(tmp_path / f"saved{first}")

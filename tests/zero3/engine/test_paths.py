@@ -176,7 +176,7 @@ def test_an_error_names_its_path(
     rates(1, 1)
 
     def broken(**options: Any) -> AioContext:
-        return AioContext(fault=FaultPlan((Fault("read", first=20, error=errno.EIO, file=1),)), **options)
+        return AioContext(fault=FaultPlan((Fault("read", first=20, error=errno.ENXIO, file=1),)), **options)
 
     monkeypatch.setattr(tiers, "AioContext", broken)
     engine = start(paths=paths[:2], **STREAMED)
@@ -188,7 +188,7 @@ def test_an_error_names_its_path(
 
     with pytest.raises(SwapError) as caught:
         train()
-    assert caught.value.errno == errno.EIO
+    assert caught.value.errno == errno.ENXIO
     assert caught.value.filename == str(paths[1])
     engine.close()
 

@@ -49,7 +49,7 @@ def train(engine, steps=3):
         engine.step()
 
 def break_the_disk():
-    faults = FaultPlan((Fault("read", first=30, error=errno.EIO),))
+    faults = FaultPlan((Fault("read", first=30, error=errno.ENXIO),))
     tiers.AioContext = lambda **options: AioContext(fault=faults, **options)
 
 def main():
@@ -116,7 +116,7 @@ WAYS = {
     ),
     "an error of the disk": (
         "break_the_disk()\nengine = start()\ntrain(engine, 1000)",
-        EndStatus("failed", "TIER-IO", "EIO"),
+        EndStatus("failed", "TIER-IO", "ENXIO"),
     ),
     "a signal to stop": (
         STOPPED,
@@ -150,7 +150,7 @@ def test_the_last_page_says_how_the_run_ended(way: str, directory: Path) -> None
     last = reading.snapshot
     assert last is not None and last.ended is not None and reading.state == "stale"
     if status.code == "TIER-IO":
-        assert "failed: EIO (Input/output error)" in last.ended.text
+        assert "failed: ENXIO (No such device or address)" in last.ended.text
         assert last.step > 0 and last.ended.how == "failed" and last.ended.code == "TIER-IO"
     else:
         assert (last.ended, last.step, last.global_step, last.samples) == (status, 3, 3, 3)

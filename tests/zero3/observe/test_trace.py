@@ -430,17 +430,17 @@ def test_a_transfer_that_failed_is_shown_with_its_error(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    faults = FaultPlan((Fault("read", first=30, error=errno.EIO),))
+    faults = FaultPlan((Fault("read", first=30, error=errno.ENXIO),))
     monkeypatch.setattr(tiers, "AioContext", lambda **options: AioContext(fault=faults, **options))
     engine, batches = start(accumulation=1, **STREAMED), micro_batches(6)
     engine.trace(tmp_path / "step.json")
-    with pytest.raises(SwapError, match="EIO"):  # noqa: PT012 (which step meets it depends on the plan)
+    with pytest.raises(SwapError, match="ENXIO"):  # noqa: PT012 (which step meets it depends on the plan)
         for _ in range(6):
             update(engine, batches)
     engine.close()
     trace = read_trace(tmp_path / "step.json")
     failed = [event for event in trace.of("read") if "error" in event.args]
-    assert [event.args["error"] for event in failed] == ["EIO (Input/output error)"]
+    assert [event.args["error"] for event in failed] == ["ENXIO (No such device or address)"]
     assert "ended by" in trace.step.name
 
 

@@ -85,7 +85,7 @@ def test_a_failed_transfer_is_named_and_only_its_batch_is_lost(
     start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     plain = start(Chain(24), activation_budget=8 * MIB)
-    with_fault(monkeypatch, Fault(kind, first=5, error=errno.EIO))
+    with_fault(monkeypatch, Fault(kind, first=5, error=errno.ENXIO))
     engine = start(Chain(24), activations="nvme", activation_budget=8 * MIB, offload_optimizer="nvme")
     with pytest.raises(SwapError, match=r"activations"):
         update(engine, 1.0)

@@ -628,6 +628,28 @@ int aio_stats(aio_context *context, int file, aio_file_stats *out)
     return error;
 }
 
+int aio_oldest(aio_context *context, int file, int64_t *ticket, uint64_t *issued_ns)
+{
+    if (is_foreign(context))
+        return -ECHILD;
+    int error = -EINVAL;
+    pthread_mutex_lock(&context->lock);
+    if (file >= 0 && (unsigned)file < context->n_files) {
+        *ticket = 0;
+        *issued_ns = 0;
+        for (unsigned i = 0; i < context->capacity; i++) {
+            const struct block *block = &context->blocks[i];
+            if (!block->request || block->file->index != file || (*ticket && block->issued_ns >= *issued_ns))
+                continue;
+            *ticket = (block->request->whole ? block->request->whole : block->request)->id;
+            *issued_ns = block->issued_ns;
+        }
+        error = 0;
+    }
+    pthread_mutex_unlock(&context->lock);
+    return error;
+}
+
 int aio_latencies(aio_context *context, int file, int kind, uint64_t *counts, uint64_t *max_ns)
 {
     if (is_foreign(context))

@@ -223,6 +223,10 @@ int aio_release(aio_context *context, int64_t ticket);
 
 int aio_stats(aio_context *context, int file, aio_file_stats *out);
 
+/* The operation of a file that has been in flight the longest: the ticket of its request (0: no operation is in
+ * flight), and when it was issued (CLOCK_MONOTONIC). -EINVAL: no such file. */
+int aio_oldest(aio_context *context, int file, int64_t *ticket, uint64_t *issued_ns);
+
 /* The fine histogram of the latencies of one kind, counts[AIO_FINE_BUCKETS], and the exact maximum (0: no
  * operation). -EINVAL: no such file or kind. */
 int aio_latencies(aio_context *context, int file, int kind, uint64_t *counts, uint64_t *max_ns);

@@ -101,11 +101,12 @@ struct file {
     uint64_t full_since;                    /* (lock) start of the current queue-full time; 0: not full */
 };
 
-/* One block of a request in flight. It belongs to the driver from carve() to absorb(). */
+/* One block of a request in flight. It belongs to the driver from carve() to absorb(); request, file and issued_ns
+ * change only there, under the lock. */
 struct block {
     struct aio_op op;
-    struct aio_op sum; /* for the workers that compute checksums */
-    struct request *request;
+    struct aio_op sum;       /* for the workers that compute checksums */
+    struct request *request; /* NULL: not in flight */
     struct file *file;
     char *data;              /* the caller's memory, nbytes long */
     uint64_t offset, nbytes; /* op.nbytes may be larger (padding) or smaller (a continued transfer) */

@@ -384,6 +384,7 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
         if (request->state == REQUEST_QUEUED)
             pop(request); /* issue no more blocks of a failed request */
     }
+    block->request = NULL;
     context->free_blocks[context->n_free_blocks++] = block;
     block->file->in_flight -= !block->landed;
     request->done_ns = now;

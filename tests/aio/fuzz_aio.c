@@ -271,6 +271,7 @@ static void *make_calls(void *argument)
     while (input->at < input->end) {
         aio_file_stats stats;
         uint64_t counts[AIO_FINE_BUCKETS], longest;
+        int64_t oldest;
         aio_info info;
         switch (take(input, 1) % 16) {
         case 0:
@@ -278,6 +279,7 @@ static void *make_calls(void *argument)
             break;
         case 1:
             EXPECT("aio_stats", aio_stats(context, some_file(input), &stats), EINVAL);
+            EXPECT("aio_oldest", aio_oldest(context, some_file(input), &oldest, &longest), EINVAL);
             EXPECT("aio_latencies",
                    aio_latencies(context, some_file(input), (int)wild(input), counts, &longest), EINVAL);
             break;

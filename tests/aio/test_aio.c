@@ -353,6 +353,130 @@ static void check_failures(const char *engine, int fd)
     free(memory);
 }
 
+static aio_file_stats stats_when(int kind, uint64_t ops, uint64_t in_flight)
+{
+    aio_file_stats stats;
+    do
+        CHECK(aio_stats(context, file, &stats) == 0);
+    while (stats.kind[kind].ops < ops || stats.kind[kind].in_flight < in_flight);
+    return stats;
+}
+
+/* A begun request is taken back, in each order of that with the ends of its blocks. */
+static void check_taking_back(const char *engine, int fd)
+{
+    enum { LONG = 64 * BLOCK };
+    const uint64_t late = 20000000;
+    char *memory = buffer_of(LONG, 5), *target = buffer_of(LONG, 6);
+    aio_result result, before;
+    aio_file_stats stats;
+    int64_t oldest, write, read, behind;
+    uint64_t issued_ns;
+
+    /* With blocks in flight: it is done when they have ended, and no other was issued. */
+    const aio_fault slow = {.kind = AIO_ANY, .file = -1, .first = 1, .delay_ns = late};
+    context = open_on(engine, &slow, 1);
+    file = aio_add_file(context, fd, 1);
+    CHECK(aio_oldest(context, file, &oldest, &issued_ns) == 0 && oldest == 0);
+    CHECK(aio_oldest(context, file + 1, &oldest, &issued_ns) == -EINVAL);
+    write = submit(AIO_WRITE, memory, 0, LONG, 0, 0);
+    stats_when(AIO_WRITE, 4, 4);
+    CHECK(aio_oldest(context, file, &oldest, &issued_ns) == 0 && oldest == write && issued_ns > 0);
+    CHECK(aio_cancel(context, write) == 0 && aio_cancel(context, write) == 0);
+    behind = submit(AIO_READ, target, 0, BLOCK, 0, write);
+    CHECK(aio_wait(context, write, -1, &result) == 0 && result.bytes == -ECANCELED);
+    CHECK(result.issued_ns && result.done_ns >= result.issued_ns + late && result.offset == 0);
+    CHECK(finish(behind) == -ECANCELED); /* a part of a write is none */
+    CHECK(aio_cancel(context, write) == -EALREADY);
+    stats = stats_when(AIO_WRITE, 0, 0);
+    CHECK(stats.kind[AIO_WRITE].in_flight == 0 && stats.kind[AIO_WRITE].ops < 64);
+    CHECK(stats.kind[AIO_WRITE].bytes == stats.kind[AIO_WRITE].ops * BLOCK);
+    CHECK(finish(write) == -ECANCELED);
+    CHECK(aio_oldest(context, file, &oldest, &issued_ns) == 0 && oldest == 0);
+
+    /* A read: what is ordered after it goes on, when its blocks in flight do not use the memory any more. */
+    read = submit(AIO_READ, target, 0, LONG, 0, 0);
+    stats_when(AIO_READ, 1, 1);
+    write = submit(AIO_WRITE, target, 0, BLOCK, 0, read);
+    CHECK(aio_cancel(context, read) == 0);
+    CHECK(aio_wait(context, write, -1, &result) == 0 && result.bytes == BLOCK);
+    CHECK(aio_wait(context, read, 0, &before) == 0 && before.done_ns <= result.issued_ns);
+    CHECK(finish(write) == BLOCK && finish(read) == -ECANCELED);
+
+    /* With some of its blocks done and none in flight, because urgent ones have their places: it is done at once. */
+    write = submit(AIO_WRITE, memory, 0, LONG, 0, 0);
+    int64_t urgent = submit(AIO_WRITE, memory, LONG, LONG, 2, 0);
+    do {
+        CHECK(aio_oldest(context, file, &oldest, &issued_ns) == 0);
+    } while (oldest != urgent);
+    CHECK(aio_cancel(context, write) == 0);
+    CHECK(aio_wait(context, write, 0, &result) == 0 && result.bytes == -ECANCELED);
+    CHECK(result.done_ns >= result.issued_ns);
+    CHECK(finish(write) == -ECANCELED);
+    CHECK(aio_cancel(context, urgent) == 0 && finish(urgent) == -ECANCELED);
+    aio_free(context);
+
+    /* Of two operations in flight, the first is the oldest, also after its block was used by a later one. */
+    const aio_fault later = {.kind = AIO_WRITE, .file = -1, .first = 2, .delay_ns = 5 * late};
+    context = open_on(engine, &later, 1);
+    file = aio_add_file(context, fd, 1);
+    CHECK(finish(submit(AIO_WRITE, memory, 0, BLOCK, 0, 0)) == BLOCK);
+    write = submit(AIO_WRITE, memory, 0, BLOCK, 0, 0);
+    stats_when(AIO_WRITE, 1, 1);
+    behind = submit(AIO_WRITE, memory, BLOCK, BLOCK, 0, 0);
+    stats = stats_when(AIO_WRITE, 1, 1);
+    while (stats.kind[AIO_WRITE].in_flight < 2 && stats.kind[AIO_WRITE].ops < 2)
+        CHECK(aio_stats(context, file, &stats) == 0);
+    CHECK(aio_oldest(context, file, &oldest, &issued_ns) == 0);
+    CHECK(oldest == write || aio_wait(context, write, 0, &result) == 0); /* unless this thread slept */
+    CHECK(finish(write) == BLOCK && finish(behind) == BLOCK);
+    aio_free(context);
+
+    /* A block fails after that, or is to be read again: it stays cancelled, and is not read again. */
+    const aio_fault bad = {.kind = AIO_READ, .file = -1, .first = 1, .error = EIO, .delay_ns = late};
+    context = open_on(engine, &bad, 1);
+    file = aio_add_file(context, fd, 1);
+    read = submit(AIO_READ, target, 0, LONG, 0, 0);
+    stats_when(AIO_READ, 0, 4);
+    CHECK(aio_cancel(context, read) == 0);
+    CHECK(finish(read) == -ECANCELED);
+    stats = stats_when(AIO_READ, 0, 0);
+    CHECK(stats.kind[AIO_READ].in_flight == 0 && stats.kind[AIO_READ].ops == 0);
+    CHECK(stats.kind[AIO_READ].errors == 0); /* none of the three attempts after which a block fails */
+    /* A block fails before that. */
+    read = submit(AIO_READ, target, 0, LONG, 0, 0);
+    CHECK(aio_wait(context, read, -1, &result) == 0 && result.bytes == -EIO && result.passed == -EIO);
+    CHECK(aio_cancel(context, read) == -EALREADY && finish(read) == -EIO);
+    stats = stats_when(AIO_READ, 0, 0);
+    CHECK(stats.kind[AIO_READ].rereads >= 2 && stats.kind[AIO_READ].errors >= 1);
+    aio_free(context);
+
+    /* A read is tried twice more, a write is not. */
+    const aio_fault twice[] = {
+        {.kind = AIO_ANY, .file = -1, .first = 1, .count = 2, .error = ETIMEDOUT},
+        {.kind = AIO_ANY, .file = -1, .first = 4, .count = 2, .error = ETIMEDOUT},
+    };
+    context = open_on(engine, twice, 2);
+    file = aio_add_file(context, fd, 1);
+    for (int i = 1; i <= 2; i++) {
+        read = submit(AIO_READ, target, 0, BLOCK, 0, 0);
+        CHECK(aio_wait(context, read, -1, &result) == 0 && result.bytes == BLOCK);
+        CHECK(result.passed == -ETIMEDOUT && finish(read) == BLOCK);
+        stats = stats_when(AIO_READ, 1, 0);
+        CHECK(stats.kind[AIO_READ].rereads == 2u * i && stats.kind[AIO_READ].retries == 2u * i);
+    }
+    aio_free(context);
+    context = open_on(engine, twice, 1);
+    file = aio_add_file(context, fd, 1);
+    write = submit(AIO_WRITE, memory, 0, BLOCK, 0, 0);
+    CHECK(finish(write) == -ETIMEDOUT);
+    stats = stats_when(AIO_WRITE, 0, 0);
+    CHECK(stats.kind[AIO_WRITE].retries == 0 && stats.kind[AIO_WRITE].errors == 1);
+    aio_free(context);
+    free(target);
+    free(memory);
+}
+
 /* A page that changed behind our back. */
 static void check_verification(const char *engine, int fd)
 {
@@ -393,6 +517,7 @@ static void check_fork(const char *engine, int fd)
                       aio_cancel(context, ticket) == -ECHILD && aio_release(context, ticket) == -ECHILD &&
                       aio_stats(context, file, &stats) == -ECHILD &&
                       aio_latencies(context, file, AIO_READ, counts, &longest) == -ECHILD &&
+                      aio_oldest(context, file, &none, &longest) == -ECHILD &&
                       aio_add_file(context, fd, 1) == -ECHILD &&
                       aio_register_buffer(context, memory, REGION) == -ECHILD;
         aio_free(context);
@@ -446,6 +571,7 @@ int main(int argc, char **argv)
             continue;
         check_round_trips(engines[i], fd);
         check_failures(engines[i], fd);
+        check_taking_back(engines[i], fd);
         check_verification(engines[i], fd);
         check_fork(engines[i], fd);
         printf("%s: sound\n", engines[i]);

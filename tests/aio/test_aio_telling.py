@@ -21,6 +21,8 @@ from tests.conftest import cannot_start
 from tiering.errors import SwapError
 from tiering.storage import request as request_module
 from tiering.storage.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
+from tiering.storage.arena import Arena
+from tiering.storage.tickets import AllOf, Ticket
 
 PAGE = 4096
 
@@ -194,27 +196,71 @@ def test_writes_that_are_cancelled_use_nothing_up(engine: str, swap_file: Any, m
         assert len(slots) < 16 < cancelled
 
 
-def test_a_drive_that_hangs_is_told_of(
+def wait_for_ticket(context: AioContext, ticket: Ticket) -> None:
+    ticket.wait()
+
+
+def wait_for_any(context: AioContext, ticket: Ticket) -> None:
+    context.wait_any([ticket])
+
+
+def wait_for_room(context: AioContext, ticket: Ticket) -> None:
+    arena = Arena.map(PAGE, "host")
+    arena.lease(PAGE, "read").retire(AllOf([ticket]))
+    arena.lease(PAGE, "next")
+
+
+def read_counters(context: AioContext, ticket: Ticket) -> None:
+    while not ticket.done():
+        context.stats()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("wait", [wait_for_ticket, wait_for_any, wait_for_room, read_counters])
+def test_a_hung_operation_is_logged_whoever_waits(
+    swap_file: Any,
+    memory: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wait: Callable[[AioContext, Ticket], None],
+) -> None:
+    # The write takes longer than that in all, and each of its parts much less, also on a busy machine.
+    monkeypatch.setattr(request_module, "HANG_SECONDS", 0.7)
+    hang, slow = Fault("read", first=1, count=1, delay=1.5), Fault("write", count=0, delay=0.12)
+    with AioContext(block_size=PAGE, queue_depth=1, fault=FaultPlan((hang, slow))) as context:
+        file = context.add_file(swap_file(8 * PAGE), direct=True, name="the drive")
+        with caplog.at_level(logging.WARNING, "tiering.storage.tickets"):
+            context.write(file, memory(8 * PAGE), 0, 8 * PAGE).wait()
+            assert caplog.messages == []
+            ticket = context.read(file, memory(PAGE), 0, PAGE, names=("w",))
+            wait(context, ticket)
+            assert ticket.wait() == PAGE
+    (message,) = caplog.messages
+    assert message.startswith(
+        "the read of 'w' (4096 bytes) at offset 0 GiB of the drive is not done, because"
+    )
+    assert "the drive, or the network behind it, may hang; see dmesg" in message
+
+
+def test_a_hang_is_logged_again_and_beside_transfers_that_end(
     engine: str,
     swap_file: Any,
     memory: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # The write takes longer than that in all, and each of its parts much less, also on a busy machine.
-    monkeypatch.setattr(request_module, "SILENT_SECONDS", 1.0)
-    hang, slow = Fault("read", first=1, count=1, delay=2.0), Fault("write", count=0, delay=0.15)
-    with AioContext(engine=engine, block_size=PAGE, queue_depth=1, fault=FaultPlan((hang, slow))) as context:
-        file = context.add_file(swap_file(8 * PAGE), direct=True, name="the drive")
+    """A part of the drive hangs, and the other part works: whoever waits for that names what hangs."""
+    monkeypatch.setattr(request_module, "HANG_SECONDS", 0.1)
+    plan = FaultPlan((Fault("read", first=1, delay=1.2),))
+    with AioContext(engine=engine, block_size=PAGE, fault=plan) as context:
+        file = context.add_file(swap_file(2 * PAGE), direct=True, name="the drive")
+        hung = context.read(file, memory(PAGE), 0, PAGE, names=("hung",))
         with caplog.at_level(logging.WARNING, "tiering.storage.tickets"):
-            context.write(file, memory(8 * PAGE), 0, 8 * PAGE).wait()
-            assert caplog.messages == []
-            assert context.read(file, memory(PAGE), 0, PAGE, names=("w",)).wait() == PAGE
-    (message,) = caplog.messages
-    assert message.startswith(
-        "waiting for the read of 'w' (4096 bytes) at offset 0 GiB of the drive: no transfer"
-    )
-    assert "the drive, or the network behind it, may hang: see dmesg" in message
+            while not hung.done():
+                context.write(file, memory(PAGE), PAGE, PAGE, names=("quick",)).wait()
+                context.stats()
+    of_the_hung = [message for message in caplog.messages if "the read of 'hung'" in message]
+    assert len(of_the_hung) == 2  # after once and six times HANG_SECONDS
 
 
 def test_more_than_a_thousand_buffers_are_registered(swap_file: Any, memory: Any) -> None:

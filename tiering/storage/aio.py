@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
-import time
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -20,14 +18,14 @@ from types import TracebackType
 from typing import Literal, Self, Unpack
 
 from tiering._aio import ffi, lib
-from tiering.errors import ConfigError, NotDoneError, SwapError
+from tiering.errors import ConfigError, SwapError
 from tiering.storage.aio_errors import ALIGNMENT as ALIGNMENT
 from tiering.storage.aio_errors import AioErrors, start_error
 from tiering.storage.io_stats import EngineInfo, FileStats, TransferRecord, engine_info, file_stats
 from tiering.storage.latencies import LatencyHistogram
 from tiering.storage.request import FEW_BEGUN as FEW_BEGUN
 from tiering.storage.request import KINDS, Buffer, BufferPart, ContextHandle, FilePiece, Request
-from tiering.storage.tickets import SLICE_NS, Ticket, TransferOptions, Transfers
+from tiering.storage.tickets import Ticket, TransferOptions, Transfers
 
 log = logging.getLogger(__name__)
 
@@ -237,26 +235,12 @@ class AioContext:
         if not tickets:
             raise ValueError("wait_any needs at least one ticket")
         self._check_own(tickets)
-        ids = ffi.new("int64_t[]", [ticket._request.id for ticket in tickets])
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while True:
-            # Before the call: C has forgotten the tickets whose success a thread has collected.
-            for ticket in tickets:
-                if ticket._request.result is not None:
-                    return ticket
-            remaining = deadline - time.monotonic()
-            slice_ns = int(max(0.0, min(remaining * 1e9, SLICE_NS)))
-            place: int = lib.aio_wait_any(self._handle, ids, len(tickets), slice_ns)
-            if place >= 0:
-                return tickets[place]
-            # ESTALE: another thread has just collected one of them.
-            if place not in (-errno.ETIMEDOUT, -errno.ESTALE):
-                raise self._errors.refusal(-place, "wait_any")
-            if remaining <= 0:
-                raise NotDoneError(f"none of {len(tickets)} transfers is done after {timeout} s")
+        return tickets[self._transfers.wait_any([ticket._request for ticket in tickets], timeout)]
 
     def stats(self) -> list[FileStats]:
         """The counters of every file, in the order of their indices. Raises no transfer's error."""
+        # Telemetry reads them regularly: a hang is logged also when no thread waits.
+        self._transfers.warn_of_hangs()
         raw = ffi.new("aio_file_stats *")
         result = []
         for index, (name, direct) in sorted(self._files.items()):

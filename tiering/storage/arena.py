@@ -5,9 +5,9 @@ registered with CUDA by the caller when there is a GPU or else locked as far as 
 forked children, so that a data worker can neither keep it alive nor touch it.
 
 A lease is the first free range that fits, from the bottom. Leases that outlive their neighbours have a fixed place
-(``at``), so that long and short lives cannot fragment each other. When a lease does not fit, ``lease`` waits: first
-for transfers that own *retiring* leases, then for other threads. It fails only when waiting cannot help, and the error
-lists the leased bytes by kind.
+(``at``), so that long and short lives cannot fragment each other. When a lease does not fit, ``lease`` waits: for
+any of the transfers that own *retiring* leases, and for other threads. It fails only when waiting cannot help, and the
+error lists the leased bytes by kind.
 
 **Signals.** A signal handler may raise between any two statements, also when a lease was made and its caller does not
 have it yet. So memory is free if no living lease holds it. The lists and counts repeat this information for speed; they
@@ -31,17 +31,18 @@ import weakref
 from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tiering._aio import ffi, lib
 from tiering.errors import ArenaError, NotDoneError, SwapError
 from tiering.host import numa
 from tiering.host.numa import Node
+from tiering.storage.request import Completion
+from tiering.storage.tickets import wait_any
 
 PAGE = 4096
 STARVED_AFTER_SECONDS = 120.0
 PATIENCE_SECONDS = 0.005
-"""The interval at which a wait for the oldest transfer checks the other transfers and the releases of other threads."""
+"""The interval at which a wait for transfers checks the releases of other threads."""
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +50,6 @@ log = logging.getLogger(__name__)
 def round_up(nbytes: int, multiple: int = PAGE) -> int:
     """``nbytes`` rounded up to a multiple of ``multiple``."""
     return -(-nbytes // multiple) * multiple
-
-
-class Completion(Protocol):
-    """A transfer that a retiring lease waits for. ``wait`` raises NotDoneError after ``timeout`` seconds."""
-
-    def done(self) -> bool: ...
-    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class Lease:
@@ -228,14 +222,14 @@ class Arena:
                 lease = self._carve(size, kind, at)
                 if lease is not None:
                     return lease
-                oldest = self._retiring[0][1] if self._retiring else None
-                if oldest is None and (alone or not self._changed.wait(timeout=STARVED_AFTER_SECONDS)):
+                retiring = [completion for _, completion in self._retiring]
+                if not retiring and (alone or not self._changed.wait(timeout=STARVED_AFTER_SECONDS)):
                     raise self._starved(size, kind)
             # Outside the lock: meanwhile, other threads release leases and take some.
-            if oldest is not None:
+            if retiring:
                 # _collect raises the error, after it has freed the room.
                 with contextlib.suppress(NotDoneError, SwapError):
-                    oldest.wait(PATIENCE_SECONDS)
+                    wait_any(retiring, PATIENCE_SECONDS)
 
     def release_lease(self, lease: Lease) -> None:
         """Return a lease's range to the free list (see Lease.release)."""

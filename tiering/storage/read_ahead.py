@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from tiering.storage.arena import Arena, Completion, Lease
+from tiering.storage.arena import Arena, Lease
+from tiering.storage.request import Completion
 from tiering.storage.tickets import AllOf
 
 FETCH_PRIORITY = 1  # of reads that compute waits for: before write-back, and before reads ahead of a step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,13 +19,21 @@ KINDS = {
 }
 KIND_NAMES = {number: name for name, number in KINDS.items()}
 
-SILENT_SECONDS = 10.0
-"""A wait logs a warning when no operation of the file has ended for so long."""
+HANG_SECONDS = 10.0
+"""An operation that has been in flight for so long is logged."""
 
 FEW_BEGUN = 4
 """A thread looks for dropped failures when it has submitted so many more requests, or twice as many as are pending."""
 
 _TICKET = ffi.typeof("int64_t *")
+_NANOSECONDS = ffi.typeof("uint64_t *")
+
+
+class Completion(Protocol):
+    """A transfer, or something else that uses memory for a while. ``wait`` raises NotDoneError after ``timeout`` s."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class Buffer(Protocol):
@@ -90,29 +98,37 @@ class FailedTicket:
             release(self._context.handle, self._id)
 
 
-class Silence:
-    """Measures how long no operation of a file has ended while a request of the file is under way."""
+class Hangs:
+    """Finds operations of the context ``handle`` that have been in flight for long."""
 
-    def __init__(self) -> None:
-        self._ended = -1
-        self._since = self._checked = time.monotonic()
-        self._next = SILENT_SECONDS
-        self.seconds = 0.0
+    def __init__(self, handle: object) -> None:
+        self._handle = handle
+        self._looked = 0.0
+        # By file: the issue of the operation that was found last, and the age at which it is found again.
+        self._found: dict[int, tuple[int, float]] = {}
 
-    def is_due(self) -> bool:
-        """Whether the last check was long ago."""
-        return time.monotonic() > self._checked + SILENT_SECONDS / 10
+    def look(self, files: Collection[int]) -> Iterator[tuple[int, int, float]]:
+        """Files, with the ticket and the age of their oldest operation, if it reached HANG_SECONDS since the last look.
 
-    def has_lasted(self, ended: int) -> bool:
-        """Whether a warning is due, after SILENT_SECONDS, six times as long, and so on; ``ended`` counts operations."""
-        now = self._checked = time.monotonic()
-        if ended != self._ended:
-            self._ended, self._since, self._next = ended, now, SILENT_SECONDS
-        self.seconds = now - self._since
-        if self.seconds < self._next:
-            return False
-        self._next *= 6
-        return True
+        So again after six times as long, and so on. Most calls return at once, because the last look was shortly ago.
+        """
+        now = time.monotonic()
+        if now < self._looked + HANG_SECONDS / 10:
+            return
+        self._looked = now
+        ticket, issued = ffi.new(_TICKET), ffi.new(_NANOSECONDS)
+        for file in tuple(files):
+            if lib.aio_oldest(self._handle, file, ticket, issued) < 0 or not ticket[0]:
+                continue
+            last_issue, due = self._found.get(file, (0, 0.0))
+            if last_issue != issued[0]:
+                due = HANG_SECONDS
+            age = now - issued[0] / 1e9
+            if age >= due:
+                while due <= age:
+                    due *= 6
+                self._found[file] = issued[0], due
+                yield file, ticket[0], age
 
 
 class Request:
@@ -128,7 +144,6 @@ class Request:
     failed_at = 0
     submitted = 0  # the time, while transfers are recorded
     failed_ticket: FailedTicket | None = None
-    silence: Silence | None = None
     holder: Callable[[], object | None]  # the ticket that a caller may still hold
     is_reported = False  # a caller has the failure
     canceled = False

@@ -12,28 +12,27 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Self, TypedDict, TypeVar
 
 from tiering._aio import ffi, lib
 from tiering.errors import NotDoneError, SwapError
 from tiering.storage.aio_errors import AioErrors
-from tiering.storage.arena import Completion
 from tiering.storage.io_stats import TransferRecord, errno_text
 from tiering.storage.request import (
     FEW_BEGUN,
     KIND_NAMES,
+    Completion,
     ContextHandle,
     FailedTicket,
+    Hangs,
     Request,
-    Silence,
     ThreadRequests,
 )
 
 log = logging.getLogger(__name__)
 
 _POINTER = ffi.typeof("void *")
-_FILE_STATS = ffi.typeof("aio_file_stats *")
 _RESULT = ffi.typeof("aio_result *")
 _RESULTS = ffi.typeof("aio_result[]")
 _PIECES = ffi.typeof("aio_piece[]")
@@ -179,6 +178,29 @@ class Abandoned(AllOf[Ticket]):
             return 0
 
 
+def wait_any(completions: Sequence[Completion], timeout: float) -> None:
+    """Wait until a ticket among ``completions`` is done, at most ``timeout`` seconds; then raises NotDoneError.
+
+    If a part of several completions as one is done, it is not waited for again. Completions without tickets, and
+    tickets of another context than the first, do not end the wait.
+    """
+    tickets = [ticket for completion in completions for ticket in _open_tickets(completion)]
+    if tickets:
+        transfers = tickets[0]._transfers
+        transfers.wait_any([each._request for each in tickets if each._transfers is transfers], timeout)
+    elif not any(completion.done() for completion in completions):
+        completions[0].wait(timeout)
+
+
+def _open_tickets(completion: Completion) -> Iterator[Ticket]:
+    if isinstance(completion, Ticket):
+        if completion.has_begun and not completion.done():
+            yield completion
+    elif isinstance(completion, AllOf):
+        for part in completion.parts:
+            yield from _open_tickets(part)
+
+
 class Transfers:
     """The transfers of the context ``owner``, whose open files are ``files``: name, and whether it is direct.
 
@@ -195,6 +217,7 @@ class Transfers:
         self._unchecked = ThreadRequests()
         # The transfers that have ended, while they are recorded.
         self._recorded: list[TransferRecord] | None = None
+        self._hangs = Hangs(owner.handle)
         self._read_again: set[int] = set()  # files, of which one block was
 
     def begin(self, request: Request) -> None:
@@ -334,29 +357,43 @@ class Transfers:
             result = self.collect(request, int(max(0.0, min(remaining * 1e9, SLICE_NS))))
             if result is not None:
                 return result
-            if request.silence is None:
-                request.silence = Silence()
-            elif request.silence.is_due() and request.silence.has_lasted(self._ended(request)):
-                self._warn_of_silence(request, request.silence.seconds)
+            self.warn_of_hangs()
             if remaining <= 0:
                 raise NotDoneError(f"{self._errors.describe(request)} is not done after {timeout} s")
 
-    def _ended(self, request: Request) -> int:
-        """Operations of the files of ``request`` that have ended."""
-        raw, ended = ffi.new(_FILE_STATS), 0
-        for file in _files_of(request):
-            lib.aio_stats(self._handle, file, raw)
-            ended += sum(raw.kind[kind].ops + raw.kind[kind].errors for kind in range(lib.AIO_KINDS))
-        return ended
+    def wait_any(self, requests: Sequence[Request], timeout: float | None) -> int:
+        """The index of a request that is done, the first if several are. Raises NotDoneError after ``timeout`` s."""
+        ids = ffi.new("int64_t[]", [request.id for request in requests])
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            # Before the call: C has forgotten the tickets whose success a thread has collected.
+            for index, request in enumerate(requests):
+                if request.result is not None:
+                    return index
+            remaining = deadline - time.monotonic()
+            slice_ns = int(max(0.0, min(remaining * 1e9, SLICE_NS)))
+            place: int = lib.aio_wait_any(self._handle, ids, len(requests), slice_ns)
+            if place >= 0:
+                return place
+            # ESTALE: another thread has just collected one of them.
+            if place not in (-errno.ETIMEDOUT, -errno.ESTALE):
+                raise self._errors.refusal(-place, "wait_any")
+            self.warn_of_hangs()
+            if remaining <= 0:
+                raise NotDoneError(f"none of {len(requests)} transfers is done after {timeout} s")
 
-    def _warn_of_silence(self, request: Request, seconds: float) -> None:
-        log.warning(
-            "waiting for the %s: no transfer of %s has ended for %.0f s; the drive, or the network behind it, may hang:"
-            " see dmesg",
-            self._errors.describe(request),
-            " and ".join(self._files[file][0] for file in _files_of(request)),
-            seconds,
-        )
+    def warn_of_hangs(self) -> None:
+        """Log the oldest operation in flight of each file when it is old. Waits call it, and whoever reads counters."""
+        for file, ticket, age in self._hangs.look(self._files):
+            # A copy: other threads change the set.
+            for request in [each for each in list(self._live) if each.id == ticket]:
+                log.warning(
+                    "the %s is not done, because an operation in %s has been in flight for %.0f s: the drive, or the"
+                    " network behind it, may hang; see dmesg",
+                    self._errors.describe(request),
+                    self._files[file][0],
+                    age,
+                )
 
     def cancel(self, request: Request) -> bool:
         """See ``Ticket.cancel``."""
@@ -449,7 +486,3 @@ class Transfers:
                 self.collect(request, 0)
         for request in unreported:
             self._raise_unreported(request)
-
-
-def _files_of(request: Request) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(piece.file for piece in request.vector)) or (request.file,)

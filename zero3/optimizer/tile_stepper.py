@@ -21,7 +21,7 @@ from optim_cpu import kernels
 from optim_cpu.kernels import DType, StepBatch
 from tiering.placement.tenants import OPTIMIZER_STATE, PARAMETERS
 from tiering.storage import read_ahead
-from tiering.storage.arena import Completion
+from tiering.storage.request import Completion
 from zero3.device import kernels as device_kernels
 from zero3.device.storages import as_tensor
 from zero3.device.streams import Event

@@ -11,14 +11,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tiering.errors import ArenaError, NotDoneError, SwapError
 from tiering.host import numa
 from tiering.storage import arena as arena_module
+from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
+from tiering.storage.tickets import Abandoned, AllOf, Ticket
 
 
 class Transfer:
@@ -227,6 +231,59 @@ def test_a_lease_takes_what_another_thread_releases_while_a_transfer_runs(arena:
     assert isinstance(lease, Lease)
     assert lease.offset == 0
     slow.ended.set()
+
+
+class Waiting(NamedTuple):
+    """An arena whose memory the writes of two drives use, of which one hangs until the end."""
+
+    arena: Arena
+    hung: Ticket
+    quick: AllOf[Ticket]
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
+    # No wait looks around because its patience has ended: an end of a transfer has to wake it.
+    monkeypatch.setattr(arena_module, "PATIENCE_SECONDS", 60.0)
+    faults = (Fault("write", file=0, delay=3.0), Fault("write", count=0, file=1, delay=0.1))
+    with ExitStack() as stack:
+        # The files outlive the context.
+        fds = [os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600) for _ in range(2)]
+        for fd in fds:
+            stack.callback(os.close, fd)
+        context = stack.enter_context(AioContext(fault=FaultPlan(faults)))
+        hanging, good = (context.add_file(fd, direct=False, name=str(fd)) for fd in fds)
+        arena = Arena.map(4 * PAGE, "host")
+        old, new = arena.lease(2 * PAGE, "old"), arena.lease(2 * PAGE, "new")
+        hung = context.write(hanging, old, 0, PAGE)
+        quick = AllOf([context.write(good, new, at, PAGE) for at in (0, PAGE)])
+        old.retire(hung)
+        new.retire(quick)
+        yield Waiting(arena, hung, quick)
+
+
+def test_the_end_of_any_transfer_wakes_a_lease(waiting: Waiting) -> None:
+    """Also of one that has several parts, of which each ends alone."""
+    lease = waiting.arena.lease(2 * PAGE, "next")
+    assert lease.offset == 2 * PAGE
+    assert waiting.quick.done()
+    assert not waiting.hung.done()
+
+
+def test_the_end_of_an_abandoned_read_is_room_and_no_error(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.ftruncate(fd, 16 * PAGE)
+    plan = FaultPlan((Fault("read", count=0, delay=0.05),))
+    try:
+        with AioContext(block_size=PAGE, queue_depth=1, fault=plan) as context:
+            file = context.add_file(fd, direct=False, name="swap")
+            arena = Arena.map(16 * PAGE, "host")
+            lease = arena.lease(16 * PAGE, "ahead")
+            lease.retire(Abandoned(context.read(file, lease, 0, 16 * PAGE)))
+            assert arena.lease(16 * PAGE, "next").offset == 0
+            assert context.stats()[file].read.ops < 16
+    finally:
+        os.close(fd)
 
 
 def test_a_lost_lease_comes_back_when_its_last_user_goes(arena: Arena) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,8 +36,9 @@ def open_slab(engine: str, tmp_path: Path) -> Iterator[OpenSlab]:
     """Slabs under ``tmp_path`` on the engine under test, in blocks of a page; closed at the end."""
     with ExitStack() as stack:
 
-        def open_one(nbytes: int, *faults: Fault) -> SlabFile:
-            aio = AioContext(engine=engine, block_size=PAGE, fault=FaultPlan(faults) if faults else None)
+        def open_one(nbytes: int, *faults: Fault, **options: Any) -> SlabFile:
+            plan = FaultPlan(faults) if faults else None
+            aio = AioContext(engine=engine, block_size=PAGE, fault=plan, **options)
             stack.callback(aio.close)
             slab = SlabFile(tmp_path, nbytes, aio)
             stack.callback(slab.close)
@@ -87,6 +89,44 @@ def test_urged_reads_never_overtake_slow_writes(open_slab: OpenSlab, arena: Aren
         for ticket, lease in writes:
             assert ticket.wait() == lease.nbytes
             lease.release()
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verify"])
+def test_a_write_that_was_cut_is_not_read_until_its_bytes_are_written_again(
+    open_slab: OpenSlab, arena: Arena, verify: bool
+) -> None:
+    """Canceled in the middle: some of its pages are on the disk, and the others are those of before."""
+    slab = open_slab(8 * PAGE, Fault("write", first=9, count=8, delay=0.05), queue_depth=1, verify=verify)
+    extent = slab.allocate(8 * PAGE, ("w",))
+    whole, page = arena.lease(8 * PAGE, "whole"), arena.lease(PAGE, "page")
+    behind = arena.lease(8 * PAGE, "behind")
+    whole.view[:] = b"o" * whole.nbytes
+    slab.swap_out(extent, whole).wait()
+    whole.view[:] = b"n" * whole.nbytes
+    write = slab.swap_out(extent, whole)
+    assert until(lambda: slab.aio.stats()[slab.file].write.ops > 8)
+    read = slab.swap_in(extent, behind, priority=2)
+    assert write.cancel()
+    for ticket in (write, read):
+        with pytest.raises(SwapError, match="ECANCELED"):
+            ticket.wait()
+    assert 8 < slab.aio.stats()[slab.file].write.ops < 16
+    whole.view[:] = b"x" * whole.nbytes  # its memory belongs to its owner again
+    for first, last in ((0, 8), (0, 1), (3, 5), (7, 8)):
+        with pytest.raises(SwapError, match="canceled by cancel"):
+            slab.swap_in(extent, whole, offset=first * PAGE, nbytes=(last - first) * PAGE)
+    page.view[:] = b"p" * PAGE
+    slab.swap_out(extent, page, offset=2 * PAGE).wait()
+    page.view[:] = bytes(PAGE)
+    slab.swap_in(extent, page, offset=2 * PAGE).wait()
+    assert bytes(page.view) == b"p" * PAGE
+    for first in (0, 3):
+        with pytest.raises(SwapError, match="canceled by cancel"):
+            slab.swap_in(extent, page, offset=first * PAGE)
+    whole.view[:] = b"r" * whole.nbytes
+    slab.swap_out(extent, whole).wait()
+    slab.swap_in(extent, behind).wait()
+    assert bytes(behind.view) == b"r" * behind.nbytes
 
 
 def test_a_file_truncated_underneath_is_named(open_slab: OpenSlab, arena: Arena, tmp_path: Path) -> None:

@@ -426,7 +426,8 @@ def test_writes_by_two_threads_come_in_one_order_on_every_path(
     space = open_space({"state": (24 * PAGE, paths)})
     extent = space.allocate(24 * PAGE, ("e",), "state")
     marks = [filled(arena, mark * extent.nbytes) for mark in (b"a", b"b")]
-    start = threading.Barrier(2)
+    # A failure of one thread ends the other.
+    start = threading.Barrier(2, timeout=60)
 
     def write_often(lease: Lease) -> None:
         for _ in range(60):

@@ -18,6 +18,7 @@ from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets
 from tiering.placement.workload import Tenant, TenantPiece, Tier
 from tiering.storage.aio import AioContext, Fault, FaultPlan
+from tiering.storage.tickets import Ticket
 from zero3.device import tiers as tiers_module
 from zero3.device.storages import as_tensor
 from zero3.device.tiers import Home, NvmePaths, Tiers
@@ -34,9 +35,9 @@ PIECES = tuple(TenantPiece(NBYTES, tier, NBYTES, NBYTES) for tier in Tier)
 def open_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     opened: list[Tiers] = []
 
-    def start(*faults: Fault) -> tuple[Tiers, list[Home]]:
+    def start(*faults: Fault, **settings: int) -> tuple[Tiers, list[Home]]:
         def context(**options: Any) -> AioContext:
-            return AioContext(fault=FaultPlan(faults), **options)
+            return AioContext(fault=FaultPlan(faults), **options | settings)
 
         monkeypatch.setattr(tiers_module, "AioContext", context)
         load = example(others=(Tenant(KIND, PIECES, offloaded=True),))
@@ -105,6 +106,30 @@ def test_two_writes_of_one_piece_keep_their_order(open_tiers: Callable[..., Any]
     for value in range(1, 8):  # more than its window has room for: the third one waits for a lease
         store(tiers, homes[2], value)
     assert tiers.load(homes[2], 0, NBYTES).tolist() == [7] * NBYTES
+
+
+def test_an_interrupted_fetch_reads_no_more_and_its_room_is_free_again(
+    open_tiers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers, homes = open_tiers(Fault("read", count=0, delay=0.1), block_size=4096, queue_depth=1)
+    store(tiers, homes[2], 1)
+    window = tiers.windows[KIND]
+    window.drain()
+
+    wait = Ticket.wait
+
+    def press(ticket: Ticket) -> int:
+        if ticket.done():
+            return wait(ticket)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ticket, "wait", press)
+        with pytest.raises(KeyboardInterrupt):
+            tiers.fetch(homes[2].extent, window.lease(NBYTES, KIND))
+    window.lease(window.capacity, KIND).release()  # all of it, and no error of the read
+    assert sum(stats.read.ops for stats, _ in tiers.file_stats()) < 3
+    assert tiers.load(homes[2], 0, NBYTES).tolist() == [1] * NBYTES
 
 
 def test_a_failed_write_is_raised_by_the_read_and_its_window_is_free_again(

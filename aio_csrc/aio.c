@@ -155,7 +155,7 @@ static void after_fork_in_child(void)
 
 static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
 
-static bool is_foreign(const aio_context *context) { return context->forks != forks; }
+bool aio_is_foreign(const aio_context *context) { return context->forks != forks; }
 
 /* End the backend, if it has not been ended. */
 static void take_down(aio_context *context)
@@ -165,13 +165,13 @@ static void take_down(aio_context *context)
     context->summers.ops = NULL;
     /* First: the workers wake the backend. */
     if (summers.ops)
-        summers.ops->exit(&summers, is_foreign(context));
+        summers.ops->exit(&summers, aio_is_foreign(context));
     struct aio_backend backend = context->backend;
     /* Taken out under the lock, so that it is ended once: by the driver, by aio_open after an error, or in a
      * child by aio_close. */
     context->backend.ops = NULL;
     if (backend.ops)
-        backend.ops->exit(&backend, is_foreign(context));
+        backend.ops->exit(&backend, aio_is_foreign(context));
     pthread_mutex_unlock(&fork_lock);
 }
 
@@ -228,7 +228,7 @@ int aio_open(aio_context **out, const aio_options *options)
 
 int aio_describe(aio_context *context, aio_info *out)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     pthread_mutex_lock(&context->lock);
     *out = context->info;
@@ -238,7 +238,7 @@ int aio_describe(aio_context *context, aio_info *out)
 
 int aio_add_file(aio_context *context, int fd, int direct)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     if (fcntl(fd, F_GETFD) < 0)
         return -errno;
@@ -266,7 +266,7 @@ int aio_add_file(aio_context *context, int fd, int direct)
 
 int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     if (!address || nbytes == 0)
         return -EINVAL;
@@ -352,7 +352,7 @@ static int submit(aio_context *context, struct request *parameters, int file, ui
 int aio_submit(aio_context *context, int kind, int file, void *data, uint64_t offset, uint64_t nbytes,
                int priority, const int64_t *after, size_t n_after, int64_t *ticket)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     if (kind < 0 || kind >= AIO_KINDS)
         return -EINVAL;
@@ -371,7 +371,7 @@ int aio_submit_scattered(aio_context *context, int kind, int file, void *data, c
                          size_t n, uint64_t nbytes_each, int priority, const int64_t *after, size_t n_after,
                          int64_t *ticket)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     struct request parameters = {.kind = kind, .priority = priority, .data = data};
     if ((kind != AIO_READ && kind != AIO_WRITE) || (n && !offsets) ||
@@ -432,7 +432,7 @@ static int divide(const aio_context *context, struct request *whole, const aio_p
 int aio_submit_vector(aio_context *context, int kind, const aio_piece *pieces, size_t n, int priority,
                       const int64_t *after, size_t n_after, int64_t *ticket)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     if ((kind != AIO_READ && kind != AIO_WRITE) || n == 0 || !pieces ||
         !is_submission(priority, after, n_after, ticket))
@@ -456,12 +456,6 @@ int aio_submit_vector(aio_context *context, int kind, const aio_piece *pieces, s
     return error;
 }
 
-static struct timespec deadline_after(int64_t timeout_ns)
-{
-    uint64_t at = aio_now_ns() + (uint64_t)timeout_ns;
-    return (struct timespec){.tv_sec = (time_t)(at / 1000000000u), .tv_nsec = (long)(at % 1000000000u)};
-}
-
 /* The request if the ticket is done; else NULL, with *error 0 if it can be waited for, or -errno. */
 static struct request *find_done(aio_context *context, int64_t ticket, int *error)
 {
@@ -481,11 +475,11 @@ static aio_result result_of(const struct request *request)
 
 int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, aio_result *result)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     struct timespec deadline = {0};
     if (timeout_ns > 0)
-        deadline = deadline_after(timeout_ns);
+        deadline = aio_deadline_after(timeout_ns);
     int error, waited = 0;
     struct request *request;
     pthread_mutex_lock(&context->lock);
@@ -512,7 +506,7 @@ int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, aio_resul
 
 int aio_vector_results(aio_context *context, int64_t ticket, aio_result *results, size_t max)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     if (max && !results)
         return -EINVAL;
@@ -546,13 +540,13 @@ static int64_t find_any(aio_context *context, const int64_t *tickets, size_t n)
 
 int64_t aio_wait_any(aio_context *context, const int64_t *tickets, size_t n, int64_t timeout_ns)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     if (n == 0 || !tickets)
         return -EINVAL;
     struct timespec deadline = {0};
     if (timeout_ns > 0)
-        deadline = deadline_after(timeout_ns);
+        deadline = aio_deadline_after(timeout_ns);
     int waited = 0;
     int64_t index;
     pthread_mutex_lock(&context->lock);
@@ -565,7 +559,7 @@ int64_t aio_wait_any(aio_context *context, const int64_t *tickets, size_t n, int
 
 int aio_cancel(aio_context *context, int64_t ticket)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     int error;
     pthread_mutex_lock(&context->lock);
@@ -578,7 +572,7 @@ int aio_cancel(aio_context *context, int64_t ticket)
 
 int aio_release(aio_context *context, int64_t ticket)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     int error;
     pthread_mutex_lock(&context->lock);
@@ -606,7 +600,7 @@ static void add_octaves(const struct latencies *fine, uint64_t *octaves)
 
 int aio_stats(aio_context *context, int file, aio_file_stats *out)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     int error = -EINVAL;
     pthread_mutex_lock(&context->lock);
@@ -630,7 +624,7 @@ int aio_stats(aio_context *context, int file, aio_file_stats *out)
 
 int aio_oldest(aio_context *context, int file, int64_t *ticket, uint64_t *issued_ns)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     int error = -EINVAL;
     pthread_mutex_lock(&context->lock);
@@ -652,7 +646,7 @@ int aio_oldest(aio_context *context, int file, int64_t *ticket, uint64_t *issued
 
 int aio_latencies(aio_context *context, int file, int kind, uint64_t *counts, uint64_t *max_ns)
 {
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return -ECHILD;
     int error = -EINVAL;
     pthread_mutex_lock(&context->lock);
@@ -668,7 +662,7 @@ int aio_latencies(aio_context *context, int file, int kind, uint64_t *counts, ui
 
 int aio_close(aio_context *context)
 {
-    if (is_foreign(context)) {
+    if (aio_is_foreign(context)) {
         take_down(context);
         return 0;
     }
@@ -692,7 +686,7 @@ void aio_free(aio_context *context)
         return;
     /* Ends the driver: afterwards no thread uses the memory. */
     aio_close(context);
-    if (is_foreign(context))
+    if (aio_is_foreign(context))
         return; /* at the fork, another thread may have been changing the context: its memory is inconsistent */
     pthread_cond_destroy(&context->any);
     for (int i = 0; i < WAIT_SHARDS; i++)

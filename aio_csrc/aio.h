@@ -212,6 +212,39 @@ int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, aio_resul
  * aio_wait; -EINVAL also for n = 0. */
 int64_t aio_wait_any(aio_context *context, const int64_t *tickets, size_t n, int64_t timeout_ns);
 
+/* A vector request that a task submits. `after` and `ticket` are where tickets are stored: those of earlier
+ * submissions of the same run are known only while it runs. A ticket of 0 in `after` is -EINVAL. */
+typedef struct {
+    int32_t kind, priority;
+    const aio_piece *pieces;
+    size_t n;
+    int64_t *const *after;
+    size_t n_after;
+    int64_t *ticket;
+} aio_submission;
+
+/* A step of work between transfers: when the tickets that are stored at `waits` are done, call(argument), which returns
+ * 0 or -errno, then the submissions. A wait for a released ticket is over; one for 0 lasts until a ticket is stored. */
+typedef struct {
+    int64_t *const *waits;
+    size_t n_waits;
+    int (*call)(void *argument);
+    void *argument;
+    const aio_submission *submissions;
+    size_t n_submissions;
+    uint64_t idle_ns; /* set by aio_run: the beginning of the wait that this task ended; 0: there was none */
+    uint64_t began_ns, ended_ns; /* set by aio_run: of the call; 0: not begun, not ended */
+    int32_t answer;              /* set by aio_run: of the call */
+} aio_task;
+
+/* Run the tasks whose call has not begun, each when its waits are over; of several, the first in the array. The calls
+ * run in this thread, one after the other. *idle_ns is 0 at first, and keeps the beginning of a wait between calls.
+ *
+ * Returns 0 when all tasks are done; -ETIMEDOUT after timeout_ns (< 0: no limit), between two tasks: call it again to
+ * go on; -ECANCELED if a ticket that a task waits for has failed; or the error of a call or a submission. After an
+ * error no task begins, and the submissions behind the one that failed are not made. */
+int aio_run(aio_context *context, aio_task *tasks, size_t n, int64_t timeout_ns, uint64_t *idle_ns);
+
 /* Cancel a request: no more of its blocks are issued. It is done with -ECANCELED when its blocks in flight have
  * ended and the requests that it was ordered after are done; the blocks before may have been transferred.
  * Requests ordered after it continue if it was a read, and fail if it was a write or a flush. -EBUSY: all its

@@ -21,6 +21,7 @@ SOURCES = [
     "requests.c",
     "driver.c",
     "system.c",
+    "tasks.c",
     "verify.c",
     "withheld.c",
     "backend_uring.c",

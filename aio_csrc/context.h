@@ -2,6 +2,7 @@
  *
  *   aio.c       opening and closing, and the entry points
  *   requests.c  tickets and the order between requests
+ *   tasks.c     calls between transfers, run from a completion to the next submissions
  *   driver.c    the driver thread: splits requests, evaluates completions, counts
  *   verify.c    checksums of pages (options.verify)
  *   system.c    the clock, and threads without signals
@@ -171,6 +172,9 @@ struct aio_context {
     unsigned n_compared;                 /* (driver) */
     unsigned n_begun;                    /* (driver) operations with the backend */
 };
+
+/* aio.c */
+bool aio_is_foreign(const aio_context *context);
 
 /* requests.c. The caller holds the lock. */
 int64_t aio_request_add(aio_context *context, const struct request *parameters, const int64_t *after,

@@ -2,13 +2,18 @@
 #include "system.h"
 
 #include <signal.h>
-#include <time.h>
 
 uint64_t aio_now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+struct timespec aio_deadline_after(int64_t timeout_ns)
+{
+    uint64_t at = aio_now_ns() + (uint64_t)timeout_ns;
+    return (struct timespec){.tv_sec = (time_t)(at / 1000000000u), .tv_nsec = (long)(at % 1000000000u)};
 }
 
 int aio_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *argument)

@@ -4,9 +4,13 @@
 
 #include <pthread.h>
 #include <stdint.h>
+#include <time.h>
 
 /* CLOCK_MONOTONIC, in nanoseconds. */
 uint64_t aio_now_ns(void);
+
+/* The same clock after timeout_ns, for a wait on a condition. */
+struct timespec aio_deadline_after(int64_t timeout_ns);
 
 /* Start a thread with all signals blocked, because SIGXFSZ (a write past RLIMIT_FSIZE) would end the process. Signals
  * of its own faults are not blocked: the process would end as well, without a handler that reports the place.

@@ -7,11 +7,11 @@ byte (aio_fault in aio_csrc/aio.h), so that a machine of two cores has the I/O o
 
 **loop.** Optimizer state passes through the staging slots, tiles of 2 Mi elements, over 1 and over 8 drives of 10 GB/s
 together. The update itself is left out: what remains is the loop around it. Measured are the CPU time of the thread
-that steps, the wall time alone and beside a thread that runs Python without a pause, in turns, and the calls of C, each
-of which releases the GIL.
+that steps, the wall time alone and beside a thread that runs Python without a pause, in turns, and the calls of C. Each
+releases the GIL, and another thread takes it in those that last 50 us or longer.
 
-Goals: at most 0.1 ms of CPU time per tile; a busy Python thread costs at most 5 %; at most 4 calls of C for as many
-tiles as take the drives 0.1 s.
+Goals: at most 0.1 ms of CPU time per tile; a busy Python thread costs at most 5 %; at most 4 of the long calls for as
+many tiles as take the drives 0.1 s.
 
 Exit status: 0 when all goals hold, 1 when one does not, 2 when there is no result.
 """

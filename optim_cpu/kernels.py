@@ -205,9 +205,41 @@ class StepBatch:
         if code < 0:
             raise refusal("StepBatch.run", code, {})
 
+    def part(self, first: int, count: int, grad_scale: float = 1.0) -> PreparedStep:
+        """The step of ``count`` segments from number ``first`` on, for code in C that runs it; see ``run``.
+
+        Segments that are added later may move: make all parts behind the last ``add``.
+        """
+        if not 0 <= first <= first + count <= self._count:
+            raise ValueError(
+                f"StepBatch.part: segments [{first}, {first + count}) are not among {self._count} of them"
+            )
+        return PreparedStep(
+            ffi.new("opt_step *", [self._segments + first, count, self._rules, grad_scale]), self._segments
+        )
+
     def clear(self) -> None:
         """Remove all segments and rules."""
         self._count = self._rule_count = 0
+
+
+class PreparedStep:
+    """A call of C that steps segments: ``function(argument)``, two addresses. It returns 0 or -errno.
+
+    Keeps the memory of the batch alive, which must not be changed before the call has returned.
+    """
+
+    function: int = int(ffi.cast("intptr_t", ffi.addressof(lib, "opt_run_step")))
+
+    def __init__(self, step: Any, segments: Any) -> None:
+        self._step = step
+        self._segments = segments
+        self.argument = int(ffi.cast("intptr_t", step))
+
+    def check(self, code: int) -> None:
+        """Raise the error of a call that returned ``code``."""
+        if code < 0:
+            raise refusal("StepBatch.run", code, {})
 
 
 def split(param: int, remainder: int, master: int, numel: int) -> None:

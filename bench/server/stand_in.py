@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from frame.child import serve
 
 LIBRARIES = ("tiering._aio", "optim_cpu._kernels")
 """Extension modules in C, which release the GIL in every call."""
+
+LONG_CALL = 50e-6
+"""Seconds of a call after which another thread has taken the GIL, if it wants to."""
 
 
 class StandIns:
@@ -32,8 +36,9 @@ class StandIns:
         from tiering.storage import swap_space
         from tiering.storage.aio import AioContext, Fault, FaultPlan
         from zero3.device import tiers
+        from zero3.optimizer.tile_stepper import TileStepper
 
-        self._tiles = 0
+        self._tiles, self._cpu, self._wall = 0, 0.0, 0.0
         self._spinning = threading.Event()
         torch.set_num_threads(threads)
         torch.manual_seed(0)
@@ -44,17 +49,30 @@ class StandIns:
             Fault(count=0, file=number, rate=settings["rate"], moves_none=True)
             for number in range(len(paths))
         )
-        run, add = StepBatch.run, StepBatch.add
+        add = StepBatch.add
 
-        def counted(batch: StepBatch, grad_scale: float) -> None:
-            self._tiles += 1
-            run(batch, grad_scale)
+        def counted(step: Callable[..., Any]) -> Callable[..., Any]:
+            def count(*arguments: Any) -> Any:
+                self._tiles += 1
+                return step(*arguments)
+
+            return count
 
         replace(tiers, "AioContext", partial(AioContext, fault=FaultPlan(faults)))
         # The stand-ins are equally fast, and nothing has to be measured.
         replace(swap_space, "measure", lambda _, files: [1] * len(files))
-        replace(StepBatch, "run", counted)
+        # Each tile is stepped by one of the two.
+        replace(StepBatch, "run", counted(StepBatch.run))
+        replace(StepBatch, "part", counted(StepBatch.part))
         replace(StepBatch, "add", lambda batch, numel, rule, **fields: add(batch, 0, rule, **fields))
+        finish = TileStepper.finish
+
+        def timed(stepper: TileStepper) -> None:
+            cpu, wall = time.thread_time(), time.perf_counter()
+            finish(stepper)
+            self._cpu, self._wall = time.thread_time() - cpu, time.perf_counter() - wall
+
+        replace(TileStepper, "finish", timed)
         width = settings["width"]
         layers = [torch.nn.Linear(width, width, bias=False) for _ in range(settings["layers"])]
         config = {
@@ -81,17 +99,25 @@ class StandIns:
         return {"bytes": read + written, "slots": plan.staging.slots, "slot_bytes": plan.staging.slot_bytes}
 
     def step(self, spin: bool, count: bool) -> dict[str, Any]:
-        """One step: its tiles, CPU seconds of the thread that steps, and wall seconds.
+        """One step: its tiles, and of the loop that steps them, CPU seconds of its thread and wall seconds.
 
-        ``spin``: beside a thread that runs Python without a pause. ``count``: the calls of C by name instead, which
-        takes time of its own.
+        ``spin``: beside a thread that runs Python without a pause. ``count``: the calls of C by name instead, and those
+        that took at least LONG_CALL, which takes time of its own.
         """
         self._engine.backward(self._engine(self._input).float().pow(2).mean())
         calls: Counter[str] = Counter()
+        long_calls: Counter[str] = Counter()
+        began = 0.0
 
         def note(frame: object, event: str, function: Any) -> None:
-            if event == "c_call" and getattr(function, "__module__", None) in LIBRARIES:
+            nonlocal began
+            if getattr(function, "__module__", None) not in LIBRARIES:
+                return
+            if event == "c_call":
                 calls[function.__name__] += 1
+                began = time.perf_counter()
+            elif event == "c_return" and time.perf_counter() - began >= LONG_CALL:
+                long_calls[function.__name__] += 1
 
         self._tiles = 0
         if spin:
@@ -100,13 +126,17 @@ class StandIns:
         if count:
             sys.setprofile(note)
         try:
-            cpu, wall = time.thread_time(), time.perf_counter()
             self._engine.step()
-            cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
         finally:
             sys.setprofile(None)
             self._spinning.clear()
-        return {"tiles": self._tiles, "cpu": cpu, "wall": wall, "calls": dict(calls)}
+        return {
+            "tiles": self._tiles,
+            "cpu": self._cpu,
+            "wall": self._wall,
+            "calls": dict(calls),
+            "long_calls": dict(long_calls),
+        }
 
     def close(self) -> None:
         self._engine.close()

@@ -154,6 +154,13 @@ int opt_run(opt_segment *segments, uint64_t count, const opt_rule *rules, double
     return 0;
 }
 
+int opt_run_step(void *step)
+{
+    const opt_step *arguments = step;
+
+    return opt_run(arguments->segments, arguments->count, arguments->rules, arguments->grad_scale);
+}
+
 struct split_run {
     const struct opt_kernels *kernels;
     uint16_t *param;

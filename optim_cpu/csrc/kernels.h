@@ -178,6 +178,15 @@ int opt_segment_set_grad(opt_segment *segments, uint64_t count, uint64_t i, intp
  * calls must not share segments. */
 int opt_run(opt_segment *segments, uint64_t count, const opt_rule *rules, double grad_scale);
 
+/* The arguments of opt_run, and opt_run with them: for code that calls a function with one argument. */
+typedef struct {
+    opt_segment *segments;
+    uint64_t count;
+    const opt_rule *rules;
+    double grad_scale;
+} opt_step;
+int opt_run_step(void *step);
+
 /* param = master rounded to bf16 like `out`; remainder (0: none) = the signed difference. A NaN becomes the one quiet
  * NaN; opt_join restores every other value bit for bit. */
 int opt_split(intptr_t param, intptr_t remainder, intptr_t master, int64_t numel);

@@ -231,6 +231,49 @@ static void do_results(struct input *input)
         judge(&results[i]);
 }
 
+static int answer_call(void *argument) { return *(const int *)argument; }
+
+static void do_run(struct input *input)
+{
+    enum { TASKS = 3 };
+    int slot = atomic_fetch_add(&n_slots, 1);
+    if (slot >= SLOTS)
+        return;
+    char *data = memory + (size_t)slot * (SLOT + GUARD);
+    int64_t waited[TASKS], begun[TASKS] = {0}, *waits[TASKS], *after[TASKS];
+    int answers[TASKS];
+    aio_piece pieces[TASKS];
+    aio_submission submissions[TASKS];
+    aio_task tasks[TASKS] = {0};
+    for (int i = 0; i < TASKS; i++) {
+        waited[i] = some_ticket(input);
+        /* Also what a task of this run begins, itself or one that is behind it. */
+        waits[i] = take(input, 1) % 4 ? &waited[i] : &begun[take(input, 1) % TASKS];
+        after[i] = take(input, 1) % 4 ? &waited[i] : &begun[take(input, 1) % TASKS];
+        answers[i] = take(input, 1) % 8 ? 0 : -EDOM;
+        pieces[i] = (aio_piece){data + i * (SLOT / 8), take(input, 2) * 16, take(input, 2) % (SLOT / 8),
+                                some_file(input)};
+        submissions[i] = (aio_submission){(int)(take(input, 1) % 2),
+                                          (int)(take(input, 1) % 4),
+                                          &pieces[i],
+                                          1,
+                                          &after[i],
+                                          take(input, 1) % 2,
+                                          &begun[i]};
+        tasks[i] = (aio_task){.waits = &waits[i],
+                              .n_waits = take(input, 1) % 2,
+                              .call = answer_call,
+                              .argument = &answers[i],
+                              .submissions = &submissions[i],
+                              .n_submissions = take(input, 1) % 2};
+    }
+    uint64_t idle_ns = 0;
+    int answer = aio_run(context, tasks, take(input, 1) % (TASKS + 1), (int64_t)take(input, 2), &idle_ns);
+    EXPECT("aio_run", answer, ETIMEDOUT, ECANCELED, EDOM, EINVAL, ESHUTDOWN);
+    for (int i = 0; i < TASKS; i++)
+        keep(input, begun[i] ? 0 : -EINVAL, begun[i]);
+}
+
 static void do_wait_any(struct input *input)
 {
     int64_t some[8];
@@ -317,6 +360,7 @@ static void *make_calls(void *argument)
             break;
         case 14:
             do_results(input);
+            do_run(input);
             break;
         default:
             do_submit(input);

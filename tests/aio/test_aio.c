@@ -163,6 +163,69 @@ static void vector(uint64_t rank, int i, char *out, char *in)
     atomic_fetch_add(&bytes_written, REGION);
 }
 
+static int invert(void *page)
+{
+    for (char *byte = page; byte < (char *)page + 4096; byte++)
+        *byte = (char)~*byte;
+    return 0;
+}
+
+static int refuse(void *page)
+{
+    (void)page;
+    return -EDOM;
+}
+
+/* Pages that are read, inverted and written back in one run, each slot used twice; then a run that a call stops. */
+static void run_tasks(uint64_t rank, char *slots)
+{
+    enum { TASKS = 8, SLOTS = TASKS / 2 };
+    aio_task tasks[TASKS] = {0};
+    aio_piece pieces[TASKS];
+    aio_submission begins[TASKS][2];
+    int64_t reads[TASKS] = {0}, writes[TASKS] = {0}, *read_at[TASKS], *write_at[TASKS];
+    for (int k = 0; k < TASKS; k++) {
+        pieces[k] = (aio_piece){slots + k % SLOTS * 4096, rank * REGION + (uint64_t)k * 4096, 4096, file};
+        read_at[k] = &reads[k];
+        write_at[k] = &writes[k];
+    }
+    for (int k = 0; k < TASKS; k++) {
+        begins[k][0] = (aio_submission){AIO_WRITE, 0, &pieces[k], 1, NULL, 0, &writes[k]};
+        if (k < SLOTS)
+            begins[k][1] =
+                (aio_submission){AIO_READ, 1, &pieces[k + SLOTS], 1, &write_at[k], 1, &reads[k + SLOTS]};
+        tasks[k] = (aio_task){.waits = &read_at[k],
+                              .n_waits = 1,
+                              .call = invert,
+                              .argument = slots + k % SLOTS * 4096,
+                              .submissions = begins[k],
+                              .n_submissions = k < SLOTS ? 2 : 1};
+    }
+    for (int pass = 0; pass < 2; pass++) {
+        uint64_t idle_ns = 0;
+        for (int k = 0; k < TASKS; k++) {
+            reads[k] = writes[k] = 0;
+            tasks[k].idle_ns = tasks[k].began_ns = tasks[k].ended_ns = 0;
+            if (k < SLOTS)
+                CHECK(aio_submit_vector(context, AIO_READ, &pieces[k], 1, 0, NULL, 0, &reads[k]) == 0);
+        }
+        tasks[TASKS - 1].call = pass ? refuse : invert;
+        int answer;
+        while ((answer = aio_run(context, tasks, TASKS, 1000000, &idle_ns)) == -ETIMEDOUT)
+            ;
+        CHECK(answer == (pass ? -EDOM : 0) && tasks[TASKS - 1].answer == answer);
+        for (int k = 0; k < TASKS; k++) {
+            CHECK(tasks[k].began_ns <= tasks[k].ended_ns && tasks[k].idle_ns <= tasks[k].began_ns);
+            CHECK((writes[k] != 0) == (tasks[k].ended_ns && !tasks[k].answer));
+            CHECK(!reads[k] || finish(reads[k]) == 4096);
+            CHECK(!writes[k] || finish(writes[k]) == 4096);
+            atomic_fetch_add(&bytes_read, reads[k] ? 4096 : 0);
+            atomic_fetch_add(&bytes_written, writes[k] ? 4096 : 0);
+        }
+    }
+    CHECK(aio_run(context, tasks, 0, -1, &(uint64_t){0}) == 0);
+}
+
 /* Many reads at once, taken back or waited for in whatever order they end. */
 static void gather_any(uint64_t rank, int i, char *in)
 {
@@ -206,6 +269,8 @@ static void *work(void *argument)
             scatter(rank, out, in);
         if (i % 8 == 7)
             vector(rank, i, out, in);
+        if (i % 8 == 6)
+            run_tasks(rank, in);
         CHECK(aio_describe(context, &info) == 0);
     }
     CHECK(aio_wait_any(context, NULL, 0, 0) == -EINVAL);

@@ -25,6 +25,7 @@ from tiering.storage.io_stats import EngineInfo, FileStats, TransferRecord, engi
 from tiering.storage.latencies import LatencyHistogram
 from tiering.storage.request import FEW_BEGUN as FEW_BEGUN
 from tiering.storage.request import KINDS, Buffer, BufferPart, ContextHandle, FilePiece, Request
+from tiering.storage.tasks import Task, run_tasks
 from tiering.storage.tickets import Ticket, TransferOptions, Transfers
 
 log = logging.getLogger(__name__)
@@ -222,6 +223,12 @@ class AioContext:
         request = Request(KINDS[kind], first.file, buffer, first.offset, nbytes)
         request.vector = tuple(pieces)
         return self._prepare(request, **options)
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Run ``tasks``, whose transfers are prepared and not begun; see ``run_tasks``."""
+        for task in tasks:
+            self._check_own([*task.waits, *task.begins])
+        run_tasks(self._transfers, tasks)
 
     def flush(self, file: int, *, after: Sequence[Ticket] = ()) -> Ticket:
         """fdatasync: covers the writes that are done when it is issued; pass writes under way in ``after``."""

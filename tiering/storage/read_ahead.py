@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from tiering.storage.arena import Arena, Lease
@@ -279,6 +280,22 @@ class StagingPipeline(Generic[TileT, ReadT]):
         """Write an updated tile back; its slot becomes free when that has ended."""
         # Retired and not released: the writes read the slot until they have ended.
         staged.lease.retire(AllOf[Completion](self._transfers.start_writes(staged)))
+
+    def successors(self, count: int) -> list[TileT]:
+        """The next ``count`` tiles of the order that have no slot, as far as there are any."""
+        waiting = (
+            tile
+            for tile in self._order[self._position :]
+            if tile not in self._staged and tile not in self._acquired
+        )
+        return list(islice(waiting, count))
+
+    def hand_on(self, updated: Staged[TileT, ReadT], successor: Staged[TileT, ReadT] | None) -> None:
+        """``updated`` is written back; ``successor``, whose reads come after the writes, has its slot from now on."""
+        del self._staged[updated.tile]
+        self._acquired.add(updated.tile)
+        if successor is not None:
+            self._staged[successor.tile] = successor
 
     def discard_all(self) -> None:
         """Free the slots of the tiles that were read ahead, for other users; the step reads them again."""

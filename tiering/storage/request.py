@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tiering._aio import ffi, lib
 
@@ -27,6 +27,8 @@ FEW_BEGUN = 4
 
 _TICKET = ffi.typeof("int64_t *")
 _NANOSECONDS = ffi.typeof("uint64_t *")
+_PIECES = ffi.typeof("aio_piece[]")
+_POINTER = ffi.typeof("void *")
 
 
 class Completion(Protocol):
@@ -164,6 +166,18 @@ class Request:
         # C stores the ticket here before it issues anything. A signal handler that raises while the submission returns
         # discards the returned value, but not this one.
         self.ticket = ffi.new(_TICKET)
+
+    def as_pieces(self) -> Any:
+        """The pieces as an array of C."""
+        assert self.buffer is not None
+        start = self.buffer.address
+        return ffi.new(
+            _PIECES,
+            [
+                (ffi.cast(_POINTER, start + at), offset, nbytes, file)
+                for file, at, offset, nbytes in self.vector or ((self.file, 0, self.offset, self.nbytes),)
+            ],
+        )
 
     @property
     def id(self) -> int:

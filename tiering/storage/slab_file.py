@@ -1,46 +1,19 @@
-"""Slabs: a swap file cut into extents, whose transfers are kept in order.
-
-**Ordering.** ``O_DIRECT`` orders nothing: a write and a read of the same bytes that are in flight together may run in
-either order. Each extent therefore keeps its transfers in flight, and a new transfer that conflicts (they overlap and
-one of them writes) is submitted to run *after* the earlier ones. A failed write marks its range: until the range is
-written again, reading it raises the error of the write instead of returning stale bytes.
-
-**Signals.** A signal handler may raise between any two statements. So a transfer is stored in its extent before it is
-submitted: ``settle`` then waits for every transfer that the kernel has, also if its submission raised. A stored
-transfer that was never submitted is harmless, and the next transfer of the extent removes it.
-"""
+"""Slabs: a swap file cut into extents, whose transfers are kept in order (transfer_order.py)."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from tiering._text import shorten
-from tiering.errors import SwapError, SwapSpaceError
+from tiering.errors import SwapSpaceError
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import FreeRanges, round_up
 from tiering.storage.request import Buffer
 from tiering.storage.swap_file import SwapFile, check_directory
 from tiering.storage.tickets import Ticket
-
-_Failure = tuple[int, int, SwapError]
-"""The first byte of a range of an extent, its end, and the error of the write that did not replace it."""
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    ticket: Ticket
-    start: int
-    end: int
-    writes: bool
-    replaces: list[_Failure]  # failures that this write clears, if it was submitted
-
-    def conflicts(self, start: int, end: int, writes: bool) -> bool:
-        return self.start < end and start < self.end and (writes or self.writes)
+from tiering.storage.transfer_order import TransferOrder
 
 
 @dataclass(eq=False)
@@ -50,16 +23,7 @@ class Extent:
     offset: int
     nbytes: int
     names: tuple[str, ...]
-    in_flight: list[_Transfer] = field(default_factory=list, repr=False)
-    failed: list[_Failure] = field(default_factory=list, repr=False)
-
-
-class ExtentRange(NamedTuple):
-    """Bytes [start, end) of an extent, for one transfer."""
-
-    extent: Extent
-    start: int
-    end: int
+    order: TransferOrder = field(default_factory=TransferOrder, repr=False)
 
 
 class SlabFile:
@@ -168,11 +132,7 @@ class SlabFile:
 
     def settle(self, extent: Extent) -> None:
         """Wait for all transfers of ``extent``. A failed write is raised by the next read of its range."""
-        # A copy: transfers that other threads begin meanwhile are not waited for.
-        for transfer in tuple(extent.in_flight):
-            if transfer.ticket.has_begun:
-                with contextlib.suppress(SwapError):
-                    transfer.ticket.wait()
+        extent.order.settle()
 
     def close(self) -> None:
         """Close the descriptor; the kernel frees the space. The I/O context must have been closed first."""
@@ -189,8 +149,9 @@ class SlabFile:
             )
         # Under the lock: only a submitted ticket can be named by the next transfer that conflicts with this one.
         with self._lock:
-            return begin_in_order(
-                [ExtentRange(extent, offset, offset + length)],
+            return extent.order.ordered(
+                offset,
+                offset + length,
                 writes,
                 lambda after: self.aio.prepare(
                     "write" if writes else "read",
@@ -202,61 +163,4 @@ class SlabFile:
                     after=after,
                     names=extent.names,
                 ),
-            )
-
-
-def begin_in_order(
-    ranges: Sequence[ExtentRange], writes: bool, prepare: Callable[[Sequence[Ticket]], Ticket]
-) -> Ticket:
-    """Submit the transfer of ``ranges`` that ``prepare`` makes, after the tickets that it gets.
-
-    Raises the error of an earlier write that failed, if this transfer would read bytes that it did not replace. The
-    caller holds the lock of the extents.
-    """
-    replaced: list[list[_Failure]] = []
-    after: dict[Ticket, None] = {}
-    for extent, start, end in ranges:
-        # First: the failure of a write that has ended must be known before a read of its range is let through.
-        _settle(extent)
-        overlapping = [failure for failure in extent.failed if failure[0] < end and start < failure[1]]
-        if overlapping and not writes:
-            raise overlapping[0][2].again()
-        replaced.append(overlapping)
-        # A read after a write, a write after a read, and a write after a write. Two reads may run side by side.
-        after |= {t.ticket: None for t in extent.in_flight if t.conflicts(start, end, writes)}
-    ticket = prepare(tuple(after))
-    for (extent, start, end), failures in zip(ranges, replaced, strict=True):
-        # Before the submission: see Signals, above. If that fails, _settle restores the failures that it replaces.
-        extent.in_flight.append(_Transfer(ticket, start, end, writes, failures))
-        if failures:
-            extent.failed = list(_without(extent.failed, start, end))
-    return ticket.begin()
-
-
-def _settle(extent: Extent) -> None:
-    """Remove the transfers that have ended; keep the failures of writes."""
-    in_flight, failed = extent.in_flight, extent.failed
-    # The last transfer was refused, or interrupted before its submission.
-    if in_flight and not in_flight[-1].ticket.has_begun:
-        failed, in_flight = failed + in_flight[-1].replaces, in_flight[:-1]
-    pending: list[_Transfer] = []
-    for transfer in in_flight:
-        if not transfer.ticket.done():
-            pending.append(transfer)
-        elif transfer.writes:
-            try:
-                transfer.ticket.wait()
-            except SwapError as error:
-                failed = [*failed, (transfer.start, transfer.end, error.again())]
-    # In this order: after an interruption between the two, the same failures are found and stored once more.
-    extent.failed = failed
-    extent.in_flight = pending
-
-
-def _without(ranges: list[_Failure], start: int, end: int) -> Iterator[_Failure]:
-    """``ranges`` without [start, end)."""
-    for first, last, error in ranges:
-        if first < min(last, start):
-            yield first, min(last, start), error
-        if max(first, end) < last:
-            yield max(first, end), last, error
+            ).begin()

@@ -5,7 +5,7 @@ their measured bandwidth, as far as they have room (see striping.py); a slab is 
 transfers use one I/O context, which has a queue for each path, so a slow path delays only transfers of its own bytes.
 
 A transfer over several paths is one request (``AioContext.prepare_vector``): it is submitted as a whole or not at all,
-and the memory is free when all its pieces are done. Each part of an extent keeps the transfers of its own range.
+and the memory is free when all its pieces are done. An extent keeps its transfers in order (transfer_order.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiering import _logs
@@ -25,12 +25,17 @@ from tiering.storage.aio import AioContext
 from tiering.storage.arena import round_up
 from tiering.storage.bandwidth import MAX_BYTES, measure, weights
 from tiering.storage.request import Buffer, FilePiece
-from tiering.storage.slab_file import Extent, ExtentRange, SlabFile, begin_in_order
+from tiering.storage.slab_file import Extent, SlabFile
 from tiering.storage.striping import Need, StripeMap, apportion, shares_of
 from tiering.storage.swap_file import check_directory, disk_of, free_by_file_system, too_full, wait_for_space
+from tiering.storage.tasks import Task
 from tiering.storage.tickets import Ticket
+from tiering.storage.transfer_order import OrderedTransfer, TransferOrder
 
 log = logging.getLogger(__name__)
+
+MOST_RANGES = 64
+"""Ranges of an extent whose pieces are kept."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +63,23 @@ class StripedExtent:
     section: str
     parts: tuple[ExtentPart, ...]
     stripes: StripeMap
+    order: TransferOrder = field(default_factory=TransferOrder, repr=False)
+    _pieces: dict[tuple[int, int], tuple[FilePiece, ...]] = field(default_factory=dict, repr=False)
 
-    def places(self, offset: int, nbytes: int) -> tuple[list[FilePiece], list[ExtentRange]]:
-        """The pieces of a transfer of [offset, offset + nbytes), and the range of each part that has some of them."""
-        pieces: list[FilePiece] = []
-        ranges: dict[int, ExtentRange] = {}
+    def pieces(self, offset: int, nbytes: int) -> tuple[FilePiece, ...]:
+        """The pieces of a transfer of [offset, offset + nbytes)."""
+        # Every step moves the same ranges.
+        known = self._pieces.get((offset, nbytes))
+        if known is None:
+            if len(self._pieces) >= MOST_RANGES:
+                self._pieces.clear()
+            known = self._pieces[offset, nbytes] = tuple(self._cut(offset, nbytes))
+        return known
+
+    def _cut(self, offset: int, nbytes: int) -> Iterator[FilePiece]:
         for piece in self.stripes.pieces(offset, nbytes):
             slab, extent = self.parts[piece.path].slab, self.parts[piece.path].extent
-            pieces.append(
-                FilePiece(slab.file, piece.start - offset, extent.offset + piece.offset, piece.nbytes)
-            )
-            # The pieces of one path are adjacent there.
-            start = ranges[piece.path].start if piece.path in ranges else piece.offset
-            ranges[piece.path] = ExtentRange(extent, start, piece.offset + piece.nbytes)
-        return pieces, list(ranges.values())
+            yield FilePiece(slab.file, piece.start - offset, extent.offset + piece.offset, piece.nbytes)
 
     def place_of(self, offset: int) -> str:
         """The place on disk of the byte at ``offset``, for messages."""
@@ -94,6 +102,9 @@ class SwapSpace:
         self.weights: dict[Path, int] = {}
         self._aio = aio
         self._lock = threading.Lock()
+        # Held while transfers are ordered and submitted, so that all paths have writes of one range in the same order;
+        # a run of tasks holds it as a whole. Always entered directly, as a C function.
+        self.ordering = threading.RLock()
         self._allow = allow_memory_file_system
         self.slabs: tuple[SlabFile, ...] = ()
         number = {directory: index for index, directory in enumerate(self.directories)}
@@ -162,6 +173,7 @@ class SwapSpace:
 
     def free(self, extent: StripedExtent) -> None:
         """Free an extent, after its transfers in flight; their failures are dropped."""
+        self.settle(extent)
         for part in extent.parts:
             # Read first: ``SlabFile.free`` sets it to zero.
             nbytes = part.extent.nbytes
@@ -183,11 +195,8 @@ class SwapSpace:
         A signal handler may raise before the caller has the ticket: after an exception, ``settle`` the extent before
         the memory is released.
         """
-        # One part: the lock of its slab suffices for the order of transfers.
-        if len(extent.parts) == 1:
-            only = extent.parts[0]
-            return only.slab.swap_in(only.extent, buffer, offset=offset, nbytes=nbytes, priority=priority)
-        return self._start(extent, buffer, offset, nbytes, priority, writes=False)
+        with self.ordering:
+            return self.ordered(extent, buffer, offset, nbytes, priority, writes=False).begin()
 
     def swap_out(
         self,
@@ -202,16 +211,12 @@ class SwapSpace:
 
         After an exception, ``settle`` as with ``swap_in``.
         """
-        if len(extent.parts) == 1:
-            only = extent.parts[0]
-            return only.slab.swap_out(only.extent, buffer, offset=offset, nbytes=nbytes, priority=priority)
-        return self._start(extent, buffer, offset, nbytes, priority, writes=True)
+        with self.ordering:
+            return self.ordered(extent, buffer, offset, nbytes, priority, writes=True).begin()
 
     def settle(self, extent: StripedExtent) -> None:
         """Wait for all transfers of ``extent``. A failed write is raised by the next read of its range."""
-        # Each slab keeps the transfers of its own part.
-        for part in extent.parts:
-            part.slab.settle(part.extent)
+        extent.order.settle()
 
     @property
     def used(self) -> int:
@@ -229,37 +234,50 @@ class SwapSpace:
         for slab in self.slabs:
             slab.close()
 
-    def _start(
+    def ordered(
         self,
         extent: StripedExtent,
         buffer: Buffer,
         offset: int,
         nbytes: int | None,
-        priority: int,
+        priority: int = 0,
+        first: Sequence[Ticket] = (),
         *,
         writes: bool,
-    ) -> Ticket:
-        length = min(buffer.nbytes, extent.nbytes - offset) if nbytes is None else nbytes
-        if offset < 0 or length <= 0 or offset + length > extent.nbytes or length > buffer.nbytes:
+    ) -> OrderedTransfer:
+        """A transfer that is not submitted, after all that conflict with it and after ``first``; else as ``swap_in``.
+
+        The caller holds ``ordering`` until it is submitted.
+        """
+        # A freed extent has none: its range may have a new owner.
+        size = extent.nbytes if extent.parts[0].extent.nbytes else 0
+        length = min(buffer.nbytes, size - offset) if nbytes is None else nbytes
+        if offset < 0 or length <= 0 or offset + length > size or length > buffer.nbytes:
             raise ValueError(
-                f"transfer [{offset}, {offset + length}) does not fit an extent of {extent.nbytes} bytes and a"
+                f"transfer [{offset}, {offset + length}) does not fit an extent of {size} bytes and a"
                 f" buffer of {buffer.nbytes} bytes ({shorten(extent.names)})"
             )
-        pieces, ranges = extent.places(offset, length)
-        # One lock for all parts: two writes of one range come in the same order on every path.
-        with self._lock:
-            return begin_in_order(
-                ranges,
-                writes,
-                lambda after: self._aio.prepare_vector(
-                    "write" if writes else "read",
-                    buffer,
-                    pieces,
-                    priority=priority,
-                    after=after,
-                    names=extent.names,
-                ),
-            )
+        pieces = extent.pieces(offset, length)
+        return extent.order.ordered(
+            offset,
+            offset + length,
+            writes,
+            lambda after: self._aio.prepare_vector(
+                "write" if writes else "read",
+                buffer,
+                pieces,
+                priority=priority,
+                after=(*first, *after),
+                names=extent.names,
+            ),
+        )
+
+    def run(self, tasks: Sequence[Task], transfers: Sequence[OrderedTransfer]) -> None:
+        """Run ``tasks``, which begin these ``transfers``; see ``AioContext.run``. The caller holds ``ordering``."""
+        # All before the first is submitted: whatever interrupts the run, ``settle`` finds those that have begun.
+        for transfer in transfers:
+            transfer.store()
+        self._aio.run(tasks)
 
     def _make_slabs(self, needs: Mapping[str, Need]) -> list[dict[int, int]]:
         """Open the slabs, measure those that share a section, resize each. Returns bytes per need and path."""

@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 _POINTER = ffi.typeof("void *")
 _RESULT = ffi.typeof("aio_result *")
 _RESULTS = ffi.typeof("aio_result[]")
-_PIECES = ffi.typeof("aio_piece[]")
 
 # A wait returns to the interpreter this often, so that Ctrl-C is handled.
 SLICE_NS = 100_000_000
@@ -209,7 +208,7 @@ class Transfers:
 
     def __init__(self, owner: ContextHandle, errors: AioErrors, files: dict[int, tuple[str, bool]]) -> None:
         self._owner = owner
-        self._handle = owner.handle
+        self.handle = self._handle = owner.handle
         self._errors = errors
         self._files = files
         # Requests that are submitted and whose result no caller has.
@@ -247,15 +246,7 @@ class Transfers:
         n_earlier, priority, ticket = len(request.after), request.priority, request.ticket
         try:
             if request.vector:
-                assert buffer is not None
-                start = buffer.address
-                vector = ffi.new(
-                    _PIECES,
-                    [
-                        (ffi.cast(_POINTER, start + at), offset, nbytes, number)
-                        for number, at, offset, nbytes in request.vector
-                    ],
-                )
+                vector = request.as_pieces()
                 code: int = lib.aio_submit_vector(
                     self._handle, kind, vector, len(vector), priority, earlier, n_earlier, ticket
                 )
@@ -275,6 +266,26 @@ class Transfers:
                 f"cannot transfer {request.nbytes} bytes at {places} with priority {priority}: 64 bits do not hold it"
             ) from None
         return code
+
+    def keep(self, requests: Sequence[Request]) -> None:
+        """Keep requests that C will submit in a run of tasks, and their memory."""
+        unchecked = self._unchecked
+        if len(unchecked.requests) >= unchecked.limit:
+            self._raise_dropped(unchecked)
+        self._live.update(requests)
+
+    def forget_unbegun(self, requests: Sequence[Request]) -> None:
+        """The run has ended: those of its requests that it did not submit are done, and moved no byte."""
+        for request in requests:
+            if request.id:
+                self._unchecked.requests.append(request)
+            else:
+                self._live.discard(request)
+                request.result = 0
+
+    def refused(self, request: Request, code: int) -> Exception:
+        """The error of a request that C has refused."""
+        return self._errors.refused(request, code, request.priority)
 
     def collect(self, request: Request, timeout_ns: int) -> int | None:
         """The result, or None after the timeout. With the result C forgets a success, and the buffer is released."""
@@ -461,6 +472,11 @@ class Transfers:
             elif earlier.result is not None and earlier.result < 0:
                 return self.failure(earlier, -earlier.result)
         return None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether transfers are recorded, with the times of their submissions."""
+        return self._recorded is not None
 
     def start_recording(self) -> None:
         """See ``AioContext.start_recording``."""

@@ -102,7 +102,7 @@ class Timeline:
             span.args |= args
 
     def add_wait(self, track: Track, cause: str, start: int, end: int) -> None:
-        """Add a wait of the CPU, in nanoseconds of CLOCK_MONOTONIC."""
+        """Add an activity of the CPU that has ended, such as a wait, in nanoseconds of CLOCK_MONOTONIC."""
         if self.recording:
             self.spans.append(Span(track, cause, start, end))
 
@@ -244,6 +244,13 @@ class StallClock:
             yield
         finally:
             self._end(thread)
+
+    def add(self, cause: str, start: int, end: int) -> None:
+        """Count a wait that has ended, in nanoseconds of CLOCK_MONOTONIC. Not for a device, which measures its own."""
+        assert self.streams is None
+        with self._lock:
+            self._ended[self.phase, cause] += end - start
+        self.timeline.add_wait("stall", cause, start, end)
 
     def hold(self, event: Event, cause: str) -> None:
         """Make work that the calling thread queues from now on wait on the device for ``event``.

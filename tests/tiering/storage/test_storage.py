@@ -453,7 +453,7 @@ def test_a_failed_write_nobody_asked_about_still_poisons(
     slab = open_slab(PAGE, Fault("write", error=errno.ENOSPC))
     extent = slab.allocate(PAGE, ("w",))
     slab.swap_out(extent, filled(arena, b"n" * PAGE))
-    assert until(lambda: all(transfer.ticket.done() for transfer in extent.in_flight))
+    assert until(lambda: extent.order.is_idle)
     with pytest.raises(SwapError) as caught:
         slab.swap_in(extent, arena.lease(PAGE, "in"))
     assert caught.value.errno == errno.ENOSPC

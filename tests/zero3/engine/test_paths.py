@@ -229,8 +229,7 @@ def test_verifying_changes_no_bit_and_finds_one(
     (piece,) = extent.stripes.pieces(0, 1)
     part = extent.parts[piece.path]
     at = part.extent.offset + piece.offset
-    for transfer in part.extent.in_flight:
-        transfer.ticket.wait()
+    extent.order.settle()
     with Path(f"/proc/self/fd/{part.slab.fd}").open("r+b", buffering=0) as file:
         raw = bytearray(os.pread(file.fileno(), PAGE, at))
         raw[100] ^= 4

@@ -88,7 +88,7 @@ def slow_paths(run: RunView) -> Iterator[Advice]:
     for rank in run.ranks:
         paths = rank.snapshot.io if rank.fresh and rank.snapshot is not None else []
         figures = [
-            (_average(path), path.measured_bytes_per_second, path.path)
+            (path.recent_bytes_per_second or _average(path), path.measured_bytes_per_second, path.path)
             for path in paths
             if path.measured_bytes_per_second and path.read.ops + path.written.ops >= MIN_OPS
         ]
@@ -99,7 +99,8 @@ def slow_paths(run: RunView) -> Iterator[Advice]:
                     "io-slow-path",
                     f"{name} reaches {rate(current)}, but {rate(measured)} were measured at the start: its part of"
                     " each transfer is too large, and the other paths wait for it",
-                    "check what else uses that drive; a restart measures the paths again and adjusts their parts",
+                    "check what else uses that drive, and `smartctl -a`; a restart measures the paths again and adjusts"
+                    " their parts (until then only new extents, as those of activations, get less of a slow path)",
                     rank.rank,
                 )
 

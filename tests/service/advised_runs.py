@@ -118,10 +118,12 @@ def planned_as(host: int, budget: int) -> list[RankView]:
     return [rank(described=Description("cpu", plan=plan, configuration=configuration))]
 
 
-def slow_of_two(rate: float) -> list[RankView]:
+def slow_of_two(rate: float, recent: int | None = None) -> list[RankView]:
+    """The second path has this rate on average, and that of ``recent`` steps."""
     slow = DirectionStatus(8 * GB, 1000, average_bytes_per_second=rate)
-    second = path("/b", slow, measured_bytes_per_second=2 * GB)
-    return live(io=[path("/a", measured_bytes_per_second=2 * GB), replace(second, written=slow)])
+    second = path("/b", slow, measured_bytes_per_second=2 * GB, recent_bytes_per_second=recent)
+    first = path("/a", measured_bytes_per_second=2 * GB, recent_bytes_per_second=recent and 2 * GB)
+    return live(io=[first, replace(second, written=slow)])
 
 
 def on_gpu(

@@ -76,7 +76,7 @@ SNAPSHOT = Snapshot(
     ],
     activations=ActivationStatus(3 * MIB, 7 * MIB, moved=60 * MIB, read=40 * MIB, written=44 * MIB),
     device_memory=DeviceMemoryStatus(70 * MIB, 95 * MIB, 128 * MIB),
-    io=[PathStatus("/nvme/swap", "io_uring", True, READ, WRITTEN, 0.3, 10**9)],
+    io=[PathStatus("/nvme/swap", "io_uring", True, READ, WRITTEN, 0.3, 10**9, 4 * 10**8, 0.45)],
     io_engine=IoEngineStatus("io_uring", ["verify", "registered_buffers"], 8 * MIB),
     link=LinkStatus(CopyStatus(900 * MIB, 60, 0.0625), CopyStatus(300 * MIB, 20, 0.03125), 5 * 10**10),
     collectives=[CollectiveStatus("all-gather", 40, 80 * MIB)],

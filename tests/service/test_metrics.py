@@ -111,6 +111,8 @@ EXPECTED: list[tuple[str, dict[str, str], float]] = [
     ("tiering_swap_busy_seconds_total", READ, 0.5),
     ("tiering_swap_queue_full_seconds_total", PATH, 0.3),
     ("tiering_swap_path_measured_bytes_per_second", PATH, 10**9),
+    ("tiering_swap_path_recent_bytes_per_second", PATH, 4 * 10**8),
+    ("tiering_swap_path_share", PATH, 0.45),
     ("tiering_io_registered_bytes", RANK, 8 * MIB),
     ("tiering_device_copy_bytes_total", {**RANK, "direction": "h2d"}, 900 * MIB),
     ("tiering_device_copy_bytes_total", {**RANK, "direction": "d2h"}, 300 * MIB),

@@ -3,6 +3,7 @@
 Each kind of state has its own paths (a *section*). The size of a section is divided over its paths in proportion to
 their measured bandwidth, as far as they have room (see striping.py); a slab is as large as the sum of its parts. All
 transfers use one I/O context, which has a queue for each path, so a slow path delays only transfers of its own bytes.
+New extents get less of a path that becomes slow (path_speeds.py); extents that exist keep their places.
 
 A transfer over several paths is one request (``AioContext.prepare_vector``): it is submitted as a whole or not at all,
 and the memory is free when all its pieces are done. An extent keeps its transfers in order (transfer_order.py).
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,8 +23,10 @@ from tiering._text import shorten
 from tiering.config.training import format_size
 from tiering.errors import SwapSpaceError
 from tiering.storage.aio import AioContext
-from tiering.storage.arena import round_up
-from tiering.storage.bandwidth import MAX_BYTES, measure, weights
+from tiering.storage.arena import PAGE, round_up
+from tiering.storage.bandwidth import max_bytes, measure, weights
+from tiering.storage.io_stats import FileStats
+from tiering.storage.path_speeds import PathSpeeds
 from tiering.storage.request import Buffer, FilePiece
 from tiering.storage.slab_file import Extent, SlabFile
 from tiering.storage.striping import Need, StripeMap, apportion, shares_of
@@ -117,6 +120,7 @@ class SwapSpace:
         except BaseException:
             self.close()
             raise
+        self.speeds = PathSpeeds.measured({str(path): rate for path, rate in self.weights.items()})
         self._planned = {
             name: [by_path.get(index, 0) for index in range(len(self.slabs))]
             for name, by_path in zip(needs, planned, strict=True)
@@ -136,7 +140,8 @@ class SwapSpace:
                 min(path_remaining, slab.largest)
                 for path_remaining, slab in zip(remaining, self.slabs, strict=True)
             ]
-            shares = shares_of(size, room, self._planned[section])
+            planned = self._planned[section]
+            shares = shares_of(size, self._slowed(room), planned) or shares_of(size, room, planned)
             if shares is None:
                 directories = ", ".join(
                     str(slab.directory)
@@ -159,17 +164,48 @@ class SwapSpace:
     def grow(self, section: str, nbytes: int) -> None:
         """Reserve at least ``nbytes`` more for ``section``, divided over its paths like its first bytes.
 
+        Slow paths get less.
+
         Raises SwapSpaceError when there is too little space; what other paths have reserved by then is kept.
         """
         with self._lock:
             planned = self._planned[section]
-            total = sum(planned)
-            for index, (slab, share) in enumerate(zip(self.slabs, tuple(planned), strict=True)):
+            parts = self._slowed(planned)
+            total = sum(parts)
+            for index, (slab, share) in enumerate(zip(self.slabs, parts, strict=True)):
                 more = round_up(-(-nbytes * share // total))
                 if more:
                     slab.grow(more)
                     planned[index] += more
                     self._remaining[section][index] += more
+
+    def observe(self, stats: Iterable[FileStats]) -> None:
+        """Compare the speeds of the paths with the measured ones, from the counters of the I/O context's files.
+
+        Called after each step. A path that becomes slow gets less of new extents, until it is fast again.
+        """
+        for name in self.speeds.observe(stats):
+            path = self.speeds.paths[name]
+            figures = (
+                f"{format_size(round(path.recent or 0))}/s, {format_size(path.measured)}/s were measured"
+            )
+            if path.is_slow:
+                log.warning(
+                    "nvme_path %s has become slow (%s): each transfer waits for its part there. New extents get less of"
+                    " this path; those that exist keep their places until a restart. Check what else uses the drive,"
+                    " and its health",
+                    name,
+                    figures,
+                )
+            else:
+                log.info("nvme_path %s is as fast as the other paths again (%s)", name, figures)
+
+    def _slowed(self, nbytes: Sequence[int]) -> list[int]:
+        """Bytes per path, less on those that are slow; multiples of 4096 stay such."""
+        return [
+            int(each * self.speeds.share(str(slab.directory))) // PAGE * PAGE
+            for each, slab in zip(nbytes, self.slabs, strict=True)
+        ]
 
     def free(self, extent: StripedExtent) -> None:
         """Free an extent, after its transfers in flight; their failures are dropped."""
@@ -301,7 +337,7 @@ class SwapSpace:
         self._warn_of_shared_disks(needs)
         # Reserve only the bytes to measure; the final sizes depend on the result.
         for index, size in enumerate(_totals(even, len(disks))):
-            self._open(index, min(size, MAX_BYTES) if index in striped else size)
+            self._open(index, min(size, max_bytes(self._aio)) if index in striped else size)
         rates = [1] * len(disks)
         measured = [index for index in striped if self.slabs[index].capacity]
         if len(measured) > 1:

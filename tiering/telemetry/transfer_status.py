@@ -106,6 +106,20 @@ class PathStatus:
             "tiering_swap_path_measured_bytes_per_second",
         ),
     ] = None
+    recent_bytes_per_second: Annotated[
+        Integer | None,
+        Figure(
+            "Bandwidth of the path while it was busy, in recent steps; absent with a single path.",
+            "tiering_swap_path_recent_bytes_per_second",
+        ),
+    ] = None
+    share: Annotated[
+        float,
+        Figure(
+            "Part of its measured bandwidth for which the path gets new extents; 1 unless the path is slow.",
+            "tiering_swap_path_share",
+        ),
+    ] = 1.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from tiering.placement.budgets import host_memory
 from tiering.placement.workload import Tier
 from tiering.storage.aio import AioContext
 from tiering.storage.io_stats import DirectionStats, FileStats
+from tiering.storage.path_speeds import PathSpeed
 from tiering.storage.swap_file import size_by_file_system
 from tiering.telemetry import (
     RECENT_STEPS,
@@ -208,6 +209,8 @@ class RunRecord:
         self.samples += samples
         self.skipped += skipped
         self.files = self._stats()
+        if self._tiers.swap is not None:
+            self._tiers.swap.observe(self.files)
         now, moved, stalls = time.perf_counter(), _moved(self.files), self._tiers.stalls.seconds
         sent, copied, activations = self.sent(), self._copied(), self._moved_activations()
         stalled = {cause: seconds - self._stalls_before.get(cause, 0.0) for cause, seconds in stalls.items()}
@@ -344,7 +347,7 @@ class RunRecord:
         aio, swap = self._tiers.aio, self._tiers.swap
         if aio is None:
             return []
-        measured = {} if swap is None else {str(path): rate for path, rate in swap.weights.items()}
+        speeds = {} if swap is None else swap.speeds.paths
         return [
             PathStatus(
                 path=as_text(stats.name),
@@ -353,7 +356,7 @@ class RunRecord:
                 read=_direction(stats.read, self._latency(files, "read", stats.read)),
                 written=_direction(stats.write, self._latency(files, "write", stats.write)),
                 queue_full_seconds=stats.queue_full_ns / 1e9,
-                measured_bytes_per_second=measured.get(stats.name),
+                **_speed(speeds.get(stats.name)),
             )
             for stats, files in self._tiers.file_stats()
         ]
@@ -392,6 +395,17 @@ class RunRecord:
             return None
         info = self._tiers.aio.info
         return IoEngineStatus(info.engine, list(info.flags), info.registered_bytes, info.passed_over)
+
+
+def _speed(speed: PathSpeed | None) -> dict[str, Any]:
+    """The fields of a PathStatus on the speed of a path that was measured."""
+    if speed is None:
+        return {}
+    return {
+        "measured_bytes_per_second": speed.measured,
+        "recent_bytes_per_second": None if speed.recent is None else round(speed.recent),
+        "share": speed.share,
+    }
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from tiering._aio import lib
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.storage import bandwidth, striping, swap_space, tickets
+from tiering.storage import bandwidth, path_speeds, striping, swap_space, tickets
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
 from tiering.storage.swap_file import free_bytes
@@ -648,6 +648,101 @@ def test_measuring_that_fails_has_nothing_in_flight_any_more(
         assert [stats.write.in_flight for stats in aio.stats()] == [0, 0]
     for fd in fds:
         os.close(fd)
+
+
+def test_python_submits_few_large_requests(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C divides them into blocks: so Python does not limit what a fast path reaches."""
+    monkeypatch.setattr(bandwidth, "MAX_BYTES", 64 * MIB)
+    monkeypatch.setattr(bandwidth, "SECONDS", 60.0)  # memory gets to these bytes before the time is up
+    sizes: dict[str, list[int]] = {"read": [], "write": []}
+
+    class Counted(AioContext):
+        def prepare(self, kind: Any, file: int, buffer: Any, offset: int, nbytes: int, **options: Any) -> Any:
+            sizes[kind].append(nbytes)
+            return super().prepare(kind, file, buffer, offset, nbytes, **options)
+
+    fd = os.memfd_create("path")
+    with Counted(engine=engine) as aio:
+        bandwidth.measure(aio, [(aio.add_file(fd, direct=False, name="x"), 64 * MIB)])
+        (stats,) = aio.stats()
+    os.close(fd)
+    # They double, up to what may be in flight, and the last one may be cancelled.
+    assert sizes["read"][:3] == [256 << 10] * 3 and 4 * MIB <= max(sizes["read"]) <= 32 * MIB
+    assert stats.read.ops > 2 * len(sizes["read"]) and len(sizes["read"]) < 40
+    assert 16 * MIB < stats.read.bytes <= sum(sizes["read"])
+
+
+def test_with_checksums_little_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan has room for the checksums of 64 MiB. All pages that are read are as they were written."""
+    monkeypatch.setattr(bandwidth, "MAX_CHECKSUMMED_BYTES", MIB)
+    with AioContext(verify=True) as aio:
+        assert bandwidth.max_bytes(aio) == MIB
+        spans, files = [8 * MIB, 8 * MIB, 5 * PAGE], []
+        for span in spans:
+            fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
+            files.append((aio.add_file(fd, direct=True, name="x"), span, fd))
+        bandwidth.measure(aio, [(file, span) for file, span, _ in files])
+        assert all(os.fstat(fd).st_size <= MIB for _, _, fd in files)
+    for _, _, fd in files:
+        os.close(fd)
+
+
+def test_new_extents_get_less_of_a_path_that_becomes_slow(
+    open_space: OpenSpace,
+    arena: Arena,
+    paths: list[Path],
+    rates: Callable[..., None],
+    small_rows: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first 300 transfers of the second path begin 5 ms late."""
+    monkeypatch.setattr(path_speeds, "INTERVAL_OPS", 32)
+    rates(1, 1)
+    space = open_space(
+        {"state": (64 * PAGE, paths[:2]), "activations": (4000 * PAGE, paths[:2])},
+        Fault(count=300, delay=0.005, file=1),
+    )
+    fixed = space.allocate(64 * PAGE, ("w",), "state")
+
+    def shares() -> list[int]:
+        lent = space.allocate(100 * PAGE, ("a",), "activations")
+        pages = [part.extent.nbytes // PAGE for part in lent.parts]
+        space.free(lent)
+        return pages
+
+    def steps(until: Callable[[], bool]) -> None:
+        for number in range(200):
+            content = bytes([number % 251]) * fixed.nbytes
+            write(space, fixed, arena, content).wait()
+            assert read(space, fixed, arena, 0, fixed.nbytes) == content
+            space.observe(space.slabs[0].aio.stats())
+            if until():
+                return
+        raise AssertionError("the path was not judged")
+
+    assert shares() == [50, 50]
+    slow = space.speeds.paths[str(paths[1])]
+    steps(lambda: slow.is_slow)
+    (warning,) = [each.getMessage() for each in caplog.records if "has become slow" in each.getMessage()]
+    assert (
+        warning.startswith(f"nvme_path {paths[1]} has become slow (")
+        and "953.67 MiB/s were measured" in warning
+    )
+    fast, less = shares()
+    assert fast + less == 100 and less < 40 and less <= 100 * slow.share
+    # New room, too.
+    before = [slab.capacity for slab in space.slabs]
+    space.grow("activations", 100 * PAGE)
+    grown = [slab.capacity - old for slab, old in zip(space.slabs, before, strict=True)]
+    assert sum(grown) >= 100 * PAGE and grown[0] > 1.4 * grown[1]
+    # All room of the other path is used: the rest still fits.
+    whole = space.allocate(4000 * PAGE, ("a",), "activations")
+    assert whole.parts[1].extent.nbytes > 1000 * PAGE
+    space.free(whole)
+    caplog.set_level(logging.INFO)
+    steps(lambda: not slow.is_slow)
+    assert f"nvme_path {paths[1]} is as fast as the other paths again" in caplog.text
 
 
 def test_absurd_ratios_are_cut_off() -> None:

@@ -249,7 +249,7 @@ class StagingConfig(Section):
     )
     tile_elements: Count = Field(
         default=16 << 20,
-        description="Maximum elements in a slot, as far as six such slots cover no more than these seconds.",
+        description="Maximum elements in a slot, as far as 16 such slots cover no more than these seconds.",
     )
 
 

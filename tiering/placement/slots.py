@@ -12,6 +12,8 @@ from tiering.storage.arena import round_up
 # One slot is read, one is updated, one is written.
 FEWEST_SLOTS = 3
 USUAL_SLOTS = 6
+# Before tiles become larger than usual: a late transfer keeps its slot, so a few of them may not keep most slots.
+GROWN_SLOTS = 16
 # More would cost more bookkeeping than they save.
 MOST_SLOTS = 64
 # Staging uses at most this fraction (1/n) of the host budget, if FEWEST_SLOTS allow it.
@@ -89,7 +91,7 @@ def slot_room(
 ) -> SlotRoom:
     """The room for slots in ``room`` bytes of host memory, if parameters and gradients stream from these tiers.
 
-    ``more`` bytes may be used beyond the usual slots: first for larger tiles, then for more slots.
+    ``more`` bytes may be used beyond the usual slots: for more slots, and for larger tiles if there are enough slots.
     """
     longest = max((load.state_numel(group) for group, _ in load.alike), default=0)
     largest, usual = (
@@ -105,7 +107,7 @@ def slot_room(
 
     goal = min(load.staged_bytes, bytes_of(usual) + more)
     tile = largest
-    while tile > usual and bytes_of(tile) > goal:
+    while tile > usual and bytes_of(tile, GROWN_SLOTS) > goal:
         tile = max(usual, _half(tile))
     while tile > least and bytes_of(tile) > share:
         tile = max(least, _half(tile))

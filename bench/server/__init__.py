@@ -1,1 +1,1 @@
-"""The parts of bench_server.py: stand_in.py is the engine over stand-ins for drives, step_loop.py its case."""
+"""The parts of bench_server.py: stand_in.py is the engine over stand-ins for drives, the others are its cases."""

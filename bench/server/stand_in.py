@@ -1,8 +1,10 @@
 """The engine over stand-ins for drives: files in memory whose transfers take time, but move no byte.
 
 ``settings``: ``directory`` of the files; ``paths``, their number; ``rate``, bytes per second of each, reads and writes
-together; ``layers`` and ``width`` of the model. Optimizer state is on the paths, and everything else in memory. The
-update itself is left out, because on few cores it would hide what its surroundings cost: every segment is empty.
+together; ``layers`` and ``width`` of the model; ``staging_seconds`` of the configuration; ``late``, the seconds by
+which every ``late_every``th block of the last path is late. Optimizer state is on the paths, and everything else in
+memory. The update itself is left out, because on few cores it would hide what its surroundings cost: every segment is
+empty.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from frame.child import serve
 
 LIBRARIES = ("tiering._aio", "optim_cpu._kernels")
 """Extension modules in C, which release the GIL in every call."""
+LATE_BLOCKS = 2000
+"""More than a run has."""
 
 LONG_CALL = 50e-6
 """Seconds of a call after which another thread has taken the GIL, if it wants to."""
@@ -45,7 +49,12 @@ class StandIns:
         paths = [Path(settings["directory"]) / f"drive{number}" for number in range(settings["paths"])]
         for path in paths:
             path.mkdir()
+        late, every = settings.get("late", 0.0), settings.get("late_every", 1)
         faults = tuple(
+            Fault(first=block, file=len(paths) - 1, delay=late, moves_none=True)
+            for block in range(every, LATE_BLOCKS * every + 1 if late else 0, every)
+        )
+        faults += tuple(
             Fault(count=0, file=number, rate=settings["rate"], moves_none=True)
             for number in range(len(paths))
         )
@@ -87,6 +96,7 @@ class StandIns:
                 "cache_in_host": False,
                 "host_budget": settings["host_budget"],
                 "telemetry": {"enabled": False},
+                "staging": {"seconds": settings.get("staging_seconds", 0.0)},
                 "io": {"allow_memory_file_system": True},
             },
         }
@@ -99,11 +109,12 @@ class StandIns:
         return {"bytes": read + written, "slots": plan.staging.slots, "slot_bytes": plan.staging.slot_bytes}
 
     def step(self, spin: bool, count: bool) -> dict[str, Any]:
-        """One step: its tiles, and of the loop that steps them, CPU seconds of its thread and wall seconds.
+        """One step: its tiles, CPU and wall seconds of the loop that steps them, wall seconds of the whole iteration.
 
         ``spin``: beside a thread that runs Python without a pause. ``count``: the calls of C by name instead, and those
         that took at least LONG_CALL, which takes time of its own.
         """
+        iteration_began = time.perf_counter()
         self._engine.backward(self._engine(self._input).float().pow(2).mean())
         calls: Counter[str] = Counter()
         long_calls: Counter[str] = Counter()
@@ -127,6 +138,7 @@ class StandIns:
             sys.setprofile(note)
         try:
             self._engine.step()
+            iteration = time.perf_counter() - iteration_began
         finally:
             sys.setprofile(None)
             self._spinning.clear()
@@ -134,6 +146,7 @@ class StandIns:
             "tiles": self._tiles,
             "cpu": self._cpu,
             "wall": self._wall,
+            "iteration": iteration,
             "calls": dict(calls),
             "long_calls": dict(long_calls),
         }

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 from frame.report import Report
+from server import paths, staging
+from server.paths import Adapted, Measured
+from server.staging import GROWN, LATE, SMOOTH, USUAL, Staged
 from server.step_loop import Loop, judge, table
 
 GB = 10**9
@@ -43,10 +46,44 @@ def test_figures_are_per_tile() -> None:
     assert row[:4] == ("8 drives", "20", "50.0", "0.100 (0.090-0.200)") and row[6:] == ("2.0", "0.20")
 
 
+def staged(**seconds: float) -> dict[str, Staged]:
+    known = {f"{slots}, {late}": 1.0 for slots in (USUAL, GROWN) for late in (SMOOTH, LATE)}
+    return {name: Staged(name, 6, 1 << 20, 3 * [each], 0.5) for name, each in (known | seconds).items()}
+
+
+def test_more_slots_have_to_pay_with_and_without_late_blocks() -> None:
+    def holds(**seconds: float) -> list[bool]:
+        report = Report("known", {})
+        staging.judge(report, staged(**seconds))
+        return [verdict.holds for verdict in report.verdicts]
+
+    assert holds() == [False, False]
+    assert holds(**{f"{GROWN}, {LATE}": 0.9}) == [False, True]
+    assert holds(**{f"{GROWN}, {SMOOTH}": 0.9}) == [True, False]
+    report = Report("known", {})
+    staging.judge(report, {f"{USUAL}, {LATE}": staged()[f"{USUAL}, {LATE}"]})
+    assert report.verdicts == []  # of a side that failed nothing is concluded
+
+
+def test_paths_have_a_goal_for_what_is_measured_and_one_for_what_is_noticed() -> None:
+    def holds(faster: int, noticed: float) -> list[bool]:
+        report = Report("known", {})
+        measured = [Measured(7 * GB, 6 * GB), Measured(14 * GB, faster)]
+        paths.judge(report, measured, [Adapted("", 4.0), Adapted("", 1.0), Adapted("", noticed)])
+        return [verdict.holds for verdict in report.verdicts]
+
+    assert holds(12 * GB, 3.0) == [True, True]
+    # Python made two generations look alike.
+    assert holds(6 * GB, 1.4) == [False, False]
+
+
 @pytest.mark.slow
 def test_a_small_run_gives_every_goal(command: Callable[..., tuple[int, str, Any, str]]) -> None:
     """Calls are exact at any size; times are those of a busy machine."""
     _, text, raw, _ = command("bench_server.py", "--quick")
-    assert [loop["paths"] for loop in raw["loops"]] == [1, 8] and len(raw["goals"]) == 6
+    assert [loop["paths"] for loop in raw["loops"]] == [1, 8] and len(raw["goals"]) == 6 + 2 + 2
+    usual, grown = (raw["staging"][at]["slots"] for at in (0, 1))
+    assert usual == 6 < grown
+    assert len(raw["paths"]) == 5
     assert all(0 < loop["calls"]["aio_run"] < loop["tiles"] for loop in raw["loops"])
     assert "| 8 drives |" in text

@@ -58,11 +58,11 @@ def run_tasks(transfers: Transfers, tasks: Sequence[Task]) -> None:
     transfers.keep(requests)
     try:
         idle = ffi.new("uint64_t *")
-        # In slices, so that Ctrl-C is handled.
+        # In slices, so that Ctrl-C is handled, and hung operations are logged.
         while (
             code := lib.aio_run(transfers.handle, run.tasks, len(tasks), SLICE_NS, idle)
         ) == -errno.ETIMEDOUT:
-            pass
+            transfers.warn_of_hangs()
     finally:
         run.report(tasks)
         for task in tasks if recording else ():

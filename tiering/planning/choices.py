@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from tiering.config.fields import format_size
 from tiering.config.training import TieringConfig
+from tiering.placement.tile_sizes import ample_but_device
 from tiering.placement.workload import Tier
 from tiering.planning.fit import MOST_RANKS, Remedy
 from tiering.planning.request import Request
 from tiering.planning.setting import Setting, with_changes
-from tiering.planning.tiles import ample_but_device
 
 
 @dataclass(frozen=True)

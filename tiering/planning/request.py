@@ -15,6 +15,7 @@ from tiering.errors import PlacementError
 from tiering.placement.budgets import beside_activations, resolve_budgets
 from tiering.placement.placement import make_plan, place
 from tiering.placement.plan import Budgets, Plan
+from tiering.placement.tile_sizes import Tiling
 from tiering.placement.workload import Tier, Workload
 from tiering.planning.activations import (
     Activations,
@@ -26,7 +27,6 @@ from tiering.planning.activations import (
 from tiering.planning.needs import place_with_needs, with_needed_nvme
 from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting, with_changes
-from tiering.planning.tiles import Tiling
 
 # Fields of Setting by the name of their change.
 OF_SETTING = {

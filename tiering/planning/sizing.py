@@ -24,6 +24,7 @@ from tiering.errors import ConfigError
 from tiering.placement.configured import configured_state, largest_group, make_workload
 from tiering.placement.row_tiles import rows_of_tiles
 from tiering.placement.tenants import activations
+from tiering.placement.tile_sizes import Tiling
 from tiering.placement.workload import ITEMSIZES, GroupSizes, Workload, shard_quantum, start_after
 from tiering.planning.activations import Activations, of_decoder
 from tiering.planning.adapters import Adapters
@@ -31,7 +32,6 @@ from tiering.planning.choices import NOTHING, Open, assumptions, choose, togethe
 from tiering.planning.plan_report import PlanReport, report_on
 from tiering.planning.request import ModelSize, Request
 from tiering.planning.setting import RatesOf, Setting, with_changes
-from tiering.planning.tiles import Tiling
 from tiering.storage.arena import round_up
 
 # More tiles would take longer to plan than a command may.

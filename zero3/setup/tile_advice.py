@@ -12,8 +12,8 @@ from tiering.config.training import TieringConfig, format_size
 from tiering.errors import PlacementError
 from tiering.placement.budgets import fits
 from tiering.placement.plan import Budgets
+from tiering.placement.tile_sizes import Tiling
 from tiering.placement.workload import ITEMSIZES, Workload
-from tiering.planning.tiles import Tiling
 from zero3.building.meta import copied_to_meta
 from zero3.building.tiling import tile_as_configured, weights_of, with_tiles
 from zero3.params.row_tiles import RowTiles

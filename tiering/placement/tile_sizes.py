@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from tiering.placement.budgets import fits
 from tiering.placement.placement import AMPLE
 from tiering.placement.plan import Budgets
 from tiering.placement.workload import Workload
-from tiering.planning.fit import fits
 
 # Bytes: smaller tiles are not tried.
 SMALLEST_TILE = 4 << 10

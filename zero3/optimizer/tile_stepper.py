@@ -15,8 +15,7 @@ from optim_cpu.kernels import StepBatch
 from zero3.device import kernels as device_kernels
 from zero3.device.tiers import Tiers
 from zero3.optimizer.device_update import IN_BACKWARD, ROUNDS, DeviceUpdate, OnDevice, part_of
-from zero3.optimizer.slot_transfers import SlotTransfers, Staged
-from zero3.optimizer.tile_run import TileRun
+from zero3.optimizer.slot_transfers import SlotTransfers, Staged, TileRun
 from zero3.optimizer.tiles import FP32, StateLayout, StepListener, Tile
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup

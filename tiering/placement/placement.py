@@ -302,8 +302,12 @@ class _Room:
         if tier is Tier.DEVICE:
             if load.local_grad_bytes:
                 return "use ZeRO stage 2 or 3"
-            stays = load.offload_param is tier or tier in load.optimizer_tiers
-            return "offload to cpu or nvme" if stays else ""
+            if tier in load.optimizer_tiers:
+                return "offload to cpu or nvme"
+            if load.offload_param is not tier:
+                return ""
+            # Before stage 3, parameters cannot leave the device.
+            return "offload parameters to cpu or nvme" + (" with ZeRO stage 3" if load.stage < 3 else "")
         if tier is Tier.HOST:
             if -self.remaining(tier) < used.get(ACTIVATIONS, 0):
                 return "lower activation_budget"

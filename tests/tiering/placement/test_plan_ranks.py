@@ -442,6 +442,9 @@ def test_gradients_that_wait_for_the_last_backward_are_refused_by_name() -> None
         PlacementError, match=r"gradient reduction 240\.00 KiB\); .*or offload to cpu or nvme"
     ):
         make_plan(on_device(2, 2), Budgets(MIB, 0, 0))
+    offloaded = replace(on_device(2, 2), offload_optimizer=HOST)
+    with pytest.raises(PlacementError, match=r"or offload parameters to cpu or nvme with ZeRO stage 3\."):
+        make_plan(offloaded, Budgets(0, PLENTY, PLENTY))
 
 
 def test_the_table_says_what_each_rank_sends() -> None:

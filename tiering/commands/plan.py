@@ -246,6 +246,7 @@ def run(options: argparse.Namespace) -> int:
 def answer(options: argparse.Namespace) -> PlanReport:
     """The report for ``options``. Raises ConfigError, SwapSpaceError or OSError."""
     from tiering.commands.plan_rates import rates_of
+    from tiering.config.fields import format_size
     from tiering.planning import profiles
     from tiering.planning.configuration import file_of
     from tiering.planning.setting import LOSS_CHUNK, TOKENS, Setting
@@ -281,6 +282,12 @@ def answer(options: argparse.Namespace) -> PlanReport:
     adapters = _adapters(options)
     file = _usual_file(options, profile or assumed, elsewhere=elsewhere) if options.config is None else None
     config = _config(options, file, profile, ranks)
+    budget = config.tiering.device_budget
+    if gpu is not None and budget != "auto" and budget // setting.local_size > gpu:
+        raise ConfigError(
+            f"device_budget is {format_size(budget // setting.local_size)} for each GPU, which has {format_size(gpu)}:"
+            " lower the budget, or give the memory of the GPUs by --gpu"
+        )
     if config.tiering.block_rows is not None and setting.sequence is None:
         raise ConfigError("block_rows counts sequences: give their length by --sequence N")
     rates = rates_of(options, profile or assumed, setting, config.tiering.io)

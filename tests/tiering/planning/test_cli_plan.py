@@ -119,9 +119,13 @@ def test_a_named_model_is_planned_with_adapters(plan: Plan) -> None:
             "unknown format 'int4' of the frozen model; use one of bf16, nf4, int8, fp8",
         ),
         (["--lora=8", "--lora-modules=q_proj,qkv"], "no linear layer of the model is called 'qkv'"),
+        (
+            ["--gpu=1GiB", "--device-budget=2GiB"],
+            "device_budget is 2.00 GiB for each GPU, which has 1.00 GiB",
+        ),
     ],
 )
-def test_adapters_that_make_no_sense_are_usage_errors(plan: Plan, options: list[str], message: str) -> None:
+def test_options_that_make_no_sense_are_usage_errors(plan: Plan, options: list[str], message: str) -> None:
     code, _, error = plan(*SMALL, *options)
     assert code == 2 and message in error
 

@@ -13,7 +13,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "system.h"
 
@@ -87,15 +89,15 @@ static int allocate_blocks(aio_context *context)
     context->landed = calloc(n, sizeof(void *));
     context->summed = calloc(n, sizeof(void *));
     context->compared = calloc(n, sizeof(void *));
-    void *bounces = NULL; /* takes no memory until a padded tail touches its page */
+    void *bounces = NULL; /* takes no memory until an edge touches its pages */
     if (!context->blocks || !context->free_blocks || !context->batch || !context->ended || !context->fresh ||
         !context->landed || !context->summed || !context->compared ||
-        posix_memalign(&bounces, AIO_ALIGNMENT, (size_t)n * AIO_ALIGNMENT))
+        posix_memalign(&bounces, AIO_MAX_DIRECT, (size_t)n * AIO_MAX_DIRECT))
         return -ENOMEM;
     context->bounces = bounces;
     for (unsigned i = 0; i < n; i++) {
         context->blocks[i].op.index = i;
-        context->blocks[i].bounce = context->bounces + (size_t)i * AIO_ALIGNMENT;
+        context->blocks[i].bounce = context->bounces + (size_t)i * AIO_MAX_DIRECT;
         context->free_blocks[n - 1 - i] = &context->blocks[i];
     }
     context->n_free_blocks = n;
@@ -183,11 +185,19 @@ static void *drive(void *argument)
     return NULL;
 }
 
+/* Whether a direct file can have this alignment; 0: asked of the kernel. */
+static bool is_alignment(uint32_t alignment)
+{
+    return alignment == 0 ||
+           (alignment >= AIO_ALIGNMENT && alignment <= AIO_MAX_DIRECT && (alignment & (alignment - 1)) == 0);
+}
+
 int aio_open(aio_context **out, const aio_options *options)
 {
     if (!options->engine || (options->n_faults && !options->faults) || options->block_size == 0 ||
         options->block_size % AIO_ALIGNMENT || options->block_size > MAX_BLOCK_SIZE ||
-        options->queue_depth == 0 || options->queue_depth > MAX_QUEUE_DEPTH)
+        options->queue_depth == 0 || options->queue_depth > MAX_QUEUE_DEPTH ||
+        !is_alignment(options->alignment))
         return -EINVAL;
     aio_context *context = calloc(1, sizeof *context);
     if (!context)
@@ -202,6 +212,7 @@ int aio_open(aio_context **out, const aio_options *options)
     context->capacity = options->queue_depth * FULL_DEPTH_FILES;
     context->registered = options->registered != 0;
     context->verify = options->verify != 0;
+    context->alignment = options->alignment;
     int error = allocate_blocks(context);
     if (!error)
         error = start_backend(context, options->engine);
@@ -209,9 +220,8 @@ int aio_open(aio_context **out, const aio_options *options)
         error = allocate_regions(context);
     if (!error && context->verify)
         error = start_summers(context);
-    if (!error && options->n_faults)
-        error =
-            aio_backend_add_faults(&context->backend, options->faults, options->n_faults, context->capacity);
+    if (!error && (options->n_faults || options->alignment))
+        error = aio_backend_add_faults(&context->backend, options, context->capacity);
     if (!error) {
         /* Before the thread, which takes the lock first. */
         init_lock(context);
@@ -242,11 +252,16 @@ int aio_add_file(aio_context *context, int fd, int direct)
         return -ECHILD;
     if (fcntl(fd, F_GETFD) < 0)
         return -errno;
+    int alignment = 0;
+    if (direct)
+        alignment = context->alignment ? (int)context->alignment : aio_direct_alignment(fd);
+    if (alignment < 0)
+        return alignment;
     struct file *file = calloc(1, sizeof *file);
     if (!file)
         return -ENOMEM;
     file->fd = fd;
-    file->direct = direct != 0;
+    file->alignment = (uint32_t)alignment;
 
     int index = -ENOMEM;
     pthread_mutex_lock(&context->lock);
@@ -256,7 +271,7 @@ int aio_add_file(aio_context *context, int fd, int direct)
         context->files = files;
         file->index = index = (int)context->n_files++;
         files[index] = file;
-        context->n_buffered += !file->direct;
+        context->n_buffered += !file->alignment;
     }
     pthread_mutex_unlock(&context->lock);
     if (index < 0)
@@ -326,7 +341,7 @@ static struct file *find_file(const aio_context *context, int file, const void *
     if (file < 0 || (unsigned)file >= context->n_files)
         return NULL;
     struct file *found = context->files[file];
-    return found->direct && ((uintptr_t)data | alignment_bits) % AIO_ALIGNMENT ? NULL : found;
+    return found->alignment && ((uintptr_t)data | alignment_bits) % AIO_ALIGNMENT ? NULL : found;
 }
 
 static bool is_submission(int priority, const int64_t *after, size_t n_after, const int64_t *ticket)
@@ -696,6 +711,19 @@ void aio_free(aio_context *context)
 }
 
 int aio_lock_memory(void *address, size_t nbytes) { return mlock(address, nbytes) < 0 ? -errno : 0; }
+
+int aio_direct_alignment(int fd)
+{
+    /* struct statx of <linux/stat.h>, which older headers lack: stx_mask is its first word. */
+    enum { EMPTY_PATH = 0x1000, DIOALIGN = 0x2000, MEMORY = 0x98 / 4, OFFSET = 0x9c / 4 };
+    uint32_t answer[64] = {0};
+    if (syscall(SYS_statx, fd, "", EMPTY_PATH, DIOALIGN, answer) < 0)
+        return errno == EBADF ? -EBADF : AIO_ALIGNMENT;
+    /* Before Linux 6.1 there is no answer, and no device with larger blocks. Memory is aligned to pages only. */
+    uint32_t alignment = answer[OFFSET];
+    bool possible = answer[0] & DIOALIGN && alignment > AIO_ALIGNMENT && answer[MEMORY] <= AIO_ALIGNMENT;
+    return possible && is_alignment(alignment) ? (int)alignment : AIO_ALIGNMENT;
+}
 
 int aio_reserve(int fd, uint64_t nbytes)
 {

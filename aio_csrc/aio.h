@@ -30,8 +30,9 @@
 #define AIO_ANY 3      /* only in an aio_fault: each of the three kinds */
 #define AIO_REGISTER 4 /* only in an aio_fault: the registration of a buffer */
 
-#define AIO_ALIGNMENT 4096 /* of address and offset on a direct file, and of block_size */
-#define AIO_PRIORITIES 3   /* 0, 1, 2; a higher one is issued first */
+#define AIO_ALIGNMENT 4096   /* of address and offset on a direct file, and of block_size */
+#define AIO_MAX_DIRECT 65536 /* the largest block of a device whose files can be direct */
+#define AIO_PRIORITIES 3     /* 0, 1, 2; a higher one is issued first */
 
 /* Bucket i of a histogram counts operations that took [2^i, 2^(i+1)) ns; the last bucket has no upper limit. */
 #define AIO_LATENCY_BUCKETS 40
@@ -67,6 +68,7 @@ typedef struct {
     uint32_t queue_depth;    /* operations in flight per file, 1 .. 512 */
     uint32_t registered;     /* register buffers and files with the kernel if it supports that */
     uint32_t verify;         /* store a CRC32C of every written page and check it when the page is read */
+    uint32_t alignment;      /* 0 outside tests; else the blocks of direct files, enforced */
     uint32_t n_faults;       /* 0 outside tests */
     const aio_fault *faults; /* aio_open copies them */
 } aio_options;
@@ -281,6 +283,13 @@ int aio_lock_memory(void *address, size_t nbytes);
 typedef struct aio_withheld aio_withheld;
 int aio_withhold(aio_withheld **out, void *address, size_t nbytes);
 void aio_forget_withheld(aio_withheld *range);
+
+/* The bytes of which operations on a direct file transfer multiples, at least AIO_ALIGNMENT, as the kernel says
+ * (STATX_DIOALIGN). A context takes requests of any multiple of AIO_ALIGNMENT nevertheless: where a request covers a
+ * larger block of the device in part, the context reads it, and for a write merges and writes it. The file grows to
+ * whole blocks. AIO_ALIGNMENT also if the kernel does not say it, or wants more than AIO_MAX_DIRECT; an operation then
+ * shows whether it is possible. -EBADF: not an open descriptor. */
+int aio_direct_alignment(int fd);
 
 /* Allocate the blocks of the file's first nbytes and set its length, with the bare system call: if the file system
  * does not support it (-EOPNOTSUPP), nothing is written instead. */

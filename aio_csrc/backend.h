@@ -102,7 +102,6 @@ int aio_backend_start_threads(struct aio_backend *backend, unsigned limit, void 
 
 /* Wrap an initialised backend in one that injects faults. The wrapper owns the inner backend. The name of the
  * engine stays. On error, the backend is unchanged. */
-int aio_backend_add_faults(struct aio_backend *backend, const aio_fault *faults, unsigned n_faults,
-                           unsigned capacity);
+int aio_backend_add_faults(struct aio_backend *backend, const aio_options *options, unsigned capacity);
 
 #endif

@@ -30,6 +30,7 @@ struct planned {
 
 struct faulty {
     struct aio_backend inner;
+    uint32_t alignment; /* of direct files, which the kernel would enforce; 0: no other than its own */
     unsigned n_faults;
     struct planned *faults;
     struct held *list;    /* operations that wait for due_ns, unordered */
@@ -67,6 +68,12 @@ static uint64_t due_at(struct planned *planned, uint64_t nbytes)
     return now + fault->delay_ns;
 }
 
+static bool is_misaligned(const struct faulty *faulty, const struct aio_op *op)
+{
+    return faulty->alignment && op->direct && op->kind != AIO_FLUSH &&
+           (op->offset | op->nbytes) % faulty->alignment != 0;
+}
+
 static void hold(struct faulty *faulty, struct held *held, uint64_t due_ns)
 {
     held->due_ns = due_ns;
@@ -85,6 +92,9 @@ static int fault_submit(struct aio_backend *backend, struct aio_op **ops, unsign
         if (fate && fate->error) {
             held->refused = true;
             held->op.result = -fate->error;
+        } else if (is_misaligned(faulty, ops[i])) {
+            held->refused = true;
+            held->op.result = -EINVAL;
         }
         if (fate && fate->short_bytes && fate->short_bytes < held->op.nbytes)
             held->op.nbytes = fate->short_bytes;
@@ -188,21 +198,22 @@ static const struct aio_backend_ops fault_ops = {
     .exit = fault_exit,
 };
 
-int aio_backend_add_faults(struct aio_backend *backend, const aio_fault *faults, unsigned n_faults,
-                           unsigned capacity)
+int aio_backend_add_faults(struct aio_backend *backend, const aio_options *options, unsigned capacity)
 {
+    unsigned n_faults = options->n_faults;
     struct faulty *faulty = calloc(1, sizeof *faulty + capacity * sizeof faulty->slots[0]);
-    struct planned *planned = calloc(n_faults, sizeof *planned);
+    struct planned *planned = calloc(n_faults + 1, sizeof *planned);
     if (!faulty || !planned) {
         free(planned);
         free(faulty);
         return -ENOMEM;
     }
     for (unsigned i = 0; i < n_faults; i++)
-        planned[i].fault = faults[i];
+        planned[i].fault = options->faults[i];
     faulty->inner = *backend;
     faulty->faults = planned;
     faulty->n_faults = n_faults;
+    faulty->alignment = options->alignment;
     backend->ops = &fault_ops;
     backend->state = faulty;
     return 0;

@@ -91,7 +91,7 @@ struct latencies {
 
 struct file {
     int fd, index;
-    bool direct;
+    uint32_t alignment;                     /* bytes of a block of the device, if direct; 0: buffered */
     struct checksums checksums;             /* (driver) */
     unsigned in_flight;                     /* (lock) blocks that count towards the queue depth */
     struct queue queues[AIO_PRIORITIES][2]; /* (lock) reads; writes and flushes */
@@ -111,8 +111,11 @@ struct block {
     struct file *file;
     char *data;              /* the caller's memory, nbytes long */
     uint64_t offset, nbytes; /* op.nbytes may be larger (padding) or smaller (a continued transfer) */
-    char *bounce;            /* AIO_ALIGNMENT bytes for a padded tail, owned by the block */
-    bool padded;             /* the bytes pass through bounce */
+    int kind;                /* of the request; op.kind is AIO_READ while a merge reads */
+    char *bounce;            /* AIO_MAX_DIRECT bytes for an edge, owned by the block */
+    bool edge;               /* the bytes pass through bounce, which begins at a block of the device */
+    uint64_t start;          /* of the bytes in bounce */
+    bool merges;             /* an edge that reads its block of the device before it writes */
     uint64_t issued_ns;
     unsigned stalls;  /* consecutive submissions without progress */
     unsigned rereads; /* attempts after an error that may pass */
@@ -136,6 +139,7 @@ struct aio_context {
     uint64_t block_size;
     unsigned queue_depth, capacity; /* maximum of blocks in flight: per file, over all files */
     bool registered, verify;
+    uint32_t alignment;         /* of direct files; 0: asked of the kernel */
     struct aio_backend backend; /* (driver), except ops and state, which are constant */
     struct aio_backend summers; /* (driver) workers that compute checksums; ops is NULL without verify */
     pthread_t driver;

@@ -5,7 +5,7 @@
  *
  *     gather     with the lock: split blocks off the requests at the heads of the queues, high priority first,
  *                while the file is below its queue depth and there are free blocks
- *     prepare    fill padded tails
+ *     prepare    fill the edges of blocks to be written
  *     collect    with checksums: take the blocks that the workers have summed
  *     hand_over  submit new blocks, and blocks to be continued, to the backend
  *     await      wait for a completion, a checksum or a new request, in one system call
@@ -15,6 +15,11 @@
  * Checksums take as long as transfers on a fast disk, so workers compute them (options.verify): of a block to be written
  * between prepare and hand_over, of a block that was read after judge. The driver stores and compares them. A block that
  * was read leaves the queue depth of its file before it is summed: the disk works meanwhile.
+ *
+ * A direct file takes whole blocks of the device (file->alignment). What a request transfers of one, its edge, passes
+ * through a buffer of the engine. An edge is a tail within a page, which is padded; or, where the device's blocks are
+ * larger than a page, any piece of one: to write it, the block is read, merged and written. No two merges of one block
+ * are in flight together; transfers of the same bytes are ordered by the caller.
  *
  * Every completion is checked: an error fails the request, a short transfer is continued where it stopped (on a
  * direct file, at the last aligned byte before), and a transfer without progress is an error. A read that failed
@@ -30,6 +35,7 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "system.h"
 
@@ -42,7 +48,8 @@ enum {
     REREAD_NS = 100000000, /* pause before each: a drive reconnects, or the kernel takes another path */
     COMPLETE = 0,
     CONTINUE = 1,
-    GIVEN_UP = 2, /* not continued, because the request has failed or is taken back */
+    WRITE_BACK = 2, /* a block that is to be merged has been read */
+    GIVEN_UP = 3,   /* not continued, because the request has failed or is taken back */
 };
 
 /* Take a request out of its queue: none of its blocks will be issued any more. */
@@ -87,45 +94,87 @@ static void add_ready(aio_context *context, struct region *region)
     context->n_ready++;
 }
 
+/* What is left of the piece that a request has come to. */
+static struct piece rest_of_piece(const struct request *request)
+{
+    const struct piece all = {request->data, request->offset, request->nbytes};
+    const struct piece *piece = request->pieces ? &request->pieces[request->piece] : &all;
+    uint64_t start = request->piece_carved;
+    return (struct piece){piece->data ? piece->data + start : NULL, piece->offset + start,
+                          piece->nbytes - start};
+}
+
+/* The next block of a request. */
+static struct piece next_block(const aio_context *context, const struct request *request)
+{
+    struct piece next = rest_of_piece(request);
+    next.nbytes = next.nbytes < context->block_size ? next.nbytes : context->block_size;
+    uint64_t alignment = request->file->alignment;
+    if (alignment && request->kind != AIO_FLUSH) {
+        uint64_t room = alignment - next.offset % alignment;
+        /* An edge becomes a separate block, so that only the edge is copied. */
+        if (room < alignment)
+            next.nbytes = next.nbytes < room ? next.nbytes : room;
+        else if (next.nbytes > alignment)
+            next.nbytes -= next.nbytes % alignment;
+    }
+    return next;
+}
+
+/* Whether a block of the file in flight merges the same block of the device as the next one of this request would. */
+static bool must_wait(const aio_context *context, const struct request *request)
+{
+    uint64_t alignment = request->file->alignment;
+    if (alignment <= AIO_ALIGNMENT || request->kind != AIO_WRITE)
+        return false;
+    struct piece next = next_block(context, request);
+    for (unsigned i = 0; next.nbytes < alignment && i < context->capacity; i++) {
+        const struct block *block = &context->blocks[i];
+        if (block->merges && block->file == request->file &&
+            block->offset / alignment == next.offset / alignment)
+            return true;
+    }
+    return false;
+}
+
 /* Split the next block off a queued request, and count it as in flight. The request leaves its queue with its last
  * block. */
 static struct block *carve(aio_context *context, struct request *request, uint64_t now)
 {
     struct block *block = context->free_blocks[--context->n_free_blocks];
     struct file *file = request->file;
-    const struct piece all = {request->data, request->offset, request->nbytes};
-    const struct piece *piece = request->pieces ? &request->pieces[request->piece] : &all;
-    uint64_t start = request->piece_carved, remaining = piece->nbytes - start;
-    uint64_t size = remaining < context->block_size ? remaining : context->block_size;
-    block->padded = file->direct && size < AIO_ALIGNMENT && request->kind != AIO_FLUSH;
-    /* An unaligned tail becomes a separate block, so that only the tail is copied. */
-    if (file->direct && !block->padded)
-        size -= size % AIO_ALIGNMENT;
+    struct piece next = next_block(context, request);
+    uint64_t size = next.nbytes;
+    bool ends_piece = size == rest_of_piece(request).nbytes;
+    block->kind = request->kind;
+    block->edge = size < file->alignment && request->kind != AIO_FLUSH;
+    block->start = block->edge ? next.offset % file->alignment : 0;
+    block->merges = block->edge && file->alignment > AIO_ALIGNMENT && request->kind == AIO_WRITE;
     block->request = request;
     block->file = file;
-    block->data = piece->data ? piece->data + start : NULL;
-    block->offset = piece->offset + start;
+    block->data = next.data;
+    block->offset = next.offset;
     block->nbytes = size;
     block->stalls = 0;
     block->rereads = 0;
     block->due_ns = 0;
     block->landed = false;
     block->issued_ns = now;
-    block->op.kind = request->kind;
+    block->op.kind = block->merges ? AIO_READ : request->kind;
     block->op.file = file->index;
     block->op.fd = file->fd;
-    block->op.direct = file->direct;
-    block->op.data = block->padded ? block->bounce : block->data;
-    block->op.offset = block->offset;
-    block->op.nbytes = block->padded ? AIO_ALIGNMENT : size;
+    block->op.direct = file->alignment != 0;
+    block->op.data = block->edge ? block->bounce : block->data;
+    block->op.offset = block->offset - block->start;
+    block->op.nbytes = block->edge ? file->alignment : size;
     block->op.buffer = find_buffer(context, block->op.data, block->op.nbytes);
 
     if (request->carved == 0)
         request->issued_ns = now;
     file->turn = request->kind == AIO_READ;
     request->carved += size;
-    request->piece_carved = size == remaining ? 0 : start + size;
-    request->piece += size == remaining;
+    request->piece_carved = ends_piece ? 0 : request->piece_carved + size;
+    request->piece += ends_piece;
     /* Before the lock is released: until the block has ended, the request cannot be settled, and its memory is
      * borrowed. */
     request->in_flight++;
@@ -155,7 +204,7 @@ static struct request *next_request(const struct file *file)
 static unsigned depth_of(const aio_context *context, const struct file *file)
 {
     const struct aio_backend *backend = &context->backend;
-    if (backend->max_in_flight == 0 || (backend->only_buffered && file->direct))
+    if (backend->max_in_flight == 0 || (backend->only_buffered && file->alignment))
         return context->queue_depth;
     unsigned n_files = backend->only_buffered ? context->n_buffered : context->n_files;
     unsigned depth = backend->max_in_flight / n_files;
@@ -171,7 +220,9 @@ static void gather(aio_context *context)
         struct file *file = context->files[(context->next_file + i) % context->n_files];
         unsigned depth = depth_of(context, file);
         struct request *request;
-        while ((request = next_request(file)) && context->n_free_blocks && file->in_flight < depth)
+        /* A request that waits for a merge is tried again when that has ended. */
+        while ((request = next_request(file)) && context->n_free_blocks && file->in_flight < depth &&
+               !must_wait(context, request))
             context->fresh[context->n_fresh++] = carve(context, request, now);
         if (request && !file->full_since) {
             file->full_since = now;
@@ -184,11 +235,32 @@ static void gather(aio_context *context)
         context->next_file = (context->next_file + 1) % context->n_files;
 }
 
+static uint64_t round_to_page(uint64_t nbytes)
+{
+    return (nbytes + AIO_ALIGNMENT - 1) & -(uint64_t)AIO_ALIGNMENT;
+}
+
+/* The bytes of a block that have checksums: at an edge, whole pages of the engine's buffer. */
+static char *summed_bytes(const struct block *block, uint64_t *nbytes)
+{
+    *nbytes = block->edge ? round_to_page(block->nbytes) : block->nbytes;
+    return block->edge ? block->bounce + block->start : block->data;
+}
+
+/* Copy what an edge writes into the engine's buffer, up to the end of its last page. The caller's memory does not
+ * change before the ticket is done, so it can be copied without the lock. */
+static void fill_edge(const struct block *block)
+{
+    char *at = block->bounce + block->start;
+    memcpy(at, block->data, block->nbytes);
+    memset(at + block->nbytes, 0, round_to_page(block->nbytes) - block->nbytes);
+}
+
 /* Let a worker sum the whole pages of a block. Returns 0 or -ENOMEM. */
 static int begin_sums(aio_context *context, struct block *block)
 {
-    char *data = block->padded ? block->bounce : block->data;
-    uint64_t nbytes = block->padded ? AIO_ALIGNMENT : block->nbytes;
+    uint64_t nbytes;
+    char *data = summed_bytes(block, &nbytes);
     struct page_range pages = aio_whole_pages(block->offset, nbytes);
     uint64_t n = pages.end - pages.first;
     struct aio_op *op = &block->sum;
@@ -210,13 +282,9 @@ static unsigned prepare(aio_context *context)
     unsigned n_ended = 0;
     for (unsigned i = 0; i < context->n_fresh; i++) {
         struct block *block = context->fresh[i];
-        bool writes = block->op.kind == AIO_WRITE;
-        if (block->padded && writes) {
-            /* The caller's memory does not change before the ticket is done, so it can be copied without the
-             * lock. */
-            memcpy(block->bounce, block->data, block->nbytes);
-            memset(block->bounce + block->nbytes, 0, AIO_ALIGNMENT - block->nbytes);
-        }
+        bool writes = block->kind == AIO_WRITE;
+        if (block->edge && writes)
+            fill_edge(block);
         if (!context->verify || !writes)
             context->batch[context->n_batch++] = &block->op;
         else if ((block->op.result = begin_sums(context, block)))
@@ -237,8 +305,9 @@ static unsigned collect(aio_context *context, unsigned n_ended)
     for (unsigned i = n; i-- > 0;) { /* from the first one that was summed: reap returns the last one first */
         struct block *block = (struct block *)((char *)context->summed[i] - offsetof(struct block, sum));
         struct checksums *known = &block->file->checksums;
-        uint64_t nbytes = block->padded ? AIO_ALIGNMENT : block->nbytes;
-        if (block->op.kind == AIO_READ) {
+        uint64_t nbytes;
+        summed_bytes(block, &nbytes);
+        if (block->kind == AIO_READ) {
             block->verdict =
                 aio_checksums_compare(known, block->offset, nbytes, block->sum.sums, &block->op.offset);
             context->compared[context->n_compared++] = &block->op;
@@ -256,6 +325,13 @@ static unsigned collect(aio_context *context, unsigned n_ended)
  * aborted while the drive was reset, ETIMEDOUT for one without an answer, and ENOLINK for a lost path; network file
  * systems report the first two. A bad medium is ENODATA, which no attempt changes. */
 static bool may_pass(int64_t error) { return error == -EIO || error == -ETIMEDOUT || error == -ENOLINK; }
+
+/* Whether the file ends at `offset` or before. */
+static bool ends_by(const struct file *file, uint64_t offset)
+{
+    off_t end = lseek(file->fd, 0, SEEK_END); /* also of a block device; nobody uses the position */
+    return end >= 0 && (uint64_t)end <= offset;
+}
 
 /* COMPLETE, CONTINUE (op then describes the remaining transfer), or -errno. */
 static int judge_transfer(const aio_context *context, struct block *block)
@@ -277,16 +353,21 @@ static int judge_transfer(const aio_context *context, struct block *block)
         return COMPLETE;
     if ((uint64_t)moved > op->nbytes)
         return -EIO;
-    if (block->padded && op->kind == AIO_READ && (uint64_t)moved >= block->nbytes) {
-        if (context->verify && ++block->stalls < MAX_STALLS)
-            return CONTINUE; /* the checksum covers the whole page: read again to confirm the end of the file */
-        memset(block->bounce + moved, 0, AIO_ALIGNMENT - (size_t)moved);
+    if (block->merges && op->kind == AIO_READ && ends_by(block->file, op->offset + (uint64_t)moved)) {
+        memset(block->bounce + moved, 0, op->nbytes - (size_t)moved);
+        return COMPLETE; /* the write that follows extends the file */
+    }
+    if (block->edge && block->kind == AIO_READ && (uint64_t)moved >= block->start + block->nbytes) {
+        bool ends = ends_by(block->file, op->offset + (uint64_t)moved);
+        if (context->verify && !ends && ++block->stalls < MAX_STALLS)
+            return CONTINUE; /* the checksum covers the whole page */
+        memset(block->bounce + moved, 0, op->nbytes - (size_t)moved);
         return COMPLETE; /* the file ends in the padding */
     }
     int stuck = op->kind == AIO_READ ? -ENODATA : -EIO;
     if (moved == 0)
         return stuck;
-    moved -= block->file->direct ? moved % AIO_ALIGNMENT : 0;
+    moved -= block->file->alignment ? moved % block->file->alignment : 0;
     if (moved == 0)
         return ++block->stalls < MAX_STALLS ? CONTINUE : stuck;
     block->stalls = 0;
@@ -305,10 +386,16 @@ static unsigned judge(aio_context *context, unsigned n_ended)
     for (unsigned i = 0; i < n_ended; i++) {
         struct block *block = (struct block *)context->ended[i];
         block->verdict = judge_transfer(context, block);
-        bool read = block->verdict == COMPLETE && block->op.kind == AIO_READ;
+        bool read = block->verdict == COMPLETE && block->kind == AIO_READ;
+        if (block->verdict == COMPLETE && block->merges && block->op.kind == AIO_READ) {
+            fill_edge(block);
+            block->op.kind = AIO_WRITE;
+            block->stalls = 0;
+            block->verdict = WRITE_BACK;
+        }
         /* Before the request can be settled: then the caller owns the memory again. */
-        if (read && block->padded)
-            memcpy(block->data, block->bounce, block->nbytes);
+        if (read && block->edge)
+            memcpy(block->data, block->bounce + block->start, block->nbytes);
         if (read && context->verify && (block->verdict = begin_sums(context, block)) == 0)
             context->landed[context->n_landed++] = block;
         else
@@ -342,11 +429,11 @@ static void count_error(aio_direction_stats *stats, int error)
 static void count(const struct block *block, uint64_t now)
 {
     struct file *file = block->file;
-    int kind = block->op.kind;
+    int kind = block->kind;
     aio_direction_stats *stats = &file->stats.kind[kind];
-    if (block->verdict == CONTINUE) {
-        stats->retries++;
-        stats->rereads += may_pass(block->op.result);
+    if (block->verdict == CONTINUE || block->verdict == WRITE_BACK) {
+        stats->retries += block->verdict == CONTINUE;
+        stats->rereads += block->verdict == CONTINUE && may_pass(block->op.result);
         return;
     }
     if (block->verdict < 0) {
@@ -366,11 +453,11 @@ static void count(const struct block *block, uint64_t now)
 static void absorb(aio_context *context, struct block *block, uint64_t now)
 {
     struct request *request = block->request;
-    if (block->verdict == CONTINUE && request->result < 0)
+    if (block->verdict > COMPLETE && request->result < 0)
         block->verdict = GIVEN_UP;
     count(block, now);
-    if (block->verdict == CONTINUE) {
-        if (may_pass(block->op.result))
+    if (block->verdict == CONTINUE || block->verdict == WRITE_BACK) {
+        if (block->verdict == CONTINUE && may_pass(block->op.result))
             request->passed = block->op.result;
         context->batch[context->n_batch++] = &block->op;
         return;
@@ -379,12 +466,13 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
         if (request->result == 0) {
             /* The first error stays, whichever block it is of. */
             request->result = block->verdict;
-            request->failed_at = block->op.offset;
+            request->failed_at = block->op.offset > block->offset ? block->op.offset : block->offset;
         }
         if (request->state == REQUEST_QUEUED)
             pop(request); /* issue no more blocks of a failed request */
     }
     block->request = NULL;
+    block->merges = false; /* the next merge of this block of the device may begin */
     context->free_blocks[context->n_free_blocks++] = block;
     block->file->in_flight -= !block->landed;
     request->done_ns = now;

@@ -63,9 +63,10 @@ def open_context(engine: str, swap_file: SwapFile) -> Iterator[Open]:
     """
     with ExitStack() as stack:
 
-        def open_one(*faults: Any, **options: Any) -> AioContext:
+        def open_one(*faults: Any, alignment: int = 0, **options: Any) -> AioContext:
             options = {"engine": engine, "block_size": 65536, **options}
-            return stack.enter_context(AioContext(fault=FaultPlan(faults) if faults else None, **options))
+            plan = FaultPlan(faults, alignment) if faults or alignment else None
+            return stack.enter_context(AioContext(fault=plan, **options))
 
         yield open_one
 

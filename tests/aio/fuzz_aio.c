@@ -383,6 +383,7 @@ static int open_context(struct input *input)
         .queue_depth = odd == 2 ? (uint32_t)wild(input) : 1 + (uint32_t)take(input, 1) % MAX_DEPTH,
         .registered = (uint32_t)take(input, 1) % 2,
         .verify = (uint32_t)take(input, 1) % 2,
+        .alignment = odd == 3 ? (uint32_t)wild(input) : take(input, 1) % 4 ? 0 : 16384,
         .n_faults = (uint32_t)take(input, 1) % (MAX_FAULTS + 1),
         .faults = faults,
     };

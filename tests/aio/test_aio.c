@@ -32,7 +32,8 @@ enum { THREADS = 16, ROUNDS = 24, BLOCK = 16384, REGION = 4 * BLOCK, FLOCK = 12 
 
 static aio_context *context;
 static int file,
-    other;         /* one file on the disk; the checksums of each know only its own writes, to other places */
+    other; /* one file on the disk; the checksums of each know only its own writes, to other places */
+static uint32_t alignment; /* as of a device with larger blocks, of which threads merge pieces */
 static char *pool; /* of the threads: out and in for each; what is registered stays mapped until aio_close */
 static atomic_uint_fast64_t bytes_read, bytes_written;
 
@@ -44,6 +45,7 @@ static aio_context *open_on(const char *engine, const aio_fault *faults, unsigne
                            .queue_depth = 4,
                            .registered = 1,
                            .verify = n_faults == 0,
+                           .alignment = alignment,
                            .n_faults = n_faults,
                            .faults = faults};
     CHECK(aio_open(&opened, &options) == 0);
@@ -296,7 +298,9 @@ static void check_round_trips(const char *engine, int fd)
         {.kind = AIO_REGISTER, .file = -1, .first = 3, .count = 2, .error = ENOMEM},
         {.kind = AIO_READ, .file = -1, .first = 200, .count = 2, .error = EIO},
     };
-    for (unsigned n_faults = 0; n_faults <= 6; n_faults += 6) {
+    for (unsigned round = 0; round < 4; round++) {
+        unsigned n_faults = round % 2 ? 6 : 0;
+        alignment = round / 2 ? 65536 : 0;
         context = open_on(engine, troubles, n_faults);
         file = aio_add_file(context, fd, 1);
         other = aio_add_file(context, fd, 1);
@@ -318,21 +322,24 @@ static void check_round_trips(const char *engine, int fd)
             CHECK(ops == stats.kind[kind].ops);
             CHECK(longest <= stats.kind[kind].latency_ns && stats.kind[kind].latency_ns <= ops * longest);
         }
-        CHECK((stats.kind[AIO_READ].retries > 0) == (n_faults > 0));
-        CHECK(stats.kind[AIO_READ].rereads == (n_faults > 0 ? 2 : 0) && stats.kind[AIO_WRITE].rereads == 0);
+        /* With larger blocks, a read may find that the file has grown meanwhile, and is done again; and a write reads. */
+        CHECK((stats.kind[AIO_READ].retries > 0) == (n_faults > 0) || alignment);
+        CHECK(stats.kind[AIO_READ].rereads + stats.kind[AIO_WRITE].rereads == (n_faults > 0 ? 2 : 0));
+        CHECK(stats.kind[AIO_WRITE].rereads == 0 || alignment);
         CHECK(aio_describe(context, &info) == 0 && strcmp(info.engine, engine) == 0);
         CHECK(((info.flags & AIO_USES_VERIFY) != 0) == (n_faults == 0));
         CHECK((info.registered_bytes == 0) == !(info.flags & AIO_USES_REGISTERED_BUFFERS));
         CHECK(aio_close(context) == 0);
         aio_free(context);
     }
+    alignment = 0;
 }
 
 /* A failure poisons a long chain; close cancels what was not begun; the context is freed with results uncollected. */
 static void check_failures(const char *engine, int fd)
 {
     const aio_fault faults[] = {
-        {.kind = AIO_WRITE, .file = -1, .error = EIO, .first = 1, .count = 1, .delay_ns = 20000000},
+        {.kind = AIO_WRITE, .file = -1, .error = EIO, .first = 1, .count = 1, .delay_ns = 300000000},
         {.kind = AIO_WRITE, .file = -1, .first = 2, .count = 4, .delay_ns = 50000000}};
     char *memory = buffer_of(REGION, 1);
     char *target = buffer_of(REGION, 2); /* of reads that may run beside writes from memory */

@@ -19,9 +19,9 @@ from tiering.host.cgroups import io_limits
 from tiering.host.drives import Backing, Drive, behind
 from tiering.host.kernel_files import text_of
 from tiering.host.topology import format_cpus, parse_cpus
+from tiering.storage.file_system import direct_alignment
 from tiering.storage.swap_file import overwrites_in_place
 
-PAGE = 4096
 MIN_SPACE = 1 << 30
 """Bytes. Less free space cannot hold any optimizer state."""
 LOW_SPACE = 0.05
@@ -136,7 +136,7 @@ def try_swap_file(directory: Path, nbytes: int = 1 << 20) -> Trial:
         code = -int(lib.aio_reserve(fd, nbytes))
         if code not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
             return Trial(error=code)
-        with mmap.mmap(-1, PAGE) as page:
+        with mmap.mmap(-1, direct_alignment(fd)) as page:
             try:
                 os.pwritev(fd, [page], 0)
                 os.preadv(fd, [page], 0)

@@ -383,9 +383,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Faults to inject; the first that matches an operation applies."""
+    """Faults to inject; the first that matches an operation applies.
+
+    ``alignment`` is the block size of the device that direct files appear to be on, a power of two from 4096 to 65536:
+    operations on other ranges fail with EINVAL. 0: the alignment of the real device.
+    """
 
     faults: tuple[Fault, ...]
+    alignment: int = 0
 
 
 def _check_options(engine: str, block_size: int, queue_depth: int) -> None:
@@ -402,6 +407,7 @@ def _open(engine: str, options: dict[str, int], fault: FaultPlan | None) -> obje
     name = ffi.new("char[]", engine.encode())
     faults = ffi.new("aio_fault[]", planned)
     raw = ffi.new("aio_options *", {**options, "engine": name, "n_faults": len(planned), "faults": faults})
+    raw.alignment = fault.alignment if fault else 0
     out = ffi.new("aio_context **")
     code = lib.aio_open(out, raw)
     if code < 0:

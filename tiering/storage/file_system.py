@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from tiering._aio import lib
 from tiering._remedies import FEWER_CHECKPOINTS
 from tiering.errors import WeightsError
 from tiering.storage.descriptors import close_alone, open_alone
 
 log = logging.getLogger(__name__)
-
-# Bytes that O_DIRECT moves at least, in files that it can be used for here.
-_BLOCK = 4096
 
 # Constants of <linux/fs.h>.
 _AT_FDCWD = -100
@@ -98,7 +96,7 @@ def _open_direct(path: Path) -> int:
     fd = -1
     try:
         fd = open_alone(path, os.O_RDONLY | os.O_DIRECT | os.O_NONBLOCK)
-        with mmap.mmap(-1, _BLOCK) as page:
+        with mmap.mmap(-1, direct_alignment(fd)) as page:
             os.preadv(fd, [page], 0)
     except OSError as error:
         if fd >= 0:
@@ -107,6 +105,14 @@ def _open_direct(path: Path) -> int:
             raise
         return -1
     return fd
+
+
+def direct_alignment(fd: int) -> int:
+    """The bytes of which operations on a file with O_DIRECT transfer multiples: a page or, on some devices, more.
+
+    The I/O context merges pieces of larger blocks. A page, too, where the kernel does not say it.
+    """
+    return max(int(lib.AIO_ALIGNMENT), int(lib.aio_direct_alignment(fd)))
 
 
 def unopened(path: Path, error: OSError) -> WeightsError:

@@ -82,7 +82,7 @@ class SlabFile:
         with self._lock:
             end = self._swap.nbytes
             self._swap.resize(end + size)
-            self._free.free(end, size)
+            self._free.free(end, self._swap.nbytes - end)
 
     def allocate(self, nbytes: int, names: tuple[str, ...]) -> Extent:
         """An extent of ``nbytes`` rounded up to 4096, first fit. Raises SwapSpaceError when none is left."""

@@ -32,7 +32,8 @@ from pathlib import Path
 from tiering._aio import lib
 from tiering.config.training import format_size
 from tiering.errors import SwapSpaceError
-from tiering.storage.arena import PAGE
+from tiering.storage.arena import PAGE, round_up
+from tiering.storage.file_system import direct_alignment
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ _OPEN_FILES: weakref.WeakSet[SwapFile] = weakref.WeakSet()
 
 
 class SwapFile:
-    """``nbytes`` of reserved space in ``directory``. ``fd`` is -1 once closed; ``direct`` says that O_DIRECT is in use.
+    """``nbytes`` of reserved space in ``directory``. ``fd`` is -1 once closed; ``direct`` says that O_DIRECT is in use,
+    in multiples of ``alignment``.
 
     ``missing_features`` describes features that the file system lacks. ``direct=False`` uses the page cache.
 
@@ -86,10 +88,12 @@ class SwapFile:
                     " by a failing write"
                 )
             self._reserves = True
+            # A device may have larger blocks than the engine's pages. The last one is the file's, too.
+            self.alignment = direct_alignment(self.fd) if self.direct else PAGE
             self.resize(nbytes)
             if not self._reserves:
                 missing_features.append("no fallocate: a full disk is detected only by a failing write")
-            if self.direct and nbytes and not _takes_direct_transfers(self.fd, directory):
+            if self.direct and nbytes and not _takes_direct_transfers(self.fd, directory, self.alignment):
                 # Before the I/O context gets the descriptor: ``direct`` determines which transfers must be aligned.
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 self.direct = False
@@ -105,7 +109,11 @@ class SwapFile:
             )
 
     def resize(self, nbytes: int) -> None:
-        """Grow or shrink to ``nbytes``. Raises SwapSpaceError when there is too little space."""
+        """Grow or shrink to ``nbytes``, rounded up to ``alignment``.
+
+        Raises SwapSpaceError when there is too little space.
+        """
+        nbytes = round_up(nbytes, self.alignment)
         if nbytes > self.nbytes:
             self._grow(nbytes)
         elif nbytes < self.nbytes:
@@ -326,17 +334,17 @@ def _fallocate(fd: int, nbytes: int) -> int:
     return -int(lib.aio_reserve(fd, nbytes))
 
 
-def _takes_direct_transfers(fd: int, directory: Path) -> bool:
-    """Write and read a page: some file systems accept O_DIRECT and refuse the transfer, or want larger blocks."""
-    with mmap.mmap(-1, PAGE) as page:
+def _takes_direct_transfers(fd: int, directory: Path, alignment: int) -> bool:
+    """Write and read a block: some file systems accept O_DIRECT and refuse the transfer, or want larger blocks."""
+    with mmap.mmap(-1, alignment) as page:
         try:
-            # The first page has no owner yet.
+            # The first block has no owner yet.
             os.pwritev(fd, [page], 0)
             os.preadv(fd, [page], 0)
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return False
-            raise _refused(directory, PAGE, error.errno or errno.EIO) from error
+            raise _refused(directory, alignment, error.errno or errno.EIO) from error
     return True
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from tiering.errors import SwapSpaceError
 from tiering.storage import swap_file
-from tiering.storage.aio import AioContext
+from tiering.storage.aio import AioContext, FaultPlan
 from tiering.storage.arena import PAGE, Arena
 from tiering.storage.slab_file import SlabFile
 from tiering.storage.swap_file import SwapFile, check_directory, disk_of, free_bytes, memory_file_system
@@ -446,6 +446,36 @@ def test_the_flag_of_btrfs_is_not_asked_for_elsewhere(
 ) -> None:
     monkeypatch.setattr(fcntl, "ioctl", None)
     SwapFile(tmp_path, PAGE).close()
+
+
+def test_a_device_with_larger_blocks_is_used_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here the fault backend refuses what such a device would refuse; the file has whole blocks."""
+    monkeypatch.setattr(swap_file, "direct_alignment", lambda _: 4 * PAGE)
+    probed: list[int] = []
+    write = os.pwritev
+    monkeypatch.setattr(
+        os, "pwritev", lambda fd, pages, at: probed.append(len(pages[0])) or write(fd, pages, at)
+    )
+    arena = Arena.map(14 * PAGE, "host")
+    with AioContext(fault=FaultPlan((), 4 * PAGE)) as aio:
+        slab = SlabFile(tmp_path, 5 * PAGE, aio)
+        assert (slab.direct, slab.capacity, probed) == (True, 8 * PAGE, [4 * PAGE])
+        slab.grow(PAGE)
+        assert (slab.capacity, os.fstat(slab.fd).st_size) == (12 * PAGE, 12 * PAGE)
+        extents = [slab.allocate(nbytes * PAGE, ("w",)) for nbytes in (3, 2, 7)]
+        leases = [arena.lease(extent.nbytes, "out") for extent in extents]
+        for value, (extent, lease) in enumerate(zip(extents, leases, strict=True)):
+            lease.view[:] = bytes([value + 1]) * lease.nbytes
+            slab.swap_out(extent, lease)
+        for value, extent in enumerate(extents):
+            slab.settle(extent)
+            leases[value].view[:] = bytes(extent.nbytes)
+            slab.swap_in(extent, leases[value]).wait()
+            assert bytes(leases[value].view) == bytes([value + 1]) * extent.nbytes
+    slab.close()
+    assert warnings(caplog) == []
 
 
 def test_the_probing_page_finds_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,12 +69,12 @@ def test_the_file_grows_to_whole_blocks(
 
 
 def test_a_block_that_cannot_be_read_is_not_written(open_context: Any, swap_file: Any, memory: Any) -> None:
-    context = open_context(Fault("read", error=errno.EIO), alignment=16384)
+    context = open_context(Fault("read", error=errno.ENXIO), alignment=16384)
     fd = swap_file(16384)
     file = context.add_file(fd, direct=True, name="swap")
     with pytest.raises(SwapError) as caught:
         context.write(file, memory(b"w" * PAGE), 2 * PAGE, PAGE).wait()
-    assert (caught.value.errno, caught.value.offset) == (errno.EIO, 2 * PAGE)
+    assert (caught.value.errno, caught.value.offset) == (errno.ENXIO, 2 * PAGE)
     stats = context.stats()[file]
     assert (stats.write.errors, stats.read.errors) == (1, 0)
     assert content_of(fd) == bytes(16384)

@@ -82,7 +82,7 @@ def test_each_runs_when_its_reads_are_done_and_its_slot_goes_on(on_file: Any, me
 @pytest.mark.parametrize("failing", ["read", "call", "submission", "interrupt"])
 def test_what_fails_stops_it_and_leaves_the_rest_as_it_was(on_file: Any, memory: Any, failing: str) -> None:
     faults = {
-        "read": [Fault("read", first=2, error=errno.EIO)],
+        "read": [Fault("read", first=2, error=errno.ENXIO)],
         "interrupt": [Fault("read", first=2, delay=1.0)],
     }
     context, file = on_file(*faults.get(failing, []))
@@ -123,7 +123,7 @@ def test_what_fails_stops_it_and_leaves_the_rest_as_it_was(on_file: Any, memory:
     assert [ticket.has_begun for ticket in begins] == [True, False, False]
     assert begins[0].wait() == PAGE
     if failing == "read":
-        with pytest.raises(SwapError, match="EIO"):
+        with pytest.raises(SwapError, match="ENXIO"):
             reads[1].wait()
     back = memory(2 * PAGE)
     assert context.read(file, back, 0, 2 * PAGE).wait() == 2 * PAGE

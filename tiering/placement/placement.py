@@ -90,7 +90,7 @@ def _place_cut(load: Workload, budgets: Budgets) -> Plan:
     try:
         return _place(load, fixed, kept)
     except BudgetError as refusal:
-        if refusal.tier is Tier.NVME and load.staged_bytes:
+        if load.staged_bytes:
             # What larger slots take from the cache goes to NVMe: try with the usual ones.
             return replace(_place_cut(replace(load, disk=None), budgets), workload=load)
         raise

@@ -135,17 +135,17 @@ class SlotTransfers:
         """All reads of a tile that moves by swap alone, after ``first``; its gradient is final."""
         tile, home, itemsize = staged.tile, staged.tile.group.shard_home, staged.tile.group.dtype.itemsize
         reads: list[tuple[StripedExtent, LeasePart, int, int]] = []
+        if tile.state.extent is not None:
+            reads.append((tile.state.extent, staged.lease.part(0, tile.state.extent.nbytes), 0, 0))
+        if home.extent is not None and self._needs_params(tile):
+            part = staged.lease.part(self._slots.param_offset, tile.numel * itemsize)
+            reads.append((home.extent, part, tile.start * itemsize, 0))
         if not self._gradients.windows.address(tile.group):
             gradient = self._gradients.homes[tile.group.index]
             size = self._gradients.dtype_of(tile.group).itemsize
             part = staged.lease.part(self._slots.grad_offset, tile.numel * size)
             assert gradient.extent is not None
             reads.append((gradient.extent, part, tile.start * size, read_ahead.FETCH_PRIORITY))
-        if tile.state.extent is not None:
-            reads.append((tile.state.extent, staged.lease.part(0, tile.state.extent.nbytes), 0, 0))
-        if home.extent is not None and self._needs_params(tile):
-            part = staged.lease.part(self._slots.param_offset, tile.numel * itemsize)
-            reads.append((home.extent, part, tile.start * itemsize, 0))
         swap = self._tiers.swap
         assert swap is not None
         return [

@@ -10,7 +10,7 @@ from tiering.storage.io_stats import DirectionStats, FileStats
 from tiering.storage.path_speeds import INTERVAL_OPS, INTERVALS, PathSpeeds
 
 MEASURED = {"/a": 4_000_000_000, "/b": 2_000_000_000, "/c": 4_000_000_000}
-NOTHING = DirectionStats(0, 0, 0, 0, 0, 0, 0, (), {})
+NOTHING = DirectionStats(0, 0, 0, 0, 0, 0, 0, 0, (), {})
 
 
 class Paths:
@@ -29,7 +29,7 @@ class Paths:
             nbytes = rate // 8 // INTERVAL_OPS
             self._busy[name] += round(ops * nbytes * 2e9 / (rate * part))
             moved = DirectionStats(
-                self._ops * nbytes, self._ops // 2, 0, 0, 0, self._busy[name] // 2, 0, (), {}
+                self._ops * nbytes, self._ops // 2, 0, 0, 0, 0, self._busy[name] // 2, 0, (), {}
             )
             stats.append(FileStats(name, True, moved, moved, NOTHING, 0))
         return self.speeds.observe(stats)

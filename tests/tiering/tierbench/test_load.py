@@ -126,7 +126,8 @@ def test_what_is_written_together_ends_with_the_first_file(
     ((whole, part),) = files.written_once
     assert fast.write.bytes == whole == 16 * MIB
     assert slow.write.bytes <= part < 16 * MIB
-    assert files.written_bytes == whole + part
+    # Blocks of canceled requests were written, too.
+    assert whole + part <= files.written_bytes < 2 * 16 * MIB
 
 
 def test_a_ramp_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +295,7 @@ def test_data_does_not_compress(tmp_path: Path) -> None:
 def test_a_file_system_without_o_direct_is_not_measured_as_if_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap_file, "_takes_direct_transfers", lambda fd, directory: False)
+    monkeypatch.setattr(swap_file, "_takes_direct_transfers", lambda fd, directory, alignment: False)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(UnsafeTargetError, match="refuses O_DIRECT, so a measurement would include the page"):
         work_files(tmp_path)

@@ -113,7 +113,8 @@ def test_a_step_tells_what_it_came_to_and_what_it_waited_for(
     for waits in last.stalls_by_phase.values():
         in_phases.update(waits)
     assert dict(in_phases) == pytest.approx(last.stalls)
-    assert set(last.stalls_by_phase["step"]) <= {"optimizer state", "staging", "gradients"}
+    # A step whose tiles have all arrived waits for nothing.
+    assert set(last.stalls_by_phase.get("step", {})) <= {"optimizer state", "staging", "gradients"}
     assert last.stalls_by_phase["forward"].keys() == {"parameters"}
     assert set(last.phase_seconds) == {"forward", "backward", "step", "idle"}
     assert (

@@ -89,7 +89,7 @@ def _place_cut(load: Workload, budgets: Budgets) -> Plan:
     kept = _keep_what_cannot_move(load, fixed) if load.cache_in_host else []
     try:
         return _place(load, fixed, kept)
-    except BudgetError as refusal:
+    except BudgetError:
         if load.staged_bytes:
             # What larger slots take from the cache goes to NVMe: try with the usual ones.
             return replace(_place_cut(replace(load, disk=None), budgets), workload=load)

@@ -7,6 +7,7 @@ import struct
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,6 +184,11 @@ def reads(transfers: Iterable[Moved]) -> list[Moved]:
     return [each for each in transfers if each.kind == "read"]
 
 
+def before_tiles(transfers: Iterable[Moved]) -> list[Moved]:
+    """Those before the first tile: of the forward, and of most of the backward."""
+    return list(takewhile(lambda each: each.section != "optimizer state", transfers))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_replayed_step_moves_what_the_engine_moves_in_its_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -190,8 +196,8 @@ def test_a_replayed_step_moves_what_the_engine_moves_in_its_order(
     plan, real, replayed = both(CASES[name], tmp_path, monkeypatch)
     if "gradients" in name:
         assert Tier.NVME in plan.grad_tiers
-    # Which tile is stepped first of those that have arrived depends on time; the order of the reads does not.
-    assert reads(replayed) == reads(real)
+    # Which tile is stepped first of those that have arrived depends on time, and so do the reads into its slot.
+    assert before_tiles(reads(replayed)) == before_tiles(reads(real))
     assert Counter(replayed) == Counter(real)
     assert sum(each.nbytes for each in replayed) == sum(plan.nvme_traffic()) > 0
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from tiering._aio import lib
 from tiering._remedies import FEWER_CHECKPOINTS
 from tiering.errors import WeightsError
 from tiering.storage.descriptors import close_alone, open_alone
@@ -112,6 +111,9 @@ def direct_alignment(fd: int) -> int:
 
     The I/O context merges pieces of larger blocks. A page, too, where the kernel does not say it.
     """
+    # Here, because the header of a file is read without the I/O library.
+    from tiering._aio import lib
+
     return max(int(lib.AIO_ALIGNMENT), int(lib.aio_direct_alignment(fd)))
 
 

@@ -223,6 +223,7 @@ typedef struct {
     int64_t *const *after;
     size_t n_after;
     int64_t *ticket;
+    uint64_t submitted_ns; /* set by aio_run: the time before the submission; 0: not made */
 } aio_submission;
 
 /* A step of work between transfers: when the tickets that are stored at `waits` are done, call(argument), which returns
@@ -232,7 +233,7 @@ typedef struct {
     size_t n_waits;
     int (*call)(void *argument);
     void *argument;
-    const aio_submission *submissions;
+    aio_submission *submissions;
     size_t n_submissions;
     uint64_t idle_ns; /* set by aio_run: the beginning of the wait that this task ended; 0: there was none */
     uint64_t began_ns, ended_ns; /* set by aio_run: of the call; 0: not begun, not ended */

@@ -52,12 +52,13 @@ static aio_task *find_ready(aio_context *context, aio_task *tasks, size_t n, int
 static int submit_all(aio_context *context, const aio_task *task)
 {
     for (size_t i = 0; i < task->n_submissions; i++) {
-        const aio_submission *each = &task->submissions[i];
+        aio_submission *each = &task->submissions[i];
         int64_t *after = each->n_after ? malloc(each->n_after * sizeof *after) : NULL;
         if (each->n_after && !after)
             return -ENOMEM;
         for (size_t k = 0; k < each->n_after; k++)
             after[k] = *each->after[k];
+        each->submitted_ns = aio_now_ns();
         int error = aio_submit_vector(context, each->kind, each->pieces, each->n, each->priority, after,
                                       each->n_after, each->ticket);
         free(after);

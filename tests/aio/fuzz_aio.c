@@ -259,7 +259,8 @@ static void do_run(struct input *input)
                                           1,
                                           &after[i],
                                           take(input, 1) % 2,
-                                          &begun[i]};
+                                          &begun[i],
+                                          0};
         tasks[i] = (aio_task){.waits = &waits[i],
                               .n_waits = take(input, 1) % 2,
                               .call = answer_call,

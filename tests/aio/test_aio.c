@@ -192,10 +192,10 @@ static void run_tasks(uint64_t rank, char *slots)
         write_at[k] = &writes[k];
     }
     for (int k = 0; k < TASKS; k++) {
-        begins[k][0] = (aio_submission){AIO_WRITE, 0, &pieces[k], 1, NULL, 0, &writes[k]};
+        begins[k][0] = (aio_submission){AIO_WRITE, 0, &pieces[k], 1, NULL, 0, &writes[k], 0};
         if (k < SLOTS)
             begins[k][1] =
-                (aio_submission){AIO_READ, 1, &pieces[k + SLOTS], 1, &write_at[k], 1, &reads[k + SLOTS]};
+                (aio_submission){AIO_READ, 1, &pieces[k + SLOTS], 1, &write_at[k], 1, &reads[k + SLOTS], 0};
         tasks[k] = (aio_task){.waits = &read_at[k],
                               .n_waits = 1,
                               .call = invert,

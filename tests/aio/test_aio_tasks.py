@@ -41,7 +41,7 @@ def on_file(open_context: Any, swap_file: Any, memory: Any) -> Callable[..., tup
 
 
 def test_each_runs_when_its_reads_are_done_and_its_slot_goes_on(on_file: Any, memory: Any) -> None:
-    context, file = on_file(Fault("read", delay=0.3))
+    context, file = on_file(Fault("read", delay=1.0))
     slots = [memory(PAGE), memory(PAGE)]
     calls: list[int] = []
 
@@ -71,9 +71,9 @@ def test_each_runs_when_its_reads_are_done_and_its_slot_goes_on(on_file: Any, me
     for record in records:
         if record.kind == "write":
             task = tasks[record.offset // PAGE]
-            assert task.began <= task.ended <= record.issued and record.submitted == task.ended
+            assert task.began <= task.ended <= record.submitted <= record.issued
     # The first to run behind the late read ended a wait.
-    assert tasks[0].idle and tasks[0].began - tasks[0].idle > 0.1e9
+    assert tasks[3].ended <= tasks[0].idle < tasks[0].began
     back = memory(4 * PAGE)
     assert context.read(file, back, 0, 4 * PAGE).wait() == 4 * PAGE
     assert back.bytes() == b"".join(bytes([10 + number]) * PAGE for number in range(4))

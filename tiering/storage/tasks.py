@@ -54,7 +54,6 @@ def run_tasks(transfers: Transfers, tasks: Sequence[Task]) -> None:
     """
     requests = [ticket._request for task in tasks for ticket in task.begins]
     run = _Run(tasks)
-    recording = transfers.is_recording
     transfers.keep(requests)
     try:
         idle = ffi.new("uint64_t *")
@@ -64,10 +63,7 @@ def run_tasks(transfers: Transfers, tasks: Sequence[Task]) -> None:
         ) == -errno.ETIMEDOUT:
             transfers.warn_of_hangs()
     finally:
-        run.report(tasks)
-        for task in tasks if recording else ():
-            for ticket in task.begins:
-                ticket._request.submitted = task.ended
+        run.report(tasks, recording=transfers.is_recording)
         transfers.forget_unbegun(requests)
     failed = any(task.answer for task in tasks)
     if code < 0 and code != -errno.ECANCELED and not failed:
@@ -89,15 +85,13 @@ class _Run:
             for submission, ticket in zip(raw.submissions[0 : len(task.begins)], task.begins, strict=True):
                 self._fill(submission, ticket._request)
 
-    def report(self, tasks: Sequence[Task]) -> None:
-        """Store times and answers in ``tasks``."""
+    def report(self, tasks: Sequence[Task], *, recording: bool) -> None:
+        """Store times and answers in ``tasks``, and the times of submissions if transfers are recorded."""
         for raw, task in zip(self.tasks, tasks, strict=True):
-            task.idle, task.began, task.ended, task.answer = (
-                raw.idle_ns,
-                raw.began_ns,
-                raw.ended_ns,
-                raw.answer,
-            )
+            task.idle, task.answer = raw.idle_ns, raw.answer
+            task.began, task.ended = raw.began_ns, raw.ended_ns
+            for number, ticket in enumerate(task.begins if recording else ()):
+                ticket._request.submitted = raw.submissions[number].submitted_ns
 
     def _fill(self, submission: Any, request: Request) -> None:
         pieces = self._keep(request.as_pieces())

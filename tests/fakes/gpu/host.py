@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -112,7 +112,8 @@ class Transfer:
 
 
 def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
-    submit, wait, done, close = Transfers._submit, Ticket.wait, Ticket.done, AioContext.close
+    submit, wait_any, close = Transfers._submit, Transfers.wait_any, AioContext.close
+    wait, done = Ticket.wait, Ticket.done
     live: list[Transfer] = []
 
     def transfer_of(ticket: Ticket) -> Transfer | None:
@@ -150,6 +151,13 @@ def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         has_ended(ticket)
         return result
 
+    def waited_any(transfers: Transfers, requests: Sequence[Any], timeout: float | None) -> int:
+        place = wait_any(transfers, requests, timeout)
+        if (transfer := getattr(requests[place], "fake", None)) is not None:
+            with device.lock:
+                transfer.ended()
+        return place
+
     def is_done(ticket: Ticket) -> bool:
         transfer = transfer_of(ticket)
         if transfer is not None and not transfer.known() and not device.transfer_answers():
@@ -170,7 +178,8 @@ def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
 
     for name, replacement in {"wait": waited, "done": is_done}.items():
         patch.setattr(Ticket, name, replacement)
-    patch.setattr(Transfers, "_submit", submitted)
+    for name, replacement in {"_submit": submitted, "wait_any": waited_any}.items():
+        patch.setattr(Transfers, name, replacement)
     patch.setattr(AioContext, "close", closed)
 
 

@@ -20,8 +20,9 @@ from tiering.tierbench.load.work_files import WorkFiles
 from tiering.tierbench.result import Settings
 from tiering.tierbench.words import ReadWrite, is_random, reads, writes
 
-# Size of a request: smaller requests would keep Python busy on a fast drive; larger ones take long on a slow drive.
-_REQUEST_BYTES = 16 << 20  # bytes
+# In one request of each job on a drive: at 16 MiB, Python takes as much CPU time per GB as the driver thread. This is
+# also the memory of a slot.
+_REQUEST_BYTES = 64 << 20
 _REQUEST_BLOCKS = 128
 _NOISE_BYTES = 8 << 20  # generating random bytes takes as long as writing them, so this much is repeated
 _WORD_BYTES = 8
@@ -39,7 +40,8 @@ class Count:
 
 def slots(settings: Settings, size: int) -> tuple[int, int]:
     """The number of memory slots of a lane over ``size`` bytes, and the blocks per slot."""
-    request_blocks = max(min(_REQUEST_BYTES // settings.bs, _REQUEST_BLOCKS), -(-settings.iodepth // 4))
+    request_bytes = _REQUEST_BYTES // settings.numjobs
+    request_blocks = max(min(request_bytes // settings.bs, _REQUEST_BLOCKS), -(-settings.iodepth // 4))
     blocks = max(1, min(request_blocks, size // settings.bs // 16))
     # Two more than the depth needs: one request is waited for, and one is prepared.
     return -(-settings.iodepth // blocks) + 2, blocks

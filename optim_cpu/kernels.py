@@ -177,11 +177,9 @@ class StepBatch:
             self._capacity *= 2
         state0, state1 = (*state, 0, 0)[:2]
         segment = self._segments + self._count
+        memory = (param, remainder, state0, state1, state_format, grad, grad_dtype, out, out_dtype)
         try:
-            code = lib.opt_segment_init(
-                segment, self._rules, rule, numel, param, remainder, state0, state1, state_format, grad, grad_dtype,
-                out, out_dtype, first_index,
-            )  # fmt: skip
+            code = lib.opt_segment_init(segment, self._rules, rule, numel, *memory, first_index)
         except (TypeError, OverflowError) as error:
             arguments = {"segment": segment, "rules": self._rules} | ordered(
                 locals(),
@@ -208,15 +206,14 @@ class StepBatch:
     def part(self, first: int, count: int, grad_scale: float = 1.0) -> PreparedStep:
         """The step of ``count`` segments from number ``first`` on, for code in C that runs it; see ``run``.
 
-        Segments that are added later may move: make all parts behind the last ``add``.
+        Prepare all parts after the last ``add`` and ``add_rule``: each may move the segments or rules.
         """
         if not 0 <= first <= first + count <= self._count:
             raise ValueError(
                 f"StepBatch.part: segments [{first}, {first + count}) are not among {self._count} of them"
             )
-        return PreparedStep(
-            ffi.new("opt_step *", [self._segments + first, count, self._rules, grad_scale]), self._segments
-        )
+        step = ffi.new("opt_step *", [self._segments + first, count, self._rules, grad_scale])
+        return PreparedStep(step, (self._segments, self._rules))
 
     def clear(self) -> None:
         """Remove all segments and rules."""
@@ -231,9 +228,9 @@ class PreparedStep:
 
     function: int = int(ffi.cast("intptr_t", ffi.addressof(lib, "opt_run_step")))
 
-    def __init__(self, step: Any, segments: Any) -> None:
+    def __init__(self, step: Any, borrowed: Any) -> None:
         self._step = step
-        self._segments = segments
+        self._borrowed = borrowed
         self.argument = int(ffi.cast("intptr_t", step))
 
     def check(self, code: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -240,3 +242,21 @@ def test_a_batch_keeps_its_segments_from_step_to_step() -> None:
     assert len(batch) == 0
     batch.run(1.0)
     assert same_bits(arrays["param"], after["param"])
+
+
+def test_a_prepared_step_steps_its_segments_and_keeps_the_memory_of_the_batch() -> None:
+    batch = StepBatch(1)
+    problems = [make(Kind("lion", grad_scale=0.5), n, n, hard=False) for n in (70, 33, 129)]
+    arrays = [problem.before.copy() for problem in problems]
+    for problem, each in zip(problems, arrays, strict=True):
+        problem.add_to(batch, batch.add_rule(problem.kind.rule()), each, 0, problem.numel)
+    for first, count in ((-1, 1), (1, -1), (2, 2)):
+        with pytest.raises(ValueError, match=r"segments \[.*\) are not among 3 of them"):
+            batch.part(first, count)
+    step = batch.part(1, 2, 0.5)
+    kept = [weakref.ref(batch._segments), weakref.ref(batch._rules)]
+    del batch
+    assert all(memory() is not None for memory in kept)
+    step.check(ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(step.function)(step.argument))
+    for each, want in zip(arrays, [problems[0].before, problems[1].after, problems[2].after], strict=True):
+        assert all(same_bits(each[name], want[name]) for name in ("param", "state0"))

@@ -42,10 +42,8 @@ class Run:
         self.step_number += 1
         rule = getattr(kernels, self.optimizer)(**(self.hyper | {"step": self.step_number} | changed))
         batch = StepBatch()
-        batch.add(
-            len(g), batch.add_rule(rule), param=address(self.p), state=tuple(map(address, self.state)), grad=address(g),
-            grad_dtype=DType.FP32,
-        )  # fmt: skip
+        number, state = batch.add_rule(rule), tuple(map(address, self.state))
+        batch.add(len(g), number, param=address(self.p), state=state, grad=address(g), grad_dtype=DType.FP32)
         batch.run(grad_scale)
         return self.p.copy()
 
@@ -190,11 +188,9 @@ def test_a_parameter_beyond_its_output_is_infinite_there(isa: str) -> None:
         (DType.BF16, [0x4780, 0x4780, 0x4780, 0xC780, 0x7F7F, 0x7F7F, 0x7F80, 0xFF80]),
     ):
         batch = StepBatch()
-        rule = kernels.sgd(**(SGD | {"momentum": 0.0, "weight_decay": 0.0}))
-        batch.add(
-            len(p), batch.add_rule(rule), param=address(p), grad=address(g), grad_dtype=DType.FP32, out=address(out),
-            out_dtype=dtype,
-        )  # fmt: skip
+        rule = batch.add_rule(kernels.sgd(**(SGD | {"momentum": 0.0, "weight_decay": 0.0})))
+        output: dict[str, Any] = {"out": address(out), "out_dtype": dtype}
+        batch.add(len(p), rule, param=address(p), grad=address(g), grad_dtype=DType.FP32, **output)
         batch.run()
         assert out.tolist() == value
 
@@ -297,9 +293,8 @@ def test_a_subnormal_operand_is_the_zero_of_its_sign(isa: str) -> None:
     assert momentum.step([0.0]).tolist() == [0] and momentum.state[0].tolist() == [0]
     lion = Run("lion", [0.0, 0.0], LION | {"weight_decay": 0.0, "lr": 0.5, "beta1": 0.5}, state=BELOW)
     assert lion.step([-BELOW, 4 * LEAST]).tolist() == [0, -0.5]
-    widened = np.array(
-        [0x7F, 0x807F, 0x80, 0x8080], np.uint16
-    )  # bfloat16 gradients: two subnormals, two least ones
+    # bfloat16 gradients: two subnormals, two of the least normal number
+    widened = np.array([0x7F, 0x807F, 0x80, 0x8080], np.uint16)
     p = np.zeros(len(widened), np.float32)
     batch = StepBatch()
     rule = batch.add_rule(kernels.sgd(**(PLAIN_SGD | {"step": 1})))

@@ -28,11 +28,10 @@ def rounded(x: F32, *, seed: int = 1, step: int = 1, first_index: int = 0) -> tu
     n = len(x)
     p, m, v = np.zeros(n, np.float32), np.zeros(n, np.uint16), np.zeros(n, np.uint16)
     batch = StepBatch()
-    batch.add(
-        n, batch.add_rule(kernels.adam(**ROUND_ONLY, step=step, seed=seed)), param=address(p),
-        state=(address(m), address(v)), state_format=StateFormat.BF16_STOCHASTIC, grad=address(x),
-        grad_dtype=DType.FP32, first_index=first_index,
-    )  # fmt: skip
+    rule = batch.add_rule(kernels.adam(**ROUND_ONLY, step=step, seed=seed))
+    state: dict[str, Any] = {"state": (address(m), address(v)), "state_format": StateFormat.BF16_STOCHASTIC}
+    grad: dict[str, Any] = {"grad": address(x), "grad_dtype": DType.FP32}
+    batch.add(n, rule, param=address(p), **state, **grad, first_index=first_index)
     batch.run()
     return m, v
 
@@ -158,10 +157,8 @@ def averages(gradients: F32, state_format: StateFormat, n: int, start: float = 0
     batch = StepBatch()
     hyper: dict[str, Any] = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
     rule = batch.add_rule(kernels.adam(**hyper, step=1))
-    batch.add(
-        n, rule, param=address(p), state=(address(m), address(v)), state_format=state_format, grad=address(grad),
-        grad_dtype=DType.FP32,
-    )  # fmt: skip
+    state: dict[str, Any] = {"state": (address(m), address(v)), "state_format": state_format}
+    batch.add(n, rule, param=address(p), **state, grad=address(grad), grad_dtype=DType.FP32)
     for t, g in enumerate(gradients, 1):
         grad[:] = g
         batch.set_rule(rule, kernels.adam(**hyper, step=t))

@@ -11,7 +11,7 @@
  *     v_stream_half v_fence        16-bit, address aligned to the vector; v_fence orders these stores
  *     v_add v_sub v_mul v_div v_sqrt    one rounding each
  *     FLUSHES                      1 if they flush subnormals in the environment of a step (fp_environment.h); else
- *     v_zero_below(x, y, least)    x, or the zero of its sign where the magnitude of y is below `least`
+ *     v_zero_below(x, y, least)    x, or the zero of its sign where the magnitude of y is below that of `least`
  *     v_fma(a, b, c)               a * b + c with one rounding, for numbers that a bfloat16 can hold as a and b
  *     v_total                      the sum of the lanes: l[i] += l[i + n], n being LANES / 2, .. 2, 1
  *     v_sign                       -1, 0, 1; NaN stays NaN

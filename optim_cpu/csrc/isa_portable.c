@@ -79,7 +79,7 @@ INLINE vf v_zero_below(vf x, vf y, vf least)
 {
     uint32_t bits = bits_of(x);
 
-    return float_of(fabsf(y) < least ? bits & 0x80000000 : bits);
+    return float_of(fabsf(y) < fabsf(least) ? bits & 0x80000000 : bits);
 }
 INLINE float v_total(vf x) { return x; }
 INLINE vf v_canonical(vf x) { return x != x ? float_of(0x7FC00000) : x; }

@@ -171,7 +171,7 @@ int opt_state_count(const opt_rule *rule)
 {
     uint32_t momentum;
 
-    /* Compare the bits: in the caller's environment a subnormal momentum may compare equal to 0, in the kernel not. */
+    /* Compare the bits: a subnormal momentum equals 0 in a step and in some callers' environments, and not in others. */
     memcpy(&momentum, &rule->momentum, sizeof momentum);
     if (rule->optimizer == OPT_SGD)
         return momentum != 0;

@@ -128,11 +128,14 @@ static void streamed_cases(int out_dtype)
     free_batch(b);
 }
 
-/* Products and quotients within a few places of the least normal number, on both sides of where they become zero. */
-static void least_cases(int optimizer)
+enum { PRODUCTS, QUOTIENTS, SQUARES };
+
+/* Results within a few places of the least normal number, on both sides of where they become zero. */
+static void least_cases(int which)
 {
     enum { N = 4096 };
     static float param[N], grad[N], state[N], factors[] = {1, 1 - 0x1p-24f, 1 - 0x1p-23f, 1 - 0x3p-24f};
+    const uint32_t exponent = which == SQUARES ? 63 : 126;
 
     for (size_t i = 0; i < sizeof factors / sizeof *factors; i++) {
         if (!next_case())
@@ -141,26 +144,26 @@ static void least_cases(int optimizer)
         opt_rule rule;
         opt_segment segment;
         for (int j = 0; j < N; j++) {
-            float about = optimizer == SGD ? 1 : 1 + (float)(draw(&seed) >> 41) * 0x1p-23f;
+            float about = which == QUOTIENTS ? 1 + (float)(draw(&seed) >> 41) * 0x1p-23f : 1;
             if (j % 4 == 0) /* only quotients by a power of 2 are so near to the middle of two subnormals */
                 about = 2;
             uint32_t bits;
             memcpy(&bits, &about, sizeof bits);
-            bits += (uint32_t)draw(&seed) % 8 - 4 - (126u << 23);
+            bits += (uint32_t)draw(&seed) % 8 - 4 - (exponent << 23);
             memcpy(&grad[j], &bits, sizeof bits);
-            state[j] = about * about;
+            state[j] = which == SQUARES ? 0 : about * about;
             param[j] = 0;
         }
-        CALL(optimizer == ADAGRAD ? opt_adagrad_rule(&rule, factors[i], 0, 0, 0, (int)i % 2, 2, 0)
-                                  : opt_sgd_rule(&rule, factors[i], 0, 0, 0, 0, (int)i % 2, 2, 0));
+        CALL(which == PRODUCTS ? opt_sgd_rule(&rule, factors[i], 0, 0, 0, 0, (int)i % 2, 2, 0)
+                               : opt_adagrad_rule(&rule, factors[i], 0, 0, 0, (int)i % 2, 2, 0));
         REQUIRE(!opt_segment_init(&segment, &rule, 0, N, (intptr_t)param, 0, (intptr_t)state, 0,
                                   OPT_STATE_FP32, (intptr_t)grad, OPT_FP32, 0, OPT_FP32, 0));
         CALL(opt_run(&segment, 1, &rule, 1));
         int zeros = 0;
         for (int j = 0; j < N; j++)
-            zeros += param[j] == 0;
+            zeros += (which == SQUARES ? state : param)[j] == 0;
         REQUIRE(zeros > N / 8 && zeros < N);
-        ran(digest(0, param, sizeof param));
+        ran(digest(digest(0, param, sizeof param), state, sizeof state));
     }
 }
 
@@ -375,8 +378,9 @@ static const struct {
     {"sgd", step_cases, SGD},
     {"streamed bf16", streamed_cases, OPT_BF16},
     {"streamed fp16", streamed_cases, OPT_FP16},
-    {"products near 2^-126", least_cases, SGD},
-    {"quotients near 2^-126", least_cases, ADAGRAD},
+    {"products near 2^-126", least_cases, PRODUCTS},
+    {"quotients near 2^-126", least_cases, QUOTIENTS},
+    {"squares near 2^-126", least_cases, SQUARES},
     {"rules", rule_cases, 0},
     {"split", split_cases, 1},
     {"split without rest", split_cases, 0},

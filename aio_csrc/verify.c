@@ -19,7 +19,9 @@
 
 #include "aio.h"
 
-#if defined(__aarch64__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__)
 #include <sys/auxv.h>
 #ifndef HWCAP_CRC32
 #define HWCAP_CRC32 (1 << 7)
@@ -85,13 +87,19 @@ static void sum_by_table(const char *data, size_t n_pages, uint32_t *out)
     }
 
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) static void sum_by_instruction(const char *data, size_t n_pages,
-                                                                 uint32_t *out)
+__attribute__((target("sse4.2,crc32"))) static void sum_by_instruction(const char *data, size_t n_pages,
+                                                                       uint32_t *out)
 {
     SUM_PAGES(__builtin_ia32_crc32di)
 }
 
-static bool has_instruction(void) { return __builtin_cpu_supports("sse4.2"); }
+/* __builtin_cpu_supports() would not do: in a program that Zig has linked it is false for every feature. */
+static bool has_instruction(void)
+{
+    unsigned eax, ebx, ecx, edx;
+
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_SSE4_2);
+}
 #elif defined(__aarch64__)
 static inline uint64_t add_word(uint64_t sum, uint64_t word)
 {

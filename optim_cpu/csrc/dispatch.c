@@ -10,21 +10,28 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-static int cpu_has_avx2(void)
+static int has_all(unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; }
+
+/* Sets avx2, avx512 and bf16 to whether the CPU has what the units need and the operating system saves its registers.
+ * __builtin_cpu_supports() would not do: in a program that Zig has linked it is false for every feature. */
+static void detect_cpu(int *avx2, int *avx512, int *bf16)
 {
-    unsigned eax, ebx, ecx, edx;
+    enum { SAVES_YMM = 0x06, SAVES_ZMM = 0xE6 }; /* of XCR0 */
+    unsigned leaf1 = 0, leaf7 = 0, leaf7_1 = 0, last = 0, saves, unused;
 
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+    *avx2 = *avx512 = *bf16 = 0;
+    __get_cpuid(1, &unused, &unused, &leaf1, &unused);
+    if (!has_all(leaf1, bit_OSXSAVE | bit_FMA | bit_F16C))
+        return;
+    __asm__("xgetbv" : "=a"(saves), "=d"(unused) : "c"(0));
+    __get_cpuid_count(7, 0, &last, &leaf7, &unused, &unused);
+    if (last)
+        __get_cpuid_count(7, 1, &leaf7_1, &unused, &unused, &unused);
+    *avx2 = has_all(saves, SAVES_YMM) && has_all(leaf7, bit_AVX2);
+    *avx512 =
+        has_all(saves, SAVES_ZMM) && has_all(leaf7, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL);
+    *bf16 = *avx512 && has_all(leaf7_1, bit_AVX512BF16);
 }
-
-static int cpu_has_avx512(void)
-{
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-
-static int cpu_has_avx512_bf16(void) { return cpu_has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
 static struct opt_kernels avx512_bf16; /* as `available` */
 #endif
@@ -51,16 +58,18 @@ static void detect(void)
     const char *name = getenv("TIERING_ISA");
 
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (cpu_has_avx512_bf16()) {
+    int avx2, avx512, bf16;
+
+    detect_cpu(&avx2, &avx512, &bf16);
+    if (bf16) {
         avx512_bf16 = opt_avx512;
         avx512_bf16.name = "avx512_bf16";
         avx512_bf16.product_bf16 = opt_avx512_bf16_product;
         available[n++] = &avx512_bf16;
     }
-    if (cpu_has_avx512())
+    if (avx512)
         available[n++] = &opt_avx512;
-    if (cpu_has_avx2())
+    if (avx2)
         available[n++] = &opt_avx2;
 #elif defined(OPT_HAS_NEON)
     available[n++] = &opt_neon;

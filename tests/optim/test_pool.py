@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import signal
@@ -311,6 +312,16 @@ def test_flush_to_zero_neither_leaks_in_nor_is_lost(isa: str, flushed_subnormals
         assert same_bits(sums, total)
     flushed = torch.tensor([1e-40]) * torch.tensor([1.0])
     assert flushed.view(torch.int32).item() == 0, "the caller's own mode must be back"
+
+
+def test_the_instruction_sets_are_those_that_linux_says_the_cpu_has() -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("64-bit Arm always has NEON")
+    flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text().split("\nflags")[1].split("\n")[0]))
+    needs = {"avx2": {"avx2", "f16c", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+    needs["avx512_bf16"] = needs["avx512"] | {"avx512_bf16"}
+    widest_first = [name for name in reversed(needs) if needs[name] <= flags]
+    assert list(kernels.available_instruction_sets()) == [*widest_first, "portable"]
 
 
 @pytest.mark.parametrize("name", ["portable", "avx2", "avx512", "avx512_bf16", "neon"])

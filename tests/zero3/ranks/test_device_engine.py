@@ -55,7 +55,7 @@ PLACES: dict[str, dict[str, Any]] = {
         "offload_optimizer": "cpu",
         "threshold": 0,
         "steps": 6,
-        "device_budget": "200KiB",
+        "device_budget": "400KiB",
     },
     "experts": {"build": models.Mixture, "data": models.Choices((0, 1), (2,), (1, 3), (0,)), "threshold": 30},
     "unused on some ranks": {

@@ -85,15 +85,13 @@ def place(load: Workload, budgets: Budgets) -> Plan:
 
 
 def _place_cut(load: Workload, budgets: Budgets) -> Plan:
-    fixed = _mandatory(load, budgets)
-    kept = _keep_what_cannot_move(load, fixed) if load.cache_in_host else []
+    """Places ``load``, with the usual slots if larger ones move too much to NVMe. No other tier needs more for them."""
     try:
-        return _place(load, fixed, kept)
-    except BudgetError:
-        if load.staged_bytes:
-            # What larger slots take from the cache goes to NVMe: try with the usual ones.
-            return replace(_place_cut(replace(load, disk=None), budgets), workload=load)
-        raise
+        return _place(load, budgets)
+    except BudgetError as refusal:
+        if refusal.tier is not Tier.NVME or not load.staged_bytes:
+            raise
+    return replace(_place(replace(load, disk=None), budgets), workload=load)
 
 
 def _room(budgets: Budgets, tier: Tier, other: str = "") -> str:
@@ -103,12 +101,11 @@ def _room(budgets: Budgets, tier: Tier, other: str = "") -> str:
     return f"raise {tier.value}_budget" + (f", or {other}" if other else "")
 
 
-def _place(load: Workload, fixed: _Room, kept: Sequence[int]) -> Plan:
-    """Places ``load`` in ``fixed``, in which the parameters of the groups ``kept`` have room in host memory."""
-    everything, budgets = tenants(load), fixed.budgets
+def _place(load: Workload, budgets: Budgets) -> Plan:
+    fixed, everything = _mandatory(load, budgets), tenants(load)
     tiers = {tenant.kind: [*tenant.first_tiers] for tenant in everything}
     param_tiers, grad_tiers = tiers[PARAMETERS], tiers[GRADIENTS]
-    for index in kept:
+    for index in _keep_what_cannot_move(load, fixed) if load.cache_in_host else ():
         param_tiers[index] = Tier.HOST
 
     # Two windows, so that a wait for one does not depend on leases of the other.

@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.tiering.workloads import MIB, NVME, PLENTY, example
+from tests.tiering.workloads import MIB, NVME, PLENTY, budgets, example, followed, workloads
 from tiering.errors import PlacementError
-from tiering.placement.placement import make_plan
+from tiering.placement import slots
+from tiering.placement.placement import make_plan, place
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.slots import (
     FEW_BYTES,
     GROWN_SLOTS,
     GROWTH_SHARE,
     MOST_SLOTS,
+    SMALLEST_TILE,
     STAGING_SHARE,
     USUAL_SLOTS,
     USUAL_TILE,
@@ -82,6 +86,25 @@ def test_a_plan_never_fails_because_of_larger_staging() -> None:
         assert (tight.staging, tight.runs, tight.workload) == (same.staging, same.runs, load)
     with pytest.raises(PlacementError, match="nvme needs"):
         plan_of(load, nvme=usual.total(NVME) - 4096)
+
+
+@settings(deadline=None, max_examples=40)
+@given(load=workloads(), limits=budgets, rate=st.sampled_from([10**5, 10**7, 10**9]))
+def test_larger_slots_need_more_of_no_tier(load: Workload, limits: Budgets, rate: int) -> None:
+    """The budgets that are enough with the usual slots are enough: only what NVMe lacks is planned again with these."""
+    larger = replace(
+        load,
+        staged_seconds=1.0,
+        staged_numel=16 << 20,
+        sub_group_numel=10**9,
+        disk=DiskRate(rate, assumed=False),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        # The groups are small, and so is what streams.
+        patch.setattr(slots, "FEW_BYTES", 64 << 10)
+        patch.setattr(slots, "USUAL_TILE", 2 * SMALLEST_TILE)
+        enough = followed(replace(larger, disk=None), limits).budgets
+        assert place(larger, enough).workload == larger
 
 
 def test_keys_bound_the_slots() -> None:

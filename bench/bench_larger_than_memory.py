@@ -48,7 +48,7 @@ from larger.shape import SMALLEST, Shape, of_size
 from larger.watch import ChildError, Recording, watch
 
 from tiering.placement.budgets import host_memory
-from tiering.planning.sizing import parse_count
+from tiering.planning.decoder import parse_count
 
 USUAL = 3_000_000_000
 QUICK = 50_000_000

@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiering
-from tiering.planning.sizing import decoder, parse_count
+from tiering.planning.decoder import decoder, parse_count
 from tiering.tierbench.replay.replayed_step import Replay
 from zero3.engine.engine import Engine
 

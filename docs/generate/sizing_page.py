@@ -19,12 +19,13 @@ from tiering.placement.workload import Tier, Workload
 from tiering.planning.activations import Activations, beside_budget, with_activations
 from tiering.planning.adapters import Adapters
 from tiering.planning.choices import Open
+from tiering.planning.decoder import NAMED, decoder, parse_count
 from tiering.planning.fit import UNLIMITED, least_budget
 from tiering.planning.forecast import HIDDEN, forecast
 from tiering.planning.profiles import PROFILES, SSD_990_PRO, Profile
 from tiering.planning.rates import Rates
 from tiering.planning.setting import TOKENS, Setting, profile_budgets, usual_config, with_changes
-from tiering.planning.sizing import NAMED, decoder, load_of, parse_count, plan_of_size
+from tiering.planning.sizing import load_of, plan_of_size
 from tiering.planning.update_share import best_share
 
 SIZES = ("1.5B", "3B", "7B", "13B", "30B", "70B")
@@ -45,7 +46,7 @@ INTRO = """\
 # Model sizes by machine
 
 `python -m docs.generate.sizing_page` writes this page with the planner: each row is a plan for a decoder of the given
-size, as `tiering plan --params` chooses it (7B has exactly the parameters of Llama 2 7B; `tiering/planning/sizing.py`
+size, as `tiering plan --params` chooses it (7B has exactly the parameters of Llama 2 7B; `tiering/planning/decoder.py`
 has the rule). The model trains in bf16 with AdamW in ZeRO stage 3; everything that does not fit in memory is on NVMe.
 `fp32` state has a master and two moments of 4 bytes each. `split+bf16` has the other half of the master and moments of
 2 bytes: 6 bytes instead of 12.

@@ -315,7 +315,8 @@ def _planned(
 ) -> PlanReport:
     """The report for the model of ``options``."""
     from tiering.planning.choices import Open
-    from tiering.planning.sizing import NAMED, plan_of_decoder, plan_of_size
+    from tiering.planning.decoder import NAMED
+    from tiering.planning.sizing import plan_of_decoder, plan_of_size
 
     bare = options.config is None
     open_ = Open(
@@ -459,7 +460,7 @@ def _endurance(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    from tiering.planning.sizing import parse_count
+    from tiering.planning.decoder import parse_count
 
     count: int = _parsed(parse_count, text)
     return count

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tiering.config.fields import format_need, format_size
+from tiering.errors import ConfigError
 from tiering.placement.workload import SQUARE_BLOCK
 
 
@@ -23,6 +25,16 @@ def rows_of_tiles(rows: int, columns: int, itemsize: int, largest: int) -> list[
     count = math.ceil(rows / (most // step * step))
     each = math.ceil(rows / count / step) * step
     return [min(each, rows - start) for start in range(0, rows, each)]
+
+
+def check_rows(name: str, columns: int, itemsize: int, largest: int) -> None:
+    """Raises ConfigError if a row of the weight of the layer ``name`` has more than ``largest`` bytes."""
+    row = columns * itemsize
+    if row > largest:
+        raise ConfigError(
+            f"tile: a row of the weight of {name!r} has {format_size(row)}, and a tile may have {format_size(largest)};"
+            f" a tile of at least {format_need(row)} can hold it"
+        )
 
 
 def joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

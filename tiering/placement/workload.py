@@ -1,6 +1,6 @@
 """The Workload that the planner places: a model in groups, and the configuration. No torch.
 
-The engine measures the groups of a model in memory; ``planning.sizing`` computes those of a model that is not loaded.
+The engine measures the groups of a model in memory; ``planning.decoder_groups`` has those of a model not in memory.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 def _request(options: argparse.Namespace, arguments: list[str]) -> BenchRequest:
     from tiering.errors import ConfigError
-    from tiering.planning.sizing import decoder, parse_count
+    from tiering.planning.decoder import decoder, parse_count
     from tiering.tierbench.bench import BenchRequest
 
     try:

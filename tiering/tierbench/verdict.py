@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tiering.planning.decoder import decoder
 from tiering.planning.forecast import SECONDS_PER_DAY, disk_seconds
 from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting, usual_config, with_changes
-from tiering.planning.sizing import decoder, load_of
+from tiering.planning.sizing import load_of
 from tiering.tierbench.result import Row, Settings, StepVerdict, Sustained
 
 BALANCED_SHARE = 0.05  # if the times of reads and writes differ by no more, both bound the step

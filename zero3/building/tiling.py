@@ -13,7 +13,7 @@ from tiering import _logs
 from tiering._text import counted, shorten
 from tiering.config.training import TieringConfig, format_size, parse_size
 from tiering.errors import ConfigError
-from tiering.placement.row_tiles import rows_of_tiles
+from tiering.placement.row_tiles import check_rows, rows_of_tiles
 from zero3.building.quantized_linear import QuantizedLinear
 from zero3.building.zero_init import forget, part_of, recipe_of
 from zero3.params import resharded
@@ -100,12 +100,7 @@ def _cut(
         (name, weight) for name, layer in layers.items() for weight in weights_of(layer) if is_large(weight)
     ]
     for name, weight in cut:
-        row = weight.shape[1] * itemsize(weight)
-        if row > most:
-            raise ConfigError(
-                f"tile: a row of the weight of {name!r} has {format_size(row)}, and a tile may have"
-                f" {format_size(most)}; a tile of at least {format_size(row)} can hold it"
-            )
+        check_rows(name, weight.shape[1], itemsize(weight), most)
     tiles: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
     for _, weight in cut:
         if weight not in tiles:

@@ -23,12 +23,13 @@ from tiering.placement.workload import ITEMSIZES, Workload
 from tiering.planning import measure
 from tiering.planning.activations import Activations, ActivationsOf
 from tiering.planning.adapters import Adapters
+from tiering.planning.decoder import Decoder, format_count
 from tiering.planning.measure import Measurement, quietly
 from tiering.planning.plan_report import PlanReport, report
 from tiering.planning.rates import Rates
 from tiering.planning.request import ModelSize
 from tiering.planning.setting import TOKENS, RatesOf, Setting
-from tiering.planning.sizing import Decoder, format_count, with_adapters
+from tiering.planning.sizing import with_adapters
 from tiering.weights.files import open_weights
 from zero3.building.meta import copied_to_meta
 from zero3.building.quantization import quantize, quantize_as_configured

@@ -21,10 +21,11 @@ from tiering.placement.plan import Budgets
 from tiering.placement.workload import Tier, Workload
 from tiering.planning.activations import Activations, PlacedActivations, with_activations
 from tiering.planning.adapters import Adapters
+from tiering.planning.decoder import Decoder
 from tiering.planning.forecast import MachinePart, forecast
 from tiering.planning.profiles import PROFILES
 from tiering.planning.setting import Setting, usual_config, with_changes
-from tiering.planning.sizing import Decoder, load_of
+from tiering.planning.sizing import load_of
 
 from .asking import Plan, answered
 

@@ -14,10 +14,11 @@ from tiering.host import machine
 from tiering.placement.placement import place
 from tiering.placement.plan import Budgets
 from tiering.placement.workload import Tier
+from tiering.planning.decoder import decoder, parse_count
 from tiering.planning.needs import place_with_needs
 from tiering.planning.profiles import PROFILES, like
 from tiering.planning.setting import Setting, usual_config
-from tiering.planning.sizing import decoder, load_of, parse_count
+from tiering.planning.sizing import load_of
 
 from .asking import RATES, Plan, answered
 

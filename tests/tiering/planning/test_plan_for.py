@@ -19,9 +19,10 @@ from tiering.errors import ConfigError
 from tiering.placement.configured import configured_state
 from tiering.placement.workload import Tier
 from tiering.planning.adapters import Adapters
+from tiering.planning.decoder import Decoder, decoder
 from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting, usual_config, with_changes
-from tiering.planning.sizing import Decoder, decoder, load_of, plan_of_decoder
+from tiering.planning.sizing import load_of, plan_of_decoder
 from zero3.building.quantized_linear import QuantizedLinear
 from zero3.optimizer import update_rules
 

@@ -8,16 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tiering.errors import ConfigError
 from tiering.placement.placement import place
 from tiering.placement.plan import Budgets
+from tiering.placement.workload import GroupSizes
 from tiering.planning.adapters import Adapters
+from tiering.planning.decoder import NAMED, Decoder, decoder, format_count, parse_count
+from tiering.planning.decoder_groups import form_groups
 from tiering.planning.setting import Setting, usual_config, with_changes
-from tiering.planning.sizing import NAMED, Decoder, decoder, format_count, load_of, parse_count
+from tiering.planning.sizing import load_of
+from zero3.building.tiling import tile_as_configured
 from zero3.params import layout as partition
+from zero3.params.grouping import form_groups as engine_groups
+from zero3.setup.model_size import _uses_in_backward
 
 
 def test_what_no_plan_could_list_is_refused() -> None:
@@ -76,20 +84,15 @@ def test_frozen_linear_layers_take_the_bytes_of_their_format(base: str, per_weig
     assert embedding.param_bytes == 2 * 128_256 * 4096
 
 
-@pytest.mark.parametrize("largest", [None, 0])
-def test_layers_that_are_larger_than_a_tile_are_cut(largest: int | None) -> None:
-    shape = Decoder(1024, 2, 2816)
+def test_layers_that_are_larger_than_a_tile_are_cut() -> None:
     cut, whole = (
-        shape.groups(persistence_threshold=100_000, itemsize=2, largest=largest, tile=tile)
+        form_groups(Decoder(1024, 2, 2816), persistence_threshold=100_000, itemsize=2, largest=0, tile=tile)
         for tile in (1 << 20, 0)
     )
     assert sum(group.trainable_numel for group in cut) == sum(group.trainable_numel for group in whole)
     # Matrices of 2 and 5.5 MiB, of 512 and 186 rows in a tile, and embeddings of 62.5 MiB.
     assert max(group.largest_trained for group in cut) == 512 * 1024
     names = [group.name for group in cut]
-    if largest is None:
-        assert names == ["root", "model.layers.0", "persistent", "model.layers.1"]
-        return
     assert [name for name in names if ".0.self_attn.q_proj" in name] == [
         f"model.layers.0.self_attn.q_proj.tiles.{number}" for number in range(2)
     ]
@@ -99,10 +102,12 @@ def test_layers_that_are_larger_than_a_tile_are_cut(largest: int | None) -> None
     assert len([name for name in names if name.startswith("model.embed_tokens.tiles.")]) == 63
 
 
-def test_tiles_of_a_model_with_adapters_are_refused() -> None:
-    config = with_changes(usual_config(Path()), tiers={"tile": 1 << 20})
-    with pytest.raises(ConfigError, match=r"set tiering\.tile to 0"):
-        load_of(decoder(60_000_000), config, Setting(), Adapters(8))
+def test_a_tile_that_has_no_room_for_a_row_is_refused() -> None:
+    config = with_changes(usual_config(Path()), tiers={"tile": 4096})
+    with pytest.raises(ConfigError, match=r"'mlp.down_proj' has 5\.50 KiB.* at least 5\.50 KiB can hold it"):
+        load_of(Decoder(1024, 2, 2816), config, Setting())
+    # The wide layers are stored as they are.
+    load_of(Decoder(1024, 2, 2816), config, Setting(), Adapters(8, base="int8"))
 
 
 def test_modules_without_a_linear_layer_of_that_name_are_refused() -> None:
@@ -157,7 +162,55 @@ def test_counts_are_told_with_two_decimals() -> None:
     ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+WITH_TRANSFORMERS = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+def llama(shape: Decoder) -> nn.Module:
+    """That of transformers, on the meta device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model: nn.Module = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=shape.hidden,
+                num_hidden_layers=shape.layers,
+                num_attention_heads=shape.heads,
+                intermediate_size=shape.intermediate,
+                vocab_size=shape.vocabulary,
+            )
+        )
+    return model
+
+
+def formed(
+    model: nn.Module, threshold: int, itemsize: int, world_size: int, largest: int | None
+) -> list[GroupSizes]:
+    """The sizes of the groups that the engine makes of ``model``, by the names that it has without adapters."""
+    trained = {param for param in model.parameters() if param.requires_grad}
+    groups = []
+    for group in engine_groups(model, threshold, trained=trained, largest=largest):
+        layout = partition.lay_out(
+            [(i, name, tuple(p.shape), p in trained) for i, name, p in group.params], itemsize, world_size
+        )
+        groups.append(
+            GroupSizes(
+                group.name.replace("base_model.model.", ""),
+                layout.numel * itemsize,
+                layout.trainable_numel,
+                group.parent,
+                group.persistent,
+                len(group.entries),
+                _uses_in_backward(group),
+                largest_trained=max((piece.numel for piece in layout.pieces if piece.trainable), default=0),
+                beside=group.beside,
+            )
+        )
+    return groups
+
+
+@WITH_TRANSFORMERS
 @pytest.mark.parametrize(
     ("shape", "threshold", "itemsize", "world_size"),
     [
@@ -172,40 +225,39 @@ def test_counts_are_told_with_two_decimals() -> None:
 def test_groups_are_those_of_a_llama_of_that_shape(
     shape: Decoder, threshold: int, itemsize: int, world_size: int, largest: int | None
 ) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tiering.placement.workload import GroupSizes
-    from zero3.params.grouping import form_groups
-
-    with torch.device("meta"):
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=shape.hidden,
-                num_hidden_layers=shape.layers,
-                num_attention_heads=shape.heads,
-                intermediate_size=shape.intermediate,
-                vocab_size=shape.vocabulary,
-            )
-        )
-    formed = []
-    for group in form_groups(model, threshold, largest=largest):
-        layout = partition.lay_out(
-            [(i, name, tuple(p.shape), True) for i, name, p in group.params], itemsize, world_size
-        )
-        formed.append(
-            GroupSizes(
-                group.name,
-                layout.numel * itemsize,
-                layout.trainable_numel,
-                group.parent,
-                group.persistent,
-                len(group.entries),
-                largest_trained=max(param.numel() for _, _, param in group.params),
-            )
-        )
+    model = llama(shape)
     assert sum(p.numel() for p in model.parameters()) == shape.params
-    sized = shape.groups(
-        persistence_threshold=threshold, itemsize=itemsize, world_size=world_size, largest=largest
+    sized = form_groups(
+        shape, persistence_threshold=threshold, itemsize=itemsize, world_size=world_size, largest=largest
     )
-    assert list(sized) == formed
+    assert list(sized) == formed(model, threshold, itemsize, world_size, largest)
+
+
+@WITH_TRANSFORMERS
+# Transformers has renamed what peft calls.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("largest", [None, 0])
+@pytest.mark.parametrize("tile", [1 << 20, 1 << 22])
+@pytest.mark.parametrize(("rank", "threshold", "world_size"), [(0, 1000, 1), (16, 100_000, 1), (200, 0, 2)])
+def test_groups_are_those_of_a_llama_in_tiles_below_adapters(
+    rank: int, threshold: int, world_size: int, tile: int, largest: int | None
+) -> None:
+    """Adapters of rank 200 are cut, too."""
+    shape, model = Decoder(1024, 2, 2816), llama(Decoder(1024, 2, 2816))
+    if rank:
+        import peft
+
+        config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        with torch.device("meta"):
+            model = peft.get_peft_model(model, config)
+    tile_as_configured(model, with_changes(usual_config(Path()), tiers={"tile": tile}))
+    sized = form_groups(
+        shape,
+        persistence_threshold=threshold,
+        itemsize=2,
+        world_size=world_size,
+        adapters=Adapters(rank) if rank else None,
+        largest=largest,
+        tile=tile,
+    )
+    assert list(sized) == formed(model, threshold, 2, world_size, largest)

@@ -22,8 +22,9 @@ from tiering.placement.budgets import resolve_budgets
 from tiering.placement.placement import place
 from tiering.placement.plan import Plan
 from tiering.placement.workload import Tier
-from tiering.planning import sizing
+from tiering.planning import decoder
 from tiering.planning.setting import Setting
+from tiering.planning.sizing import load_of
 from tiering.storage import read_ahead
 from tiering.storage.aio import AioContext
 from tiering.storage.io_stats import TransferRecord
@@ -217,13 +218,13 @@ def test_the_engine_and_the_replay_share_their_policies(
     assert reads(replayed) == reads(real) != reads(before)
 
 
-SMALL = sizing.Decoder(hidden=256, layers=4, intermediate=512, vocabulary=1000)
-LARGE = sizing.decoder(1_000_000_000)
+SMALL = decoder.Decoder(hidden=256, layers=4, intermediate=512, vocabulary=1000)
+LARGE = decoder.decoder(1_000_000_000)
 
 
 def planned(
     directory: Path,
-    shape: sizing.Decoder = SMALL,
+    shape: decoder.Decoder = SMALL,
     *,
     micro_batches: int = 1,
     zero: dict[str, Any] | None = None,
@@ -240,7 +241,7 @@ def planned(
     )
     budgets = resolve_budgets(config.tiering, device_memory=request.get("gpu_memory"))
     return place(
-        sizing.load_of(shape, config, Setting(gpu_memory=request.get("gpu_memory"))), budgets
+        load_of(shape, config, Setting(gpu_memory=request.get("gpu_memory"))), budgets
     ), config.tiering
 
 

@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _request(options: argparse.Namespace) -> Request:
     from tiering.errors import ConfigError
-    from tiering.planning.sizing import parse_count
+    from tiering.planning.decoder import parse_count
     from tiering.tierbench.replay.rounds import Request
 
     try:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from tiering.config.training import format_size
+from tiering.planning.decoder import format_count
 from tiering.planning.forecast import disk_seconds
 from tiering.planning.rates import Rates
-from tiering.planning.sizing import format_count
 from tiering.tierbench.display import figures
 from tiering.tierbench.replay.pattern import Pattern, Phase, Turn
 from tiering.tierbench.replay.replayed_step import TurnResult

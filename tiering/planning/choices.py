@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from tiering.config.fields import format_size
 from tiering.config.training import TieringConfig
+from tiering.placement.placement import place
 from tiering.placement.tile_sizes import ample_but_device
 from tiering.placement.workload import Tier
-from tiering.planning.fit import MOST_RANKS, Remedy
+from tiering.planning.fit import MOST_RANKS, Remedy, changed_budgets
 from tiering.planning.request import Request
 from tiering.planning.setting import Setting, with_changes
 
@@ -38,8 +39,8 @@ class Open:
 
 NOTHING = Open()
 EVERYTHING = Open(checkpointing=True, activations=True, tile=True)
-# How often a remedy doubles the memory of a GPU.
-MOST_DOUBLINGS = 8
+# Bytes of a GPU: a remedy does not name more.
+LARGEST_GPU = 1 << 40
 
 
 def choose(
@@ -67,12 +68,11 @@ def choose(
 
 def _is_device_enough(request: Request) -> bool:
     """Whether there is a plan, with any budgets of the slower tiers."""
-    budgets = ample_but_device(request.load, request.budgets_without_activations)
-    ample: dict[str, int | str] = {
-        f"tiering.{tier.value}_budget": budgets.of(tier) * request.setting.local_size
-        for tier in (Tier.HOST, Tier.NVME)
-    }
-    return request.fits or request.changed(ample).fits
+    if request.fits:
+        return True
+    budgets = request.budgets_without_activations
+    more = changed_budgets(budgets, ample_but_device(request.load, budgets), request.setting.local_size)
+    return bool(more) and request.changed(more).fits
 
 
 def assumptions(chosen: Request, config: TieringConfig, setting: Setting) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ def together(
     if setting.gpu_memory is None:
         return
     automatic = with_changes(config, tiers={f"{tier.value}_budget": "auto" for tier in Tier})
-    gpus = [setting.gpu_memory << doubling for doubling in range(MOST_DOUBLINGS + 1)]
+    gpus = [*_gpu_sizes(setting.gpu_memory)]
 
     def fits_with_all(gpu: int) -> bool:
         *_, last = EVERYTHING.ways(automatic, replace(setting, gpu_memory=gpu, elsewhere=True))
@@ -116,7 +116,7 @@ def together(
     chosen = choose(request_of, automatic, replace(setting, gpu_memory=gpus[at], elsewhere=True), EVERYTHING)
     change = _choices(chosen, config, setting)
     with_choices = request_of(config, setting).changed(change, chosen.load)
-    enough = chosen.plan()[0].budgets
+    enough = chosen.plan(place)[0].budgets
     raised = {
         f"tiering.{tier.value}_budget": enough.of(tier) * setting.local_size
         for tier in Tier
@@ -127,6 +127,14 @@ def together(
     # More ranks need no less of a device.
     if not raised.keys() <= {"tiering.device_budget"}:
         yield from _on_more_ranks(request_of, config, setting, with_choices.setting)
+
+
+def _gpu_sizes(first: int) -> Iterator[int]:
+    """``first``, and larger sizes up to LARGEST_GPU: powers of two times it, and three between each two of these."""
+    size = first
+    while size <= LARGEST_GPU:
+        yield from (size * quarters // 4 for quarters in range(4, 8))
+        size *= 2
 
 
 def _on_more_ranks(

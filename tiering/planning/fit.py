@@ -198,7 +198,7 @@ def _other_configurations(load: Workload, budgets: Budgets, local_ranks: int) ->
             return
         more = least_budget(other, budgets, Tier.NVME)
         if more is not None:
-            yield Remedy(change | _changed(budgets, more, local_ranks), other, more)
+            yield Remedy(change | changed_budgets(budgets, more, local_ranks), other, more)
             return
 
 
@@ -258,15 +258,15 @@ def _raised_together(search: Search, budgets: Budgets, local_ranks: int) -> Iter
         if least is None:
             return
         together = together.having(tier, max(least.of(tier), budgets.of(tier)))
-    if len(_changed(budgets, together, local_ranks)) > 1:
+    if len(changed_budgets(budgets, together, local_ranks)) > 1:
         yield _raised(search.load, budgets, together, local_ranks)
 
 
 def _raised(load: Workload, current: Budgets, raised: Budgets, local_ranks: int) -> Remedy:
-    return Remedy(_changed(current, raised, local_ranks), load, raised)
+    return Remedy(changed_budgets(current, raised, local_ranks), load, raised)
 
 
-def _changed(current: Budgets, raised: Budgets, local_ranks: int) -> dict[str, int | str]:
+def changed_budgets(current: Budgets, raised: Budgets, local_ranks: int) -> dict[str, int | str]:
     """The budgets of a node that differ."""
     return {
         f"tiering.{tier.value}_budget": raised.of(tier) * local_ranks

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from tiering.config.fields import parse_size
 from tiering.errors import PlacementError
 from tiering.host import machine
 from tiering.placement.placement import place
 from tiering.placement.plan import Budgets
 from tiering.placement.workload import Tier
+from tiering.planning.choices import _gpu_sizes
 from tiering.planning.decoder import decoder, parse_count
 from tiering.planning.needs import place_with_needs
 from tiering.planning.profiles import PROFILES, like
@@ -184,6 +186,18 @@ def test_a_refusal_prints_a_command_that_fits(asked: list[str], options: set[str
     assert command[: len(asked)] == asked
     assert {each.partition("=")[0] for each in command[len(asked) :]} >= options
     assert plan(*command)[0] == 0
+
+
+def test_a_gpu_that_is_far_too_small_is_refused_with_one_that_is_enough(plan: Plan) -> None:
+    """And the next smaller of the sizes that are tried is not."""
+    asked = ["--params=7B", "--gpu=1MiB"]
+    command = remedied(plan(*asked)[1])
+    assert plan(*command)[0] == 0
+    sizes = [*_gpu_sizes(1 << 20)]
+    (size,) = (parse_size(each.removeprefix("--gpu=")) for each in command[len(asked) :] if "--gpu" in each)
+    smaller = sizes[sizes.index(size) - 1]
+    assert size < 1.3 * smaller
+    assert plan(*command, f"--gpu={smaller}")[0] == 1
 
 
 @pytest.mark.slow

@@ -253,13 +253,19 @@ def _raised_together(search: Search, budgets: Budgets, local_ranks: int) -> Iter
     """
     together = Budgets(UNLIMITED, UNLIMITED, UNLIMITED)
     first = (Tier.HOST, Tier.DEVICE) if search.load.device_is_host else (Tier.DEVICE, Tier.HOST)
-    for tier in (*first, Tier.NVME):
+
+    def lowered(tier: Tier) -> Budgets | None:
         least = search.least(together, tier)
-        if least is None:
+        return least and together.having(tier, max(least.of(tier), budgets.of(tier)))
+
+    for tier in (*first, Tier.NVME):
+        less = lowered(tier)
+        if less is None:
             return
-        together = together.having(tier, max(least.of(tier), budgets.of(tier)))
+        together = less
     if len(changed_budgets(budgets, together, local_ranks)) > 1:
-        yield _raised(search.load, budgets, together, local_ranks)
+        # Groups that compute in host memory, for which the device has no room now, need no window there.
+        yield _raised(search.load, budgets, lowered(first[0]) or together, local_ranks)
 
 
 def _raised(load: Workload, current: Budgets, raised: Budgets, local_ranks: int) -> Remedy:

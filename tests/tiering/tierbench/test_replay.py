@@ -21,6 +21,7 @@ from tiering.errors import ConfigError
 from tiering.placement.budgets import resolve_budgets
 from tiering.placement.placement import place
 from tiering.placement.plan import Plan
+from tiering.placement.tenants import OPTIMIZER_STATE, PARAMETERS
 from tiering.placement.workload import Tier
 from tiering.planning import decoder
 from tiering.planning.setting import Setting
@@ -187,7 +188,7 @@ def reads(transfers: Iterable[Moved]) -> list[Moved]:
 
 def before_tiles(transfers: Iterable[Moved]) -> list[Moved]:
     """Those before the first tile: of the forward, and of most of the backward."""
-    return list(takewhile(lambda each: each.section != "optimizer state", transfers))
+    return list(takewhile(lambda each: each.section != OPTIMIZER_STATE, transfers))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -197,8 +198,13 @@ def test_a_replayed_step_moves_what_the_engine_moves_in_its_order(
     plan, real, replayed = both(CASES[name], tmp_path, monkeypatch)
     if "gradients" in name:
         assert Tier.NVME in plan.grad_tiers
-    # Which tile is stepped first of those that have arrived depends on time, and so do the reads into its slot.
+    # Which tile is stepped first of those that have arrived depends on time, and so do further reads into its slot.
     assert before_tiles(reads(replayed)) == before_tiles(reads(real))
+    for section, count in ((PARAMETERS, None), (OPTIMIZER_STATE, plan.staging.slots)):
+        first_reads = [
+            [each for each in reads(side) if each.section == section][:count] for side in (replayed, real)
+        ]
+        assert first_reads[0] == first_reads[1]
     assert Counter(replayed) == Counter(real)
     assert sum(each.nbytes for each in replayed) == sum(plan.nvme_traffic()) > 0
 

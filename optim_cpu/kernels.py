@@ -446,9 +446,9 @@ def set_thread_count(n: int) -> None:
 
 @contextlib.contextmanager
 def step_under_way() -> Iterator[None]:
-    """Announces that a call follows soon upon a call, until the block ends.
+    """Announces that each call in the block is soon followed by another one.
 
-    Idle threads then look for the next call for a while before they sleep, if ``thread_count`` leaves a CPU free.
+    Idle threads then spin for a while before they sleep, if ``thread_count`` leaves a CPU free.
     """
     lib.opt_begin_step()
     try:

@@ -74,8 +74,8 @@ With `--gpu`, several `--nodes`, or more `--ranks` than this machine has GPUs, d
 host or NVMe budget for them, these are not limits: the plan says what each node needs. Without `--config`, it may then
 assume activation checkpointing, and `tiering.activations` `"auto"`, if there is no plan without; and the rates of the
 profile with such GPUs. On any machine it cuts layers that do not fit on the device (`tiering.tile`). It prints each
-assumption, and the configuration of the plan, with its budgets, for `--config` and `initialize`. A refusal prints a
-command with which the model fits, if options can make it fit.
+assumption, and the configuration of the plan, with its budgets, for `--config` and `initialize`. If options can
+make the model fit, a refusal prints the command.
 
 `--json` prints bytes and seconds. These values are per rank: `budgets`, `plan.tiers` (bytes by kind), `plan.nvme_read`
 and `nvme_written` per step, `micro_batch_tokens`, `forecast.seconds`, its `phases` with their bottlenecks, and

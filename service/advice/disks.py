@@ -100,7 +100,7 @@ def slow_paths(run: RunView) -> Iterator[Advice]:
                     f"{name} reaches {rate(current)}, but {rate(measured)} were measured at the start: its part of"
                     " each transfer is too large, and the other paths wait for it",
                     "check what else uses that drive, and `smartctl -a`; a restart measures the paths again and adjusts"
-                    " their parts (until then only new extents, as those of activations, get less of a slow path)",
+                    " their parts (until then, only new extents, such as those of activations, use less of the path)",
                     rank.rank,
                 )
 

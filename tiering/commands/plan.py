@@ -239,7 +239,7 @@ def run(options: argparse.Namespace) -> int:
             report.print(console)
         print(text.get(), end="")
         if (command := _remedied(options, report)) is not None:
-            print(f"\nThe same with the first of them that options make:\n{command}")
+            print(f"\nA command with the first of these changes that options can make:\n{command}")
     return FITS if report.fits else DOES_NOT_FIT
 
 
@@ -298,7 +298,10 @@ def answer(options: argparse.Namespace) -> PlanReport:
 
 
 def _remedied(options: argparse.Namespace, report: PlanReport) -> str | None:
-    """The command of ``options`` with the first remedy of ``report`` that options make: of two, the last one counts."""
+    """The command of ``options`` with further options, for the first remedy of ``report`` that options can make.
+
+    An option that is there already counts with its last value.
+    """
     from tiering.planning.configuration import options_of
 
     changes = (options_of(remedy, report.setting) for remedy in report.remedies)

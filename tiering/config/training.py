@@ -244,12 +244,12 @@ class StagingConfig(Section):
 
     seconds: Number = Field(
         default=0.1,
-        description="Seconds of NVMe transfers that the slots cover, as far as a third of the host budget has room and"
-        " the state on NVMe is large; 0: six slots.",
+        description="Seconds of NVMe transfers that the slots cover if much state is on NVMe, within a third of the"
+        " host budget; 0: six slots.",
     )
     tile_elements: Count = Field(
         default=16 << 20,
-        description="Maximum elements in a slot, as far as 16 such slots cover no more than these seconds.",
+        description="Maximum elements in a slot. Slots become larger only if there are 16 or more.",
     )
 
 

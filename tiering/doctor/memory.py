@@ -196,8 +196,8 @@ def arena_pages(root: Path, place: Callable[[Sequence[Node]], Placed] = place_on
     if total and min(placed.on[node.number] for node in nodes) < _FAIR_PART * total / len(nodes):
         numbers = ", ".join(str(node.number) for node in nodes)
         return note(
-            f"{text}, of an arena for nodes {numbers}: the memory of a node is full, and the kernels have the"
-            " bandwidth of the others only",
+            f"{text}, of an arena for nodes {numbers}: the memory of a node is full, so the kernels have only"
+            " the bandwidth of the other nodes",
             "find the processes on the full node (numastat -m, numastat -p PID), or bind this one to a node with free"
             " memory: numactl --cpunodebind=N",
         )

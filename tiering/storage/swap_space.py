@@ -3,7 +3,7 @@
 Each kind of state has its own paths (a *section*). The size of a section is divided over its paths in proportion to
 their measured bandwidth, as far as they have room (see striping.py); a slab is as large as the sum of its parts. All
 transfers use one I/O context, which has a queue for each path, so a slow path delays only transfers of its own bytes.
-New extents get less of a path that becomes slow (path_speeds.py); extents that exist keep their places.
+New extents use less of a path that becomes slow (path_speeds.py); existing extents keep their places.
 
 A transfer over several paths is one request (``AioContext.prepare_vector``): it is submitted as a whole or not at all,
 and the memory is free when all its pieces are done. An extent keeps its transfers in order (transfer_order.py).
@@ -191,8 +191,8 @@ class SwapSpace:
             )
             if path.is_slow:
                 log.warning(
-                    "nvme_path %s has become slow (%s): each transfer waits for its part there. New extents get less of"
-                    " this path; those that exist keep their places until a restart. Check what else uses the drive,"
+                    "nvme_path %s has become slow (%s): each transfer waits for its part there. New extents use less of"
+                    " this path; existing extents keep their places until a restart. Check what else uses the drive,"
                     " and its health",
                     name,
                     figures,

@@ -191,13 +191,13 @@ def _reason(layer: nn.Module) -> str | None:
     if isinstance(layer, QuantizedLinear) or any(map(is_wrapper, weights)):
         return "its weight is quantised"
     if not isinstance(layer, nn.Linear | nn.Embedding):
-        return f"it is a {type(layer).__name__}, and no nn.Linear or nn.Embedding"
+        return f"it is a {type(layer).__name__}, not an nn.Linear or nn.Embedding"
     if type(layer) not in (nn.Linear, nn.Embedding, RowTiledLinear, RowTiledEmbedding):
         return f"it is a {type(layer).__name__}, whose code may use the weight"
     if "forward" in vars(layer):
         return "its forward was replaced by code that may use the weight"
     if not weights:
-        return "its weight is no parameter"
+        return "its weight is not a parameter"
     if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in weights):
         return "its weight has a hook for gradients"
     if isinstance(layer, nn.Embedding) and (

@@ -121,7 +121,7 @@ def test_only_named_layers_are_cut() -> None:
         (
             TILE,
             "norm",
-            r"'blocks\.0\.norm' cannot be cut: it is a LayerNorm, and no nn\.Linear or nn\.Embedding",
+            r"'blocks\.0\.norm' cannot be cut: it is a LayerNorm, not an nn\.Linear or nn\.Embedding",
         ),
     ],
 )
@@ -175,7 +175,7 @@ def quantised() -> nn.Module:
         (sharing_a_weight, "0", "a Renamed, which cannot be cut, shares its weight"),
         (hooked, "", "its weight has a hook for gradients"),
         (patched, "", "its forward was replaced by code that may use the weight"),
-        (lambda: nn.utils.spectral_norm(nn.Linear(64, 256)), "", "its weight is no parameter"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(64, 256)), "", "its weight is not a parameter"),
         (quantised, "0", "its weight is quantised"),
     ],
 )
@@ -188,7 +188,7 @@ def test_layers_that_cannot_be_cut_stay_whole(
     assert list(tiles_of(model)) == ["plain"]
     layer = f"odd.{name}".removesuffix(".")
     # The codes of a quantised weight are no matrix, and smaller.
-    without = build is quantised or reason == "its weight is no parameter"
+    without = build is quantised or reason == "its weight is not a parameter"
     assert bool(re.search(rf"{re.escape(layer)} \([^)]*{reason}", caplog.text)) != without
     with pytest.raises(ConfigError, match=f"'{layer}' cannot be cut: .*{reason}"):
         tile(model, TILE, modules=layer)

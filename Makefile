@@ -4,7 +4,7 @@
 #   make test       the fast tests            make test-all   also slow ones, and C under the sanitizers
 #   make lint       formatting, types, import order, warnings of the C compiler
 #   make test-newest  tiering.integrations with the newest releases of transformers, Lightning and so on
-#   make wheel      dist/*.whl                make clean      remove whatever these targets made
+#   make wheels     dist/*.whl for two CPUs   make clean      remove whatever these targets made
 #   make gpu-carry  dist/gpu: what bench/gpu_check.sh needs on a machine with a GPU and no network
 
 SHELL := /bin/bash
@@ -34,7 +34,7 @@ C_BUILDERS := $(wildcard aio_csrc/build_aio.py optim_cpu/csrc/build_optim.py)
 quietly = log=$$(mktemp); if $(1) >$$log 2>&1; then rm -f $$log; else \
 	status=$$?; cat $$log >&2; rm -f $$log; exit $$status; fi
 
-.PHONY: demo test test-all test-newest lint sanitize wheel gpu-carry clean toolchain emulator sidecar-tools
+.PHONY: demo test test-all test-newest lint sanitize wheels gpu-carry clean toolchain emulator sidecar-tools wheel-tools
 
 demo: $(STAMP)
 	$(BIN)/tiering demo $(ARGS)
@@ -43,7 +43,7 @@ demo: $(STAMP)
 test: $(STAMP) sidecar-tools
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: $(STAMP) sanitize emulator sidecar-tools
+test-all: $(STAMP) sanitize emulator sidecar-tools wheel-tools
 	$(BIN)/python -m pytest -q --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 # Each night: a release of a library that breaks its front end is seen here first, also one beyond our range.
@@ -112,13 +112,17 @@ emulator: | toolchain
 sidecar-tools: | toolchain
 	@.ci/toolchain $(PYTHON) --sidecar
 
-# A left-over build/ would smuggle deleted files into the wheel.
-wheel: $(STAMP)
-	@rm -rf build dist
-	@$(call quietly,$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps -w dist .)
+# What builds wheels and what checks them, 100 MB to fetch; the tests of wheels skip without.
+wheel-tools: $(STAMP)
+	@$(call quietly,$(BIN)/python -m pip install --disable-pip-version-check -c constraints-dev.txt \
+		auditwheel cffi setuptools ziglang)
+
+wheels: wheel-tools
+	@rm -rf dist
+	@.ci/wheels $(BIN)/python dist
 	@ls dist/*.whl
 
-gpu-carry: wheel
+gpu-carry: wheels
 	@$(BIN)/python bench/gpu_carry.py --python $(GPU_PYTHON) $(ARGS)
 
 clean:

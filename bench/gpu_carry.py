@@ -64,10 +64,11 @@ def main() -> int:
     parser.add_argument("--without-deepspeed", action="store_true")
     parser.add_argument("more", nargs="*", help="further distributions that the machine lacks")
     options = parser.parse_args()
-    wheels = list((REPOSITORY / "dist").glob("tiering-*.whl"))
+    wheels = list((REPOSITORY / "dist").glob("tiering-*_x86_64.whl"))
     if len(wheels) != 1:
         print(
-            f"gpu_carry: one wheel belongs into dist/, {len(wheels)} are there: make wheel", file=sys.stderr
+            f"gpu_carry: dist/ must have one wheel for x86_64, it has {len(wheels)}: make wheels",
+            file=sys.stderr,
         )
         return 2
     shutil.rmtree(CARRIED, ignore_errors=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.wheels import CPUS, InstalledWheel, build_wheels, install
 from tiering import _logs
 from tiering.errors import SwapError
 from tiering.storage import swap_file
@@ -142,3 +143,16 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
             return mount_point
 
         yield mount
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel for each CPU."""
+    return build_wheels(tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture(scope="session", params=CPUS)
+def installed_wheel(
+    request: pytest.FixtureRequest, wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> InstalledWheel:
+    return install(wheels[request.param], request.param, tmp_path_factory.mktemp("site"))

@@ -8,6 +8,7 @@ at one that takes a third of the time.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -18,8 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from optim_cpu import kernels
 from optim_cpu._kernels import lib
 from optim_cpu.csrc import build_optim
+from tests.wheels import InstalledWheel, compiler_for
 
 from .cases import functions_with
 
@@ -87,13 +90,19 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return build(tmp_path_factory.mktemp("build"), ARM + "gcc", *request.param, "-static")
 
 
+def library(directory: Path, *compiler: str) -> Path:
+    """``vectors.c`` for RUN_INSTALLED."""
+    program = directory / "vectors.so"
+    flags = [*build_optim.FLAGS, *build_optim.WARNINGS, "-Werror", f"-I{CSRC}", "-O1", *POINTERS]
+    run(*compiler, *flags, "-fvisibility=default", "-shared", "-fPIC", VECTORS, "-lm", "-o", program)
+    return program
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A line for each kernel. That there are any shows that all instruction sets of this CPU agree."""
     need(["gcc"], "gcc libc6-dev")
-    program = tmp_path_factory.mktemp("vectors") / "vectors.so"
-    flags = [*build_optim.FLAGS, *build_optim.WARNINGS, "-Werror", f"-I{CSRC}", *QUICK, *POINTERS]
-    run("gcc", *flags, "-fvisibility=default", "-shared", "-fPIC", VECTORS, "-lm", "-o", program)
+    program = library(tmp_path_factory.mktemp("vectors"), "gcc")
     return run(sys.executable, "-c", RUN_INSTALLED, program).splitlines()[1:]
 
 
@@ -154,9 +163,13 @@ def test_undefined_behaviour_would_show_at_another_level(
 
 
 @pytest.mark.slow
-def test_another_compiler_gives_the_same_bytes(tmp_path: Path, expected: list[str]) -> None:
-    names = ["clang", *(f"clang-{version}" for version in range(22, 13, -1))]
-    compiler = next((name for name in names if shutil.which(name)), None)
-    if not compiler:
-        pytest.skip("no clang; Debian package: clang")
-    assert run(build(tmp_path, compiler), "1", "8192").splitlines()[1:] == expected
+def test_a_wheel_gives_the_same_bytes(
+    installed_wheel: InstalledWheel, tmp_path: Path, expected: list[str]
+) -> None:
+    """Clang compiles the wheels, and the Arm is emulated."""
+    first, *lines = installed_wheel.run(
+        RUN_INSTALLED, library(tmp_path, *compiler_for(installed_wheel.cpu))
+    ).splitlines()
+    here = " ".join(kernels.available_instruction_sets())
+    assert first.split(": ")[1] == (here if installed_wheel.cpu == platform.machine() else "neon portable")
+    assert lines == expected

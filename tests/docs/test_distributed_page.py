@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tiering.commands.launch import LAUNCHERS, add_arguments
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
-from tiering.placement.workload import GroupSizes, Tier, Workload
+from tiering.placement.workload import Tier, Workload
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "distributed.md").read_text(encoding="utf-8")
 RANKS = 8

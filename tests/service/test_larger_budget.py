@@ -20,9 +20,9 @@ from service.watch import Watch
 from tests.tiering.workloads import MIB, PLENTY, budgets, example, planned, workloads
 from tiering.config.training import parse_size
 from tiering.demo.model import GPT
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets
-from tiering.placement.workload import GroupSizes
 
 from .advised_runs import GIB, bound, of, steps
 from .processes import until

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from tiering.config.training import parse_size
 from tiering.errors import PlacementError
+from tiering.placement.group_sizes import GroupSizes, InFiles
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.slots import SMALLEST_TILE
-from tiering.placement.workload import DiskRate, GroupSizes, InFiles, Tenant, TenantPiece, Tier, Workload
+from tiering.placement.workload import DiskRate, Tenant, TenantPiece, Tier, Workload
 from tiering.storage.arena import PAGE
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME

@@ -15,7 +15,8 @@ from tiering.config import ds_config
 from tiering.config.optimizer import RULES
 from tiering.errors import ConfigError
 from tiering.placement.configured import StateKept, configured_state, make_workload
-from tiering.placement.workload import ITEMSIZES, QUANTUM, GroupSizes
+from tiering.placement.group_sizes import QUANTUM, GroupSizes
+from tiering.placement.workload import ITEMSIZES
 from tiering.planning.plan_report import PlanReport, report
 from tiering.planning.rates import Rates
 from tiering.planning.request import ModelSize

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from optim_cpu.rules import UPDATE_RULES
 from tiering.config.training import OptimizerConfig, TieringConfig
 from tiering.errors import ConfigError
-from tiering.placement.workload import FP32, ITEMSIZES, GroupSizes, Tenant, Tier, Workload
+from tiering.placement.group_sizes import GroupSizes
+from tiering.placement.workload import FP32, ITEMSIZES, Tenant, Tier, Workload
 
 OFFLOAD_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 

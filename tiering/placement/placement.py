@@ -22,12 +22,13 @@ from functools import lru_cache
 from tiering.config.fields import format_need
 from tiering.config.training import format_size
 from tiering.errors import PlacementError
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.host_filling import Filled, HostFilling
 from tiering.placement.plan import Budgets, Plan, Staging, TileRun, checksum_bytes
 from tiering.placement.reduction import least_reduction, reduction_within
 from tiering.placement.slots import USUAL_SLOTS, SlotRoom, growth, has_to_visit, slot_room, slots_of_sizes
 from tiering.placement.tenants import GRADIENTS, PARAMETERS, tenants, with_windows
-from tiering.placement.workload import ACTIVATIONS, GroupSizes, Tenant, Tier, Workload
+from tiering.placement.workload import ACTIVATIONS, Tenant, Tier, Workload
 from tiering.storage.arena import PAGE, round_up
 
 # Bytes: more than any budget that is needed.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tiering.config.fields import format_need, format_size
 from tiering.errors import ConfigError
-from tiering.placement.workload import SQUARE_BLOCK
+from tiering.placement.group_sizes import SQUARE_BLOCK
 
 
 def rows_of_tiles(rows: int, columns: int, itemsize: int, largest: int) -> list[int]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+from tiering.placement.group_sizes import GroupSizes, shard_quantum, start_after
 from tiering.placement.row_tiles import rows_of_tiles
-from tiering.placement.workload import GroupSizes, shard_quantum, start_after
 from tiering.planning.adapters import Adapters
 from tiering.planning.decoder import EMBEDDING, Decoder, Weight
 from tiering.storage.arena import round_up

@@ -11,9 +11,10 @@ from itertools import product
 
 from tiering.config.fields import format_need
 from tiering.placement.configured import OFFLOAD_TIERS
+from tiering.placement.group_sizes import GroupSizes, shard_quantum
 from tiering.placement.placement import BudgetError, place
 from tiering.placement.plan import Budgets
-from tiering.placement.workload import GroupSizes, Tier, Workload, shard_quantum
+from tiering.placement.workload import Tier, Workload
 from tiering.storage.arena import PAGE, round_up
 
 UNLIMITED = 1 << 60

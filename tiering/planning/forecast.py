@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from tiering.errors import ConfigError
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.plan import Plan
-from tiering.placement.workload import GroupSizes, Tier, Workload
+from tiering.placement.workload import Tier, Workload
 from tiering.planning.rates import Rates
 
 SECONDS_PER_DAY = 86_400

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from optim_cpu.formats import round_parameters
 from tiering.errors import SwapError
-from tiering.placement.workload import QUANTUM
+from tiering.placement.group_sizes import QUANTUM
 from tiering.storage.arena import Arena
 from zero3.building.zero_init import Recipe, forget, recipe_of
 from zero3.device import heap

@@ -25,7 +25,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from tiering.placement.workload import shard_quantum, start_after
+from tiering.placement.group_sizes import shard_quantum, start_after
 from tiering.storage.arena import PAGE, round_up
 
 

@@ -41,8 +41,8 @@ from torch import Tensor, nn
 
 from optim_cpu import kernels
 from tiering.errors import EngineStateError, RankOrderError
+from tiering.placement.group_sizes import exchanged_at_once
 from tiering.placement.tenants import GRADIENTS
-from tiering.placement.workload import exchanged_at_once
 from tiering.storage.arena import Lease
 from zero3.device import kernels as device_kernels
 from zero3.device.ledger import LedgerEntry

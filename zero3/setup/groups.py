@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.tenants import PARAMETERS
-from tiering.placement.workload import GroupSizes, Tier
+from tiering.placement.workload import Tier
 from zero3.device.tiers import Home, Tiers
 from zero3.params.fused_experts import slice_up
 from zero3.params.grouping import GroupMembers, Routing

@@ -19,8 +19,9 @@ from tiering import _logs
 from tiering.config.fields import format_size
 from tiering.config.training import TieringConfig
 from tiering.host import drives
+from tiering.placement.group_sizes import InFiles
 from tiering.placement.plan import Plan
-from tiering.placement.workload import InFiles, Tier, Workload
+from tiering.placement.workload import Tier, Workload
 from tiering.storage.descriptors import close_alone
 from tiering.storage.file_system import FileVersion, open_for_reading
 from tiering.storage.read_only import FileRange, ReadLayout, cut_ranges

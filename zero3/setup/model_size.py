@@ -13,8 +13,9 @@ from torch import nn
 
 from tiering.config.training import TieringConfig
 from tiering.placement.configured import StateKept, largest_group, make_workload, settle_dtypes
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.tenants import activations
-from tiering.placement.workload import GroupSizes, Workload
+from tiering.placement.workload import Workload
 from zero3.device.storages import can_exchange
 from zero3.device.tiers import NvmePaths
 from zero3.params.grouping import GroupMembers, block_names, computes_backward, form_groups, leaf_modules

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from tests.tiering.workloads import PLENTY, budgets, example, workloads
 from tiering.errors import PlacementError
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.kinds import Kinds
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
-from tiering.placement.workload import GroupSizes, Tier, Workload
+from tiering.placement.workload import Tier, Workload
 
 
 class OneByOne(Workload):

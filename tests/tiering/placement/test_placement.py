@@ -9,10 +9,11 @@ import pytest
 
 from tests.tiering.workloads import DEVICE, HOST, MIB, NUMEL, NVME, PLENTY, example, followed
 from tiering.errors import PlacementError
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Staging
 from tiering.placement.slots import FEWEST_SLOTS, MOST_TILES, SMALLEST_TILE, USUAL_SLOTS
-from tiering.placement.workload import GroupSizes, Workload
+from tiering.placement.workload import Workload
 
 
 def traffic_per_param(load: Workload, host: int = PLENTY) -> tuple[float, float]:

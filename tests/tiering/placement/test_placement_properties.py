@@ -14,10 +14,11 @@ from rich.console import Console
 
 from tests.tiering.workloads import DEVICE, HOST, MIB, NVME, PLENTY, budgets, followed, planned, workloads
 from tiering.errors import PlacementError
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan, place
 from tiering.placement.plan import Budgets, Plan, Staging
 from tiering.placement.slots import FEWEST_SLOTS, SMALLEST_TILE
-from tiering.placement.workload import GroupSizes, Tier, Workload
+from tiering.placement.workload import Tier, Workload
 from tiering.storage.arena import PAGE
 
 KINDS = ("parameters", "gradients", "optimizer state")

@@ -25,10 +25,11 @@ from tests.tiering.workloads import (
 from tiering.config.fields import format_need
 from tiering.config.training import format_size
 from tiering.errors import PlacementError
+from tiering.placement.group_sizes import GroupSizes, exchanged_at_once
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan, ReductionRoom
 from tiering.placement.slots import SMALLEST_TILE
-from tiering.placement.workload import GroupSizes, Tier, Workload, exchanged_at_once
+from tiering.placement.workload import Tier, Workload
 from tiering.storage.arena import PAGE
 
 ALL = Budgets(PLENTY, PLENTY, PLENTY)

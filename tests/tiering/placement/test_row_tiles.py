@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiering.placement.group_sizes import SQUARE_BLOCK
 from tiering.placement.row_tiles import rows_of_tiles
-from tiering.placement.workload import SQUARE_BLOCK
 
 
 def test_a_weight_that_is_small_enough_is_whole() -> None:

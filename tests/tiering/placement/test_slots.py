@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.tiering.workloads import MIB, NVME, PLENTY, budgets, example, followed, workloads
 from tiering.errors import PlacementError
 from tiering.placement import slots
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan, place
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.slots import (
@@ -23,7 +24,7 @@ from tiering.placement.slots import (
     USUAL_SLOTS,
     USUAL_TILE,
 )
-from tiering.placement.workload import DiskRate, GroupSizes, Workload
+from tiering.placement.workload import DiskRate, Workload
 
 GIB = 1 << 30
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 
 from tests.tiering.workloads import DEVICE, HOST, MIB, NUMEL, PLENTY, budgets, example, workloads
 from tiering.errors import PlacementError
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets
-from tiering.placement.workload import GroupSizes, Tier, Workload
+from tiering.placement.workload import Tier, Workload
 from tiering.planning.fit import least_budget, of_ranks, remedies
 from tiering.storage.arena import PAGE
 

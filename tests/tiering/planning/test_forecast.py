@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tests.tiering.workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, budgets, example, planned, workloads
 from tiering.errors import ConfigError
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
-from tiering.placement.workload import GroupSizes, Tenant, TenantPiece, Tier, Workload
+from tiering.placement.workload import Tenant, TenantPiece, Tier, Workload
 from tiering.planning.forecast import HIDDEN, Forecast, MachinePart, forecast
 from tiering.planning.rates import Rates
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tiering.errors import ConfigError
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import place
 from tiering.placement.plan import Budgets
-from tiering.placement.workload import GroupSizes
 from tiering.planning.adapters import Adapters
 from tiering.planning.decoder import NAMED, Decoder, decoder, format_count, parse_count
 from tiering.planning.decoder_groups import form_groups

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.tiering.workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, example
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets
-from tiering.placement.workload import GroupSizes, Workload
+from tiering.placement.workload import Workload
 from tiering.planning.forecast import MachinePart, forecast
 from tiering.planning.rates import Rates
 from tiering.planning.update_share import best_share

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.tiering.workloads import PLENTY, example
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
-from tiering.placement.workload import GroupSizes, Tier, Workload
+from tiering.placement.workload import Tier, Workload
 from tiering.planning.forecast import MachinePart, forecast
 from tiering.planning.rates import Rates
 

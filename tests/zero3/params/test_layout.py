@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optim_cpu import kernels
-from tiering.placement.workload import QUANTUM, SQUARE_BLOCK, shard_quantum
+from tiering.placement.group_sizes import QUANTUM, SQUARE_BLOCK, shard_quantum
 from zero3.params.layout import (
     FlatLayout,
     Piece,

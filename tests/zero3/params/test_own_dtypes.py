@@ -20,7 +20,8 @@ from tiering.checkpoint.conversion import to_checkpoint, to_weights
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.config.fields import format_size
 from tiering.errors import CheckpointError, ConfigError, EngineStateError, SwapError, WeightsError
-from tiering.placement.workload import QUANTUM, Tier
+from tiering.placement.group_sizes import QUANTUM
+from tiering.placement.workload import Tier
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import Arena
 from tiering.storage.swap_space import SwapSpace

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from tests.tiering.workloads import PLENTY, example
 from tiering.errors import PlacementError
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets
 from tiering.placement.slots import SMALLEST_TILE
-from tiering.placement.workload import GroupSizes, Tier, Workload
+from tiering.placement.workload import Tier, Workload
 from tiering.storage.arena import Arena
 from zero3.params.layout import FlatLayout, Piece
 from zero3.passes.reduction import GradientReducer

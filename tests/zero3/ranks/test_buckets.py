@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tiering.placement.workload import exchanged_at_once
+from tiering.placement.group_sizes import exchanged_at_once
 
 from . import models
 from .models import Choices

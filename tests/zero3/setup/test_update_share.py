@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.tiering.workloads import HOST, NUMEL, PLENTY, example
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.plan import Budgets
-from tiering.placement.workload import GroupSizes, Workload
+from tiering.placement.workload import Workload
 from tiering.planning.measure import of_cpu
 from tiering.planning.rates import Rates
 from tiering.planning.saved_rates import Record, SavedRates

@@ -14,8 +14,9 @@ from typing import Literal
 
 from tiering.config.training import format_size
 from tiering.errors import ConfigError
+from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.plan import Plan
-from tiering.placement.workload import GroupSizes, Tier
+from tiering.placement.workload import Tier
 from tiering.storage.arena import round_up
 
 Pattern = Literal["optimizer", "params", "mixed"]

@@ -172,6 +172,15 @@ def test_results_near_the_least_normal_number(exact_sqrt: None, way: str) -> Non
             assert 500 < int((ours[0] == 0).sum()) < 4000
 
 
+@pytest.mark.parametrize(("lr", "grad_scale"), [(1e-40, 1.0), (1.0, 1e-40)])
+def test_a_subnormal_scalar_is_zero(lr: float, grad_scale: float, way: str) -> None:
+    rule = kernels.sgd(lr=lr, momentum=0, dampening=0, nesterov=False, weight_decay=0, step=1)
+    ours, theirs, grad = torch.ones(40), torch.ones(40), torch.full((40,), 1e38)
+    step_on_device(grad_scale, rule, ours, [], grad)
+    step_in_c(rule, theirs, [], grad, grad_scale=grad_scale)
+    assert ours.tolist() == theirs.tolist() == [1.0] * 40
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_round_parameters(dtype: torch.dtype) -> None:
     bits = torch.randint(

@@ -1,4 +1,5 @@
-/* Opening and closing a context, and its entry points. aio.h documents them; context.h has the locking rules.
+/* Opening and closing a context, its files, and waits. aio.h documents the entry points; context.h has the locking
+ * rules.
  *
  * An entry point checks the process and the arguments, locks the context, changes the request table, and wakes the
  * driver. All I/O happens in the driver thread. A thread that waits for one ticket sleeps on one of WAIT_SHARDS
@@ -24,8 +25,7 @@ enum {
     MAX_SUMMERS = 8,      /* a thread sums about 12 GB/s */
     FULL_DEPTH_FILES = 8, /* files that can reach their depth at once; more files share that many blocks */
 };
-static const uint64_t MAX_BLOCK_SIZE = UINT64_C(1) << 30;  /* the kernel's limit is 2 GiB - 4 KiB */
-static const uint64_t MAX_REGION_SIZE = UINT64_C(1) << 30; /* io_uring's limit for one buffer */
+static const uint64_t MAX_BLOCK_SIZE = UINT64_C(1) << 30; /* the kernel's limit is 2 GiB - 4 KiB */
 
 static int start_backend(aio_context *context, const char *engine)
 {
@@ -67,15 +67,6 @@ static int start_summers(aio_context *context)
     int n = sched_getaffinity(0, sizeof cpus, &cpus) < 0 ? MAX_SUMMERS : CPU_COUNT(&cpus);
     return aio_backend_start_threads(&context->summers, n < MAX_SUMMERS ? (unsigned)n : MAX_SUMMERS,
                                      wake_for_sums, context);
-}
-
-static int allocate_regions(aio_context *context)
-{
-    if (!context->registered || !context->backend.ops->register_buffer)
-        return 0;
-    context->regions = calloc(AIO_MAX_BUFFERS, sizeof context->regions[0]);
-    context->ready = calloc(AIO_MAX_BUFFERS, sizeof(void *));
-    return context->regions && context->ready ? 0 : -ENOMEM;
 }
 
 static int allocate_blocks(aio_context *context)
@@ -217,7 +208,7 @@ int aio_open(aio_context **out, const aio_options *options)
     if (!error)
         error = start_backend(context, options->engine);
     if (!error)
-        error = allocate_regions(context);
+        error = aio_buffers_allocate(context);
     if (!error && context->verify)
         error = start_summers(context);
     if (!error && (options->n_faults || options->alignment))
@@ -277,198 +268,6 @@ int aio_add_file(aio_context *context, int fd, int direct)
     if (index < 0)
         free(file);
     return index;
-}
-
-int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes)
-{
-    if (aio_is_foreign(context))
-        return -ECHILD;
-    if (!address || nbytes == 0)
-        return -EINVAL;
-    if (!context->regions)
-        return -EOPNOTSUPP;
-    uint64_t n = nbytes / MAX_REGION_SIZE + (nbytes % MAX_REGION_SIZE != 0);
-    int error = 0;
-    pthread_mutex_lock(&context->lock);
-    unsigned first = context->n_regions;
-    if (context->closing) {
-        error = -ESHUTDOWN;
-    } else if (n > AIO_MAX_BUFFERS - first) {
-        error = -ENOSPC;
-    } else {
-        for (uint64_t at = 0; at < nbytes; at += MAX_REGION_SIZE)
-            context->regions[context->n_regions++] =
-                (struct region){.address = (char *)address + at,
-                                .nbytes = nbytes - at < MAX_REGION_SIZE ? nbytes - at : MAX_REGION_SIZE};
-        /* The driver registers, because it alone may use the backend. It counts n_tried up and broadcasts `any`. */
-        aio_wake_driver(context);
-        while (context->n_tried < first + n)
-            pthread_cond_wait(&context->any, &context->lock);
-        for (uint64_t i = first; i < first + n; i++)
-            error = error ? error : context->regions[i].error;
-        /* Free the slots of refused regions, so that another try can use them. Only the last slots, and only those
-         * of this call: other calls wait for n_tried to pass theirs. */
-        if (context->n_regions == first + n)
-            while (context->n_regions > first &&
-                   context->regions[context->n_regions - 1].state == REGION_REFUSED)
-                context->n_tried = --context->n_regions;
-    }
-    pthread_mutex_unlock(&context->lock);
-    return error;
-}
-
-static bool is_in_file(uint64_t offset, uint64_t nbytes)
-{
-    return nbytes <= INT64_MAX && offset <= INT64_MAX - nbytes;
-}
-
-/* Queue a request whose files are known, and store its ticket under the lock, so before the driver can issue a block.
- */
-static int add(aio_context *context, const struct request *parameters, const int64_t *after, size_t n_after,
-               int64_t *ticket)
-{
-    int64_t added = context->closing ? -ESHUTDOWN : aio_request_add(context, parameters, after, n_after);
-    /* Release order: other threads of the caller may read *ticket without the lock, and then call aio_wait. */
-    if (added > 0)
-        __atomic_store_n(ticket, added, __ATOMIC_RELEASE);
-    return added > 0 ? 0 : (int)added;
-}
-
-/* The file with that index, if data and what else must be aligned on a direct file are; else NULL. alignment_bits:
- * bitwise OR of offsets and lengths. */
-static struct file *find_file(const aio_context *context, int file, const void *data, uint64_t alignment_bits)
-{
-    if (file < 0 || (unsigned)file >= context->n_files)
-        return NULL;
-    struct file *found = context->files[file];
-    return found->alignment && ((uintptr_t)data | alignment_bits) % AIO_ALIGNMENT ? NULL : found;
-}
-
-static bool is_submission(int priority, const int64_t *after, size_t n_after, const int64_t *ticket)
-{
-    return priority >= 0 && priority < AIO_PRIORITIES && (after || !n_after) && ticket;
-}
-
-/* Queue a request of one file, the one with that index. */
-static int submit(aio_context *context, struct request *parameters, int file, uint64_t alignment_bits,
-                  const int64_t *after, size_t n_after, int64_t *ticket)
-{
-    if (!is_submission(parameters->priority, after, n_after, ticket) ||
-        (parameters->nbytes && !parameters->data))
-        return -EINVAL;
-    pthread_mutex_lock(&context->lock);
-    parameters->file = find_file(context, file, parameters->data, alignment_bits);
-    int error =
-        parameters->file || context->closing ? add(context, parameters, after, n_after, ticket) : -EINVAL;
-    pthread_mutex_unlock(&context->lock);
-    return error;
-}
-
-int aio_submit(aio_context *context, int kind, int file, void *data, uint64_t offset, uint64_t nbytes,
-               int priority, const int64_t *after, size_t n_after, int64_t *ticket)
-{
-    if (aio_is_foreign(context))
-        return -ECHILD;
-    if (kind < 0 || kind >= AIO_KINDS)
-        return -EINVAL;
-    struct request parameters = {.kind = kind, .priority = priority};
-    if (kind != AIO_FLUSH) {
-        if (!is_in_file(offset, nbytes))
-            return -EINVAL;
-        parameters.data = data;
-        parameters.offset = offset;
-        parameters.nbytes = nbytes;
-    }
-    return submit(context, &parameters, file, parameters.offset, after, n_after, ticket);
-}
-
-int aio_submit_scattered(aio_context *context, int kind, int file, void *data, const uint64_t *offsets,
-                         size_t n, uint64_t nbytes_each, int priority, const int64_t *after, size_t n_after,
-                         int64_t *ticket)
-{
-    if (aio_is_foreign(context))
-        return -ECHILD;
-    struct request parameters = {.kind = kind, .priority = priority, .data = data};
-    if ((kind != AIO_READ && kind != AIO_WRITE) || (n && !offsets) ||
-        __builtin_mul_overflow(n, nbytes_each, &parameters.nbytes) || parameters.nbytes > INT64_MAX)
-        return -EINVAL;
-    uint64_t alignment_bits = nbytes_each;
-    for (size_t i = 0; i < n; i++) {
-        if (!is_in_file(offsets[i], nbytes_each))
-            return -EINVAL;
-        alignment_bits |= offsets[i];
-    }
-    if (parameters.nbytes) { /* so n > 0 */
-        parameters.offset = offsets[0];
-        parameters.pieces = calloc(n, sizeof *parameters.pieces);
-        if (!parameters.pieces)
-            return -ENOMEM;
-        for (size_t i = 0; data && i < n; i++)
-            parameters.pieces[i] = (struct piece){(char *)data + i * nbytes_each, offsets[i], nbytes_each};
-    }
-    /* An accepted request owns pieces. */
-    int error = submit(context, &parameters, file, alignment_bits, after, n_after, ticket);
-    if (error)
-        free(parameters.pieces);
-    return error;
-}
-
-/* Divide pieces over the parts of `whole`, one for each file; whole->parts has room for n parts and n pieces. -EINVAL: a
- * piece that its file does not take. */
-static int divide(const aio_context *context, struct request *whole, const aio_piece *pieces, size_t n)
-{
-    struct piece *next = (struct piece *)(whole->parts + n);
-    for (size_t i = 0; i < n; i++) {
-        struct file *file = find_file(context, pieces[i].file, pieces[i].data, pieces[i].offset);
-        if (!file)
-            return -EINVAL;
-        size_t part = 0;
-        while (part < whole->n_parts && whole->parts[part].file != file)
-            part++;
-        /* A piece without bytes has no block. */
-        if (part < whole->n_parts || !pieces[i].nbytes)
-            continue;
-        struct request *added = &whole->parts[whole->n_parts++];
-        *added = (struct request){.kind = whole->kind, .priority = whole->priority, .file = file};
-        added->offset = added->failed_at = pieces[i].offset;
-        added->pieces = next;
-        /* The pieces of one file, in one run: the driver takes them in this order. */
-        for (size_t j = i; j < n; j++)
-            if (pieces[j].file == pieces[i].file && pieces[j].nbytes) {
-                *next++ = (struct piece){pieces[j].data, pieces[j].offset, pieces[j].nbytes};
-                added->nbytes += pieces[j].nbytes;
-            }
-    }
-    whole->n_open = whole->n_parts;
-    whole->file = n ? context->files[pieces[0].file] : NULL;
-    return 0;
-}
-
-int aio_submit_vector(aio_context *context, int kind, const aio_piece *pieces, size_t n, int priority,
-                      const int64_t *after, size_t n_after, int64_t *ticket)
-{
-    if (aio_is_foreign(context))
-        return -ECHILD;
-    if ((kind != AIO_READ && kind != AIO_WRITE) || n == 0 || !pieces ||
-        !is_submission(priority, after, n_after, ticket))
-        return -EINVAL;
-    struct request whole = {.kind = kind, .priority = priority, .offset = pieces[0].offset};
-    for (size_t i = 0; i < n; i++)
-        if (!is_in_file(pieces[i].offset, pieces[i].nbytes) || (pieces[i].nbytes && !pieces[i].data) ||
-            __builtin_add_overflow(whole.nbytes, pieces[i].nbytes, &whole.nbytes) || whole.nbytes > INT64_MAX)
-            return -EINVAL;
-    whole.parts = calloc(n, sizeof *whole.parts + sizeof(struct piece));
-    if (!whole.parts)
-        return -ENOMEM;
-    pthread_mutex_lock(&context->lock);
-    int error = divide(context, &whole, pieces, n);
-    /* An accepted request owns its parts. */
-    if (!error)
-        error = add(context, &whole, after, n_after, ticket);
-    pthread_mutex_unlock(&context->lock);
-    if (error)
-        free(whole.parts);
-    return error;
 }
 
 /* The request if the ticket is done; else NULL, with *error 0 if it can be waited for, or -errno. */
@@ -596,81 +395,6 @@ int aio_release(aio_context *context, int64_t ticket)
         error = -EBUSY;
     if (!error)
         aio_request_release(context, request);
-    pthread_mutex_unlock(&context->lock);
-    return error;
-}
-
-/* Add up the buckets of each octave. Octave e consists of the 2^BITS buckets from (e - BITS + 1) << BITS on, for
- * e >= BITS; below 2^BITS ns, a bucket is one nanosecond. */
-static void add_octaves(const struct latencies *fine, uint64_t *octaves)
-{
-    _Static_assert(AIO_FINE_BUCKETS == (AIO_LATENCY_BUCKETS - AIO_FINE_BITS + 1) << AIO_FINE_BITS,
-                   "the last fine bucket ends where the last octave does");
-    for (unsigned i = 0; i < AIO_FINE_BUCKETS; i++) {
-        unsigned octave = i >> AIO_FINE_BITS ? (i >> AIO_FINE_BITS) + AIO_FINE_BITS - 1
-                                             : 31u - (unsigned)__builtin_clz(i | 1);
-        octaves[octave] += fine->counts[i];
-    }
-}
-
-int aio_stats(aio_context *context, int file, aio_file_stats *out)
-{
-    if (aio_is_foreign(context))
-        return -ECHILD;
-    int error = -EINVAL;
-    pthread_mutex_lock(&context->lock);
-    if (file >= 0 && (unsigned)file < context->n_files) {
-        const struct file *source = context->files[file];
-        uint64_t now = aio_now_ns();
-        *out = source->stats;
-        /* Add the current queue-full and busy times, which stats gets when they end. */
-        if (source->full_since && now > source->full_since)
-            out->queue_full_ns += now - source->full_since;
-        for (int kind = 0; kind < AIO_KINDS; kind++)
-            if (out->kind[kind].in_flight && now > source->busy_since[kind])
-                out->kind[kind].busy_ns += now - source->busy_since[kind];
-        for (int kind = 0; kind < AIO_KINDS; kind++)
-            add_octaves(&source->latencies[kind], out->kind[kind].latency);
-        error = 0;
-    }
-    pthread_mutex_unlock(&context->lock);
-    return error;
-}
-
-int aio_oldest(aio_context *context, int file, int64_t *ticket, uint64_t *issued_ns)
-{
-    if (aio_is_foreign(context))
-        return -ECHILD;
-    int error = -EINVAL;
-    pthread_mutex_lock(&context->lock);
-    if (file >= 0 && (unsigned)file < context->n_files) {
-        *ticket = 0;
-        *issued_ns = 0;
-        for (unsigned i = 0; i < context->capacity; i++) {
-            const struct block *block = &context->blocks[i];
-            if (!block->request || block->file->index != file || (*ticket && block->issued_ns >= *issued_ns))
-                continue;
-            *ticket = (block->request->whole ? block->request->whole : block->request)->id;
-            *issued_ns = block->issued_ns;
-        }
-        error = 0;
-    }
-    pthread_mutex_unlock(&context->lock);
-    return error;
-}
-
-int aio_latencies(aio_context *context, int file, int kind, uint64_t *counts, uint64_t *max_ns)
-{
-    if (aio_is_foreign(context))
-        return -ECHILD;
-    int error = -EINVAL;
-    pthread_mutex_lock(&context->lock);
-    if (file >= 0 && (unsigned)file < context->n_files && kind >= 0 && kind < AIO_KINDS) {
-        const struct latencies *latencies = &context->files[file]->latencies[kind];
-        memcpy(counts, latencies->counts, sizeof latencies->counts);
-        *max_ns = latencies->max_ns;
-        error = 0;
-    }
     pthread_mutex_unlock(&context->lock);
     return error;
 }

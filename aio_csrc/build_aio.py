@@ -18,8 +18,11 @@ HERE = Path(__file__).resolve().parent
 MODULE = "tiering._aio"
 SOURCES = [
     "aio.c",
-    "requests.c",
+    "buffers.c",
+    "counters.c",
     "driver.c",
+    "requests.c",
+    "submit.c",
     "system.c",
     "tasks.c",
     "verify.c",

@@ -1,9 +1,12 @@
 /* Internal declarations: a context, its files, its requests.
  *
- *   aio.c       opening and closing, and the entry points
+ *   aio.c       opening and closing, files, waits
+ *   submit.c    submissions: arguments, pieces, parts
  *   requests.c  tickets and the order between requests
  *   tasks.c     calls between transfers, run from a completion to the next submissions
- *   driver.c    the driver thread: splits requests, evaluates completions, counts
+ *   driver.c    the driver thread: splits requests, evaluates completions
+ *   counters.c  what is counted for each file
+ *   buffers.c   memory that is registered with the kernel
  *   verify.c    checksums of pages (options.verify)
  *   system.c    the clock, and threads without signals
  *
@@ -102,6 +105,16 @@ struct file {
     uint64_t full_since;                    /* (lock) start of the current queue-full time; 0: not full */
 };
 
+/* What follows from the end of an operation of a block. With BLOCK_CONTINUE and those after it, the block is submitted
+ * again. */
+enum verdict {
+    BLOCK_COMPLETE, /* all bytes have moved */
+    BLOCK_GIVEN_UP, /* not submitted again, because the request has failed or is taken back */
+    BLOCK_CONTINUE, /* what is left: the rest of a short transfer, or all of one that the kernel did not take */
+    BLOCK_REREAD,   /* the same read, after an error that may pass */
+    BLOCK_WRITE_BACK, /* the write of a merge, whose block of the device has been read */
+};
+
 /* One block of a request in flight. It belongs to the driver from carve() to absorb(); request, file and issued_ns
  * change only there, under the lock. */
 struct block {
@@ -120,7 +133,7 @@ struct block {
     unsigned stalls;  /* consecutive submissions without progress */
     unsigned rereads; /* attempts after an error that may pass */
     uint64_t due_ns;  /* earliest time of the next submission; 0: at once */
-    int verdict;      /* COMPLETE, CONTINUE, GIVEN_UP or -errno */
+    int verdict;      /* enum verdict, or -errno */
     bool landed;      /* left file->in_flight before it is summed */
 };
 
@@ -170,11 +183,10 @@ struct aio_context {
     struct block **fresh;           /* (driver) new blocks, to be prepared */
     struct aio_op **batch, **ended; /* (driver) to be submitted; ended or refused by the backend */
     struct block **landed;          /* (driver) read in this turn, to be summed */
-    struct aio_op **summed,
-        **compared; /* (driver) scratch of collect(); blocks with the verdict of their sums */
-    unsigned n_fresh, n_batch, n_landed; /* (driver) */
-    unsigned n_compared;                 /* (driver) */
-    unsigned n_begun;                    /* (driver) operations with the backend */
+    struct aio_op **summed;         /* (driver) scratch of collect() */
+    struct aio_op **compared;       /* (driver) blocks that were read, with the verdict of their sums */
+    unsigned n_fresh, n_batch, n_landed, n_compared; /* (driver) */
+    unsigned n_begun;                                /* (driver) operations with the backend */
 };
 
 /* aio.c */
@@ -192,6 +204,14 @@ void aio_request_release(aio_context *context, struct request *request);
 void aio_requests_cancel(aio_context *context);
 void aio_requests_free(aio_context *context);
 void aio_wake_driver(aio_context *context);
+
+/* counters.c. The caller holds the lock. */
+void aio_count_block(const struct block *block, uint64_t now);
+
+/* buffers.c. The driver calls the last two with the lock; aio_buffers_register releases it meanwhile. */
+int aio_buffers_allocate(aio_context *context);
+int aio_buffer_find(const aio_context *context, const char *data, uint64_t nbytes);
+void aio_buffers_register(aio_context *context);
 
 /* driver.c: the loop of the driver thread. Returns when the context is closing and no request is live. */
 void aio_drive(aio_context *context);

@@ -46,10 +46,6 @@ enum {
     PAUSE_NS = 1000000,
     MAX_REREADS = 2,       /* attempts after a read has failed with an error that may pass */
     REREAD_NS = 100000000, /* pause before each: a drive reconnects, or the kernel takes another path */
-    COMPLETE = 0,
-    CONTINUE = 1,
-    WRITE_BACK = 2, /* a block that is to be merged has been read */
-    GIVEN_UP = 3,   /* not continued, because the request has failed or is taken back */
 };
 
 /* Take a request out of its queue: none of its blocks will be issued any more. */
@@ -57,41 +53,6 @@ static void pop(struct request *request)
 {
     aio_request_dequeue(request);
     request->state = REQUEST_ISSUED;
-}
-
-/* Number of registered regions that begin at `address` or before. */
-static unsigned count_up_to(const aio_context *context, const char *address)
-{
-    unsigned low = 0, high = context->n_ready;
-    while (low < high) {
-        unsigned middle = low + (high - low) / 2;
-        if (context->ready[middle]->address <= address)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-/* The number of the registered buffer that contains the whole range, or -1. Of overlapping regions, only the last
- * one that begins before the range is considered; memory in the others is transferred as unregistered memory. */
-static int find_buffer(const aio_context *context, const char *data, uint64_t nbytes)
-{
-    unsigned n = count_up_to(context, data);
-    if (n == 0)
-        return -1;
-    const struct region *region = context->ready[n - 1];
-    bool holds = (uint64_t)(data - region->address) + nbytes <= region->nbytes;
-    return holds ? (int)(region - context->regions) : -1;
-}
-
-static void add_ready(aio_context *context, struct region *region)
-{
-    unsigned index = count_up_to(context, region->address);
-    memmove(context->ready + index + 1, context->ready + index,
-            (context->n_ready - index) * sizeof context->ready[0]);
-    context->ready[index] = region;
-    context->n_ready++;
 }
 
 /* What is left of the piece that a request has come to. */
@@ -167,7 +128,7 @@ static struct block *carve(aio_context *context, struct request *request, uint64
     block->op.data = block->edge ? block->bounce : block->data;
     block->op.offset = block->offset - block->start;
     block->op.nbytes = block->edge ? file->alignment : size;
-    block->op.buffer = find_buffer(context, block->op.data, block->op.nbytes);
+    block->op.buffer = aio_buffer_find(context, block->op.data, block->op.nbytes);
 
     if (request->carved == 0)
         request->issued_ns = now;
@@ -333,48 +294,48 @@ static bool ends_by(const struct file *file, uint64_t offset)
     return end >= 0 && (uint64_t)end <= offset;
 }
 
-/* COMPLETE, CONTINUE (op then describes the remaining transfer), or -errno. */
+/* The verdict of an operation that has ended: complete, or to be submitted again, when op describes what is left. */
 static int judge_transfer(const aio_context *context, struct block *block)
 {
     struct aio_op *op = &block->op;
     int64_t moved = op->result;
     if (moved == -EINTR || moved == -EAGAIN) {
         block->due_ns = ++block->stalls > PATIENT_STALLS ? aio_now_ns() + PAUSE_NS : 0;
-        return block->stalls < MAX_REFUSALS ? CONTINUE : (int)moved;
+        return block->stalls < MAX_REFUSALS ? BLOCK_CONTINUE : (int)moved;
     }
     if (op->kind == AIO_READ && may_pass(moved) && block->rereads < MAX_REREADS) {
         block->rereads++;
         block->due_ns = aio_now_ns() + REREAD_NS;
-        return CONTINUE;
+        return BLOCK_REREAD;
     }
     if (moved < 0)
         return (int)moved;
     if (op->kind == AIO_FLUSH || (uint64_t)moved == op->nbytes)
-        return COMPLETE;
+        return BLOCK_COMPLETE;
     if ((uint64_t)moved > op->nbytes)
         return -EIO;
     if (block->merges && op->kind == AIO_READ && ends_by(block->file, op->offset + (uint64_t)moved)) {
         memset(block->bounce + moved, 0, op->nbytes - (size_t)moved);
-        return COMPLETE; /* the write that follows extends the file */
+        return BLOCK_COMPLETE; /* the write that follows extends the file */
     }
     if (block->edge && block->kind == AIO_READ && (uint64_t)moved >= block->start + block->nbytes) {
         bool ends = ends_by(block->file, op->offset + (uint64_t)moved);
         if (context->verify && !ends && ++block->stalls < MAX_STALLS)
-            return CONTINUE; /* the checksum covers the whole page */
+            return BLOCK_CONTINUE; /* the checksum covers the whole page */
         memset(block->bounce + moved, 0, op->nbytes - (size_t)moved);
-        return COMPLETE; /* the file ends in the padding */
+        return BLOCK_COMPLETE; /* the file ends in the padding */
     }
     int stuck = op->kind == AIO_READ ? -ENODATA : -EIO;
     if (moved == 0)
         return stuck;
     moved -= block->file->alignment ? moved % block->file->alignment : 0;
     if (moved == 0)
-        return ++block->stalls < MAX_STALLS ? CONTINUE : stuck;
+        return ++block->stalls < MAX_STALLS ? BLOCK_CONTINUE : stuck;
     block->stalls = 0;
     op->data = (char *)op->data + moved;
     op->offset += (uint64_t)moved;
     op->nbytes -= (size_t)moved;
-    return CONTINUE;
+    return BLOCK_CONTINUE;
 }
 
 /* Set the verdict of each block in `ended`. Runs without the lock, because it copies bytes. Blocks whose checksums
@@ -386,12 +347,12 @@ static unsigned judge(aio_context *context, unsigned n_ended)
     for (unsigned i = 0; i < n_ended; i++) {
         struct block *block = (struct block *)context->ended[i];
         block->verdict = judge_transfer(context, block);
-        bool read = block->verdict == COMPLETE && block->kind == AIO_READ;
-        if (block->verdict == COMPLETE && block->merges && block->op.kind == AIO_READ) {
+        bool read = block->verdict == BLOCK_COMPLETE && block->kind == AIO_READ;
+        if (block->verdict == BLOCK_COMPLETE && block->merges && block->op.kind == AIO_READ) {
             fill_edge(block);
             block->op.kind = AIO_WRITE;
             block->stalls = 0;
-            block->verdict = WRITE_BACK;
+            block->verdict = BLOCK_WRITE_BACK;
         }
         /* Before the request can be settled: then the caller owns the memory again. */
         if (read && block->edge)
@@ -407,57 +368,16 @@ static unsigned judge(aio_context *context, unsigned n_ended)
     return n_judged;
 }
 
-static void count_latency(struct latencies *latencies, uint64_t ns)
-{
-    unsigned octave = 63u - (unsigned)__builtin_clzll(ns | 1);
-    unsigned shift = octave > AIO_FINE_BITS ? octave - AIO_FINE_BITS : 0; /* bits below a bucket's width */
-    uint64_t bucket = ((uint64_t)shift << AIO_FINE_BITS) + (ns >> shift);
-    latencies->counts[bucket < AIO_FINE_BUCKETS ? bucket : AIO_FINE_BUCKETS - 1]++;
-    latencies->max_ns = ns > latencies->max_ns ? ns : latencies->max_ns;
-}
-
-static void count_error(aio_direction_stats *stats, int error)
-{
-    aio_error_count *entry = stats->by_errno, *last = entry + AIO_ERRNOS - 1;
-    while (entry < last && entry->count && entry->error != error)
-        entry++;
-    entry->error = entry < last ? error : 0;
-    entry->count++;
-    stats->errors++;
-}
-
-static void count(const struct block *block, uint64_t now)
-{
-    struct file *file = block->file;
-    int kind = block->kind;
-    aio_direction_stats *stats = &file->stats.kind[kind];
-    if (block->verdict == CONTINUE || block->verdict == WRITE_BACK) {
-        stats->retries += block->verdict == CONTINUE;
-        stats->rereads += block->verdict == CONTINUE && may_pass(block->op.result);
-        return;
-    }
-    if (block->verdict < 0) {
-        count_error(stats, -block->verdict);
-    } else if (block->verdict == COMPLETE) {
-        stats->ops++;
-        stats->bytes += block->nbytes;
-        stats->latency_ns += now - block->issued_ns;
-        count_latency(&file->latencies[kind], now - block->issued_ns);
-    }
-    if (--stats->in_flight == 0)
-        stats->busy_ns += now - file->busy_since[kind];
-}
-
 /* Act on the verdict of a block that has ended: submit it again, or free it and settle its request if it was the
  * last one. */
 static void absorb(aio_context *context, struct block *block, uint64_t now)
 {
     struct request *request = block->request;
-    if (block->verdict > COMPLETE && request->result < 0)
-        block->verdict = GIVEN_UP;
-    count(block, now);
-    if (block->verdict == CONTINUE || block->verdict == WRITE_BACK) {
-        if (block->verdict == CONTINUE && may_pass(block->op.result))
+    if (block->verdict >= BLOCK_CONTINUE && request->result < 0)
+        block->verdict = BLOCK_GIVEN_UP;
+    aio_count_block(block, now);
+    if (block->verdict >= BLOCK_CONTINUE) {
+        if (block->verdict == BLOCK_REREAD)
             request->passed = block->op.result;
         context->batch[context->n_batch++] = &block->op;
         return;
@@ -536,39 +456,11 @@ static unsigned await(aio_context *context, unsigned n_ended, bool busy)
     return n_ended + n;
 }
 
-/* Register new regions with the backend. Releases the lock during each registration, which touches every page. */
-static void register_buffers(aio_context *context)
-{
-    struct aio_backend *backend = &context->backend;
-    while (context->n_tried < context->n_regions) {
-        /* Read with the lock and used without it: only this thread counts n_tried up, and a pending region does
-         * not change. */
-        unsigned number = context->n_tried;
-        struct region *region = &context->regions[number];
-        pthread_mutex_unlock(&context->lock);
-        int error = backend->ops->register_buffer(backend, number, region->address, region->nbytes);
-        pthread_mutex_lock(&context->lock);
-        region->state = error ? REGION_REFUSED : REGION_READY;
-        region->error = error;
-        if (error) {
-            context->info.buffers_error = error;
-        } else {
-            context->info.registered_bytes += region->nbytes;
-            add_ready(context, region);
-        }
-        /* Under one lock with the state of the region, which its caller reads when n_tried has passed it. */
-        context->n_tried++;
-        pthread_cond_broadcast(&context->any);
-    }
-    context->info.flags |= backend->flags;
-    context->info.files_error = backend->files_error;
-}
-
 void aio_drive(aio_context *context)
 {
     pthread_mutex_lock(&context->lock);
     for (;;) {
-        register_buffers(context);
+        aio_buffers_register(context);
         gather(context);
         if (context->closing && context->n_live == 0)
             break;

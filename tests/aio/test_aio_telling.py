@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import logging
@@ -13,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tiering.errors import SwapError
 from tiering.storage import request as request_module
 from tiering.storage.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
 from tiering.storage.arena import Arena
+from tiering.storage.tasks import Task
 from tiering.storage.tickets import AllOf, Ticket
 
 PAGE = 4096
@@ -210,13 +213,21 @@ def wait_for_room(context: AioContext, ticket: Ticket) -> None:
     arena.lease(PAGE, "next")
 
 
+def wait_in_a_run(context: AioContext, ticket: Ticket) -> None:
+    call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda argument: 0)
+    function = ctypes.cast(call, ctypes.c_void_p).value
+    task = Task([ticket], SimpleNamespace(function=function, argument=0), [])
+    context.run([task])
+    assert task.idle < task.began <= task.ended
+
+
 def read_counters(context: AioContext, ticket: Ticket) -> None:
     while not ticket.done():
         context.stats()
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("wait", [wait_for_ticket, wait_for_any, wait_for_room, read_counters])
+@pytest.mark.parametrize("wait", [wait_for_ticket, wait_for_any, wait_for_room, wait_in_a_run, read_counters])
 def test_a_hung_operation_is_logged_whoever_waits(
     swap_file: Any,
     memory: Any,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -171,12 +171,15 @@ class Request:
         """The pieces as an array of C."""
         assert self.buffer is not None
         start = self.buffer.address
+        pieces: Sequence[FilePiece] = self.vector
+        if not pieces:
+            # A scattered request has several, all of one size.
+            offsets = self.pieces or (self.offset,)
+            each = self.nbytes // len(offsets)
+            pieces = [FilePiece(self.file, n * each, offset, each) for n, offset in enumerate(offsets)]
         return ffi.new(
             _PIECES,
-            [
-                (ffi.cast(_POINTER, start + at), offset, nbytes, file)
-                for file, at, offset, nbytes in self.vector or ((self.file, 0, self.offset, self.nbytes),)
-            ],
+            [(ffi.cast(_POINTER, start + at), offset, nbytes, file) for file, at, offset, nbytes in pieces],
         )
 
     @property

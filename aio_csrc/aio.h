@@ -227,7 +227,8 @@ typedef struct {
 } aio_submission;
 
 /* A step of work between transfers: when the tickets that are stored at `waits` are done, call(argument), which returns
- * 0 or -errno, then the submissions. A wait for a released ticket is over; one for 0 lasts until a ticket is stored. */
+ * 0 or -errno, but not -ETIMEDOUT, then the submissions. A wait for a released ticket is over; one for 0 lasts until a
+ * submission of this run stores a ticket there. */
 typedef struct {
     int64_t *const *waits;
     size_t n_waits;
@@ -249,7 +250,8 @@ typedef struct {
 int aio_run(aio_context *context, aio_task *tasks, size_t n, int64_t timeout_ns, uint64_t *idle_ns);
 
 /* Cancel a request: no more of its blocks are issued. It is done with -ECANCELED when its blocks in flight have
- * ended and the requests that it was ordered after are done; the blocks before may have been transferred.
+ * ended and the requests that it was ordered after are done; the blocks before may have been transferred. A block of a
+ * write is written as a whole or not at all, unless it fails.
  * Requests ordered after it continue if it was a read, and fail if it was a write or a flush. -EBUSY: all its
  * blocks have been issued, or one has failed, and the request goes on. -EALREADY: done. */
 int aio_cancel(aio_context *context, int64_t ticket);

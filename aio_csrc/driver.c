@@ -18,15 +18,16 @@
  *
  * A direct file takes whole blocks of the device (file->alignment). What a request transfers of one, its edge, passes
  * through a buffer of the engine. An edge is a tail within a page, which is padded; or, where the device's blocks are
- * larger than a page, any piece of one: to write it, the block is read, merged and written. No two merges of one block
- * are in flight together; transfers of the same bytes are ordered by the caller.
+ * larger than a page, any piece of one: to write it, the block is read, merged and written. No other write of that block
+ * is in flight meanwhile; transfers of the same bytes are ordered by the caller.
  *
  * Every completion is checked: an error fails the request, a short transfer is continued where it stopped (on a
  * direct file, at the last aligned byte before), and a transfer without progress is an error. A read that failed
  * with an error that may pass is tried again, twice: reading changes nothing. A write is not: what a failed one has
  * left on the medium is unknown, and the kernel and the drive have already tried again. A request that has
- * failed or is taken back issues and continues no more blocks, but is settled only when its blocks in flight have
- * ended, because they borrow its memory.
+ * failed or is taken back issues no more blocks, but is settled only when its blocks in flight have ended, because they
+ * borrow its memory. These are not continued either, except for a write that is taken back: each of its blocks is
+ * written as a whole or not at all, so that its checksums are right.
  */
 #define _GNU_SOURCE
 #include "context.h"
@@ -82,17 +83,21 @@ static struct piece next_block(const aio_context *context, const struct request 
     return next;
 }
 
-/* Whether a block of the file in flight merges the same block of the device as the next one of this request would. */
+/* Whether a block in flight and the next one of this request write the same block of the device, and one of them merges:
+ * it would write back what it has read before the other one was written. */
 static bool must_wait(const aio_context *context, const struct request *request)
 {
     uint64_t alignment = request->file->alignment;
     if (alignment <= AIO_ALIGNMENT || request->kind != AIO_WRITE)
         return false;
     struct piece next = next_block(context, request);
-    for (unsigned i = 0; next.nbytes < alignment && i < context->capacity; i++) {
+    bool merges = next.nbytes < alignment;
+    for (unsigned i = 0; i < context->capacity; i++) {
         const struct block *block = &context->blocks[i];
-        if (block->merges && block->file == request->file &&
-            block->offset / alignment == next.offset / alignment)
+        if (block->request && block->file == request->file && block->kind == AIO_WRITE &&
+            (merges || block->merges) &&
+            block->offset / alignment <= (next.offset + next.nbytes - 1) / alignment &&
+            next.offset / alignment <= (block->offset + block->nbytes - 1) / alignment)
             return true;
     }
     return false;
@@ -368,12 +373,19 @@ static unsigned judge(aio_context *context, unsigned n_ended)
     return n_judged;
 }
 
+/* Whether a block that is not complete is not submitted again. */
+static bool is_given_up(const struct block *block)
+{
+    int64_t result = block->request->result;
+    return result < 0 && (block->kind == AIO_READ || result != -ECANCELED);
+}
+
 /* Act on the verdict of a block that has ended: submit it again, or free it and settle its request if it was the
  * last one. */
 static void absorb(aio_context *context, struct block *block, uint64_t now)
 {
     struct request *request = block->request;
-    if (block->verdict >= BLOCK_CONTINUE && request->result < 0)
+    if (block->verdict >= BLOCK_CONTINUE && is_given_up(block))
         block->verdict = BLOCK_GIVEN_UP;
     aio_count_block(block, now);
     if (block->verdict >= BLOCK_CONTINUE) {
@@ -399,6 +411,22 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
     /* Only the last block: while others are in flight, the kernel uses the request's memory. */
     if (--request->in_flight == 0 && request->state == REQUEST_ISSUED)
         aio_request_settle(context, request, request->result ? request->result : (int64_t)request->nbytes);
+}
+
+/* Give up blocks that wait for their next submission, and whose requests have failed or were taken back since. */
+static void drop_waiting(aio_context *context, uint64_t now)
+{
+    unsigned n = context->n_batch;
+    context->n_batch = 0;
+    for (unsigned i = 0; i < n; i++) {
+        struct block *block = (struct block *)context->batch[i];
+        if (is_given_up(block)) {
+            block->verdict = BLOCK_GIVEN_UP;
+            absorb(context, block, now);
+        } else {
+            context->batch[context->n_batch++] = &block->op;
+        }
+    }
 }
 
 /* Move the blocks of the batch that are due to its front. Returns their number. */
@@ -481,6 +509,7 @@ void aio_drive(aio_context *context)
         uint64_t now = aio_now_ns();
         for (unsigned i = 0; i < n_ended; i++)
             absorb(context, (struct block *)context->ended[i], now);
+        drop_waiting(context, now);
         /* The kernel is done with these blocks: let the next ones of their files be issued. */
         for (unsigned i = 0; i < context->n_landed; i++) {
             struct block *block = context->landed[i];

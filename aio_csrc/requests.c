@@ -164,6 +164,8 @@ static void start(aio_context *context, struct request *work)
         /* Read before append(), which links the request into a queue by the same field. */
         work = request->next;
         if (request->poisoned || request->canceled) {
+            for (size_t i = 0; i < request->n_parts; i++)
+                request->parts[i].result = -ECANCELED;
             finish(context, request, -ECANCELED, &work);
         } else if (request->nbytes == 0 && request->kind != AIO_FLUSH) {
             finish(context, request, 0, &work);

@@ -81,6 +81,38 @@ def test_a_block_that_cannot_be_read_is_not_written(open_context: Any, swap_file
     assert context.write(file, memory(b"w" * PAGE), 2 * PAGE, PAGE).wait() == PAGE
 
 
+def test_a_canceled_write_has_written_whole_blocks(open_context: Any, swap_file: Any, memory: Any) -> None:
+    """It is canceled while its first block of the device is read: that is still merged and written."""
+    context = open_context(Fault("read", delay=0.3), alignment=16384, queue_depth=1, verify=True)
+    file = context.add_file(swap_file(), direct=True, name="swap")
+    before, after = b"b" * 32768, b"a" * 24576
+    context.write(file, memory(before), 0, len(before)).wait()
+    write = context.write(file, memory(after), PAGE, len(after))
+    while not context.stats()[file].write.in_flight:
+        pass
+    assert write.cancel()
+    with pytest.raises(SwapError, match="canceled by cancel"):
+        write.wait()
+    back = memory(len(before))
+    assert context.read(file, back, 0, len(before)).wait() == len(before)
+    assert back.bytes() == before[:PAGE] + after[: 3 * PAGE] + before[16384:]
+
+
+def test_pieces_that_overlap_in_one_block_lose_no_other_bytes(
+    open_context: Any, swap_file: Any, memory: Any
+) -> None:
+    """A merge would write back what it has read before the whole block was written."""
+    context = open_context(Fault("write", first=2, count=0, delay=0.1), alignment=16384)
+    file = context.add_file(swap_file(32768), direct=True, name="swap")
+    content = b"1" * 16384 + b"2" * 16384
+    context.write_scattered(file, memory(content), [0, PAGE], 16384).wait()
+    back = memory(32768)
+    assert context.read(file, back, 0, 32768).wait() == 32768
+    assert back.bytes()[:PAGE] == b"1" * PAGE
+    assert back.bytes()[16384:] == b"2" * PAGE + bytes(3 * PAGE)
+    assert set(back.bytes()[PAGE:16384]) in ({ord("1")}, {ord("2")})
+
+
 @pytest.mark.parametrize("alignment", [1, 2048, 12288, 131072])
 def test_an_alignment_that_no_device_has_is_refused(open_context: Any, alignment: int) -> None:
     with pytest.raises(SwapError, match="EINVAL"):

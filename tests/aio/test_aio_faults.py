@@ -15,7 +15,7 @@ import pytest
 from tiering.errors import SwapError
 from tiering.storage.aio import Fault
 
-BLOCK = 65536
+PAGE, BLOCK = 4096, 65536
 Kind = Literal["read", "write", "flush"]
 
 
@@ -183,6 +183,21 @@ def test_a_read_that_fails_is_tried_twice_again(
     read = context.stats()[file].read
     assert (read.rereads, read.errors, read.ops) == (4, 1, 4)
     assert read.errors_by_errno == {code: 1}
+
+
+def test_a_canceled_read_is_not_tried_again(open_context: Any, swap_file: Any, memory: Any) -> None:
+    """A drive that hangs at the next attempt would keep its memory."""
+    failing, hanging = Fault("read", error=errno.EIO), Fault("read", first=2, count=0, delay=30.0)
+    context = open_context(failing, hanging, queue_depth=1, block_size=PAGE)
+    file = context.add_file(swap_file(2 * PAGE), direct=True, name="swap")
+    read = context.read(file, memory(2 * PAGE), 0, 2 * PAGE)
+    while not context.stats()[file].read.rereads:
+        pass
+    assert read.cancel()
+    with pytest.raises(SwapError, match="canceled by cancel"):
+        read.wait(10)
+    stats = context.stats()[file].read
+    assert (stats.rereads, stats.ops, stats.errors, stats.in_flight) == (1, 0, 0, 0)
 
 
 @pytest.mark.parametrize("kind", ["write", "flush"])

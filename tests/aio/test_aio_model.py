@@ -3,11 +3,16 @@
 Requests that touch the same bytes are ordered by ``after``, as storage does it; then the outcome must be that of doing
 them one by one in the order of submission. Which operation a fault meets depends on the engine's timing, so a run is
 judged when it is over: each failure must have a cause, and what was written, read and left alone must follow from the
-results. The bytes that a failed write may or may not have replaced are unknown until they are written anew.
+results. The bytes that a failed write may or may not have replaced are unknown until they are written anew. A canceled
+write has replaced some of its pages, each as a whole, and their checksums are right.
+
+A request is a range of one file, its pages in one scattered request, or a vector: every other page is of a second file.
+Some are begun by a run of tasks. Direct files also appear to be on a device with blocks of 16 KiB.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -15,6 +20,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +29,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tiering.errors import SwapError
-from tiering.storage.aio import AioContext, Fault, FaultPlan
+from tiering.storage.aio import AioContext, Fault, FaultPlan, FilePiece
+from tiering.storage.tasks import Task
 from tiering.storage.tickets import Ticket
 
 PAGE = 4096
-BLOCK, FILE = 2 * PAGE, 12 * PAGE
+BLOCK, FILE, SIZE = 2 * PAGE, 12 * PAGE, 16 * PAGE
 SLOT = FILE + 2 * PAGE  # of memory, for one request
 RETRIED = (errno.EINTR, errno.EAGAIN)
 
@@ -39,8 +46,8 @@ def padded(nbytes: int, direct: bool) -> int:
 @dataclass(eq=False)
 class Request:
     kind: str
-    start: int
     nbytes: int
+    pieces: list[FilePiece]  # without padding
     buffer: Any
     content: bytes  # what the buffer held when it was submitted
     ticket: Ticket
@@ -49,13 +56,16 @@ class Request:
     cancelled: bool = False  # whole, or what the kernel did not have
     result: int = field(default=0)  # bytes or -errno, known in the end
 
-    def touches(self, kind: str, start: int, nbytes: int, direct: bool) -> bool:
+    def touches(self, kind: str, pieces: list[FilePiece], direct: bool) -> bool:
         """Whether one of the two writes what the other transfers."""
-        if "write" not in (kind, self.kind) or "flush" in (kind, self.kind):
+        if "write" not in (kind, self.kind):
             return False
-        end = start + (padded(nbytes, direct) if kind == "write" else nbytes)
-        own_end = self.start + (padded(self.nbytes, direct) if self.kind == "write" else self.nbytes)
-        return nbytes > 0 and self.nbytes > 0 and self.start < end and start < own_end
+        return any(
+            own.file == other.file
+            and own.offset < other.offset + padded(other.nbytes, direct)
+            and other.offset < own.offset + padded(own.nbytes, direct)
+            for own, other in product(self.pieces, pieces)
+        )
 
     @property
     def poisons(self) -> bool:
@@ -67,39 +77,107 @@ class Request:
         return any(earlier.poisons for earlier in self.after)
 
 
+class Content:
+    """What a file may hold: bytes that are known or not, and pages of which each is one of several."""
+
+    def __init__(self) -> None:
+        self._known: list[int | None] = [0] * SIZE
+        self._pages: dict[int, set[bytes]] = {}  # by offset
+
+    def replace(self, start: int, content: bytes) -> None:
+        self._known[start : start + len(content)] = content
+        self._forget_pages(start, start + len(content))
+
+    def forget(self, start: int, end: int) -> None:
+        self._known[start:end] = [None] * (end - start)
+        self._forget_pages(start, end)
+
+    def replace_some(self, start: int, content: bytes) -> None:
+        """Each whole page was replaced or not."""
+        for at in range(start, start + len(content), PAGE):
+            old = self._known[at : at + PAGE]
+            if at not in self._pages and None in old:
+                self.forget(at, at + PAGE)
+                continue
+            known = bytes(byte for byte in old if byte is not None)
+            pages = self._pages.get(at, {known}) | {content[at - start : at - start + PAGE]}
+            self.forget(at, at + PAGE)
+            self._pages[at] = pages
+
+    def is_unknown(self, start: int, end: int) -> bool:
+        """Whether a byte of these pages could have any value."""
+        pages = range(start // PAGE * PAGE, end, PAGE)
+        return any(None in self._known[at : at + PAGE] for at in pages if at not in self._pages)
+
+    def holds(self, start: int, content: bytes) -> bool:
+        """Whether it may hold this; from then on it does."""
+        for at, pages in self._pages.items():
+            first, end = max(at, start), min(at + PAGE, start + len(content))
+            if first < end:
+                found = content[first - start : end - start]
+                self._pages[at] = {page for page in pages if page[first - at : end - at] == found}
+                if not self._pages[at]:
+                    return False
+        known = self._known[start : start + len(content)]
+        return all(h is None or h == g for h, g in zip(known, content, strict=True))
+
+    def _forget_pages(self, start: int, end: int) -> None:
+        self._pages = {at: pages for at, pages in self._pages.items() if at >= end or at + PAGE <= start}
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def succeed(argument: int | None) -> int:
+    return 0
+
+
+SUCCESS = SimpleNamespace(function=ctypes.cast(succeed, ctypes.c_void_p).value, argument=0)
+
+
 class Run:
     """One context, the requests it was given, and the judgement."""
 
-    def __init__(self, context: AioContext, fd: int, direct: bool, arena: Arena) -> None:
+    def __init__(
+        self, context: AioContext, fds: Sequence[int], arena: Arena, *, direct: bool, merges: bool
+    ) -> None:
         self.context = context
-        self.file = context.add_file(fd, direct=direct, name="swap")
+        self.merges = merges  # writes may read first
+        self.files = [context.add_file(fd, direct=direct, name=f"swap {fd}") for fd in fds]
         self.direct = direct
         self.arena = arena
         self.requests: list[Request] = []
 
-    def submit(self, kind: str, start: int, nbytes: int, priority: int, extra: int) -> None:
+    def submit(self, kind: Any, start: int, nbytes: int, shape: str, priority: int, extra: int) -> None:
+        file = self.files[len(self.requests) % 2]
         nbytes = 0 if kind == "flush" else nbytes
+        pages = range(start, start + nbytes, PAGE)
+        pieces = [FilePiece(file, 0, start, nbytes)] if nbytes else []
+        if shape == "vector":
+            pieces = [
+                FilePiece(self.files[n % 2], n * PAGE, at, min(PAGE, start + nbytes - at))
+                for n, at in enumerate(pages)
+            ]
         after = [
             earlier
             for index, earlier in enumerate(self.requests)
-            if (not earlier.over and earlier.touches(kind, start, nbytes, self.direct))
-            or extra >> index % 30 & 1
+            if (not earlier.over and earlier.touches(kind, pieces, self.direct)) or extra >> index % 30 & 1
         ]
         buffer = self.arena.slot(len(self.requests), unaligned=not self.direct)
         content = random.Random(len(self.requests)).randbytes(nbytes) if kind == "write" else b"\x55" * SLOT
         buffer.fill(content)
-        tickets = [earlier.ticket for earlier in after]
+        options: dict[str, Any] = {"priority": priority, "after": [earlier.ticket for earlier in after]}
         if kind == "flush":
-            ticket = self.context.flush(self.file, after=tickets)
+            ticket = self.context.flush(file, after=options["after"])
+        elif shape == "vector" and pieces:
+            ticket = self.context.prepare_vector(kind, buffer, pieces, **options)
+        elif shape == "scattered" and nbytes and nbytes % PAGE == 0:
+            ticket = self.context.prepare_scattered(kind, file, buffer, pages, PAGE, **options)
         else:
-            order: dict[str, Any] = {"priority": priority, "after": tickets}
-            # The same transfer, submitted page by page.
-            if nbytes and nbytes % PAGE == 0 and len(self.requests) % 2:
-                pages = range(start, start + nbytes, PAGE)
-                ticket = getattr(self.context, f"{kind}_scattered")(self.file, buffer, pages, PAGE, **order)
-            else:
-                ticket = getattr(self.context, kind)(self.file, buffer, start, nbytes, **order)
-        self.requests.append(Request(kind, start, nbytes, buffer, content, ticket, after))
+            ticket = self.context.prepare(kind, file, buffer, start, nbytes, **options)
+        if not ticket.has_begun and len(self.requests) % 3:
+            ticket.begin()
+        elif not ticket.has_begun:
+            self.context.run([Task([], SUCCESS, [ticket])])
+        self.requests.append(Request(kind, nbytes, pieces, buffer, content, ticket, after))
 
     def ask(self, action: str, number: int) -> None:
         if not self.requests:
@@ -110,13 +188,8 @@ class Run:
         elif action == "poll":
             request.over |= request.ticket.done()
         elif action == "wait briefly":
-            try:
-                request.ticket.wait(0.0005)
-            except TimeoutError:
-                return
-            except SwapError:
-                pass
-            request.over = True
+            with contextlib.suppress(TimeoutError):
+                self.settle(request, 0.0005)
         elif action == "cancel":
             request.cancelled |= request.ticket.cancel()
         elif action == "wait for any":
@@ -126,75 +199,84 @@ class Run:
             assert first.done()
             winner.over = True
 
-    def settle(self, request: Request) -> None:
-        request.over = True
+    def settle(self, request: Request, timeout: float | None = None) -> None:
         try:
-            request.result = request.ticket.wait()
+            request.result = request.ticket.wait(timeout)
         except SwapError as error:
             request.result = -(error.errno or 0)
+        request.over = True
 
-    def judge(self, faults: Sequence[Fault], view_fd: int) -> None:
+    def judge(self, faults: Sequence[Fault], view_fds: Sequence[int]) -> None:
         for request in self.requests:
             self.settle(request)
             assert request.ticket.done()
+        errors = {(fault.kind, fault.error) for fault in faults if fault.error not in (0, *RETRIED)}
         for request in self.requests:
-            self.judge_result(request, faults)
-        self.judge_bytes(view_fd)
+            self.judge_result(request, errors)
+        contents = {file: Content() for file in self.files}
+        for index, request in enumerate(self.requests):
+            if request.kind == "write":
+                self.judge_write(request, contents, may_fail=bool(errors))
+            elif request.kind == "read":
+                self.judge_read(request, contents, index)
+        for file, view_fd in zip(self.files, view_fds, strict=True):
+            assert contents[file].holds(0, os.pread(view_fd, SIZE, 0))
         self.judge_counters()
 
-    def judge_result(self, request: Request, faults: Sequence[Fault]) -> None:
-        if request.cancelled or request.poisoned:
+    def judge_result(self, request: Request, errors: set[tuple[str, int]]) -> None:
+        # Of a vector, one file may fail and another one be canceled.
+        several = request.cancelled and len({piece.file for piece in request.pieces}) > 1
+        if request.poisoned or (request.cancelled and not several):
             assert request.result == -errno.ECANCELED
         elif request.result < 0:
-            planned = {fault.error for fault in faults if fault.kind in (request.kind, "any")}
+            kinds = {request.kind, "any"} | ({"read"} if request.kind == "write" and self.merges else set())
+            planned = {error for kind, error in errors if kind in kinds}
             # The reason for a mismatch is looked for below.
             mismatch = {errno.EBADMSG} if request.kind == "read" else set()
-            assert -request.result in planned.difference({0}, RETRIED) | mismatch
+            assert -request.result in planned | mismatch | ({errno.ECANCELED} if several else set())
         else:
+            assert not request.cancelled
             assert request.result == (0 if request.kind == "flush" else request.nbytes)
 
-    def judge_bytes(self, view_fd: int) -> None:
-        expected: list[int | None] = [0] * (FILE + BLOCK)  # None: unknown
-        for index, request in enumerate(self.requests):
-            end = request.start + request.nbytes
-            if request.kind == "write":
-                stop = request.start + padded(request.nbytes, self.direct)
-                if request.result >= 0:
-                    expected[request.start : stop] = request.content.ljust(stop - request.start, b"\0")
-                elif request.result != -errno.ECANCELED or (request.cancelled and not request.poisoned):
-                    expected[request.start : stop] = [None] * (stop - request.start)
-            elif request.kind == "read":
-                content = request.buffer.bytes()
-                if request.result >= 0:
-                    assert agree(expected[request.start : end], content[: request.nbytes]), index
-                    assert content[request.nbytes :] == b"\x55" * (SLOT - request.nbytes), index
-                elif request.poisoned:
-                    assert content == b"\x55" * SLOT, index
-                elif request.cancelled:
-                    assert content[request.nbytes :] == b"\x55" * (SLOT - request.nbytes), index
-                # A write failed there, and left what it was to replace.
-                elif request.result == -errno.EBADMSG:
-                    assert None in expected[request.start : end // PAGE * PAGE + PAGE], index
-        assert agree(expected, os.pread(view_fd, FILE + BLOCK, 0))
+    def judge_write(self, request: Request, contents: dict[int, Content], *, may_fail: bool) -> None:
+        if request.poisoned:
+            return
+        for file, at, start, nbytes in request.pieces:
+            length = padded(nbytes, self.direct)
+            content = request.content[at : at + nbytes].ljust(length, b"\0")
+            if request.result >= 0:
+                contents[file].replace(start, content)
+            elif self.direct and not may_fail:
+                contents[file].replace_some(start, content)
+            else:
+                contents[file].forget(start, start + length)
+
+    def judge_read(self, request: Request, contents: dict[int, Content], index: int) -> None:
+        content = request.buffer.bytes()
+        assert content[request.nbytes :] == b"\x55" * (SLOT - request.nbytes), index
+        if request.poisoned:
+            assert content == b"\x55" * SLOT, index
+        elif request.result >= 0:
+            for file, at, start, nbytes in request.pieces:
+                assert contents[file].holds(start, content[at : at + nbytes]), index
+        # A write failed there, and left what it was to replace.
+        elif request.result == -errno.EBADMSG:
+            pieces = request.pieces
+            assert any(contents[file].is_unknown(start, start + nbytes) for file, _, start, nbytes in pieces)
 
     def judge_counters(self) -> None:
-        stats = self.context.stats()[self.file]
+        stats = [self.context.stats()[file] for file in self.files]
         for kind in ("read", "write", "flush"):
             mine = [request for request in self.requests if request.kind == kind]
             moved = sum(request.nbytes for request in mine if request.result >= 0)
             failed = [r for r in mine if r.result < 0 and r.result != -errno.ECANCELED]
             cut = failed + [r for r in mine if r.cancelled]
-            counted = getattr(stats, kind)
-            assert counted.in_flight == 0
-            assert counted.bytes == moved if not cut else counted.bytes >= moved
-            assert counted.errors >= len(failed)
-            assert cut or counted.errors == 0
-
-
-def agree(expected: list[int | None], content: bytes) -> bool:
-    return len(expected) == len(content) and all(
-        h is None or h == g for h, g in zip(expected, content, strict=True)
-    )
+            counted = [getattr(each, kind) for each in stats]
+            nbytes, errors = sum(each.bytes for each in counted), sum(each.errors for each in counted)
+            assert [each.in_flight for each in counted] == [0, 0]
+            assert nbytes == moved if not cut else nbytes >= moved
+            assert errors >= len(failed)
+            assert cut or errors == 0
 
 
 class Slot(SimpleNamespace):
@@ -237,7 +319,8 @@ def transfers(direct: bool) -> st.SearchStrategy[tuple[Any, ...]]:
     # The earlier transfers that it waits for, in addition to those it must wait for.
     after = st.one_of(st.just(0), st.integers(0, (1 << 30) - 1))
     kinds = st.sampled_from(["read", "write", "write", "read", "flush"])
-    return st.tuples(st.just("submit"), kinds, places, lengths, st.integers(0, 2), after)
+    shapes = st.sampled_from(["range", "scattered", "vector"])
+    return st.tuples(st.just("submit"), kinds, places, lengths, shapes, st.integers(0, 2), after)
 
 
 QUESTIONS = st.tuples(
@@ -276,31 +359,39 @@ def check(engine: str, swap_file: Any, direct: bool, examples: int) -> None:
         depth=st.integers(1, 6),
         registered=st.booleans(),
         verify=st.booleans(),
+        alignment=st.sampled_from([0, 16384]) if direct else st.just(0),
     )
     def interleave(
-        steps: list[tuple[Any, ...]], faults: list[Fault], depth: int, registered: bool, verify: bool
+        steps: list[tuple[Any, ...]],
+        faults: list[Fault],
+        depth: int,
+        registered: bool,
+        verify: bool,
+        alignment: int,
     ) -> None:
-        os.ftruncate(fd, 0)
-        os.ftruncate(fd, FILE + BLOCK)
-        plan = FaultPlan(tuple(faults)) if faults else None
+        for fd in fds:
+            os.ftruncate(fd, 0)
+            os.ftruncate(fd, SIZE)
+        plan = FaultPlan(tuple(faults), alignment) if faults or alignment else None
         options: dict[str, Any] = {"block_size": BLOCK, "queue_depth": depth, "verify": verify}
         with AioContext(engine=engine, fault=plan, **options) as context:
             if registered:
                 arena.register(context)
-            run = Run(context, fd, direct, arena)
+            run = Run(context, fds, arena, direct=direct, merges=alignment > 0)
             for step in steps:
                 if step[0] == "submit":
                     run.submit(*step[1:])
                 else:
                     run.ask(*step)
-            run.judge(faults, view_fd)
+            run.judge(faults, view_fds)
 
-    fd = swap_file(direct=direct)
-    view_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    fds = [swap_file(direct=direct) for _ in range(2)]
+    view_fds = [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC) for fd in fds]
     try:
         interleave()
     finally:
-        os.close(view_fd)
+        for view_fd in view_fds:
+            os.close(view_fd)
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])

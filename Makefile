@@ -70,7 +70,7 @@ sanitize: | toolchain
 	@scratch=$$(mktemp -d -p .); trap 'rm -rf '$$scratch EXIT; \
 	for check in address,undefined thread; do \
 		echo "-fsanitize=$$check"; \
-		$(SANITIZED) -fsanitize=$$check -Iaio_csrc aio_csrc/*.c tests/aio/test_aio.c -o $$scratch/aio; \
+		$(SANITIZED) -fsanitize=$$check -Iaio_csrc aio_csrc/*.c tests/aio/test_*.c -o $$scratch/aio; \
 		$$scratch/aio $$scratch; \
 		$(SANITIZED) -fsanitize=$$check -Iaio_csrc aio_csrc/*.c tests/aio/fuzz_aio.c -o $$scratch/fuzz; \
 		$$scratch/fuzz $$scratch $(FUZZ_SECONDS); \

@@ -13,6 +13,7 @@
  */
 #define _GNU_SOURCE
 #include "aio.h"
+#include "check.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -49,14 +50,6 @@ static _Atomic int64_t tickets[TICKETS];
 struct input {
     const uint8_t *at, *end;
 };
-
-#define CHECK(condition)                                                                                     \
-    do {                                                                                                     \
-        if (!(condition)) {                                                                                  \
-            fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);                        \
-            abort();                                                                                         \
-        }                                                                                                    \
-    } while (0)
 
 static void expect_among(const char *call, int64_t answer, const int *errors)
 {
@@ -225,10 +218,17 @@ static void do_results(struct input *input)
 {
     aio_result results[8];
     size_t max = take(input, 1) % 9;
-    int n = aio_vector_results(context, some_ticket(input), max ? results : NULL, max);
+    int64_t ticket = some_ticket(input), moved = 0, failed = 0;
+    int n = aio_vector_results(context, ticket, max ? results : NULL, max);
     EXPECT("aio_vector_results", n, EBUSY, ESTALE, EINVAL);
-    for (int i = 0; i < n && (size_t)i < max; i++)
+    for (int i = 0; i < n && (size_t)i < max; i++) {
         judge(&results[i]);
+        failed += results[i].bytes < 0;
+        moved += results[i].bytes;
+    }
+    aio_result whole;
+    if (n > 0 && (size_t)n <= max && aio_wait(context, ticket, 0, &whole) == 0)
+        CHECK(whole.bytes < 0 ? failed > 0 : !failed && moved == whole.bytes);
 }
 
 static int answer_call(void *argument) { return *(const int *)argument; }
@@ -384,7 +384,7 @@ static int open_context(struct input *input)
         .queue_depth = odd == 2 ? (uint32_t)wild(input) : 1 + (uint32_t)take(input, 1) % MAX_DEPTH,
         .registered = (uint32_t)take(input, 1) % 2,
         .verify = (uint32_t)take(input, 1) % 2,
-        .alignment = odd == 3 ? (uint32_t)wild(input) : take(input, 1) % 4 ? 0 : 16384,
+        .alignment = odd == 3 ? (uint32_t)wild(input) : (take(input, 1) % 4 == 0) * 16384u,
         .n_faults = (uint32_t)take(input, 1) % (MAX_FAULTS + 1),
         .faults = faults,
     };

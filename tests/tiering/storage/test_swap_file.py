@@ -1,4 +1,4 @@
-"""Swap files: which directories will do, what a full disk says, and what is lost where something is lacking."""
+"""Swap files: what a full disk says, and what is lost where something is lacking."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tiering.storage.conftest import run_or_skip
 from tiering.errors import SwapSpaceError
 from tiering.storage import swap_file
 from tiering.storage.aio import AioContext, FaultPlan
 from tiering.storage.arena import PAGE, Arena
 from tiering.storage.slab_file import SlabFile
-from tiering.storage.swap_file import SwapFile, check_directory, disk_of, free_bytes, memory_file_system
+from tiering.storage.swap_file import SwapFile, free_bytes
 
 MIB = 1 << 20
 NO_DIRECT = "no O_DIRECT: the page cache uses memory beyond the budgets"
@@ -51,44 +50,6 @@ def swap_file_in() -> Iterator[Callable[[Path, int], SwapFile]]:
         yield make
 
 
-EXT4 = ("mkfs.ext4", "-q", "-F", "-m", "0")
-
-
-def run_or_skip(*command: str) -> None:
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip(f"there is no {command[0]} here")
-    if ran.returncode:
-        pytest.skip(f"{' '.join(command)} is not possible here: {ran.stderr.strip()}")
-
-
-def unmount(where: Path) -> None:
-    if subprocess.run(["umount", str(where)]).returncode:
-        subprocess.run(["umount", "--lazy", str(where)], check=True)
-        pytest.fail(f"something on {where} is still open")
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """``mounted("-t", "ext2")`` mounts a new 16 MiB image made by ``mkfs.ext4`` with these options."""
-    with ExitStack() as stack:
-
-        def mount(*options: str, mkfs: tuple[str, ...] = EXT4, nbytes: int = 16 * MIB) -> Path:
-            if os.geteuid() != 0:
-                pytest.skip("mounting a file system takes root")
-            image, where = tmp_path / "image.to.mount", tmp_path / "mounted"
-            image.touch()
-            os.truncate(image, nbytes)
-            where.mkdir()
-            run_or_skip(*mkfs, *options, str(image))
-            run_or_skip("mount", "-o", "loop", str(image), str(where))
-            stack.callback(unmount, where)
-            return where
-
-        yield mount
-
-
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -109,155 +70,6 @@ def round_trip(directory: Path, nbytes: int, *, direct: bool) -> None:
         slab.swap_in(extent, back).wait()
         assert bytes(back.view) == content
     slab.close()
-
-
-# Directories
-
-
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """Root may do everything: be nobody for a moment."""
-    if os.getuid() != 0:
-        yield
-        return
-    os.setresuid(65534, 65534, 0)
-    try:
-        yield
-    finally:
-        os.setresuid(0, 0, 0)
-
-
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """A directory that others can reach."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
-def test_a_missing_directory(tmp_path: Path) -> None:
-    missing = tmp_path / "swap"
-    with pytest.raises(SwapSpaceError) as caught:
-        check_directory(missing)
-    assert str(caught.value) == (
-        f"[TIER-SPACE] nvme_path {missing} does not exist; create it (mkdir -p {missing}) or name another"
-    )
-    assert not missing.exists()
-
-
-@pytest.mark.parametrize("below", [".", "swap"])
-def test_a_file_is_no_directory(tmp_path: Path, below: str) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(SwapSpaceError, match=r"is not a directory|cannot be reached: Not a directory"):
-        check_directory(file / below)
-
-
-def test_a_directory_that_this_user_may_not_write(public: Path) -> None:
-    (public / "swap").mkdir(mode=0o555)
-    with unprivileged(), pytest.raises(SwapSpaceError, match="not writable by this user; change its mode"):
-        check_directory(public / "swap")
-
-
-def test_a_directory_that_this_user_cannot_reach(public: Path) -> None:
-    (public / "closed").mkdir()
-    (public / "closed" / "swap").mkdir()
-    (public / "closed").chmod(0)
-    with unprivileged(), pytest.raises(SwapSpaceError, match="cannot be reached: Permission denied; change"):
-        check_directory(public / "closed" / "swap")
-
-
-READ_ONLY = """
-import sys
-from pathlib import Path
-from tiering.errors import SwapSpaceError
-from tiering.storage.swap_file import check_directory
-try:
-    check_directory(Path(sys.argv[1]))
-except SwapSpaceError as error:
-    print(error)
-"""
-
-
-def test_a_read_only_file_system(tmp_path: Path) -> None:
-    mount = (
-        'mount --bind "$0" "$0" 2>/dev/null && mount -o remount,bind,ro "$0" 2>/dev/null || exit 77;'
-        ' exec "$@" "$0"'
-    )
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare command")
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", mount, str(tmp_path), sys.executable, "-c", READ_ONLY],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip(f"a private read-only mount is not allowed here: {done.stderr.strip()}")
-    assert done.stdout == (
-        f"[TIER-SPACE] nvme_path {tmp_path} is on a file system that is mounted read-only; remount it or name another"
-        " directory\n"
-    )
-
-
-# What a directory is on
-
-
-def test_memory_is_no_swap_space() -> None:
-    shm = Path("/dev/shm")
-    if not shm.is_dir() or memory_file_system(shm) != "tmpfs":
-        pytest.skip("/dev/shm is not a tmpfs here")
-    with pytest.raises(SwapSpaceError) as caught:
-        check_directory(shm)
-    assert str(caught.value) == (
-        "[TIER-SPACE] nvme_path /dev/shm is on tmpfs, which lives in RAM: state swapped there would use the memory it"
-        " is meant to save; name a directory on a disk, or allow it with tiering.io.allow_memory_file_system"
-    )
-    with AioContext(engine="threads") as aio, pytest.raises(SwapSpaceError, match="is on tmpfs"):
-        SlabFile(shm, PAGE, aio)
-    round_trip(shm, 4 * PAGE, direct=True)
-
-
-def test_a_disk_is_no_memory(tmp_path: Path, mounted: Callable[..., Path]) -> None:
-    assert memory_file_system(mounted()) == ""
-    assert memory_file_system(tmp_path / "missing") == ""
-
-
-ON_OVERLAY = """
-import sys
-from pathlib import Path
-from tiering.storage.swap_file import memory_file_system
-print(repr(memory_file_system(Path(sys.argv[1]) / "merged")))
-"""
-
-
-@pytest.mark.parametrize(("where", "kind"), [("memory", "'tmpfs'"), ("disk", "''")])
-def test_an_overlay_is_what_its_upper_directory_is(tmp_path: Path, where: str, kind: str) -> None:
-    script = (
-        'cd "$0" && mkdir memory disk merged lower && { mount -t tmpfs none memory'
-        f" && mkdir {where}/upper {where}/work"
-        f' && mount -t overlay none -o lowerdir="$0/lower,upperdir=$0/{where}/upper,workdir=$0/{where}/work" merged;'
-        ' } || exit 77; exec "$@" "$0"'
-    )
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare command")
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script, str(tmp_path), sys.executable, "-c", ON_OVERLAY],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip(f"a private overlay is not allowed here: {done.stderr.strip()}")
-    assert (done.stdout.strip(), done.stderr) == (kind, "")
-
-
-def test_directories_on_one_disk_are_known(tmp_path: Path, mounted: Callable[..., Path]) -> None:
-    (tmp_path / "a").mkdir()
-    other = mounted()
-    assert disk_of(tmp_path) == disk_of(tmp_path / "a")
-    assert Path(disk_of(other)).name.startswith("loop")
-    assert disk_of(tmp_path) != disk_of(other)
 
 
 # Space
@@ -394,6 +206,13 @@ def tmpfile(flags: int) -> bool:
 def test_a_whole_file_system_gives_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     round_trip(tmp_path, 3 * PAGE, direct=True)
     assert warnings(caplog) == []
+
+
+def test_memory_may_be_allowed() -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        pytest.skip("there is no /dev/shm here")
+    round_trip(shm, 4 * PAGE, direct=True)
 
 
 def test_without_o_direct(

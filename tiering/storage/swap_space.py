@@ -164,13 +164,14 @@ class SwapSpace:
     def grow(self, section: str, nbytes: int) -> None:
         """Reserve at least ``nbytes`` more for ``section``, divided over its paths like its first bytes.
 
-        Slow paths get less.
-
-        Raises SwapSpaceError when there is too little space; what other paths have reserved by then is kept.
+        Slow paths get less. Raises SwapSpaceError when there is too little space; what other paths have reserved by
+        then is kept.
         """
         with self._lock:
             planned = self._planned[section]
             parts = self._slowed(planned)
+            # A few pages, on slow paths only, have no part that is a page.
+            parts = parts if any(parts) else list(planned)
             total = sum(parts)
             for index, (slab, share) in enumerate(zip(self.slabs, parts, strict=True)):
                 more = round_up(-(-nbytes * share // total))

@@ -340,3 +340,15 @@ def test_new_extents_get_less_of_a_path_that_becomes_slow(
     caplog.set_level(logging.INFO)
     steps(lambda: not slow.is_slow)
     assert f"nvme_path {paths[1]} is as fast as the other paths again" in caplog.text
+
+
+def test_a_few_pages_on_a_slow_path_alone_can_grow(
+    open_space: OpenSpace, paths: list[Path], rates: Callable[..., None]
+) -> None:
+    rates(1, 1)
+    space = open_space({"state": (4 * MIB, paths[:2]), "activations": (PAGE, paths[:1])})
+    space.speeds.paths[str(paths[0])].share = 0.5
+    with pytest.raises(SwapSpaceError, match="no extent of 12288 bytes left"):
+        space.allocate(3 * PAGE, ("a",), "activations")
+    space.grow("activations", 3 * PAGE)
+    assert [part.slab for part in space.allocate(3 * PAGE, ("a",), "activations").parts] == [space.slabs[0]]

@@ -1,29 +1,24 @@
-"""Slabs: a swap file cut into extents, whose transfers are kept in order (transfer_order.py)."""
+"""Slabs: a swap file cut into extents."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tiering._text import shorten
 from tiering.errors import SwapSpaceError
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import FreeRanges, round_up
-from tiering.storage.request import Buffer
 from tiering.storage.swap_file import SwapFile, check_directory
-from tiering.storage.tickets import Ticket
-from tiering.storage.transfer_order import TransferOrder
 
 
 @dataclass(eq=False)
 class Extent:
-    """A range of a slab file: ``nbytes`` at ``offset``, both multiples of 4096. ``names`` are the tensors in it."""
+    """A range of a slab file: ``nbytes`` at ``offset``, both multiples of 4096."""
 
     offset: int
     nbytes: int
-    names: tuple[str, ...]
-    order: TransferOrder = field(default_factory=TransferOrder, repr=False)
 
 
 class SlabFile:
@@ -94,19 +89,17 @@ class SlabFile:
             start = self._free.allocate(size)
             if start is not None:
                 self.used += size
-                return Extent(start, size, names)
+                return Extent(start, size)
         raise SwapSpaceError(
             f"swap file in {self.directory}: no extent of {size} bytes left for {shorten(names)}"
             f" ({self.used} of {self.capacity} bytes used); raise nvme_budget"
         )
 
     def free(self, extent: Extent) -> None:
-        """Free an extent, after its transfers in flight; their failures are dropped.
+        """Free an extent, of which no transfer is in flight.
 
         It has zero bytes afterwards, so that later transfers of it are refused: its range may have a new owner.
         """
-        # First: a transfer that is still in flight would conflict with transfers of the next owner of the range.
-        self.settle(extent)
         with self._lock:
             # Before the range is free: an owner that still has the extent can begin no transfer any more.
             nbytes, extent.nbytes = extent.nbytes, 0
@@ -114,53 +107,6 @@ class SlabFile:
                 self._free.free(extent.offset, nbytes)
                 self.used -= nbytes
 
-    def swap_in(
-        self, extent: Extent, buffer: Buffer, *, offset: int = 0, nbytes: int | None = None, priority: int = 0
-    ) -> Ticket:
-        """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``.
-
-        A signal handler may raise before the caller has the ticket: after an exception, ``settle`` the extent before
-        the memory is released.
-        """
-        return self._start(extent, buffer, offset, nbytes, priority, writes=False)
-
-    def swap_out(
-        self, extent: Extent, buffer: Buffer, *, offset: int = 0, nbytes: int | None = None, priority: int = 0
-    ) -> Ticket:
-        """Start writing ``nbytes`` (default: the buffer's) from ``buffer`` at ``offset`` of ``extent``."""
-        return self._start(extent, buffer, offset, nbytes, priority, writes=True)
-
-    def settle(self, extent: Extent) -> None:
-        """Wait for all transfers of ``extent``. A failed write is raised by the next read of its range."""
-        extent.order.settle()
-
     def close(self) -> None:
         """Close the descriptor; the kernel frees the space. The I/O context must have been closed first."""
         self._swap.close()
-
-    def _start(
-        self, extent: Extent, buffer: Buffer, offset: int, nbytes: int | None, priority: int, *, writes: bool
-    ) -> Ticket:
-        length = min(buffer.nbytes, extent.nbytes - offset) if nbytes is None else nbytes
-        if offset < 0 or length <= 0 or offset + length > extent.nbytes or length > buffer.nbytes:
-            raise ValueError(
-                f"transfer [{offset}, {offset + length}) does not fit an extent of {extent.nbytes} bytes and a"
-                f" buffer of {buffer.nbytes} bytes ({shorten(extent.names)})"
-            )
-        # Under the lock: only a submitted ticket can be named by the next transfer that conflicts with this one.
-        with self._lock:
-            return extent.order.ordered(
-                offset,
-                offset + length,
-                writes,
-                lambda after: self.aio.prepare(
-                    "write" if writes else "read",
-                    self.file,
-                    buffer,
-                    extent.offset + offset,
-                    length,
-                    priority=priority,
-                    after=after,
-                    names=extent.names,
-                ),
-            ).begin()

@@ -210,6 +210,7 @@ class SwapSpace:
 
     def free(self, extent: StripedExtent) -> None:
         """Free an extent, after its transfers in flight; their failures are dropped."""
+        # First: a transfer that is still in flight would conflict with transfers of the next owner of the range.
         self.settle(extent)
         for part in extent.parts:
             # Read first: ``SlabFile.free`` sets it to zero.

@@ -5,13 +5,14 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.tiering.storage.spaces import OpenSpace
 from tiering.storage import striping, swap_space
 from tiering.storage.aio import AioContext, Fault, FaultPlan
-from tiering.storage.arena import PAGE, Arena
+from tiering.storage.arena import PAGE, Arena, round_up
 from tiering.storage.swap_space import Section, SwapSpace
 
 MIB = 1 << 20
@@ -93,8 +94,11 @@ def open_space(request: pytest.FixtureRequest) -> Iterator[OpenSpace]:
     name = request.getfixturevalue("engine") if uses_engine else "threads"
     with ExitStack() as stack:
 
-        def open_one(sections: dict[str, tuple[int, list[Path]]], *faults: Fault) -> SwapSpace:
-            aio = AioContext(engine=name, block_size=PAGE, fault=FaultPlan(faults) if faults else None)
+        def open_one(
+            sections: dict[str, tuple[int, list[Path]]], *faults: Fault, **options: Any
+        ) -> SwapSpace:
+            plan = FaultPlan(faults) if faults else None
+            aio = AioContext(engine=name, block_size=PAGE, fault=plan, **options)
             stack.callback(aio.close)
             space = SwapSpace({kind: Section(n, tuple(where)) for kind, (n, where) in sections.items()}, aio)
             stack.callback(space.close)
@@ -102,3 +106,11 @@ def open_space(request: pytest.FixtureRequest) -> Iterator[OpenSpace]:
             return space
 
         yield open_one
+
+
+@pytest.fixture
+def open_state(open_space: OpenSpace, tmp_path: Path) -> OpenSpace:
+    """``open_state(nbytes, *faults)``: a swap space of one section, "state", under ``tmp_path``."""
+    return lambda nbytes, *faults, **options: open_space(
+        {"state": (round_up(nbytes), [tmp_path])}, *faults, **options
+    )

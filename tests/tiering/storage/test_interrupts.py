@@ -22,7 +22,7 @@ from tiering.errors import SwapError
 from tiering.storage import tickets
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
-from tiering.storage.slab_file import SlabFile
+from tiering.storage.swap_space import Section, SwapSpace
 
 
 class Interrupting:
@@ -57,13 +57,14 @@ def arena() -> Arena:
     return Arena.map(PAGE, "staging")
 
 
-def slab_on(engine: str, directory: Path, *faults: Fault) -> SlabFile:
-    return SlabFile(directory, 8 * PAGE, AioContext(engine=engine, fault=FaultPlan(faults)))
+def space_on(engine: str, directory: Path, *faults: Fault) -> SwapSpace:
+    aio = AioContext(engine=engine, fault=FaultPlan(faults))
+    return SwapSpace({"state": Section(8 * PAGE, (directory,))}, aio)
 
 
-def close(slab: SlabFile) -> None:
-    slab.aio.close()
-    slab.close()
+def close(space: SwapSpace) -> None:
+    space.slabs[0].aio.close()
+    space.close()
 
 
 def filled(arena: Arena, mark: bytes) -> Lease:
@@ -75,48 +76,48 @@ def filled(arena: Arena, mark: bytes) -> Lease:
 def test_an_interrupted_read_does_not_land_in_the_next_holders_memory(
     engine: str, tmp_path: Path, arena: Arena, ctrl_c: Interrupting
 ) -> None:
-    slab = slab_on(engine, tmp_path, Fault("read", delay=0.1))
-    extent = slab.allocate(PAGE, ("w",))
+    space = space_on(engine, tmp_path, Fault("read", delay=0.1))
+    extent = space.allocate(PAGE, ("w",), "state")
     lease = filled(arena, b"w")
-    slab.swap_out(extent, lease).wait()
+    space.swap_out(extent, lease).wait()
     ctrl_c.armed = True
     with pytest.raises(KeyboardInterrupt):
-        slab.swap_in(extent, lease)
-    slab.settle(extent)
-    assert slab.aio.stats()[slab.file].read.bytes == PAGE  # it was begun, and is over
+        space.swap_in(extent, lease)
+    space.settle(extent)
+    assert space.slabs[0].aio.stats()[space.slabs[0].file].read.bytes == PAGE  # it was begun, and is over
     lease.release()
-    close(slab)
+    close(space)
 
 
 def test_an_interrupted_write_is_waited_for_by_those_who_read_it(
     engine: str, tmp_path: Path, arena: Arena, ctrl_c: Interrupting
 ) -> None:
-    slab = slab_on(engine, tmp_path, Fault("write", first=2, delay=0.1))
-    extent = slab.allocate(PAGE, ("w",))
+    space = space_on(engine, tmp_path, Fault("write", first=2, delay=0.1))
+    extent = space.allocate(PAGE, ("w",), "state")
     lease = filled(arena, b"o")
-    slab.swap_out(extent, lease).wait()
+    space.swap_out(extent, lease).wait()
     lease.view[:] = b"n" * PAGE
     ctrl_c.armed = True
     with pytest.raises(KeyboardInterrupt):
-        slab.swap_out(extent, lease)
+        space.swap_out(extent, lease)
     back = Arena.map(PAGE, "back").lease(PAGE, "back")
-    slab.swap_in(extent, back).wait()
+    space.swap_in(extent, back).wait()
     assert bytes(back.view) == b"n" * PAGE
-    close(slab)
+    close(space)
 
 
 def test_an_interrupted_write_that_fails_is_told(
     engine: str, tmp_path: Path, arena: Arena, ctrl_c: Interrupting
 ) -> None:
-    slab = slab_on(engine, tmp_path, Fault("write", error=errno.EIO))
-    extent = slab.allocate(PAGE, ("w",))
+    space = space_on(engine, tmp_path, Fault("write", error=errno.EIO))
+    extent = space.allocate(PAGE, ("w",), "state")
     ctrl_c.armed = True
     with pytest.raises(KeyboardInterrupt):
-        slab.swap_out(extent, filled(arena, b"n"))
-    slab.settle(extent)
+        space.swap_out(extent, filled(arena, b"n"))
+    space.settle(extent)
     with pytest.raises(SwapError, match="EIO"):
-        slab.swap_in(extent, Arena.map(PAGE, "back").lease(PAGE, "back"))
-    close(slab)
+        space.swap_in(extent, Arena.map(PAGE, "back").lease(PAGE, "back"))
+    close(space)
 
 
 def test_nested_blocks_hold_one_interrupt_until_the_outermost_ends(ctrl_c: Interrupting) -> None:

@@ -15,11 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiering.storage import spaces
+from tests.tiering.storage.spaces import OpenSpace, filled
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
-from tiering.storage.slab_file import Extent, SlabFile
+from tiering.storage.slab_file import SlabFile
 from tiering.storage.swap_file import free_bytes
+from tiering.storage.swap_space import StripedExtent, SwapSpace
 from tiering.storage.tickets import Ticket
 
 MIB = 1 << 20
@@ -53,20 +56,10 @@ def open_slab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenSl
         yield open_one
 
 
-def filled(arena: Arena, content: bytes) -> Lease:
-    lease = arena.lease(len(content), "out")
-    lease.view[:] = content
-    return lease
-
-
-def read(slab: SlabFile, extent: Extent, arena: Arena, offset: int = 0, nbytes: int | None = None) -> bytes:
-    nbytes = extent.nbytes - offset if nbytes is None else nbytes
-    lease = arena.lease(nbytes, "in")
-    try:
-        assert slab.swap_in(extent, lease, offset=offset, nbytes=nbytes).wait() == nbytes
-        return bytes(lease.view[:nbytes])
-    finally:
-        lease.release()
+def read(
+    space: SwapSpace, extent: StripedExtent, arena: Arena, offset: int = 0, nbytes: int | None = None
+) -> bytes:
+    return spaces.read(space, extent, arena, offset, extent.nbytes - offset if nbytes is None else nbytes)
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
@@ -81,13 +74,13 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
 # Space
 
 
-def test_it_has_no_name_and_is_private(open_slab: OpenSlab, arena: Arena, tmp_path: Path) -> None:
-    slab = open_slab(4 * PAGE)
-    extent = slab.allocate(PAGE, ("w",))
-    slab.swap_out(extent, filled(arena, b"x" * PAGE)).wait()
-    status = os.fstat(slab.fd)
+def test_it_has_no_name_and_is_private(open_state: OpenSpace, arena: Arena, tmp_path: Path) -> None:
+    space = open_state(4 * PAGE)
+    extent = space.allocate(PAGE, ("w",), "state")
+    space.swap_out(extent, filled(arena, b"x" * PAGE)).wait()
+    status = os.fstat(space.slabs[0].fd)
     assert (status.st_nlink, status.st_mode & 0o777) == (0, 0o600)
-    assert os.get_inheritable(slab.fd) is False
+    assert os.get_inheritable(space.slabs[0].fd) is False
     assert list(tmp_path.iterdir()) == []
 
 
@@ -166,17 +159,19 @@ def test_an_extent_has_at_least_a_byte(open_slab: OpenSlab, nbytes: int) -> None
     assert slab.used == 0
 
 
-def test_two_slabs_in_one_directory_never_meet(engine: str, open_slab: OpenSlab, arena: Arena) -> None:
-    slabs = [open_slab(8 * PAGE), open_slab(8 * PAGE)]
-    assert os.fstat(slabs[0].fd).st_ino != os.fstat(slabs[1].fd).st_ino
-    extents = [slab.allocate(8 * PAGE, ("w",)) for slab in slabs]
+def test_two_swap_spaces_in_one_directory_never_meet(
+    engine: str, open_state: OpenSpace, arena: Arena
+) -> None:
+    two = [open_state(8 * PAGE), open_state(8 * PAGE)]
+    assert os.fstat(two[0].slabs[0].fd).st_ino != os.fstat(two[1].slabs[0].fd).st_ino
+    extents = [space.allocate(8 * PAGE, ("w",), "state") for space in two]
     for content in (b"1", b"2"):
-        for slab, extent, letter in zip(slabs, extents, (b"a", b"b"), strict=True):
+        for space, extent, letter in zip(two, extents, (b"a", b"b"), strict=True):
             out = filled(arena, (letter + content) * (4 * PAGE))
-            slab.swap_out(extent, out).wait()
+            space.swap_out(extent, out).wait()
             out.release()
-    for slab, extent, letter in zip(slabs, extents, (b"a", b"b"), strict=True):
-        assert read(slab, extent, arena) == (letter + b"2") * (4 * PAGE)
+    for space, extent, letter in zip(two, extents, (b"a", b"b"), strict=True):
+        assert read(space, extent, arena) == (letter + b"2") * (4 * PAGE)
 
 
 FORKED = """
@@ -185,12 +180,13 @@ from pathlib import Path
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import Arena
 from tiering.errors import EngineStateError
-from tiering.storage.slab_file import SlabFile
+from tiering.storage.swap_space import Section, SwapSpace
 arena = Arena.map(1 << 16, "host")
 with AioContext(engine="threads") as aio:
-    slab = SlabFile(Path(sys.argv[1]), 8192, aio)
+    space = SwapSpace({"state": Section(8192, (Path(sys.argv[1]),))}, aio)
+    (slab,) = space.slabs
     fd, inode = slab.fd, os.fstat(slab.fd).st_ino
-    extent = slab.allocate(8192, ("w",))
+    extent = space.allocate(8192, ("w",), "state")
     lease = arena.lease(8192, "state")
     lease.view[:] = b"w" * 8192
     child = os.fork()
@@ -201,19 +197,19 @@ with AioContext(engine="threads") as aio:
         except OSError as error:
             code = 0 if error.errno == errno.EBADF and slab.fd == -1 else 2
         try:
-            slab.swap_in(extent, lease)
+            space.swap_in(extent, lease)
             code = 3
         except EngineStateError:
             pass
-        slab.close()
+        space.close()
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert os.fstat(fd).st_ino == inode
-    slab.swap_out(extent, lease).wait()
+    space.swap_out(extent, lease).wait()
     back = arena.lease(8192, "state")
-    slab.swap_in(extent, back).wait()
+    space.swap_in(extent, back).wait()
     assert bytes(back.view) == b"w" * 8192
-slab.close()
+space.close()
 print("done")
 """
 
@@ -232,29 +228,14 @@ def test_a_forked_child_closes_its_copy(tmp_path: Path) -> None:
 # Transfers
 
 
-def test_transfers_must_fit_extent_and_buffer(open_slab: OpenSlab, arena: Arena) -> None:
-    slab = open_slab(8 * PAGE)
-    slab.allocate(PAGE, ("before",))
-    extent = slab.allocate(2 * PAGE, ("layers.0.w",))
-    lease = arena.lease(4 * PAGE, "state")
-    for offset, nbytes in ((-PAGE, PAGE), (0, 0), (0, 3 * PAGE), (PAGE, 2 * PAGE), (2 * PAGE, None), (0, -1)):
-        for transfer in (slab.swap_in, slab.swap_out):
-            with pytest.raises(ValueError, match=r"does not fit an extent of 8192 bytes .*\(layers\.0\.w\)"):
-                transfer(extent, lease, offset=offset, nbytes=nbytes)
-    with pytest.raises(ValueError, match="a buffer of 4096 bytes"):
-        slab.swap_out(extent, lease.part(0, PAGE), nbytes=2 * PAGE)
-    assert slab.swap_out(extent, lease).wait() == 2 * PAGE  # by default: what fits
-    assert slab.swap_in(extent, lease, offset=PAGE).wait() == PAGE
-
-
-def test_an_extent_lies_where_it_says(engine: str, open_slab: OpenSlab, arena: Arena) -> None:
-    slab = open_slab(6 * PAGE)
-    extents = [slab.allocate(2 * PAGE, (name,)) for name in "abc"]
+def test_an_extent_lies_where_it_says(engine: str, open_state: OpenSpace, arena: Arena) -> None:
+    space = open_state(6 * PAGE)
+    extents = [space.allocate(2 * PAGE, (name,), "state") for name in "abc"]
     for extent in extents:
         out = filled(arena, extent.names[0].encode() * (2 * PAGE))
-        slab.swap_out(extent, out).wait()
-    slab.swap_out(extents[1], filled(arena, b"B" * PAGE), offset=PAGE).wait()
-    assert [read(slab, extent, arena) for extent in extents] == [
+        space.swap_out(extent, out).wait()
+    space.swap_out(extents[1], filled(arena, b"B" * PAGE), offset=PAGE).wait()
+    assert [read(space, extent, arena) for extent in extents] == [
         b"a" * (2 * PAGE),
         b"b" * PAGE + b"B" * PAGE,
         b"c" * (2 * PAGE),
@@ -267,48 +248,48 @@ def test_an_extent_lies_where_it_says(engine: str, open_slab: OpenSlab, arena: A
     ids=["same", "tail", "head", "inside", "around"],
 )
 def test_a_read_right_behind_a_slow_write_returns_the_new_bytes(
-    engine: str, open_slab: OpenSlab, arena: Arena, wrote: tuple[int, int], reads: tuple[int, int]
+    engine: str, open_state: OpenSpace, arena: Arena, wrote: tuple[int, int], reads: tuple[int, int]
 ) -> None:
     # The first eight pages go at once.
-    slab = open_slab(10 * PAGE, Fault("write", first=9, count=0, delay=0.02))
-    extent = slab.allocate(8 * PAGE, ("w",))
-    slab.swap_out(extent, filled(arena, b"o" * (8 * PAGE))).wait()
+    space = open_state(10 * PAGE, Fault("write", first=9, count=0, delay=0.02))
+    extent = space.allocate(8 * PAGE, ("w",), "state")
+    space.swap_out(extent, filled(arena, b"o" * (8 * PAGE))).wait()
     expected = bytearray(b"o" * (8 * PAGE))
     expected[wrote[0] * PAGE : sum(wrote) * PAGE] = b"n" * (wrote[1] * PAGE)
-    slab.swap_out(extent, filled(arena, b"n" * (wrote[1] * PAGE)), offset=wrote[0] * PAGE)
+    space.swap_out(extent, filled(arena, b"n" * (wrote[1] * PAGE)), offset=wrote[0] * PAGE)
     start, end = reads[0] * PAGE, sum(reads) * PAGE
-    assert read(slab, extent, arena, start, end - start) == expected[start:end]
+    assert read(space, extent, arena, start, end - start) == expected[start:end]
 
 
-def test_a_write_right_behind_a_slow_read_waits(engine: str, open_slab: OpenSlab, arena: Arena) -> None:
-    slab = open_slab(4 * PAGE, Fault("read", count=4, delay=0.05))
-    extent = slab.allocate(4 * PAGE, ("w",))
-    slab.swap_out(extent, filled(arena, b"o" * (4 * PAGE))).wait()
+def test_a_write_right_behind_a_slow_read_waits(engine: str, open_state: OpenSpace, arena: Arena) -> None:
+    space = open_state(4 * PAGE, Fault("read", count=4, delay=0.05))
+    extent = space.allocate(4 * PAGE, ("w",), "state")
+    space.swap_out(extent, filled(arena, b"o" * (4 * PAGE))).wait()
     lease = arena.lease(4 * PAGE, "in")
-    early = slab.swap_in(extent, lease)
-    slab.swap_out(extent, filled(arena, b"n" * (4 * PAGE))).wait()
+    early = space.swap_in(extent, lease)
+    space.swap_out(extent, filled(arena, b"n" * (4 * PAGE))).wait()
     early.wait()
     assert bytes(lease.view) == b"o" * (4 * PAGE)
-    assert read(slab, extent, arena) == b"n" * (4 * PAGE)
+    assert read(space, extent, arena) == b"n" * (4 * PAGE)
 
 
-def test_writes_of_the_same_bytes_end_in_order(engine: str, open_slab: OpenSlab, arena: Arena) -> None:
-    slab = open_slab(PAGE, *(Fault("write", first=n, delay=0.02) for n in (1, 3, 5)))
-    extent = slab.allocate(PAGE, ("w",))
+def test_writes_of_the_same_bytes_end_in_order(engine: str, open_state: OpenSpace, arena: Arena) -> None:
+    space = open_state(PAGE, *(Fault("write", first=n, delay=0.02) for n in (1, 3, 5)))
+    extent = space.allocate(PAGE, ("w",), "state")
     for content in b"abcdef":
-        slab.swap_out(extent, filled(arena, bytes([content]) * PAGE))
-    assert read(slab, extent, arena) == b"f" * PAGE
+        space.swap_out(extent, filled(arena, bytes([content]) * PAGE))
+    assert read(space, extent, arena) == b"f" * PAGE
 
 
-def test_what_does_not_overlap_does_not_wait(engine: str, open_slab: OpenSlab, arena: Arena) -> None:
-    slab = open_slab(8 * PAGE, Fault("write", first=9, count=0, delay=1.0))
-    extents = [slab.allocate(4 * PAGE, (name,)) for name in "ab"]
+def test_what_does_not_overlap_does_not_wait(engine: str, open_state: OpenSpace, arena: Arena) -> None:
+    space = open_state(8 * PAGE, Fault("write", first=9, count=0, delay=1.0))
+    extents = [space.allocate(4 * PAGE, (name,), "state") for name in "ab"]
     for extent in extents:
-        slab.swap_out(extent, filled(arena, b"o" * (4 * PAGE))).wait()
-    write = slab.swap_out(extents[0], filled(arena, b"n" * PAGE), offset=PAGE)
-    assert read(slab, extents[0], arena, 2 * PAGE) == b"o" * (2 * PAGE)
-    assert read(slab, extents[0], arena, 0, PAGE) == b"o" * PAGE
-    assert read(slab, extents[1], arena) == b"o" * (4 * PAGE)
+        space.swap_out(extent, filled(arena, b"o" * (4 * PAGE))).wait()
+    write = space.swap_out(extents[0], filled(arena, b"n" * PAGE), offset=PAGE)
+    assert read(space, extents[0], arena, 2 * PAGE) == b"o" * (2 * PAGE)
+    assert read(space, extents[0], arena, 0, PAGE) == b"o" * PAGE
+    assert read(space, extents[1], arena) == b"o" * (4 * PAGE)
     concurrent = not write.done()
     write.wait()
     if not concurrent:
@@ -317,16 +298,16 @@ def test_what_does_not_overlap_does_not_wait(engine: str, open_slab: OpenSlab, a
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_interleavings_read_what_was_written_last(
-    engine: str, open_slab: OpenSlab, arena: Arena, seed: int
+    engine: str, open_state: OpenSpace, arena: Arena, seed: int
 ) -> None:
     """In the order of the calls, whatever the order in which the disk gets to them."""
     rng = random.Random(seed)
     late = [Fault("write", first=n, delay=rng.uniform(0.0005, 0.004)) for n in rng.sample(range(1, 400), 32)]
-    slab = open_slab(24 * PAGE, *late, Fault("write", count=0, delay=0.0002))
-    extents = [slab.allocate(8 * PAGE, (f"e{index}",)) for index in range(3)]
+    space = open_state(24 * PAGE, *late, Fault("write", count=0, delay=0.0002))
+    extents = [space.allocate(8 * PAGE, (f"e{index}",), "state") for index in range(3)]
     model = [bytearray(8 * PAGE) for _ in extents]
     for extent, content in zip(extents, model, strict=True):
-        slab.swap_out(extent, filled(arena, bytes(content))).wait()
+        space.swap_out(extent, filled(arena, bytes(content))).wait()
     pending: list[tuple[Ticket, Lease, bytes | None]] = []
     for _ in range(200):
         number, start = rng.randrange(3), rng.randrange(8)
@@ -335,16 +316,16 @@ def test_random_interleavings_read_what_was_written_last(
         if rng.random() < 0.5:
             lease.view[:] = rng.randbytes(16) * (nbytes // 16)
             model[number][offset : offset + nbytes] = lease.view
-            ticket = slab.swap_out(extents[number], lease, offset=offset, priority=rng.randrange(3))
+            ticket = space.swap_out(extents[number], lease, offset=offset, priority=rng.randrange(3))
             pending.append((ticket, lease, None))
         else:
-            ticket = slab.swap_in(extents[number], lease, offset=offset, priority=rng.randrange(3))
+            ticket = space.swap_in(extents[number], lease, offset=offset, priority=rng.randrange(3))
             pending.append((ticket, lease, bytes(model[number][offset : offset + nbytes])))
         while len(pending) > rng.randrange(24):
             settle(*pending.pop(rng.randrange(len(pending))))
     for transfer in pending:
         settle(*transfer)
-    assert [read(slab, extent, arena) for extent in extents] == model
+    assert [read(space, extent, arena) for extent in extents] == model
 
 
 def settle(ticket: Ticket, lease: Lease, expected: bytes | None) -> None:
@@ -357,12 +338,12 @@ def settle(ticket: Ticket, lease: Lease, expected: bytes | None) -> None:
 # Failures
 
 
-def poisoned(slab: SlabFile, extent: Extent, arena: Arena) -> list[int]:
+def poisoned(space: SwapSpace, extent: StripedExtent, arena: Arena) -> list[int]:
     """The pages of ``extent`` that cannot be read; the others hold what ``content`` put there."""
     pages = []
     for page in range(extent.nbytes // PAGE):
         try:
-            data = read(slab, extent, arena, page * PAGE, PAGE)
+            data = read(space, extent, arena, page * PAGE, PAGE)
         except SwapError:
             pages.append(page)
         else:
@@ -374,30 +355,30 @@ def content(first: int, last: int) -> bytes:
     return b"".join(bytes([97 + page]) * PAGE for page in range(first, last))
 
 
-def broken(open_slab: OpenSlab, arena: Arena) -> tuple[SlabFile, Extent, SwapError]:
+def broken(open_state: OpenSpace, arena: Arena) -> tuple[SwapSpace, StripedExtent, SwapError]:
     """An extent of six pages, a to f, whose pages 2 to 4 a failed write has made unreadable."""
-    slab = open_slab(8 * PAGE, Fault("write", first=7, count=3, error=errno.EIO))
-    extent = slab.allocate(6 * PAGE, ("layers.1.w",))
-    slab.swap_out(extent, filled(arena, content(0, 6))).wait()
+    space = open_state(8 * PAGE, Fault("write", first=7, count=3, error=errno.EIO))
+    extent = space.allocate(6 * PAGE, ("layers.1.w",), "state")
+    space.swap_out(extent, filled(arena, content(0, 6))).wait()
     with pytest.raises(SwapError) as caught:
-        slab.swap_out(extent, filled(arena, content(2, 5)), offset=2 * PAGE).wait()
+        space.swap_out(extent, filled(arena, content(2, 5)), offset=2 * PAGE).wait()
     assert (caught.value.errno, caught.value.names) == (errno.EIO, ("layers.1.w",))
-    return slab, extent, caught.value
+    return space, extent, caught.value
 
 
 def test_a_failed_write_poisons_its_range_and_no_other(
-    engine: str, open_slab: OpenSlab, arena: Arena
+    engine: str, open_state: OpenSpace, arena: Arena
 ) -> None:
-    slab, extent, error = broken(open_slab, arena)
-    assert poisoned(slab, extent, arena) == [2, 3, 4]
+    space, extent, error = broken(open_state, arena)
+    assert poisoned(space, extent, arena) == [2, 3, 4]
     lease = arena.lease(6 * PAGE, "in")
     for offset, nbytes in ((0, 6), (1, 2), (4, 2), (3, 1)):
         with pytest.raises(SwapError) as caught:
-            slab.swap_in(extent, lease, offset=offset * PAGE, nbytes=nbytes * PAGE)
+            space.swap_in(extent, lease, offset=offset * PAGE, nbytes=nbytes * PAGE)
         assert caught.value.args == error.args
-    other = slab.allocate(2 * PAGE, ("other",))
-    slab.swap_out(other, filled(arena, content(0, 2))).wait()
-    assert poisoned(slab, other, arena) == []
+    other = space.allocate(2 * PAGE, ("other",), "state")
+    space.swap_out(other, filled(arena, content(0, 2))).wait()
+    assert poisoned(space, other, arena) == []
 
 
 @pytest.mark.parametrize(
@@ -413,62 +394,62 @@ def test_a_failed_write_poisons_its_range_and_no_other(
     ],
 )
 def test_rewriting_heals_what_it_covers(
-    engine: str, open_slab: OpenSlab, arena: Arena, first: int, last: int, pages: list[int]
+    engine: str, open_state: OpenSpace, arena: Arena, first: int, last: int, pages: list[int]
 ) -> None:
-    slab, extent, _ = broken(open_slab, arena)
-    assert poisoned(slab, extent, arena) == [2, 3, 4]
-    slab.swap_out(extent, filled(arena, content(first, last)), offset=first * PAGE).wait()
-    assert poisoned(slab, extent, arena) == pages
+    space, extent, _ = broken(open_state, arena)
+    assert poisoned(space, extent, arena) == [2, 3, 4]
+    space.swap_out(extent, filled(arena, content(first, last)), offset=first * PAGE).wait()
+    assert poisoned(space, extent, arena) == pages
 
 
-def test_a_write_that_is_refused_heals_nothing(open_slab: OpenSlab, arena: Arena) -> None:
-    slab, extent, _ = broken(open_slab, arena)
+def test_a_write_that_is_refused_heals_nothing(open_state: OpenSpace, arena: Arena) -> None:
+    space, extent, _ = broken(open_state, arena)
     lease = arena.lease(5 * PAGE, "out")
     with pytest.raises(SwapError, match="to be multiples of 4096"):
-        slab.swap_out(extent, lease.part(512, 3 * PAGE), offset=2 * PAGE)
-    assert poisoned(slab, extent, arena) == [2, 3, 4]
+        space.swap_out(extent, lease.part(512, 3 * PAGE), offset=2 * PAGE)
+    assert poisoned(space, extent, arena) == [2, 3, 4]
 
 
 def test_a_read_behind_a_write_that_fails_does_not_return_the_old_bytes(
-    engine: str, open_slab: OpenSlab, arena: Arena
+    engine: str, open_state: OpenSpace, arena: Arena
 ) -> None:
-    slab = open_slab(PAGE, Fault("write", first=2, error=errno.EIO, delay=0.05))
-    extent = slab.allocate(PAGE, ("w",))
-    slab.swap_out(extent, filled(arena, b"o" * PAGE)).wait()
-    write = slab.swap_out(extent, filled(arena, b"n" * PAGE))
+    space = open_state(PAGE, Fault("write", first=2, error=errno.EIO, delay=0.05))
+    extent = space.allocate(PAGE, ("w",), "state")
+    space.swap_out(extent, filled(arena, b"o" * PAGE)).wait()
+    write = space.swap_out(extent, filled(arena, b"n" * PAGE))
     lease = arena.lease(PAGE, "in")
     with pytest.raises(SwapError):
-        slab.swap_in(extent, lease).wait()
+        space.swap_in(extent, lease).wait()
     assert bytes(lease.view) == bytes(PAGE)
     with pytest.raises(SwapError):
         write.wait()
     with pytest.raises(SwapError) as caught:
-        slab.swap_in(extent, lease)
+        space.swap_in(extent, lease)
     assert caught.value.errno == errno.EIO
 
 
 def test_a_failed_write_nobody_asked_about_still_poisons(
-    engine: str, open_slab: OpenSlab, arena: Arena
+    engine: str, open_state: OpenSpace, arena: Arena
 ) -> None:
-    slab = open_slab(PAGE, Fault("write", error=errno.ENOSPC))
-    extent = slab.allocate(PAGE, ("w",))
-    slab.swap_out(extent, filled(arena, b"n" * PAGE))
+    space = open_state(PAGE, Fault("write", error=errno.ENOSPC))
+    extent = space.allocate(PAGE, ("w",), "state")
+    space.swap_out(extent, filled(arena, b"n" * PAGE))
     assert until(lambda: extent.order.is_idle)
     with pytest.raises(SwapError) as caught:
-        slab.swap_in(extent, arena.lease(PAGE, "in"))
+        space.swap_in(extent, arena.lease(PAGE, "in"))
     assert caught.value.errno == errno.ENOSPC
 
 
 @pytest.mark.parametrize("error", [0, errno.EIO], ids=["succeeds", "fails"])
 def test_an_extent_is_free_only_after_its_transfers(
-    engine: str, open_slab: OpenSlab, arena: Arena, error: int
+    engine: str, open_state: OpenSpace, arena: Arena, error: int
 ) -> None:
-    slab = open_slab(4 * PAGE, Fault("write", first=1, count=4, delay=0.05, error=error))
-    extent = slab.allocate(4 * PAGE, ("old",))
-    write = slab.swap_out(extent, filled(arena, b"o" * (4 * PAGE)))
-    slab.free(extent)
+    space = open_state(4 * PAGE, Fault("write", first=1, count=4, delay=0.05, error=error))
+    extent = space.allocate(4 * PAGE, ("old",), "state")
+    write = space.swap_out(extent, filled(arena, b"o" * (4 * PAGE)))
+    space.free(extent)
     assert write.done()
-    assert slab.used == 0
-    again = slab.allocate(4 * PAGE, ("new",))
-    slab.swap_out(again, filled(arena, b"n" * (4 * PAGE))).wait()
-    assert read(slab, again, arena) == b"n" * (4 * PAGE)
+    assert space.used == 0
+    again = space.allocate(4 * PAGE, ("new",), "state")
+    space.swap_out(again, filled(arena, b"n" * (4 * PAGE))).wait()
+    assert read(space, again, arena) == b"n" * (4 * PAGE)

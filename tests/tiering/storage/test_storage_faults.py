@@ -9,43 +9,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.tiering.storage.spaces import OpenSpace
 from tiering.errors import SwapError
 from tiering.storage import swap_file
-from tiering.storage.aio import AioContext, Fault, FaultPlan
+from tiering.storage.aio import AioContext, Fault
 from tiering.storage.arena import PAGE, Arena
 from tiering.storage.slab_file import SlabFile
 
 MIB = 1 << 20
-OpenSlab = Callable[..., SlabFile]
 
 
 @pytest.fixture
 def arena() -> Arena:
     return Arena.map(2 * MIB, "host")
-
-
-@pytest.fixture
-def open_slab(engine: str, tmp_path: Path) -> Iterator[OpenSlab]:
-    """Slabs under ``tmp_path`` on the engine under test, in blocks of a page; closed at the end."""
-    with ExitStack() as stack:
-
-        def open_one(nbytes: int, *faults: Fault, **options: Any) -> SlabFile:
-            plan = FaultPlan(faults) if faults else None
-            aio = AioContext(engine=engine, block_size=PAGE, fault=plan, **options)
-            stack.callback(aio.close)
-            slab = SlabFile(tmp_path, nbytes, aio)
-            stack.callback(slab.close)
-            stack.callback(aio.close)
-            return slab
-
-        yield open_one
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
@@ -58,11 +39,13 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_urged_reads_never_overtake_slow_writes(open_slab: OpenSlab, arena: Arena, seed: int) -> None:
+def test_urged_reads_never_overtake_slow_writes(
+    engine: str, open_state: OpenSpace, arena: Arena, seed: int
+) -> None:
     """Every block is written late, and what it replaces is read at once with the highest priority."""
     rng = random.Random(seed)
-    slab = open_slab(32 * PAGE, Fault("write", count=0, delay=0.003))
-    extents = [slab.allocate(8 * PAGE, (f"e{index}",)) for index in range(4)]
+    space = open_state(32 * PAGE, Fault("write", count=0, delay=0.003))
+    extents = [space.allocate(8 * PAGE, (f"e{index}",), "state") for index in range(4)]
     model = [bytearray(8 * PAGE) for _ in extents]
     for turn in range(50):
         writes, reads = [], []
@@ -72,14 +55,14 @@ def test_urged_reads_never_overtake_slow_writes(open_slab: OpenSlab, arena: Aren
             lease = arena.lease(nbytes, "out")
             lease.view[:] = rng.randbytes(32) * (nbytes // 32)
             model[number][start * PAGE : start * PAGE + nbytes] = lease.view
-            writes.append((slab.swap_out(extents[number], lease, offset=start * PAGE), lease))
+            writes.append((space.swap_out(extents[number], lease, offset=start * PAGE), lease))
         for number in rng.choices(range(4), k=6):
             start = rng.randrange(8)
             nbytes = rng.randint(1, 8 - start) * PAGE
             lease = arena.lease(nbytes, "in")
             expected = bytes(model[number][start * PAGE : start * PAGE + nbytes])
             reads.append(
-                (slab.swap_in(extents[number], lease, offset=start * PAGE, priority=2), lease, expected)
+                (space.swap_in(extents[number], lease, offset=start * PAGE, priority=2), lease, expected)
             )
         rng.shuffle(reads)
         for ticket, lease, expected in reads:
@@ -93,54 +76,56 @@ def test_urged_reads_never_overtake_slow_writes(open_slab: OpenSlab, arena: Aren
 
 @pytest.mark.parametrize("verify", [False, True], ids=["", "verify"])
 def test_a_write_that_was_cut_is_not_read_until_its_bytes_are_written_again(
-    open_slab: OpenSlab, arena: Arena, verify: bool
+    engine: str, open_state: OpenSpace, arena: Arena, verify: bool
 ) -> None:
     """Canceled in the middle: some of its pages are on the disk, and the others are those of before."""
-    slab = open_slab(8 * PAGE, Fault("write", first=9, count=8, delay=0.05), queue_depth=1, verify=verify)
-    extent = slab.allocate(8 * PAGE, ("w",))
+    space = open_state(8 * PAGE, Fault("write", first=9, count=8, delay=0.05), queue_depth=1, verify=verify)
+    extent = space.allocate(8 * PAGE, ("w",), "state")
     whole, page = arena.lease(8 * PAGE, "whole"), arena.lease(PAGE, "page")
     behind = arena.lease(8 * PAGE, "behind")
     whole.view[:] = b"o" * whole.nbytes
-    slab.swap_out(extent, whole).wait()
+    space.swap_out(extent, whole).wait()
     whole.view[:] = b"n" * whole.nbytes
-    write = slab.swap_out(extent, whole)
-    assert until(lambda: slab.aio.stats()[slab.file].write.ops > 8)
-    read = slab.swap_in(extent, behind, priority=2)
+    write = space.swap_out(extent, whole)
+    assert until(lambda: space.slabs[0].aio.stats()[space.slabs[0].file].write.ops > 8)
+    read = space.swap_in(extent, behind, priority=2)
     assert write.cancel()
     for ticket in (write, read):
         with pytest.raises(SwapError, match="ECANCELED"):
             ticket.wait()
-    assert 8 < slab.aio.stats()[slab.file].write.ops < 16
+    assert 8 < space.slabs[0].aio.stats()[space.slabs[0].file].write.ops < 16
     whole.view[:] = b"x" * whole.nbytes  # its memory belongs to its owner again
     for first, last in ((0, 8), (0, 1), (3, 5), (7, 8)):
         with pytest.raises(SwapError, match="canceled by cancel"):
-            slab.swap_in(extent, whole, offset=first * PAGE, nbytes=(last - first) * PAGE)
+            space.swap_in(extent, whole, offset=first * PAGE, nbytes=(last - first) * PAGE)
     page.view[:] = b"p" * PAGE
-    slab.swap_out(extent, page, offset=2 * PAGE).wait()
+    space.swap_out(extent, page, offset=2 * PAGE).wait()
     page.view[:] = bytes(PAGE)
-    slab.swap_in(extent, page, offset=2 * PAGE).wait()
+    space.swap_in(extent, page, offset=2 * PAGE).wait()
     assert bytes(page.view) == b"p" * PAGE
     for first in (0, 3):
         with pytest.raises(SwapError, match="canceled by cancel"):
-            slab.swap_in(extent, page, offset=first * PAGE)
+            space.swap_in(extent, page, offset=first * PAGE)
     whole.view[:] = b"r" * whole.nbytes
-    slab.swap_out(extent, whole).wait()
-    slab.swap_in(extent, behind).wait()
+    space.swap_out(extent, whole).wait()
+    space.swap_in(extent, behind).wait()
     assert bytes(behind.view) == b"r" * behind.nbytes
 
 
-def test_a_file_truncated_underneath_is_named(open_slab: OpenSlab, arena: Arena, tmp_path: Path) -> None:
-    slab = open_slab(16 * PAGE)
-    extents = [slab.allocate(8 * PAGE, (name,)) for name in ("layers.0.w", "layers.1.w")]
+def test_a_file_truncated_underneath_is_named(
+    engine: str, open_state: OpenSpace, arena: Arena, tmp_path: Path
+) -> None:
+    space = open_state(16 * PAGE)
+    extents = [space.allocate(8 * PAGE, (name,), "state") for name in ("layers.0.w", "layers.1.w")]
     lease = arena.lease(8 * PAGE, "state")
     lease.view[:] = b"w" * lease.nbytes
     for extent in extents:
-        slab.swap_out(extent, lease).wait()
-    os.ftruncate(slab.fd, 11 * PAGE)
-    assert slab.swap_in(extents[0], lease).wait() == 8 * PAGE
+        space.swap_out(extent, lease).wait()
+    os.ftruncate(space.slabs[0].fd, 11 * PAGE)
+    assert space.swap_in(extents[0], lease).wait() == 8 * PAGE
     assert bytes(lease.view) == b"w" * lease.nbytes
     with pytest.raises(SwapError) as caught:
-        slab.swap_in(extents[1], lease).wait()
+        space.swap_in(extents[1], lease).wait()
     error = caught.value
     assert (error.errno, error.names, error.filename) == (errno.ENODATA, ("layers.1.w",), str(tmp_path))
     assert 11 * PAGE <= error.offset < 16 * PAGE
@@ -154,13 +139,14 @@ import os, sys, threading, time, warnings
 from pathlib import Path
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import Arena
-from tiering.storage.slab_file import SlabFile
+from tiering.storage.swap_space import Section, SwapSpace
 warnings.simplefilter("ignore", DeprecationWarning)  # newer interpreters dislike a fork beside threads
 directory, engine = Path(sys.argv[1]), sys.argv[2]
 
-def open_slab(nbytes, *faults):
+def open_space(nbytes, *faults):
     plan = FaultPlan(faults) if faults else None
-    return SlabFile(directory, nbytes, AioContext(engine=engine, block_size=65536, fault=plan))
+    aio = AioContext(engine=engine, block_size=65536, fault=plan)
+    return aio, SwapSpace({"state": Section(nbytes, (directory,))}, aio)
 
 def until(condition):
     while not condition():
@@ -174,24 +160,24 @@ import multiprocessing
 size, piece = int(sys.argv[3]), 4 << 20
 arena = Arena.map(piece, "host")
 lease = arena.lease(piece, "out")
-slab = open_slab(size)
-slab.aio.register(lease)
-extent = slab.allocate(size, ("w",))
+aio, space = open_space(size)
+aio.register(lease)
+extent = space.allocate(size, ("w",), "state")
 
 def write_on():
     while True:
-        for ticket in [slab.swap_out(extent, lease, offset=at) for at in range(0, size, piece)]:
+        for ticket in [space.swap_out(extent, lease, offset=at) for at in range(0, size, piece)]:
             ticket.wait()
 
 threading.Thread(target=write_on, daemon=True).start()
-until(lambda: slab.aio.stats()[0].write.bytes >= size and slab.aio.stats()[0].write.in_flight > 0)
+until(lambda: aio.stats()[0].write.bytes >= size and aio.stats()[0].write.in_flight > 0)
 forked = os.fork()
 if forked == 0:
     time.sleep(600)
     os._exit(0)
 worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
 worker.start()
-until(lambda: slab.aio.stats()[0].write.in_flight > 0)
+until(lambda: aio.stats()[0].write.in_flight > 0)
 print(forked, worker.pid, flush=True)
 time.sleep(600)
 """
@@ -240,14 +226,14 @@ FORKED = (
     + """
 import signal
 arena = Arena.map(1 << 20, "host")
-slab = open_slab(1 << 20, Fault("write", count=0, delay=0.2))
-inode = os.fstat(slab.fd).st_ino
-extent = slab.allocate(1 << 20, ("w",))
+aio, space = open_space(1 << 20, Fault("write", count=0, delay=0.2))
+inode = os.fstat(space.slabs[0].fd).st_ino
+extent = space.allocate(1 << 20, ("w",), "state")
 lease = arena.lease(1 << 20, "state")
 lease.view[:] = bytes(range(256)) * 4096
-slab.aio.register(lease)
-write = slab.swap_out(extent, lease)
-until(lambda: slab.aio.stats()[0].write.in_flight > 0)
+aio.register(lease)
+write = space.swap_out(extent, lease)
+until(lambda: aio.stats()[0].write.in_flight > 0)
 
 def is_swap(fd):
     try:
@@ -267,10 +253,10 @@ for way_out in (sys.exit, os._exit):
 codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 moved = write.wait()
 lease.view[:] = bytes(1 << 20)
-slab.swap_in(extent, lease).wait()
+space.swap_in(extent, lease).wait()
 print(*codes, moved, bytes(lease.view) == bytes(range(256)) * 4096)
-slab.aio.close()
-slab.close()
+aio.close()
+space.close()
 """
 )
 
@@ -288,19 +274,19 @@ import random
 size, rank = 4 << 20, int(sys.argv[3])
 arena = Arena.map(2 * size, "host")
 out, back = arena.lease(size, "out"), arena.lease(size, "in")
-slab = open_slab(size)
-extent = slab.allocate(size, ("w",))
+aio, space = open_space(size)
+extent = space.allocate(size, ("w",), "state")
 print("ready", flush=True)
 sys.stdin.readline()
 wrong = 0
 for turn in range(8):
     out.view[:] = random.Random(f"{rank}-{turn}").randbytes(size)
-    slab.swap_out(extent, out)
-    slab.swap_in(extent, back).wait()
+    space.swap_out(extent, out)
+    space.swap_in(extent, back).wait()
     wrong += back.view != out.view
 print("wrong", wrong)
-slab.aio.close()
-slab.close()
+aio.close()
+space.close()
 """
 )
 

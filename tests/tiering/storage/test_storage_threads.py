@@ -13,7 +13,7 @@ import pytest
 from tiering.errors import SwapError
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
-from tiering.storage.slab_file import Extent, SlabFile
+from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
 from tiering.storage.tickets import Ticket
 
 THREADS, TURNS, PAGES = 16, 40, 8
@@ -23,8 +23,8 @@ THREADS, TURNS, PAGES = 16, 40, 8
 class Shared:
     """An extent that every thread writes and reads, and what it holds once all submitted so far is over."""
 
-    slab: SlabFile
-    extent: Extent
+    space: SwapSpace
+    extent: StripedExtent
     lock: threading.Lock  # around a submission and the model's: this order is the one that counts
     content: bytearray
 
@@ -71,12 +71,12 @@ class Worker:
         if self.rng.random() < 0.5:
             lease.view[:] = self.rng.randbytes(64) * (nbytes // 64)
             with shared.lock:
-                ticket = shared.slab.swap_out(shared.extent, lease, offset=here.start, priority=priority)
+                ticket = shared.space.swap_out(shared.extent, lease, offset=here.start, priority=priority)
                 shared.content[here] = lease.view
             self.open.append(Transfer(ticket, lease, number, None))
         else:
             with shared.lock:
-                ticket = shared.slab.swap_in(shared.extent, lease, offset=here.start, priority=priority)
+                ticket = shared.space.swap_in(shared.extent, lease, offset=here.start, priority=priority)
                 expected = bytes(shared.content[here])
             self.open.append(Transfer(ticket, lease, number, expected))
 
@@ -114,13 +114,13 @@ def test_sixteen_threads_share_extents(engine: str, tmp_path: Path, late: bool) 
     context = AioContext(
         engine=engine, block_size=PAGE, queue_depth=8, fault=FaultPlan(some) if late else None
     )
-    slabs: list[SlabFile] = []
+    places: list[SwapSpace] = []
     try:
         shared = []
         for index in range(2):
-            slabs.append(SlabFile(tmp_path, PAGES * PAGE, context))
-            extent = slabs[-1].allocate(PAGES * PAGE, (f"shared{index}",))
-            shared.append(Shared(slabs[-1], extent, threading.Lock(), bytearray(PAGES * PAGE)))
+            places.append(SwapSpace({"state": Section(PAGES * PAGE, (tmp_path,))}, context))
+            extent = places[-1].allocate(PAGES * PAGE, (f"shared{index}",), "state")
+            shared.append(Shared(places[-1], extent, threading.Lock(), bytearray(PAGES * PAGE)))
         workers = [Worker(rank, context, shared) for rank in range(THREADS)]
         before = context.stats()
         threads = [threading.Thread(target=worker.run) for worker in workers]
@@ -139,9 +139,9 @@ def test_sixteen_threads_share_extents(engine: str, tmp_path: Path, late: bool) 
                 assert (getattr(now, kind).in_flight, getattr(now, kind).errors) == (0, 0)
         lease = workers[0].arena.lease(PAGES * PAGE, "in")
         for each in shared:
-            each.slab.swap_in(each.extent, lease).wait()
+            each.space.swap_in(each.extent, lease).wait()
             assert lease.view == each.content
     finally:
         context.close()
-        for slab in slabs:
-            slab.close()
+        for place in places:
+            place.close()

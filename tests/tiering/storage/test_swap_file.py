@@ -24,6 +24,7 @@ from tiering.storage.aio import AioContext, FaultPlan
 from tiering.storage.arena import PAGE, Arena
 from tiering.storage.slab_file import SlabFile
 from tiering.storage.swap_file import SwapFile, free_bytes
+from tiering.storage.swap_space import Section, SwapSpace
 
 MIB = 1 << 20
 NO_DIRECT = "no O_DIRECT: the page cache uses memory beyond the budgets"
@@ -55,21 +56,23 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def round_trip(directory: Path, nbytes: int, *, direct: bool) -> None:
-    """Write and read a slab through the I/O engine."""
+    """Write and read a swap file through the I/O engine."""
     arena = Arena.map(2 * nbytes, "host")
     content = random.Random(1).randbytes(nbytes)
     with AioContext(engine="threads") as aio:
-        slab = SlabFile(directory, nbytes, aio, allow_memory_file_system=True)
+        sections = {"state": Section(nbytes, (directory,))}
+        space = SwapSpace(sections, aio, allow_memory_file_system=True)
+        (slab,) = space.slabs
         assert slab.direct is direct
         assert bool(fcntl.fcntl(slab.fd, fcntl.F_GETFL) & os.O_DIRECT) is direct
         assert [file.direct for file in aio.stats()] == [direct]
-        extent = slab.allocate(nbytes, ("w",))
+        extent = space.allocate(nbytes, ("w",), "state")
         out, back = arena.lease(nbytes, "out"), arena.lease(nbytes, "in")
         out.view[:] = content
-        slab.swap_out(extent, out)
-        slab.swap_in(extent, back).wait()
+        space.swap_out(extent, out)
+        space.swap_in(extent, back).wait()
         assert bytes(back.view) == content
-    slab.close()
+    space.close()
 
 
 # Space
@@ -279,21 +282,22 @@ def test_a_device_with_larger_blocks_is_used_directly(
     )
     arena = Arena.map(14 * PAGE, "host")
     with AioContext(fault=FaultPlan((), 4 * PAGE)) as aio:
-        slab = SlabFile(tmp_path, 5 * PAGE, aio)
+        space = SwapSpace({"state": Section(5 * PAGE, (tmp_path,))}, aio)
+        (slab,) = space.slabs
         assert (slab.direct, slab.capacity, probed) == (True, 8 * PAGE, [4 * PAGE])
-        slab.grow(PAGE)
+        space.grow("state", 4 * PAGE)
         assert (slab.capacity, os.fstat(slab.fd).st_size) == (12 * PAGE, 12 * PAGE)
-        extents = [slab.allocate(nbytes * PAGE, ("w",)) for nbytes in (3, 2, 7)]
+        extents = [space.allocate(nbytes * PAGE, ("w",), "state") for nbytes in (3, 2, 4)]
         leases = [arena.lease(extent.nbytes, "out") for extent in extents]
         for value, (extent, lease) in enumerate(zip(extents, leases, strict=True)):
             lease.view[:] = bytes([value + 1]) * lease.nbytes
-            slab.swap_out(extent, lease)
+            space.swap_out(extent, lease)
         for value, extent in enumerate(extents):
-            slab.settle(extent)
+            space.settle(extent)
             leases[value].view[:] = bytes(extent.nbytes)
-            slab.swap_in(extent, leases[value]).wait()
+            space.swap_in(extent, leases[value]).wait()
             assert bytes(leases[value].view) == bytes([value + 1]) * extent.nbytes
-    slab.close()
+    space.close()
     assert warnings(caplog) == []
 
 

@@ -293,12 +293,12 @@ def test_new_extents_get_less_of_a_path_that_becomes_slow(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The first 300 transfers of the second path begin 5 ms late."""
+    """The first 300 transfers of the second path begin 20 ms late."""
     monkeypatch.setattr(path_speeds, "INTERVAL_OPS", 32)
     rates(1, 1)
     space = open_space(
         {"state": (64 * PAGE, paths[:2]), "activations": (4000 * PAGE, paths[:2])},
-        Fault(count=300, delay=0.005, file=1),
+        Fault(count=300, delay=0.02, file=1),
     )
     fixed = space.allocate(64 * PAGE, ("w",), "state")
 

@@ -20,6 +20,8 @@ from zero3.passes import moved_activations
 from .training import Training
 
 PLENTY = {"device_budget": "64MiB", "host_budget": "128MiB"}
+# Of offload_param and offload_optimizer.
+DEVICES = ("nvme nvme", "nvme nvme", "nvme cpu", "nvme none", "none nvme", "cpu nvme", "cpu cpu")
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,7 @@ class Placement:
 
     @classmethod
     def draw(cls, rng: random.Random, training: Training) -> Placement:
-        param, optimizer = rng.choice(
-            (("nvme", "nvme"), ("nvme", "nvme"), ("nvme", "cpu"), ("nvme", "none"), ("none", "nvme"),
-             ("cpu", "nvme"), ("cpu", "cpu"))
-        )  # fmt: skip
+        param, optimizer = rng.choice(DEVICES).split()
         return cls(
             param,
             optimizer,

@@ -208,7 +208,7 @@ def conclude(report: Report, rounds: dict[str, list[Window]], long_window: Windo
     errors: Counter[str] = Counter()
     for window in (*rounds["asked"], long_window):
         assert window.log is not None
-        errors += window.log.errors
+        errors.update(window.log.errors)
     summary = ", ".join(f"{count} x {error}" for error, count in errors.most_common()) or "none"
     report.verdicts += [
         Verdict("errors", summary, "none", not errors),

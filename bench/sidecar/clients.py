@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 
 HOST = "127.0.0.1"
@@ -26,11 +25,15 @@ class ClientLog:
     latencies: list[float] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     received: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
+    # No Counter: `asdict` copies one wrong.
+    errors: dict[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         return self.ended - self.began
+
+    def note_error(self, what: str) -> None:
+        self.errors[what] = self.errors.get(what, 0) + 1
 
 
 async def ask(port: int, *, scrapers: int, subscribers: int, seconds: float, every: float) -> ClientLog:
@@ -65,13 +68,13 @@ async def _scrape(port: int, log: ClientLog, delay: float, every: float) -> None
                     log.latencies.append(now - start)
                     log.received += size
                 if status != b"200":
-                    log.errors[f"/metrics answered {status.decode()}"] += 1
+                    log.note_error(f"/metrics answered {status.decode()}")
                 due = max(due + every, now)  # a late answer moves what follows, and is not caught up with
                 await asyncio.sleep(due - now)
         finally:
             writer.close()
     except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError) as error:
-        log.errors[f"/metrics: {type(error).__name__}"] += 1
+        log.note_error(f"/metrics: {type(error).__name__}")
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[bytes, int]:
@@ -93,7 +96,7 @@ async def _subscribe(port: int, log: ClientLog, number: int) -> None:
         try:
             writer.write(f"GET /v1/events HTTP/1.1\r\nHost: {HOST}:{port}\r\n\r\n".encode())
             if (status := (await reader.readuntil(b"\r\n\r\n")).split(maxsplit=2)[1]) != b"200":
-                log.errors[f"/v1/events answered {status.decode()}"] += 1
+                log.note_error(f"/v1/events answered {status.decode()}")
                 return
             rest = b""
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + log.ended - time.monotonic()):
@@ -103,10 +106,10 @@ async def _subscribe(port: int, log: ClientLog, number: int) -> None:
                         log.events[number] += buffer.count(mark)
                         log.received += len(more)
                     rest = buffer[-len(mark) + 1 :]
-            log.errors["/v1/events ended by itself"] += 1
+            log.note_error("/v1/events ended by itself")
         finally:
             writer.close()
     except TimeoutError:
         return  # the end of the time that counts
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
-        log.errors[f"/v1/events: {type(error).__name__}"] += 1
+        log.note_error(f"/v1/events: {type(error).__name__}")

@@ -60,6 +60,11 @@ def test_every_piece_goes_where_it_belongs(
             assert (counted.bytes, counted.errors, counted.in_flight) == (sum(p.nbytes for p in own), 0, 0)
 
 
+def test_a_transfer_of_no_pieces_is_done(open_context: Any, memory: Any) -> None:
+    ticket = open_context().prepare_vector("read", memory(BLOCK), [])
+    assert ticket.done() and ticket.wait() == 0 and not ticket.has_begun and not ticket.cancel()
+
+
 def test_a_failure_names_its_piece_and_the_other_files_go_on(
     open_context: Any, swap_file: Any, memory: Any
 ) -> None:

@@ -208,11 +208,17 @@ class AioContext:
         pieces: Sequence[FilePiece],
         **options: Unpack[TransferOptions],
     ) -> Ticket:
-        """A transfer of ``pieces``, at least one, which may lie in several files; ``Ticket.begin`` submits it.
+        """A transfer of ``pieces``, which may lie in several files; ``Ticket.begin`` submits it.
+
+        Without pieces it is done, and is not begun.
 
         One ticket covers all pieces: it is done when all are, and a failed piece is named by its file and offset. A
         file delays no piece of another one. Each piece is aligned as in ``read``.
         """
+        if not pieces:
+            request = Request(KINDS[kind], 0, None, 0, 0)
+            request.result = 0
+            return self._prepare(request, **options)
         first = pieces[0]
         nbytes = sum(piece.nbytes for piece in pieces)
         if len(pieces) == 1:

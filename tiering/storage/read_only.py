@@ -182,8 +182,7 @@ class Loading:
 
     def begin(self, names: tuple[str, ...]) -> Self:
         """Start the reads."""
-        if self._layout.reads:
-            self._transfer = self._files.begin(self._layout, self._memory, names, [])
+        self._transfer = self._files.begin(self._layout, self._memory, names, [])
         return self
 
     def wait(self) -> memoryview:
@@ -302,6 +301,8 @@ class ReadOnlyFiles:
             for read in layout.reads
         ]
         ticket = self._aio.prepare_vector("read", buffer, pieces, priority=priority, names=names)
+        if not pieces:  # a rank whose shard is padding
+            return ticket
         # First: whatever an exception interrupts, ``settle`` finds the transfer if it has begun.
         in_flight.append(ticket)
         try:

@@ -39,7 +39,7 @@ class Scale:
 FULL = Scale(
     paths=8, layers=24, width=2048, host_budget=2 << 30, rate=4 * 10**9, late=0.15, late_every=60, rounds=7
 )
-QUICK = replace(FULL, layers=4, width=512, host_budget=64 << 20, late=0.01, late_every=4, rounds=1)
+QUICK = replace(FULL, layers=24, width=512, host_budget=64 << 20, late=0.01, late_every=4, rounds=1)
 
 
 @dataclass(frozen=True, slots=True)

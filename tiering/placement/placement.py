@@ -86,11 +86,11 @@ def place(load: Workload, budgets: Budgets) -> Plan:
 
 
 def _place_cut(load: Workload, budgets: Budgets) -> Plan:
-    """Places ``load``, with the usual slots if larger ones move too much to NVMe. No other tier needs more for them."""
+    """Places ``load``, with the usual slots where it does not fit with larger ones."""
     try:
         return _place(load, budgets)
-    except BudgetError as refusal:
-        if refusal.tier is not Tier.NVME or not load.staged_bytes:
+    except BudgetError:
+        if not load.staged_bytes:
             raise
     return replace(_place(replace(load, disk=None), budgets), workload=load)
 

@@ -176,10 +176,10 @@ def test_ctrl_c_ends_a_run_with_what_there_is(
 
 
 def test_without_a_size_two_seconds_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "PREPARATION_SECONDS", 0.002)
+    monkeypatch.setattr(bench, "PREPARATION_SECONDS", 0.02)
     watcher = Told()
     result = bench.run(request(tmp_path, size=None, rws=("read",)), watcher)
-    assert watcher.phases[0] == ("writing once", 0.002)
+    assert watcher.phases[0] == ("writing once", 0.02)
     assert 0 < result.settings.size < 1 << 30
 
 

@@ -23,6 +23,8 @@ from tiering.tierbench.words import ReadWrite, is_random, reads, writes
 # In one request of each job on a drive: at 16 MiB, Python takes as much CPU time per GB as the driver thread. This is
 # also the memory of a slot.
 _REQUEST_BYTES = 64 << 20
+# In one of the pass that writes the file: a slow drive must complete some in the two seconds of that pass.
+_FIRST_BYTES = 16 << 20
 _REQUEST_BLOCKS = 128
 _NOISE_BYTES = 8 << 20  # generating random bytes takes as long as writing them, so this much is repeated
 _WORD_BYTES = 8
@@ -109,6 +111,9 @@ class Lane:
         idle = self._slots[:slot_count]
         in_flight: deque[tuple[Lease, Ticket, int]] = deque()
         read_percent = self._settings.rwmixread if len(orders) > 1 else 100 if "read" in orders else 0
+        most_blocks = self._blocks
+        if once:
+            most_blocks = min(most_blocks, max(_FIRST_BYTES // self._bs, -(-self._settings.iodepth // 2)))
         read_credit = 0  # grows by the percentage of reads per request; at 100 the request is a read
         self.reached = 0
         try:
@@ -122,7 +127,7 @@ class Lane:
                 read_credit += read_percent
                 kind: Literal["read", "write"] = "read" if read_credit >= 100 else "write"
                 read_credit -= 100 * (kind == "read")
-                blocks = orders[kind].next_blocks(self._blocks)
+                blocks = orders[kind].next_blocks(most_blocks)
                 if kind == "write" and not self._work_files.may_write(blocks.nbytes):
                     break
                 slot = idle.pop()

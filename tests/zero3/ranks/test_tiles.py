@@ -40,7 +40,7 @@ def loaded(rank: int, nvme: Path, directory: Path, **options: Any) -> dict[str, 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("place", [each for each in PLACES if each != "stage 0"])
-def test_stages_give_the_same_bits(ranks: Ranks, nvme: Path, place: str, accumulation: int) -> None:
+def test_every_stage_gives_the_same_bits(ranks: Ranks, nvme: Path, place: str, accumulation: int) -> None:
     case = CUT | {"accumulation": accumulation}
     # Ranks of stages 2 and 3 add the gradients of each micro-batch, those of 0 and 1 once those of all micro-batches.
     in_parts = accumulation > 1 and not place.startswith("stage 1")

@@ -47,19 +47,33 @@ OPTIONS: list[Kind] = [
         Kind("adam").but(beta1=b1, beta2=b2, weight_decay=wd, decoupled=decoupled)
         for (b1, b2), (wd, decoupled) in itertools.product(BETAS, [(0.1, True), (0.1, False), (0.0, True)])
     ),
-    *(Kind("lion").but(beta1=b1, beta2=b2, weight_decay=wd) for (b1, b2), wd in itertools.product(BETAS, [0, 0.1])),
-    *(Kind("adagrad").but(weight_decay=wd, lr_decay=d, step=9) for wd, d in itertools.product([0, 0.1], [0, 0.3])),
+    *(
+        Kind("lion").but(beta1=b1, beta2=b2, weight_decay=wd)
+        for (b1, b2), wd in itertools.product(BETAS, [0, 0.1])
+    ),
+    *(
+        Kind("adagrad").but(weight_decay=wd, lr_decay=d, step=9)
+        for wd, d in itertools.product([0, 0.1], [0, 0.3])
+    ),
     *(
         Kind("sgd").but(weight_decay=wd, step=step, momentum=momentum, dampening=dampening, nesterov=nesterov)
         for wd, step in itertools.product([0, 0.1], [1, 2])
         for momentum, dampening, nesterov in [
-            (0.0, 0.0, False), (0.0, 0.5, False), (0.9, 0.0, False), (0.9, 0.25, False), (0.9, 0.0, True),
+            (0.0, 0.0, False),
+            (0.0, 0.5, False),
+            (0.9, 0.0, False),
+            (0.9, 0.25, False),
+            (0.9, 0.0, True),
             (1.5, -0.5, False),
         ]
     ),
     *(LOOPS[name].but(maximize=True) for name in LOOPS),
     *(Kind("adam").but(step=t, decoupled=d) for t in (1, 2, 1000, 10**7) for d in (True, False)),
-    *(Kind("adam").but(bias_correction=False, step=t, decoupled=d) for t in (1, 2, 1000) for d in (True, False)),
+    *(
+        Kind("adam").but(bias_correction=False, step=t, decoupled=d)
+        for t in (1, 2, 1000)
+        for d in (True, False)
+    ),
     Kind("adam").but(bias_correction=False, lr=0.0),
     Kind("adam").but(eps=0.0),
     Kind("adam").but(lr=1e30, weight_decay=1e3),
@@ -70,7 +84,7 @@ OPTIONS: list[Kind] = [
     Kind("adagrad").but(step=10**7, lr_decay=1e-3),
     *(kind.but(lr=0.0) for kind in LOOPS.values()),
     *(LOOPS[name].but(grad_scale=x) for name in LOOPS for x in (0.0, -1.0, 1e-45, 3e38, np.inf, np.nan)),
-]  # fmt: skip
+]
 
 STEPPED_ALIKE = list({(k.state_format, k.split, k.grad_dtype): k for k in FORMATS}.values())
 """Of each format one: the output is rounded by itself."""

@@ -121,9 +121,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--rw", type=words.kinds, default=("read", "write", "rw"), metavar="KINDS",
+        "--rw",
+        type=words.kinds,
+        default=("read", "write", "rw"),
+        metavar="KINDS",
         help=f"kinds of load, separated by commas: {', '.join(words.READ_WRITE)} (default: read,write,rw)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="block size (default: 1M)"
     )
@@ -151,9 +154,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--runtime", type=words.duration, metavar="TIME", help="duration of each test (default: 2.5s)"
     )
     group.add_argument(
-        "--ramp-time", "--ramp_time", type=words.duration, metavar="TIME",
+        "--ramp-time",
+        "--ramp_time",
+        type=words.duration,
+        metavar="TIME",
         help="warm-up time before each test (default: none; 0.5s with several DIR)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--direct",
         type=int,
@@ -212,9 +218,12 @@ def _add_checks(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     formats = group.add_mutually_exclusive_group()
     formats.add_argument(
-        "--format", "--output-format", choices=("table", "json", "csv", "prom"), default="table",
+        "--format",
+        "--output-format",
+        choices=("table", "json", "csv", "prom"),
+        default="table",
         help="output format (default: table); prom is the text format of Prometheus",
-    )  # fmt: skip
+    )
     for name in ("json", "csv"):
         formats.add_argument(
             f"--{name}", dest="format", action="store_const", const=name, help=f"same as --format {name}"

@@ -121,9 +121,15 @@ def test_what_the_forecast_makes_of_the_papers_machine(trillion: Plan) -> None:
     tokens = 2 * SEQUENCE
     fast = 1e15
     rates = Rates(
-        nvme_read=row.slow_memory, nvme_write=row.slow_memory, nvme_mixed=row.slow_memory, flops=row.peak,
-        network=row.between_devices, device_link=fast, optimizer=fast, gradients=fast,
-    )  # fmt: skip
+        nvme_read=row.slow_memory,
+        nvme_write=row.slow_memory,
+        nvme_mixed=row.slow_memory,
+        flops=row.peak,
+        network=row.between_devices,
+        device_link=fast,
+        optimizer=fast,
+        gradients=fast,
+    )
     estimate = forecast(trillion, rates, tokens=tokens, checkpointed=True)
     compute = sum(phase.busy[MachinePart.COMPUTE] for phase in estimate.phases)
     assert compute == pytest.approx(paper.operations(tokens, size.layers, size.hidden) / row.peak)

@@ -58,8 +58,13 @@ def test_compiled_and_launched(calls: ctypes.CDLL) -> None:
     library = cuda_library.CompiledKernels(torch.device("cuda", 3))
     options = ctypes.c_char.in_dll(calls, "last_options")
     assert ctypes.string_at(ctypes.addressof(options)).decode().split() == [
-        "--gpu-architecture=sm_90", "-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-fmad=false",
-    ]  # fmt: skip
+        "--gpu-architecture=sm_90",
+        "-std=c++17",
+        "-ftz=false",
+        "-prec-div=true",
+        "-prec-sqrt=true",
+        "-fmad=false",
+    ]
     flat, target = every_kind(torch.bfloat16)[: 1 << 14], torch.ones(1 << 14)
     sums = torch.empty(4, dtype=torch.float64)
 
@@ -216,8 +221,13 @@ def test_accumulate(target: torch.dtype, source: torch.dtype, overwrite: bool, w
     theirs = ours.clone()
     device_kernels.accumulate(ours, grad, overwrite=overwrite)
     kernels.accumulate(
-        theirs.data_ptr(), KERNEL_DTYPES[target], grad.data_ptr(), KERNEL_DTYPES[source], len(grad), overwrite=overwrite
-    )  # fmt: skip
+        theirs.data_ptr(),
+        KERNEL_DTYPES[target],
+        grad.data_ptr(),
+        KERNEL_DTYPES[source],
+        len(grad),
+        overwrite=overwrite,
+    )
     if way == "torch operations":
         assert torch.equal(ours.isnan(), theirs.isnan())
         ours, theirs = ours.nan_to_num(nan=0), theirs.nan_to_num(nan=0)

@@ -358,13 +358,26 @@ def segments(draw: st.DrawFn) -> tuple[list[Segment], list[Segment]]:
         first_index = draw(st.sampled_from([0, (1 << 32) - 1000, 3 << 33])) + draw(st.integers(0, 99))
         arguments.append((rule, param, states, grad, out, state_format, first_index, at))
 
-    def segment(rule: Rule, param: dict[str, Tensor], states: list[Tensor], grad: Tensor, out: Tensor | None,
-                state_format: StateFormat, first_index: int, at: int) -> Segment:  # fmt: skip
+    def segment(
+        rule: Rule,
+        param: dict[str, Tensor],
+        states: list[Tensor],
+        grad: Tensor,
+        out: Tensor | None,
+        state_format: StateFormat,
+        first_index: int,
+        at: int,
+    ) -> Segment:
         fresh = {name: tensor.clone()[at:] for name, tensor in param.items()}
         return Segment(
-            rule=rule, state=[tensor.clone()[at:] for tensor in states], grad=grad[at:], state_format=state_format,
-            out=None if out is None else out.clone()[at:], first_index=first_index, **fresh,
-        )  # fmt: skip
+            rule=rule,
+            state=[tensor.clone()[at:] for tensor in states],
+            grad=grad[at:],
+            state_format=state_format,
+            out=None if out is None else out.clone()[at:],
+            first_index=first_index,
+            **fresh,
+        )
 
     first, other = ([segment(*each) for each in arguments] for _ in range(2))
     return first, other

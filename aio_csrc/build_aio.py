@@ -21,6 +21,7 @@ SOURCES = [
     "buffers.c",
     "counters.c",
     "driver.c",
+    "judge.c",
     "requests.c",
     "submit.c",
     "system.c",

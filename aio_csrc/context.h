@@ -4,7 +4,8 @@
  *   submit.c    submissions: arguments, pieces, parts
  *   requests.c  tickets and the order between requests
  *   tasks.c     calls between transfers, run from a completion to the next submissions
- *   driver.c    the driver thread: splits requests, evaluates completions
+ *   driver.c    the driver thread: splits requests, acts on completions
+ *   judge.c     what follows from the end of an operation
  *   counters.c  what is counted for each file
  *   buffers.c   memory that is registered with the kernel
  *   verify.c    checksums of pages (options.verify)
@@ -204,6 +205,12 @@ void aio_request_release(aio_context *context, struct request *request);
 void aio_requests_cancel(aio_context *context);
 void aio_requests_free(aio_context *context);
 void aio_wake_driver(aio_context *context);
+
+/* Before another attempt of what the kernel has refused. */
+enum { AIO_PAUSE_NS = 1000000 };
+
+/* judge.c: the verdict of an operation that has ended. If it is to be submitted again, op describes what is left. */
+int aio_judge(const aio_context *context, struct block *block);
 
 /* counters.c. The caller holds the lock. */
 void aio_count_block(const struct block *block, uint64_t now);

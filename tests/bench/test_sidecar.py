@@ -36,7 +36,7 @@ def heard_of(monkeypatch: pytest.MonkeyPatch, metrics: bytes, events: bytes, **m
                     await asyncio.sleep(0.005)
                     writer.write(events[place : place + 1])
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+            pass  # the client has what it wants, and leaves
         finally:
             writer.close()
 

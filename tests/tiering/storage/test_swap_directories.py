@@ -73,6 +73,23 @@ def test_a_directory_that_this_user_cannot_reach(public: Path) -> None:
         check_directory(public / "closed" / "swap")
 
 
+def print_unshared(set_up: str, program: str, directory: Path) -> str:
+    """What ``program`` prints, run with ``directory`` in mounts of its own, which the shell script ``set_up`` makes."""
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare command")
+    script = f'{set_up} || exit 77; exec "$@" "$0"'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, str(directory), sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"mounts of its own are not allowed here: {done.stderr.strip()}")
+    assert done.stderr == ""
+    return done.stdout
+
+
 READ_ONLY = """
 import sys
 from pathlib import Path
@@ -86,21 +103,8 @@ except SwapSpaceError as error:
 
 
 def test_a_read_only_file_system(tmp_path: Path) -> None:
-    mount = (
-        'mount --bind "$0" "$0" 2>/dev/null && mount -o remount,bind,ro "$0" 2>/dev/null || exit 77;'
-        ' exec "$@" "$0"'
-    )
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare command")
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", mount, str(tmp_path), sys.executable, "-c", READ_ONLY],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip(f"a private read-only mount is not allowed here: {done.stderr.strip()}")
-    assert done.stdout == (
+    mount = 'mount --bind "$0" "$0" 2>/dev/null && mount -o remount,bind,ro "$0" 2>/dev/null'
+    assert print_unshared(mount, READ_ONLY, tmp_path) == (
         f"[TIER-SPACE] nvme_path {tmp_path} is on a file system that is mounted read-only; remount it or name another"
         " directory\n"
     )
@@ -138,23 +142,12 @@ print(repr(memory_file_system(Path(sys.argv[1]) / "merged")))
 
 @pytest.mark.parametrize(("where", "kind"), [("memory", "'tmpfs'"), ("disk", "''")])
 def test_an_overlay_is_what_its_upper_directory_is(tmp_path: Path, where: str, kind: str) -> None:
-    script = (
-        'cd "$0" && mkdir memory disk merged lower && { mount -t tmpfs none memory'
+    mount = (
+        'cd "$0" && mkdir memory disk merged lower && mount -t tmpfs none memory'
         f" && mkdir {where}/upper {where}/work"
-        f' && mount -t overlay none -o lowerdir="$0/lower,upperdir=$0/{where}/upper,workdir=$0/{where}/work" merged;'
-        ' } || exit 77; exec "$@" "$0"'
+        f' && mount -t overlay none -o lowerdir="$0/lower,upperdir=$0/{where}/upper,workdir=$0/{where}/work" merged'
     )
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare command")
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script, str(tmp_path), sys.executable, "-c", ON_OVERLAY],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip(f"a private overlay is not allowed here: {done.stderr.strip()}")
-    assert (done.stdout.strip(), done.stderr) == (kind, "")
+    assert print_unshared(mount, ON_OVERLAY, tmp_path).strip() == kind
 
 
 def test_directories_on_one_disk_are_known(tmp_path: Path, mounted: Callable[..., Path]) -> None:

@@ -22,6 +22,7 @@ from tiering.errors import ConfigError, SwapError, SwapSpaceError, UnsafeTargetE
 from tiering.storage import swap_file
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.latencies import LatencyHistogram
+from tiering.tierbench.load import block_mover
 from tiering.tierbench.load import windows as load_module
 from tiering.tierbench.load.block_mover import slots
 from tiering.tierbench.load.windows import Load, WorkFiles, worst_second
@@ -89,6 +90,32 @@ def test_a_mix_has_the_share_of_reads_that_was_asked_for(tmp_path: Path) -> None
     _, blocks = slots(load_settings, 16 * MIB)
     ops = row.read.ops + row.write.ops
     assert abs(row.read.ops - 0.75 * ops) <= 2 * blocks  # as near as requests can come
+
+
+def test_requests_are_smaller_while_the_file_is_written_and_shared_by_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow drive must complete some in a short time; Python's time per byte falls with the size."""
+    prepare, seen = AioContext.prepare, set[int]()
+
+    def noted(
+        aio: AioContext, kind: Any, file: int, buffer: Any, offset: int, nbytes: int, **more: Any
+    ) -> Any:
+        seen.add(nbytes)
+        return prepare(aio, kind, file, buffer, offset, nbytes, **more)
+
+    monkeypatch.setattr(AioContext, "prepare", noted)
+    monkeypatch.setattr(block_mover, "_REQUEST_BYTES", MIB)
+    monkeypatch.setattr(block_mover, "_FIRST_BYTES", MIB // 4)
+    load_settings = settings(bs=65536, iodepth=2)
+    with work_files(tmp_path) as file, Load(file, load_settings) as load:
+        load.lay_out()
+        assert max(seen) == MIB // 4
+        load.run("read", seconds=SECONDS)
+        assert max(seen) == MIB
+    # Of four jobs, each has a quarter in the same memory.
+    assert slots(load_settings, 16 * MIB) == (3, 16)
+    assert slots(settings(bs=65536, iodepth=2, numjobs=4), 16 * MIB) == (3, 4)
 
 
 def test_several_directories_and_jobs_add_up(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ class Checkpoints:
         """Report a save that failed before it began. The caller gets the error; ``status`` shows it to the sidecar."""
         saving = Saving(self.finish, Path(request.save_dir) / request.tag, request.tag)
         saving.error, saving.ended_at, saving.done = error, time.time(), True
-        saving.seconds, saving.stalled = self._stall_timer.seconds, self._stall_timer.stalled
+        saving.stalled, saving.seconds = self._stall_timer.stalled, self._stall_timer.seconds
         self._reported_save = saving
         self._failed += 1
 
@@ -399,7 +399,8 @@ class Checkpoints:
             if under_way.request.background:
                 log.error("the checkpoint %s was not saved: %s", saving.path, error)
         saving.error, saving.nbytes = error, saver.record.nbytes
-        saving.seconds, saving.stalled = timer.seconds, timer.stalled
+        # In this order: time passes between the two, and the stall is a part of the save.
+        saving.stalled, saving.seconds = timer.stalled, timer.seconds
         saving.ended_at = time.time()
         if error is None:
             log.log(

@@ -268,7 +268,7 @@ def test_saves_are_told(start: Callable[..., Any], tmp_path: Path) -> None:
     saved = engine.snapshot().checkpoint
     assert (saved.under_way, saved.saved, saved.failed, saved.error) == (False, 1, 1, "")
     assert saved.path == str(tmp_path / "saves" / "first")
-    assert 0 < saved.stalled <= saved.seconds + 0.01  # which two clocks measured
+    assert saved.seconds >= saved.stalled > 0
     assert saved.ended_at >= engine.snapshot().started_at
     assert saved.nbytes > 0
 

@@ -90,14 +90,20 @@ def test_a_plan_never_fails_because_of_larger_staging() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(load=workloads(), limits=budgets, rate=st.sampled_from([10**5, 10**7, 10**9]))
-def test_larger_slots_need_more_of_no_tier(load: Workload, limits: Budgets, rate: int) -> None:
-    """The budgets that are enough with the usual slots are enough: only what NVMe lacks is planned again with these."""
+@given(
+    load=workloads(),
+    limits=budgets,
+    rate=st.sampled_from([10**5, 10**7, 10**9]),
+    sub_group_numel=st.sampled_from([1, 10**9]),
+)
+def test_budgets_that_are_enough_with_the_usual_slots_are_enough(
+    load: Workload, limits: Budgets, rate: int, sub_group_numel: int
+) -> None:
     larger = replace(
         load,
         staged_seconds=1.0,
         staged_numel=16 << 20,
-        sub_group_numel=10**9,
+        sub_group_numel=sub_group_numel,
         disk=DiskRate(rate, assumed=False),
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -300,7 +300,7 @@ RUN_AS: dict[Key, str] = {
     ),
     (
         "tierbench.md",
-        "tierbench compare --fio /local_nvme --pairs 20",
+        "tierbench compare --fio /local_nvme --pairs 8",
     ): f"tierbench compare --fio nvme --pairs 2 {BRIEF}",
     ("README.md", "tierbench /local_nvme"): f"tierbench nvme {BRIEF}",
 }

@@ -112,11 +112,15 @@ def test_where_mbind_is_denied_bound_threads_touch_the_pages_in_turn(
 ) -> None:
     touched: list[tuple[str, set[int], int, int]] = []
     plain, before = numa.touch, os.sched_getaffinity(0)
+    begun: set[str] = set()
+    both_at_work = threading.Barrier(2, timeout=10)
 
     def touch(memory: memoryview, address: int) -> int:
-        touched.append(
-            (threading.current_thread().name, os.sched_getaffinity(0), address, address + len(memory))
-        )
+        name, cpus = threading.current_thread().name, os.sched_getaffinity(0)
+        if name not in begun:
+            begun.add(name)
+            both_at_work.wait()
+        touched.append((name, cpus, address, address + len(memory)))
         return plain(memory, address)
 
     monkeypatch.setattr(numa, "touch", touch)

@@ -327,7 +327,7 @@ def test_new_extents_get_less_of_a_path_that_becomes_slow(
         and "953.67 MiB/s were measured" in warning
     )
     fast, less = shares()
-    assert fast + less == 100 and less < 40 and less <= 100 * slow.share
+    assert fast + less == 100 and less < 40 and less < 100 * slow.share + 1  # whole pages
     # New room, too.
     before = [slab.capacity for slab in space.slabs]
     space.grow("activations", 100 * PAGE)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +31,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 settings.register_profile("tiering", deadline=None, max_examples=50)
 settings.register_profile("thorough", deadline=None, max_examples=200)  # of `make test-all`
 settings.load_profile("tiering")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but each nth case of a test with `one_of(n)` as slow."""
+    counted: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_of")
+        if mark is not None and item.get_closest_marker("slow") is None:
+            test = item.nodeid.partition("[")[0]
+            if counted[test] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            counted[test] += 1
 
 
 LAUNCHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}

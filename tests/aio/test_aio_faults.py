@@ -148,6 +148,7 @@ def test_interrupted_operations_are_submitted_again(
 MAY_PASS = [errno.EIO, errno.ETIMEDOUT, errno.ENOLINK]
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("code", MAY_PASS)
 def test_a_read_that_fails_is_tried_twice_again(
     open_context: Any,

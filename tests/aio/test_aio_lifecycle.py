@@ -106,6 +106,7 @@ exec(sys.argv[4])
 """
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("ending", ["pass", "del context, tickets", "memory = None; sys.exit(0)"])
 @pytest.mark.parametrize("waiters", [0, 8])
 def test_an_interpreter_ends_with_operations_in_flight(

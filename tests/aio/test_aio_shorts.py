@@ -20,6 +20,7 @@ OFFSETS = {True: [0, PAGE, 3 * BLOCK], False: [0, 1, 511, PAGE - 1, PAGE, BLOCK 
 Kind = Literal["read", "write"]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("direct", "short"), [*((True, short) for short in SECTORS), *((False, short) for short in EDGES)]
 )

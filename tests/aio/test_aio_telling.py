@@ -227,6 +227,7 @@ def read_counters(context: AioContext, ticket: Ticket) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("wait", [wait_for_ticket, wait_for_any, wait_for_room, wait_in_a_run, read_counters])
 def test_a_hung_operation_is_logged_whoever_waits(
     swap_file: Any,
@@ -253,6 +254,7 @@ def test_a_hung_operation_is_logged_whoever_waits(
     assert "the drive, or the network behind it, may hang; see dmesg" in message
 
 
+@pytest.mark.one_of(3)
 def test_a_hang_is_logged_again_and_beside_transfers_that_end(
     engine: str,
     swap_file: Any,

@@ -75,6 +75,7 @@ def test_large_blocks_are_handed_over_by_twos(
     assert Path(f"/proc/self/fd/{fd}").read_bytes()[15 * block :][:40960] == b"s" * 40960
 
 
+@pytest.mark.one_of(3)
 def test_more_than_two_gibibytes_in_one_request(engine: str, swap_file: Any) -> None:
     """The kernel ends a transfer at 2 GiB - 4 KiB; a hole is read into pages mapped many times over."""
     window, nbytes = 64 << 20, (2 << 30) + (64 << 20) + 12345

@@ -325,6 +325,7 @@ class TestSteps:
 
 
 class TestPeer:
+    @pytest.mark.slow
     def test_it_works_when_told_to(self, peers: Path) -> None:
         with Peer(peers, steps.Model(1000), 1) as peer:
             assert peer.about == f"DeepSpeedCPUAdam 0.0.1 (AVX512, torch {torch.__version__})"

@@ -105,6 +105,7 @@ def test_the_file_is_written_whole(file: FioJob) -> None:
     assert content.any(axis=1).all()  # no page of zeros
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("rw", cells.SEQUENTIAL)
 def test_our_side_moves_what_it_counts(file: FioJob, rw: Any) -> None:
     job = dataclasses.replace(file, rw=rw)

@@ -78,6 +78,7 @@ class TestSide:
             Side(Spec("known", "step.plain", SMALL, python=failing, on_disk=True), place)
         assert list(place.directory.iterdir()) == []
 
+    @pytest.mark.slow
     def test_one_that_raises_says_why(self, place: Place) -> None:
         with pytest.raises(SideError, match=r"known failed: KeyError: 'tiering'"):
             Side(Spec("known", "step.ours", SMALL, on_disk=True), place)
@@ -127,6 +128,7 @@ class TestSide:
                 side.call("train", patience=0.4, steps=1)
             assert not alive(pid)
 
+    @pytest.mark.slow
     def test_it_trains_in_a_process_of_its_own(self, place: Place) -> None:
         with Side(Spec("known", "step.plain", SMALL), place) as side:
             rounds = [side.train(1), side.train(2)]

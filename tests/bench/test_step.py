@@ -155,6 +155,7 @@ class TestSide:
         )
         assert list(place.directory.iterdir()) == []
 
+    @pytest.mark.slow
     def test_deepspeed_is_configured_started_and_cleared_away(
         self, place: Place, peers: Path, site: Path
     ) -> None:

@@ -340,7 +340,7 @@ SLOW: set[Key] = {
     ("tierbench.md", "tierbench profile /local_nvme --params 7B"),
     ("tierbench.md", "tierbench tiers DIR"),
     ("tierbench.md", "tierbench compare --fio DIR --pairs 10 --rw read,write,rw --bs 1M --iodepth 16"),
-    ("tierbench.md", "tierbench compare --fio /local_nvme --pairs 20"),
+    ("tierbench.md", "tierbench compare --fio /local_nvme --pairs 8"),
 }
 
 # What cannot run in a test, and why.

@@ -88,6 +88,7 @@ def test_adamw_differs_from_a_plain_loop_by_rounding(train: Callable[..., Any], 
         assert float((value - model.get_parameter(key).detach()).abs().max()) <= 2 * LR * STEPS, key
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_sgd_differs_from_a_plain_loop_by_rounding(train: Callable[..., Any], name: str) -> None:
     model = build(name)
@@ -118,6 +119,7 @@ def every_placement() -> Iterator[Any]:
             yield pytest.param(name, placement, marks=marks, id=f"{name}-{placement}")
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("name", "placement"), list(every_placement()))
 def test_every_placement_gives_the_same_bits(
     train: Callable[..., Any], reference: Callable[..., Any], name: str, placement: str
@@ -129,6 +131,7 @@ def test_every_placement_gives_the_same_bits(
     assert bool(io and io[0].read.bytes and io[0].written.bytes) == ("nvme" in PLACEMENTS[placement].values())
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_accumulation_in_fp32_gives_the_same_bits(
     train: Callable[..., Any], reference: Callable[..., Any], name: str
@@ -138,6 +141,7 @@ def test_accumulation_in_fp32_gives_the_same_bits(
     assert_same_bits(run, reference(name, habit))
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     crossed([name for name, each in ARCHITECTURES.items() if each.checkpoints], CHECKPOINTING[1:]),
@@ -159,6 +163,7 @@ IN_CHUNKS = [name for name in ARCHITECTURES if name != "mixtral"]
 EVEN = [name for name in IN_CHUNKS if name not in ("bert", "mixture")]
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("name", "checkpointing"), crossed(EVEN, CHECKPOINTING, one_in=3))
 def test_chunks_of_rows_give_the_gradients_of_micro_batches(
     start: Callable[..., Any], name: str, checkpointing: str
@@ -180,6 +185,7 @@ def test_chunks_of_rows_give_the_gradients_of_micro_batches(
         torch.testing.assert_close(runs[1][key], value, rtol=1e-6, atol=1e-6, msg=key)
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("name", "checkpointing"), crossed(IN_CHUNKS, CHECKPOINTING, one_in=3))
 def test_chunks_of_rows_give_the_same_bits_everywhere(
     train: Callable[..., Any], reference: Callable[..., Any], name: str, checkpointing: str
@@ -221,6 +227,7 @@ def test_fractions_are_fractions(start: Callable[..., Any], placement: str, kind
     assert Tier.NVME in holding and len(holding) > 1
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("name", "placement"), crossed(DECODERS, ["cpu", "nvme", SMALLEST]))
 def test_generate_gives_the_plain_models_tokens_and_disturbs_nothing(
     train: Callable[..., Any], reference: Callable[..., Any], name: str, placement: str

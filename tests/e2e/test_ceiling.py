@@ -203,6 +203,7 @@ def check(case: Case, nvme: Path, host: int, device: int) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("case", "host", "device"),
     [

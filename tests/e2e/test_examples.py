@@ -86,6 +86,7 @@ def test_digits_are_told_apart(run: Callable[..., tuple[Said, Engine]]) -> None:
     assert engine.settings.precision == "fp32"
 
 
+@pytest.mark.slow
 def test_shapes_are_told_apart(run: Callable[..., tuple[Said, Engine]]) -> None:
     output, engine = run("cifar/train.py", "--steps", 30)
     assert output.falls(by=0.3) and output.right > 0.2, output.text

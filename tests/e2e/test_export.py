@@ -58,6 +58,7 @@ def assert_same(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert loaded[name].dtype == value.dtype and loaded[name].equal(value), name
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", HUB)
 def test_files_are_those_that_transformers_writes_and_it_loads_them(
     trained: Callable[..., Any], tmp_path: Path, name: str

@@ -47,6 +47,7 @@ def on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_files_in(tmp_path)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_program_computes_the_same_wherever_its_state_lives(seed: int) -> None:
     tally = check(Program.draw(seed))
@@ -92,6 +93,7 @@ def same_masters(first: Outcome, other: Outcome) -> bool:
     return all(same_bits(ours.get(name), theirs.get(name)) for name in ours | theirs)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", ACTIONS)
 def test_an_action_has_its_effect(name: str) -> None:
     """One that changes nothing would be no test of anything."""
@@ -122,6 +124,7 @@ def test_a_program_of_tiles_cuts_layers_in_every_run(tmp_path: Path) -> None:
     assert tiles == 2 * [[(20, 16), (20, 16)]]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("tile", [0, 1 << 10])
 def test_a_wrong_bit_is_found_and_told_with_fewer_actions(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
     def flip(run: Run, rng: random.Random) -> None:

@@ -74,6 +74,7 @@ def train_plainly(name: str, dtype: torch.dtype) -> Trained:
     return Trained(losses, norms, {key: p.detach() for key, p in named.items()}, model.state_dict())
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "place", [pytest.param(place, marks=pytest.mark.slow) for place in [*PLACES][:-1]] + [*PLACES][-1:]
 )

@@ -95,6 +95,7 @@ def test_a_model_without_adapters_has_none_to_disable(start: Callable[..., Any])
         engine.adapters_disabled()
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_evaluation_in_inference_mode_gives_the_plain_models_loss(
     start: Callable[..., Any], reference: Callable[..., Any], name: str

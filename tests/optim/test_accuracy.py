@@ -203,6 +203,7 @@ def assert_not_larger(error: tuple[F64, F64], *, each: float, mean: float, label
 ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "changed",
     [{}, {"lr": 1e-4}, {"lr": 1e-4, "weight_decay": 0.1, "beta2": 0.95}, {"weight_decay": 0.0}],
@@ -226,6 +227,7 @@ def test_adam_is_not_farther_from_float64_than_torch_fused(decoupled: bool, chan
 SGD = {"lr": 0.01, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 1e-4}
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("optimizer", "hyper"),
     [

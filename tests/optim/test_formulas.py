@@ -99,6 +99,7 @@ def test_every_format_at_every_length(isa: str, loop: str) -> None:
         problem_of(kind, LENGTH, 1).check(EVERY_LENGTH, offset=1)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("layout", STEPPED_ALIKE, ids=str)
 def test_every_option_in_every_format(layout: Kind) -> None:
     """Compilers make a loop of its own for each answer to what is uniform in it."""

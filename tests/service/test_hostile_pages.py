@@ -125,6 +125,7 @@ def test_an_update_that_stops_anywhere_mixes_nothing(
     writer.close()
 
 
+@pytest.mark.slow
 def test_writers_without_pause_are_read_whole(tmp_path: Path) -> None:
     steps_by_rank: dict[int, set[float]] = {0: set(), 1: set()}
     with ExitStack() as open_writers:
@@ -362,6 +363,7 @@ def ask_everything(directory: Path) -> dict[str, Any]:
     return answers
 
 
+@pytest.mark.slow
 @settings(
     phases=[Phase.generate],
     max_examples=8,

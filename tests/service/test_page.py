@@ -383,6 +383,7 @@ DESCRIBED = Description(
 )
 
 
+@pytest.mark.slow
 def test_what_pages_say_stays_text_and_runs_come_and_go(
     sidecar: Sidecar, directory: Path, publishing: Publish, visit: Open
 ) -> None:

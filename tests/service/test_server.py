@@ -82,6 +82,7 @@ def test_it_ends_at_once_while_streams_are_open(directory: Path) -> None:
         ended_well(sidecar.process)
 
 
+@pytest.mark.slow
 def test_it_ends_even_when_a_disk_does_not_answer(directory: Path) -> None:
     with running("-c", IMPATIENT, "hang", str(directory)) as (process, line):
         sidecar = Sidecar(process, line.split()[1].rstrip("/"))
@@ -132,6 +133,7 @@ def test_no_crowd_of_clients_takes_the_machine_from_training(sidecar: Sidecar) -
     ended_well(process)
 
 
+@pytest.mark.slow
 def test_connections_run_out_before_descriptors_do(sidecar: Sidecar) -> None:
     resource.prlimit(sidecar.process.pid, resource.RLIMIT_NOFILE, (128, 128))
     with contextlib.ExitStack() as open_ones:

@@ -110,6 +110,7 @@ def check(crash: Crash, scratch: Path, another: Path) -> None:
         shutil.rmtree(root)
 
 
+@pytest.mark.one_of(2)
 def test_what_a_power_cut_leaves_is_whole(recording: Recording, scratch: Path, another: Path) -> None:
     crashes = recording.crashes(recording.events)
     assert len(crashes) > 60

@@ -38,6 +38,7 @@ def counts_of(*arguments: object) -> dict[str, int]:
     return counted
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("moment", "kills", "each"), [("operations", 80, 10), ("renames", 20, 2)])
 def test_killed_before_each_operation(directory: Path, moment: str, kills: int, each: int) -> None:
     counted = counts_of(moment, directory)
@@ -45,6 +46,7 @@ def test_killed_before_each_operation(directory: Path, moment: str, kills: int, 
     assert min(counted["old"], counted["new"], counted["partials"]) > each
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(directory: Path) -> None:
     counted = counts_of("moments", directory, 60, 20261122)
     assert counted["kills"] == 60

@@ -25,6 +25,7 @@ SCHEDULE = {
 SECTIONS: dict[str, dict[str, Any]] = {"own": {}, "files": {"optimizer": ADAMW, "scheduler": SCHEDULE}}
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("place", "sections"),
     [
@@ -114,6 +115,7 @@ def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
     trainer.engine.close()
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("only_model", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_best_model_is_loaded_at_the_end(place: str, only_model: bool, tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_optimizer_scheduler_combos(sections: tuple[Any, Any], tmp_path: Path) -
     trainer.engine.close()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("stage", "half"), [*COMBINATIONS, (2, "fp32"), (3, "fp32")])
 def test_gradient_accumulation(stage: int, half: str, tmp_path: Path) -> None:
     left = []
@@ -218,6 +219,7 @@ def test_save_checkpoints(stage: int, half: str, tmp_path: Path) -> None:
     trainer.engine.close()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("stage", "half", "optimizer", "schedule"),
     [

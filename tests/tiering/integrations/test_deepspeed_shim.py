@@ -31,6 +31,7 @@ def test_the_name_is_that_of_tiering_until_it_is_uninstalled() -> None:
     assert path == ENVIRONMENT["PYTHONPATH"]
 
 
+@pytest.mark.slow
 def test_install_refuses_what_is_too_late() -> None:
     assert "after accelerate, which found no DeepSpeed" in run("early")
     code = (
@@ -41,6 +42,7 @@ def test_install_refuses_what_is_too_late() -> None:
     assert "[TIER-STATE] install() was called after deepspeed was imported" in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_loop_of_accelerate_and_a_trainer_in_one_process(tmp_path: Path) -> None:
     seen = run("loop_and_trainer", str(tmp_path))
     check_loop(seen["loop"])

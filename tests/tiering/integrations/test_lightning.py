@@ -177,6 +177,7 @@ def test_configure_model_builds_without_memory(tmp_path: Path) -> None:
 
 
 # The first steps in fp16 are skipped.
+@pytest.mark.one_of(2)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
 def test_half_precisions_train_with_fp32_masters(precision: str, tmp_path: Path) -> None:
@@ -190,6 +191,7 @@ def test_half_precisions_train_with_fp32_masters(precision: str, tmp_path: Path)
     assert all(parameter.dtype != torch.float32 for parameter in model.parameters())
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_resumed_run_continues_with_the_same_bits(place: str, tmp_path: Path) -> None:
     strategy = TieringStrategy(**places(tmp_path)[place])

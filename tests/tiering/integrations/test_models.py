@@ -54,6 +54,7 @@ def lora(seed: int = 3, **options: Any) -> Any:
     return get_peft_model(model, settings)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_an_adapter_trains_saves_and_resumes(place: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
@@ -159,6 +160,7 @@ def variance_scaled() -> SiglipModel:
 BUILDERS = {"llama": llama, "tied": tied, "fused experts": moe, "variance scaled": variance_scaled}
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loading_without_memory_gives_the_bits_of_the_files(

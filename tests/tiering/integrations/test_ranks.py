@@ -50,6 +50,7 @@ def plain(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[list[di
     return ranks.run(run, tmp_path_factory.mktemp("stock"), None, **STEPS)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_two_ranks_report_what_the_stock_trainer_does(
     place: str, ranks: Pool, plain: list[list[dict[str, float]]], tmp_path: Path
@@ -70,6 +71,7 @@ def test_each_stage_does(
         assert entry == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 def test_half_precision_follows(
     half: str, ranks: Pool, plain: list[list[dict[str, float]]], tmp_path: Path
@@ -112,6 +114,7 @@ ONE = {"per_device_train_batch_size": 4}
 """The options with which one rank has the batches of two."""
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_ranks(
     ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trainer
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "sections",
@@ -64,6 +65,7 @@ class ChunkedLoss:
 class ChunkedTrainer(ChunkedLoss, TieringTrainer): ...
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_loss_in_chunks_reports_what_the_models_own_does(place: str, plain: Any, tmp_path: Path) -> None:
     options = EVALUATED | {"prediction_loss_only": True}
@@ -73,6 +75,7 @@ def test_a_loss_in_chunks_reports_what_the_models_own_does(place: str, plain: An
     trainer.engine.close()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_stage_reports_the_same(stage: int, plain: Any, tmp_path: Path) -> None:
     trainer = tiered(tmp_path / "out", config("device", tmp_path, stage), **EVALUATED)
@@ -81,6 +84,7 @@ def test_every_stage_reports_the_same(stage: int, plain: Any, tmp_path: Path) ->
     trainer.engine.close()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -128,6 +132,7 @@ def test_a_users_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
     trainers[1].engine.close()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_evaluation_may_come_first_and_training_twice(place: str, tmp_path: Path) -> None:
     logs = []
@@ -192,6 +197,7 @@ def test_the_batch_size_is_found_again(tmp_path: Path) -> None:
     trainer.engine.close()
 
 
+@pytest.mark.slow
 def test_save_model_holds_no_model(tmp_path: Path) -> None:
     with tiering.zero.Init():
         model = llama(hidden_size=512, intermediate_size=2048, num_hidden_layers=12, vocab_size=4096)

@@ -158,6 +158,7 @@ TIMES = re.compile("time|per_second")
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(
@@ -182,6 +183,7 @@ def test_a_run_reports_what_trl_reports(
         trainer.engine.close()
 
 
+@pytest.mark.slow
 def test_what_activation_offloading_moves_is_not_moved_twice(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -238,6 +240,7 @@ def test_a_reference_model_has_an_engine_of_its_own(name: str, tokenizer: Any, t
     trainer.end()
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_resumed_run_ends_with_the_same_bits(name: str, tokenizer: Any, tmp_path: Path) -> None:
     make, _, tiered = MAKERS[name]

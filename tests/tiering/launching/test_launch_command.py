@@ -280,6 +280,7 @@ def test_two_ranks_on_this_machine(job: Callable[..., subprocess.Popen[str]], tm
     assert [*ranks_that_stop(process, tmp_path)] == [0, 1]
 
 
+@pytest.mark.slow
 def test_two_ranks_on_two_nodes(job: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     process = job(*two_nodes(), "rank.py", "wait")
     for rank in (0, 1):

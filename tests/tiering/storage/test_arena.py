@@ -262,6 +262,7 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting
         yield Waiting(arena, hung, quick)
 
 
+@pytest.mark.slow
 def test_the_end_of_any_transfer_wakes_a_lease(waiting: Waiting) -> None:
     """Also of one that has several parts, of which each ends alone."""
     lease = waiting.arena.lease(2 * PAGE, "next")

@@ -126,6 +126,7 @@ print(report.whole, resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64, *(each.p
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_more_files_than_the_limit(tmp_path: Path) -> None:
     """The limit is raised; where that is not allowed, the limit is what is told, and not that there is damage alone."""
     with Output(IO) as output:

@@ -175,6 +175,7 @@ def test_a_ramp_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert row.read.bytes == row.read.ops * (64 << 10)
 
 
+@pytest.mark.slow
 def test_after_a_ramp_what_is_drained_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queues are as full at a window's end as at its begin: to count their rest at one end alone would flatter."""
 

@@ -42,6 +42,7 @@ def profiled(capsys: pytest.CaptureFixture[str], *arguments: object, code: int =
     return Profile.model_validate(document)
 
 
+@pytest.mark.slow
 def test_whole_steps_are_replayed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "ds.json"
     offload = {"device": "nvme", "nvme_path": "/not/here"}
@@ -105,6 +106,7 @@ def test_a_part_of_a_step_tells_of_the_whole(tmp_path: Path, capsys: pytest.Capt
     assert max(len(line) for line in lines if line.startswith(("phase", "step"))) <= 80
 
 
+@pytest.mark.slow
 def test_plain_windows_over_several_directories_have_a_ramp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

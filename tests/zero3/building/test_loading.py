@@ -51,6 +51,7 @@ def saved(seed: int = 23, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
     return {name: param.detach().to(dtype) for name, param in model.named_parameters()}
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("how", BUILDS)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=("none", "cpu", "nvme"))
 def test_masters_take_the_precision_of_the_file(

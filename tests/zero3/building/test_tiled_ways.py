@@ -61,6 +61,7 @@ def trained(
     return masters
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("way", "placed"),
     [

@@ -438,6 +438,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("loaded", CUTS)
 @pytest.mark.parametrize("saved", ["whole", "tiles"])
 def test_checkpoints_load_across_tiles(start: Start, tmp_path: Path, saved: str, loaded: str) -> None:

@@ -72,6 +72,7 @@ def check(begin: Callable[[], Any], directory: Path, **how: Any) -> Left:
     return reference
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_goes_on_as_if_it_had_not_stopped(
@@ -80,6 +81,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(
     check(begin(precision=precision, **PLACEMENTS[placement]), tmp_path / "saved", meanwhile=2)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("state", FORMATS)
 @pytest.mark.parametrize("placement", ["memory", "mixed"])
 def test_every_format_of_state_goes_on(begin: Begin, tmp_path: Path, state: str, placement: str) -> None:
@@ -114,6 +116,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("client", CLIENTS)
 def test_an_optimizer_of_the_users_goes_on(begin: Begin, tmp_path: Path, client: str, precision: str) -> None:
@@ -239,6 +242,7 @@ def test_a_loader_goes_on_in_the_middle_of_a_pass(begin: Begin, tmp_path: Path) 
 PLACES = [(state, place) for state in FORMATS for place in ("memory", "mixed")]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("saved", PLACES, ids="-".join)
 def test_whoever_loads_has_the_weights_to_the_bit_and_the_moments_but_for_rounding(
     begin: Begin, tmp_path: Path, saved: tuple[str, str], caplog: pytest.LogCaptureFixture

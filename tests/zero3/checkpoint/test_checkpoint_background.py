@@ -76,6 +76,7 @@ def same_state(outcome: Left, other: Left) -> list[str]:
     ]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("state", ["fp32", "split+bf16"])
 def test_what_is_saved_is_the_state_of_the_call_whatever_is_slow(
@@ -118,6 +119,7 @@ def test_what_is_saved_is_the_state_of_the_call_whatever_is_slow(
     assert after.differences(straight(lambda: begin(start, **options), 6)) == []
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("place", ["memory", "nvme"])
 @pytest.mark.parametrize("after", [0, 9])
 def test_a_step_waits_for_what_it_would_change_and_no_longer(
@@ -146,6 +148,7 @@ def test_a_step_waits_for_what_it_would_change_and_no_longer(
     assert same_state(before, loaded(start, tmp_path / "saved", **PLACES[place])) == []
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("options", [{**MIXED}, {"state": "split"}, {"precision": "fp32"}], ids=str)
 def test_what_changes_otherwise_waits_too(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

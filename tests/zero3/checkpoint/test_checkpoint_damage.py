@@ -65,6 +65,7 @@ FILES = [
 JSON = ["checkpoint.json", "rank-00001-of-00001.json"]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", FILES + JSON)
 def test_a_file_that_is_gone_cut_or_flipped_is_named(start: Start, spoilt: Path, name: str) -> None:
     file = spoilt / "bad" / name
@@ -302,6 +303,7 @@ def test_a_digit_that_was_changed_in_json_is_found(start: Start, spoilt: Path, n
     refused(start, spoilt, f"{name} is damaged: (its content does not match its crc32|its SHA-256 differs)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JSON)
 def test_hostile_json_is_refused_and_the_engine_goes_on(
     saved: Path, tmp_path: Path, start: Start, name: str

@@ -57,6 +57,7 @@ def test_a_disk_that_is_full_costs_that_checkpoint_alone(
     assert Left.by(engine, losses).differences(undisturbed(start, 6)) == []
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("first", [1, 2, 4])
 def test_a_write_that_fails_names_the_file(

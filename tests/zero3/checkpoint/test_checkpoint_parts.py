@@ -48,6 +48,7 @@ def loaded(engine: Engine, directory: Path, **how: Any) -> Left:
     return Left.by(engine)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_run_goes_on_without_the_frozen_parameters_of_the_file(

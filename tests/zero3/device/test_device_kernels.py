@@ -160,6 +160,7 @@ def test_sums_of_squares_show_what_is_not_finite(bad: float, way: str) -> None:
     assert [total.is_finite for total in device_kernels.sums_of_squares(flats)] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_launches_of_sums_are_shared(by_gcc: CompiledByGcc, monkeypatch: pytest.MonkeyPatch) -> None:
     """By as many tensors as one launch takes."""
     monkeypatch.setattr(cuda_library, "kernels_of", lambda tensor: by_gcc)

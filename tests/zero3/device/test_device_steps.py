@@ -100,6 +100,7 @@ def step_on_device(grad_scale: float, *segment: Any, **more: Any) -> None:
     device_kernels.step_segments([Segment(*segment, **more)], grad_scale)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_every_rule(
@@ -250,6 +251,7 @@ def assert_same_steps(
     return [*ours.values(), *ours_kept]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("state_format", "split"), FORMATS)
 def test_every_format(
     rule_at: Callable[..., Rule],

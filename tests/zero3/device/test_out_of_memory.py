@@ -64,6 +64,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: FakeDevice().run_engines(monkeypatch)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("placement", "on_gpu"),
     [*((name, False) for name in PLACEMENTS), *((name, True) for name in ON_A_GPU)],
@@ -112,6 +113,7 @@ def test_a_pass_that_runs_out_of_memory_anywhere_leaves_nothing_behind(
 CLIENT = {"client": True, "accumulation": 1}
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("options", "on_gpu"),
     [

@@ -136,6 +136,7 @@ def check_window(engine: Any, batches: Iterator[Any], steps: int = 2, repeated: 
             assert planned <= of_kernel <= planned + METADATA
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("name", "precision", "accumulation"), crossed(PLACEMENTS, ["bf16", "fp32"], [1, 3]))
 def test_a_steady_step_moves_the_planned_bytes(
     begin: Callable[..., Any], micro_batches: Any, name: str, precision: str, accumulation: int
@@ -148,6 +149,7 @@ def test_a_steady_step_moves_the_planned_bytes(
     check_window(engine, micro_batches(100))
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("state", FORMATS)
 @pytest.mark.parametrize("name", ["all", "optimizer state", "part cached", "gradients too", "smallest tiles"])
 def test_every_state_format_moves_the_planned_bytes(
@@ -159,6 +161,7 @@ def test_every_state_format_moves_the_planned_bytes(
     check_window(engine, micro_batches(100))
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(
     ("name", "formats", "accumulation"),
     crossed(

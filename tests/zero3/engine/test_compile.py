@@ -122,6 +122,7 @@ def compile_blocks(model: Any, how: str, **options: Any) -> None:
             block.compile(**options)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("how", "when", "by", "tile"),
     [

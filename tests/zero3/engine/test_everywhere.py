@@ -93,6 +93,7 @@ def test_fractions_are_fractions(start: Start, precision: str) -> None:
         assert sum(kind in plan.contents(tier) for tier in Tier) == 2, name
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_loss_that_the_engine_has_scaled(start: Start, accumulation: int) -> None:
     def script(loop: Any, scales: bool = True) -> list[float]:
@@ -237,6 +238,7 @@ class Decoder(nn.Module):
         return tokens
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_generation_between_steps(start: Start, precision: str) -> None:
     """With a cache of keys and values, token by token: those of the plain model with these weights, everywhere."""

@@ -71,6 +71,7 @@ def largest(engine: Engine) -> int:
     return max(map(load.unsharded_bytes, load.groups))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("place", PLACEMENTS)
 def test_a_cut_changes_no_bit(start: Start, place: str, checkpointed: bool) -> None:

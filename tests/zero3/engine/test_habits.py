@@ -359,6 +359,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_torchs_schedulers_called_by_the_user(start: Start, name: str) -> None:
     rates: list[list[float]] = []

@@ -113,6 +113,7 @@ def alarms() -> Iterator[None]:
 ACTIVATIONS: dict[str, Any] = {"activations": "nvme", "activation_budget": "32KiB", "host_budget": "512KiB"}
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("during", "number", "options"),
     [
@@ -264,6 +265,7 @@ WHERE = [
 ]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("where", "kind"), crossed(WHERE, ["exception", "ctrl-c"]))
 def test_what_the_users_own_code_raises(start: Start, where: str, kind: str) -> None:
     """In each micro-batch once: it is done again, from the first of its step on, and changes nothing."""
@@ -421,6 +423,7 @@ def test_a_model_inside_of_another_models_forward(start: Start) -> None:
     assert differing(run(), run(**STREAMED)) == []
 
 
+@pytest.mark.slow
 def test_fifty_engines_leave_nothing_behind(nvme: Path) -> None:
     section = {"device": "nvme", "nvme_path": str(nvme)}
     config = {

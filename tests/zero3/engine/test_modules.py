@@ -279,6 +279,7 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_write_a_module(start: Start, way: str) -> None:
     def script(loop: Loop) -> list[float]:
@@ -341,6 +342,7 @@ class Checkpointed(nn.Module):
 
 
 # Nested in a reentrant one, a checkpoint first runs without gradients; it is recomputed with them.
+@pytest.mark.one_of(2)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     ("way", "reentrant"),
@@ -421,6 +423,7 @@ HOOKS = [
 ]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("kind", HOOKS)
 def test_the_users_own_hooks(start: Start, kind: str) -> None:
     """They run once per pass, and see, and may change, what they would without us."""

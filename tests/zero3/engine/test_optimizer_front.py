@@ -62,6 +62,7 @@ def by_loop(
     return norms
 
 
+@pytest.mark.one_of(5)
 @EVERYWHERE
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_a_loop_that_accumulates_trains_as_the_engine_does(start: Start, place: str, backward: str) -> None:

@@ -45,6 +45,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return say
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 2), ("fp32", 1)])
 def test_several_paths_give_the_same_bits(
     train: Callable[..., Any],

@@ -82,6 +82,7 @@ HABITS = [
 ]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("precision", "accumulation"), HABITS)
 def test_every_placement_gives_the_same_bits(
     train: Callable[..., Any], differing: Callable[..., list[str]], precision: str, accumulation: int

@@ -53,6 +53,7 @@ def carried_over(engine: Any) -> SmallModel:
     return model
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("place", PLACEMENTS)
 def test_training_again_after_release(start: Start, place: str, precision: str) -> None:

@@ -91,6 +91,7 @@ class CheckpointedReentrantly(Checkpointed):
     reentrant = True
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("build", [Tower, Checkpointed, CheckpointedReentrantly])
 def test_autocast_by_the_configuration(start: Start, build: type[Tower]) -> None:
     ran_in: list[torch.dtype] = []
@@ -305,6 +306,7 @@ class Weighted(nn.Module):
         return result
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("accum_dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gradients_accumulate_in_the_dtype_of_the_configuration(

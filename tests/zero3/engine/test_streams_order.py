@@ -377,6 +377,7 @@ def check(
     assert same_bits(outcome.masters, _expected[key].masters) == []
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("placement", "script"), FIRST)
 def test_what_touches_the_same_bytes_is_in_order(
     outcome_of: Callable[..., Left], placement: str, script: str
@@ -384,6 +385,7 @@ def test_what_touches_the_same_bytes_is_in_order(
     check(outcome_of, FakeDevice(never, never), script, placement)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("placement", "script"),
     [
@@ -426,6 +428,7 @@ def test_what_is_computed_twice(outcome_of: Callable[..., Left], placement: str,
     check(outcome_of, FakeDevice(never, never), "accumulation", placement, model)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("placement", "script", "lockable"),
     [

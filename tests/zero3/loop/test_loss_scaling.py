@@ -40,6 +40,7 @@ def update(engine: Any, micro_batches: Any, seed: int, *, spoil: bool = False) -
         engine.step()
 
 
+@pytest.mark.one_of(3)
 @EVERYWHERE
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_skipped_step_leaves_every_state_untouched_and_the_scale_follows(
@@ -62,6 +63,7 @@ def test_a_skipped_step_leaves_every_state_untouched_and_the_scale_follows(
     assert differing(everything(engine), before) != []
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("fp16", [{}, {"loss_scale": 1024}, {"initial_scale_power": 10}])
 def test_placement_changes_no_bit_of_fp16_training(
     start: Start, micro_batches: Any, differing: Any, fp16: dict[str, Any]

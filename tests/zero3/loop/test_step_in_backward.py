@@ -81,6 +81,7 @@ def assert_same(run: Outcome, expected: Outcome, where: str) -> None:
     assert differing(run.state, expected.state) == [], where
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(("model", "habit"), crossed(MODELS, [("bf16", 3), ("fp32", 1), ("bf16", 1)]))
 def test_steps_in_backward_give_the_bits_of_steps_after_it(
     start: Start, model: str, habit: tuple[str, int]
@@ -103,6 +104,7 @@ def test_within_the_smallest_budgets(start: Start, precision: str) -> None:
     assert_same(least, after, "the smallest budgets")
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("state", ["split", "bf16", "split+bf16"])
 def test_in_every_state_format(start: Start, state: str) -> None:
     options: dict[str, Any] = {"precision": "bf16", "state": state}
@@ -189,6 +191,7 @@ def with_evaluation(loop: Any) -> list[float]:
 SCRIPTS = [by_its_own, by_scale, with_no_sync, with_evaluation]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_other_ways_to_train(start: Start, script: Callable[[Any], list[float]]) -> None:
     after = run_engine(start, Tower, script, precision="bf16", clip=0.0)

@@ -77,6 +77,7 @@ TAKEN_OVER: dict[str, tuple[str, Callable[[Any], torch.optim.Optimizer]]] = {
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("case", "make"), TAKEN_OVER.values(), ids=TAKEN_OVER)
 def test_an_optimizer_that_the_kernels_know_is_taken_over(
     case: str,

@@ -92,6 +92,7 @@ def on_gpu(answers: Answers, train: Train, *args: Any, **options: Any) -> Any:
         return train(*args, **options)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("placement", "answers"),
     [
@@ -155,6 +156,7 @@ def left_by(engine: Engine) -> dict[str, Tensor]:
     )
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("tiers", "habit"),
     [
@@ -216,6 +218,7 @@ def edited(engine: Engine) -> None:
         engine.module.norm.weight.mul_(1.5)
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_no_visit(
     start: Start,
     micro_batches: Callable[..., Iterator[tuple[Tensor, Tensor]]],

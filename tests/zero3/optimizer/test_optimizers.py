@@ -74,6 +74,7 @@ def mixed_budgets(plan: Plan) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("rule", "precision", "accumulation"), crossed(CASES, PRECISIONS, [1, 2]))
 def test_every_rule_gives_the_bits_of_a_plain_loop_wherever_its_state_lives(
     rule: str,
@@ -216,6 +217,7 @@ def test_options_are_loaded_into_the_same_dicts_and_state_is_refused(start: Call
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(

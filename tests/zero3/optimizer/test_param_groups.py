@@ -46,6 +46,7 @@ def move_a_weight(groups: list[dict[str, Any]]) -> None:
 EDITS: list[Edit] = [take_out_a_weight, delete_a_group, empty_a_group, move_a_weight]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "step in backward"])
 def test_edited_param_groups(start: Start, edit: Edit, in_backward: bool) -> None:

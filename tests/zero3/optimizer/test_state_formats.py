@@ -72,6 +72,7 @@ def run(start: Start) -> Callable[..., Run]:
     return trained
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("name", "accumulation"),
     [
@@ -91,6 +92,7 @@ def test_split_state_is_fp32_state_to_the_bit_wherever_it_lives(
     assert split.plan.workload.state_itemsize == fp32.plan.workload.state_itemsize - 2
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("name", "accumulation"),
     [
@@ -180,6 +182,7 @@ def adamw(groups: Any, **options: Any) -> torch.optim.Optimizer:
     return optim_cpu.AdamW(groups, LR, (0.8, 0.9), 1e-6, 0.1, **options)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("state_format", "options"),
     crossed(["bf16", "split+bf16"], [{"stochastic_rounding": False}, {"seed": 5}, {"seed": (1 << 64) - 1}]),
@@ -279,6 +282,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("state", FORMATS[1:])
 def test_tied_weights_in_any_cut_by_any_backend(
     train: Callable[..., Any], state: str, differing: Differing
@@ -292,6 +296,7 @@ def test_tied_weights_in_any_cut_by_any_backend(
         assert differing(run.masters, reference.masters) == [], name
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("state", FORMATS[1:])
 def test_kernel_threads_and_instruction_sets_change_no_bit(
     train: Callable[..., Any], state: str, differing: Differing
@@ -390,6 +395,7 @@ def test_what_is_set_by_name_is_what_is_got(start: Start, state: str, place: dic
     assert same_bits(engine.get_fp32_gradient(NAME), gradient)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("state", FORMATS)
 def test_training_goes_on_from_what_was_set(

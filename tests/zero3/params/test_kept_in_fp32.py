@@ -54,6 +54,7 @@ def dtypes(state: dict[str, Tensor]) -> dict[str, torch.dtype]:
     return {name: value.dtype for name, value in state.items()}
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("state", ["fp32", "split", "bf16", "split+bf16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_no_placement_changes_a_bit(start: Start, state: str, accumulation: int) -> None:
@@ -305,6 +306,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("place", ON_GPU)
 @pytest.mark.parametrize("state", ["fp32", "split"])
 def test_a_gpu_gives_the_same_bits(

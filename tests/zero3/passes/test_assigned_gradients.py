@@ -120,6 +120,7 @@ RECIPES: list[Recipe] = [
 ]
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_uses_what_was_assigned(start: Start, recipe: Recipe) -> None:
     """In every second step: those between show that nothing of it is left."""

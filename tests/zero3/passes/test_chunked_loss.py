@@ -354,6 +354,7 @@ def trained(engine: Engine, steps: int = 3) -> tuple[dict[str, Tensor], Snapshot
 ROWS_OF_A_BATCH = 2 * SEQUENCE
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"accumulation": 2}, {"step_in_backward": True, "clip": 0.0}], ids=str

@@ -75,6 +75,7 @@ def norms(gradients: Any) -> list[float]:
     return [-1.0 if gradient is None else float(gradient.double().norm()) for gradient in gradients]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_autograd_grad_under_checkpointing(start: Start, checkpoints: str) -> None:
     def script(loop: Loop, ask: bool = True) -> list[float]:

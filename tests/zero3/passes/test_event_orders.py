@@ -459,6 +459,7 @@ def test_no_more_room_is_used_than_a_moment_needs(models: list[tuple[Call, ...]]
             torch_model.check_quiet()
 
 
+@pytest.mark.slow
 @THOROUGH
 @given(MODELS, st.data())
 def test_graphs_of_several_forwards_in_any_order(models: list[tuple[Call, ...]], data: st.DataObject) -> None:

@@ -37,6 +37,7 @@ def with_room(start: Callable[..., Engine], nbytes: int, **settings: Any) -> Eng
     )
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("room", [24, 23, 16, 4, 0])
 def test_what_fits_stays_and_the_least_moves(start: Callable[..., Engine], room: int) -> None:
     plain = start(Chain(24), **NVME)

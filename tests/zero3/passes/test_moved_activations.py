@@ -269,6 +269,7 @@ def first_in_first_out(engine: Engine, number: int) -> None:
         engine.step()
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("place", ["host", "nvme"])
 @pytest.mark.parametrize(

@@ -260,6 +260,7 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_reading_what_another_module_holds(start: Start, way: str) -> None:
     def script(loop: Loop) -> list[float]:

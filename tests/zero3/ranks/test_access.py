@@ -175,6 +175,7 @@ def alone(rank: int, nvme: Path, call: str, where: str) -> None:
         engine.step()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("call", "where"), [(call, "before a forward") for call in CALLS] + [("state_dict", "before the step")]
 )

@@ -145,6 +145,7 @@ def assert_goes_on(pool: Pool, nvme: Path, directory: Path, tag: str, **options:
         assert list(damages(open_checkpoint(directory / saved.tag))) == []
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("moment", "victim"), ENDS)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("place", ["stage 1, nvme", pytest.param("stage 3", marks=pytest.mark.slow)])
@@ -316,7 +317,8 @@ def test_a_load_that_takes_one_rank_longer_than_the_timeout(ranks: Ranks, nvme: 
         assert seconds > 3, "the load was not slow"
 
 
-@pytest.mark.parametrize("background", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [True, False])
 def test_a_save_that_takes_one_rank_longer_than_the_timeout(
     ranks: Ranks, nvme: Path, tmp_path: Path, background: bool
 ) -> None:

@@ -54,6 +54,7 @@ def same_everywhere(pool: Pool, nvme: Path, cases: dict[str, dict[str, Any]], **
     return reference
 
 
+@pytest.mark.slow
 def test_every_second_placement_gives_the_same_bits(ranks: Ranks, nvme: Path) -> None:
     second = {name: PLACEMENTS[name] for name in list(PLACEMENTS)[1::2]}
     same_everywhere(ranks(2), nvme, second, precision="bf16", accumulation=2)
@@ -67,6 +68,7 @@ def test_every_placement_gives_the_same_bits(
     same_everywhere(ranks(2), nvme, PLACEMENTS, precision=precision, accumulation=accumulation)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_every_placement_of_the_optimizer_gives_the_same_bits_in_other_stages(
     ranks: Ranks, nvme: Path, stage: int
@@ -99,6 +101,7 @@ def test_every_stage_gives_the_same_bits(ranks: Ranks, nvme: Path, world_size: i
     same_everywhere(ranks(world_size), nvme, cases, precision=precision)
 
 
+@pytest.mark.slow
 def test_every_io_engine_gives_the_same_bits(ranks: Ranks, nvme: Path) -> None:
     engines = [name for name in ENGINES if name != "auto" and not cannot_start(name)]
     cases: dict[str, dict[str, Any]] = {
@@ -136,6 +139,7 @@ def smallest(rank: int, nvme: Path, **options: Any) -> dict[str, str]:
     return budgets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("precision", "accumulation"), HABITS)
 def test_the_smallest_budgets_give_the_same_bits(

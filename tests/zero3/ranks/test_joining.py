@@ -68,6 +68,7 @@ def test_the_port_is_another_programs(doomed: Ranks) -> None:
     assert f"the process that listens at 127.0.0.1:{port} has not answered within 1 seconds" in second
 
 
+@pytest.mark.slow
 def test_rank_0_has_not_started(doomed: Ranks) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -115,6 +115,7 @@ def assert_named(outcome: Outcome, kind: str, *words: str, soon: float = SOON) -
     assert "left: []" in outcome.error.trace, outcome.report()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("place", ["stage 1", "stage 3, nvme"])
 def test_a_rank_that_is_killed(doomed: Ranks, nvme: Path, place: str, moment: str) -> None:
@@ -262,6 +263,7 @@ def refuse(rank: int, nvme: Path) -> None:
     start(nvme, **(WATCHFUL | budget)).close()
 
 
+@pytest.mark.slow
 def test_a_plan_that_one_rank_cannot_make_ends_all(doomed: Ranks, nvme: Path) -> None:
     for outcome in doomed(2).outcomes(refuse, nvme):
         assert outcome.error is not None and "TieringError" in outcome.error.kinds, outcome.report()
@@ -374,6 +376,7 @@ def slow_data(rank: int, nvme: Path, **options: Any) -> None:
             engine.step()
 
 
+@pytest.mark.slow
 def test_a_rank_in_the_scripts_own_code_is_said_to_be_there(doomed: Ranks, nvme: Path) -> None:
     options = {"distributed": {"timeout": 1.5, "silence": 20}, "threshold": 0}
     first, _ = doomed(2).outcomes(slow_data, nvme, **options)

@@ -88,6 +88,7 @@ def test_towers_in_changing_order_train_in_every_stage(ranks: Ranks, nvme: Path)
         assert_as_emulated(ranks(2), nvme, **case_of(TOWERS, **place))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [CalledReentrant, CalledAgain])
 @pytest.mark.parametrize("place", ["stage 3", "stage 2", "stage 3, nvme"])
 def test_towers_in_changing_order_under_checkpointing(
@@ -97,6 +98,7 @@ def test_towers_in_changing_order_under_checkpointing(
     assert_as_emulated(ranks(2), nvme, **case)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("order", [BACKWARDS, (5, 1, 0, 4)])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("place", PLACES)
@@ -115,6 +117,7 @@ def test_one_rank_may_call_blocks_in_its_own_order_where_parameters_are_whole(
     assert_as_emulated(ranks(2), nvme, **case_of(FromStep(1, 1, BACKWARDS), **PLACES[place]))
 
 
+@pytest.mark.slow
 def test_every_rank_draws_its_layers_and_one_calls_them_in_its_own_order(ranks: Ranks, nvme: Path) -> None:
     """Late gradients are rounded once more than those of stage 1, which keeps whole ones, and that is all."""
     data = Choices((0, 2, 3), (5, 3, 1), (4,), (1, 2, 0, 5), ())
@@ -133,6 +136,7 @@ def needed(rank: int, nvme: Path, **options: Any) -> int:
         return total
 
 
+@pytest.mark.slow
 def test_the_room_for_gradients_changes_no_bit_of_ranks_with_orders_of_their_own(
     ranks: Ranks, nvme: Path
 ) -> None:

@@ -131,10 +131,12 @@ def keep(rank: int, world_size: int, name: str, *, computing: bool, **settings: 
     return total + reduce(peers, "reduce 2")
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_without_releasing_the_interpreter_lives(ranks: Ranks) -> None:
     assert ranks(2).run(keep, 2, "alive", computing=True, silence=1.0) == [2.0] * 2
 
 
+@pytest.mark.slow
 def test_only_its_own_host_sees_a_rank_compute_and_tells_the_others(ranks: Ranks) -> None:
     """Rank 0 is on another host; rank 2, beside rank 1, vouches for it."""
     assert ranks(3).run(keep_of_two_hosts, silence=1.0) == [6.0] * 3
@@ -147,6 +149,7 @@ def keep_of_two_hosts(rank: int, **settings: Any) -> float:
         return keep(rank, 3, "two hosts", computing=True, **settings)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("computing", "timeout"), [(False, 20.0), (True, 1.5)])
 def test_a_rank_that_neither_speaks_nor_computes_or_never_ends_is_lost(
     doomed: Ranks, computing: bool, timeout: float
@@ -256,6 +259,7 @@ def stay_together(rank: int, signal_file: str) -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_a_job_that_is_suspended_and_resumed_goes_on(doomed: Ranks, tmp_path: Path) -> None:
     pool = doomed(2)
     signal_file = tmp_path / "told"

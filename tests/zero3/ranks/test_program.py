@@ -113,6 +113,7 @@ def lost(outcome: Outcome) -> str:
     return outcome.error.message
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("call", ["all_reduce", "all_gather_object", "barrier"])
 def test_a_frozen_rank_is_named(doomed: Ranks, nvme: Path, call: str) -> None:
     message = lost(doomed(2).outcomes(lose, nvme, "SIGSTOP", call, frozen=[1], limit=60)[0])
@@ -133,6 +134,7 @@ def test_a_rank_that_ends_is_named(doomed: Ranks, nvme: Path) -> None:
         assert "rank 1 (host" in message and words in message
 
 
+@pytest.mark.slow
 def test_torchs_own_collectives_hang_and_the_log_has_the_name(doomed: Ranks, nvme: Path) -> None:
     outcome = doomed(2).outcomes(lose, nvme, "SIGSTOP", "torch", frozen=[1], limit=60)[0]
     assert outcome.exit_code == 7, outcome.report()

@@ -122,6 +122,7 @@ def test_two_ranks_go_on_as_if_they_had_not_stopped(
     assert_goes_on(ranks(2), nvme, tmp_path, meanwhile, "stage 1", "stage 3, part cached")
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_from_what_was_saved_in_the_background(
     ranks: Ranks, nvme: Path, tmp_path: Path
 ) -> None:
@@ -274,6 +275,7 @@ def assert_the_same_elsewhere(
             assert later.differences(loaded) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (1, 2), (2, 1), (3, 2), (1, 4), (4, 3)])
 def test_all_other_runs_load_the_same_bits(
     ranks: Ranks, nvme: Path, tmp_path: Path, saved_by: int, loaded_by: int
@@ -296,6 +298,7 @@ def test_every_pair_of_runs(
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_load_what_each_stage_has_saved(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
     for number, saved in enumerate(STAGES):
         assert_the_same_elsewhere(
@@ -326,6 +329,7 @@ def save_both(rank: int, nvme: Path, directory: Path, options: dict[str, Any]) -
         return Left.by(engine)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_that_were_excluded_stay_on_all_ranks(
     ranks: Ranks, nvme: Path, tmp_path: Path
 ) -> None:

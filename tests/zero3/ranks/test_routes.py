@@ -76,10 +76,12 @@ def same_bits(
             assert count > len(run.losses), f"{name}, rank {rank}: the route was not taken"
 
 
+@pytest.mark.slow
 def test_large_shards_that_are_sent_to_every_rank_at_once(ranks: Ranks, nvme: Path) -> None:
     same_bits(ranks(4), nvme, from_each_to_all, ["none", "nvme"])
 
 
+@pytest.mark.slow
 def test_storages_that_cannot_exchange_their_memory(ranks: Ranks, nvme: Path) -> None:
     same_bits(ranks(2), nvme, by_copy, PLACES)
 

@@ -61,6 +61,7 @@ def overflow(
     return figures, changed
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @each_place
 def test_an_overflow_on_one_rank_skips_the_step_on_all(

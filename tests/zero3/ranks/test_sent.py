@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from .pool import Pool
 from .test_stages import OFFLOADS
 from .training import start, tokens
@@ -33,6 +35,7 @@ def sent(rank: int, nvme: Path) -> dict[str, tuple[int, int]]:
     return bytes_by_case
 
 
+@pytest.mark.slow
 def test_every_stage_sends_what_is_planned(ranks: Ranks, nvme: Path) -> None:
     of_ranks = ranks(2).run(sent, nvme)
     assert of_ranks[0] == of_ranks[1]

@@ -70,11 +70,13 @@ MATRIX = [
 ]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("offload", "precision", "loop"), MATRIX)
 def test_two_ranks(ranks: Ranks, nvme: Path, offload: tuple[int, str], precision: str, loop: str) -> None:
     check(ranks(2), nvme, precision=precision, **OFFLOADS[offload], **LOOPS[loop])
 
 
+@pytest.mark.one_of(3)
 @each_offload
 def test_four_ranks(ranks: Ranks, nvme: Path, offload: tuple[int, str]) -> None:
     check(ranks(4), nvme, precision="bf16", accumulation=2, **OFFLOADS[offload])

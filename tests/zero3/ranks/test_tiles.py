@@ -38,6 +38,7 @@ def loaded(rank: int, nvme: Path, directory: Path, **options: Any) -> dict[str, 
         return masters
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("place", [each for each in PLACES if each != "stage 0"])
 def test_every_stage_gives_the_same_bits(ranks: Ranks, nvme: Path, place: str, accumulation: int) -> None:

@@ -39,6 +39,7 @@ def its_agent(work: dict[str, Any]) -> Node:
     return Forked(agent, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("started_by", "saves", "resumed_at"),
     [(its_agent, "background", 2), (torchrun, "background", 2), (torchrun, "foreground", 3)],

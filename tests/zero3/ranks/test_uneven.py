@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
 each_place = pytest.mark.parametrize("place", PLACES)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("threshold", [0, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 @each_place

@@ -31,6 +31,7 @@ each_loop = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.one_of(2)
 @each_loop
 @pytest.mark.parametrize("place", REPLICATED)
 def test_a_block_may_be_unused_on_some_ranks(ranks: Ranks, nvme: Path, place: str, loop: str) -> None:
@@ -169,6 +170,7 @@ def test_ranks_that_part_in_stage_3_are_all_told_or_all_right(
         assert all(word in error.message for error in errors), reports
 
 
+@pytest.mark.slow
 def test_one_of_four_ranks_parts(doomed: Ranks, nvme: Path) -> None:
     data = Apart([(0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)])
     for outcome in doomed(4).outcomes(train, nvme, build=models.Blocks, data=data, threshold=0, steps=4):

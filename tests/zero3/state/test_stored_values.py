@@ -51,6 +51,7 @@ def train(engine: Any, steps: int = 1) -> None:
         engine.step()
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("place", "precision"),
     # "split" is a format of 16-bit parameters.

@@ -385,7 +385,6 @@ def test_what_touches_the_same_bytes_is_in_order(
     check(outcome_of, FakeDevice(never, never), script, placement)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("placement", "script"),
     [

@@ -117,7 +117,6 @@ def assert_no_difference(pool: Pool, nvme: Path, seed: int, **case: Any) -> None
 FAST = ["stage 1, nvme", "stage 2", "stage 3, nvme", "stage 3, nothing persistent", "experts"]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("case", FAST)
 def test_two_ranks_with_pauses(ranks: Ranks, nvme: Path, case: str) -> None:
     assert_no_difference(ranks(2), nvme, 1, **CASES[case])

@@ -66,7 +66,6 @@ EDITS = [
 ]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("stage", [3, 0, 1, 2])
 def test_every_rank_is_told_both_values(doomed: Ranks, nvme: Path, stage: int) -> None:
     for edit, first, other in EDITS:

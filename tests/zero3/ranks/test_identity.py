@@ -68,7 +68,6 @@ def test_every_placement_gives_the_same_bits(
     same_everywhere(ranks(2), nvme, PLACEMENTS, precision=precision, accumulation=accumulation)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_every_placement_of_the_optimizer_gives_the_same_bits_in_other_stages(
     ranks: Ranks, nvme: Path, stage: int

@@ -149,7 +149,6 @@ def keep_of_two_hosts(rank: int, **settings: Any) -> float:
         return keep(rank, 3, "two hosts", computing=True, **settings)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("computing", "timeout"), [(False, 20.0), (True, 1.5)])
 def test_a_rank_that_neither_speaks_nor_computes_or_never_ends_is_lost(
     doomed: Ranks, computing: bool, timeout: float

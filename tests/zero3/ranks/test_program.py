@@ -113,7 +113,6 @@ def lost(outcome: Outcome) -> str:
     return outcome.error.message
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("call", ["all_reduce", "all_gather_object", "barrier"])
 def test_a_frozen_rank_is_named(doomed: Ranks, nvme: Path, call: str) -> None:
     message = lost(doomed(2).outcomes(lose, nvme, "SIGSTOP", call, frozen=[1], limit=60)[0])

@@ -62,7 +62,7 @@ IN_FLIGHT_SHARE = 8
 """Copies from a GPU in flight have at most this fraction (1/n) of the activation memory."""
 PIECES = 8
 """A storage that is too large for the activation memory is moved in pieces of this fraction (1/n) of it."""
-MOST_UNTRIMMED = 32 << 20
+MOST_UNTRIMMED = 64 << 20
 """Bytes of freed tensors that the process may keep on a CPU: they are in no budget. Fewer bytes cost more time."""
 MOST_ORIGINALS = 1024
 """Entries of storages that were freed before they are removed."""
@@ -180,7 +180,7 @@ class MovedActivations:
                 copy.given = weakref.ref(storage)
                 if self._freed is not None:
                     # A backward makes and frees a gradient of about this size.
-                    self._freed.note(copy.nbytes)
+                    self._freed.look()
                 self._read_ahead(copy.number)
             tensor = torch.empty(0, dtype=moved.dtype, device=self._tiers.device)
             return tensor.set_(storage, moved.offset, moved.shape, moved.strides)
@@ -221,7 +221,7 @@ class MovedActivations:
         self._ends[copy.number] = end
         self.copied_bytes += nbytes
         if self._freed is not None:
-            self._freed.note(nbytes)
+            self._freed.look()
         while self._on_nvme and self._unwritten_bytes > self._memory.capacity // 2:
             self._write_oldest()
         return copy

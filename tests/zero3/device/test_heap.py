@@ -20,23 +20,17 @@ def test_memory_is_returned_once_the_process_has_more_than_it_needed(monkeypatch
     monkeypatch.setattr(heap, "trim", trim)
     monkeypatch.setattr(heap, "_resident", lambda: resident[0])
     freed = heap.FreedMemory(32 * MIB)
-    freed.note(3 * MIB)
-    assert not trims  # too few bytes to look at the process
-    freed.note(1 * MIB)
+    freed.look()
     assert trims == [100]
     resident[0] = 92 * MIB
-    freed.note(100 * MIB)
+    freed.look()
     assert trims == [100]
     # It needs more at this place than before, so it may have more at every place.
     resident[0], left[0] = 93 * MIB, 80 * MIB
-    freed.note(4 * MIB)
+    freed.look()
     assert trims == [100, 93]
     for resident[0], left[0] in ((112 * MIB, 0), (113 * MIB, 50 * MIB), (112 * MIB, 0)):
-        freed.note(4 * MIB)
-    assert trims == [100, 93, 113]
-    # Each look needs as many bytes again.
-    resident[0] = 200 * MIB
-    freed.note(3 * MIB)
+        freed.look()
     assert trims == [100, 93, 113]
 
 

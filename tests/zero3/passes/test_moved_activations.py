@@ -107,18 +107,18 @@ def test_what_backward_needs_next_is_read_ahead(
     assert len(waits) == 25 and sum(waits) <= 1
 
 
-def test_memory_that_is_freed_by_moving_is_counted(
+def test_the_process_is_looked_at_when_moving_frees_memory(
     start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In forward that of the tensors, in backward that of gradients as large."""
-    noted: list[int] = []
-    monkeypatch.setattr(heap.FreedMemory, "note", lambda self, nbytes: noted.append(nbytes))
+    looks: list[heap.FreedMemory] = []
+    monkeypatch.setattr(heap.FreedMemory, "look", lambda self: looks.append(self))
     engine = start(Chain(4), activations="host", activation_budget=64 * MIB)
     loss = engine(1.0)
-    assert noted == 4 * [MIB]
+    assert len(looks) == 4
     engine.backward(loss)
     # The last tensor is given back for two operations.
-    assert noted == 9 * [MIB]
+    assert len(looks) == 9
 
 
 def test_what_moves_is_seen(start: Callable[..., Engine], tmp_path: Path) -> None:

@@ -47,8 +47,13 @@ def bytes_of(storage: UntypedStorage) -> Tensor:
 
 def without_bytes(tensor: Tensor) -> Tensor:
     """A tensor that shares the version of ``tensor``, which counts changes in place, and not its memory."""
+    return with_version_of(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+
+
+def with_version_of(tensor: Tensor, data: Tensor) -> Tensor:
+    """A tensor with the memory of ``data`` that shares the version of ``tensor``."""
     alias = tensor.detach()
-    alias.data = tensor.new_empty(0)
+    alias.data = data
     return alias
 
 
@@ -64,12 +69,17 @@ def share_version(first: Tensor, other: Tensor) -> bool:
         torch._C._autograd._unsafe_set_version_counter((first,), (before,))
 
 
-def check_version(version: int, saved: int, dtype: torch.dtype, shape: torch.Size) -> None:
-    """Raise RuntimeError, as torch does, for a tensor at ``version`` that autograd saved at version ``saved``."""
-    if version != saved:
+def check_version(tensor: Tensor, saved: int, shape: torch.Size | None = None) -> None:
+    """Raise RuntimeError, as torch does, if ``tensor`` has another version than ``saved``, that when it was saved.
+
+    ``shape``: the one of the saved tensor, if ``tensor`` only shares its version.
+    """
+    if tensor._version != saved:
+        # A nested tensor has none.
+        shape_text = "nested" if tensor.is_nested else tuple(tensor.shape if shape is None else shape)
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation:"
-            f" [{dtype} {tuple(shape)}], at version {version}; expected version {saved} instead"
+            f" [{tensor.dtype} {shape_text}], at version {tensor._version}; expected version {saved} instead"
         )
 
 

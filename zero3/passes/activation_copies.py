@@ -41,6 +41,9 @@ class Moved:
     offset: int
     shape: torch.Size
     strides: tuple[int, ...]
+    # Whether torch reads the bytes as their complex conjugates, and as their negatives.
+    is_conj: bool
+    is_neg: bool
     # Without bytes: see Note [Changes in place].
     alias: Tensor
     version: int

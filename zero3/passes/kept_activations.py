@@ -41,7 +41,7 @@ class Kept:
     def checked(self) -> Tensor:
         """The tensor, which has not left. RuntimeError if it was changed in place since it was saved."""
         assert self.tensor is not None
-        check_version(self.tensor._version, self.version, self.tensor.dtype, self.tensor.shape)
+        check_version(self.tensor, self.version)
         return self.tensor
 
 

@@ -17,7 +17,8 @@ Note [A copy ends anywhere]
 
 Note [Changes in place]
     Torch raises if a saved tensor was changed in place before backward. For each saved tensor an alias without bytes is
-    kept, which shares the version that torch counts. So a moved tensor raises as well.
+    kept, which shares the version that torch counts. So a moved tensor raises as well. The tensor that backward is
+    given shares it too, because a function may change it there, and others that saved it would read what is changed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ from tiering.storage.swap_space import StripedExtent
 from tiering.storage.tickets import Ticket
 from tiering.telemetry import COPIES_OF
 from zero3.device import heap
-from zero3.device.storages import as_tensor, bytes_of, check_version, share_version, without_bytes
+from zero3.device.storages import (
+    as_tensor,
+    bytes_of,
+    check_version,
+    share_version,
+    with_version_of,
+    without_bytes,
+)
 from zero3.device.streams import Event
 from zero3.device.tiers import Tiers
 from zero3.params.layout import tiles
@@ -136,7 +144,7 @@ class MovedActivations:
 
     def take(self, tensor: Tensor) -> Moved | Kept | None:
         """What autograd keeps in place of a tensor that it saves; None: the tensor, which never leaves."""
-        if type(tensor) is not Tensor or tensor.device != self._tiers.device:
+        if type(tensor) is not Tensor or tensor.device != self._tiers.device or not _is_dense(tensor):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST or in_autograd():
@@ -162,8 +170,17 @@ class MovedActivations:
             original = Original(storage)
             original.copy, original.alias, original.version = weakref.ref(copy), alias, tensor._version
             self._originals[storage._cdata] = original
-        offset = int(tensor.storage_offset())
-        return Moved(copy, tensor.dtype, offset, tensor.shape, tensor.stride(), alias, tensor._version)
+        return Moved(
+            copy,
+            tensor.dtype,
+            int(tensor.storage_offset()),
+            tensor.shape,
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+            alias,
+            tensor._version,
+        )
 
     def give(self, packed: Moved | Kept) -> Tensor:
         """The tensor, on the device. RuntimeError if it was changed in place since it was saved, as torch raises."""
@@ -171,7 +188,7 @@ class MovedActivations:
         if moved is None:
             assert isinstance(packed, Kept)
             return packed.checked()
-        check_version(moved.alias._version, moved.version, moved.dtype, moved.shape)
+        check_version(moved.alias, moved.version, moved.shape)
         copy = moved.copy
         with deferred_interrupts(), torch.no_grad():
             storage = given(copy)
@@ -183,7 +200,9 @@ class MovedActivations:
                     self._freed.look()
                 self._read_ahead(copy.number)
             tensor = torch.empty(0, dtype=moved.dtype, device=self._tiers.device)
-            return tensor.set_(storage, moved.offset, moved.shape, moved.strides)
+            tensor.set_(storage, moved.offset, moved.shape, moved.strides)
+            tensor = tensor.conj() if moved.is_conj else tensor
+            return with_version_of(moved.alias, torch._neg_view(tensor) if moved.is_neg else tensor)
 
     @property
     def used(self) -> dict[str, int]:
@@ -467,3 +486,8 @@ class MovedActivations:
                 format_size(self._memory.capacity),
                 "" if self._on_nvme else ", or set tiering.activations to nvme",
             )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor is what its dtype, shape and strides make of the bytes of its storage."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized

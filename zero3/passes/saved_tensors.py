@@ -195,7 +195,7 @@ class _Saved:
     def checked(self) -> Tensor:
         """The tensor. RuntimeError, as torch raises without hooks, if it was changed in place since it was saved."""
         # Under hooks torch does not compare versions itself.
-        check_version(self.tensor._version, self.version, self.tensor.dtype, self.tensor.shape)
+        check_version(self.tensor, self.version)
         return self.tensor
 
 

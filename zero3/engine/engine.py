@@ -36,7 +36,7 @@ from zero3.loop.preemption import final_save
 from zero3.loop.step_state import StepState
 from zero3.params.compilation import eager
 from zero3.params.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating, explain_dtypes
-from zero3.passes.hooks import watch_backward
+from zero3.passes.hooks import explain_transform, watch_backward
 from zero3.setup.assembly import Weights, assemble
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
@@ -105,6 +105,7 @@ class Engine:
                 self._schedule.abandon()
                 explain_dtypes(error, self.module, (args, kwargs), self.settings)
                 explain_codes(error, self.module)
+                explain_transform(error)
                 raise
 
     def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:

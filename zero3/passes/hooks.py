@@ -209,6 +209,16 @@ def check_transform(group: ParamGroup) -> None:
         )
 
 
+def explain_transform(error: BaseException) -> None:
+    """Add a note to torch's error about a differentiating transform inside of a forward."""
+    if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+        error.add_note(
+            "Offloaded parameters, and a tiering.activations other than 'device', need hooks for saved tensors while"
+            " the model's forward runs. Use torch.autograd.grad inside of it, or keep parameters and activations on the"
+            " device"
+        )
+
+
 class OurHook:
     """A hook of the engine on the user's module. It does nothing on a copy of that module, and is never compiled."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import tiering
@@ -65,3 +65,17 @@ def test_offloaded_parameters_themselves_are_refused(start: Start) -> None:
     ):
         grad(lambda x: engine.module(x))(x)
     assert update(engine, x) > 0
+
+
+@pytest.mark.parametrize("placement", [{"activations": "host", "activation_budget": "1MiB"}, STREAMED])
+def test_a_transform_inside_of_a_forward_is_explained(start: Start, placement: dict[str, Any]) -> None:
+    class Score(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = super().forward(grad(lambda each: each.sin().sum())(x)).square().mean()
+            return loss
+
+    engine = start(Score(4, 4), precision="fp32", accumulation=1, threshold=0, **placement)
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as raised:
+        engine(torch.ones(2, 4))
+    (note,) = raised.value.__notes__
+    assert "Use torch.autograd.grad inside of it" in note

@@ -12,7 +12,7 @@ Note [One gradient of the head]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from torch.nn import functional
 from tiering.errors import ConfigError, EngineStateError
 from zero3.params import inner_tensors, resharded
 from zero3.params.resharded import Result
+from zero3.passes.graph import nodes_behind
 from zero3.passes.random_state import RandomState
 
 
@@ -57,7 +58,8 @@ def chunked_cross_entropy(
     Memory beyond ``hidden`` and the head: the logits of ``rows`` rows, three times in fp32; in backward a gradient of
     ``hidden``, and of each trained parameter of the head a gradient in its dtype and the sum in fp32.
 
-    Raises ConfigError for arguments that do not fit, and EngineStateError in a backward with ``create_graph=True``.
+    Raises ConfigError for arguments that do not fit, and in backward if the logits depend on another tensor that
+    requires a gradient; EngineStateError in a backward with ``create_graph=True``.
     """
     if labels.shape != hidden.shape[:-1]:
         raise ConfigError(
@@ -177,6 +179,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad(), torch.autocast(**chunks.autocast):
                 loss = chunks.loss(part, labels[chunk])
             inputs = [*needed] if of_hidden is None else [part, *needed]
+            _check_leaves(loss, inputs)
             gradients = list(torch.autograd.grad(loss, inputs, gradient.to(loss.dtype), allow_unused=True))
             if of_hidden is not None:
                 of_part = gradients.pop(0)
@@ -199,3 +202,16 @@ class _ChunkedLoss(torch.autograd.Function):
         finally:
             present.restore()
         return None, of_hidden, None, *(sums[p].to(p.dtype) if p in sums else None for p in ctx.trained)
+
+
+def _check_leaves(loss: Tensor, inputs: Collection[Tensor]) -> None:
+    """ConfigError if a tensor besides ``inputs`` requires a gradient of the loss: it would get none."""
+    known = set(map(id, inputs))
+    for node in nodes_behind([loss]):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise ConfigError(
+                f"chunked_cross_entropy: the logits depend on a tensor of shape {tuple(leaf.shape)} that requires a"
+                " gradient, and is neither hidden nor a parameter of the head: it would get no gradient. Pass a module"
+                " as head that has it as a parameter and uses it in forward, instead of transform"
+            )

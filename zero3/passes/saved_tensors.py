@@ -47,6 +47,7 @@ from zero3.params.compilation import eager
 from zero3.params.inner_tensors import ordinary_tensors
 from zero3.params.param_group import ParamGroup
 from zero3.passes.activation_copies import Moved
+from zero3.passes.graph import nodes_behind
 from zero3.passes.hooks import in_transform
 from zero3.passes.kept_activations import Kept
 from zero3.passes.moved_activations import MovedActivations
@@ -363,13 +364,7 @@ class _Activation(weakref.ref[UntypedStorage]):
 def _saved_in_graph(loss: Tensor) -> Iterator[Tensor]:
     """The tensors that the nodes behind ``loss`` hold, except those that the user's hooks have packed."""
     names: dict[type, list[str]] = {}
-    visited, pending = set[Any](), [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        pending += [next_node for next_node, _ in node.next_functions]
+    for node in nodes_behind([loss]):
         if type(node) not in names:
             names[type(node)] = [name for name in dir(node) if name.startswith("_raw_saved_")]
         for name in names[type(node)]:

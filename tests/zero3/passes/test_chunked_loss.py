@@ -231,6 +231,18 @@ def test_gradients_of_gradients_are_refused() -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+def test_a_trained_tensor_outside_of_the_head_is_refused() -> None:
+    """It would get no gradient, in silence."""
+    hidden, labels = examples()
+    head, scale = nn.Linear(WIDTH, CLASSES), nn.Parameter(torch.ones(2))
+    for factor in (scale, scale.exp()):
+        loss = tiering.chunked_cross_entropy(
+            hidden, head, labels, transform=lambda logits, factor=factor: logits * factor[0]
+        )
+        with pytest.raises(ConfigError, match=r"tensor of shape \(2,\) .* Pass a module as head"):
+            loss.backward()
+
+
 class Largest(TorchDispatchMode):
     """The largest number of elements of a tensor that an operation returns."""
 

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tiering.errors import ConfigError, TieringError
+from zero3.passes.graph import nodes_behind
+from zero3.passes.pass_state import next_node
 from zero3.passes.random_state import RandomState
 from zero3.passes.row_arguments import Call, Joined
 
@@ -181,6 +183,7 @@ class RowCheck:
         alive = weakref.ref(token)
         # No hooks of a checkpoint around the block: it would wait for the same tensors in its recomputation.
         with torch.enable_grad(), saved_tensors_hooks(_drop, _lost):
+            first_node = next_node()
             inputs = call.part(call.tensors, start, end)
             probed = [position for position, tensor in enumerate(inputs) if tensor.requires_grad] or [
                 position for position in sorted(call.divided) if inputs[position].is_floating_point()
@@ -190,6 +193,7 @@ class RowCheck:
                 inputs[position] = _Probe.apply(leaf, token)  # type: ignore[no-untyped-call]
             versions = [tensor._version for tensor in inputs]
             output = self._output(call, inputs, start, end)
+            self._refuse_outer_graph(output.tensors, first_node)
             edited = [tensor._version for tensor in inputs] != versions
             inputs.clear()
         differentiable = tuple(tensor.requires_grad for tensor in output.tensors)
@@ -210,6 +214,16 @@ class RowCheck:
                 " block_rows"
             )
         return output, differentiable
+
+    def _refuse_outer_graph(self, outputs: list[Tensor], first_node: int) -> None:
+        """ConfigError if ``outputs`` were computed by a node from before ``first_node``."""
+        for node in nodes_behind(outputs):
+            if node._sequence_nr() < first_node:
+                raise ConfigError(
+                    f"block_rows: block {self._name!r} reads a tensor that was computed before it and is no argument of"
+                    f" its call ({node.name()}): each chunk would go backward through the graph of that tensor. Pass it"
+                    " as an argument, or remove block_rows"
+                )
 
     def _output(self, call: Call, tensors: list[Tensor], start: int, end: int) -> Joined:
         args, kwargs = call.arguments(tensors)

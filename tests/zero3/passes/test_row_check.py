@@ -64,6 +64,20 @@ class Biased(nn.Module):
         return result
 
 
+class Prepared(nn.Module):
+    """Reads a tensor that a hook computes before its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.scale: Tensor
+        self.register_forward_pre_hook(lambda block, args: setattr(block, "scale", block.up.bias.exp()))
+
+    def forward(self, stream: Tensor) -> Tensor:
+        result: Tensor = self.up(stream) * self.scale
+        return result
+
+
 REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (
         Joint,
@@ -75,6 +89,10 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (
         lambda: Balancing(keeps=True),
         r"a tensor that block 'blocks\.0' computes is kept outside of its output",
+    ),
+    (
+        Prepared,
+        r"block 'blocks\.0' reads a tensor that was computed before it and is no argument .*\(ExpBackward0\)",
     ),
 ]
 

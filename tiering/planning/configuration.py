@@ -31,7 +31,10 @@ def file_of(report: PlanReport, usual: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {key: size_text(value) for key, value in tiers.items() if key in _SIZES and value != "auto"}
     accumulated = config.gradient_accumulation_steps
     passes = {} if accumulated == 1 else {"gradient_accumulation_steps": accumulated}
-    return {**usual, **passes, "tiering": tiers | sizes}
+    tokens, sequence = report.setting.tokens, report.setting.sequence
+    # Without a length, a micro-batch is one sequence, as in ``usual``.
+    rows = {} if sequence is None else {"train_micro_batch_size_per_gpu": tokens // sequence}
+    return {**usual, **rows, **passes, "tiering": tiers | sizes}
 
 
 def size_text(nbytes: int) -> str | int:

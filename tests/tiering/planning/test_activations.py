@@ -375,6 +375,9 @@ def test_chunks_of_rows_take_the_memory_of_one_and_the_traffic_of_one_micro_batc
     several = answered(plan, *model, "--tokens=4096", "--micro-batches=16", "--checkpointing")
     inside = several["activations"]["block"]
     assert (one["activations"]["block"], two["activations"]["block"]) == (inside, 2 * inside)
+    # Of the sequences of a micro-batch, a block computes as many as the configuration says.
+    assert two["configuration"]["train_micro_batch_size_per_gpu"] == 16
+    assert two["configuration"]["tiering"]["block_rows"] == 2
     assert one["activations"]["blocks"] == 16 * several["activations"]["blocks"]
     for direction in ("nvme_read", "nvme_written"):
         assert one["plan"][direction] == two["plan"][direction] < several["plan"][direction] / 3

@@ -249,13 +249,12 @@ def main() -> int:
     options = parse_arguments()
     facts = command.facts("tiering", "numpy") | {"instruction set": kernels.instruction_set()}
     report = Report("bench_pool: the kernels' threads", facts)
-    before = kernels.thread_count()
     try:
         woken = wakes(20 * options.rounds)
         model = Model(options.elements)
         ran = [tiles(model, threads, options.rounds) for threads in options.threads]
     finally:
-        kernels.set_thread_count(before)
+        kernels.set_thread_count(None)
     fill(report, options, woken, ran)
     command.finish(report, options, "pool", lambda: command.readings(report, wakes=woken, tiles=ran))
     return command.status(report, complete=bool(ran))

@@ -50,6 +50,7 @@ __all__ = [
     "quantized_product",
     "quantized_product_bf16",
     "reduce",
+    "set_default_thread_count",
     "set_instruction_set",
     "set_thread_count",
     "sgd",
@@ -433,15 +434,37 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 def thread_count() -> int:
     """Threads that share the work of a call, including the caller.
 
-    The default is the size of the affinity mask, or the CPU quota, rounded down, if it is smaller.
+    The default is the size of the affinity mask, or the CPU quota, rounded down, if it is smaller; the engine sets
+    another default.
     """
     return int(lib.opt_thread_count())
 
 
-def set_thread_count(n: int) -> None:
-    """Let ``n`` threads share the work of calls that start later. Raises ValueError unless 1 <= n <= 4096."""
-    if not 1 <= n <= MAX_THREADS or lib.opt_set_thread_count(n) < 0:
+# The number of threads that the program has set, if it has, and the one without that; None before it is known.
+_chosen_threads: int | None = None
+_default_threads: int | None = None
+
+
+def set_thread_count(n: int | None) -> None:
+    """Let ``n`` threads share the work of calls that start later; None: the default again.
+
+    No later default replaces ``n``, even if it is the present one. Raises ValueError unless 1 <= n <= 4096.
+    """
+    global _chosen_threads, _default_threads
+    if n is not None and not 1 <= n <= MAX_THREADS:
         raise ValueError(f"set_thread_count: n must be 1 to {MAX_THREADS}, got {n}")
+    if _default_threads is None:
+        _default_threads = thread_count()
+    _chosen_threads = n
+    lib.opt_set_thread_count(_default_threads if n is None else n)
+
+
+def set_default_thread_count(n: int) -> None:
+    """Let ``n`` threads, 1 to 4096, share the work unless the program has set a number."""
+    global _default_threads
+    _default_threads = n
+    if _chosen_threads is None:
+        lib.opt_set_thread_count(n)
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ from optim_cpu import kernels
 @pytest.fixture(autouse=True)
 def restored_kernel_settings() -> Iterator[None]:
     """Each test starts from the defaults, whatever the one before chose."""
-    isa, threads = kernels.instruction_set(), kernels.thread_count()
+    isa = kernels.instruction_set()
     yield
     kernels.set_instruction_set(isa)
-    kernels.set_thread_count(threads)
+    kernels.set_thread_count(None)
 
 
 VECTORS = ["neon"] if platform.machine() == "aarch64" else ["avx2", "avx512", "avx512_bf16"]

@@ -138,9 +138,7 @@ def settle(
         if len(places) != local_world_size:
             raise ValueError(f"gather returned {len(places)} places for {local_world_size} local ranks")
         share = share_out(places, machine, limits)[local_rank]
-    # Any other count was set by the program.
-    if kernels.thread_count() == _within(len(mask), limits.quota):
-        kernels.set_thread_count(share.threads)
+    kernels.set_default_thread_count(share.threads)
     level = logging.INFO if share.bounds else logging.DEBUG
     log.log(level, "local rank %d of %d: %s", local_rank, local_world_size, share)
     return share
@@ -164,7 +162,7 @@ def share_out(places: Sequence[Place], machine: Machine, limits: Limits = Limits
 
 
 def _within(cpus: int, quota: float | None) -> int:
-    """The default of ``kernels.thread_count``."""
+    """One thread for each of ``cpus``, as far as the quota allows."""
     threads = min(cpus, kernels.MAX_THREADS)
     return threads if quota is None else min(threads, max(1, int(quota)))
 

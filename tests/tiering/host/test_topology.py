@@ -50,9 +50,11 @@ def two_sockets(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def thread_count() -> Iterator[int]:
+    kernels.set_thread_count(None)
     before = kernels.thread_count()
     yield before
-    kernels.set_thread_count(before)
+    kernels.set_thread_count(None)
+    kernels.set_default_thread_count(before)
 
 
 def shares(sysfs: Path, *places: Place) -> list[tuple[str, int | None]]:
@@ -180,7 +182,6 @@ def test_local_ranks_divide_the_threads(
     two_sockets: Path, thread_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(ALL))
-    kernels.set_thread_count(16)  # as it would be at the start, with this mask
     share = topology.settle(1, 4, GPU_ON_NODE_1, sysfs=two_sockets)
     assert share == NodeShare((2, 3, 10, 11), 4, (Node(1, (4, 5, 6, 7, 12, 13, 14, 15)),))
     assert kernels.thread_count() == share.threads == 4
@@ -192,7 +193,6 @@ def test_all_ranks_places_are_taken_into_account(
     two_sockets: Path, thread_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
-    kernels.set_thread_count(4)
     shown = []
 
     def gather(mine: Place) -> list[Place]:
@@ -219,10 +219,14 @@ def test_a_rank_alone_on_its_node_changes_nothing(thread_count: int) -> None:
 def test_a_thread_count_that_was_chosen_stays(
     two_sockets: Path, thread_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """16 is one for each hyper-thread, which is the default before an engine has set another one."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(ALL))
-    kernels.set_thread_count(7)
-    topology.settle(0, 4, sysfs=two_sockets)
-    assert kernels.thread_count() == 7
+    for chosen in (7, 16):
+        kernels.set_thread_count(chosen)
+        assert topology.settle(0, 1, sysfs=two_sockets).threads == 8
+        assert kernels.thread_count() == chosen
+    kernels.set_thread_count(None)
+    assert kernels.thread_count() == 8
 
 
 def test_the_cpu_quota_bounds_the_threads_and_is_told(
@@ -231,7 +235,6 @@ def test_the_cpu_quota_bounds_the_threads_and_is_told(
     caplog.set_level(logging.INFO, "tiering.host.topology")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(ALL))
     monkeypatch.setattr(kernels, "cpu_quota", lambda: 5.5)
-    kernels.set_thread_count(5)  # as it would be at the start
     assert topology.settle(0, 1, sysfs=two_sockets).threads == kernels.thread_count() == 5
     assert caplog.messages == [
         "local rank 0 of 1: 5 kernel threads (one per core, CPU quota 5.5), CPUs 0-15, NUMA node 0, NUMA node 1"
@@ -240,7 +243,6 @@ def test_the_cpu_quota_bounds_the_threads_and_is_told(
     assert "2 kernel threads (CPU quota 2.75), CPUs 4-7,12-15, NUMA node 1" in caplog.text
     assert [s.threads for s in share_out([Place((0,))] * 8, Machine({}, {}), Limits(2.0))] == [1] * 8
     monkeypatch.setattr(kernels, "cpu_quota", lambda: 64.0)
-    kernels.set_thread_count(16)
     caplog.clear()
     assert topology.settle(0, 4, sysfs=two_sockets).threads == kernels.thread_count() == 4
     assert caplog.messages == []

@@ -150,7 +150,7 @@ def test_bits_do_not_depend_on_kernel_threads_or_instruction_set(
 ) -> None:
     streamed = {**PLACEMENTS["all on nvme"], "host_budget": "400KiB"}
     reference = train(**streamed)
-    threads, chosen = kernels.thread_count(), kernels.instruction_set()
+    chosen = kernels.instruction_set()
     try:
         for name in kernels.available_instruction_sets():
             kernels.set_instruction_set(name)
@@ -160,7 +160,7 @@ def test_bits_do_not_depend_on_kernel_threads_or_instruction_set(
             assert differing(run.weights, reference.weights) == [], name
     finally:
         kernels.set_instruction_set(chosen)
-        kernels.set_thread_count(threads)
+        kernels.set_thread_count(None)
 
 
 def test_copying_into_the_storage_gives_the_bits_of_exchanging_it(

@@ -303,7 +303,7 @@ def test_kernel_threads_and_instruction_sets_change_no_bit(
 ) -> None:
     streamed = {**STREAMED, "host_budget": "400KiB"}
     reference = train(2, accumulation=1, state=state, **streamed)
-    threads, chosen = kernels.thread_count(), kernels.instruction_set()
+    chosen = kernels.instruction_set()
     try:
         for name in kernels.available_instruction_sets():
             kernels.set_instruction_set(name)
@@ -313,7 +313,7 @@ def test_kernel_threads_and_instruction_sets_change_no_bit(
             assert differing(run.weights, reference.weights) == [], name
     finally:
         kernels.set_instruction_set(chosen)
-        kernels.set_thread_count(threads)
+        kernels.set_thread_count(None)
 
 
 BYTES = {  # per parameter and step over NVMe: parameters and state there, state alone

@@ -37,10 +37,8 @@ class MachinePart(Enum):
 
 
 # If the CPU is the device, its cores do these one after the other.
-ON_CORES = (MachinePart.COMPUTE, MachinePart.HOST_MEMORY, MachinePart.OPTIMIZER)
+ON_CORES = (MachinePart.COMPUTE, MachinePart.HOST_MEMORY, MachinePart.OPTIMIZER, MachinePart.CHECKSUMS)
 ON_DISK = (MachinePart.NVME_READS, MachinePart.NVME_WRITES)
-# A rank's I/O thread submits transfers, and computes checksums with `verify`.
-ON_IO_THREAD = (*ON_DISK, MachinePart.CHECKSUMS)
 
 
 @dataclass(frozen=True)
@@ -348,18 +346,11 @@ def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: b
     busy[MachinePart.NVME_WRITES] = needed(work.nvme_written, "nvme_write")
     if rates.checksum is not None:
         busy[MachinePart.CHECKSUMS] = (work.nvme_read + work.nvme_written) / rates.checksum
-    other = max((part for part in MachinePart if part not in ON_IO_THREAD), key=lambda part: busy[part])
+    other = max((part for part in MachinePart if part not in ON_DISK), key=lambda part: busy[part])
     besides = max(busy[other], sum(busy[part] for part in ON_CORES) if device_is_host else 0.0)
     disk = disk_seconds(work.nvme_read, work.nvme_written, rates)
-    slowest = (
-        max(ON_DISK, key=lambda part: busy[part])
-        if disk > busy[MachinePart.CHECKSUMS]
-        else MachinePart.CHECKSUMS
-    )
-    # Checksums of one block overlap the transfer of others.
-    nvme = max(disk, busy[MachinePart.CHECKSUMS])
-    bound = slowest if nvme > besides else other
-    return Phase(name, max(besides, nvme), bound, max(0.0, nvme - besides), busy)
+    bound = max(ON_DISK, key=lambda part: busy[part]) if disk > besides else other
+    return Phase(name, max(besides, disk), bound, max(0.0, disk - besides), busy)
 
 
 def link_seconds(to_device: float, from_device: float, rates: Rates) -> float:

@@ -18,6 +18,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -263,7 +264,7 @@ class _SlotCycle:
 def cpu_rates(
     *, state_format: str, state_tensors: int, grad_itemsize: int, seconds: float, tell: Tell = quietly
 ) -> Rates:
-    """Measures updates, gradient accumulation and copies on all kernel threads, and checksums on one thread."""
+    """Measures updates, gradient accumulation, copies and checksums, each on as many threads as the kernels have."""
     rates: dict[str, float] = {}
 
     def keep(name: str, unit: int, call: Callable[[], object]) -> None:
@@ -277,7 +278,8 @@ def cpu_rates(
     ring.fill(grad_dtype)
     keep("gradients", numel, lambda: ring.take_in(grad_dtype))
     keep("host_copy", numel * FP32, ring.copy)
-    keep("checksum", numel * FP32, ring.checksum)
+    with ThreadPoolExecutor(kernels.thread_count()) as pool:
+        keep("checksum", numel * FP32, lambda: ring.checksum(pool, kernels.thread_count()))
     return Rates(**rates)
 
 
@@ -341,9 +343,17 @@ class _Ring:
         source, target = self._next()
         kernels.cast(target.address, DType.FP32, source.address, DType.FP32, self.numel)
 
-    def checksum(self) -> None:
+    def checksum(self, pool: ThreadPoolExecutor, threads: int) -> None:
         source, _ = self._next()
-        lib.aio_checksum(ffi.cast("void *", source.address), source.nbytes // ALIGNMENT, self._sums)
+        pages = source.nbytes // ALIGNMENT
+        most = -(-pages // threads)
+
+        def sum_from(first: int) -> None:
+            address = ffi.cast("void *", source.address + first * ALIGNMENT)
+            lib.aio_checksum(address, min(most, pages - first), self._sums + first)
+
+        # Consumed, so that an error is raised.
+        list(pool.map(sum_from, range(0, pages, most)))
 
 
 def usual_rule(state_tensors: int) -> Rule:

@@ -24,7 +24,7 @@ class Rates:
     """Rates of a node, in bytes per second unless another unit is named; None: absent or unknown.
 
     The rates of NVMe, host memory and CPU are those of the whole node, for all its ranks and paths; ``of_rank`` divides
-    them. The rates of link, network, device and the checksum thread are those of one rank.
+    them. The rates of link, network and device are those of one rank.
     """
 
     nvme_read: float | None = None
@@ -49,7 +49,7 @@ class Rates:
     flops: float | None = None
     # Bytes that a rank sends while it receives as many.
     network: float | None = None
-    # Bytes that a rank's I/O thread checksums for ``verify``.
+    # Bytes that the CPUs checksum for ``verify``.
     checksum: float | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +73,7 @@ class Rates:
             host_memory=share(self.host_memory),
             optimizer=share(self.optimizer),
             gradients=share(self.gradients),
+            checksum=share(self.checksum),
         )
 
     def disk(self, paths: int, local_ranks: int) -> DiskRate:

@@ -26,7 +26,7 @@ from tiering.planning.measure import Measurement, Tell, quietly
 from tiering.planning.others import WORTH_A_WORD, Others
 from tiering.planning.rates import Rates
 
-SCHEMA = 1
+SCHEMA = 2
 FRESH = timedelta(days=7)
 # Not zero: a measurement right after it would probably run with the same other processes.
 FRESH_BESIDE_OTHERS = timedelta(hours=1)

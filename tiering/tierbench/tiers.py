@@ -52,7 +52,7 @@ KINDS = {
     "nvme_read": LegKind("NVMe read", "loads state, parameters", threads="one"),
     "nvme_write": LegKind("NVMe write", "stores state, parameters", threads="one"),
     "nvme_mixed": LegKind("NVMe mixed", "both at once, total", threads="one"),
-    "checksum": LegKind("checksum", "verifies NVMe transfers", threads="one"),
+    "checksum": LegKind("checksum", "verifies NVMe transfers", threads="all"),
     "host_copy": LegKind("host copy", "parameters for the CPU", threads="all"),
     "gradients": LegKind("gradients", "sums and squares", "elements", "all"),
     "optimizer": LegKind("CPU optimizer", "updates offloaded state", "elements", "all"),

@@ -260,7 +260,7 @@ def test_a_record_of_something_else_under_the_same_name_is_not_taken(
     cache.parents[1].mkdir()
     path = saved.save(cpu, Record(FOUND["CPU"], datetime.now(UTC), 0.25))
     assert path is not None
-    for old, new in (('"state": "fp32"', '"state": "split"'), ('"schema": 1', '"schema": 2')):
+    for old, new in (('"state": "fp32"', '"state": "split"'), ('"schema": 2', '"schema": 3')):
         text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new))

@@ -264,8 +264,9 @@ def test_reads_and_writes_at_once_take_what_the_mix_gives_and_the_rest_alone() -
     assert in_turn.seconds == pytest.approx(read / 4 + written / 2)
 
 
-def test_what_is_verified_is_summed_while_it_moves() -> None:
-    rates = replace(infinitely_fast("flops", "optimizer", "gradients"), nvme_mixed=4.0, checksum=1.0)
+def test_what_is_verified_is_summed_on_the_cores_while_it_moves() -> None:
+    fast_cores = infinitely_fast("flops", "optimizer", "gradients", "host_copy", "device_memory")
+    rates = replace(fast_cores, nvme_mixed=4.0, checksum=1.0)
     plain = plan_of(example())
     verified = plan_of(example(verified_files=1))
     read, written = verified.nvme_traffic()
@@ -277,7 +278,11 @@ def test_what_is_verified_is_summed_while_it_moves() -> None:
         MachinePart.CHECKSUMS,
         read + written,
     )
-    assert estimate.step.stalled == estimate.step.seconds - busy(estimate, MachinePart.OPTIMIZER)[2]
+    assert estimate.step.stalled == 0.0
+    slow = forecast(verified, replace(rates, optimizer=1.0), tokens=1).step
+    assert slow.seconds == slow.busy[MachinePart.OPTIMIZER] + slow.busy[MachinePart.CHECKSUMS]
+    of_four = forecast(verified, rates, tokens=1, local_ranks=4)
+    assert sum(busy(of_four, MachinePart.CHECKSUMS)) == 4 * (read + written)
     fast = replace(rates, checksum=8.0)
     estimate = forecast(verified, fast, tokens=1)
     assert estimate.step.seconds == forecast(plain, rates, tokens=1).step.seconds

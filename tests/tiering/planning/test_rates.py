@@ -51,7 +51,7 @@ def test_what_is_known_replaces_what_was(before: Rates, news: Rates) -> None:
 
 def test_a_rank_has_its_share_of_the_node_and_its_own_device() -> None:
     mine = Rates(**dict.fromkeys(NAMES, 8.0)).of_rank(4)
-    own = {"device_link", "device_link_both", "device_memory", "flops", "network", "checksum"}
+    own = {"device_link", "device_link_both", "device_memory", "flops", "network"}
     assert mine.as_dict() == {name: 8.0 if name in own else 2.0 for name in NAMES}
     assert Rates().of_rank(4) == Rates()
 

@@ -98,8 +98,10 @@ def test_every_leg_is_told_with_what_it_counts(run: Run, disk: Path, tmp_path: P
     units = {leg["name"]: leg["unit"] for leg in report["legs"]}
     assert {name for name, unit in units.items() if unit == "elements"} == {"gradients", "optimizer"}
     threads = {leg["name"]: leg["threads"] for leg in report["legs"]}
-    assert threads["nvme_read"] == threads["checksum"] == 1
-    assert threads["optimizer"] == threads["host_copy"] == measure.kernels.thread_count()
+    assert threads["nvme_read"] == 1
+    assert (
+        threads["optimizer"] == threads["host_copy"] == threads["checksum"] == measure.kernels.thread_count()
+    )
     # Once to have been written, then for at least one slot of a sixth of that in each of the two windows that write.
     assert report["written_bytes"] >= 4 * MIB + 2 * (4 * MIB // 6 // 4096 * 4096)
     assert report["targets"][0]["directory"] == str(disk)

@@ -90,6 +90,7 @@ def workloads(draw: st.DrawFn) -> Workload:
             )
         )
     device_is_host = draw(st.booleans())
+    step = draw(st.sampled_from(["after", "in backward", "deferred"]))
     # Trained and frozen parameters of one module.
     for first, second in itertools.pairwise(range(len(groups))):
         pair = groups[first], groups[second]
@@ -115,7 +116,8 @@ def workloads(draw: st.DrawFn) -> Workload:
         split=itemsize == 2 and draw(st.booleans()),
         moment_itemsize=draw(st.sampled_from([4, 2])),
         can_split=itemsize == 2,
-        step_in_backward=draw(st.booleans()),
+        step_in_backward=step == "in backward",
+        step_deferred=step == "deferred",
         others=tuple(draw(st.lists(cached_keys(), max_size=1))),
         staged_seconds=draw(st.sampled_from([0.0, 0.1, 10.0])),
         staged_numel=draw(st.sampled_from([1, 3 * SMALLEST_TILE, 16 << 20])),

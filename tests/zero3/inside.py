@@ -17,6 +17,8 @@ def saver_of(engine: Any) -> Saver:
 
 def wait_for_transfers(engine: Any) -> None:
     """Wait until nothing is on its way to or from NVMe, so that counters stand still."""
+    engine.optimizer.finish_step()
+    engine._prefetcher.look_ahead()
     engine._tiers.staging.drain()
     for group in engine._groups:
         if group.home.extent is not None:

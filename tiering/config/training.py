@@ -351,6 +351,10 @@ class TiersConfig(Section):
         description="Maximum bytes of a weight of a linear layer or an embedding, in the compute dtype: a larger one is"
         " cut into tiles of rows, each a module of its own; 0: none is cut.",
     )
+    step: Literal["after", "deferred"] = Field(
+        default="after",
+        description="When step() updates parameters: at once, or each before its next use.",
+    )
     step_in_backward: StrictBool = Field(
         default=False, description="Update groups during backward, with the learning rate at its start."
     )
@@ -465,6 +469,8 @@ class TieringConfig(Section):
                 " set a size such as '1GiB', or activations to 'device'"
             )
             yield "activation_budget", reason
+        if self.tiering.step_in_backward and self.tiering.step == "deferred":
+            yield "step_in_backward", "true with step 'deferred': remove one of them"
         if self.tiering.step_in_backward and self.world_size > 1:
             reason = (
                 f"true with {self.world_size} ranks is not supported in this version; set step_in_backward to false, or"

@@ -127,6 +127,7 @@ def make_workload(
         can_split=dtypes.compute == "bf16",
         moment_itemsize=state.moment_itemsize,
         step_in_backward=config.tiering.step_in_backward,
+        step_deferred=config.tiering.step == "deferred",
         world_size=world_size,
         stage=zero.stage,
         reduce_itemsize=ITEMSIZES[dtypes.reduce],

@@ -140,6 +140,8 @@ class Workload:
     moment_itemsize: int = FP32
     can_split: bool = False
     step_in_backward: bool = False
+    # Parameters are updated in the forward after the step.
+    step_deferred: bool = False
     world_size: int = 1
     stage: int = 3
     # Bytes per element of gradients sent between ranks; 0: grad_itemsize.

@@ -8,7 +8,7 @@ docs/tools/planning.md derives the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -211,11 +211,17 @@ def _flops(
 def _work_of(plan: Plan, chunks: int) -> dict[str, _Work]:
     """The work of each phase; operations are counted separately, because they depend on tokens."""
     forward, backward, step = _Work(), _Work(), _Work()
-    steps = backward if plan.workload.step_in_backward else step
-    for group, param, grad in zip(plan.workload.groups, plan.param_tiers, plan.grad_tiers, strict=True):
-        _fetch(plan.workload, group, param, forward, group.uses)
-        _fetch(plan.workload, group, param, backward, group.unshards - group.uses)
-        _take_gradients(plan.workload, group, grad, backward, steps, chunks)
+    load = plan.workload
+    # The phase in which each group is updated. What stays on the device is not deferred.
+    updating = [backward if load.step_in_backward else step] * len(load.groups)
+    for index, (group, param, grad) in enumerate(
+        zip(load.groups, plan.param_tiers, plan.grad_tiers, strict=True)
+    ):
+        if load.step_deferred and not load.computes_in_place(group, param):
+            updating[index] = forward
+        _fetch(load, group, param, forward, group.uses)
+        _fetch(load, group, param, backward, group.unshards - group.uses)
+        _take_gradients(load, group, grad, backward, updating[index], chunks)
     for tenant, tiers in zip(plan.workload.others, plan.other_tiers, strict=True):
         for piece, tier in zip(tenant.pieces, tiers, strict=True):
             # As activations: forward makes them, and backward uses them.
@@ -227,13 +233,14 @@ def _work_of(plan: Plan, chunks: int) -> dict[str, _Work]:
             else:
                 forward.from_device += piece.copied
                 backward.to_device += piece.copied
-    _update(plan, steps)
-    _swap_state(plan, forward, backward, steps)
+    _update(plan, updating)
+    _swap_state(plan, forward, backward, updating)
     sent = plan.sent_bytes()
     for phase in (forward, backward):
         phase.sent += sent.get("parameters", 0) / 2
     backward.sent += sent.get("gradients", 0)
-    steps.sent += sent.get("updated parameters", 0)
+    # They are whole on every rank, and so are not deferred.
+    (backward if load.step_in_backward else step).sent += sent.get("updated parameters", 0)
     return {"forward": forward, "backward": backward, "step": step}
 
 
@@ -277,11 +284,11 @@ def _take_gradients(
         backward.gradients += chunks * load.micro_batches * group.trainable_numel
 
 
-def _update(plan: Plan, steps: _Work) -> None:
+def _update(plan: Plan, updating: Sequence[_Work]) -> None:
     """Adds the updates of sub-groups by the CPU, or by a device that has their state or that they visit."""
     load = plan.workload
     for tile in plan.runs:
-        sizes = plan.sizes_of(tile)
+        sizes, steps = plan.sizes_of(tile), updating[tile.group]
         to_device, from_device = plan.visited(tile) if tile.visits else (0, 0)
         steps.to_device += to_device
         steps.from_device += from_device
@@ -301,21 +308,35 @@ def updated_on_device(load: Workload, numel: int) -> int:
     return numel * 2 * (load.state_itemsize + load.compute_itemsize)
 
 
-def _swap_state(plan: Plan, forward: _Work, backward: _Work, steps: _Work) -> None:
+def _swap_state(plan: Plan, forward: _Work, backward: _Work, updating: Sequence[_Work]) -> None:
     """Adds NVMe I/O of state and updated parameters; as much as the slots hold overlaps the neighbouring phases."""
     load, slots = plan.workload, plan.staging
-    state = sum(plan.tile_state_bytes(tile) for tile in plan.runs if tile.tier is Tier.NVME)
-    params = written = 0
-    for group, tier in zip(load.groups, plan.param_tiers, strict=True):
+    state = written = 0
+    # Those of updates that are not in forward itself.
+    apart, state_apart, written_apart = backward, 0, 0
+    for tile in plan.runs:
+        if tile.tier is Tier.NVME:
+            nbytes, phase = plan.tile_state_bytes(tile), updating[tile.group]
+            phase.nvme_read += nbytes
+            phase.nvme_written += nbytes
+            state, written = state + nbytes, written + nbytes
+            if phase is not forward:
+                apart, state_apart, written_apart = phase, state_apart + nbytes, written_apart + nbytes
+    for group, tier, phase in zip(load.groups, plan.param_tiers, updating, strict=True):
         if tier is Tier.NVME:
             reads, writes = load.param_traffic(group)
-            params += reads - load.micro_batches * group.unshards * load.home_bytes(group)
+            phase.nvme_read += reads - load.micro_batches * group.unshards * load.home_bytes(group)
+            phase.nvme_written += writes
             written += writes
+            if phase is not forward:
+                apart, written_apart = phase, written_apart + writes
+    # Backward reads the first state into the slots, and the last writes end in forward.
     ahead = min(state, slots.slots * slots.param_offset)
-    behind = min(state + written, slots.slots * slots.grad_offset)
+    behind = max(0, min(written, slots.slots * slots.grad_offset) - (written - written_apart))
+    apart.nvme_read -= min(ahead, state_apart)
+    forward.nvme_read -= max(0, ahead - state_apart)
     backward.nvme_read += ahead
-    steps.nvme_read += state - ahead + params
-    steps.nvme_written += state + written - behind
+    apart.nvme_written -= behind
     forward.nvme_written += behind
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -242,7 +242,8 @@ class Engine:
                 self._observation.end_step(self.train_batch_size())
             else:
                 self._updates.end_micro_batch()
-            self._prefetcher.look_ahead()
+            with self._phase("step") if self._updates.deferring else nullcontext():
+                self._prefetcher.look_ahead()
         if boundary:
             self._preemption.save_and_exit(self.close)
 

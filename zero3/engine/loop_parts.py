@@ -31,7 +31,7 @@ from zero3.passes import hooks
 from zero3.passes.hooks import Removable
 from zero3.passes.kept_activations import KeptActivations, room_on
 from zero3.passes.moved_activations import IN_FLIGHT_SHARE, MovedActivations
-from zero3.passes.prefetch import Prefetcher, Room
+from zero3.passes.prefetch import Prefetcher, Room, no_update
 from zero3.passes.row_chunks import RowChunks
 from zero3.passes.schedule import PassSchedule
 from zero3.state.access import Access
@@ -116,7 +116,8 @@ def connect(
     gathers = parts.collectives if any(group.sharded for group in parts.groups) else None
     agree = None if gathers is None else gathers.agree
     check_files = parts.tiers.check_files if parts.plan.in_place_bytes else None
-    prefetcher = Prefetcher(agree, _room_for_expert(parts), check_files)
+    update = no_update if updates.deferred is None else updates.deferred.apply
+    prefetcher = Prefetcher(agree, _room_for_expert(parts), check_files, update)
     events = BackwardEvents(accumulation, updates, parameters, prefetcher)
     # Slices of experts come behind the groups, as their indices do.
     with_slices = [*parts.groups, *(each for group in parts.groups for each in group.slices)]

@@ -95,6 +95,7 @@ class Readiness:
                 f"{call} was called while a forward or backward is running; call it between steps"
             )
         self.give_up_unfinished()
+        self._updates.finish_deferred()
         if self._parameters.lending:
             raise EngineStateError(f"{call} was called inside tiering.gathered(); end that block first")
 

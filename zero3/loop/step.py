@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError, RankOrderError
 from zero3.device.timeline import Timeline
 from zero3.loop import hyperparameters
+from zero3.loop.deferred_step import DeferredStep
 from zero3.loop.step_state import Accumulation, CurrentStep, StepState
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
@@ -132,6 +132,12 @@ class Update:
         self._replicas = replicas
         self._timeline = timeline
         self._names = {piece.index: piece.name for group in groups for piece in group.layout.pieces}
+        self.deferred: DeferredStep | None = None
+        if config.tiering.step == "deferred" and self._stepper is not None:
+            # Others can be read without a call that the engine sees.
+            whole = () if replicas is None else replicas.groups
+            later = frozenset(g for g in groups if g.moves and not g.slices and g not in whole)
+            self.deferred = DeferredStep(self._stepper, later, sink, self.current_step, timeline)
 
     @property
     def scale(self) -> float | None:
@@ -183,6 +189,16 @@ class Update:
         self.skipped, self.skipped_in_a_row = state_dict["skipped"], 0
         self.loss_scale.load_state_dict(state_dict["loss_scale"])
 
+    @property
+    def deferring(self) -> bool:
+        """Whether a part of the last step is not applied yet."""
+        return self.deferred is not None and self.deferred.under_way
+
+    def finish_deferred(self) -> None:
+        """Apply the last step to all parameters, if it was deferred."""
+        if self.deferred is not None:
+            self.deferred.finish()
+
     def waiting_norm(self) -> float:
         """The norm of the accumulated gradients, unscaled. All ranks call this together."""
         return self._sum_up("exchange the norm", None, stop=0, saving=0).norm / self.loss_scale.value
@@ -206,6 +222,8 @@ class Update:
 
     def expect(self, *, last: bool) -> None:
         """A backward begins; the ``last`` one before an update starts to read optimizer state."""
+        # Its gradients replace those of the step before.
+        self.finish_deferred()
         # Before the first gradient: the store squares the gradients of the last micro-batch as they arrive.
         self._gradients.last_micro_batch = last
         if last and not self.steps_in_backward and self._stepper is not None:
@@ -229,7 +247,7 @@ class Update:
                 # A staging slot may have become free since the last group.
                 self._stepper.read_ahead()
             return
-        with self._tearing():
+        with self.current_step.tearing(self.steps + 1):
             self._tiered_optimizer().group_done(group, final=final)
         if final:
             _count_as_edits([group])
@@ -242,7 +260,7 @@ class Update:
     def end_of_backward(self) -> None:
         """The backward has ended: all its gradients have arrived."""
         if self.current_step.state is StepState.UPDATING_IN_BACKWARD:
-            with self._tearing():
+            with self.current_step.tearing(self.steps + 1):
                 self._tiered_optimizer().finish_in_backward()
             # After the last tile: until then, an exception leaves parameters of two steps.
             self.current_step.to_updated_in_backward()
@@ -264,6 +282,7 @@ class Update:
 
     def forget(self) -> None:
         """The parameters are about to be replaced: drop gradients, and invalidate graphs of the old values."""
+        self.finish_deferred()
         self._sink.reset()
         self.current_step.to_idle()
         _count_as_edits(self._groups)
@@ -303,7 +322,8 @@ class Update:
             self.applied = finite
         finally:
             self._clip_next = 0.0
-            self._sink.reset()
+            if not self.deferring:
+                self._sink.reset()
             self.current_step.end_micro_batch()
 
     def _sum_up(self, purpose: str, loss: float | None, *, stop: int, saving: int) -> _Sums:
@@ -349,10 +369,15 @@ class Update:
             factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
             # From here on, an exception leaves parameters of two steps.
             self.current_step.to_updating()
-            with self._tearing(), self._timeline.span("compute", "update"):
+            with self.current_step.tearing(self.steps + 1), self._timeline.span("compute", "update"):
                 if self._replicas is not None:
                     self._replicas.begin()
-                self._optimizer.step(grad_scale=factor / scale)
+                if self.deferred is not None:
+                    later = self.deferred.groups
+                    self._tiered_optimizer().step(grad_scale=factor / scale, later=later)
+                    self.deferred.begin(self.steps + 1)
+                else:
+                    self._optimizer.step(grad_scale=factor / scale)
                 if self._replicas is not None:
                     # After the last tile: other ranks wait for the gathers of groups in which this rank had nothing to
                     # update, too.
@@ -388,15 +413,6 @@ class Update:
         """The optimizer, which steps in backward; ``initialize`` refuses a client's optimizer for that."""
         assert isinstance(self._optimizer, TieredOptimizer)
         return self._optimizer
-
-    @contextmanager
-    def _tearing(self) -> Iterator[None]:
-        """After an exception in the block, parameters and state are of two steps: training on them is refused."""
-        try:
-            yield
-        except BaseException as error:
-            self.current_step.to_torn(f"step {self.steps + 1} was ended by {type(error).__name__}: {error}")
-            raise
 
     def _log_skipped(self, scale: float, bad: str) -> None:
         if self.loss_scale.dynamic:

@@ -93,6 +93,15 @@ class CurrentStep:
         """An exception has interrupted an update."""
         self._to(StepState.TORN, *StepState, reason=reason)
 
+    @contextmanager
+    def tearing(self, step: int) -> Iterator[None]:
+        """After an exception in the block, parameters and state are of two steps: training on them is refused."""
+        try:
+            yield
+        except BaseException as error:
+            self.to_torn(f"step {step} was ended by {type(error).__name__}: {error}")
+            raise
+
     def to_out_of_step(self, reason: str) -> None:
         """An exception has ended a backward on this rank, which other ranks do not know."""
         self._to(StepState.OUT_OF_STEP, *StepState, reason=reason)

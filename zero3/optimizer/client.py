@@ -70,6 +70,11 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """Call ``listener`` from now on before a tile is stepped. There is one listener."""
         self._listener = listener
 
+    deferring = False  # the client steps all parameters at once
+
+    def finish_step(self) -> None:
+        """No step is deferred."""
+
     def release_read_ahead(self) -> None:
         """Nothing was read ahead."""
 

@@ -16,7 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Updates(Protocol):
-    """The updates of an engine: their number, whether the last one was skipped, and the scale of the loss."""
+    """The updates of an engine: their number, whether the last one was skipped, and the scale of the loss.
+
+    ``deferring``: a part of the last one is not applied yet. ``finish_deferred`` applies it.
+    """
 
     @property
     def steps(self) -> int: ...
@@ -24,6 +27,9 @@ class Updates(Protocol):
     def overflow(self) -> bool: ...
     @property
     def loss_scale(self) -> LossScale: ...
+    @property
+    def deferring(self) -> bool: ...
+    def finish_deferred(self) -> None: ...
 
 
 class MicroBatches(Protocol):

@@ -9,7 +9,7 @@ it needs the room.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -127,8 +127,21 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._usual_order = list(self._backward_order)
         self._mark_step_called()
 
+    @property
+    def deferring(self) -> bool:
+        """Whether a part of the last step is not applied yet."""
+        return self._updates.deferring
+
+    def finish_step(self) -> None:
+        """Apply the last step to all parameters, if it was deferred."""
+        self._updates.finish_deferred()
+
     def release_read_ahead(self) -> None:
-        """Free the slots of the tiles that were read ahead, for other users; the step reads them again."""
+        """Free the slots of the tiles that were read ahead, for other users; the step reads them again.
+
+        The tiers have the state of one step afterwards.
+        """
+        self.finish_step()
         self.stepper.release_read_ahead()
 
     def settle(self) -> None:
@@ -141,12 +154,16 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._count(piece for group in self.stepper.groups for piece in group.layout.pieces)
 
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, grad_scale: float | None = None
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_scale: float | None = None,
+        later: Collection[ParamGroup] = (),
     ) -> None:
         """Update every parameter that got a gradient, gradients multiplied by ``grad_scale`` (unscale x clip).
 
-        Only the engine calls it, after ``prepare``: it also clips, counts, and drops fetched groups. Scripts call
-        ``engine.step()``.
+        Groups in ``later`` are only queued: the stepper updates each before its next use. Only the engine calls this,
+        after ``prepare``: it also clips, counts, and drops fetched groups. Scripts call ``engine.step()``.
         """
         if closure is not None or grad_scale is None:
             raise EngineStateError(self._refusal_to_step())
@@ -156,12 +173,19 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             self.stepper.begin(grad_scale, in_backward=False)
             for group in self.stepper.groups:
                 self.stepper.add_due(group)
-            self.stepper.finish()
+            if later:
+                self.stepper.begin_deferred()
+                for group in self.stepper.groups:
+                    if group not in later:
+                        self.stepper.step_group(group, wait=True)
+            else:
+                self.stepper.finish()
         self._mark_step_called()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the accumulated gradients. Without effect after the engine is closed."""
-        if self._ready.closed:
+        # The gradients of a deferred step are used, though some are still there.
+        if self._ready.closed or self.deferring:
             return
         self.warn_of_dropped_gradients("zero_grad()")
         self._gradients.reset()

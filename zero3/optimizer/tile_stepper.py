@@ -187,6 +187,35 @@ class TileStepper:
             # Last: copies to the device that are queued from here on see what the GPU has updated in host memory.
             self._visits.publish()
 
+    def begin_deferred(self) -> None:
+        """The tiles that are due are stepped later, by ``step_group`` and ``finish``: begin to read them."""
+        self._pipeline.expect_only(self._due_streamed)
+        self._pipeline.read_ahead()
+
+    @property
+    def has_due(self) -> bool:
+        """Whether a tile is due."""
+        return bool(self._due_streamed or self._due_in_place or self._due_visiting)
+
+    def step_group(self, group: ParamGroup, *, wait: bool) -> bool:
+        """Step what is due of ``group``; False if bytes of it have not arrived, unless ``wait`` is set.
+
+        Tiles of other groups that have arrived are stepped, too.
+        """
+        self.advance()
+        while wait and self._unfinished[group]:
+            if self._due_in_place:
+                self._step_in_place()
+            elif self._due_visiting:
+                self._step_visiting()
+            else:
+                # In their order, as they get slots: another one would take the slot of a tile that has been read.
+                self._step_streamed(next(iter(self._due_streamed)))
+        if not self._unfinished[group] and self._visits is not None:
+            # Copies of the group to the device that are queued from here on see what the GPU has updated.
+            self._visits.publish()
+        return not self._unfinished[group]
+
     def make_room(self) -> bool:
         """Step a tile that is due and may hold a gradient window; False if no tile is due."""
         # The caller may be a group whose gradients are still being copied: it is not due yet.

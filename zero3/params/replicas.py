@@ -16,10 +16,10 @@ from zero3.ranks.process_groups import Pending
 
 
 class Replicas:
-    """Keeps the ``groups`` that are not sharded equal on all ranks."""
+    """Keeps those of ``groups`` equal on all ranks that are not sharded: ``self.groups``."""
 
     def __init__(self, groups: Iterable[ParamGroup], collectives: Collectives) -> None:
-        self._groups = [
+        self.groups = [
             g for g in groups if not g.sharded and g.shard.trainable_numel < g.layout.trainable_numel
         ]
         self._collectives = collectives
@@ -29,7 +29,7 @@ class Replicas:
 
     def begin(self) -> None:
         """Begin a step: all groups wait for their gather."""
-        self._waiting.extend(self._groups)
+        self._waiting.extend(self.groups)
 
     def stepped(self, group: ParamGroup) -> None:
         """Gather ``group``, whose shard this rank has updated, once the groups before it are updated, too."""

@@ -1,9 +1,9 @@
 """Prefetch: the order in which a pass uses groups is recorded once, then read ahead as far as there is room.
 
 A pass is one forward, with its backward when there is one; passes with and without gradients have separate orders.
-`tiering.storage.read_ahead` decides which group is fetched or dropped. Prefetch never waits and never fails: it uses
-free room, and an I/O error that it meets is raised for the next group that compute needs. A pass that leaves the
-recorded order only stalls; the next pass follows the new order.
+`tiering.storage.read_ahead` decides which group is fetched or dropped. Prefetch never fails, and waits only for a
+deferred step of several ranks: it uses free room, and an I/O error that it meets is raised for the next group that
+compute needs. A pass that leaves the recorded order only stalls; the next pass follows the new order.
 
 Note [Gathers that all ranks expect]
     Groups that are sharded over ranks must be gathered in one order everywhere (see gathered_storage.py), or a rank
@@ -36,14 +36,26 @@ class Room(Protocol):
     def release(self) -> object: ...
 
 
+class Update(Protocol):
+    """Applies a deferred step to a group. Returns False if bytes have not arrived, unless ``wait`` is set."""
+
+    def __call__(self, group: ParamGroup, *, wait: bool) -> bool: ...
+
+
+def no_update(group: ParamGroup, *, wait: bool) -> bool:
+    """No step is deferred."""
+    return True
+
+
 class _Fetcher:
     """Unshards and reshards one group; gathers groups that were fetched ahead when their shards have arrived.
 
     ``spare`` leases the room that fetches ahead leave for an expert: None if there is no such room now.
     """
 
-    def __init__(self, spare: Callable[[], Room | None] | None) -> None:
+    def __init__(self, spare: Callable[[], Room | None] | None, update: Update) -> None:
         self._spare = spare
+        self._update = update
         self.error: SwapError | None = None  # of a fetch ahead, not raised yet
         self.retained: set[ParamGroup] = set()  # groups ahead that stay since their last use
         self._ungathered: deque[ParamGroup] = deque()  # groups ahead that are sharded and not gathered
@@ -52,7 +64,11 @@ class _Fetcher:
         return group.residency is not Residency.SHARDED
 
     def fetch(self, group: ParamGroup, *, wait: bool) -> bool:
-        return not self._window_is_full(group) and group.unshard(wait=wait)
+        if self._window_is_full(group):
+            return False
+        # Until then, its bytes at home are those of the step before. When they arrive differs between ranks, but all
+        # ranks must fetch the same groups ahead: with several, prefetch waits here.
+        return self._update(group, wait=wait or group.sharded) and group.unshard(wait=wait)
 
     def fetch_ahead(self, group: ParamGroup) -> bool:
         spared = None
@@ -113,7 +129,7 @@ class Prefetcher:
 
     ``agree`` waits until all ranks are about to do the same. It is None if no group is sharded over ranks. ``spare``
     leases room for an expert for a moment; it is None if no expert moves. ``check_files`` is called at the begin of
-    each pass, and raises if groups cannot be read any more.
+    each pass, and raises if groups cannot be read any more. ``update`` completes a group before it is read.
     """
 
     def __init__(
@@ -121,6 +137,7 @@ class Prefetcher:
         agree: Callable[[str], None] | None = None,
         spare: Callable[[], Room | None] | None = None,
         check_files: Callable[[], None] | None = None,
+        update: Update = no_update,
     ) -> None:
         self._agree = agree
         self._check_files = check_files
@@ -130,7 +147,8 @@ class Prefetcher:
         self._orders: dict[bool, list[ParamGroup]] = {}  # with gradients? -> the last full pass
         self._trace: list[ParamGroup] = []
         self._training = True
-        self._fetcher = _Fetcher(spare)
+        self._update = update
+        self._fetcher = _Fetcher(spare, update)
         self._ahead = FetchAhead[ParamGroup](self._fetcher)
         self._in_doubt = False  # whether other ranks may expect another group next
 
@@ -174,6 +192,7 @@ class Prefetcher:
             # Of a fetch ahead, which raises nothing itself. Cleared first, so that it is raised once.
             error, self._fetcher.error = self._fetcher.error, None
             raise error
+        self._update(group, wait=True)
         self._trace.append(group)
         expected = self._ahead.next
         certain = group.routing is None or group.routing in self._certain.get(self._training, ())
@@ -198,6 +217,7 @@ class Prefetcher:
 
     def begin(self, group: ParamGroup) -> bool:
         """Start to fetch ``group``, which is needed now; False if that needs the room of other groups."""
+        self._update(group, wait=True)
         return self._fetcher.is_fetched(group) or self._fetcher.fetch(group, wait=False)
 
     def keeps(self, group: ParamGroup) -> bool:

@@ -169,6 +169,11 @@ def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
             f"the {name} has no kernel here and steps fp32 masters by itself, but tiering.state is"
             f" {config.tiering.state!r}: set it to 'fp32', or use {RULE_NAMES}"
         )
+    if config.tiering.step == "deferred":
+        raise ConfigError(
+            f"the {name} has no kernel here and steps all parameters at once, but tiering.step is 'deferred': set it to"
+            f" 'after', or use {RULE_NAMES}"
+        )
     if config.tiering.step_in_backward:
         raise ConfigError(
             f"the {name} has no kernel here and steps all parameters at once, but tiering.step_in_backward is true: set"

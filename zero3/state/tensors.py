@@ -269,11 +269,12 @@ class TieredState:
 
     def has_gradient(self, piece: Piece) -> bool:
         """Whether the parameter has received a gradient since the last step."""
-        return self._gradients.received(piece)
+        # A deferred step still uses the gradients from before it.
+        return not self._optimizer.deferring and self._gradients.received(piece)
 
     def holds_gradient(self, piece: Piece) -> bool:
         """Whether it has received one on this rank or, as far as this rank knows, on another one."""
-        return self._sink.holds(piece)
+        return not self._optimizer.deferring and self._sink.holds(piece)
 
     @property
     def has_unreduced_gradients(self) -> bool:
@@ -282,11 +283,12 @@ class TieredState:
 
     def drop_gradient(self, group: ParamGroup, piece: Piece) -> None:
         """Drop the gradient that the parameter has received since the last step."""
-        self._sink.drop(group, piece)
+        if not self._optimizer.deferring:
+            self._sink.drop(group, piece)
 
     def gradient(self, group: ParamGroup, piece: Piece) -> Tensor | None:
         """A copy, in host memory, of the accumulated gradient in its dtype; None if there is none."""
-        if not self._gradients.received(piece):
+        if not self.has_gradient(piece):
             return None
         # Gradients may still be in flight from the device, or wait to be added.
         self._gradients.wait_for_transfers()
@@ -302,6 +304,7 @@ class TieredState:
 
     def set_gradient(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
         """Replace the accumulated gradient by ``values`` (flat, any dtype)."""
+        self._optimizer.finish_step()
         # A gradient that arrives later would be added to the new values.
         self._gradients.wait_for_transfers()
         self._optimizer.release_read_ahead()

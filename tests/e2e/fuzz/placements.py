@@ -42,6 +42,7 @@ class Placement:
     split: bool = False
     verify: bool = False
     in_backward: bool = False
+    deferred: bool = False
     engine: str = "auto"
     block_size: str = "1M"
     queue_depth: int = 16
@@ -87,6 +88,7 @@ class Placement:
             ),
             # From a few saved tensors of these models to all of them.
             activation_budget=rng.choice((8 * PAGE, 16 * PAGE, 64 * PAGE, 1 << 20)),
+            deferred=not training.may_step_in_backward and rng.random() < 0.4,
         )
 
     def roomier(self) -> Placement:
@@ -122,6 +124,7 @@ class Placement:
                 "state": "split" if self.split else "fp32",
                 "verify": self.verify,
                 "step_in_backward": self.in_backward,
+                "step": "deferred" if self.deferred else "after",
                 "weights_in_place": self.in_files,
                 "activations": self.activations,
                 "activation_budget": self.activation_budget,

@@ -80,6 +80,19 @@ def test_stepping_in_backward_leaves_nothing_for_the_step() -> None:
     assert busy(estimate, MachinePart.OPTIMIZER) == (0, TRAINED, 0)
 
 
+def test_a_deferred_step_is_in_the_next_forward() -> None:
+    plan = plan_of(example(step_deferred=True))
+    estimate = forecast(plan, EACH_ONE, tokens=1)
+    ahead = plan.staging.slots * plan.sub_groups[0].numel * 12
+    assert estimate.step.seconds == 0
+    assert busy(estimate, MachinePart.NVME_READS) == (14 * TRAINED - ahead, 2 * TRAINED + ahead, 0)
+    assert busy(estimate, MachinePart.NVME_WRITES) == (14 * TRAINED, 0, 0)
+    assert busy(estimate, MachinePart.OPTIMIZER) == (TRAINED, 0, 0)
+    # Parameters that stay on the device are updated at once.
+    resident = forecast(plan_of(example(step_deferred=True, offload_param=HOST)), EACH_ONE, tokens=1)
+    assert busy(resident, MachinePart.OPTIMIZER) == (0, 0, TRAINED)
+
+
 def test_spilled_gradients_are_read_again_by_each_later_micro_batch_and_by_the_step() -> None:
     spilled = example(micro_batches=3, grad_itemsize=4, offload_param=HOST)
     plan = make_plan(spilled, Budgets(PLENTY, 20 * NUMEL, PLENTY))

@@ -39,6 +39,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "accumulation 2": {"accumulation": 2},
     "no_sync": {"no_sync": 1, "grad_accum_dtype": "fp32"},
     "no clipping": {"clip": 0.0},
+    "a deferred step": {"step": "deferred"},
 }
 PRECISIONS = ["fp32", "bf16"]
 each_offload = pytest.mark.parametrize("offload", OFFLOADS, ids=lambda key: f"stage {key[0]}, {key[1]}")

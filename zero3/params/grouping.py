@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -213,6 +214,12 @@ def _modules_to_cut(
     ``together`` per module, that one. Outside of ``blocks``, only modules with more than ``largest`` elements.
     """
     sizes = {name: sum(param.numel() for param in modules[name].parameters()) for name in blocks}
+
+    # A layer may have thousands of tiles, each with the same modules around it.
+    @cache
+    def is_whole(name: str, *, in_block: bool) -> bool:
+        return _is_one(modules[name]) or (in_block and _granularity(modules[name]) < together)
+
     for name, module in modules.items():
         own = _first_used(name, module, users)
         around = [each for each in _ancestors(name) if each]
@@ -220,8 +227,7 @@ def _modules_to_cut(
         if not name or not own or (own if block is None else sizes[block]) <= largest:
             continue
         inside = around if block is None else around[: around.index(block) + 1]
-        coarse = [] if block is None else [each for each in inside if _granularity(modules[each]) < together]
-        whole = [each for each in inside if each in coarse or _is_one(modules[each])]
+        whole = [each for each in inside if is_whole(each, in_block=block is not None)]
         yield whole[-1] if whole else name
 
 

@@ -198,7 +198,9 @@ def _embedding_tiles(layer: nn.Embedding, weights: Sequence[nn.Parameter]) -> It
         rows, columns = weight.shape
         padding = None if layer.padding_idx is None else layer.padding_idx - first
         inside = padding is not None and 0 <= padding < rows
-        tile = nn.Embedding(rows, columns, padding if inside else None, device="meta")
+        # Without initial values, even of memory that it does not have: they would take longer than the tile.
+        values = torch.empty(rows, columns, device="meta")
+        tile = nn.Embedding.from_pretrained(values, padding_idx=padding if inside else None)
         tile.weight = weight
         yield tile
         first += rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
@@ -84,3 +84,26 @@ def test_only_modules_inside_of_blocks_stay_together() -> None:
     )
     groups = form_groups(model, 0, largest=0, together=1 << 20)
     assert [group.name for group in groups] == ["blocks.0", "blocks.1", "head.0", "head.2"]
+
+
+def test_the_number_of_tiles_does_not_change_how_often_a_block_is_counted() -> None:
+    """A plan tries tiles of many sizes: a count of the block for each tile made it quadratic."""
+
+    class Counted(Block):
+        counts = 0
+
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            self.counts += 1
+            return super().parameters(recurse)
+
+    counts = {}
+    for nbytes in (512, 64):
+        model = Model(
+            table=nn.Embedding(10, 8), blocks=nn.ModuleList([Counted(8), Counted(8)]), head=nn.Linear(8, 10)
+        )
+        tile(model, nbytes)
+        groups = form_groups(model, 0, largest=0)
+        counts[len(groups)] = [block.counts for block in model.blocks]
+    few, many = sorted(counts)
+    assert many > 3 * few
+    assert counts[few] == counts[many]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tiering.errors import WeightsError
 from tiering.weights.files import StoredTensor, WeightFiles
 from zero3.building.model_names import ModelNames
-from zero3.building.peft_models import base_of, is_from_peft, name_in_base
+from zero3.building.peft_models import base_of, name_in_base
 from zero3.params.row_tiles import RowTiles, tile_modules
 
 
@@ -96,8 +96,8 @@ def pair(model: nn.Module, files: WeightFiles, names: ModelNames) -> Pairs:
     """Find the stored tensors of all targets by name. Raises WeightsError for values that must be computed."""
     targets = _targets(names.modules(remove_duplicate=False))
     target_of = {name: target for target in targets for name in target.names}
-    if is_from_peft(model):
-        target_of = {name_in_base(name): target for name, target in target_of.items()} | target_of
+    # Also in a plan of adapters without peft.
+    target_of = {name_in_base(name): target for name, target in target_of.items()} | target_of
     base = base_of(model)
     naming, prefix = _Naming.of(base), getattr(base, "base_model_prefix", "")
     candidates: dict[str, list[Values]] = defaultdict(list)  # by the model's name

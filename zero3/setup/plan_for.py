@@ -295,13 +295,29 @@ def add_adapters(model: nn.Module, adapters: Adapters) -> int:
     }
     adapters.check_found(set(adapted))
     trained = 0
-    for layer in adapted.values():
+    for name, layer in adapted.items():
         shape = _shape_of(layer)
         assert shape is not None
-        for part, size in zip("ab", adapters.matrices(*shape), strict=True):
-            layer.register_parameter(f"lora_{part}", nn.Parameter(torch.empty(size, device="meta")))
-            trained += math.prod(size)
+        matrices = adapters.matrices(*shape)
+        around, _, short = name.rpartition(".")
+        setattr(model.get_submodule(around), short, _AdaptedLayer(layer, matrices))
+        trained += sum(map(math.prod, matrices))
     return trained
+
+
+class _AdaptedLayer(nn.Module):
+    """A linear layer with an adapter, whose matrices have these shapes, in the modules that peft has for them.
+
+    The modules matter: each layer below is cut into tiles by itself, and may then be a group.
+    """
+
+    def __init__(self, layer: nn.Module, matrices: tuple[tuple[int, int], tuple[int, int]]) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A, self.lora_B = (
+            nn.ModuleDict({"default": nn.Linear(columns, rows, bias=False, device="meta")})
+            for rows, columns in matrices
+        )
 
 
 def _shape_of(module: nn.Module) -> tuple[int, int] | None:

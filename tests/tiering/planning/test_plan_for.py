@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -405,3 +406,33 @@ def test_a_forward_that_needs_values_is_not_counted(tmp_path: Path, caplog: pyte
     report = tiering.plan_for(model=Routed(), config=configured(tmp_path, fits=True), batch=(tokens,))
     assert report.fits and report.activations is None
     assert "activations are not counted: a forward without memory raised" in caplog.text
+
+
+@WITH_TRANSFORMERS
+# Transformers has renamed what peft calls.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("rank", [8, 200])
+def test_adapters_over_a_config_in_tiles_have_the_groups_of_those_of_peft(rank: int, tmp_path: Path) -> None:
+    """A layer in tiles is no module that holds its adapter; adapters of rank 200 are cut, too."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    described = LlamaConfig(
+        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, intermediate_size=704, vocab_size=2000,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    described.save_pretrained(tmp_path)
+    tiers = {"tile": 64 << 10, "device_budget": 1 << 20, "host_budget": 64 << 20, "nvme_budget": 1 << 30}
+    usual = usual_config(Path())
+    zero = usual.zero.model_copy(update={"persistence_threshold": 1000})
+    settings = with_changes(usual.model_copy(update={"zero": zero}), tiers=tiers)
+    with torch.device("meta"):
+        adapted = peft.get_peft_model(
+            LlamaForCausalLM(described), peft.LoraConfig(r=rank, target_modules="all-linear")
+        )
+    trained = [param for param in adapted.parameters() if param.requires_grad]
+    real = tiering.plan_for(model=adapted, config=settings, model_parameters=trained).request.load
+    planned = tiering.plan_for(model=tmp_path, config=settings, adapters=Adapters(rank)).request.load
+    for expected, groups in zip((real.groups, *real.finer), (planned.groups, *planned.finer), strict=True):
+        names = [group.name.removeprefix("base_model.model.") for group in expected]
+        assert groups == tuple(replace(group, name=name) for group, name in zip(expected, names, strict=True))

@@ -210,6 +210,18 @@ class _PassedOn(_Saved):
         self.packed = packed
 
 
+class _Outside:
+    """What the hooks of another engine around the engine's have packed a tensor into."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: _Packed) -> None:
+        self.packed = packed
+
+
+_Packed = Moved | Kept | _Saved | _Outside
+
+
 class _Hooks:
     """One pair of hooks. Code that torch.compile left partly to Python calls them eagerly."""
 
@@ -235,12 +247,17 @@ class _Hooks:
         if self._outer_pack is None or (group is not None and self._outer_copies):
             return _Saved(group, tensor)
         packed = self._outer_pack(tensor)
-        return packed if group is None else _PassedOn(group, tensor, packed)
+        if group is not None:
+            return _PassedOn(group, tensor, packed)
+        # Its bytes are in the other engine's memory and files.
+        return _Outside(packed) if isinstance(packed, _Packed) else packed
 
     @eager
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _PassedOn):
             return self._unpack_passed_on(packed)
+        if isinstance(packed, _Outside):
+            return self._unpack_outside(packed.packed)
         if isinstance(packed, Moved | Kept):
             assert self.saved.moved is not None
             return self.saved.moved.give(packed)

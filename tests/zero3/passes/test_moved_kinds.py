@@ -13,6 +13,7 @@ from tests.zero3.conftest import same_bits
 from tests.zero3.passes.test_moved_activations import NVME, moved_by, start, update
 from zero3.engine.engine import Engine
 from zero3.passes import moved_activations
+from zero3.passes.kept_activations import FixedRoom
 
 __all__ = ["start"]
 
@@ -113,3 +114,26 @@ def test_a_tensor_that_backward_has_changed_is_refused_afterwards(
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("place", ["nvme", "auto"])
+def test_an_engine_in_the_forward_of_another_one_reads_its_own_bytes(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Torch calls the hooks of the inner engine, which pass on what they get to those of the outer one."""
+    monkeypatch.setattr(moved_activations, "SMALLEST", 4096)
+    states = []
+    for activations in ("device", place):
+        settings = {"activations": activations, "activation_budget": "16KiB", **NVME}
+        inner = start(nn.Sequential(*(Between(torch.tanh).first for _ in range(4))), **settings)
+        outer = start(Between(lambda stream, inner=inner: inner(stream).sin()), **settings)
+        for each in (inner, outer):
+            moved = each._schedule._moved
+            if moved is not None and moved._kept is not None:
+                monkeypatch.setattr(moved._kept, "_room", FixedRoom(8192))
+        for scale in (1.0, 2.0):
+            update(outer, scale)
+        states.append(outer.state_dict())
+    assert not same_bits(*states)
+    # Reads of the inner one would not wait for writes of the outer one.
+    assert moved_by(outer).read_bytes == moved_by(outer).written_bytes > 0 == moved_by(inner).read_bytes

@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,19 @@ from tiering.config import ds_config
 from tiering.config.training import IoConfig, TieringConfig
 from tiering.errors import ConfigError, WeightsError
 from tiering.host import topology
+from tiering.placement.tenants import activations as activations_of
+from tiering.placement.tile_sizes import Tiling
 from tiering.placement.workload import ITEMSIZES, Workload
 from tiering.planning import measure
 from tiering.planning.activations import Activations, ActivationsOf
 from tiering.planning.adapters import Adapters
+from tiering.planning.choices import together
 from tiering.planning.decoder import Decoder, format_count
+from tiering.planning.fit import of_ranks
 from tiering.planning.measure import Measurement, quietly
-from tiering.planning.plan_report import PlanReport, report
+from tiering.planning.plan_report import PlanReport, report_on
 from tiering.planning.rates import Rates
-from tiering.planning.request import ModelSize
+from tiering.planning.request import ModelSize, Request
 from tiering.planning.setting import TOKENS, RatesOf, Setting
 from tiering.planning.sizing import with_adapters
 from tiering.weights.files import open_weights
@@ -148,12 +152,29 @@ def plan_for(
         load = Cuts([cut(largest) for largest in sizes_of_cuts(built, settings, world_size)]).load
     finally:
         wrapped.join()
-    tiling = tiling_of(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
     activations = None if batch is None else _of_batch(built, settings, batch)
     if activations is None and not isinstance(model, nn.Module):
         activations = _of_decoder(built, params, settings, adapters)
-    size = replace(size, activations=activations, tiling=tiling)
-    return report(size, load, settings, setting, rates or Rates())
+    size = replace(size, activations=activations)
+
+    @cache
+    def tiling_on(ranks: int) -> Tiling:
+        return tiling_of(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=ranks)
+
+    def request(config: TieringConfig, of: Setting) -> Request:
+        tiling, tile = tiling_on(of.world_size), config.tiering.tile
+        if (tile, of.world_size) == (settings.tiering.tile, world_size):
+            own = load
+        else:
+            # A model that cannot be cut so stays as it is.
+            own = tiling.load(tile) or of_ranks(load, of.world_size)
+        own = replace(own, others=activations_of(config))
+        return Request(replace(size, tiling=tiling), own, config, of.following(config))
+
+    planned = report_on(request(settings, setting), rates or Rates())
+    if not planned.fits and not planned.remedies:
+        planned = replace(planned, remedies=tuple(together(request, settings, setting)))
+    return planned
 
 
 def _of_batch(model: nn.Module, settings: TieringConfig, batch: Any) -> ActivationsOf | None:

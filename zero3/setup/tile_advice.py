@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from torch import nn
 
@@ -22,7 +23,7 @@ from zero3.setup.optimizer_choice import OptimizerChoice
 
 log = logging.getLogger(__name__)
 
-MOST_TILES = 10_000
+MOST_TILES = 2_000
 """More would take longer to plan than a refusal may."""
 
 
@@ -48,6 +49,8 @@ def tiling_of(
 ) -> Tiling:
     """``model``, which may be cut into tiles already, in tiles that are smaller."""
 
+    # A search for changes asks for the same tiles with many budgets.
+    @cache
     def load(size: int) -> Workload | None:
         smaller = config.model_copy(update={"tiering": config.tiering.model_copy(update={"tile": size})})
         try:

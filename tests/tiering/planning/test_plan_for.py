@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -436,3 +437,34 @@ def test_adapters_over_a_config_in_tiles_have_the_groups_of_those_of_peft(rank: 
     for expected, groups in zip((real.groups, *real.finer), (planned.groups, *planned.finer), strict=True):
         names = [group.name.removeprefix("base_model.model.") for group in expected]
         assert groups == tuple(replace(group, name=name) for group, name in zip(expected, names, strict=True))
+
+
+@WITH_TRANSFORMERS
+@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, False)])
+def test_a_gpu_that_is_too_small_for_a_config_is_told_how_many_bytes_are_enough(
+    ranks: int, tied: bool, plan: Plan, tmp_path: Path
+) -> None:
+    """As for a number of parameters; with the activations, which are not counted if the embedding is the head."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=1, intermediate_size=512, vocab_size=16_000,
+        tie_word_embeddings=tied, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    asked = [
+        "--model",
+        tmp_path,
+        f"--ranks={ranks}",
+        "--host-budget=1GiB",
+        "--nvme-budget=1GiB",
+        "--gpu=1MiB",
+    ]
+    code, text, _ = plan(*asked)
+    *_, command = text.splitlines()
+    assert (code, "  - GPUs of " in text, command.startswith("tiering plan ")) == (1, True, True)
+    changes = shlex.split(command)[2 + len(asked) :]
+    assert plan(*asked, *changes)[0] == 0
+    # The sizes that are tried lie at most a quarter apart.
+    (enough,) = (parse_size(change.removeprefix("--gpu=")) for change in changes if "--gpu=" in change)
+    others = [change for change in changes if not change.startswith(("--gpu=", "--device-budget="))]
+    assert plan(*asked, *others, f"--gpu={enough // 4 * 3}")[0] == 1

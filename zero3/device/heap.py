@@ -9,6 +9,11 @@ import os
 # A function of glibc; other C libraries return memory by themselves.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
+MOST = 32 << 20
+"""Bytes of freed tensors that the process may keep: they are in no budget. Fewer bytes cost more time."""
+MOST_OF_MOVED = 64 << 20
+"""The same if activations move: each of them is freed in every pass."""
+
 
 def trim() -> None:
     """Return the freed memory of this process to the system. Takes milliseconds."""

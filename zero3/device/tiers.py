@@ -36,7 +36,7 @@ from tiering.storage.read_only import FileRange, HomeInFiles, Loading, Move, Rea
 from tiering.storage.request import Buffer, BufferPart
 from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
 from tiering.storage.tickets import Abandoned, Ticket
-from zero3.device import nan_memory, storages
+from zero3.device import heap, nan_memory, storages
 from zero3.device.ledger import Ledger
 from zero3.device.link_copies import Copies
 from zero3.device.pinning import PinnedMemory, pinned_memory
@@ -146,6 +146,10 @@ class Tiers:
         self.stalls = stalls
         self.copies = None if self.streams is None else Copies(self.streams, stalls)
         self.timeline = stalls.timeline
+        # On a CPU torch's aligned allocations seldom fit into what the C library keeps of freed ones.
+        moved = any(ACTIVATIONS in plan.contents(tier) for tier in Tier)
+        most = heap.MOST_OF_MOVED if moved else heap.MOST
+        self.freed = heap.FreedMemory(most) if self.device_is_host else None
         self._nodes = nodes
         self.aio: AioContext | None = None
         self.swap: SwapSpace | None = None

@@ -110,6 +110,7 @@ class ParamGroup:
         self._offset = memory.offset
         self._stalls = tiers.stalls
         self._timeline = tiers.timeline
+        self._freed = tiers.freed
         self._storage: FlatStorage | None = None
         by_copy = tiers.plan.workload.fetch_by_copy
         if collectives is None and home.tensor is not None and home.on_host == tiers.device_is_host:
@@ -375,6 +376,9 @@ class ParamGroup:
             # Also if an edit could not be stored: other groups need the room.
             self.residency = Residency.SHARDED
             self._storage.drop()
+            if self._freed is not None:
+                # Of the operations that used the group, temporaries and gradients were freed.
+                self._freed.look()
 
     def _described(self) -> dict[str, Any]:
         names = shorten(tuple(piece.name for piece in self.layout.pieces))

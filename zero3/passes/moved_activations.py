@@ -43,7 +43,6 @@ from tiering.storage.read_ahead import FETCH_PRIORITY
 from tiering.storage.swap_space import StripedExtent
 from tiering.storage.tickets import Ticket
 from tiering.telemetry import COPIES_OF
-from zero3.device import heap
 from zero3.device.storages import (
     as_tensor,
     bytes_of,
@@ -70,8 +69,6 @@ IN_FLIGHT_SHARE = 8
 """Copies from a GPU in flight have at most this fraction (1/n) of the activation memory."""
 PIECES = 8
 """A storage that is too large for the activation memory is moved in pieces of this fraction (1/n) of it."""
-MOST_UNTRIMMED = 64 << 20
-"""Bytes of freed tensors that the process may keep on a CPU: they are in no budget. Fewer bytes cost more time."""
 MOST_ORIGINALS = 1024
 """Entries of storages that were freed before they are removed."""
 
@@ -119,8 +116,7 @@ class MovedActivations:
         self._returning: deque[tuple[Event, Lease, Tensor]] = deque()
         self._buffers = frozenset[int]()  # addresses of their storages
         self._warned = False
-        # On a CPU torch's aligned allocations seldom fit into what the C library keeps of freed ones.
-        self._freed = heap.FreedMemory(MOST_UNTRIMMED) if tiers.device_is_host else None
+        self._freed = tiers.freed
         # Bytes since the start: copied to the activation memory, written to NVMe, read back.
         self.copied_bytes = self.written_bytes = self.read_bytes = 0
 

@@ -70,7 +70,9 @@ def test_resident_memory_stays_within_the_budgets(tmp_path: Path, links: int, bu
         )
         above[place] = int(run.stdout.split()[-1])
     assert above["device"] > links * 4 * MIB
-    assert above["nvme"] < 96 * MIB  # the constant of docs/guide/memory.md
+    assert (
+        above["nvme"] < (96 + 32) * MIB
+    )  # docs/guide/memory.md: the constant, and for tensors that have left
 
 
 def with_fault(monkeypatch: pytest.MonkeyPatch, *faults: Fault) -> None:

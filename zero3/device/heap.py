@@ -34,7 +34,7 @@ class FreedMemory:
 
     def look(self) -> None:
         """Tensors were, or will be, freed: return their memory if the process has too much of it."""
-        if _resident() > self._needed + self._most:
+        if _malloc_trim is not None and _resident() > self._needed + self._most:
             trim()
             self._needed = max(self._needed, _resident())
 

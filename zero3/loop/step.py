@@ -137,6 +137,11 @@ class Update:
             # Others can be read without a call that the engine sees.
             whole = () if replicas is None else replicas.groups
             later = frozenset(g for g in groups if g.moves and not g.slices and g not in whole)
+            if not later:
+                log.warning(
+                    "tiering.step 'deferred' has no effect: all parameters stay on the device, or whole on every rank,"
+                    " and step() updates them. Set it to 'after', or offload parameters (on a CPU, to NVMe)"
+                )
             self.deferred = DeferredStep(self._stepper, later, sink, self.current_step, timeline)
 
     @property
@@ -282,7 +287,6 @@ class Update:
 
     def forget(self) -> None:
         """The parameters are about to be replaced: drop gradients, and invalidate graphs of the old values."""
-        self.finish_deferred()
         self._sink.reset()
         self.current_step.to_idle()
         _count_as_edits(self._groups)

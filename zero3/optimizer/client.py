@@ -48,6 +48,7 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     """Steps ``client``, and shares its ``param_groups`` and ``state``. ``tiles`` hold masters, each a whole group's."""
 
     trains = True
+    deferring = False  # the client steps all parameters at once
     stepper = None  # all state is on the device: there is nothing to read ahead
     state_names: tuple[str, ...] = ()  # on the tiers: the client keeps its state itself
 
@@ -69,11 +70,6 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     def listen(self, listener: StepListener) -> None:
         """Call ``listener`` from now on before a tile is stepped. There is one listener."""
         self._listener = listener
-
-    deferring = False  # the client steps all parameters at once
-
-    def finish_step(self) -> None:
-        """No step is deferred."""
 
     def release_read_ahead(self) -> None:
         """Nothing was read ahead."""

@@ -132,16 +132,12 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """Whether a part of the last step is not applied yet."""
         return self._updates.deferring
 
-    def finish_step(self) -> None:
-        """Apply the last step to all parameters, if it was deferred."""
-        self._updates.finish_deferred()
-
     def release_read_ahead(self) -> None:
         """Free the slots of the tiles that were read ahead, for other users; the step reads them again.
 
         The tiers have the state of one step afterwards.
         """
-        self.finish_step()
+        self._updates.finish_deferred()
         self.stepper.release_read_ahead()
 
     def settle(self) -> None:

@@ -55,7 +55,7 @@ class _Fetcher:
 
     def __init__(self, spare: Callable[[], Room | None] | None, update: Update) -> None:
         self._spare = spare
-        self._update = update
+        self.update = update
         self.error: SwapError | None = None  # of a fetch ahead, not raised yet
         self.retained: set[ParamGroup] = set()  # groups ahead that stay since their last use
         self._ungathered: deque[ParamGroup] = deque()  # groups ahead that are sharded and not gathered
@@ -68,7 +68,7 @@ class _Fetcher:
             return False
         # Until then, its bytes at home are those of the step before. When they arrive differs between ranks, but all
         # ranks must fetch the same groups ahead: with several, prefetch waits here.
-        return self._update(group, wait=wait or group.sharded) and group.unshard(wait=wait)
+        return self.update(group, wait=wait or group.sharded) and group.unshard(wait=wait)
 
     def fetch_ahead(self, group: ParamGroup) -> bool:
         spared = None
@@ -147,7 +147,6 @@ class Prefetcher:
         self._orders: dict[bool, list[ParamGroup]] = {}  # with gradients? -> the last full pass
         self._trace: list[ParamGroup] = []
         self._training = True
-        self._update = update
         self._fetcher = _Fetcher(spare, update)
         self._ahead = FetchAhead[ParamGroup](self._fetcher)
         self._in_doubt = False  # whether other ranks may expect another group next
@@ -192,7 +191,7 @@ class Prefetcher:
             # Of a fetch ahead, which raises nothing itself. Cleared first, so that it is raised once.
             error, self._fetcher.error = self._fetcher.error, None
             raise error
-        self._update(group, wait=True)
+        self._fetcher.update(group, wait=True)
         self._trace.append(group)
         expected = self._ahead.next
         certain = group.routing is None or group.routing in self._certain.get(self._training, ())
@@ -217,7 +216,7 @@ class Prefetcher:
 
     def begin(self, group: ParamGroup) -> bool:
         """Start to fetch ``group``, which is needed now; False if that needs the room of other groups."""
-        self._update(group, wait=True)
+        self._fetcher.update(group, wait=True)
         return self._fetcher.is_fetched(group) or self._fetcher.fetch(group, wait=False)
 
     def keeps(self, group: ParamGroup) -> bool:

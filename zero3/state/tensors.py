@@ -304,7 +304,6 @@ class TieredState:
 
     def set_gradient(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
         """Replace the accumulated gradient by ``values`` (flat, any dtype)."""
-        self._optimizer.finish_step()
         # A gradient that arrives later would be added to the new values.
         self._gradients.wait_for_transfers()
         self._optimizer.release_read_ahead()

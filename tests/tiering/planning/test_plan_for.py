@@ -419,9 +419,13 @@ def test_adapters_over_a_config_in_tiles_have_the_groups_of_those_of_peft(rank: 
     from transformers import LlamaConfig, LlamaForCausalLM
 
     described = LlamaConfig(
-        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, intermediate_size=704, vocab_size=2000,
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=704,
+        vocab_size=2000,
         architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+    )
     described.save_pretrained(tmp_path)
     tiers = {"tile": 64 << 10, "device_budget": 1 << 20, "host_budget": 64 << 20, "nvme_budget": 1 << 30}
     usual = usual_config(Path())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
+from tests.zero3.plain import STREAMED, Tower, inputs, update
 from zero3.device import heap
 
 MIB = 1 << 20
@@ -32,6 +36,17 @@ def test_memory_is_returned_once_the_process_has_more_than_it_needed(monkeypatch
     for resident[0], left[0] in ((112 * MIB, 0), (113 * MIB, 50 * MIB), (112 * MIB, 0)):
         freed.look()
     assert trims == [100, 93, 113]
+
+
+def test_the_process_is_looked_at_when_a_group_is_released(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[heap.FreedMemory] = []
+    monkeypatch.setattr(heap.FreedMemory, "look", lambda self: looks.append(self))
+    engine = start(Tower(), accumulation=1, threshold=0, **STREAMED)
+    update(engine, next(inputs(1)))
+    moving = sum(group.moves for group in engine._groups)
+    assert len(looks) >= 2 * moving > 0  # in forward and in backward
 
 
 def test_the_process_has_the_bytes_that_it_touched() -> None:

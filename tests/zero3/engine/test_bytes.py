@@ -90,7 +90,7 @@ def begin(start: Callable[..., Any]) -> Callable[..., Any]:
 
 def settle(engine: Any) -> None:
     """Wait until nothing is under way, also of a deferred step."""
-    engine.optimizer.finish_step()
+    engine._updates.finish_deferred()
     engine._prefetcher.look_ahead()
     for home in engine._tiers._homes:
         if home.on_nvme:

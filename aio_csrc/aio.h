@@ -68,6 +68,7 @@ typedef struct {
     uint32_t queue_depth;    /* operations in flight per file, 1 .. 512 */
     uint32_t registered;     /* register buffers and files with the kernel if it supports that */
     uint32_t verify;         /* store a CRC32C of every written page and check it when the page is read */
+    uint32_t sum_threads;    /* threads that compute the checksums, of 1 .. 8 the nearest */
     uint32_t alignment;      /* 0 outside tests; else the blocks of direct files, enforced */
     uint32_t n_faults;       /* 0 outside tests */
     const aio_fault *faults; /* aio_open copies them */
@@ -142,10 +143,13 @@ int aio_add_file(aio_context *context, int fd, int direct);
 /* Register memory that many requests will use with the kernel, so that it does not look up and pin its pages for
  * each request. The memory must stay mapped until aio_close: the kernel continues to use these pages, even if
  * other memory is mapped at the address later. Waits for the registration, which touches every page. Requests
- * also work without registration. -EOPNOTSUPP: the engine does not support it, or options.registered is 0.
- * -ENOMEM: RLIMIT_MEMLOCK. -ENOSPC: more than 16384 buffers; each GiB counts as one. -EFAULT: a part of the
- * memory is not mapped. */
-int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes);
+ * also work without registration.
+ *
+ * Returns the registered bytes, from the start of the memory: all, or as many as RLIMIT_MEMLOCK permits. -ENOMEM: it
+ * does not permit a block. -EOPNOTSUPP: the engine does not support it, or options.registered is 0. -ENOSPC: more than
+ * 16384 buffers; each GiB counts as one. -EFAULT: a part of the memory is not mapped. After an error, a part of the
+ * memory may be registered. */
+int64_t aio_register_buffer(aio_context *context, void *address, uint64_t nbytes);
 
 /* Queue one request and store its ticket (> 0) in *ticket. A request may have any length: it is split into
  * blocks, and short transfers are continued. The memory at data is borrowed until the ticket is done.
@@ -179,20 +183,19 @@ int aio_submit_scattered(aio_context *context, int kind, int file, void *data, c
                          size_t n, uint64_t nbytes_each, int priority, const int64_t *after, size_t n_after,
                          int64_t *ticket);
 
-/* A part of a vector request: nbytes at data move to or from `offset` of the file, as in aio_submit. */
+/* A part of a vector request: nbytes at `at` of its memory move to or from `offset` of the file, as in aio_submit. */
 typedef struct {
-    void *data;
-    uint64_t offset, nbytes;
+    uint64_t at, offset, nbytes;
     int32_t file;
 } aio_piece;
 
-/* One request of n pieces, which may be in different files: one ticket, done when all its pieces are. The queue depth
- * of each file applies to its own pieces, so a slow file delays no other one. If pieces fail, those of other files go
- * on; the result has the error of the first failed block, and its place. No block crosses the edge of a piece. pieces
- * are copied. -EINVAL also for AIO_FLUSH. aio_cancel cancels what is queued for each file. All other rules are those
- * of aio_submit. */
-int aio_submit_vector(aio_context *context, int kind, const aio_piece *pieces, size_t n, int priority,
-                      const int64_t *after, size_t n_after, int64_t *ticket);
+/* One request of n pieces of the memory at data, which may be in different files: one ticket, done when all its pieces
+ * are. The queue depth of each file applies to its own pieces, so a slow file delays no other one. If pieces fail,
+ * those of other files go on; the result has the error of the first failed block, and its place. No block crosses the
+ * edge of a piece. pieces are copied. -EINVAL also for AIO_FLUSH. aio_cancel cancels what is queued for each file. All
+ * other rules are those of aio_submit. */
+int aio_submit_vector(aio_context *context, int kind, void *data, const aio_piece *pieces, size_t n,
+                      int priority, const int64_t *after, size_t n_after, int64_t *ticket);
 
 /* What a done vector request did in each of its files, in the order of their first pieces: stores up to max results, in
  * which a failure of one file does not show in the others, and returns the number of files. 0 for other requests.
@@ -218,6 +221,7 @@ int64_t aio_wait_any(aio_context *context, const int64_t *tickets, size_t n, int
  * submissions of the same run are known only while it runs. A ticket of 0 in `after` is -EINVAL. */
 typedef struct {
     int32_t kind, priority;
+    void *data;
     const aio_piece *pieces;
     size_t n;
     int64_t *const *after;
@@ -259,6 +263,12 @@ int aio_cancel(aio_context *context, int64_t ticket);
 /* Release a done ticket and its result. -EBUSY: not done. -ESTALE: already released. */
 int aio_release(aio_context *context, int64_t ticket);
 
+/* For many tickets at once. aio_succeeded replaces those by 0 that are not done, have failed, were read again, or are
+ * released; the others have moved all their bytes. aio_release_all releases tickets that are done, and ignores all
+ * other numbers. */
+int aio_succeeded(aio_context *context, int64_t *tickets, size_t n);
+int aio_release_all(aio_context *context, const int64_t *tickets, size_t n);
+
 int aio_stats(aio_context *context, int file, aio_file_stats *out);
 
 /* The operation of a file that has been in flight the longest: the ticket of its request (0: no operation is in
@@ -297,6 +307,12 @@ int aio_direct_alignment(int fd);
 /* Allocate the blocks of the file's first nbytes and set its length, with the bare system call: if the file system
  * does not support it (-EOPNOTSUPP), nothing is written instead. */
 int aio_reserve(int fd, uint64_t nbytes);
+
+/* Store in `sums` the checksums of the n pages of a file from page `first` on, which options.verify compares when the
+ * pages are read; 0: the page has none. aio_set_checksums sets them, of a file that another context has written. Without
+ * options.verify: -EOPNOTSUPP. -EBUSY: a request is not done. -EINVAL: no such file. -ENOMEM, -EFBIG: as for aio_wait. */
+int aio_get_checksums(aio_context *context, int file, uint64_t first, size_t n, uint32_t *sums);
+int aio_set_checksums(aio_context *context, int file, uint64_t first, size_t n, const uint32_t *sums);
 
 /* CRC32C (Castagnoli) of each of n_pages pages of AIO_ALIGNMENT bytes. */
 void aio_checksum(const void *pages, size_t n_pages, uint32_t *out);

@@ -1,5 +1,6 @@
-/* Registered memory, in regions of at most 1 GiB: a caller adds them and waits, the driver registers them, because it
- * alone may use the backend, and finds the one that contains the bytes of a block.
+/* Registered memory, in regions of at most 1 GiB, or less where the limit of locked memory is small: a caller adds them
+ * and waits, the driver registers them, because it alone may use the backend, and finds the one that contains the bytes
+ * of a block.
  */
 #define _GNU_SOURCE
 #include "context.h"
@@ -19,42 +20,51 @@ int aio_buffers_allocate(aio_context *context)
     return context->regions && context->ready ? 0 : -ENOMEM;
 }
 
-int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes)
+/* Add one region, and wait until the driver has tried it. Returns 0 or -errno. With the lock. */
+static int register_region(aio_context *context, char *address, uint64_t nbytes)
+{
+    unsigned number = context->n_regions;
+    if (context->closing)
+        return -ESHUTDOWN;
+    if (number == AIO_MAX_BUFFERS)
+        return -ENOSPC;
+    context->regions[context->n_regions++] = (struct region){.address = address, .nbytes = nbytes};
+    /* The driver registers, because it alone may use the backend. It counts n_tried up and broadcasts `any`. */
+    aio_wake_driver(context);
+    while (context->n_tried <= number)
+        pthread_cond_wait(&context->any, &context->lock);
+    int error = context->regions[number].error;
+    /* Free the slot of a refused region for the next try. Only the last one: other calls wait for n_tried to pass
+     * theirs. */
+    if (error && context->n_regions == number + 1)
+        context->n_tried = --context->n_regions;
+    return error;
+}
+
+int64_t aio_register_buffer(aio_context *context, void *address, uint64_t nbytes)
 {
     if (aio_is_foreign(context))
         return -ECHILD;
-    if (!address || nbytes == 0)
+    if (!address || nbytes == 0 || nbytes > INT64_MAX)
         return -EINVAL;
     if (!context->regions)
         return -EOPNOTSUPP;
-    uint64_t n = nbytes / MAX_REGION_SIZE + (nbytes % MAX_REGION_SIZE != 0);
+    uint64_t done = 0, size = MAX_REGION_SIZE;
     int error = 0;
     pthread_mutex_lock(&context->lock);
-    unsigned first = context->n_regions;
-    if (context->closing) {
-        error = -ESHUTDOWN;
-    } else if (n > AIO_MAX_BUFFERS - first) {
-        error = -ENOSPC;
-    } else {
-        for (uint64_t at = 0; at < nbytes; at += MAX_REGION_SIZE)
-            context->regions[context->n_regions++] =
-                (struct region){.address = (char *)address + at,
-                                .nbytes = nbytes - at < MAX_REGION_SIZE ? nbytes - at : MAX_REGION_SIZE};
-        /* The driver registers, because it alone may use the backend. It counts n_tried up and broadcasts `any`. */
-        aio_wake_driver(context);
-        while (context->n_tried < first + n)
-            pthread_cond_wait(&context->any, &context->lock);
-        for (uint64_t i = first; i < first + n; i++)
-            error = error ? error : context->regions[i].error;
-        /* Free the slots of refused regions, so that another try can use them. Only the last slots, and only those
-         * of this call: other calls wait for n_tried to pass theirs. */
-        if (context->n_regions == first + n)
-            while (context->n_regions > first &&
-                   context->regions[context->n_regions - 1].state == REGION_REFUSED)
-                context->n_tried = --context->n_regions;
+    while (done < nbytes) {
+        size = size < nbytes - done ? size : nbytes - done;
+        error = register_region(context, (char *)address + done, size);
+        if (!error)
+            done += size;
+        else if (error == -ENOMEM && size / 2 >= context->block_size)
+            /* RLIMIT_MEMLOCK: half of it may fit. No block fits into less than a block. */
+            size = size / 2 / context->block_size * context->block_size;
+        else
+            break;
     }
     pthread_mutex_unlock(&context->lock);
-    return error;
+    return error && !(error == -ENOMEM && done) ? error : (int64_t)done;
 }
 
 /* Number of registered regions that begin at `address` or before. */

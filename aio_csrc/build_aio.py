@@ -27,6 +27,7 @@ SOURCES = [
     "system.c",
     "tasks.c",
     "verify.c",
+    "waits.c",
     "withheld.c",
     "backend_uring.c",
     "backend_libaio.c",

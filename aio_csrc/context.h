@@ -1,8 +1,9 @@
 /* Internal declarations: a context, its files, its requests.
  *
- *   aio.c       opening and closing, files, waits
+ *   aio.c       opening and closing, files
  *   submit.c    submissions: arguments, pieces, parts
  *   requests.c  tickets and the order between requests
+ *   waits.c     waits for tickets, their results, cancellation and release
  *   tasks.c     calls between transfers, run from a completion to the next submissions
  *   driver.c    the driver thread: splits requests, acts on completions
  *   judge.c     what follows from the end of an operation

@@ -104,13 +104,14 @@ int aio_submit_scattered(aio_context *context, int kind, int file, void *data, c
     return error;
 }
 
-/* Divide pieces over the parts of `whole`, one for each file; whole->parts has room for n parts and n pieces. -EINVAL: a
- * piece that its file does not take. */
+/* Divide pieces of whole->data over the parts of `whole`, one for each file; whole->parts has room for n parts and n
+ * pieces. -EINVAL: a piece that its file does not take. */
 static int divide(const aio_context *context, struct request *whole, const aio_piece *pieces, size_t n)
 {
     struct piece *next = (struct piece *)(whole->parts + n);
     for (size_t i = 0; i < n; i++) {
-        struct file *file = find_file(context, pieces[i].file, pieces[i].data, pieces[i].offset);
+        char *data = pieces[i].nbytes ? whole->data + pieces[i].at : NULL;
+        struct file *file = find_file(context, pieces[i].file, data, pieces[i].offset);
         if (!file)
             return -EINVAL;
         size_t part = 0;
@@ -126,7 +127,7 @@ static int divide(const aio_context *context, struct request *whole, const aio_p
         /* The pieces of one file, in one run: the driver takes them in this order. */
         for (size_t j = i; j < n; j++)
             if (pieces[j].file == pieces[i].file && pieces[j].nbytes) {
-                *next++ = (struct piece){pieces[j].data, pieces[j].offset, pieces[j].nbytes};
+                *next++ = (struct piece){whole->data + pieces[j].at, pieces[j].offset, pieces[j].nbytes};
                 added->nbytes += pieces[j].nbytes;
             }
     }
@@ -135,17 +136,17 @@ static int divide(const aio_context *context, struct request *whole, const aio_p
     return 0;
 }
 
-int aio_submit_vector(aio_context *context, int kind, const aio_piece *pieces, size_t n, int priority,
-                      const int64_t *after, size_t n_after, int64_t *ticket)
+int aio_submit_vector(aio_context *context, int kind, void *data, const aio_piece *pieces, size_t n,
+                      int priority, const int64_t *after, size_t n_after, int64_t *ticket)
 {
     if (aio_is_foreign(context))
         return -ECHILD;
     if ((kind != AIO_READ && kind != AIO_WRITE) || n == 0 || !pieces ||
         !is_submission(priority, after, n_after, ticket))
         return -EINVAL;
-    struct request whole = {.kind = kind, .priority = priority, .offset = pieces[0].offset};
+    struct request whole = {.kind = kind, .priority = priority, .data = data, .offset = pieces[0].offset};
     for (size_t i = 0; i < n; i++)
-        if (!is_in_file(pieces[i].offset, pieces[i].nbytes) || (pieces[i].nbytes && !pieces[i].data) ||
+        if (!is_in_file(pieces[i].offset, pieces[i].nbytes) || (pieces[i].nbytes && !data) ||
             __builtin_add_overflow(whole.nbytes, pieces[i].nbytes, &whole.nbytes) || whole.nbytes > INT64_MAX)
             return -EINVAL;
     whole.parts = calloc(n, sizeof *whole.parts + sizeof(struct piece));

@@ -59,8 +59,8 @@ static int submit_all(aio_context *context, const aio_task *task)
         for (size_t k = 0; k < each->n_after; k++)
             after[k] = *each->after[k];
         each->submitted_ns = aio_now_ns();
-        int error = aio_submit_vector(context, each->kind, each->pieces, each->n, each->priority, after,
-                                      each->n_after, each->ticket);
+        int error = aio_submit_vector(context, each->kind, each->data, each->pieces, each->n, each->priority,
+                                      after, each->n_after, each->ticket);
         free(after);
         if (error)
             return error;

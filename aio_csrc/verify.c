@@ -206,6 +206,26 @@ int aio_checksums_compare(const struct checksums *known, uint64_t offset, uint64
     return 0;
 }
 
+void aio_checksums_get(const struct checksums *known, uint64_t first, size_t n, uint32_t *sums)
+{
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t *sum = address_of(known, first + i);
+        sums[i] = sum ? *sum : 0;
+    }
+}
+
+int aio_checksums_set(struct checksums *known, uint64_t first, size_t n, const uint32_t *sums)
+{
+    for (size_t i = 0; i < n; i++) {
+        int error = 0;
+        if (!sums[i])
+            delete_sum(known, first + i);
+        else if ((error = store_sum(known, first + i, sums[i])))
+            return error;
+    }
+    return 0;
+}
+
 void aio_checksums_free(struct checksums *known)
 {
     for (int i = 0; known->rows && i < CHECKSUM_FAN; i++) {

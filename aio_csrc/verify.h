@@ -2,6 +2,7 @@
 #ifndef TIERING_AIO_VERIFY_H
 #define TIERING_AIO_VERIFY_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 /* A tree of three levels. Nodes are allocated on first use, so that memory does not depend on the offsets. */
@@ -30,6 +31,11 @@ int aio_checksums_store(struct checksums *known, uint64_t offset, uint64_t nbyte
  * with *bad, the offset of the first page that differs. */
 int aio_checksums_compare(const struct checksums *known, uint64_t offset, uint64_t nbytes,
                           const uint32_t *sums, uint64_t *bad);
+
+/* Copy the checksums of n pages from page `first` on to or from `sums`; 0: the page has none. Set returns 0, -ENOMEM or
+ * -EFBIG. */
+void aio_checksums_get(const struct checksums *known, uint64_t first, size_t n, uint32_t *sums);
+int aio_checksums_set(struct checksums *known, uint64_t first, size_t n, const uint32_t *sums);
 
 void aio_checksums_free(struct checksums *known);
 

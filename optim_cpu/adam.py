@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from optim_cpu import rules
+from optim_cpu.dtypes import DTYPES
 from optim_cpu.fused_optimizer import FusedOptimizer, Params
 from optim_cpu.kernels import DType, StepBatch
-from optim_cpu.tensor_batch import DTYPES
 
 
 class Adam(FusedOptimizer):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optim_cpu import kernels
-from optim_cpu.kernels import SCALE_GROUP, BlockFormat, StateFormat
+from optim_cpu.block_kernels import MAX_BLOCK, MIN_BLOCK, SCALE_GROUP, BlockFormat
+from optim_cpu.kernels import StateFormat
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +170,7 @@ def quantized(name: str, *, double_quant: bool = True, block_size: int = 64) -> 
         raise ValueError(
             f"unknown quantised format {name!r}; choose one of {', '.join(map(repr, QUANTIZED))}"
         )
-    smallest, largest = kernels.MIN_BLOCK, kernels.MAX_BLOCK
+    smallest, largest = MIN_BLOCK, MAX_BLOCK
     is_whole = isinstance(block_size, int) and not isinstance(block_size, bool)
     if not is_whole or not smallest <= block_size <= largest or block_size & (block_size - 1):
         raise ValueError(

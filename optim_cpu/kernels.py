@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from optim_cpu._kernels import ffi, lib
 from optim_cpu.exact_sum import LIMBS, ExactSum
 from optim_cpu.instruction_sets import available_instruction_sets, instruction_set, set_instruction_set
-from optim_cpu.refusals import ordered, refusal, unfit
+from optim_cpu.refusals import refusal, unfit
 from optim_cpu.rules import Rule, adagrad, adam, lion, sgd
 
 __all__ = [
-    "MAX_BLOCK",
     "MAX_THREADS",
-    "MIN_BLOCK",
-    "SCALE_GROUP",
     "SQUARE_BLOCK",
-    "BlockFormat",
     "DType",
     "ExactSum",
-    "QuantizedMatrix",
     "Rule",
+    "Segment",
     "StateFormat",
     "StepBatch",
     "accumulate",
@@ -41,14 +38,9 @@ __all__ = [
     "available_instruction_sets",
     "cast",
     "cpu_quota",
-    "dequantize",
     "instruction_set",
     "join",
     "lion",
-    "quantize",
-    "quantize_scales",
-    "quantized_product",
-    "quantized_product_bf16",
     "reduce",
     "set_default_thread_count",
     "set_instruction_set",
@@ -75,21 +67,6 @@ SQUARE_BLOCK: int = lib.OPT_SQUARE_BLOCK
 
 MAX_THREADS: int = lib.OPT_MAX_THREADS
 
-MIN_BLOCK: int = lib.OPT_MIN_BLOCK
-MAX_BLOCK: int = lib.OPT_MAX_BLOCK
-"""Fewest and most elements of a block that has one scale; the number is a power of two."""
-
-SCALE_GROUP: int = lib.OPT_SCALE_GROUP
-"""Scales that have one scale of their own, in double quantisation."""
-
-
-class BlockFormat(enum.IntEnum):
-    """A format with one scale for a block of elements; ``csrc/kernels.h`` defines the codes."""
-
-    NF4 = 0
-    INT8 = 1
-    FP8 = 2
-
 
 class StateFormat(enum.IntEnum):
     """The format of an optimizer's state, to which it is rounded after each step."""
@@ -104,6 +81,23 @@ class StateFormat(enum.IntEnum):
     def itemsize(self) -> int:
         """Bytes per element of one state array."""
         return 4 if self is StateFormat.FP32 else 2
+
+
+class Segment(NamedTuple):
+    """Elements that rule number ``rule`` steps; see ``StepBatch.add``. In the order of ``opt_segment_fields``."""
+
+    rule: int
+    numel: int
+    param: int
+    remainder: int
+    state0: int
+    state1: int
+    state_format: StateFormat
+    grad: int
+    grad_dtype: DType
+    out: int
+    out_dtype: DType
+    first_index: int
 
 
 class StepBatch:
@@ -171,26 +165,34 @@ class StepBatch:
         stochastic rounding depends. The memory is borrowed until ``clear``.
         Raises ValueError, which names the argument; the batch is then unchanged.
         """
-        if not 0 <= rule < self._rule_count:
-            raise ValueError(f"StepBatch.add: there is no rule {rule}, only {self._rule_count} of them")
-        if self._count == self._capacity:
+        state0, state1 = (*state, 0, 0)[:2]
+        memory = (param, remainder, state0, state1, state_format, grad, grad_dtype, out, out_dtype)
+        self.add_all([Segment(rule, numel, *memory, first_index)])
+        return self._count - 1
+
+    def add_all(self, segments: Sequence[Segment]) -> None:
+        """Append segments in one call of C: in each call, a busy thread of Python may take the GIL.
+
+        Raises as ``add``, for the first segment that is refused; the batch is then unchanged.
+        """
+        for segment in segments:
+            if not 0 <= segment.rule < self._rule_count:
+                raise ValueError(
+                    f"StepBatch.add: there is no rule {segment.rule}, only {self._rule_count} of them"
+                )
+        while self._count + len(segments) > self._capacity:
             self._segments = _doubled("opt_segment[]", self._segments)
             self._capacity *= 2
-        state0, state1 = (*state, 0, 0)[:2]
-        segment = self._segments + self._count
-        memory = (param, remainder, state0, state1, state_format, grad, grad_dtype, out, out_dtype)
         try:
-            code = lib.opt_segment_init(segment, self._rules, rule, numel, *memory, first_index)
+            fields = ffi.new("opt_segment_fields[]", segments)
         except (TypeError, OverflowError) as error:
-            arguments = {"segment": segment, "rules": self._rules} | ordered(
-                locals(),
-                "rule numel param remainder state0 state1 state_format grad grad_dtype out out_dtype first_index",
-            )
-            raise unfit("StepBatch.add", lib.opt_segment_init, error, arguments) from None
-        if code < 0:
-            raise refusal("StepBatch.add", code, locals())
-        self._count += 1
-        return self._count - 1
+            c_types = [field.type for _, field in ffi.typeof("opt_segment_fields").fields]
+            errors = (unfit("StepBatch.add", c_types, error, segment._asdict()) for segment in segments)
+            raise next((each for each in errors if each is not error), error) from None
+        filled = lib.opt_init_segments(self._segments + self._count, self._rules, fields, len(segments))
+        if filled < len(segments):
+            raise refusal("StepBatch.add", -errno.EINVAL, segments[filled]._asdict())
+        self._count += len(segments)
 
     def set_grad(self, segment: int, grad: int) -> None:
         """Set the address of the gradient of ``segment``. The dtype stays."""
@@ -328,101 +330,6 @@ def add_block_sums(sums: int, count: int) -> ExactSum:
     if code < 0:
         raise refusal("add_block_sums", code, locals())
     return ExactSum.of_limbs(ffi.unpack(limbs, LIMBS))
-
-
-class QuantizedMatrix:
-    """A matrix of ``rows`` by ``columns`` elements in a block format. Borrows the memory of its arrays.
-
-    Without ``group_scales`` there is a float32 scale for each block; with it, ``scales`` are codes of one byte, and
-    ``offset`` is the address of one float32. Raises ValueError, which names the argument.
-    """
-
-    __slots__ = ("_matrix",)
-
-    def __init__(
-        self,
-        format: BlockFormat,
-        rows: int,
-        columns: int,
-        block: int,
-        *,
-        codes: int,
-        scales: int,
-        group_scales: int = 0,
-        offset: int = 0,
-    ) -> None:
-        self._matrix = ffi.new("opt_matrix *")
-        code = lib.opt_matrix_init(
-            self._matrix, format, rows, columns, block, codes, scales, group_scales, offset
-        )
-        if code < 0:
-            raise refusal("QuantizedMatrix", code, locals())
-
-
-def quantize(
-    format: BlockFormat, codes: int, scales: int, src: int, src_dtype: DType, numel: int, block: int
-) -> None:
-    """Encode ``numel`` elements of ``src``, a multiple of ``block``: their codes, and float32 scales.
-
-    The scale of a block with an infinity or a NaN is NaN. Raises ValueError, which names the argument.
-    """
-    code = lib.opt_quantize(format, codes, scales, src, src_dtype, numel, block)
-    if code < 0:
-        raise refusal("quantize", code, locals())
-
-
-def quantize_scales(codes: int, group_scales: int, offset: int, scales: int, count: int) -> None:
-    """Encode the ``count`` float32 scales of a tensor once more: bytes, a float32 for each ``SCALE_GROUP``, an offset.
-
-    Raises ValueError, which names the argument.
-    """
-    code = lib.opt_quantize_scales(codes, group_scales, offset, scales, count)
-    if code < 0:
-        raise refusal("quantize_scales", code, locals())
-
-
-def dequantize(
-    dst: int, dst_dtype: DType, matrix: QuantizedMatrix, rows: tuple[int, int], columns: tuple[int, int]
-) -> None:
-    """Decode a part of ``matrix`` to ``dst``, row by row without gaps; rounded to nearest even.
-
-    ``rows`` and ``columns`` are the first one and their number; those of columns are multiples of the block.
-    Raises ValueError, which names the argument.
-    """
-    (first_row, row_count), (first_column, column_count) = rows, columns
-    code = lib.opt_dequantize(
-        dst, dst_dtype, matrix._matrix, first_row, row_count, first_column, column_count
-    )
-    if code < 0:
-        named = {
-            "first_row": first_row,
-            "rows": row_count,
-            "first_column": first_column,
-            "columns": column_count,
-        }
-        raise refusal("dequantize", code, locals() | named)
-
-
-def quantized_product(y: int, x: int, rows: int, matrix: QuantizedMatrix) -> None:
-    """``y = x W^T`` for ``rows`` rows of float32, with the decoded ``matrix`` as W, which is not stored.
-
-    The sums have one order, for each instruction set, thread count and number of rows.
-    Raises ValueError, which names the argument.
-    """
-    code = lib.opt_quantized_product(y, x, rows, matrix._matrix)
-    if code < 0:
-        raise refusal("quantized_product", code, locals())
-
-
-def quantized_product_bf16(y: int, x: int, rows: int, matrix: QuantizedMatrix) -> None:
-    """``y = x W^T`` for ``rows`` rows of bfloat16, with the decoded ``matrix``, rounded to bfloat16, as W.
-
-    The sums are float32 and have one order, for each instruction set, thread count and number of rows.
-    Raises ValueError, which names the argument.
-    """
-    code = lib.opt_quantized_product_bf16(y, x, rows, matrix._matrix)
-    if code < 0:
-        raise refusal("quantized_product_bf16", code, locals())
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:

@@ -14,14 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from optim_cpu import kernels
-from optim_cpu.kernels import SCALE_GROUP, BlockFormat, DType, QuantizedMatrix
-
-DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
-"""The dtypes that are encoded, and those to which the kernels decode."""
+from optim_cpu import block_kernels, kernels
+from optim_cpu.block_kernels import SCALE_GROUP, BlockFormat, QuantizedMatrix
+from optim_cpu.dtypes import DTYPES
 
 FEW_ROWS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 16}
-"""Rows of inputs up to which the kernels compute a product; torch multiplies more with a decoded weight.
+"""Rows of inputs up to which the kernels compute a product, in bfloat16 also the transposed one; torch multiplies more
+with a decoded weight.
 
 Measured on a Zen 4 with AVX512-BF16.
 """
@@ -73,9 +72,15 @@ def encode_blocks(form: BlockLayout, values: Tensor) -> tuple[Tensor, Tensor]:
     source = values.detach().cpu().contiguous()
     codes = torch.empty((*values.shape[:-1], columns // form.code_elements), dtype=form.dtype, device="cpu")
     scales = torch.empty((*values.shape[:-1], columns // block), device="cpu")
-    kernels.quantize(
-        form.code, codes.data_ptr(), scales.data_ptr(), source.data_ptr(), DTYPES[source.dtype], source.numel(), block
-    )  # fmt: skip
+    block_kernels.quantize(
+        form.code,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        source.data_ptr(),
+        DTYPES[source.dtype],
+        source.numel(),
+        block,
+    )
     if not scales.isfinite().all():
         raise ValueError("an element is infinite or NaN, which a block format cannot store")
     limit = LARGEST / _LARGEST_CODES[form.code]
@@ -94,7 +99,7 @@ def encode_scales(form: BlockLayout, scales: Tensor) -> Tensor:
     count = flat.numel()
     encoded = torch.empty(form.scale_bytes(count * form.group_size), dtype=torch.uint8, device="cpu")
     offset, group_scales, codes = _parts(encoded, count)
-    kernels.quantize_scales(
+    block_kernels.quantize_scales(
         codes.data_ptr(), group_scales.data_ptr(), offset.data_ptr(), flat.data_ptr(), count
     )
     return encoded
@@ -121,7 +126,7 @@ def decode_blocks(form: BlockLayout, codes: Tensor, scales: Tensor, dtype: torch
     if blocks:
         addresses = {"codes": codes.data_ptr(), "scales": scales.data_ptr()}
         matrix = QuantizedMatrix(form.code, blocks, block, block, **addresses)
-        kernels.dequantize(values.data_ptr(), DTYPES[values.dtype], matrix, (0, blocks), (0, block))
+        block_kernels.dequantize(values.data_ptr(), DTYPES[values.dtype], matrix, (0, blocks), (0, block))
     return values.to(dtype)
 
 
@@ -168,7 +173,7 @@ class Weight:
         if out is None:
             out = torch.empty(shape, dtype=dtype, device="cpu")
         into = out.view(-1)[: shape[0] * shape[1]].view(shape)
-        kernels.dequantize(
+        block_kernels.dequantize(
             into.data_ptr(), DTYPES[dtype], self._matrix(), (first, shape[0]), (left, shape[1])
         )
         return into
@@ -181,11 +186,13 @@ class Weight:
             if x.dtype is torch.bfloat16:
                 y = torch.empty((x.shape[0], self.rows), dtype=x.dtype, device="cpu")
                 halves = x.contiguous()
-                kernels.quantized_product_bf16(y.data_ptr(), halves.data_ptr(), x.shape[0], self._matrix())
+                block_kernels.quantized_product_bf16(
+                    y.data_ptr(), halves.data_ptr(), x.shape[0], self._matrix()
+                )
                 return y
             wide = _converted(x.contiguous(), torch.float32)
             y = torch.empty((x.shape[0], self.rows), device="cpu")
-            kernels.quantized_product(y.data_ptr(), wide.data_ptr(), x.shape[0], self._matrix())
+            block_kernels.quantized_product(y.data_ptr(), wide.data_ptr(), x.shape[0], self._matrix())
             return _converted(y, x.dtype)
         if x.dtype is torch.float16:
             return self.product(x.float()).half()
@@ -198,9 +205,16 @@ class Weight:
         return y
 
     def transposed_product(self, y: Tensor) -> Tensor:
-        """``y W``: (inputs, rows) to (inputs, columns), in the dtype of ``y``. Each sum is one of torch's."""
+        """``y W``: (inputs, rows) to (inputs, columns), in the dtype of ``y``. Shape and dtype select the way."""
         if y.device.type != "cpu" or y.dtype not in DTYPES:
             return y @ self.decoded(y.dtype)
+        if y.dtype is torch.bfloat16 and y.shape[0] <= FEW_ROWS[y.dtype]:
+            x = torch.empty((y.shape[0], self.columns), dtype=y.dtype, device="cpu")
+            halves = y.contiguous()
+            block_kernels.quantized_transposed_product_bf16(
+                x.data_ptr(), halves.data_ptr(), y.shape[0], self._matrix()
+            )
+            return x
         if y.dtype is torch.float16:
             # torch multiplies float16 on a CPU up to a hundred times slower than float32.
             return self.transposed_product(y.float()).half()
@@ -219,9 +233,15 @@ class Weight:
         if form.double_quantised:
             offset, group_scales, scales = (part.data_ptr() for part in self._scale_parts())
         return QuantizedMatrix(
-            form.code, self.rows, self.columns, form.group_size, codes=codes, scales=scales, group_scales=group_scales,
+            form.code,
+            self.rows,
+            self.columns,
+            form.group_size,
+            codes=codes,
+            scales=scales,
+            group_scales=group_scales,
             offset=offset,
-        )  # fmt: skip
+        )
 
     def _scale_parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Offset, group scales and codes of scales that are quantised once more."""
@@ -295,11 +315,14 @@ def _values(code: BlockFormat, codes: Tensor) -> Tensor:
     return book[indices.int()]
 
 
+# Several values in a line: one in each would hide that it is a table.
+# fmt: off
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+)
+# fmt: on
 """The codebook of QLoRA's NF4 (Dettmers et al. 2023)."""
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from optim_cpu._kernels import ffi, lib
 from optim_cpu.instruction_sets import unsupported
 
 
-def ordered(arguments: dict[str, Any], names: str) -> dict[str, Any]:
-    """The arguments in the C function's order."""
-    return {name: arguments[name] for name in names.split()}
-
-
-def unfit(call: str, function: Any, error: Exception, arguments: dict[str, Any]) -> Exception:
+def unfit(call: str, c_types: Iterable[Any], error: Exception, arguments: dict[str, Any]) -> Exception:
     """The error of an argument that cffi cannot convert, with its name, which cffi does not report."""
-    for (name, value), c_type in zip(arguments.items(), ffi.typeof(function).args, strict=True):
+    for (name, value), c_type in zip(arguments.items(), c_types, strict=True):
         try:
             ffi.new(ffi.getctype(c_type, "[1]"), [value])
         except TypeError:

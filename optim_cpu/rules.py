@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from optim_cpu._kernels import ffi, lib
 from optim_cpu.refusals import refusal, unfit
@@ -31,7 +31,7 @@ class Rule:
         try:
             code = function(self._rule, *arguments.values())
         except (TypeError, OverflowError) as error:
-            raise unfit(name, function, error, {"rule": self._rule} | arguments) from None
+            raise unfit(name, ffi.typeof(function).args, error, {"rule": self._rule} | arguments) from None
         if code < 0:
             raise refusal(name, code, arguments)
         self.state_count = int(lib.opt_state_count(self._rule))
@@ -199,7 +199,7 @@ def _number(options: Mapping[str, Any], name: str) -> float:
     value: Any = options[name]
     # Only a tensor has numel: isinstance(value, Tensor) would import torch.
     if isinstance(value, (float, int)) or not hasattr(value, "numel"):
-        return value  # type: ignore[no-any-return]
+        return cast(float, value)
     if value.numel() != 1:
         raise ValueError(
             f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}"

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optim_cpu.dtypes import DTYPES
 from optim_cpu.formats import STATE_FORMATS
-from optim_cpu.kernels import DType, Rule, StateFormat, StepBatch
+from optim_cpu.kernels import Rule, StateFormat, StepBatch
 from optim_cpu.masters import HALVES, fit_master, master_keys
 from optim_cpu.memory_order import in_order_of, is_dense, same_order
-
-DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
 
 @dataclass(frozen=True)
@@ -260,9 +259,16 @@ def _properties_of(member: Member, keys: tuple[str, ...]) -> tuple[Any, ...]:
     param, grad = member.param, member.grad
     tensors = (param, *(member.state[key] for key in keys))
     return (
-        member.form, member.first_index, param.dtype, param.shape, param.stride(), grad.dtype, grad.shape,
-        grad.stride(), *(tensor.data_ptr() for tensor in tensors),
-    )  # fmt: skip
+        member.form,
+        member.first_index,
+        param.dtype,
+        param.shape,
+        param.stride(),
+        grad.dtype,
+        grad.shape,
+        grad.stride(),
+        *(tensor.data_ptr() for tensor in tensors),
+    )
 
 
 def _prepared(member: Member) -> _Row:

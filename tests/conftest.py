@@ -136,7 +136,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
         def mount(nbytes: int) -> Path:
             if os.geteuid() != 0:
-                pytest.skip("mounting a file system takes root")
+                pytest.skip("root is needed to mount a file system")
             image = tmp_path / "image"
             image.touch()
             os.truncate(image, nbytes)

@@ -1,14 +1,21 @@
-"""Signals whose handlers raise, at random instants."""
+"""Signals whose handlers raise: at random instants, and at every point where Python looks for them."""
 
 from __future__ import annotations
 
 import gc
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import tiering
+
+ROOT = Path(tiering.__file__).parent.parent
+OURS = (str(ROOT / "zero3"), str(ROOT / "tiering"))
 
 SOONEST, LATEST = 2e-6, 4e-4
 """Seconds. A submission takes some tens of microseconds; the wait for it takes the remaining time."""
@@ -87,3 +94,39 @@ def striking(seed: int) -> Iterator[Striker]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def interrupted(
+    call: Callable[[], Any], moment: int, met: list[str], number: int = signal.SIGINT, times: int = 1
+) -> bool:
+    """Call ``call`` with signal ``number`` at the ``moment``-th point in our own code where Python looks for signals.
+
+    That is where a function of ours is entered, and where one returns that is not in Python. ``met`` gets the point's
+    name, if there are as many. Returns whether the interrupt ended the call.
+    """
+    passed = 0
+
+    def look(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal passed
+        code = frame.f_code
+        # In a finalizer, as one of a generator, Python prints the exception and goes on: nobody can answer it there.
+        if (
+            event not in ("call", "c_return")
+            or not code.co_filename.startswith(OURS)
+            or code.co_name in ("__del__", "<genexpr>")
+        ):
+            return
+        passed += 1
+        if passed == moment:
+            met.append(f"{Path(code.co_filename).name}:{frame.f_lineno}, {code.co_name} ({event})")
+            for _ in range(times):
+                signal.raise_signal(number)
+
+    sys.setprofile(look)
+    try:
+        call()
+    except (KeyboardInterrupt, TimeoutError):
+        return True
+    finally:
+        sys.setprofile(None)
+    return False

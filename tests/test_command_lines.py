@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import subprocess
 import sys
@@ -44,6 +46,29 @@ def test_output_that_nobody_reads_or_that_cannot_be_written(line: str) -> None:
     full = ran(line, "> /dev/full")
     assert full.returncode == 2 and "cannot be written: No space left on device" in full.stderr
     assert "Traceback" not in full.stderr
+
+
+@pytest.mark.parametrize("module", MODULES.values())
+def test_a_press_of_tab_runs_no_command(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    with pytest.raises(SystemExit, match="1"):
+        importlib.import_module(module).main(["--nonsense"])
+
+
+@pytest.mark.parametrize(
+    ("line", "completion"),
+    [("tiering insp", "inspect"), ("tierbench tune --write-c", "--write-config"), ("tierd stack", "stacks")],
+)
+def test_a_shell_completes_commands_and_options(line: str, completion: str, tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete", reason="the extra 'completion' is not installed")
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    output = tmp_path / "completions"
+    command = [sys.executable, "-m", MODULES[line.split()[0]]]
+    environment = os.environ | asked | {"_ARGCOMPLETE_STDOUT_FILENAME": str(output)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert output.read_text().split() == [completion]
 
 
 def test_a_result_has_one_format(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_a_wheel_has_no_file_that_only_developers_use() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", CPUS)
 def test_auditwheel_finds_nothing_that_the_platform_lacks(wheels: dict[str, Path], cpu: str) -> None:
-    pytest.importorskip("auditwheel", reason="no auditwheel: make wheel-tools")
+    pytest.importorskip("auditwheel", reason="auditwheel is not installed: make wheel-tools")
     assert wheels[cpu].name.endswith(f"-cp311-abi3-manylinux_2_28_{cpu}.whl")
     shown = json.loads(run(sys.executable, "-m", "auditwheel", "show", "--json", wheels[cpu]))
     # Of the libraries' CPU, and of the versions of all symbols that they import.
@@ -81,7 +81,8 @@ def test_in_a_new_environment_the_demo_keeps_every_bit(wheels: dict[str, Path], 
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
     options = ["--python", python, "install", "--disable-pip-version-check", "--no-index", "--no-deps"]
-    run(sys.executable, "-m", "pip", *options, wheels[platform.machine()])
+    # A PYTHONPATH with the checkout would make pip find the package there.
+    run(sys.executable, "-m", "pip", *options, wheels[platform.machine()], PYTHONPATH="")
     site = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
     # A line is a directory that is searched; .pth files in it, such as that of the checkout, are not read.
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))

@@ -34,7 +34,7 @@ def run(*command: str | Path, cwd: Path = ROOT, umask: int = -1, **environment: 
 
 def build_wheels(directory: Path, umask: int = -1) -> dict[str, Path]:
     """The wheel for each CPU."""
-    pytest.importorskip("ziglang", reason="no ziglang: make wheel-tools")
+    pytest.importorskip("ziglang", reason="ziglang is not installed: make wheel-tools")
     run(ROOT / ".ci" / "wheels", sys.executable, directory, umask=umask)
     return {cpu: next(directory.glob(f"*_{cpu}.whl")) for cpu in CPUS}
 
@@ -51,7 +51,7 @@ def python_for(cpu: str) -> list[str]:
         return [sys.executable]
     python = ARM_ROOT / "usr" / "bin" / "python3"
     if cpu != "aarch64" or not shutil.which("qemu-aarch64") or not python.exists():
-        pytest.skip(f"no emulated Python for {cpu}: make emulator")
+        pytest.skip(f"an emulated Python for {cpu} is missing: make emulator")
     return ["qemu-aarch64", "-L", str(ARM_ROOT), str(python)]
 
 

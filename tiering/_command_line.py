@@ -1,4 +1,4 @@
-"""Shared by the commands: ``--version``, suggestions for a mistyped word, and errors of standard output."""
+"""Shared by the commands: ``--version``, completion, suggestions for a mistyped word, errors of standard output."""
 
 from __future__ import annotations
 
@@ -23,12 +23,28 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 class Parser(argparse.ArgumentParser):
     """An argument parser that suggests a subcommand for a mistyped one."""
 
+    def parse_args(self, *arguments: Any, **options: Any) -> Any:
+        """Parse the arguments, or print completions if the shell asks for them."""
+        complete(self)
+        return super().parse_args(*arguments, **options)
+
     def error(self, message: str) -> NoReturn:
         """Print ``message`` with a suggestion, and exit with status 2."""
         match = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if match and (choice := similar(match[1], re.findall(r"[\w-]+", match[2]))):
             message += f"; did you mean {choice}?"
         super().error(message)
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Print completions of the command line and exit, if a shell with argcomplete asks for them."""
+    if "_ARGCOMPLETE" in os.environ:
+        try:
+            import argcomplete
+        except ImportError:
+            # The shell has argcomplete, this environment has not: a press of Tab must not run the command.
+            parser.exit(1)
+        argcomplete.autocomplete(parser)
 
 
 class Version(argparse.Action):

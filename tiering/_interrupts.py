@@ -1,8 +1,9 @@
 """Interrupts of a program: deferred handling of signals, and the code that ``sys.exit`` was called with.
 
 A signal handler that raises must not interrupt an update of state, which would be left half done: the signal is
-deferred to the end of the block. Transfers and leases do not need this (see tiering/storage/). SIGTERM and SIGUSR1,
-by which batch systems announce the end of a job, can become a request that training answers after its step.
+deferred to the end of the block. A second one interrupts the block, but not an ``atomic`` part of it. Transfers and
+leases do not need this (see tiering/storage/). SIGTERM and SIGUSR1, by which batch systems announce the end of a job,
+can become a request that training answers after its step.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class deferred_interrupts:  # noqa: N801 # used like a function
     elsewhere. A handler that a library installed in C stays installed.
     """
 
-    __slots__ = ("_frames", "_handlers", "_timers")
+    __slots__ = ("_again", "_frames", "_handlers", "_timers")
 
     _outermost: ClassVar[deferred_interrupts | None] = None
 
@@ -66,6 +67,7 @@ class deferred_interrupts:  # noqa: N801 # used like a function
         ):
             return
         self._frames: dict[int, FrameType | None] = {}
+        self._again: dict[int, FrameType | None] = {}  # a second time, in an atomic block
         self._timers: list[threading.Timer] = []
         try:
             for number in DEFERRED_SIGNALS:
@@ -106,8 +108,9 @@ class deferred_interrupts:  # noqa: N801 # used like a function
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
         if number in self._frames:
-            del self._frames[number]
-            self._handlers[number](number, frame)
+            self._again[number] = frame
+            if not atomic.depth:
+                self.handle_second()
             return
         self._frames[number] = frame
         if number != signal.SIGINT:
@@ -115,6 +118,50 @@ class deferred_interrupts:  # noqa: N801 # used like a function
             timer.daemon = True
             self._timers.append(timer)
             timer.start()
+
+    def handle_second(self) -> None:
+        """Call the handlers of the signals that have arrived a second time."""
+        while self._again:
+            number, frame = self._again.popitem()
+            self._frames.pop(number, None)
+            self._handlers[number](number, frame)
+
+
+class atomic(deferred_interrupts):  # noqa: N801 # used like a function
+    """As deferred_interrupts; within the block, a second signal is deferred, too.
+
+    For changes that belong together. A block that waits calls ``poll``, which lets a second signal through.
+    """
+
+    __slots__ = ("_counts",)
+
+    depth: ClassVar[int] = 0
+    """Of the blocks in the main thread."""
+
+    def __enter__(self) -> None:
+        self._counts = threading.get_ident() == threading.main_thread().ident
+        # First: from here on the handler of an outer block raises nothing, and so the next lines are not interrupted.
+        atomic.depth += self._counts
+        try:
+            super().__enter__()
+        except BaseException:
+            atomic.depth -= self._counts
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            atomic.depth -= self._counts
+            if not atomic.depth:
+                self.poll()
+        finally:
+            super().__exit__()
+
+    @staticmethod
+    def poll() -> None:
+        """Handle the signals that have arrived a second time; their handlers may raise."""
+        outermost = deferred_interrupts._outermost
+        if outermost is not None and threading.get_ident() == threading.main_thread().ident:
+            outermost.handle_second()
 
 
 def _raises(number: int, handler: _Handler) -> bool:

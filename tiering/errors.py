@@ -74,10 +74,17 @@ class SwapError(TieringError, OSError):
         self.offset = offset
         self.names = names
 
-    def again(self) -> SwapError:
-        """The same error, to be raised once more: a traceback keeps the frames of the raise, and their tensors."""
+    def again(self, remedy: str = "") -> SwapError:
+        """The same error, to be raised once more, with a further ``remedy``.
+
+        A copy: a traceback keeps the frames of the raise, and their tensors.
+        """
         return SwapError(
-            self.message, errno=self.errno or 0, filename=self.filename, offset=self.offset, names=self.names
+            self.message + remedy,
+            errno=self.errno or 0,
+            filename=self.filename,
+            offset=self.offset,
+            names=self.names,
         )
 
     def __str__(self) -> str:

@@ -67,6 +67,7 @@ def initialize(
     weights: str | Path | None = None,
     strict: bool = True,
     strict_args: bool = True,
+    resume: str | Path | None = None,
 ) -> EngineParts:
     """Place ``model`` on the tiers that ``config`` allows and return (engine, optimizer, dataloader, lr_scheduler).
 
@@ -90,12 +91,16 @@ def initialize(
     from there, on their way to the tiers, and masters keep the precision of the file. Names that only the model or only
     the files have are an error, or with ``strict`` False a warning.
 
+    ``resume`` is the directory of checkpoints from which ``engine.load_checkpoint`` is called next. If it has one, and
+    ``tiering.snapshots`` is true, first values of trained parameters are not written to swap space, and other calls are
+    refused until ``load_checkpoint`` has loaded all of them.
+
     Afterwards the model's parameters belong to the engine: outside of forward and backward, use ``gathered``.
     If ``model`` has an open engine, or is one, as in a cell of a notebook that runs again, that engine ends with a
     warning, and the new one starts with the parameters: with the fp32 masters of those that were in fp32.
 
-    Raises ConfigError, PlacementError, WeightsError or SwapSpaceError before anything is moved. While values are moved,
-    raises SwapError if a disk fails, and WeightsError if a file of weights changes or cannot be read.
+    Raises ConfigError, PlacementError, WeightsError, SwapSpaceError or CheckpointError before anything is moved. While
+    values are moved, raises SwapError if a disk fails, and WeightsError if a file of weights changes or cannot be read.
     """
     if isinstance(model, DeepSpeedEngine):
         model = model.module
@@ -131,7 +136,8 @@ def initialize(
         raise ConfigError(f"initialize(lr_scheduler=...) {_SCHEDULERS}, not {type(lr_scheduler).__name__}")
     stored = None if weights is None else Weights(Path(weights), strict)
     settings = checkpointing.with_options(settings)
-    engine = DeepSpeedEngine(model, settings, model_parameters, optimizer, stored, report.status())
+    saved = None if resume is None else Path(resume)
+    engine = DeepSpeedEngine(model, settings, model_parameters, optimizer, stored, report.status(), saved)
     try:
         scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
         engine.lr_scheduler = scheduler

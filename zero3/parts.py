@@ -29,9 +29,9 @@ class Assembly:
 
     ``sink`` takes gradients from autograd: ``gradients`` itself, or a reducer that passes their mean over the ranks to
     ``gradients``. ``replicas`` are the parameters that every rank keeps whole though it steps a shard. ``fill`` has
-    filled the tiers. ``frozen`` are parameters that required a gradient before and were frozen, because nothing trains
-    them. ``wrapped`` parameters must be joined when the model's are ordinary again. ``names`` are the names that
-    checkpoints use.
+    filled the tiers; if the engine ``resumes``, all but what a checkpoint has to fill first. ``frozen`` are parameters
+    that required a gradient before and were frozen, because nothing trains them. ``wrapped`` parameters must be joined
+    when the model's are ordinary again. ``names`` are the names that checkpoints use.
     """
 
     world: World
@@ -47,6 +47,7 @@ class Assembly:
     collectives: Collectives | None
     replicas: Replicas | None
     fill: Fill
+    resumes: bool
     frozen: list[nn.Parameter]
     wrapped: WrappedParameters
     names: ModelNames

@@ -1,4 +1,4 @@
-/* cpus.c - the CPUs that this process may use: its affinity mask, and the quota of its control groups. */
+/* cpus.c - the CPUs that this process may use: its affinity masks, and the quota of its control groups. */
 
 #define _GNU_SOURCE /* CPU_ALLOC, sched_getaffinity */
 
@@ -7,7 +7,6 @@
 #include <errno.h>
 #include <limits.h>
 #include <math.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -115,4 +114,29 @@ int opt_usable_cpus(void)
 
     /* Rounded down: threads that use more time than the quota are stopped for the rest of its period, all at once. */
     return quota < cpus ? quota < 1 ? 1 : (int)quota : cpus;
+}
+
+void opt_forbid_cpu(pid_t thread, int cpu, struct opt_forbidden_cpu *forbidden)
+{
+    cpu_set_t others;
+
+    /* With more CPUs than a cpu_set_t has, the mask stays. */
+    if (cpu < 0 || sched_getaffinity(thread, sizeof forbidden->mask, &forbidden->mask))
+        return;
+    others = forbidden->mask;
+    CPU_CLR((size_t)cpu, &others);
+    if (CPU_COUNT(&others) && !sched_setaffinity(thread, sizeof others, &others))
+        forbidden->cpu = cpu;
+}
+
+void opt_allow_cpu(struct opt_forbidden_cpu *forbidden)
+{
+    cpu_set_t now, others = forbidden->mask;
+
+    if (forbidden->cpu == NO_CPU)
+        return;
+    CPU_CLR((size_t)forbidden->cpu, &others);
+    if (!sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(&now, &others))
+        sched_setaffinity(0, sizeof forbidden->mask, &forbidden->mask);
+    forbidden->cpu = NO_CPU;
 }

@@ -65,6 +65,7 @@ static void detect(void)
         avx512_bf16 = opt_avx512;
         avx512_bf16.name = "avx512_bf16";
         avx512_bf16.product_bf16 = opt_avx512_bf16_product;
+        avx512_bf16.transposed_bf16 = opt_avx512_bf16_transposed;
         available[n++] = &avx512_bf16;
     }
     if (avx512)

@@ -95,7 +95,7 @@ struct opt_part {
     int dst_dtype;
 };
 
-/* y = x W^T, both in float32, or both in bfloat16.
+/* y = x W^T or, transposed, y = x W; x and y are both in float32, or both in bfloat16.
  *
  * `least_scale`, for bfloat16, bounds the scales that instructions which flush subnormals may use: with a larger one, or
  * 0, a product of a decoded weight with x is 0 or a multiple of the least normal float32, and so are sums. */
@@ -107,7 +107,7 @@ struct opt_product {
     float least_scale;
 };
 
-/* Computes the outputs of rows [begin, end) of the matrix. */
+/* Computes the outputs of rows [begin, end) of the matrix; transposed, of columns. */
 typedef void opt_product_function(const struct opt_product *product, uint64_t begin, uint64_t end);
 
 struct opt_kernels {
@@ -123,13 +123,13 @@ struct opt_kernels {
     void (*quantize)(int format, uint8_t *codes, float *scales, const void *src, int src_dtype,
                      uint64_t numel, uint64_t block);
     void (*dequantize)(const struct opt_part *part, uint64_t begin, uint64_t end); /* rows of it */
-    opt_product_function *product, *product_bf16;
+    opt_product_function *product, *product_bf16, *transposed_bf16;
 };
 
 extern const struct opt_kernels opt_portable;
 #if defined(__x86_64__)
 extern const struct opt_kernels opt_avx2, opt_avx512;
-extern opt_product_function *const opt_avx512_bf16_product;
+extern opt_product_function *const opt_avx512_bf16_product, *const opt_avx512_bf16_transposed;
 #elif defined(OPT_HAS_NEON)
 extern const struct opt_kernels opt_neon;
 #endif

@@ -36,50 +36,58 @@ static int is_count(int64_t numel) { return numel >= 0 && numel <= INT64_MAX / 1
 #define COUNT_RULE " must be a count of elements, 0 or more"
 #define DTYPE_RULE " must be FP32, BF16 or FP16"
 
-int opt_segment_init(opt_segment *segment, const opt_rule *rules, uint32_t rule, int64_t numel,
-                     intptr_t param, intptr_t remainder, intptr_t state0, intptr_t state1, int state_format,
-                     intptr_t grad, int grad_dtype, intptr_t out, int out_dtype, uint64_t first_index)
+static int init_segment(opt_segment *segment, const opt_rule *rules, const opt_segment_fields *f)
 {
-    int states = opt_state_count(&rules[rule]);
-    int state_dtype = state_format == OPT_STATE_FP32 ? OPT_FP32 : OPT_BF16;
+    int states = opt_state_count(&rules[f->rule]);
+    int state_dtype = f->state_format == OPT_STATE_FP32 ? OPT_FP32 : OPT_BF16;
 
-    if (!is_count(numel))
+    if (!is_count(f->numel))
         return opt_refuse("numel" COUNT_RULE);
-    if (!is_dtype(grad_dtype))
+    if (!is_dtype(f->grad_dtype))
         return opt_refuse("grad_dtype" DTYPE_RULE);
-    if (!is_dtype(out_dtype))
+    if (!is_dtype(f->out_dtype))
         return opt_refuse("out_dtype" DTYPE_RULE);
-    if (state_format < OPT_STATE_FP32 || state_format > OPT_STATE_BF16_STOCHASTIC)
+    if (f->state_format < OPT_STATE_FP32 || f->state_format > OPT_STATE_BF16_STOCHASTIC)
         return opt_refuse("state_format must be FP32, BF16 or BF16_STOCHASTIC");
-    if (numel && !is_address(param, remainder ? OPT_BF16 : OPT_FP32))
+    if (f->numel && !is_address(f->param, f->remainder ? OPT_BF16 : OPT_FP32))
         return opt_refuse("param" ADDRESS_RULE);
-    if (remainder && !is_address(remainder, OPT_BF16))
+    if (f->remainder && !is_address(f->remainder, OPT_BF16))
         return opt_refuse("remainder" ADDRESS_RULE ", or 0");
-    if (numel && states > 0 && !is_address(state0, state_dtype))
+    if (f->numel && states > 0 && !is_address(f->state0, state_dtype))
         return opt_refuse("state0" ADDRESS_RULE);
-    if (numel && states > 1 && !is_address(state1, state_dtype))
+    if (f->numel && states > 1 && !is_address(f->state1, state_dtype))
         return opt_refuse("state1" ADDRESS_RULE);
-    if (numel && !is_address(grad, grad_dtype))
+    if (f->numel && !is_address(f->grad, f->grad_dtype))
         return opt_refuse("grad" ADDRESS_RULE);
-    if (out && !is_address(out, out_dtype))
+    if (f->out && !is_address(f->out, f->out_dtype))
         return opt_refuse("out" ADDRESS_RULE ", or 0");
-    if (out && remainder)
+    if (f->out && f->remainder)
         return opt_refuse("out must be 0 with a remainder: param is the 16-bit parameter");
 
     *segment = (opt_segment){
-        .param = (void *)param,
-        .remainder = (int16_t *)remainder,
-        .state = {states > 0 ? (void *)state0 : NULL, states > 1 ? (void *)state1 : NULL},
-        .grad = (const void *)grad,
-        .out = (void *)out,
-        .numel = (uint64_t)numel,
-        .first_index = first_index,
-        .rule = rule,
-        .grad_dtype = grad_dtype,
-        .state_format = state_format,
-        .out_dtype = out_dtype,
+        .param = (void *)f->param,
+        .remainder = (int16_t *)f->remainder,
+        .state = {states > 0 ? (void *)f->state0 : NULL, states > 1 ? (void *)f->state1 : NULL},
+        .grad = (const void *)f->grad,
+        .out = (void *)f->out,
+        .numel = (uint64_t)f->numel,
+        .first_index = f->first_index,
+        .rule = f->rule,
+        .grad_dtype = f->grad_dtype,
+        .state_format = f->state_format,
+        .out_dtype = f->out_dtype,
     };
     return 0;
+}
+
+int64_t opt_init_segments(opt_segment *segments, const opt_rule *rules, const opt_segment_fields *fields,
+                          int64_t count)
+{
+    int64_t filled = 0;
+
+    while (filled < count && !init_segment(&segments[filled], rules, &fields[filled]))
+        filled++;
+    return filled;
 }
 
 int opt_segment_set_grad(opt_segment *segments, uint64_t count, uint64_t i, intptr_t grad)

@@ -95,6 +95,9 @@
  * lane = float32(x * w + lane), rounded once. So does a CPU's instruction for bfloat16 (VDPBF16PS). The 16 lanes, in
  * float32, fold as l[i] += l[i+8], 4, 2, 1, and the sum is rounded to bfloat16, to nearest even.
  *
+ * The transposed product y = x W in bfloat16 has one lane for an output, which is a column of W: rows 2i + 1 and then 2i
+ * are added to it as above, in order. A row of zeros follows an odd number of rows.
+ *
  * Rules for callers. Addresses need element alignment only. Ranges must not overlap, with one exception: `out` may be
  * exactly `grad` if their dtypes have the same width. State starts as zeros. Memory is borrowed for the duration of a
  * call. Any thread may call any function at any time; calls on disjoint memory run concurrently. Functions return >= 0
@@ -137,7 +140,7 @@ typedef struct {
     uint64_t key;                             /* of the stochastic rounding */
 } opt_rule;
 
-/* Elements stepped by one rule. Filled by opt_segment_init; it borrows the memory, which must live until the last
+/* Elements stepped by one rule. Filled by opt_init_segments; it borrows the memory, which must live until the last
  * opt_run on the segment. */
 typedef struct {
     void *param;
@@ -165,11 +168,25 @@ int opt_sgd_rule(opt_rule *rule, double lr, double momentum, double dampening, i
 /* Number of state arrays of the rule's optimizer: 0, 1 or 2. */
 int opt_state_count(const opt_rule *rule);
 
-/* Fill a segment after a check of the arguments against rules[rule]. numel may be 0; remainder and out may be 0; state
- * arrays that the optimizer does not have are ignored. */
-int opt_segment_init(opt_segment *segment, const opt_rule *rules, uint32_t rule, int64_t numel,
-                     intptr_t param, intptr_t remainder, intptr_t state0, intptr_t state1, int state_format,
-                     intptr_t grad, int grad_dtype, intptr_t out, int out_dtype, uint64_t first_index);
+/* What a segment is made of. numel may be 0; remainder and out may be 0; state arrays that the optimizer does not have
+ * are ignored. */
+typedef struct {
+    uint32_t rule; /* index into the rules */
+    int64_t numel;
+    intptr_t param, remainder, state0, state1;
+    int state_format;
+    intptr_t grad;
+    int grad_dtype;
+    intptr_t out;
+    int out_dtype;
+    uint64_t first_index;
+} opt_segment_fields;
+
+/* Fill `count` segments, each after a check of its fields. One call for many: each call from Python releases the GIL,
+ * and a busy thread may take it. Returns the number of filled segments; if it is less than count, the fields of the
+ * next one were refused. */
+int64_t opt_init_segments(opt_segment *segments, const opt_rule *rules, const opt_segment_fields *fields,
+                          int64_t count);
 
 /* Set the address of the gradient of segments[i], i < count. */
 int opt_segment_set_grad(opt_segment *segments, uint64_t count, uint64_t i, intptr_t grad);
@@ -245,6 +262,9 @@ int opt_quantized_product(intptr_t y, intptr_t x, int64_t rows, const opt_matrix
 
 /* The same with x and y in bfloat16, and W rounded to bfloat16 (see above). */
 int opt_quantized_product_bf16(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix);
+
+/* y = x W in bfloat16: x has `rows` rows of matrix->rows, y has as many rows of matrix->columns. */
+int opt_quantized_transposed_product_bf16(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix);
 
 /* The instruction set in use, chosen at first use: the widest that the CPU supports, or the one in the environment
  * variable TIERING_ISA. For an unknown or unsupported name, every kernel returns -ENOTSUP, and this function NULL. */

@@ -17,16 +17,19 @@
  * caller sleeps until they have left. A worker joins by one exchange of that word, and touches the job only between
  * joining and leaving. No mutex is taken: a hundred workers that a mutex admits one by one would put each other to sleep.
  *
- * Workers start at the first run that can use them, and are never joined. Between runs they sleep on a futex. To wake a
+ * Workers start at the first run that can use them, and are never joined. Between runs each sleeps on a futex. To wake a
  * worker costs microseconds, so a caller wakes at most two, and each worker that has joined a job wakes two more while
  * any job has room: the tree is shallow even on large machines, and a small job does not wake workers that it has no room
  * for. While a step is under way, which runs one batch after the other, idle workers look for the next job for
  * SPIN_NANOSECONDS before they sleep; but only if the threads leave a CPU free, because a spinning worker must not take
  * the time of the thread that prepares the next batch, or of the I/O driver.
  *
- * Some kernels wake a worker on the CPU of its caller, even if others are idle, and move it only at a later tick of the
- * scheduler, after milliseconds. Such a worker moves to another CPU itself: for the time of the job, the CPU is not in
- * its affinity mask. If somebody else changes the mask meanwhile, that mask stays.
+ * The kernel often wakes a thread on the CPU of the thread that wakes it, even if others are idle: in a virtual machine,
+ * it takes a CPU that has halted for one that the host has given to others. A worker would then wait behind its caller
+ * until a later tick of the scheduler, for milliseconds. So who wakes a worker takes its own CPU out of the worker's
+ * affinity mask; a worker that begins a job on the CPU of the caller does the same, which moves it. The worker restores
+ * the mask at once: where the other CPUs are busy, the scheduler may move it back. If somebody else changes the mask
+ * meanwhile, that mask stays.
  *
  * Signals are blocked in workers, because the interpreter's threads handle them; except the signals of a thread's own
  * fault, which Python's faulthandler reports.
@@ -36,7 +39,7 @@
  * of the pid at each run would race between the threads of the child.)
  */
 
-#define _GNU_SOURCE /* sched_getaffinity, pthread_setname_np, syscall */
+#define _GNU_SOURCE /* cpu_set_t, sched_getcpu, pthread_setname_np, syscall */
 
 #include "pool.h"
 
@@ -92,6 +95,18 @@ struct job {
     struct slice *slice;
 };
 
+enum {
+    AWAKE,
+    ASLEEP,
+    CLAIMED, /* by the thread that is about to wake it */
+};
+
+struct worker {
+    _Alignas(CACHE_LINE) atomic_uint state; /* the futex on which it sleeps */
+    pid_t thread;
+    struct opt_forbidden_cpu forbidden; /* of the worker, or of the thread that has claimed it */
+};
+
 struct slot {
     _Alignas(CACHE_LINE) atomic_uint state;
     const struct job *job; /* set while TAKEN and not yet open; read between joining and leaving */
@@ -99,12 +114,12 @@ struct slot {
 
 static struct {
     struct slot slots[SLOTS];
-    _Alignas(CACHE_LINE) atomic_uint wakeups; /* the futex on which workers sleep */
-    atomic_int sleepers;
+    _Alignas(CACHE_LINE) atomic_int sleepers;
     atomic_int steps;      /* under way */
     atomic_int threads;    /* per run, including the caller; 0: not set yet */
     atomic_int leaves_cpu; /* whether that is less than the CPUs */
     atomic_int workers;    /* started in this process; it grows under the mutex */
+    struct worker worker[OPT_MAX_THREADS];
     pthread_mutex_t mutex;
     pthread_once_t once; /* registers the at-fork handler */
 } pool = {.mutex = PTHREAD_MUTEX_INITIALIZER, .once = PTHREAD_ONCE_INIT};
@@ -126,10 +141,7 @@ static void sleep_on(atomic_uint *word, unsigned value)
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
 }
 
-static void wake(atomic_uint *word, int sleepers)
-{
-    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, sleepers, NULL, NULL, 0);
-}
+static void wake(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
 
 static void pause_briefly(void)
 {
@@ -183,16 +195,36 @@ static struct slot *find_open(int *room)
     return NULL;
 }
 
+/* Change the state of a sleeping worker. Only one thread succeeds. */
+static int rouse(struct worker *worker, unsigned state)
+{
+    unsigned asleep = ASLEEP;
+
+    if (atomic_load(&worker->state) != ASLEEP ||
+        !atomic_compare_exchange_strong(&worker->state, &asleep, state))
+        return 0;
+    atomic_fetch_sub(&pool.sleepers, 1);
+    return 1;
+}
+
 /* Wake up to FAN_OUT workers if a job has room. Call it after a job was opened or joined. */
 static void wake_more(void)
 {
-    int room;
+    int room, woken = 0;
 
-    /* After the change of the slot: a worker that is not counted yet looks at the slots after it is. */
+    /* After the change of the slot: a worker that is not asleep yet looks at the slots after it is. */
     if (!atomic_load(&pool.sleepers) || !find_open(&room))
         return;
-    atomic_fetch_add(&pool.wakeups, 1);
-    wake(&pool.wakeups, room < FAN_OUT ? room : FAN_OUT);
+    for (int i = 0, workers = atomic_load(&pool.workers); i < workers && woken < room && woken < FAN_OUT;
+         i++) {
+        struct worker *worker = &pool.worker[i];
+        if (!rouse(worker, CLAIMED))
+            continue;
+        opt_forbid_cpu(worker->thread, sched_getcpu(), &worker->forbidden);
+        atomic_store(&worker->state, AWAKE);
+        wake(&worker->state);
+        woken++;
+    }
 }
 
 /* Join the job of a slot. Returns the number of the thread in it, or 0 if there is no room any more. The job lives until
@@ -222,7 +254,7 @@ static void leave(struct slot *slot)
     unsigned before = atomic_fetch_sub(&slot->state, INSIDE);
     /* From here on, the slot may belong to another job, whose caller would wake up, look, and sleep again. */
     if (before & WAITED_FOR && (before & ALL_INSIDE) == INSIDE)
-        wake(&slot->state, 1);
+        wake(&slot->state);
 }
 
 static int may_spin(void) { return atomic_load(&pool.steps) > 0 && atomic_load(&pool.leaves_cpu); }
@@ -241,62 +273,46 @@ static int spin_for_job(void)
     return 0;
 }
 
-/* Leave a CPU, if the thread is on it and may be on another one. Stores its affinity mask in `before`, and returns 1,
- * if the mask has to be restored. */
-static int leave_cpu(int cpu, cpu_set_t *before)
+static void sleep_until_woken(struct worker *worker)
 {
-    cpu_set_t others;
-
-    /* With more CPUs than a cpu_set_t has, the thread stays. */
-    if (cpu < 0 || sched_getcpu() != cpu || sched_getaffinity(0, sizeof *before, before))
-        return 0;
-    others = *before;
-    CPU_CLR((size_t)cpu, &others);
-    return CPU_COUNT(&others) && !sched_setaffinity(0, sizeof others, &others);
-}
-
-/* Restore the mask `before` if the present one is still that of leave_cpu(). Another one, as of taskset, stays. */
-static void allow_cpu(int cpu, const cpu_set_t *before)
-{
-    cpu_set_t now, others = *before;
-
-    CPU_CLR((size_t)cpu, &others);
-    if (!sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(&now, &others))
-        sched_setaffinity(0, sizeof *before, before);
-}
-
-static void sleep_until_woken(void)
-{
+    unsigned state;
     int room;
 
     atomic_fetch_add(&pool.sleepers, 1);
-    unsigned wakeups = atomic_load(&pool.wakeups);
+    atomic_store(&worker->state, ASLEEP);
     /* Once more, now that callers see a sleeper: otherwise a job that was opened meanwhile would wake nobody. */
-    if (!find_open(&room))
-        sleep_on(&pool.wakeups, wakeups);
-    atomic_fetch_sub(&pool.sleepers, 1);
+    if (find_open(&room) && rouse(worker, AWAKE))
+        return;
+    while ((state = atomic_load(&worker->state)) != AWAKE)
+        sleep_on(&worker->state, state);
+    opt_allow_cpu(&worker->forbidden);
 }
 
-static void *worker(void *number)
+static void *work(void *own)
 {
-    cpu_set_t before;
+    struct worker *worker = own;
+    int number = (int)(worker - pool.worker) + 1; /* that of the caller is 0 */
     int room;
 
+    /* Nobody else looks at these before it sleeps for the first time. */
+    worker->thread = (pid_t)syscall(SYS_gettid);
+    worker->forbidden.cpu = NO_CPU;
     for (;;) {
         struct slot *slot = find_open(&room);
         if (!slot) {
             if (!spin_for_job())
-                sleep_until_woken();
+                sleep_until_woken(worker);
             continue;
         }
-        int thread = join(slot, (int)(intptr_t)number);
+        int thread = join(slot, number);
         if (!thread)
             continue;
         wake_more();
-        int cpu = slot->job->cpu, left = leave_cpu(cpu, &before);
+        if (sched_getcpu() == slot->job->cpu) {
+            opt_forbid_cpu(worker->thread, slot->job->cpu, &worker->forbidden);
+            opt_allow_cpu(&worker->forbidden);
+        }
         work_on(slot->job, thread);
-        if (left)
-            allow_cpu(cpu, &before);
         leave(slot);
     }
     return NULL;
@@ -326,8 +342,10 @@ static void start_workers(int count)
     pthread_mutex_lock(&pool.mutex);
     while (atomic_load(&pool.workers) < count) {
         pthread_t thread;
-        intptr_t number = atomic_load(&pool.workers) + 1; /* that of the caller is 0 */
-        if (pthread_create(&thread, &attributes, worker, (void *)number))
+        struct worker *worker = &pool.worker[atomic_load(&pool.workers)];
+        /* In a forked child, a worker of the parent may have left another state here. */
+        atomic_store(&worker->state, AWAKE);
+        if (pthread_create(&thread, &attributes, work, worker))
             break;
         pthread_setname_np(thread, "tiering-optim"); /* a detached worker never ends, so `thread` is valid */
         atomic_fetch_add(&pool.workers, 1);
@@ -360,8 +378,9 @@ static struct slot *open_to_workers(const struct job *job)
 static void close_slot(struct slot *slot)
 {
     close_to_workers(slot);
-    /* Tiles may be claimed and still be computed: the job, on the caller's stack, lives until the last worker has left. */
-    for (int64_t end = may_spin() ? nanoseconds() + SPIN_NANOSECONDS : 0;
+    /* Tiles may be claimed and still be computed: the job, on the caller's stack, lives until the last worker has left.
+     * That is soon, unless the worker was preempted; a caller that sleeps may wake up after milliseconds. */
+    for (int64_t end = nanoseconds() + SPIN_NANOSECONDS;
          atomic_load(&slot->state) & ALL_INSIDE && nanoseconds() < end;)
         for (int i = 0; i < LOOKS && atomic_load(&slot->state) & ALL_INSIDE; i++)
             pause_briefly();

@@ -13,7 +13,8 @@ enum {
     LARGEST_TILE = 1 << 15, /* elements; a multiple of OPT_SQUARE_BLOCK, which is one of each block */
     GROUPS = 64,            /* of scales in the largest tile */
     FEW_GROUPS = 8,         /* and in the smallest */
-    PANELS = 16,  /* rows of W that a tile of the product in bfloat16 has a multiple of: whole panels */
+    PANELS = 24,  /* rows: a tile of the product in bfloat16 has whole panels of 8 and strips of 3 */
+    STRIPS = 128, /* columns: a tile of the transposed product has whole panels */
     MIDDLE = 127, /* the code of 0 in the dynamic map */
 };
 
@@ -272,7 +273,7 @@ static uint64_t rows_of(uint64_t elements, uint64_t columns)
     return !columns ? elements : columns < elements ? elements / columns : 1;
 }
 
-/* Run a function over rows, in tiles of a multiple of `panel` rows. */
+/* Run a function over rows, or over columns of so many rows, in tiles of a multiple of `panel`. */
 static void run_over_rows(opt_range_function function, void *context, uint64_t rows, uint64_t columns,
                           uint64_t panel)
 {
@@ -372,16 +373,19 @@ static float least_scale(const uint16_t *x, uint64_t numel)
     return power_of_two(exponent > 141 ? -117 : 24 - exponent);
 }
 
-/* The product with x and y in float32 or bfloat16. */
-static int multiply(intptr_t y, intptr_t x, int dtype, int64_t rows, const opt_matrix *matrix)
+/* The product with x and y in float32 or bfloat16; `transposed` in bfloat16 only. */
+static int multiply(intptr_t y, intptr_t x, int dtype, int64_t rows, const opt_matrix *matrix, int transposed)
 {
+    const uint64_t outputs = transposed ? matrix->columns : matrix->rows;
+    const uint64_t inputs = transposed ? matrix->rows : matrix->columns;
+
     if (!is_count(rows))
         return opt_refuse("rows" COUNT_RULE);
-    if (!rows || !matrix->rows)
+    if (!rows || !outputs)
         return 0;
     if (!is_address(y, opt_element_size(dtype)))
         return opt_refuse("y" ADDRESS_RULE);
-    if (matrix->columns && !is_address(x, opt_element_size(dtype)))
+    if (inputs && !is_address(x, opt_element_size(dtype)))
         return opt_refuse("x" ADDRESS_RULE);
 
     const struct opt_kernels *kernels = opt_selected();
@@ -392,19 +396,24 @@ static int multiply(intptr_t y, intptr_t x, int dtype, int64_t rows, const opt_m
         {.matrix = matrix, .x = (const void *)x, .y = (void *)y, .x_rows = (uint64_t)rows},
     };
     if (dtype == OPT_BF16) {
-        run.function = kernels->product_bf16;
-        run.product.least_scale = least_scale(run.product.x, (uint64_t)rows * matrix->columns);
+        run.function = transposed ? kernels->transposed_bf16 : kernels->product_bf16;
+        run.product.least_scale = least_scale(run.product.x, (uint64_t)rows * inputs);
     }
-    run_over_rows(product_tile, &run, matrix->rows, matrix->columns, dtype == OPT_BF16 ? PANELS : 1);
+    run_over_rows(product_tile, &run, outputs, inputs, transposed ? STRIPS : dtype == OPT_BF16 ? PANELS : 1);
     return 0;
 }
 
 int opt_quantized_product(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix)
 {
-    return multiply(y, x, OPT_FP32, rows, matrix);
+    return multiply(y, x, OPT_FP32, rows, matrix, 0);
 }
 
 int opt_quantized_product_bf16(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix)
 {
-    return multiply(y, x, OPT_BF16, rows, matrix);
+    return multiply(y, x, OPT_BF16, rows, matrix, 0);
+}
+
+int opt_quantized_transposed_product_bf16(intptr_t y, intptr_t x, int64_t rows, const opt_matrix *matrix)
+{
+    return multiply(y, x, OPT_BF16, rows, matrix, 1);
 }

@@ -177,20 +177,19 @@ static void do_vector(struct input *input)
     size_t n = take(input, 1) % 9;
     aio_piece pieces[8];
     for (size_t i = 0; i < n; i++) {
-        pieces[i] = (aio_piece){data + i * (SLOT / 8), take(input, 2) * 16, take(input, 2) % (SLOT / 8 + 1),
+        pieces[i] = (aio_piece){i * (SLOT / 8), take(input, 2) * 16, take(input, 2) % (SLOT / 8 + 1),
                                 some_file(input)};
         if (selector & 64)
             pieces[i].offset &= ~UINT64_C(4095);
-        if (take(input, 1) < 8)
-            pieces[i].data = NULL;
         if (take(input, 1) < 8)
             pieces[i].offset = wild(input);
         if (take(input, 1) < 8 && !(kind == AIO_WRITE && verifies))
             pieces[i].nbytes = wild(input);
     }
     int64_t after = some_ticket(input), ticket = 0;
-    int answer = aio_submit_vector(context, kind, take(input, 1) ? pieces : NULL, n, (int)(selector / 4 % 4),
-                                   &after, selector & 128 ? 1 : 0, &ticket);
+    void *at = take(input, 1) < 8 ? NULL : data;
+    int answer = aio_submit_vector(context, kind, at, take(input, 1) ? pieces : NULL, n,
+                                   (int)(selector / 4 % 4), &after, selector & 128 ? 1 : 0, &ticket);
     EXPECT("aio_submit_vector", answer, EINVAL, ESHUTDOWN);
     keep(input, answer, ticket);
 }
@@ -251,10 +250,11 @@ static void do_run(struct input *input)
         waits[i] = take(input, 1) % 4 ? &waited[i] : &begun[take(input, 1) % TASKS];
         after[i] = take(input, 1) % 4 ? &waited[i] : &begun[take(input, 1) % TASKS];
         answers[i] = take(input, 1) % 8 ? 0 : -EDOM;
-        pieces[i] = (aio_piece){data + i * (SLOT / 8), take(input, 2) * 16, take(input, 2) % (SLOT / 8),
+        pieces[i] = (aio_piece){(uint64_t)i * (SLOT / 8), take(input, 2) * 16, take(input, 2) % (SLOT / 8),
                                 some_file(input)};
         submissions[i] = (aio_submission){(int)(take(input, 1) % 2),
                                           (int)(take(input, 1) % 4),
+                                          data,
                                           &pieces[i],
                                           1,
                                           &after[i],
@@ -287,14 +287,30 @@ static void do_wait_any(struct input *input)
     CHECK(answer < 0 || (uint64_t)answer < n);
 }
 
+static void do_release_all(struct input *input)
+{
+    int64_t some[8];
+    size_t n = take(input, 1) % 9;
+    for (size_t i = 0; i < n; i++)
+        some[i] = some_ticket(input);
+    CHECK(aio_succeeded(context, some, n) == 0);
+    for (size_t i = 0; i < n; i++) {
+        aio_result result;
+        /* Another thread may have released it. */
+        if (some[i] && aio_wait(context, some[i], 0, &result) == 0)
+            CHECK(result.bytes >= 0 && !result.passed);
+    }
+    CHECK(aio_release_all(context, some, n) == 0);
+}
+
 static void do_register(struct input *input)
 {
     char *address = memory + (size_t)(take(input, 1) % SLOTS) * (SLOT + GUARD);
     uint64_t nbytes = take(input, 1) % 2 ? take(input, 2) : wild(input);
-    int answer = aio_register_buffer(context, take(input, 1) ? address : NULL, nbytes);
+    int64_t answer = aio_register_buffer(context, take(input, 1) ? address : NULL, nbytes);
     EXPECT("aio_register_buffer", answer, EOPNOTSUPP, ENOMEM, EFAULT, EINVAL, ESHUTDOWN, ENOSPC,
            /* the faults' */ EIO, EINTR, EAGAIN);
-    CHECK(answer <= 0);
+    CHECK(answer != 0 && (answer < 0 || (uint64_t)answer <= nbytes));
 }
 
 static void do_add_file(struct input *input)
@@ -343,6 +359,7 @@ static void *make_calls(void *argument)
             break;
         case 8:
             do_wait_any(input);
+            do_release_all(input);
             break;
         case 9:
         case 10:
@@ -384,6 +401,7 @@ static int open_context(struct input *input)
         .queue_depth = odd == 2 ? (uint32_t)wild(input) : 1 + (uint32_t)take(input, 1) % MAX_DEPTH,
         .registered = (uint32_t)take(input, 1) % 2,
         .verify = (uint32_t)take(input, 1) % 2,
+        .sum_threads = (uint32_t)take(input, 1),
         .alignment = odd == 3 ? (uint32_t)wild(input) : (take(input, 1) % 4 == 0) * 16384u,
         .n_faults = (uint32_t)take(input, 1) % (MAX_FAULTS + 1),
         .faults = faults,

@@ -37,6 +37,7 @@ aio_context *open_on(const char *engine, const aio_fault *faults, unsigned n_fau
                            .queue_depth = 4,
                            .registered = 1,
                            .verify = n_faults == 0,
+                           .sum_threads = 3,
                            .alignment = alignment,
                            .n_faults = n_faults,
                            .faults = faults};
@@ -133,15 +134,14 @@ static void vector(uint64_t rank, int i, char *out, char *in)
     for (int k = 0; k < PIECES; k++) {
         memset(out + k * 4096, (int)rank + k, 4096);
         uint64_t region = k % 3 ? rank : THREADS + rank;
-        written[k] = (aio_piece){out + k * 4096, region * REGION + (uint64_t)(k * 7 % PIECES) * 4096, 4096,
-                                 k % 3 ? file : other};
+        written[k] = (aio_piece){(uint64_t)k * 4096, region * REGION + (uint64_t)(k * 7 % PIECES) * 4096,
+                                 4096, k % 3 ? file : other};
         read[k] = written[k];
-        read[k].data = in + k * 4096;
     }
-    read[PIECES] = (aio_piece){NULL, 0, 0, other};
+    read[PIECES] = (aio_piece){0, 0, 0, other};
     int64_t write = 0, back = 0;
-    CHECK(aio_submit_vector(context, AIO_WRITE, written, PIECES, 0, NULL, 0, &write) == 0);
-    CHECK(aio_submit_vector(context, AIO_READ, read, PIECES + 1, 2, &write, 1, &back) == 0);
+    CHECK(aio_submit_vector(context, AIO_WRITE, out, written, PIECES, 0, NULL, 0, &write) == 0);
+    CHECK(aio_submit_vector(context, AIO_READ, in, read, PIECES + 1, 2, &write, 1, &back) == 0);
     int answer = i % 16 == 7 ? aio_cancel(context, back) : -EBUSY;
     CHECK(answer == 0 || answer == -EBUSY || answer == -EALREADY);
     CHECK(aio_wait(context, back, -1, &result) == 0);
@@ -170,6 +170,21 @@ static int refuse(void *page)
     return -EDOM;
 }
 
+/* Release writes that succeed, all at once. 0: no write. */
+static void finish_all(const int64_t *writes, size_t n)
+{
+    int64_t succeeded[n];
+    aio_result result;
+    CHECK(aio_release_all(context, &(int64_t){INT64_MAX}, 1) == 0);
+    for (size_t k = 0; k < n; k++)
+        CHECK(!writes[k] || (aio_wait(context, writes[k], -1, &result) == 0 && result.bytes == 4096));
+    memcpy(succeeded, writes, sizeof succeeded);
+    CHECK(aio_succeeded(context, succeeded, n) == 0 && memcmp(succeeded, writes, sizeof succeeded) == 0);
+    CHECK(aio_release_all(context, succeeded, n) == 0 && aio_succeeded(context, succeeded, n) == 0);
+    for (size_t k = 0; k < n; k++)
+        CHECK(succeeded[k] == 0 && (!writes[k] || aio_release(context, writes[k]) == -ESTALE));
+}
+
 /* Pages that are read, inverted and written back in one run, each slot used twice; then a run that a call stops. */
 static void run_tasks(uint64_t rank, char *slots)
 {
@@ -179,15 +194,15 @@ static void run_tasks(uint64_t rank, char *slots)
     aio_submission begins[TASKS][2];
     int64_t reads[TASKS] = {0}, writes[TASKS] = {0}, *read_at[TASKS], *write_at[TASKS];
     for (int k = 0; k < TASKS; k++) {
-        pieces[k] = (aio_piece){slots + k % SLOTS * 4096, rank * REGION + (uint64_t)k * 4096, 4096, file};
+        pieces[k] = (aio_piece){(uint64_t)(k % SLOTS) * 4096, rank * REGION + (uint64_t)k * 4096, 4096, file};
         read_at[k] = &reads[k];
         write_at[k] = &writes[k];
     }
     for (int k = 0; k < TASKS; k++) {
-        begins[k][0] = (aio_submission){AIO_WRITE, 0, &pieces[k], 1, NULL, 0, &writes[k], 0};
+        begins[k][0] = (aio_submission){AIO_WRITE, 0, slots, &pieces[k], 1, NULL, 0, &writes[k], 0};
         if (k < SLOTS)
-            begins[k][1] =
-                (aio_submission){AIO_READ, 1, &pieces[k + SLOTS], 1, &write_at[k], 1, &reads[k + SLOTS], 0};
+            begins[k][1] = (aio_submission){
+                AIO_READ, 1, slots, &pieces[k + SLOTS], 1, &write_at[k], 1, &reads[k + SLOTS], 0};
         tasks[k] = (aio_task){.waits = &read_at[k],
                               .n_waits = 1,
                               .call = invert,
@@ -201,7 +216,7 @@ static void run_tasks(uint64_t rank, char *slots)
             reads[k] = writes[k] = 0;
             tasks[k].idle_ns = tasks[k].began_ns = tasks[k].ended_ns = 0;
             if (k < SLOTS)
-                CHECK(aio_submit_vector(context, AIO_READ, &pieces[k], 1, 0, NULL, 0, &reads[k]) == 0);
+                CHECK(aio_submit_vector(context, AIO_READ, slots, &pieces[k], 1, 0, NULL, 0, &reads[k]) == 0);
         }
         tasks[TASKS - 1].call = pass ? refuse : invert;
         int answer;
@@ -212,10 +227,10 @@ static void run_tasks(uint64_t rank, char *slots)
             CHECK(tasks[k].began_ns <= tasks[k].ended_ns && tasks[k].idle_ns <= tasks[k].began_ns);
             CHECK((writes[k] != 0) == (tasks[k].ended_ns && !tasks[k].answer));
             CHECK(!reads[k] || finish(reads[k]) == 4096);
-            CHECK(!writes[k] || finish(writes[k]) == 4096);
             atomic_fetch_add(&bytes_read, reads[k] ? 4096 : 0);
             atomic_fetch_add(&bytes_written, writes[k] ? 4096 : 0);
         }
+        finish_all(writes, TASKS);
     }
     CHECK(aio_run(context, tasks, 0, -1, &(uint64_t){0}) == 0);
 }
@@ -252,8 +267,8 @@ static void *work(void *argument)
     char *out = pool + rank * 2 * REGION, *in = out + REGION;
     aio_info info;
     if (rank % 2) {
-        int answer = aio_register_buffer(context, rank % 4 == 1 ? in : out, REGION);
-        CHECK(answer == 0 || answer == -EOPNOTSUPP || answer == -ENOMEM);
+        int64_t answer = aio_register_buffer(context, rank % 4 == 1 ? in : out, REGION);
+        CHECK((answer > 0 && answer <= REGION) || answer == -EOPNOTSUPP || answer == -ENOMEM);
     }
     for (int i = 0; i < ROUNDS; i++) {
         round_trip(rank, i, out, in);
@@ -359,17 +374,18 @@ static void check_fork(const char *engine, int fd)
         aio_file_stats stats;
         uint64_t counts[AIO_FINE_BUCKETS], longest, offset = 0;
         int64_t none = 0;
-        int refused = aio_submit(context, AIO_FLUSH, file, NULL, 0, 0, 0, NULL, 0, &none) == -ECHILD &&
-                      aio_submit_scattered(context, AIO_READ, file, memory, &offset, 1, BLOCK, 0, NULL, 0,
-                                           &none) == -ECHILD &&
-                      none == 0 && aio_wait(context, ticket, -1, &result) == -ECHILD &&
-                      aio_wait_any(context, &ticket, 1, -1) == -ECHILD &&
-                      aio_cancel(context, ticket) == -ECHILD && aio_release(context, ticket) == -ECHILD &&
-                      aio_stats(context, file, &stats) == -ECHILD &&
-                      aio_latencies(context, file, AIO_READ, counts, &longest) == -ECHILD &&
-                      aio_oldest(context, file, &none, &longest) == -ECHILD &&
-                      aio_add_file(context, fd, 1) == -ECHILD &&
-                      aio_register_buffer(context, memory, REGION) == -ECHILD;
+        int refused =
+            aio_submit(context, AIO_FLUSH, file, NULL, 0, 0, 0, NULL, 0, &none) == -ECHILD &&
+            aio_submit_scattered(context, AIO_READ, file, memory, &offset, 1, BLOCK, 0, NULL, 0, &none) ==
+                -ECHILD &&
+            none == 0 && aio_wait(context, ticket, -1, &result) == -ECHILD &&
+            aio_wait_any(context, &ticket, 1, -1) == -ECHILD && aio_cancel(context, ticket) == -ECHILD &&
+            aio_release(context, ticket) == -ECHILD && aio_succeeded(context, &ticket, 1) == -ECHILD &&
+            aio_release_all(context, &ticket, 1) == -ECHILD && aio_stats(context, file, &stats) == -ECHILD &&
+            aio_latencies(context, file, AIO_READ, counts, &longest) == -ECHILD &&
+            aio_oldest(context, file, &none, &longest) == -ECHILD &&
+            aio_add_file(context, fd, 1) == -ECHILD &&
+            aio_register_buffer(context, memory, REGION) == -ECHILD;
         aio_free(context);
         _exit(refused ? 0 : 1);
     }

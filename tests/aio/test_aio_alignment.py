@@ -129,7 +129,7 @@ def device(tmp_path: Path) -> Iterator[str]:
     try:
         ran = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
-        pytest.skip("there is no losetup")
+        pytest.skip("losetup is not installed (Debian: package mount)")
     if ran.returncode:
         pytest.skip(f"no loop device with blocks of 16 KiB (root, Linux 6.15): {ran.stderr.strip()}")
     yield ran.stdout.strip()

@@ -14,9 +14,9 @@ SOURCES = Path(__file__).parents[2] / "aio_csrc"
 @pytest.fixture(autouse=True)
 def what_is_needed() -> None:
     if shutil.which("gcc") is None:
-        pytest.skip("there is no gcc")
+        pytest.skip("gcc is not installed")
     if not SOURCES.exists():
-        pytest.skip("the tests run beside an installed package, without its sources")
+        pytest.skip("the sources of the C library are missing: the tests run beside an installed package")
 
 
 def compile_all(scratch: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import cannot_start
 from tiering.errors import SwapError
 from tiering.storage import request as request_module
 from tiering.storage.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
@@ -274,25 +273,6 @@ def test_a_hang_is_logged_again_and_beside_transfers_that_end(
                 context.stats()
     of_the_hung = [message for message in caplog.messages if "the read of 'hung'" in message]
     assert len(of_the_hung) == 2  # after once and six times HANG_SECONDS
-
-
-def test_more_than_a_thousand_buffers_are_registered(swap_file: Any, memory: Any) -> None:
-    """A terabyte, each GiB of which counts as one."""
-    why = cannot_start("io_uring")
-    if why:
-        pytest.skip(why)
-    with AioContext(engine="io_uring") as context:
-        file = context.add_file(swap_file(PAGE), direct=True, name="swap")
-        buffers = [memory(PAGE) for _ in range(1500)]
-        if not context.register(buffers[0]):
-            pytest.skip(f"no buffer is registered here: {context.info}")
-        assert all(context.register(buffer) for buffer in buffers[1:])
-        assert context.info.registered_bytes == 1500 * PAGE
-        buffers[7].fill(b"7" * PAGE)
-        context.write(file, buffers[7], 0, PAGE).wait()
-        for buffer in (buffers[0], buffers[700], buffers[-1]):
-            context.read(file, buffer, 0, PAGE).wait()
-            assert buffer.bytes() == b"7" * PAGE
 
 
 CRASHES = """

@@ -66,7 +66,7 @@ def test_large_blocks_are_handed_over_by_twos(
     file = context.add_file(fd, direct=True, name="swap")
     nbytes = 11 * block + 5000
     out, back = memory(os.urandom(nbytes)), memory(nbytes)
-    assert context.register(out) == (registered and context.engine == "io_uring")
+    assert context.register(out) == (out.nbytes if registered and context.engine == "io_uring" else 0)
     wrote = context.write(file, out, 0, nbytes)
     small = [context.write(file, memory(b"s" * 4096), 15 * block + at, 4096) for at in range(0, 40960, 4096)]
     read = context.read(file, back, 0, nbytes, after=[wrote, *small])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from optim_cpu import kernels
 from tiering._aio import ffi, lib
 from tiering.errors import SwapError
 from tiering.storage.aio import Fault
@@ -136,6 +137,33 @@ def test_shorts_and_retries_do_not_confuse_it(open_context: Any, swap_file: Any,
     assert context.stats()[file].read.errors == context.stats()[file].write.errors == 0
 
 
+def test_another_context_compares_the_same_checksums(open_context: Any, swap_file: Any, memory: Any) -> None:
+    content, fd = os.urandom(3 * PAGE), swap_file(direct=True)
+    writer = open_context(verify=True)
+    file = writer.add_file(fd, direct=True, name="swap")
+    writer.write(file, memory(content), PAGE, 3 * PAGE).wait()
+    sums = writer.checksums(file, 0, 6)
+    pages = [crc32c(content[at : at + PAGE]) for at in range(0, 3 * PAGE, PAGE)]
+    assert [*memoryview(sums).cast("I")] == [0, *pages, 0, 0]
+    writer.close()
+    flip(fd, 2 * PAGE + 9)
+    reader, back = open_context(verify=True), memory(3 * PAGE)
+    file = reader.add_file(fd, direct=True, name="swap")
+    reader.read(file, back, PAGE, 3 * PAGE).wait()
+    reader.set_checksums(file, 0, sums)
+    assert reader.checksums(file, 0, 6) == sums
+    reader.read(file, back, PAGE, PAGE).wait()
+    with pytest.raises(SwapError) as caught:
+        reader.read(file, back, PAGE, 3 * PAGE).wait()
+    assert (caught.value.errno, caught.value.offset) == (errno.EBADMSG, 2 * PAGE)
+    reader.set_checksums(file, 2, bytes(4))
+    reader.read(file, back, PAGE, 3 * PAGE).wait()
+    with pytest.raises(SwapError, match="EINVAL"):
+        reader.checksums(7, 0, 1)
+    with pytest.raises(SwapError, match="ENOTSUP"):
+        open_context().checksums(0, 0, 1)
+
+
 def test_without_it_nothing_is_noticed(open_context: Any, swap_file: Any, memory: Any) -> None:
     context = open_context()
     assert "verify" not in context.info.flags
@@ -173,6 +201,21 @@ def test_a_short_read_of_the_padding_is_read_again(
     assert context.read(file, back, 0, 100).wait() == 100
     assert back.bytes() == b"w" * 100 + bytes(PAGE - 100)
     assert context.stats()[file].read.retries == shorts
+
+
+@pytest.mark.parametrize("engine", ["io_uring"], indirect=True)  # others have workers for other work, too
+def test_checksums_take_no_more_threads_than_the_kernels(
+    open_context: Any, swap_file: Any, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those are within the affinity mask, the CPU quota and the share of a rank."""
+    monkeypatch.setattr(kernels, "thread_count", lambda: 1)
+    context = open_context(verify=True)
+    file = context.add_file(swap_file(), direct=True, name="swap")
+    content = memory(os.urandom(256 * BLOCK))
+    context.write(file, content, 0, content.nbytes).wait()
+    context.read(file, content, 0, content.nbytes).wait()
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    assert names.count("tiering-aio-w\n") == 1
 
 
 FAR_AWAY = """

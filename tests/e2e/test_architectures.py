@@ -170,7 +170,7 @@ def test_chunks_of_rows_give_the_gradients_of_micro_batches(
 ) -> None:
     """Up to rounding: outside of the blocks, operations on all rows round differently."""
     if checkpointing != "no" and not ARCHITECTURES[name].checkpoints:
-        pytest.skip("the model has no activation checkpointing")
+        pytest.skip(f"{name} has no activation checkpointing")
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
     runs = []
     for habit in (Habit("fp32", 2), Habit("fp32", 1, checkpointing, block_rows=1)):

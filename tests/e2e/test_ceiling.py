@@ -93,6 +93,11 @@ class Case:
     steps: int = 2
 
     @property
+    def kept(self) -> int:
+        """What glibc's heap may keep of freed blocks beyond the constant: see The constant in docs/guide/memory.md."""
+        return 32 * MIB if self.width >= 1024 else 0
+
+    @property
     def model(self) -> dict[str, int]:
         return {"width": self.width, "layers": self.layers, "heads": 8, "sequence": 64}
 
@@ -198,7 +203,12 @@ def check(case: Case, nvme: Path, host: int, device: int) -> dict[str, Any]:
     assert (report["steps"], report["finite"], report["above"]) == (case.steps, True, [])
     assert 0 < report["activations"] < report["on_nvme"]
     beside = report["net"] - host - device - report["activations"]
-    assert beside <= CONSTANT, {"beside": beside / MIB, "host": host / MIB, "device": device / MIB, **report}
+    assert beside <= CONSTANT + case.kept, {
+        "beside": beside / MIB,
+        "host": host / MIB,
+        "device": device / MIB,
+        **report,
+    }
     assert beside + report["on_nvme"] > CONSTANT, "with everything in memory it would pass, too"
     return report
 

@@ -9,18 +9,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.fuzz.actions import ACTIONS
-from tests.e2e.fuzz.compare import check, same_bits, shrunk
+from tests.e2e.fuzz.compare import check, difference, same_bits, shrunk
+from tests.e2e.fuzz.faults import FailingContext, Moment
 from tests.e2e.fuzz.models import BlockPlan, ModelPlan
 from tests.e2e.fuzz.placements import Placement
 from tests.e2e.fuzz.program import REFERENCE, Outcome, Program, execute, keep_files_in
 from tests.e2e.fuzz.run import Run
-from tests.e2e.fuzz.table import Effect
+from tests.e2e.fuzz.table import Effect, Needs
 from tests.e2e.fuzz.training import Training
+from zero3.checkpoint.adoption import Adoption
 
 PROGRAMS = 18
 MANY = 400
@@ -66,7 +69,8 @@ def test_programs_reach_every_tier_and_seldom_end_early() -> None:
     assert sum(program.training.block_rows is not None for program in programs) > 20
     assert sum(program.training.tile > 0 for program in programs) > 60
     assert any(placement.cut_before for placement in placements)
-    assert any(placement.in_backward for placement in placements)
+    assert any(placement.step == "in_backward" for placement in placements)
+    assert any(placement.snapshots and placement.versions > 1 for placement in placements)
     assert any(placement.in_files and placement.param == "nvme" for placement in placements)
     kinds = {block.kind for program in programs for block in program.plan.blocks}
     assert len(kinds) > 10
@@ -78,10 +82,10 @@ TRAINING = Training(decay_groups=True)
 
 
 @functools.cache
-def outcome(first: int, *names: str | None) -> Outcome:
+def outcome(precision: str, first: int, *names: str | None, at: Placement = REFERENCE) -> Outcome:
     """Of these actions in turn, with seeds from ``first`` on; None leaves its turn out."""
     entries = tuple((number, name, first + number) for number, name in enumerate(names) if name is not None)
-    return execute(Program(1, PLAN, TRAINING, entries, ()), REFERENCE)
+    return execute(Program(1, PLAN, replace(TRAINING, precision=precision), entries, ()), at)
 
 
 def masters(of: Outcome) -> dict[str, torch.Tensor]:
@@ -97,12 +101,10 @@ def same_masters(first: Outcome, other: Outcome) -> bool:
 @pytest.mark.parametrize("name", ACTIONS)
 def test_an_action_has_its_effect(name: str) -> None:
     """One that changes nothing would be no test of anything."""
-    effect = ACTIONS[name].effect
+    effect, precision = ACTIONS[name].effect, "fp16" if Needs.FP16 in ACTIONS[name].needs else "fp32"
     for first in (0, 10, 20):
-        ran = outcome(first, "update", name, "update")
-        updated, without = (
-            outcome(first, "update", "update", "update"),
-            outcome(first, "update", None, "update"),
+        ran, updated, without = (
+            outcome(precision, first, "update", action, "update") for action in (name, "update", None)
         )
         if effect is not Effect.WEIGHTS:
             assert any(number.action == 1 for number in ran.numbers), "it records no number"
@@ -112,6 +114,29 @@ def test_an_action_has_its_effect(name: str) -> None:
         if not same_masters(ran, without) and not same_masters(ran, updated):
             return
     raise AssertionError("the weights are as if it were not there")
+
+
+def test_transfers_fail_and_a_snapshot_is_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = {"failed": 0, "undone": 0, "adopted": 0}
+
+    def counting(owner: type, name: str, event: str) -> None:
+        real = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            met[event] += 1
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting(FailingContext, "redirected", "failed")
+    counting(Moment, "go_back", "undone")
+    counting(Adoption, "run", "adopted")
+    at = Placement("nvme", "nvme", threshold=0, versions=2, snapshots=True, step="in_backward")
+    names = ("updates_with_failing_transfers", "snapshot", "resume_from_snapshot", "update")
+    for first in range(3):
+        found, expected = outcome("bf16", first, *names, at=at), outcome("bf16", first, *names)
+        assert difference(expected, found) == ""
+    assert min(met.values()) > 0, met
 
 
 def test_a_program_of_tiles_cuts_layers_in_every_run(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ class FakeDevice:
         self.found: dict[Conflict, None] = {}
         self.waits: list[tuple[str, Place]] = []
         self.operations = 0  # on the device
+        self.runs = 0  # of tasks
         self._threads = {threading.get_ident(): Agent("the CPU")}
         self.streams = FakeStreams(self)
         self._regions = Regions()

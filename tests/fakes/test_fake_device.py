@@ -21,7 +21,8 @@ from optim_cpu.kernels import DType
 from tests.fakes.gpu.streams import never
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, round_up
-from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
+from tiering.storage.striped_extent import StripedExtent
+from tiering.storage.swap_space import Section, SwapSpace
 from zero3.device.storages import apart, as_tensor, exchange_pointers
 
 from .fake_device import DEVICE, FakeDevice, NotOrdered

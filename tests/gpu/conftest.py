@@ -150,7 +150,7 @@ def no_wait() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if FAKE and request.path.name == "test_kernels.py":
-        pytest.skip("asks CUDA itself")
+        pytest.skip("no CUDA device: these tests launch kernels, and the device is simulated")
     if not FAKE and not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -179,7 +179,7 @@ def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def cuda() -> None:
     """For tests that ask CUDA itself."""
     if FAKE:
-        pytest.skip("asks CUDA itself")
+        pytest.skip("no CUDA device: this test calls CUDA, and the device is simulated")
 
 
 @pytest.fixture

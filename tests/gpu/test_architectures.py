@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(
-    "transformers", reason="the architectures are those of transformers, which is not installed"
-)
+pytest.importorskip("transformers", reason="transformers is not installed")
 
 import tiering
 from tests.e2e.architectures import ARCHITECTURES, batches
@@ -68,7 +66,9 @@ def test_every_placement_gives_the_same_bits(nvme: Path, name: str) -> None:
         except RuntimeError as error:
             if "does not have a deterministic implementation" not in str(error):
                 raise
-            pytest.skip(f"{name} uses what torch cannot repeat on this device: {str(error).splitlines()[0]}")
+            pytest.skip(
+                f"{name} has no deterministic operations on this device: {str(error).splitlines()[0]}"
+            )
         assert len(set(reference.norms)) > 1, "it does not train"
         for place, options in placements.items():
             other = differing(train(nvme, name, habit, **options), reference)

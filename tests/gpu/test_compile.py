@@ -148,7 +148,7 @@ def test_nobody_waits_before_the_step_that_updates(start: Start, placement: dict
         with no_wait():
             plain(*batch).backward()
     except RuntimeError as error:
-        pytest.skip(f"torch's own operations wait here: {error}")
+        pytest.skip(f"torch's own operations let the CPU wait for this GPU: {error}")
     engine = start(seeded(), accumulation=2, **placement)
     for number, (tokens, targets) in enumerate(list(batches(6))):
         if number < 2:  # the order of groups is recorded

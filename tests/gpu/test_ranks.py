@@ -81,7 +81,7 @@ def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
 
 def of_two_gpus() -> None:
     if FAKE or torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs, torch finds {torch.cuda.device_count()}")
+        pytest.skip(f"two GPUs are needed, torch finds {torch.cuda.device_count()}")
 
 
 def test_nccl_runs_on_the_streams_that_it_is_told_on(cuda: None) -> None:

@@ -196,7 +196,7 @@ def test_nothing_waits_for_the_device_between_the_first_forward_and_the_step(
         try:
             plain(*batches[0]).backward()
         except RuntimeError as error:
-            pytest.skip(f"torch's own operations wait here: {error}")
+            pytest.skip(f"torch's own operations let the CPU wait for this GPU: {error}")
         finally:
             torch.cuda.set_sync_debug_mode("default")
         engine = start(model(None), accumulation=accumulation, **placement)

@@ -209,11 +209,20 @@ static inline struct batch *make_batch(uint64_t seed, int optimizer, int variant
         b->numel[i] = i ? (int64_t)(draw(&seed) % 100) : first;
         fill_segment(arrays, &seed, optimizer, form, b->numel[i], i % 2 ? WILD : TAME);
         uint64_t first_index = ((uint64_t)i << 32) - 50; /* the upper half of the index changes on the way */
-        REQUIRE(!opt_segment_init(&b->segments[i], &b->rule, 0, b->numel[i], address_of(arrays[PARAM]),
-                                  address_of(arrays[REMAINDER]), address_of(arrays[STATE0]),
-                                  address_of(arrays[STATE1]), form.state_format, address_of(arrays[GRAD]),
-                                  form.grad_dtype, address_of(arrays[OUT]),
-                                  form.out_dtype == NO_OUT ? OPT_FP32 : form.out_dtype, first_index));
+        opt_segment_fields fields = {
+            .numel = b->numel[i],
+            .param = address_of(arrays[PARAM]),
+            .remainder = address_of(arrays[REMAINDER]),
+            .state0 = address_of(arrays[STATE0]),
+            .state1 = address_of(arrays[STATE1]),
+            .state_format = form.state_format,
+            .grad = address_of(arrays[GRAD]),
+            .grad_dtype = form.grad_dtype,
+            .out = address_of(arrays[OUT]),
+            .out_dtype = form.out_dtype == NO_OUT ? OPT_FP32 : form.out_dtype,
+            .first_index = first_index,
+        };
+        REQUIRE(opt_init_segments(&b->segments[i], &b->rule, &fields, 1) == 1);
     }
     return b;
 }

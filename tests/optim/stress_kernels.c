@@ -135,6 +135,8 @@ static uint64_t quantize_and_multiply(int format, int64_t rows)
     left = digest(left, y16.block, (size_t)(X_ROWS * rows) * 2);
     REQUIRE(!opt_quantized_product_bf16(address_of(y16), address_of(x16), MANY_X_ROWS, &matrix));
     left = digest(left, y16.block, y16.bytes);
+    REQUIRE(!opt_quantized_transposed_product_bf16(address_of(x16), address_of(y16), MANY_X_ROWS, &matrix));
+    left = digest(left, x16.block, x16.bytes);
     left = digest(digest(left, half.block, half.bytes), y.block, y.bytes);
     free(src.block), free(x.block), free(y.block), free(half.block), free(x16.block), free(y16.block),
         free(scale.block), free(group.block);

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from optim_cpu import kernels
-from optim_cpu.kernels import SCALE_GROUP, BlockFormat, DType, QuantizedMatrix
+from optim_cpu import block_kernels, kernels
+from optim_cpu.block_kernels import SCALE_GROUP, BlockFormat, QuantizedMatrix
+from optim_cpu.kernels import DType
 
 from . import reference
 from .cases import Array, address, decode, encode, same_bits
@@ -127,6 +128,18 @@ def product_bf16(x: U16, w: U16) -> U16:
     return reference.f32_to_bf16(reference.canonical(lanes[..., 0]))
 
 
+def transposed_product_bf16(x: U16, w: U16) -> U16:
+    """One lane, to which the second row of each pair is added first."""
+    fma = fused_multiply_add()
+    even = ((0, 0), (0, x.shape[1] % 2))
+    x32, w32 = reference.bf16_to_f32(np.pad(x, even)), reference.bf16_to_f32(np.pad(w, even[::-1]))
+    sums = np.zeros((len(x), w.shape[1]), np.float32)
+    for i in range(0, len(w32), 2):
+        for row in (i + 1, i):
+            sums = fma(x32[:, row, None], w32[None, row], sums).astype(np.float32)
+    return reference.f32_to_bf16(reference.canonical(sums))
+
+
 class Quantized:
     """A matrix that the kernels have encoded."""
 
@@ -135,12 +148,14 @@ class Quantized:
         numel = w.size
         self.codes = np.zeros(numel // 2 if format is BlockFormat.NF4 else numel, np.uint8)
         self.scales = np.zeros(numel // block, np.float32)
-        kernels.quantize(format, address(self.codes), address(self.scales), address(w), dtype, numel, block)
+        block_kernels.quantize(
+            format, address(self.codes), address(self.scales), address(w), dtype, numel, block
+        )
         self.scale_codes = np.zeros(numel // block, np.uint8)
         self.group_scales = np.zeros(-(-len(self.scales) // SCALE_GROUP), np.float32)
         self.offset = np.zeros(1, np.float32)
         made = (self.scale_codes, self.group_scales, self.offset)
-        kernels.quantize_scales(*map(address, made), address(self.scales), len(self.scales))
+        block_kernels.quantize_scales(*map(address, made), address(self.scales), len(self.scales))
         scales = self.scale_codes if double else self.scales
         group_scales = address(self.group_scales) if double else 0
         offset = address(self.offset)
@@ -151,17 +166,22 @@ class Quantized:
         first, end, _ = rows.indices(self.rows)
         left, right, _ = columns.indices(self.columns)
         out = np.zeros((end - first, right - left), np.float32 if dtype is DType.FP32 else np.uint16)
-        kernels.dequantize(address(out), dtype, self.matrix, (first, end - first), (left, right - left))
+        block_kernels.dequantize(address(out), dtype, self.matrix, (first, end - first), (left, right - left))
         return out.view(np.float16) if dtype is DType.FP16 else out
 
     def multiplied(self, x: F32) -> F32:
         y = np.zeros((len(x), self.rows), np.float32)
-        kernels.quantized_product(address(y), address(x), len(x), self.matrix)
+        block_kernels.quantized_product(address(y), address(x), len(x), self.matrix)
         return y
 
     def multiplied_bf16(self, x: U16) -> U16:
         y = np.zeros((len(x), self.rows), np.uint16)
-        kernels.quantized_product_bf16(address(y), address(x), len(x), self.matrix)
+        block_kernels.quantized_product_bf16(address(y), address(x), len(x), self.matrix)
+        return y
+
+    def multiplied_transposed_bf16(self, x: U16) -> U16:
+        y = np.zeros((len(x), self.columns), np.uint16)
+        block_kernels.quantized_transposed_product_bf16(address(y), address(x), len(x), self.matrix)
         return y
 
 
@@ -226,9 +246,10 @@ def test_the_product_adds_in_one_order(isa: str, format: BlockFormat) -> None:
             assert same_bits(quantized.multiplied(x[:x_rows]), expected[:x_rows]), x_rows
 
 
-# The last one crosses 64 scales, 512 columns and 8 rows; 40 rows of x share a panel, and those after 32 another one.
+# The last one crosses 64 scales, 512 columns and 8 rows, also of x; 40 rows of x share a panel, and those after 32
+# another one.
 SHAPES_BF16 = [(3, 64, 32), (7, 192, 64), (1, 4096, 4096), (13, 2144, 32)]
-X_ROWS = {(7, 192): 40}
+X_ROWS = {(7, 192): 40, (13, 2144): 9}
 
 
 @functools.cache
@@ -260,9 +281,46 @@ def test_the_product_in_bfloat16_is_a_chain_of_fused_multiply_adds(
             assert same_bits(quantized.multiplied_bf16(x[:x_rows]), expected[:x_rows]), (shape, x_rows)
 
 
+@pytest.mark.parametrize("format", list(BlockFormat))
+def test_the_transposed_product_adds_pairs_of_rows_to_one_lane(isa: str, format: BlockFormat) -> None:
+    # An odd number of rows; more than 32 of them, or of x; more than 256 columns, and no whole tile of them.
+    for (rows, columns, block), many, threads in (
+        ((7, 192, 64), 40, 1),
+        ((35, 288, 32), 5, 2),
+        ((2, 64, 64), 3, 3),
+    ):
+        kernels.set_thread_count(threads)
+        quantized, x, expected = a_transposed_product_bf16(format, (rows, columns, block), many)
+        for x_rows in sorted({1, 2, 3, 4, many}):
+            y = quantized.multiplied_transposed_bf16(x[:x_rows])
+            assert same_bits(y, expected[:x_rows]), (rows, x_rows)
+
+
 @functools.cache
-def a_wild_product_bf16(format: BlockFormat, magnitude: float, x_kind: str) -> tuple[Quantized, U16, U16]:
-    """As above, with weights of a magnitude: some scales of a row are zero, subnormal, or NaN."""
+def a_transposed_product_bf16(
+    format: BlockFormat, shape: tuple[int, int, int], x_rows: int
+) -> tuple[Quantized, U16, U16]:
+    rows, columns, block = shape
+    rng = np.random.default_rng(columns)
+    quantized = Quantized(
+        format, rng.standard_normal((rows, columns), np.float32), block, DType.FP32, double=True
+    )
+    x = reference.f32_to_bf16(rng.standard_normal((x_rows, rows), np.float32))
+    decoded = quantized.decoded(DType.BF16)
+    expected = transposed_product_bf16(x, decoded)
+    exact = reference.bf16_to_f32(x).astype(np.float64) @ reference.bf16_to_f32(decoded)
+    np.testing.assert_allclose(reference.bf16_to_f32(expected), exact, rtol=2**-8, atol=1e-4)
+    return quantized, x, expected
+
+
+@functools.cache
+def a_wild_product_bf16(
+    format: BlockFormat, magnitude: float, x_kind: str
+) -> tuple[Quantized, U16, U16, U16]:
+    """As above, with weights of a magnitude: some scales of a row are zero, subnormal, or NaN.
+
+    The last array is the transposed product with the first columns of the inputs.
+    """
     rng = np.random.default_rng([int(format), len(x_kind)])
     w = rng.standard_normal((5, 256), np.float32) * np.float32(magnitude)
     w[:, 32:64] *= np.float32(2.0**-30)
@@ -278,7 +336,8 @@ def a_wild_product_bf16(format: BlockFormat, magnitude: float, x_kind: str) -> t
     else:
         x = reference.f32_to_bf16(normal * np.float32(float(x_kind)))
     with np.errstate(all="ignore"):
-        return quantized, x, product_bf16(x, quantized.decoded(DType.BF16))
+        decoded = quantized.decoded(DType.BF16)
+        return quantized, x, product_bf16(x, decoded), transposed_product_bf16(x[:, :5], decoded)
 
 
 @pytest.mark.parametrize("x_kind", ["1e-5", "1e-19", "1e-22", "1e-38", "1e-40", "few infinities", "any bits"])
@@ -287,9 +346,11 @@ def a_wild_product_bf16(format: BlockFormat, magnitude: float, x_kind: str) -> t
 def test_the_product_in_bfloat16_flushes_nothing(
     isa: str, format: BlockFormat, magnitude: float, x_kind: str
 ) -> None:
-    quantized, x, expected = a_wild_product_bf16(format, magnitude, x_kind)
+    quantized, x, expected, transposed = a_wild_product_bf16(format, magnitude, x_kind)
+    few = np.ascontiguousarray(x[:, :5])
     for x_rows in (1, 2, 3, 4, 9):
         assert same_bits(quantized.multiplied_bf16(x[:x_rows]), expected[:x_rows]), x_rows
+        assert same_bits(quantized.multiplied_transposed_bf16(few[:x_rows]), transposed[:x_rows]), x_rows
 
 
 @pytest.mark.parametrize("format", list(BlockFormat))
@@ -312,9 +373,29 @@ def test_the_product_in_bfloat16_keeps_subnormal_sums_from_panel_to_panel(
         assert same_bits(quantized.multiplied_bf16(x[:x_rows]), expected[:x_rows]), x_rows
 
 
+@pytest.mark.parametrize("format", list(BlockFormat))
+def test_the_transposed_product_keeps_subnormal_sums_from_panel_to_panel(
+    isa: str, format: BlockFormat
+) -> None:
+    """As above, with panels of 32 rows."""
+    rng = np.random.default_rng(int(format))
+    w = rng.standard_normal((3 * 32, 64), np.float32)
+    w[:32] *= np.float32(1e-20)
+    x32 = rng.standard_normal((9, 3 * 32), np.float32) * np.float32(1e-20)
+    x32[:, 32:64] = 0
+    x32[:5, 64:] = 0
+    quantized = Quantized(format, w, 32, DType.FP32, double=False)
+    x = reference.f32_to_bf16(x32)
+    expected = transposed_product_bf16(x, quantized.decoded(DType.BF16))
+    sizes = expected[:5] & 0x7FFF
+    assert ((sizes > 0) & (sizes < 0x80)).sum() >= 20
+    for x_rows in (1, 2, 9):
+        assert same_bits(quantized.multiplied_transposed_bf16(x[:x_rows]), expected[:x_rows]), x_rows
+
+
 def test_subnormal_products_of_bfloat16_are_there() -> None:
     """What the test above compares are not only zeros and NaN."""
-    _, _, tiny = a_wild_product_bf16(BlockFormat.INT8, 1e-20, "1e-19")
+    _, _, tiny, _ = a_wild_product_bf16(BlockFormat.INT8, 1e-20, "1e-19")
     sizes = tiny[:, :4] & 0x7FFF
     assert ((sizes > 0) & (sizes < 0x80)).sum() >= 18
 
@@ -363,7 +444,7 @@ def test_every_e4m3_code_decodes_to_its_value(isa: str) -> None:
     padded = np.concatenate([codes, np.zeros(2, np.uint8)])
     scales, out = np.ones(4, np.float32), np.zeros(256, np.float32)
     matrix = QuantizedMatrix(BlockFormat.FP8, 4, 64, 64, codes=address(padded), scales=address(scales))
-    kernels.dequantize(address(out), DType.FP32, matrix, (0, 4), (0, 64))
+    block_kernels.dequantize(address(out), DType.FP32, matrix, (0, 4), (0, 64))
     assert same_bits(out[:254], E4M3[codes])
 
 
@@ -385,7 +466,7 @@ def test_a_bad_argument_of_quantize_is_named(changed: dict[str, int], message: s
     good: dict[str, Any] = dict.fromkeys(("codes", "scales", "src"), address(memory))
     good |= {"format": 0, "src_dtype": 0, "numel": 64, "block": 64}
     with pytest.raises(ValueError, match=f"^quantize: {message}$"):
-        kernels.quantize(**(good | changed))
+        block_kernels.quantize(**(good | changed))
 
 
 def test_a_bad_matrix_or_part_is_named() -> None:
@@ -398,16 +479,16 @@ def test_a_bad_matrix_or_part_is_named() -> None:
         ((0, 3), (64, 192), "columns must be a multiple of block in the matrix, got 192"),
     ):
         with pytest.raises(ValueError, match=f"^dequantize: {message}$"):
-            kernels.dequantize(address(out), DType.FP32, quantized.matrix, rows, columns)
+            block_kernels.dequantize(address(out), DType.FP32, quantized.matrix, rows, columns)
     with pytest.raises(
         ValueError, match=r"^QuantizedMatrix: columns must be a multiple of block, 0 or more, got 100"
     ):
         QuantizedMatrix(BlockFormat.NF4, 3, 100, 64, codes=address(out), scales=address(out))
     with pytest.raises(ValueError, match=r"^quantized_product: x must be the address"):
-        kernels.quantized_product(address(out), 0, 1, quantized.matrix)
+        block_kernels.quantized_product(address(out), 0, 1, quantized.matrix)
     with pytest.raises(ValueError, match=r"^quantized_product_bf16: y must be the address"):
-        kernels.quantized_product_bf16(1, address(out), 1, quantized.matrix)
+        block_kernels.quantized_product_bf16(1, address(out), 1, quantized.matrix)
     with pytest.raises(ValueError, match=r"^quantized_product_bf16: rows must be a count"):
-        kernels.quantized_product_bf16(address(out), address(out), -1, quantized.matrix)
+        block_kernels.quantized_product_bf16(address(out), address(out), -1, quantized.matrix)
     with pytest.raises(ValueError, match=r"^quantize_scales: offset must be the address"):
-        kernels.quantize_scales(address(out), address(out), 0, address(out), 5)
+        block_kernels.quantize_scales(address(out), address(out), 0, address(out), 5)

@@ -75,6 +75,8 @@ def test_products_are_those_with_the_decoded_weight(
         assert weight.product(x).dtype is weight.transposed_product(y).dtype is dtype
         strided = torch.cat((x, x), 1)[:, :384]
         assert torch.equal(weight.product(strided), weight.product(x))
+        strided = torch.cat((y, y), 1)[:, :200]
+        assert torch.equal(weight.transposed_product(strided), weight.transposed_product(y))
         before = weight.product(x)
         kernels.set_thread_count(kernels.thread_count() + 1)
         assert torch.equal(weight.product(x), before)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from optim_cpu import kernels
-from optim_cpu.kernels import MAX_THREADS, DType, Rule, StateFormat, StepBatch
+from optim_cpu.kernels import MAX_THREADS, DType, Rule, Segment, StateFormat, StepBatch
 
 from .cases import ADAGRAD, ADAM, HYPER, LION, SGD, Kind, make, same_bits
 from .reference import BEYOND_F32
@@ -178,6 +178,28 @@ def test_nor_is_the_batch_changed_by_what_no_c_argument_holds(
     with pytest.raises(error, match=rf"^StepBatch.add: {message}"):
         batch.add(**(GOOD | changed), rule=0)
     assert len(batch) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"grad": 4098}, ValueError, r"grad must be .*, got 4098"),
+        ({"numel": 1 << 63}, ValueError, r"numel must fit int64_t, got"),
+        ({"out_dtype": "bf16"}, TypeError, r"out_dtype: an integer is required, got 'bf16'"),
+        ({"rule": 1}, ValueError, r"there is no rule 1"),
+    ],
+    ids=str,
+)
+def test_one_bad_segment_keeps_all_that_are_added_with_it_out(
+    changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    batch = batch_of(kernels.adam(**ADAM))
+    good = Segment(0, 4, 4096, 0, 4096, 8192, StateFormat.FP32, 4096, DType.FP32, 0, DType.BF16, 0)
+    with pytest.raises(error, match=rf"^StepBatch.add: {message}"):
+        batch.add_all([good, good, good._replace(**changed), good])
+    assert len(batch) == 1
+    batch.add_all([good] * 5)
+    assert len(batch) == 6
 
 
 def test_addresses_that_are_just_aligned_are_taken() -> None:

@@ -156,8 +156,9 @@ static void least_cases(int which)
         }
         CALL(which == PRODUCTS ? opt_sgd_rule(&rule, factors[i], 0, 0, 0, 0, (int)i % 2, 2, 0)
                                : opt_adagrad_rule(&rule, factors[i], 0, 0, 0, (int)i % 2, 2, 0));
-        REQUIRE(!opt_segment_init(&segment, &rule, 0, N, (intptr_t)param, 0, (intptr_t)state, 0,
-                                  OPT_STATE_FP32, (intptr_t)grad, OPT_FP32, 0, OPT_FP32, 0));
+        opt_segment_fields fields = {
+            .numel = N, .param = (intptr_t)param, .state0 = (intptr_t)state, .grad = (intptr_t)grad};
+        REQUIRE(opt_init_segments(&segment, &rule, &fields, 1) == 1);
         CALL(opt_run(&segment, 1, &rule, 1));
         int zeros = 0;
         for (int j = 0; j < N; j++)
@@ -341,6 +342,7 @@ static void quantize_cases(int which)
         struct array x = make_array(&seed, OPT_FP32, 7 * columns, TAME, 0);
         struct array x16 = make_array(&seed, OPT_BF16, 9 * columns, i % 2 ? WILD : TAME, 0);
         struct array y16 = make_array(&seed, OPT_BF16, 9 * rows, TAME, 0);
+        struct array back16 = make_array(&seed, OPT_BF16, 9 * columns, TAME, 0);
         uint8_t *codes = calloc((size_t)numel + 1, 1), *few = calloc((size_t)scales + 1, 1);
         float *scale = calloc((size_t)scales + 1, 4), *group = calloc((size_t)groups + 1, 4), offset = 0;
         float *back = calloc((size_t)numel + 1, 4), *y = calloc((size_t)(7 * rows) + 1, 4);
@@ -360,9 +362,11 @@ static void quantize_cases(int which)
         for (int x_rows = 1; x_rows <= 9; x_rows += 2) {
             CALL(opt_quantized_product_bf16(address_of(y16), address_of(x16), x_rows, &matrix));
             left = digest(left, y16.block, y16.bytes);
+            CALL(opt_quantized_transposed_product_bf16(address_of(back16), address_of(x16), x_rows, &matrix));
+            left = digest(left, back16.block, back16.bytes);
         }
         ran(left);
-        free_array(src), free_array(x), free_array(x16), free_array(y16);
+        free_array(src), free_array(x), free_array(x16), free_array(y16), free_array(back16);
         free(codes), free(few), free(scale), free(group), free(back), free(y);
     }
 }

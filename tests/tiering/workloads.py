@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from tiering.config.step_policy import StepPolicy
 from tiering.config.training import parse_size
 from tiering.errors import PlacementError
 from tiering.placement.group_sizes import GroupSizes, InFiles
@@ -22,6 +23,7 @@ DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 PLENTY = 1 << 50
 MIB = 1 << 20
 NUMEL = 8 * SMALLEST_TILE
+STEPS = (StepPolicy.AFTER, StepPolicy.DEFERRED, StepPolicy.IN_BACKWARD)
 
 
 def example(**changes: object) -> Workload:
@@ -90,7 +92,6 @@ def workloads(draw: st.DrawFn) -> Workload:
             )
         )
     device_is_host = draw(st.booleans())
-    step = draw(st.sampled_from(["after", "in backward", "deferred"]))
     # Trained and frozen parameters of one module.
     for first, second in itertools.pairwise(range(len(groups))):
         pair = groups[first], groups[second]
@@ -116,8 +117,9 @@ def workloads(draw: st.DrawFn) -> Workload:
         split=itemsize == 2 and draw(st.booleans()),
         moment_itemsize=draw(st.sampled_from([4, 2])),
         can_split=itemsize == 2,
-        step_in_backward=step == "in backward",
-        step_deferred=step == "deferred",
+        step=draw(st.sampled_from(STEPS)),
+        versions=draw(st.sampled_from([1, 1, 2])),
+        snapshots=draw(st.sampled_from([False, False, True])),
         others=tuple(draw(st.lists(cached_keys(), max_size=1))),
         staged_seconds=draw(st.sampled_from([0.0, 0.1, 10.0])),
         staged_numel=draw(st.sampled_from([1, 3 * SMALLEST_TILE, 16 << 20])),

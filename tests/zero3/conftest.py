@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tiering
+from tests.zero3.plain import starved_soon
+from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.telemetry import Snapshot
-from zero3.device import nan_memory
+from zero3.device import nan_memory, tiers
 from zero3.engine.engine import Engine
 
 VOCABULARY = 600
@@ -179,6 +182,23 @@ def start(nvme: Path) -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def starve_soon() -> Iterator[None]:
+    """A lease that nobody gives back shows as an ArenaError, not as a test that hangs."""
+    with starved_soon():
+        yield
+
+
+@pytest.fixture
+def plan_fault(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``plan_fault(fault)`` is what every I/O context made from here on meets; nothing without a fault."""
+
+    def plan(*faults: Fault) -> None:
+        monkeypatch.setattr(tiers, "AioContext", partial(AioContext, fault=FaultPlan(faults)))
+
+    return plan
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ def saver_of(engine: Any) -> Saver:
 
 def wait_for_transfers(engine: Any) -> None:
     """Wait until nothing is on its way to or from NVMe, so that counters stand still."""
-    engine._updates.finish_deferred()
+    engine._updates.settle_step()
     engine._prefetcher.look_ahead()
     engine._tiers.staging.drain()
     for group in engine._groups:

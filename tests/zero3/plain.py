@@ -24,6 +24,13 @@ from tiering.storage import arena
 
 WIDTH = 32
 STREAMED: dict[str, Any] = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+TIGHT: dict[str, Any] = {
+    **STREAMED,
+    "host_budget": "256KiB",
+    "device_budget": "128KiB",
+    "accumulation": 1,
+    "threshold": 0,
+}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "cpu": {"offload_param": "cpu", "offload_optimizer": "cpu"},
     "nvme": STREAMED,
@@ -321,6 +328,11 @@ class Tower(nn.Module):
         return result
 
 
+def tower(layers: int = 3) -> Tower:
+    torch.manual_seed(5)
+    return Tower(layers)
+
+
 def inputs(count: int, seed: int = 1) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
@@ -332,3 +344,29 @@ def update(loop: Loop, x: Tensor, **options: Any) -> float:
     loop.backward(loss)
     loop.step()
     return float(loss.detach())
+
+
+def by_its_own(loop: Any) -> list[float]:
+    """Updates by the loss's own backward."""
+    losses = []
+    for x in inputs(4):
+        loss = loop(x)
+        losses.append(loss.item())
+        loss.backward()
+        loop.step()
+    return losses
+
+
+def with_no_sync(loop: Any) -> list[float]:
+    """Updates of three micro-batches, each of which brings another block no gradient."""
+    losses = []
+    for number, x in enumerate(inputs(9)):
+        loss = loop(x, skip=number % 3)
+        losses.append(loss.item())
+        if number % 3 < 2:
+            with loop.no_sync():
+                loop.backward(loss)
+        else:
+            loop.backward(loss)
+            loop.step()
+    return losses

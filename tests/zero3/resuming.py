@@ -155,3 +155,31 @@ def interrupted(
     outcome = Left.by(engine, losses + train(engine, range(save_at, steps)))
     engine.close()
     return outcome
+
+
+def after_snapshot(
+    begin: Begin,
+    steps: int,
+    save_at: int,
+    directory: Path,
+    *,
+    train: Train = train,
+    elsewhere: Begin | None = None,
+) -> Left:
+    """What a run leaves that goes on from the second snapshot of another one, which has trained beyond it."""
+    torch.manual_seed(1)
+    engine = begin()
+    torch.manual_seed(2)
+    losses = train(engine, range(save_at - 1))
+    engine.snapshot_state(directory)
+    losses += train(engine, range(save_at - 1, save_at))
+    path = engine.snapshot_state(directory, {"at": save_at})
+    # These steps write to the same swap files.
+    train(engine, range(save_at, save_at + 3))
+    engine.close()
+    torch.manual_seed(99)  # another model, and other random numbers
+    engine = (elsewhere or begin)()
+    assert engine.load_checkpoint(directory) == (str(path), {"at": save_at})
+    outcome = Left.by(engine, losses + train(engine, range(save_at, steps)))
+    engine.close()
+    return outcome

@@ -16,6 +16,7 @@ from tiering.placement.plan import Plan
 STEPS, CLIP, LR = 3, 7.2, 2.0**-6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = list(DTYPES)
+FORMATS = ["fp32", "split", "bf16", "split+bf16"]
 
 
 class Scale(nn.Module):
@@ -156,6 +157,32 @@ def train_engine(engine: Any, accumulation: int, steps: int = STEPS) -> Run:
     run = Run(norms, masters, engine.state_dict(), state, engine.optimizer, engine.plan)
     engine.close()
     return run
+
+
+def train_rule(
+    start: Callable[..., Any], case: Case, precision: str = "bf16", accumulation: int = 1, **options: Any
+) -> Run:
+    """Scales, trained by an engine that the configuration gives the rule of ``case``."""
+    model = Scales()
+    rule = {
+        "rule": case.name,
+        "optimizer": case.options,
+        "model_parameters": param_groups(model, case.options),
+    }
+    engine = start(model, **settings(precision, accumulation), **rule, **options)
+    return train_engine(engine, accumulation)
+
+
+def assert_same(
+    run: Run,
+    expected: Run,
+    differing: Callable[[dict[str, Tensor], dict[str, Tensor]], list[str]],
+    where: str,
+) -> None:
+    assert run.norms == expected.norms, where
+    assert differing(run.masters, expected.masters) == [], where
+    assert differing(run.weights, expected.weights) == [], where
+    assert differing(run.state, expected.state) == [], where
 
 
 def train_plainly(

@@ -346,7 +346,7 @@ def test_a_model_that_could_not_be_placed_is_as_it_was(
 ) -> None:
     """Without an optimizer an engine freezes its model, but not before nothing can fail any more."""
     model = nn.Linear(4, 4)
-    monkeypatch.setattr("zero3.setup.assembly.Fill.run", lambda *_: 1 / 0)
+    monkeypatch.setattr("zero3.setup.assembly.Fill.run", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tiering.initialize(model=model, config={"train_batch_size": 1})
     assert model.weight.requires_grad

@@ -97,6 +97,7 @@ def to_weights(
     )
     order = [part for spec in specs for part in files.parts_of(files.tensors[spec.name])]
     with (
+        checkpoint.held(),
         WeightWriter(into, specs, max_shard_bytes=max_shard_bytes) as writer,
         WeightReader(files, IoConfig(), order) as reader,
     ):

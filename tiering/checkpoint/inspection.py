@@ -168,9 +168,16 @@ def inspect(path: Path, *, quick: bool = False, on_read: OnRead = lambda _: None
         checked += read
         on_read(read)
 
+    caveat = checkpoint.caveat
     if not quick:
-        damage = list(damages(checkpoint, count))
-    return Inspection(path, manifest, _kinds(checkpoint), nbytes, checked, tuple(damage), checkpoint.caveat)
+        compares_swap = any(file.path in checkpoint.sums for file in checkpoint.swap.files)
+        try:
+            with checkpoint.held() if compares_swap else contextlib.nullcontext():
+                damage = list(damages(checkpoint, count))
+        except CheckpointError as error:
+            caveat = f"its swap files were not checked: {error.message}"
+            damage = list(damages(checkpoint, count, swap=False))
+    return Inspection(path, manifest, _kinds(checkpoint), nbytes, checked, tuple(damage), caveat)
 
 
 def _entry(directory: CheckpointDirectory, saved: Saved) -> CheckpointEntry:

@@ -14,6 +14,7 @@ from tiering.errors import CheckpointError, WeightsError
 from tiering.storage.arena import PAGE
 from tiering.storage.file_system import FileVersion
 from tiering.weights.files import StoredTensor, Sums, WeightFiles, opened
+from tiering.weights.pages import SwapSums
 from tiering.weights.reader import WINDOW_BYTES, WeightReader
 
 
@@ -30,8 +31,12 @@ class Damage:
     names: tuple[str, ...] = ()
 
 
-def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: None) -> Iterator[Damage]:
+def damages(
+    checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: None, *, swap: bool = True
+) -> Iterator[Damage]:
     """Yields the damaged pages of ``checkpoint``. ``on_read`` is called with the bytes of each read.
+
+    ``swap``: also those of a snapshot's swap files, inside ``Checkpoint.held``.
 
     Needs the memory of one WeightReader.
     """
@@ -43,16 +48,21 @@ def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: N
             yield Damage(None, error.message)
         else:
             stored[rank.tensors.path] = list(rank.tensors.tensors.values())
-    files = _as_bytes(checkpoint)
+    compared = {
+        file: sums for file, sums in checkpoint.sums.items() if swap or not isinstance(sums, SwapSums)
+    }
+    files = _as_bytes(checkpoint.path, compared)
     # One damaged page of checksums makes many pages unreadable; report it once.
     unread: set[str] = set()
     with WeightReader(files, IoConfig(), order=files.tensors.values()) as reader:
-        for file, whole in zip(checkpoint.sums, files.tensors.values(), strict=True):
+        for (file, sums), whole in zip(compared.items(), files.tensors.values(), strict=True):
             for first in range(0, whole.nbytes, WINDOW_BYTES):
                 numel = min(WINDOW_BYTES, whole.nbytes - first)
                 try:
+                    if isinstance(sums, SwapSums) and not sums.compares(first // PAGE, numel // PAGE):
+                        continue
                     view = reader.read(whole, first, numel)
-                    pages = list(_different(view, first // PAGE, checkpoint.sums[file]))
+                    pages = list(_different(view, first // PAGE, sums))
                 except (WeightsError, CheckpointError) as error:
                     names = _between(stored.get(file, ()), first, first + numel)
                     if error.message not in unread:
@@ -71,19 +81,20 @@ def _stored(checkpoint: Checkpoint) -> dict[Path, list[StoredTensor]]:
     for kind in (checkpoint.weights, *checkpoint.states.values()):
         for tensor in kind.tensors.values():
             for part in kind.parts_of(tensor):
-                stored.setdefault(part.file, []).append(part)
+                for each in part.halves or (part,):
+                    stored.setdefault(each.file, []).append(each)
     return stored
 
 
-def _as_bytes(checkpoint: Checkpoint) -> WeightFiles:
-    """The files of ``checkpoint``, each as one tensor of dtype U8."""
+def _as_bytes(path: Path, files: Iterable[Path]) -> WeightFiles:
+    """The ``files`` of the checkpoint ``path``, each as one tensor of dtype U8."""
     tensors, versions = {}, {}
-    for file in checkpoint.sums:
+    for file in files:
         with opened(file) as fd:
             versions[file] = FileVersion.of(fd)
         nbytes = versions[file].nbytes
         tensors[file.name] = StoredTensor(file.name, "U8", (nbytes,), file, 0, nbytes)
-    return WeightFiles(checkpoint.path, tensors, {}, versions)
+    return WeightFiles(path, tensors, {}, versions)
 
 
 def _different(view: memoryview, page: int, sums: Sums) -> Iterator[int]:

@@ -22,6 +22,9 @@ checksums file. That tensor has the CRC32C of each page of the checksums file be
 each page of the rank's other files. To verify this chain when a checkpoint is opened takes one number for each 4 MiB of
 the rank's files. Every file has the id of its save ("save"), so that a message can name a file of another save.
 
+**Snapshots.** In a snapshot (version 3) weights and optimizer state are not in files of the checkpoint: the JSON file
+of a rank names ranges of swap files for them (swap_places.py). Whether these ranges are damaged cannot be checked.
+
 Version 1 had neither "save" nor "digests", nor the last tensor of checksums, and "NAME" in place of "first:NAME". It
 can still be read, but whether all its files belong to one save cannot be checked.
 """
@@ -50,6 +53,8 @@ FORMAT = "tiering-checkpoint"
 VERSION = 2
 # The previous version.
 WITHOUT_DIGESTS = 1
+# The version of a snapshot.
+SNAPSHOT = 3
 MANIFEST = "checkpoint.json"
 # The file that names the checkpoint to resume from.
 LATEST = "latest"
@@ -127,7 +132,8 @@ class Manifest:
     rule. ``kinds`` are the kinds of optimizer state. ``files`` has bytes by file. ``training`` is further state that
     all ranks share. ``excluded`` are frozen parameters that no file has. ``tied`` maps further names to names in
     ``parameters`` or ``tiled``. ``tiled`` has the names of the tiles of a weight by its name. ``digests`` has SHA-256
-    by file; see "The root" above.
+    by file; see "The root" above. ``swapped``: it is a snapshot, with trained weights and optimizer state in swap
+    files.
     """
 
     run: str
@@ -145,6 +151,15 @@ class Manifest:
     tiled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     save: str | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
+    swapped: bool = False
+
+    @property
+    def files_of_rank(self) -> tuple[str, ...]:
+        """The kinds of tensors for which each rank has a file."""
+        if not self.swapped:
+            return WEIGHTS, *self.kinds, "rank"
+        # Trained parameters are in swap files.
+        return (WEIGHTS, "rank") if any(not each.trained for each in self.parameters.values()) else ("rank",)
 
     def joined(self) -> Manifest:
         """The same, with whole weights in place of their tiles in ``parameters`` and ``excluded``."""
@@ -167,7 +182,7 @@ class Manifest:
         """Writes checkpoint.json to ``directory``; returns when it is on disk."""
         content = {
             "format": FORMAT,
-            "version": WITHOUT_DIGESTS if self.save is None else VERSION,
+            "version": WITHOUT_DIGESTS if self.save is None else SNAPSHOT if self.swapped else VERSION,
             "run": self.run,
             "step": self.step,
             "world_size": self.world_size,
@@ -195,10 +210,10 @@ class Manifest:
         content = read_sealed(path)
         if content.get("format") != FORMAT:
             raise damaged(path, f"its format is {short.repr(content.get('format'))}, not {FORMAT!r}")
-        if content.get("version") not in (WITHOUT_DIGESTS, VERSION):
+        if content.get("version") not in (WITHOUT_DIGESTS, VERSION, SNAPSHOT):
             raise CheckpointError(
                 f"{path} has format version {short.repr(content.get('version'))}; this version of tiering reads"
-                f" {WITHOUT_DIGESTS} and {VERSION}; load it with the version of tiering that saved it"
+                f" {WITHOUT_DIGESTS} to {SNAPSHOT}; load it with the version of tiering that saved it"
             )
         try:
             return _manifest(content)
@@ -341,6 +356,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
         tiled=tiled,
         save=save,
         digests=digests,
+        swapped=content["version"] == SNAPSHOT,
     )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,9 +18,11 @@ from tiering._remedies import ANOTHER_CHECKPOINT
 from tiering._strict_json import short
 from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name
 from tiering.checkpoint.root import Root
+from tiering.checkpoint.swap_places import Swap, SwappedParts, swap_of
 from tiering.errors import CheckpointError, WeightsError
 from tiering.placement.row_tiles import joined_shape
 from tiering.storage.file_system import FileVersion
+from tiering.storage.named_files import NamedFile, locked
 from tiering.weights.files import StoredTensor, Sums, WeightFiles, open_weights
 
 
@@ -37,10 +39,27 @@ class Checkpoint:
     weights: WeightFiles
     states: Mapping[str, WeightFiles]
     sums: Mapping[Path, Sums]
+    swap: Swap = field(default_factory=lambda: Swap(()))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No process writes to the swap files of a snapshot in the block. CheckpointError if one has not ended."""
+        with ExitStack() as files:
+            for file in self.swap.files:
+                try:
+                    files.enter_context(locked(file))
+                except OSError as error:
+                    raise in_use(self.path, file, error) from error
+            yield
 
     @property
     def caveat(self) -> str:
         """A warning about a property that cannot be checked; empty if there is none."""
+        if any(file.path not in self.sums for file in self.swap.files):
+            return (
+                f"{self.path} is a snapshot: its weights and optimizer state are in swap files without checksums, where"
+                " damage by the disk is not detected; set tiering.verify to save them"
+            )
         if self.manifest.save is not None:
             return ""
         return (
@@ -99,9 +118,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     with reading_checkpoint():
         manifest = Manifest.read(path)
-        sums = Root(path, manifest).check()
-        kinds = {kind: _open_kind(path, manifest, kind, sums) for kind in (WEIGHTS, *manifest.kinds)}
-    return Checkpoint(path, manifest.joined(), kinds.pop(WEIGHTS), kinds, sums)
+        root = Root(path, manifest)
+        sums = root.check()
+        swap = swap_of(root, manifest)
+        for number, rank in enumerate(swap.ranks):
+            sums |= root.swap_sums(number, rank.files)
+        kinds = {
+            kind: _open_kind(path, manifest, kind, sums, swap.parts(kind) if manifest.swapped else None)
+            for kind in (WEIGHTS, *manifest.kinds)
+        }
+    return Checkpoint(path, manifest.joined(), kinds.pop(WEIGHTS), kinds, sums, swap)
+
+
+def in_use(path: Path, file: NamedFile, error: OSError) -> CheckpointError:
+    """The error: the swap ``file`` of the snapshot ``path`` cannot be locked."""
+    return CheckpointError(
+        f"snapshot {path} cannot be read: {file.path}: {error.strerror}; close the engine that wrote it or has resumed"
+        f" from it, or {ANOTHER_CHECKPOINT}"
+    )
 
 
 @contextmanager
@@ -113,8 +147,10 @@ def reading_checkpoint() -> Iterator[None]:
         raise CheckpointError(f"{error.problem}; {ANOTHER_CHECKPOINT}") from error
 
 
-def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, Sums]) -> WeightFiles:
-    """The parameters by name, assembled from the parts of all ranks."""
+def _parts_in_files(
+    path: Path, manifest: Manifest, kind: str
+) -> tuple[dict[str, list[tuple[int, StoredTensor]]], dict[Path, FileVersion]]:
+    """The parts of each parameter in the files of all ranks, with their first elements; and the files."""
     parts_by_name: dict[str, list[tuple[int, StoredTensor]]] = defaultdict(list)
     versions: dict[Path, FileVersion] = {}
     for number in range(manifest.world_size):
@@ -123,12 +159,27 @@ def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, Su
         versions |= part.versions
         for name, tensor in part.tensors.items():
             parts_by_name[name].append((_first_element(file, part.metadata, manifest, name), tensor))
+    return parts_by_name, versions
+
+
+def _open_kind(
+    path: Path,
+    manifest: Manifest,
+    kind: str,
+    sums: Mapping[Path, Sums],
+    swapped: SwappedParts | None,
+) -> WeightFiles:
+    """The parameters by name, assembled from the parts of all ranks, which a snapshot has ``swapped``."""
+    parts_by_name, versions = swapped or ({}, {})
+    if kind in manifest.files_of_rank:
+        in_files, versions_of_files = _parts_in_files(path, manifest, kind)
+        parts_by_name, versions = {**parts_by_name, **in_files}, {**versions, **versions_of_files}
     tensors: dict[str, StoredTensor] = {}
     parts: dict[str, tuple[StoredTensor, ...]] = {}
     for name, stored in manifest.parameters.items():
         if kind != WEIGHTS and not stored.trained:
             continue
-        first_file = path / file_name(kind, 0, manifest.world_size)
+        first_file = path / file_name("rank" if swapped else kind, 0, manifest.world_size)
         own_parts = sorted(parts_by_name.pop(name, []), key=lambda part: (part[0], part[1].numel))
         dtypes = {tensor.dtype for _, tensor in own_parts}
         if len(dtypes) > 1 or (kind == WEIGHTS and dtypes - {stored.dtype}):
@@ -165,7 +216,7 @@ def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, Su
         MappingProxyType({}),
         versions,
         MappingProxyType(parts),
-        {file: sums[file] for file in versions},
+        {file: sums[file] for file in versions if file in sums},
     )
 
 

@@ -10,18 +10,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tiering._strict_json import short
-from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, damaged, file_name, read_sealed
+from tiering.checkpoint.manifest import MANIFEST, Manifest, damaged, file_name, read_sealed
 from tiering.errors import CheckpointError, WeightsError
 from tiering.storage.arena import PAGE, round_up
+from tiering.storage.named_files import NamedFile
 from tiering.weights.files import Sums, WeightFiles, open_weights, opened
-from tiering.weights.pages import KnownSums, PageSums, SumsSource
+from tiering.weights.pages import KnownSums, PageSums, SumsSource, SwapSums
 
 # Bytes of a header per read.
 _PIECE = 1 << 20
@@ -62,7 +63,7 @@ class Root:
 
     def read_json(self, rank: int) -> dict[str, Any]:
         """The content of the JSON file of ``rank``."""
-        file = self._file("rank", rank, "json")
+        file = self.path_of("rank", rank, "json")
         try:
             return read_sealed(file, sha256=self._manifest.digests.get(file.name))
         except CheckpointError:
@@ -107,24 +108,41 @@ class Root:
         """Each required file that checkpoint.json does not list."""
         manifest, names = self._manifest, set[str]()
         for rank in range(manifest.world_size):
-            with_digest = [self._file("checksums", rank).name, self._file("rank", rank, "json").name]
-            names.update(self._file(kind, rank).name for kind in (WEIGHTS, *manifest.kinds, "rank"))
+            with_digest = [self.path_of("checksums", rank).name, self.path_of("rank", rank, "json").name]
+            names.update(self.path_of(kind, rank).name for kind in manifest.files_of_rank)
             names.update(with_digest if manifest.save is not None else with_digest[:1])
             if manifest.save is not None and not manifest.digests.keys() >= {*with_digest}:
                 yield damaged(self._path / MANIFEST, f"it has no digests for the files of rank {rank}")
         for name in sorted(names - manifest.files.keys()):
             yield damaged(self._path / MANIFEST, f"it does not list {name}")
 
+    def swap_sums(self, rank: int, files: Iterable[NamedFile]) -> dict[Path, SwapSums]:
+        """The verified checksums of the swap ``files`` of ``rank`` that have any."""
+        checksums, source = self._checksums(rank)
+        sums = {}
+        for file in files:
+            tensor = checksums.tensors.get(file.path.name)
+            if tensor is not None:
+                if tensor.dtype != "U32" or tensor.numel != file.nbytes // PAGE:
+                    raise damaged(checksums.path, f"it does not have the checksums of {file.path.name}")
+                sums[file.path] = SwapSums(tensor, source)
+        return sums
+
+    def _checksums(self, rank: int) -> tuple[WeightFiles, SumsSource]:
+        """The file with the page checksums of the files of ``rank``, and how they are read and verified."""
+        file = self.path_of("checksums", rank)
+        checksums = open_weights(file)
+        if self._manifest.save is None:
+            return checksums, SumsSource(file)
+        return checksums, self._checksums_of_checksums(file, checksums)
+
     def _sums(self, rank: int) -> dict[Path, Sums]:
         """The verified page checksums of each file of ``rank``."""
-        file = self._file("checksums", rank)
-        checksums = open_weights(file)
-        source = (
-            SumsSource(file) if self._manifest.save is None else self._checksums_of_checksums(file, checksums)
-        )
+        checksums, source = self._checksums(rank)
+        file = checksums.path
         sums: dict[Path, Sums] = {}
-        for kind in (WEIGHTS, *self._manifest.kinds, "rank"):
-            data_file = self._file(kind, rank)
+        for kind in self._manifest.files_of_rank:
+            data_file = self.path_of(kind, rank)
             pages = round_up(self._manifest.files[data_file.name]) // PAGE
             tensor = checksums.tensors.get(data_file.name)
             if tensor is None or tensor.dtype != "U32" or tensor.numel != pages:
@@ -169,7 +187,8 @@ class Root:
         if (problem := self.save_mismatch(file)) is not None:
             raise damaged(file, problem)
 
-    def _file(self, kind: str, rank: int, suffix: str = "safetensors") -> Path:
+    def path_of(self, kind: str, rank: int, suffix: str = "safetensors") -> Path:
+        """The path of the file of ``kind`` of ``rank``."""
         return self._path / file_name(kind, rank, self._manifest.world_size, suffix)
 
 

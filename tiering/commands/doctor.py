@@ -56,10 +56,10 @@ def run(options: argparse.Namespace) -> int:
 
 def examine(directories: Sequence[Path], root: Path = Path("/")) -> list[CheckResult]:
     """Check the machine with the root directory ``root``, then each of ``directories``; return all entries."""
-    from tiering.doctor import cpus, engines, limits, memory, nameless, software, swap_directory
+    from tiering.doctor import cpus, engines, limits, memory, nameless, software, status, swap_directory
     from tiering.doctor.finding import Verdict, perform
 
-    groups = [software.CHECKS, cpus.CHECKS, memory.CHECKS, limits.CHECKS, engines.CHECKS]
+    groups = [software.CHECKS, cpus.CHECKS, memory.CHECKS, limits.CHECKS, engines.CHECKS, status.CHECKS]
     checks = {name: partial(check, root) for group in groups for name, check in group.items()}
     entries = perform(checks)
     entries += perform({"files without a name": lambda: nameless.judge(nameless.holders(root))})

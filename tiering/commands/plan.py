@@ -52,7 +52,7 @@ RATE_NAMES = {
     "gradients": "gradient elements that the CPUs of a node accumulate per second",
     "flops": "operations of each device per second in the compute dtype, for example 165T",
     "network": "bytes that each rank sends to other ranks",
-    "checksum": "bytes that the I/O thread of each rank checksums, for tiering.verify",
+    "checksum": "bytes that the CPUs of a node checksum, for tiering.verify",
 }
 
 

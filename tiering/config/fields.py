@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, SupportsIndex
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -84,6 +85,19 @@ def whole_number(value: object) -> int:
     raise ValueError(f"a whole number is needed, not {value!r}")
 
 
+def expand_home(path: object) -> object:
+    """``path`` with the home directory in place of ``~``. Raises ``ValueError`` if there is none."""
+    try:
+        return Path(path).expanduser() if isinstance(path, str) else path
+    except RuntimeError:
+        # The named user does not exist, or the current user has no home directory.
+        raise ValueError(f"no home directory for the ~ in {path!r}; write the full path") from None
+
+
+def _names(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
 def refuse_planned(*planned_values: object, instead: str) -> Callable[[object], object]:
     """A validator that refuses the ``planned`` values and recommends ``instead``."""
 
@@ -100,6 +114,8 @@ Elements = Annotated[int, BeforeValidator(whole_number), Field(ge=0)]
 Number = Annotated[float, Field(strict=True, ge=0)]
 Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
 Bytes = Annotated[int, BeforeValidator(parse_size)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_names)]
 
 
 class Section(BaseModel):

@@ -15,12 +15,28 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, Validat
 from pydantic_core import InitErrorDetails
 
 from optim_cpu.formats import quantized
+from tiering.telemetry import LABEL_NAME, LONGEST_VALUE, RESERVED_LABELS
 
 from .batch import resolve_batch
-from .fields import ALIGNMENT, Bytes, Count, Elements, Number, Section, format_size, parse_size, whole_number
+from .fields import (
+    ALIGNMENT,
+    Bytes,
+    Count,
+    Elements,
+    Names,
+    Number,
+    Section,
+    Share,
+    expand_home,
+    format_size,
+    parse_size,
+    whole_number,
+)
 from .monitor import MonitorConfig
 from .optimizer import OptimizerConfig
 from .scheduler import Schedule, SchedulerConfig
+from .step_policy import StepPolicy
+from .zero import LeafModulesConfig, OffloadConfig, OffloadOptimizerConfig, ZeroConfig
 
 __all__ = [
     "ALIGNMENT",
@@ -34,6 +50,7 @@ __all__ = [
     "OptimizerConfig",
     "QuantizeConfig",
     "SchedulerConfig",
+    "StepPolicy",
     "TelemetryConfig",
     "TieringConfig",
     "TiersConfig",
@@ -48,146 +65,12 @@ def _size_or_auto(value: object) -> int | str:
     return "auto" if value == "auto" else parse_size(value)  # type: ignore[arg-type]
 
 
-def _paths(value: object) -> object:
-    if value is None:
-        return ()
-    directories = (value,) if isinstance(value, str | Path) else value
-    if not isinstance(directories, list | tuple):
-        raise ValueError(f"a directory or a list of directories is needed, not {value!r}")
-    if not directories:
-        raise ValueError("the list of directories is empty; name one or more, or remove the key")
-    if "" in directories:
-        raise ValueError("a path is empty; write '.' for the current directory")
-    return tuple(_expand_home(path) for path in directories)
-
-
-def _expand_home(path: object) -> object:
-    try:
-        return Path(path).expanduser() if isinstance(path, str) else path
-    except RuntimeError:
-        # The named user does not exist, or the current user has no home directory.
-        raise ValueError(f"no home directory for the ~ in {path!r}; write the full path") from None
-
-
-def _refuse_duplicates(paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    for path in paths:
-        if paths.count(path) > 1:
-            raise ValueError(f"directory {str(path)!r} is listed twice; list each directory once")
-    return paths
-
-
-def _names(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
 Budget = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
-
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole_number)]
-Directories = Annotated[tuple[Path, ...], BeforeValidator(_paths), AfterValidator(_refuse_duplicates)]
 Precision = Literal["bf16", "fp16", "fp32"]
 StateFormat = Literal["fp32", "split", "bf16", "split+bf16"]
 GradDtype = Literal["auto", "fp32", "bf16", "fp16"]
-Share = Annotated[float, Field(strict=True, ge=0, le=1)]
-Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_names)]
 Seconds = Annotated[Number, Field(gt=0)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-
-
-class OffloadConfig(Section):
-    """Where parameters or optimizer state may be kept, other than on the device."""
-
-    device: Literal["none", "cpu", "nvme"] = Field(
-        default="none", description="Slowest tier allowed for this state: none, cpu (host memory) or nvme."
-    )
-    nvme_path: Directories = Field(
-        default=(),
-        description="Directory of the swap space for device nvme, or a list of directories to stripe over.",
-    )
-
-    @model_validator(mode="after")
-    def _check_nvme_path(self) -> Self:
-        if self.device == "nvme" and not self.nvme_path:
-            raise ValueError("device 'nvme' needs nvme_path, the directory of the swap space")
-        return self
-
-    @property
-    def swap_directories(self) -> tuple[Path, ...]:
-        """The resolved directories of nvme_path; empty unless the device is nvme."""
-        return tuple(path.resolve() for path in self.nvme_path) if self.device == "nvme" else ()
-
-
-class OffloadOptimizerConfig(OffloadConfig):
-    """Where the optimizer state may be kept, other than on the device, and how much of it."""
-
-    ratio: Share = Field(default=1.0, description="Fraction of the optimizer state that leaves the device.")
-
-
-class LeafModulesConfig(Section):
-    """Modules whose parameters move together whichever submodules run, for example experts routed per rank."""
-
-    classes: Names = Field(default=(), description="Class names, with or without their Python module.")
-    names: Names = Field(default=(), description="Names of modules in the model.")
-    name_suffixes: Names = Field(default=(), description="Suffixes of names of modules in the model.")
-
-
-class ZeroConfig(Section):
-    """Partitioning and offload of parameters, gradients and optimizer state."""
-
-    stage: Stage = Field(
-        default=0,
-        description="Partitioned state: 0 none, 1 optimizer state, 2 also gradients, 3 also parameters.",
-    )
-    offload_param: OffloadConfig = Field(
-        default=OffloadConfig(), description="Home of the compute parameters."
-    )
-    offload_optimizer: OffloadOptimizerConfig = Field(
-        default=OffloadOptimizerConfig(), description="Home of masters and optimizer state."
-    )
-    sub_group_size: Count = Field(default=10**9, description="Maximum elements of state updated at once.")
-    prefetch_elements: Elements = Field(
-        default=5 * 10**7,
-        description="Maximum elements prefetched, but at least room for the next group; 0: no prefetch.",
-    )
-    reduce_bucket_elements: Count = Field(
-        default=5 * 10**8,
-        description="Maximum gradients of a group that ranks exchange at once; the plan takes fewer if it has no room.",
-    )
-    live_elements: Elements = Field(
-        default=0,
-        description="Maximum elements of parameters that are fetched to the device at once, as far as modules allow:"
-        " blocks with more than half of it are cut, and less is prefetched; 0: no limit but device_budget.",
-    )
-    granularity_threshold: Elements = Field(
-        default=0,
-        description="A module with fewer parameters per module in it is never cut into groups; 0: any block may be.",
-    )
-    persistence_threshold: Elements = Field(
-        default=10**5, description="Parameters with fewer elements stay on the device."
-    )
-    leaf_module: LeafModulesConfig = Field(
-        default=LeafModulesConfig(), description="Modules whose parameters move together."
-    )
-
-    @model_validator(mode="after")
-    def _check_stage_allows_offload(self) -> Self:
-        if self.offload_param.device != "none" and self.stage < 3:
-            raise ValueError(
-                f"stage {self.stage} keeps parameters on the device, so offload_param cannot offload them:"
-                " use stage 3, or remove offload_param"
-            )
-        if self.offload_optimizer.device != "none" and self.stage < 1:
-            raise ValueError(
-                "stage 0 keeps optimizer state on the device, so offload_optimizer cannot offload it:"
-                " use stage 1, 2 or 3, or remove offload_optimizer"
-            )
-        return self
-
-    @property
-    def swap_directories(self) -> tuple[Path, ...]:
-        """The swap directories of both offload sections, without duplicates."""
-        return tuple(
-            dict.fromkeys((*self.offload_param.swap_directories, *self.offload_optimizer.swap_directories))
-        )
 
 
 class LossScaleConfig(Section):
@@ -253,12 +136,68 @@ class StagingConfig(Section):
     )
 
 
+def _valid_labels(labels: dict[str, str]) -> dict[str, str]:
+    for name, value in labels.items():
+        if not LABEL_NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is not a label name: use a letter, then letters, digits and underscores"
+            )
+        if name in RESERVED_LABELS:
+            raise ValueError(f"the label {name!r} is reserved; use another name")
+        if len(value) > LONGEST_VALUE:
+            raise ValueError(f"the value of {name!r} is longer than {LONGEST_VALUE} characters")
+    return labels
+
+
+Labels = Annotated[dict[str, str], AfterValidator(_valid_labels)]
+
+
+LONGEST_LINK = 1000
+
+
+def _valid_links(links: dict[str, str]) -> dict[str, str]:
+    for name, url in links.items():
+        if not name:
+            raise ValueError(f"the link to {url[:99]!r} has no name; name the tool")
+        if len(name) > LONGEST_VALUE:
+            raise ValueError(f"the name of the link {name[:99]!r} is longer than {LONGEST_VALUE} characters")
+        if len(url) > LONGEST_LINK:
+            raise ValueError(f"the link {name!r} is longer than {LONGEST_LINK} characters")
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"the link {name!r} is {url[:99]!r}; it must begin with http:// or https://")
+    return links
+
+
+Links = Annotated[dict[str, str], AfterValidator(_valid_links)]
+
+
 class TelemetryConfig(Section):
     """Status that the run publishes for the sidecar."""
 
     enabled: StrictBool = Field(default=True, description="Publish a status file that the sidecar reads.")
-    dir: Annotated[Path, BeforeValidator(_expand_home)] | None = Field(
+    dir: Annotated[Path, BeforeValidator(expand_home)] | None = Field(
         default=None, description="Directory of the status file; null: the user's run directory."
+    )
+    stacks: StrictBool = Field(
+        default=True,
+        description="Write the Python stacks of the ranks when `tierd stacks` requests them, and at SIGUSR2 to"
+        " standard error unless the program handles this signal.",
+    )
+    labels: Labels = Field(
+        default={},
+        max_length=16,
+        description='Labels of the run for metrics and the web page, for example {"team": "vision"}.',
+    )
+    links: Links = Field(
+        default={},
+        max_length=16,
+        description='Links to the run in other tools on the web page, for example {"TensorBoard": "http://tb:6006"}.',
+    )
+    # The upper bound is far above any model; without it, a total could become infinite, which a snapshot refuses.
+    flops_per_token: Annotated[Number, Field(gt=0, le=1e18)] | None = Field(
+        default=None,
+        description="Floating-point operations of forward and backward for one token, for TFLOP/s and MFU; null:"
+        " computed for models with a configuration as in transformers.",
     )
 
 
@@ -351,12 +290,20 @@ class TiersConfig(Section):
         description="Maximum bytes of a weight of a linear layer or an embedding, in the compute dtype: a larger one is"
         " cut into tiles of rows, each a module of its own; 0: none is cut.",
     )
-    step: Literal["after", "deferred"] = Field(
-        default="after",
-        description="When step() updates parameters: at once, or each before its next use.",
+    step: StepPolicy = Field(
+        default=StepPolicy.AFTER,
+        description="When parameters are updated: in step(); each before its next use; during backward, with the"
+        " learning rate at its start; auto: the fastest of these with which a loop sees the same.",
     )
-    step_in_backward: StrictBool = Field(
-        default=False, description="Update groups during backward, with the learning rate at its start."
+    swap_versions: Literal[1, 2] = Field(
+        default=1,
+        description="Versions in swap space of what step() writes there. 2: twice the room and the same traffic; a step"
+        " whose writes fail is continued, and step 'in_backward' is exact.",
+    )
+    snapshots: StrictBool = Field(
+        default=False,
+        description="Keep room in swap space for engine.snapshot_state(): one version more of what step() writes there,"
+        " and two of trained state in memory.",
     )
     max_skipped_steps: Elements = Field(
         default=50,
@@ -469,28 +416,32 @@ class TieringConfig(Section):
                 " set a size such as '1GiB', or activations to 'device'"
             )
             yield "activation_budget", reason
-        if self.tiering.step_in_backward and self.tiering.step == "deferred":
-            yield "step_in_backward", "true with step 'deferred': remove one of them"
-        if self.tiering.step_in_backward and self.world_size > 1:
-            reason = (
-                f"true with {self.world_size} ranks is not supported in this version; set step_in_backward to false, or"
-                " run one process"
+        if self.tiering.snapshots and not self.zero.swap_directories:
+            reason = "true without a directory: set nvme_path of offload_optimizer or offload_param, or set it to false"
+            yield "snapshots", reason
+        if self.tiering.step is StepPolicy.IN_BACKWARD:
+            for condition, reason in self.conflicts_in_backward():
+                yield "step", f"'in_backward' with {condition}: {reason}"
+
+    def conflicts_in_backward(self) -> Iterator[tuple[str, str]]:
+        """The conditions here with which StepPolicy.IN_BACKWARD is not possible, each with the reason and remedies."""
+        # With a second version of what it writes, the step can be taken back.
+        if self.tiering.swap_versions > 1:
+            return
+        remedy = "set swap_versions to 2, step to 'deferred'"
+        if self.world_size > 1:
+            yield (
+                f"{self.world_size} ranks",
+                f"it is not supported in this version; {remedy}, or run one process",
             )
-            yield "step_in_backward", reason
-        if self.tiering.step_in_backward and self.gradient_clipping:
-            reason = (
-                f"true with gradient_clipping {self.gradient_clipping:g}: the gradient norm is known only after"
-                " backward; set gradient_clipping to 0, or step_in_backward to false"
+        if self.gradient_clipping:
+            yield (
+                f"gradient_clipping {self.gradient_clipping:g}",
+                f"the gradient norm is known only after backward; {remedy}, or gradient_clipping to 0",
             )
-            yield "step_in_backward", reason
-        if (
-            self.tiering.step_in_backward
-            and "fp16" in (self.precision, self.autocast)
-            and not self.loss_scale.scale
-        ):
+        if "fp16" in (self.precision, self.autocast) and not self.loss_scale.scale:
             fixed = "fp16.loss_scale to a fixed scale" if self.precision == "fp16" else "autocast to bf16"
-            reason = (
-                "true with a dynamic loss scale in fp16: an overflow, known only after backward, must skip the"
-                f" whole update; set {fixed}, or step_in_backward to false"
+            yield (
+                "a dynamic loss scale in fp16",
+                f"an overflow, known only after backward, must skip the whole update; {remedy}, or {fixed}",
             )
-            yield "step_in_backward", reason

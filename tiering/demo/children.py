@@ -49,11 +49,16 @@ class Child:
     """A Python module that runs as a process in its own session, so that Ctrl-C reaches only the parent."""
 
     def __init__(
-        self, module: str, *arguments: str, pass_fds: tuple[int, ...] = (), pipe: bool = False
+        self,
+        module: str,
+        *arguments: str,
+        pass_fds: tuple[int, ...] = (),
+        stdin: int = subprocess.DEVNULL,
+        pipe: bool = False,
     ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE if pipe else None,
             stderr=subprocess.STDOUT if pipe else None,
             text=True,
@@ -102,6 +107,7 @@ class Worker(Child):
                 *("--run-name", run_name, "--events", str(write_fd), "--columns", str(columns)),
                 *(["--plant-fault"] if plant_fault else []),
                 pass_fds=(write_fd,),
+                stdin=subprocess.PIPE,
             )
         finally:
             # events() sees the end of the pipe only if no other process holds its write end.
@@ -121,8 +127,14 @@ class Worker(Child):
                 f"the worker that trains with {self.way} ended with code {code}; see its output above"
             )
 
+    def release(self) -> None:
+        """Let the worker, which waits after its last step, finish. Idempotent."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
     def stop(self) -> None:
         super().stop()
+        self.release()
         self.pipe.close()
 
 
@@ -143,7 +155,8 @@ class Sidecar(Child):
     def rank(self, run_name: str) -> dict[str, Any] | None:
         """Rank 0 of the live run ``run_name`` in ``GET /v1/status``, or ``None``."""
         try:
-            with urllib.request.urlopen(f"{self.url}v1/status", timeout=5) as answer:  # noqa: S310 (loopback)
+            # The scheme is http: the sidecar printed the URL.
+            with urllib.request.urlopen(f"{self.url}v1/status", timeout=5) as answer:  # noqa: S310
                 runs = json.load(answer)["runs"]
         except OSError:
             # The sidecar does not answer. Training continues; the verdict reports it at the end.

@@ -64,7 +64,7 @@ def _demo(directory: Path, port: int, settings: Settings, plant_fault: bool, con
     results: dict[Way, Mapping[str, Any]] = {}
     with Sidecar(port) as sidecar:
         console.print(f"sidecar: {sidecar.url} shows the runs while they train")
-        watch = _Watch(sidecar, run_name, settings.steps, console)
+        watch = _Watch(sidecar, run_name, console)
         # A planted fault changes NVMe state; the plain loop would not show more.
         for way in [Way.NVME, Way.MEMORY] if plant_fault else list(Way):
             results[way] = _train(way, directory, settings, run_name, plant_fault, console, watch)
@@ -94,20 +94,21 @@ class _Watch:
     """From step 3 on, queries the sidecar after each step until it shows the run, and prints its status once.
 
     The steps of a small model can end before the sidecar reads the status file again: after the last step, the query is
-    repeated for LAST_SECONDS, while the worker generates text and computes digests.
+    repeated for at most LAST_SECONDS, while the worker waits.
     """
 
     LAST_SECONDS = 10.0
 
-    def __init__(self, sidecar: Sidecar, run_name: str, steps: int, console: Console) -> None:
-        self.sidecar, self.run_name, self.steps, self.console = sidecar, run_name, steps, console
+    def __init__(self, sidecar: Sidecar, run_name: str, console: Console) -> None:
+        self.sidecar, self.run_name, self.console = sidecar, run_name, console
         self.run_seen = False
 
     def after_step(self, step: int) -> None:
-        if self.run_seen or step < min(3, self.steps):
-            return
-        deadline = time.monotonic() + (self.LAST_SECONDS if step == self.steps else 0)
-        self._query()
+        if not self.run_seen and step >= 3:
+            self._query()
+
+    def after_training(self) -> None:
+        deadline = time.monotonic() + self.LAST_SECONDS
         while not self.run_seen and time.monotonic() < deadline:
             time.sleep(0.1)
             self._query()
@@ -155,6 +156,10 @@ def _train(
                     _advance(bar, task, event, settings)
                     if way is Way.NVME:
                         watch.after_step(event["step"])
+                case "trained":
+                    if way is Way.NVME:
+                        watch.after_training()
+                    worker.release()
                 case "result":
                     result = event
     if not result:

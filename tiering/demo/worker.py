@@ -1,7 +1,8 @@
 """The process that trains one way, and reports events to its parent as JSON lines on a pipe.
 
-Events: ``plan`` (the table as text), ``step`` (after each step), ``fault`` (the planted fault), ``result`` (at the
-end), ``error`` (a message for the user; the process then ends with code 2).
+Events: ``plan`` (the table as text), ``step`` (after each step), ``fault`` (the planted fault), ``trained`` (after the
+last step; the process then waits until its standard input is closed), ``result`` (at the end), ``error`` (a message for
+the user; the process then ends with code 2).
 """
 
 from __future__ import annotations
@@ -192,6 +193,7 @@ def train(options: argparse.Namespace, report: Any) -> None:
         # Before finish(), whose sample and digests need memory and traffic of their own.
         peak, traffic = _resident("VmHWM"), run.traffic()
         result = {"losses": losses, "baseline": baseline, "peak": peak, **asdict(traffic)}
+        report("trained")
         report("result", **result, **run.finish())
     finally:
         run.close()
@@ -239,6 +241,9 @@ def main() -> int:
         def report(event: str, **fields: object) -> None:
             pipe.write(json.dumps({"event": event, **fields}) + "\n")
             pipe.flush()
+            if event == "trained":
+                # The parent looks for the run in the sidecar, which may be late on a busy machine.
+                sys.stdin.read()
 
         try:
             train(options, report)

@@ -18,6 +18,8 @@ from tiering.doctor.finding import Finding, note, problem
 from tiering.host.cgroups import io_limits
 from tiering.host.drives import Backing, Drive, behind
 from tiering.host.kernel_files import text_of
+from tiering.host.quotas import Quota, quotas
+from tiering.host.smart import Smart, read_smart
 from tiering.host.topology import format_cpus, parse_cpus
 from tiering.storage.file_system import direct_alignment
 from tiering.storage.swap_file import overwrites_in_place
@@ -41,10 +43,12 @@ def checks(directory: Path, root: Path = Path("/")) -> dict[str, Callable[[], Fi
         "file system": lambda: file_system(backing()),
         "swap file": lambda: judge_trial(try_swap_file(directory)),
         "space": lambda: space(os.statvfs(directory)),
+        "quota": lambda: quota(list(quotas(directory))),
         "files without a name": lambda: nameless.judge(
             holder for holder in nameless.holders(root) if holder.device == directory.stat().st_dev
         ),
         "drive": lambda: drive(backing()),
+        "drive's wear": lambda: wear(backing(), root / "dev"),
         "link": lambda: link(backing()),
         "scheduler": lambda: scheduler(backing()),
         "drive's NUMA node": lambda: numa(backing(), root),
@@ -190,6 +194,57 @@ def space(status: os.statvfs_result) -> Finding:
     if free < LOW_SPACE * total:
         return note(f"{text}: a nearly full drive writes slowly", "free some space, and run sudo fstrim -a")
     return Finding(text)
+
+
+def quota(limits: list[Quota]) -> Finding:
+    if not limits:
+        return Finding("none")
+    text = ", ".join(
+        f"{format_size(limit.left)} of {format_size(limit.limit)} left for this {limit.kind}"
+        for limit in limits
+    )
+    # Swap files are allocated before the first step, so that a quota stops a run at its start.
+    if min(limit.left for limit in limits) < MIN_SPACE:
+        return problem(text, "remove files of this owner there, or ask for a larger quota (setquota)")
+    return Finding(text)
+
+
+WORN = 0.8
+"""Part of the endurance of a drive from which on it should be replaced soon."""
+
+
+def wear(backing: Backing, devices: Path = Path("/dev")) -> Finding:
+    """The SMART logs of the NVMe drives."""
+    texts, remedies = [], []
+    for disk in backing.disks:
+        if not disk.name.startswith("nvme"):
+            continue
+        try:
+            log = read_smart(disk.name, devices)
+        except PermissionError:
+            texts.append(f"{disk.name} unknown: only root may read its SMART log (sudo tiering doctor DIR)")
+            continue
+        except OSError as error:
+            texts.append(f"{disk.name} unknown: its SMART log cannot be read ({error.strerror})")
+            continue
+        texts.append(_wear_of(disk.name, log))
+        if log.warnings or log.spare < log.least_spare or log.used >= WORN or log.media_errors:
+            remedies.append(f"back up its data, and plan to replace {disk.name}; see sudo smartctl -a")
+    if not texts:
+        return Finding("unknown: no NVMe drive is visible")
+    return note("; ".join(texts), "; ".join(remedies)) if remedies else Finding("; ".join(texts))
+
+
+def _wear_of(name: str, log: Smart) -> str:
+    parts = [f"{name} {log.used:.0%} used", f"{log.written / 1e12:.3g} TB written"]
+    if log.endurance is not None:
+        parts.append(f"of about {log.endurance / 1e12:.3g} TB by its own estimate")
+    parts.append(f"{log.spare:.0%} spare blocks left")
+    if log.media_errors:
+        parts.append(f"{log.media_errors} media errors")
+    if log.warnings:
+        parts.append(f"critical warning {log.warnings:#04x}")
+    return ", ".join(parts)
 
 
 def drive(backing: Backing) -> Finding:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from optim_cpu.rules import UPDATE_RULES
-from tiering.config.training import OptimizerConfig, TieringConfig
+from tiering.config.training import OptimizerConfig, StepPolicy, TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.workload import FP32, ITEMSIZES, Tenant, Tier, Workload
@@ -98,8 +98,8 @@ def make_workload(
     """The Workload of ``groups`` on each of ``world_size`` ranks, with ``others`` that live on the tiers.
 
     ``fetch_by_copy``: reads from NVMe cannot land where compute uses the data. An ``update_on_device`` of "auto" is 0
-    here; planning.update_share computes it from rates. Raises ConfigError for offloading that is not supported on a
-    GPU in this version.
+    here, and a ``step`` of "auto" is AFTER; planning.update_share and planning.step_choice choose them. Raises
+    ConfigError for offloading that is not supported on a GPU in this version.
     """
     if on_gpu:
         _check_offload(config, state)
@@ -126,8 +126,9 @@ def make_workload(
         split=state.split,
         can_split=dtypes.compute == "bf16",
         moment_itemsize=state.moment_itemsize,
-        step_in_backward=config.tiering.step_in_backward,
-        step_deferred=config.tiering.step == "deferred",
+        step=StepPolicy.AFTER if config.tiering.step is StepPolicy.AUTO else config.tiering.step,
+        versions=config.tiering.swap_versions,
+        snapshots=config.tiering.snapshots,
         world_size=world_size,
         stage=zero.stage,
         reduce_itemsize=ITEMSIZES[dtypes.reduce],

@@ -24,12 +24,13 @@ from tiering.config.training import format_size
 from tiering.errors import PlacementError
 from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.host_filling import Filled, HostFilling
-from tiering.placement.plan import Budgets, Plan, Staging, TileRun, checksum_bytes
+from tiering.placement.plan import FLUSHED_VERSIONS, Budgets, Plan, Staging, TileRun, checksum_bytes
 from tiering.placement.reduction import least_reduction, reduction_within
 from tiering.placement.slots import USUAL_SLOTS, SlotRoom, growth, has_to_visit, slot_room, slots_of_sizes
-from tiering.placement.tenants import GRADIENTS, PARAMETERS, tenants, with_windows
+from tiering.placement.tenants import GRADIENTS, PARAMETERS, beside_budgets, tenants, with_windows
 from tiering.placement.workload import ACTIVATIONS, Tenant, Tier, Workload
 from tiering.storage.arena import PAGE, round_up
+from tiering.storage.versions import Versions
 
 # Bytes: more than any budget that is needed.
 AMPLE = 1 << 60
@@ -50,7 +51,7 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
     try:
         plan = place(load, budgets)
     except PlacementError as error:
-        raise PlacementError(f"{error.message}. {load.beside_budgets()}") from None
+        raise PlacementError(f"{error.message}. {beside_budgets(load)}") from None
     load = plan.workload
     moved = {load.state_format: sum(plan.nvme_traffic())}
     host_without_nvme = None
@@ -178,7 +179,8 @@ def _mandatory(load: Workload, budgets: Budgets) -> _Room:
     fixed = _Room(load, budgets)
     fixed.check()
     swapped, room = _swappable_bytes(load), fixed.remaining(Tier.HOST)
-    needed = sum(swapped.values()) - room
+    # At most, because not all of it has several versions.
+    needed = sum(swapped.values()) - room * Versions.count(load.kept_state)
     if needed > budgets.nvme:
         raise BudgetError(
             f"nvme needs at least {format_need(needed)} but its budget is {budgets.text(Tier.NVME)}"
@@ -387,13 +389,15 @@ def _visitors(load: Workload, filled: Filled, runs: Sequence[TileRun], room: int
 def _bytes_on_nvme(
     everything: Sequence[Tenant], tiers: Mapping[str, Sequence[Tier]], *, only_fixed: bool = False
 ) -> int:
-    """Bytes on NVMe if everything that may live there does; ``only_fixed``: of what may live nowhere else."""
-    return sum(
-        count * piece.swap_bytes
-        for tenant in everything
-        for piece, tier, count in tenant.counted(tiers[tenant.kind])
-        if tier is Tier.NVME and (piece.fixed or not only_fixed)
-    )
+    """At most so many bytes of swap space: of pieces on these ``tiers``, or with all that is not fixed in memory."""
+    nbytes = 0
+    for tenant in everything:
+        for piece, tier, count in tenant.counted(tiers[tenant.kind]):
+            # Host memory may keep it instead, and then a snapshot writes it.
+            in_memory = FLUSHED_VERSIONS * piece.flushed
+            on_nvme = tier is Tier.NVME and (piece.fixed or not only_fixed)
+            nbytes += count * (max(piece.swap_bytes, in_memory) if on_nvme else in_memory)
+    return nbytes
 
 
 def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:

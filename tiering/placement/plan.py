@@ -12,9 +12,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiering.config.training import format_size
-from tiering.placement.tenants import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, tenants, with_windows
+from tiering.placement.tenants import (
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    SNAPSHOTS,
+    beside_budgets,
+    tenants,
+    with_windows,
+)
 from tiering.placement.workload import Tenant, Tier, Workload
-from tiering.storage.arena import PAGE
+from tiering.storage.arena import PAGE, round_up
+from tiering.storage.versions import Kept, Versions
 from tiering.telemetry import PlannedTier, PlanStatus
 
 if TYPE_CHECKING:
@@ -22,6 +31,8 @@ if TYPE_CHECKING:
 
 # Bytes on NVMe per byte of checksums: 4 bytes per memory page.
 CHECKSUM_SHARE = PAGE // 4
+# Of what a snapshot writes: one is in the last snapshot, one is written for the next.
+FLUSHED_VERSIONS = Versions.count([Kept.SNAPSHOT])
 # Bytes of a file whose checksums are allocated together.
 CHECKSUM_CHUNK = 16 << 20
 # Chunks per file: its last one, and those that a measurement writes beyond the file's later size.
@@ -100,6 +111,11 @@ class TileRun(NamedTuple):
             return self, None
         return self._replace(end=middle), self._replace(start=middle)
 
+    def sizes(self) -> Iterator[tuple[int, int]]:
+        """The elements of a tile, and the number of such tiles."""
+        yield self.step, self.numel // self.step
+        yield self.numel % self.step, 1
+
     def sub_groups(self) -> Iterator[SubGroup]:
         """Its tiles."""
         for start in range(self.start, self.end, self.step):
@@ -141,12 +157,16 @@ class ReductionRoom:
 
 @dataclass
 class _Sums:
-    """Bytes of pieces, those of them that are read from files of a user, and what a step reads and writes on NVMe."""
+    """Bytes of pieces, of swap space for them, those that are read from files of a user, the traffic of a step, and
+    what a snapshot writes.
+    """
 
     nbytes: int = 0
+    swap: int = 0
     in_files: int = 0
     read: int = 0
     written: int = 0
+    flushed: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,14 +224,21 @@ class Plan:
                     in_files = piece.read_in_files if tier is Tier.NVME else None
                     each = sums[tenant.kind, tier]
                     each.nbytes += count * piece.nbytes
+                    each.swap += count * piece.swap_bytes
                     each.in_files += count * (0 if in_files is None else piece.nbytes)
                     each.read += count * (piece.read if in_files is None else in_files)
                     each.written += count * piece.written
+                    each.flushed += count * (0 if tier is Tier.NVME else piece.flushed)
         load = self.workload
         itemsizes = load.kinds.spread([load.of(group).state_itemsize for group, _ in load.alike])
         for run in self.runs:
             each, nbytes = sums[OPTIMIZER_STATE, run.tier], run.numel * itemsizes[run.group]
             each.nbytes += nbytes
+            each.swap += nbytes * Versions.count(load.kept_state)
+            if load.snapshots and run.tier is not Tier.NVME:
+                each.flushed += sum(
+                    count * round_up(numel * itemsizes[run.group]) for numel, count in run.sizes()
+                )
             each.read += nbytes
             each.written += nbytes
         return sums
@@ -237,7 +264,10 @@ class Plan:
         """Bytes planned on ``tier``, by kind."""
         load, kinds = self.workload, {tenant.kind: 0 for tenant in self.tenants}
         for (kind, on), sums in self._sums.items():
-            kinds[kind] += sums.nbytes - sums.in_files if on is tier else 0
+            if on is tier:
+                kinds[kind] += sums.swap if tier is Tier.NVME else sums.nbytes
+        if tier is Tier.NVME:
+            kinds[SNAPSHOTS] = FLUSHED_VERSIONS * self.snapshot_bytes
         if tier is Tier.DEVICE:
             kinds["local gradients"] = load.local_grad_bytes
             kinds["gradient reduction"] = self.reduction.nbytes
@@ -248,6 +278,11 @@ class Plan:
             kinds["staging"] = self.staging.nbytes + windows
             kinds["checksums"] = self.checksum_bytes
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes that a snapshot writes: trained state that does not live on NVMe, in whole pages."""
+        return sum(sums.flushed for sums in self._sums.values())
 
     @property
     def in_place_bytes(self) -> int:
@@ -408,6 +443,10 @@ class Plan:
             f" {1e3 * figures['seconds']:.3g} ms of NVMe at {format_size(int(figures['bytes_per_second']))}/s{source}"
         )
 
+    def _snapshots(self) -> str:
+        """A line with the bytes of a snapshot; empty without snapshots."""
+        return f"a snapshot writes {format_size(self.snapshot_bytes)}" if self.workload.snapshots else ""
+
     def table(self) -> Table:
         """The plan as a table."""
         from tiering._figures_table import FiguresTable
@@ -417,7 +456,14 @@ class Plan:
         ranks = self.workload.world_size
         each = f", each of {ranks} ranks (stage {self.workload.stage})" if ranks > 1 else ""
         notes = filter(
-            None, (self._formats(), self._updates(), self._staged(), self.workload.beside_budgets())
+            None,
+            (
+                self._formats(),
+                self._updates(),
+                self._staged(),
+                self._snapshots(),
+                beside_budgets(self.workload),
+            ),
         )
         # Every plan fits in 80 columns.
         table = FiguresTable.plain(title=f"Placement plan{each}", caption="\n".join(notes))

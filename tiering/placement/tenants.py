@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from tiering.config.training import TieringConfig
+from tiering.config.training import TieringConfig, format_size
 from tiering.placement.workload import ACTIVATIONS, Tenant, TenantPiece, Tier, Workload
 from tiering.storage.arena import round_up
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER_STATE = "optimizer state"
+SNAPSHOTS = "snapshots"
+"""Swap space for trained state in memory, which a snapshot writes there."""
 
 
 # Plans with other budgets have the same tenants.
@@ -37,7 +39,18 @@ def parameters(load: Workload) -> Tenant:
         nbytes, in_files = load.home_bytes(group), None
         if group.in_files is not None:
             in_files = read + load.micro_batches * group.unshards * (group.in_files.read_bytes - nbytes)
-        pieces.append(TenantPiece(nbytes, tier, read, written, group.routed, read_in_files=in_files))
+        pieces.append(
+            TenantPiece(
+                nbytes,
+                tier,
+                read,
+                written,
+                group.routed,
+                read_in_files=in_files,
+                kept=load.kept_params(group),
+                flushed=load.flushed_params(group),
+            )
+        )
     return Tenant(PARAMETERS, load.kinds.spread(pieces), offloaded=True, with_parameters=True)
 
 
@@ -55,7 +68,9 @@ def optimizer_state(load: Workload) -> Tenant:
     pieces = []
     for at in load.kinds.firsts:
         nbytes = load.state_bytes(load.groups[at])
-        pieces.append(TenantPiece(nbytes, load.optimizer_tiers[at], nbytes, nbytes))
+        # Only the last tile of a group is not of whole pages.
+        tier, flushed = load.optimizer_tiers[at], round_up(nbytes) if load.snapshots else 0
+        pieces.append(TenantPiece(nbytes, tier, nbytes, nbytes, kept=load.kept_state, flushed=flushed))
     return Tenant(OPTIMIZER_STATE, load.kinds.spread(pieces), offloaded=True)
 
 
@@ -77,6 +92,14 @@ def activations(
     # Without swap space for optimizer state, in that of the parameters.
     with_parameters = not config.zero.offload_optimizer.swap_directories
     return (Tenant(ACTIVATIONS, tuple(pieces), with_parameters=with_parameters),)
+
+
+def beside_budgets(load: Workload) -> str:
+    """A sentence for plans and refusals: the memory that the budgets do not count."""
+    gradients = f", up to {format_size(load.gradients_beside)} of gradients" if load.gradients_beside else ""
+    moved = any(tenant.kind == ACTIVATIONS for tenant in load.others)
+    kept = "activations that stay on the device" if moved else "activations"
+    return f"Not counted in the budgets: {kept}{gradients}, and the memory of Python and torch"
 
 
 def with_windows(everything: Iterable[Tenant]) -> list[Tenant]:

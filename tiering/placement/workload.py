@@ -13,10 +13,11 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from tiering.config.fields import format_size
+from tiering.config.step_policy import StepPolicy
 from tiering.placement.group_sizes import GroupSizes, exchanged_at_once, sizes_of
 from tiering.placement.kinds import Kinds
 from tiering.storage.arena import round_up
+from tiering.storage.versions import Kept, Versions
 
 ACTIVATIONS = "activations"
 FP32 = 4
@@ -61,11 +62,15 @@ class TenantPiece:
     # The bytes that a step reads instead of ``read``, in whole pages, if files of a user have the piece: then it needs
     # no swap space.
     read_in_files: int | None = None
+    # Purposes for which its content is kept in swap space: each takes as much room once more.
+    kept: tuple[Kept, ...] = ()
+    # Bytes that are written for a snapshot if they do not live on NVMe.
+    flushed: int = 0
 
     @property
     def swap_bytes(self) -> int:
         """Bytes of swap space that it takes on NVMe."""
-        return self.nbytes if self.read_in_files is None else 0
+        return self.nbytes * Versions.count(self.kept) if self.read_in_files is None else 0
 
 
 @dataclass(frozen=True)
@@ -139,9 +144,11 @@ class Workload:
     split: bool = False
     moment_itemsize: int = FP32
     can_split: bool = False
-    step_in_backward: bool = False
-    # Parameters are updated in the forward after the step.
-    step_deferred: bool = False
+    step: StepPolicy = StepPolicy.AFTER
+    # Versions of what a step writes, in swap space, for the steps themselves.
+    versions: int = 1
+    # Swap space has room for snapshots, too.
+    snapshots: bool = False
     world_size: int = 1
     stage: int = 3
     # Bytes per element of gradients sent between ranks; 0: grad_itemsize.
@@ -199,18 +206,16 @@ class Workload:
     @cached_property
     def enclosing(self) -> frozenset[int]:
         """The indices of groups that are unsharded while groups inside of them are unsharded and resharded."""
-        parents = {group.parent for group in self.groups if group.parent is not None}
-        return frozenset(
-            parents | {beside for at in parents if (beside := self.groups[at].beside) is not None}
-        )
+        return self._with_those_beside(group.parent for group in self.groups)
 
     @cached_property
     def routing(self) -> frozenset[int]:
         """The indices of groups that enclose experts, and of those beside them."""
-        parents = {group.parent for group in self.groups if group.routed and group.parent is not None}
-        return frozenset(
-            parents | {beside for at in parents if (beside := self.groups[at].beside) is not None}
-        )
+        return self._with_those_beside(group.parent for group in self.groups if group.routed)
+
+    def _with_those_beside(self, indices: Iterable[int | None]) -> frozenset[int]:
+        known = {at for at in indices if at is not None}
+        return frozenset(known | {beside for at in known if (beside := self.groups[at].beside) is not None})
 
     @cached_property
     def stay_open(self) -> tuple[bool, ...]:
@@ -248,6 +253,27 @@ class Workload:
     def state_bytes(self, group: GroupSizes) -> int:
         """Bytes of optimizer state that a rank keeps."""
         return self.state_numel(group) * self.of(group).state_itemsize
+
+    @cached_property
+    def kept_state(self) -> tuple[Kept, ...]:
+        """The purposes for which optimizer state is kept in swap space."""
+        return (Kept.STEP,) * (self.versions > 1) + (Kept.SNAPSHOT,) * self.snapshots
+
+    def kept_params(self, group: GroupSizes) -> tuple[Kept, ...]:
+        """The purposes for which the parameters of ``group`` are kept in swap space.
+
+        Snapshots, like checkpoints, have masters: parameters only where these are the masters, or half of them.
+        """
+        if not group.trainable_numel:
+            return ()
+        return tuple(
+            each for each in self.kept_state if each is not Kept.SNAPSHOT or self.of(group).steps_need_params
+        )
+
+    def flushed_params(self, group: GroupSizes) -> int:
+        """Bytes of parameters of ``group`` that a snapshot writes if they do not live on NVMe."""
+        saved = Kept.SNAPSHOT in self.kept_params(group)
+        return round_up(self.state_numel(group) * self.of(group).compute_itemsize) if saved else 0
 
     def shards_params(self, group: GroupSizes) -> bool:
         """Whether a rank keeps only its shard of the parameters, and gathers the other shards to compute."""
@@ -331,15 +357,6 @@ class Workload:
         sizes = (group.largest_trained * self.of(group).compute_itemsize for group, _ in self.alike)
         return (2 if self.world_size == 1 else 3) * max(sizes, default=0)
 
-    def beside_budgets(self) -> str:
-        """A sentence for plans and refusals: the memory that the budgets do not count."""
-        gradients = (
-            f", up to {format_size(self.gradients_beside)} of gradients" if self.gradients_beside else ""
-        )
-        moved = any(tenant.kind == ACTIVATIONS for tenant in self.others)
-        activations = "activations that stay on the device" if moved else "activations"
-        return f"Not counted in the budgets: {activations}{gradients}, and the memory of Python and torch"
-
     @property
     def master_itemsize(self) -> int:
         """Bytes of optimizer state per element for the master, or for its half that is not the parameter."""
@@ -399,21 +416,23 @@ class Workload:
     def grad_traffic(self, group: GroupSizes) -> int:
         """Bytes read, and as many written, over NVMe in a step for the gradients of ``group``, if they live there.
 
-        An update in backward takes the last micro-batch's gradients from the window in which they accumulate.
+        An update in backward that cannot be taken back uses the last micro-batch's gradients in their window.
         """
         parts = group.parts if self.world_size == 1 else 1
         arrivals = 1 if self.grads_stay_local else self.micro_batches * parts
-        written = arrivals - (1 if self.step_in_backward and group.uses == 1 else 0)
+        uses_window = self.is_irrevocable and group.uses == 1
+        written = arrivals - (1 if uses_window else 0)
         return written * self.grad_numel(group) * self.of(group).grad_itemsize
-
-    @cached_property
-    def computed_in_place(self) -> frozenset[Tier]:
-        """The tiers whose parameters compute can use in place."""
-        return frozenset({Tier.DEVICE, Tier.HOST} if self.device_is_host else {Tier.DEVICE})
 
     def computes_in_place(self, group: GroupSizes, tier: Tier) -> bool:
         """Whether ``group`` can compute from its home on ``tier`` without further room; never if it is sharded."""
-        return tier in self.computed_in_place and not self.shards_params(group)
+        in_reach = tier is Tier.DEVICE or (tier is Tier.HOST and self.device_is_host)
+        return in_reach and not self.shards_params(group)
+
+    @property
+    def is_irrevocable(self) -> bool:
+        """Whether a step that is made in backward cannot be taken back."""
+        return self.step is StepPolicy.IN_BACKWARD and self.versions == 1
 
     @cached_property
     def optimizer_tiers(self) -> tuple[Tier, ...]:

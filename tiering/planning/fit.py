@@ -237,7 +237,7 @@ def _slower_tiers(load: Workload) -> Iterator[tuple[dict[str, int | str], Worklo
 
 def _more_ranks(load: Workload, budgets: Budgets) -> Iterator[Remedy]:
     """The least power of two times as many ranks, each with the same budgets."""
-    if load.step_in_backward or load.stage == 0:
+    if load.is_irrevocable or load.stage == 0:
         return
     ranks = 2 * load.world_size
     while ranks <= MOST_RANKS:

@@ -3,18 +3,21 @@
 A step has three phases: the forwards, the backwards and the update. In each phase the parts of a machine (device, disk,
 link, network, CPU) work at the same time, and the slowest part determines its time. If the CPU is the device, its work
 is sequential. Phases overlap little: the last backward reads state for all slots, and the next forward writes as much.
-docs/tools/planning.md derives the formulas.
+A deferred update works beside the first forward of the next step, and an update in backward beside the last backward of
+its own; the other micro-batches compute alone. docs/tools/planning.md derives the formulas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from enum import Enum
 
+from tiering.config.step_policy import StepPolicy
 from tiering.errors import ConfigError
 from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.plan import Plan
+from tiering.placement.updates import update_of
 from tiering.placement.workload import Tier, Workload
 from tiering.planning.rates import Rates
 
@@ -125,6 +128,32 @@ class _Work:
     # Read and written in host memory to update state that is not in a GPU's memory.
     updating: float = 0.0
 
+    def plus(self, other: _Work, times: int = 1) -> _Work:
+        """This work, and that of ``other`` so many times."""
+        return _Work(*(own + times * more for own, more in zip(astuple(self), astuple(other), strict=True)))
+
+
+class _Phase:
+    """The work of a phase with so many micro-batches: of ``each``, and ``once``, beside the first or last of them."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.each, self.once = _Work(), _Work()
+        self._micro_batches = micro_batches
+
+    def add(self, *, once: bool = False, **amounts: float) -> None:
+        """Adds work that all micro-batches share equally, or that one of them has; ``once`` has the remainder."""
+        for name, amount in amounts.items():
+            each, rest = (0, amount) if once else divmod(amount, self._micro_batches)
+            setattr(self.each, name, getattr(self.each, name) + each)
+            setattr(self.once, name, getattr(self.once, name) + rest)
+
+    @property
+    def parts(self) -> list[tuple[_Work, int]]:
+        """The work of the micro-batch that has ``once``, and that of the others; and their numbers."""
+        others = self._micro_batches - 1
+        beside = [(self.each.plus(self.once), 1)]
+        return [*beside, (_Work().plus(self.each, others), others)] if others else beside
+
 
 def forecast(
     plan: Plan,
@@ -149,7 +178,7 @@ def forecast(
 
     Raises ConfigError if a rate is missing that this plan needs.
     """
-    work = _work_of(plan, chunks)
+    work = {name: phase.parts for name, phase in _work_of(plan, chunks).items()}
     rank = rates.of_rank(local_ranks)
     if not plan.workload.verified_files:
         rank = replace(rank, checksum=None)
@@ -157,8 +186,13 @@ def forecast(
 
     def phases(tokens: int) -> tuple[Phase, ...]:
         return tuple(
-            _phase(name, work[name], per_token[name] * tokens, rank, plan.workload.device_is_host)
-            for name in work
+            _in_turn(
+                [
+                    _phase(name, part, per_token[name] * tokens * count, rank, plan.workload.device_is_host)
+                    for part, count in parts
+                ]
+            )
+            for name, parts in work.items()
         )
 
     def hidden(tokens: int) -> bool:
@@ -198,97 +232,94 @@ def _fewest(hidden: Callable[[int], bool]) -> int:
 def _flops(
     plan: Plan, checkpointed: bool, active: float, attention_flops: float, computed: int | None
 ) -> dict[str, float]:
-    """Floating-point operations per token of a micro-batch, by phase."""
+    """Floating-point operations of a micro-batch per token, by phase."""
     load = plan.workload
     held = sum(group.param_bytes / load.of(group).compute_itemsize for group in load.groups)
     numel = active * (held if computed is None else computed)
     trained = active * sum(group.trainable_numel for group in load.groups)
     forward = 2 * numel + attention_flops
     backward = 2 * numel + 2 * trained + 2 * attention_flops + (forward if checkpointed else 0)
-    return {"forward": forward * load.micro_batches, "backward": backward * load.micro_batches, "step": 0.0}
+    return {"forward": forward, "backward": backward, "step": 0.0}
 
 
-def _work_of(plan: Plan, chunks: int) -> dict[str, _Work]:
+def _work_of(plan: Plan, chunks: int) -> dict[str, _Phase]:
     """The work of each phase; operations are counted separately, because they depend on tokens."""
-    forward, backward, step = _Work(), _Work(), _Work()
     load = plan.workload
-    # The phase in which each group is updated. What stays on the device is not deferred.
-    updating = [backward if load.step_in_backward else step] * len(load.groups)
-    for index, (group, param, grad) in enumerate(
-        zip(load.groups, plan.param_tiers, plan.grad_tiers, strict=True)
-    ):
-        if load.step_deferred and not load.computes_in_place(group, param):
-            updating[index] = forward
+    forward, backward, step = _Phase(load.micro_batches), _Phase(load.micro_batches), _Phase(1)
+    for group, param, grad in zip(load.groups, plan.param_tiers, plan.grad_tiers, strict=True):
         _fetch(load, group, param, forward, group.uses)
         _fetch(load, group, param, backward, group.unshards - group.uses)
-        _take_gradients(load, group, grad, backward, updating[index], chunks)
+        _take_gradients(load, group, grad, backward, chunks)
     for tenant, tiers in zip(plan.workload.others, plan.other_tiers, strict=True):
         for piece, tier in zip(tenant.pieces, tiers, strict=True):
             # As activations: forward makes them, and backward uses them.
-            forward.nvme_written += piece.written if tier is Tier.NVME else 0
-            backward.nvme_read += piece.read if tier is Tier.NVME else 0
+            forward.add(nvme_written=piece.written if tier is Tier.NVME else 0)
+            backward.add(nvme_read=piece.read if tier is Tier.NVME else 0)
             if plan.workload.device_is_host:
                 # Backward uses the copy where it is.
-                forward.copied += piece.copied
+                forward.add(copied=piece.copied)
             else:
-                forward.from_device += piece.copied
-                backward.to_device += piece.copied
+                forward.add(from_device=piece.copied)
+                backward.add(to_device=piece.copied)
+    update = {
+        StepPolicy.AFTER: step.once,
+        StepPolicy.DEFERRED: forward.once,
+        StepPolicy.IN_BACKWARD: backward.once,
+    }
+    # The phase that updates each run of tiles.
+    updating = [update[update_of(plan, run)] for run in plan.runs]
     _update(plan, updating)
-    _swap_state(plan, forward, backward, updating)
+    _swap(plan, updating, forward=forward.once, backward=backward.once, step=step.once)
     sent = plan.sent_bytes()
     for phase in (forward, backward):
-        phase.sent += sent.get("parameters", 0) / 2
-    backward.sent += sent.get("gradients", 0)
-    # They are whole on every rank, and so are not deferred.
-    (backward if load.step_in_backward else step).sent += sent.get("updated parameters", 0)
+        phase.add(sent=sent.get("parameters", 0) / 2)
+    backward.add(once=load.grads_stay_local, sent=sent.get("gradients", 0))
+    # They are whole on every rank, and so are updated in the step.
+    step.add(sent=sent.get("updated parameters", 0))
     return {"forward": forward, "backward": backward, "step": step}
 
 
-def _fetch(load: Workload, group: GroupSizes, tier: Tier, phase: _Work, uses: int) -> None:
+def _fetch(load: Workload, group: GroupSizes, tier: Tier, phase: _Phase, uses: int) -> None:
     """Adds the transfers of a group's parameters to the device for its ``uses`` in ``phase``."""
     times = load.micro_batches * uses
     fetched = times * load.home_bytes(group)
     read = fetched if group.in_files is None else times * group.in_files.read_bytes
-    phase.device_bytes += load.micro_batches * group.param_bytes
-    phase.nvme_read += read if tier is Tier.NVME else 0
+    phase.add(device_bytes=load.micro_batches * group.param_bytes, nvme_read=read if tier is Tier.NVME else 0)
     if not load.device_is_host:
-        phase.to_device += fetched if tier is not Tier.DEVICE else 0
+        phase.add(to_device=fetched if tier is not Tier.DEVICE else 0)
     elif tier is Tier.NVME and load.fetch_by_copy:
-        phase.copied += fetched
+        phase.add(copied=fetched)
 
 
-def _take_gradients(
-    load: Workload, group: GroupSizes, tier: Tier, backward: _Work, steps: _Work, chunks: int
-) -> None:
+def _take_gradients(load: Workload, group: GroupSizes, tier: Tier, backward: _Phase, chunks: int) -> None:
     """Adds the accumulation of a group's gradients, and their transfers to NVMe and back if they live there.
 
-    The gradients of each chunk are accumulated; several ranks reduce them once per micro-batch.
+    The gradients of each chunk are accumulated; several ranks reduce them once per micro-batch, or once per step.
     """
-    sizes = load.of(group)
-    backward.device_bytes += chunks * load.micro_batches * group.trainable_numel * sizes.grad_itemsize
+    sizes, once = load.of(group), load.grads_stay_local
+    backward.add(device_bytes=chunks * load.micro_batches * group.trainable_numel * sizes.grad_itemsize)
     if tier is Tier.NVME and (moved := load.grad_traffic(group)):
-        once = load.grad_numel(group) * sizes.grad_itemsize
-        backward.nvme_written += moved
-        backward.nvme_read += moved - once
-        steps.nvme_read += once
+        # The update reads them for the last time.
+        read = moved - load.grad_numel(group) * sizes.grad_itemsize
+        backward.add(once=once, nvme_written=moved, nvme_read=read)
     if tier is Tier.DEVICE and not load.device_is_host:
         return
-    arriving = load.grad_numel(group) * (1 if load.grads_stay_local else load.micro_batches)
+    arriving = load.grad_numel(group) * (1 if once else load.micro_batches)
     if load.world_size == 1:
         arriving *= chunks
-    backward.gradients += arriving
+    backward.add(once=once, gradients=arriving)
     if not load.device_is_host:
-        backward.from_device += arriving * sizes.sent_itemsize
+        backward.add(once=once, from_device=arriving * sizes.sent_itemsize)
     elif load.world_size > 1:
         # The CPU collects whole gradients before the ranks reduce them.
-        backward.gradients += chunks * load.micro_batches * group.trainable_numel
+        backward.add(gradients=chunks * load.micro_batches * group.trainable_numel)
 
 
 def _update(plan: Plan, updating: Sequence[_Work]) -> None:
     """Adds the updates of sub-groups by the CPU, or by a device that has their state or that they visit."""
     load = plan.workload
-    for tile in plan.runs:
-        sizes, steps = plan.sizes_of(tile), updating[tile.group]
+    for tile, steps in zip(plan.runs, updating, strict=True):
+        sizes = plan.sizes_of(tile)
         to_device, from_device = plan.visited(tile) if tile.visits else (0, 0)
         steps.to_device += to_device
         steps.from_device += from_device
@@ -308,36 +339,45 @@ def updated_on_device(load: Workload, numel: int) -> int:
     return numel * 2 * (load.state_itemsize + load.compute_itemsize)
 
 
-def _swap_state(plan: Plan, forward: _Work, backward: _Work, updating: Sequence[_Work]) -> None:
-    """Adds NVMe I/O of state and updated parameters; as much as the slots hold overlaps the neighbouring phases."""
+def _swap(plan: Plan, updating: Sequence[_Work], *, forward: _Work, backward: _Work, step: _Work) -> None:
+    """Adds NVMe I/O of updates; as much as the slots hold overlaps the neighbouring phases."""
     load, slots = plan.workload, plan.staging
-    state = written = 0
-    # Those of updates that are not in forward itself.
-    apart, state_apart, written_apart = backward, 0, 0
-    for tile in plan.runs:
-        if tile.tier is Tier.NVME:
-            nbytes, phase = plan.tile_state_bytes(tile), updating[tile.group]
-            phase.nvme_read += nbytes
-            phase.nvme_written += nbytes
-            state, written = state + nbytes, written + nbytes
-            if phase is not forward:
-                apart, state_apart, written_apart = phase, state_apart + nbytes, written_apart + nbytes
-    for group, tier, phase in zip(load.groups, plan.param_tiers, updating, strict=True):
-        if tier is Tier.NVME:
-            reads, writes = load.param_traffic(group)
-            phase.nvme_read += reads - load.micro_batches * group.unshards * load.home_bytes(group)
-            phase.nvme_written += writes
-            written += writes
-            if phase is not forward:
-                apart, written_apart = phase, written_apart + writes
-    # Backward reads the first state into the slots, and the last writes end in forward.
-    ahead = min(state, slots.slots * slots.param_offset)
-    behind = max(0, min(written, slots.slots * slots.grad_offset) - (written - written_apart))
-    apart.nvme_read -= min(ahead, state_apart)
-    forward.nvme_read -= max(0, ahead - state_apart)
-    backward.nvme_read += ahead
-    apart.nvme_written -= behind
+    # Bytes of state that the updates of each phase read, and bytes that they write.
+    state, written = ({id(phase): 0 for phase in (forward, backward, step)} for _ in range(2))
+    for run, phase in zip(plan.runs, updating, strict=True):
+        sizes, group = plan.sizes_of(run), load.groups[run.group]
+        of_state = plan.tile_state_bytes(run) if run.tier is Tier.NVME else 0
+        param = run.numel * sizes.compute_itemsize if plan.param_tiers[run.group] is Tier.NVME else 0
+        has_grad = plan.grad_tiers[run.group] is Tier.NVME and load.grad_traffic(group)
+        phase.nvme_read += of_state + (param if sizes.steps_need_params else 0)
+        phase.nvme_read += run.numel * sizes.grad_itemsize if has_grad else 0
+        phase.nvme_written += of_state + param
+        state[id(phase)] += of_state
+        written[id(phase)] += of_state + param
+    # Before an update that backward does not make, the last backward reads the first state into the slots.
+    room = 0 if load.step is StepPolicy.IN_BACKWARD else slots.slots * slots.param_offset
+    for phase in (step, forward):
+        ahead = min(room, state[id(phase)])
+        phase.nvme_read -= ahead
+        backward.nvme_read += ahead
+        room -= ahead
+    # The last writes end in the next forward.
+    last = step if written[id(step)] else backward
+    behind = min(written[id(last)], slots.slots * slots.grad_offset)
+    last.nvme_written -= behind
     forward.nvme_written += behind
+
+
+def _in_turn(phases: Sequence[Phase]) -> Phase:
+    """One phase of all ``phases``, one after the other."""
+    if len(phases) == 1:
+        return phases[0]
+    return replace(
+        max(phases, key=lambda phase: phase.seconds),
+        seconds=sum(phase.seconds for phase in phases),
+        stalled=sum(phase.stalled for phase in phases),
+        busy={part: sum(phase.busy[part] for phase in phases) for part in MachinePart},
+    )
 
 
 def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: bool) -> Phase:

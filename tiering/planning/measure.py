@@ -34,8 +34,9 @@ from tiering.planning.conditions import Conditions
 from tiering.planning.rates import Rates
 from tiering.storage.aio import ALIGNMENT, AioContext
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
+from tiering.storage.striped_extent import StripedExtent
 from tiering.storage.swap_file import check_directory
-from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
+from tiering.storage.swap_space import Section, SwapSpace
 from tiering.storage.tickets import Ticket
 
 # Seconds of each interval.

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tiering.config.training import TieringConfig, format_size
+from tiering.config.training import StepPolicy, TieringConfig, format_size
 from tiering.errors import ConfigError, PlacementError
 from tiering.placement.placement import place
 from tiering.placement.plan import Budgets, Plan
@@ -24,6 +25,7 @@ from tiering.planning.needs import open_tiers
 from tiering.planning.rates import Rates
 from tiering.planning.request import ModelSize, Request
 from tiering.planning.setting import RatesOf, Setting
+from tiering.planning.step_choice import STEPS, choices, choose, seconds_by_step, with_step
 from tiering.planning.update_share import best_share
 
 if TYPE_CHECKING:
@@ -48,9 +50,10 @@ NOT_COUNTED = (
 class PlanReport:
     """A model's plan within the budgets of each rank, or the refusal and the remedies if it does not fit.
 
-    ``forecast`` is None, and ``unforeseen`` is the reason, if a rate is missing that the plan needs. ``activations`` is
-    None if they were not counted. ``assumptions`` are sentences on what nobody asked for, and ``configuration`` is the
-    ds_config.json of the plan; None if the run has one already.
+    ``forecast`` is None, and ``unforeseen`` is the reason, if a rate is missing that the plan needs. ``steps`` has the
+    predicted seconds of each StepPolicy with which there is a plan, and ``auto`` is the one that "auto" takes.
+    ``activations`` is None if they were not counted. ``assumptions`` are sentences on what nobody asked for, and
+    ``configuration`` is the ds_config.json of the plan; None if the run has one already.
     """
 
     model: str
@@ -65,6 +68,8 @@ class PlanReport:
     forecast: Forecast | None = None
     unforeseen: str = ""
     activations: PlacedActivations | None = None
+    steps: Mapping[StepPolicy, float] = field(default_factory=dict)
+    auto: StepPolicy = StepPolicy.AFTER
     assumptions: tuple[str, ...] = ()
     configuration: Mapping[str, Any] | None = None
 
@@ -99,6 +104,8 @@ class PlanReport:
             "gpu_memory": self.setting.gpu_memory,
             "stage": load.stage,
             "state": load.state_format,
+            "step": load.step.value,
+            "auto_step": self.auto.value if self.fits else None,
             "micro_batches": load.micro_batches,
             "micro_batch_tokens": self.setting.tokens,
             # Without a plan, a budget that nobody gave is no number.
@@ -140,6 +147,7 @@ class PlanReport:
             "tokens_that_hide": prediction.tokens_that_hide,
             "nvme_written_per_day": prediction.written_per_day,
             "drive_life": None if days is None else days * SECONDS_PER_DAY,
+            "seconds_by_step": {step.value: seconds for step, seconds in self.steps.items()},
         }
 
     def _drive_days(self, prediction: Forecast) -> float | None:
@@ -191,10 +199,26 @@ class PlanReport:
         else:
             yield _phases(self.forecast)
             yield from self._outlook(self.forecast)
+            yield self._step_table()
         if self.configuration is not None:
             yield ""
             yield "Configuration of this plan:"
             yield json.dumps(self.configuration, indent=1)
+
+    def _step_table(self) -> Table:
+        """A row for each step policy, with its predicted time."""
+        from tiering._figures_table import FiguresTable
+
+        table = FiguresTable.plain(title="Predicted step by tiering.step")
+        for name in ("step", "seconds", ""):
+            table.add_column(name, justify="right" if name == "seconds" else "left", no_wrap=bool(name))
+        for step, seconds in self.steps.items():
+            notes = ["this plan"] * (step is self.workload.step) + ['taken by "auto"'] * (step is self.auto)
+            if step is StepPolicy.IN_BACKWARD:
+                conditions = [condition for condition, _ in self.request.config.conflicts_in_backward()]
+                notes += [f"refused with {' and '.join(conditions)}"] * bool(conditions)
+            table.add_row(step.value, _seconds(seconds), ", ".join(notes))
+        return table
 
     def _trained(self) -> str:
         load, setting = self.workload, self.setting
@@ -269,24 +293,32 @@ def _planned(request: Request, budgets: Budgets, rates: RatesOf) -> PlanReport:
     settled, share = request.at(rates_of_load), 0.0
     if request.config.tiering.update_on_device == "auto":
         share = best_share(request.load, budgets, rates_of_load.of_rank(setting.local_size))
+    settled = settled.with_share(share) if share else settled
     try:
-        plan, placed = (settled.with_share(share) if share else settled).plan()
+        plan, placed = settled.plan()
     except PlacementError:
         # The activations may need the memory that the share or the slots take.
-        plan, placed = request.plan()
-    prediction = None
+        settled = request
+        plan, placed = settled.plan()
+    exact = choices(plan, clips=bool(request.config.gradient_clipping))
+    auto = choose(exact, seconds_by_step(plan, exact, rates_of_load, local_ranks=setting.local_size))
+    if request.config.tiering.step is StepPolicy.AUTO:
+        plan = with_step(plan, auto)
+    predict = partial(
+        forecast,
+        rates=rates_of_load,
+        tokens=setting.tokens,
+        local_ranks=setting.local_size,
+        checkpointed=setting.checkpointed,
+        chunks=setting.chunks,
+        active=model.active,
+        attention_flops=model.attention_flops,
+        computed=model.computed,
+    )
+    prediction, steps = None, dict[StepPolicy, float]()
     try:
-        prediction = forecast(
-            plan,
-            rates_of_load,
-            tokens=setting.tokens,
-            local_ranks=setting.local_size,
-            checkpointed=setting.checkpointed,
-            chunks=setting.chunks,
-            active=model.active,
-            attention_flops=model.attention_flops,
-            computed=model.computed,
-        )
+        prediction = predict(plan)
+        steps = {step: predict(planned).seconds for step, planned in _by_step(settled, plan)}
     except ConfigError as missing:
         unforeseen = str(missing)
     return PlanReport(
@@ -300,7 +332,21 @@ def _planned(request: Request, budgets: Budgets, rates: RatesOf) -> PlanReport:
         forecast=prediction,
         unforeseen=unforeseen,
         activations=placed,
+        steps=steps,
+        auto=auto,
     )
+
+
+def _by_step(request: Request, plan: Plan) -> Iterator[tuple[StepPolicy, Plan]]:
+    """Each step with which ``request``, whose plan is ``plan``, has a plan."""
+    for step in STEPS:
+        if step is plan.workload.step:
+            yield step, plan
+            continue
+        try:
+            yield step, request.with_step(step).plan(place)[0]
+        except PlacementError:
+            continue
 
 
 def _remedies(request: Request) -> Iterator[Remedy]:

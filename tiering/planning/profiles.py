@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tiering.host.gpus import PEAK_FLOPS
 from tiering.placement.workload import Workload
 from tiering.planning.rates import Rates
 
@@ -114,14 +115,14 @@ PM9D3A = Drive("PM9D3a 7.68TB", 7_680 * 10**9, 12.0 * GB, 6.8 * GB, 14016 * TB)
 NVME_OF_DGX_2 = Drive("NVMe 3.84TB", 3_840 * 10**9, 25 * GB / 8, 25 * GB / 8, None)
 
 # NVIDIA's Ada whitepaper: 165.2 TFLOPS of bf16 with fp32 sums, 1,008 GB/s; PCIe 4.0 x16: 32 GB/s each way.
-RTX_4090 = Device("RTX 4090", 24 << 30, 165.2e12, 1008 * GB, 32 * GB)
+RTX_4090 = Device("RTX 4090", 24 << 30, PEAK_FLOPS["RTX 4090"], 1008 * GB, 32 * GB)
 # NVIDIA's A100 80GB data sheet (SXM): 312 TFLOPS, 2,039 GB/s, PCIe 4.0: 64 GB/s both ways, NVLink 600 both ways.
-A100 = Device("A100 80GB", 80 << 30, 312e12, 2039 * GB, 32 * GB, 300 * GB)
+A100 = Device("A100 80GB", 80 << 30, PEAK_FLOPS["A100"], 2039 * GB, 32 * GB, 300 * GB)
 # NVIDIA's H100 data sheet (SXM): 989 TFLOPS dense, 3.35 TB/s, PCIe 5.0: 128 GB/s both ways, NVLink 900 both ways.
-H100 = Device("H100 80GB", 80 << 30, 989e12, 3350 * GB, 64 * GB, 450 * GB)
+H100 = Device("H100 80GB", 80 << 30, PEAK_FLOPS["H100"], 3350 * GB, 64 * GB, 450 * GB)
 
 # NVIDIA's V100 data sheet (SXM): 125 TFLOPS of fp16, 900 GB/s, NVLink 300 GB/s both ways. PCIe 3.0: 16 GB/s each way.
-V100 = Device("V100 32GB", 32 << 30, 125e12, 900 * GB, 16 * GB, 150 * GB, dtype="fp16")
+V100 = Device("V100 32GB", 32 << 30, PEAK_FLOPS["V100"], 900 * GB, 16 * GB, 150 * GB, dtype="fp16")
 
 DDR5_5600_CHANNEL = 5600e6 * 8  # transfers per second x bytes
 DDR4_3200_CHANNEL = 3200e6 * 8

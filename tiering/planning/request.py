@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tiering.config.training import TieringConfig
+from tiering.config.training import StepPolicy, TieringConfig
 from tiering.errors import PlacementError
 from tiering.placement.budgets import beside_activations, resolve_budgets
 from tiering.placement.placement import make_plan, place
@@ -190,6 +190,10 @@ class Request:
         """The same with ``share`` of the state in host memory updated by the GPU."""
         load = replace(self.load, update_on_device=share)
         return replace(self, load=load, measured=self._resolved)
+
+    def with_step(self, step: StepPolicy) -> Request:
+        """The same with another ``step``."""
+        return replace(self, load=replace(self.load, step=step), measured=self._resolved)
 
     def _refuse(self) -> None:
         """Raise PlacementError, with its reason: the activations, or what does not fit without them either."""

@@ -10,23 +10,26 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Literal, Self, TypedDict, Unpack
 
+from optim_cpu import kernels
 from tiering._aio import ffi, lib
 from tiering.errors import ConfigError, SwapError
 from tiering.storage.aio_errors import ALIGNMENT as ALIGNMENT
 from tiering.storage.aio_errors import AioErrors, start_error
-from tiering.storage.io_stats import EngineInfo, FileStats, TransferRecord, engine_info, file_stats
+from tiering.storage.io_stats import EngineInfo, FileStats, engine_info, file_stats
 from tiering.storage.latencies import LatencyHistogram
+from tiering.storage.recording import TransferRecord
 from tiering.storage.request import FEW_BEGUN as FEW_BEGUN
-from tiering.storage.request import KINDS, Buffer, BufferPart, ContextHandle, FilePiece, Request
+from tiering.storage.request import KINDS, Buffer, ContextHandle, FilePiece, Pieces, Request
 from tiering.storage.tasks import Task, run_tasks
-from tiering.storage.tickets import Ticket, TransferOptions, Transfers
+from tiering.storage.tickets import Ticket, Transfers
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,17 @@ ENGINES = ("auto", "io_uring", "libaio", "threads")
 
 _FINE_COUNTS = ffi.typeof(f"uint64_t[{lib.AIO_FINE_BUCKETS}]")
 
+_FILE_STATS = ffi.typeof("aio_file_stats *")
+
 _OPEN_CONTEXTS: weakref.WeakSet[AioContext] = weakref.WeakSet()
+
+
+class TransferOptions(TypedDict, total=False):
+    """Keywords of every transfer: its priority, the tickets it is ordered after, the tensors for the error message."""
+
+    priority: int
+    after: Sequence[Ticket]
+    names: tuple[str, ...]
 
 
 class AioContext:
@@ -43,7 +56,8 @@ class AioContext:
     ``engine`` is one of ENGINES; the attribute of that name, and ``info``, say which engine is in use. Requests
     are split into blocks of ``block_size`` bytes (a multiple of 4096), of which ``queue_depth`` are in flight
     per file. ``registered`` lets the kernel register buffers and files (see ``register``). ``verify`` keeps
-    a CRC32C of every 4 KiB page that is written, four bytes each, and compares it when the page is read.
+    a CRC32C of every 4 KiB page that is written, four bytes each, and compares it when the page is read; as many
+    threads as the kernels have now compute them, at most eight.
 
     Raises ConfigError for values out of range, SwapError if a named engine cannot start here.
     """
@@ -67,6 +81,8 @@ class AioContext:
             "queue_depth": queue_depth,
             "registered": registered,
             "verify": verify,
+            # Within the affinity mask, the CPU quota and the rank's share of both.
+            "sum_threads": kernels.thread_count(),
         }
         self._owner = ContextHandle(_open(engine, options, fault))
         self._handle = self._owner.handle
@@ -88,20 +104,21 @@ class AioContext:
             raise self._errors.refusal(-code, "info")
         return engine_info(raw)
 
-    def register(self, buffer: Buffer) -> bool:
+    def register(self, buffer: Buffer) -> int:
         """Register memory that many transfers will use with the kernel, so that each costs less CPU time.
 
-        Touches and locks every page. Returns whether the kernel accepted it. Transfers work without it; ``info`` says
-        why the kernel refused, and only io_uring has registered buffers. The buffer is kept alive until ``close``.
+        Touches and locks every page. Returns how many bytes, from the start, the kernel accepted: fewer than all where
+        the limit of locked memory is small. Transfers work without it; ``info`` says why the kernel refused, and only
+        io_uring has registered buffers. The buffer is kept alive until ``close``.
         """
         if buffer.nbytes == 0:
-            return False
+            return 0
         # Also when the call fails: the kernel may have registered a part of the buffer.
         self._registered.append(buffer)
         code: int = lib.aio_register_buffer(self._handle, ffi.cast("void *", buffer.address), buffer.nbytes)
         if code in (-errno.ECHILD, -errno.ESHUTDOWN, -errno.EINVAL):
             raise self._errors.refusal(-code, f"register of {buffer.nbytes} bytes at {buffer.address:#x}")
-        return code == 0
+        return max(code, 0)
 
     def add_file(self, fd: int, *, direct: bool, name: str) -> int:
         """Add an open descriptor, which must stay open until ``close``, and return its index.
@@ -219,15 +236,11 @@ class AioContext:
             request = Request(KINDS[kind], 0, None, 0, 0)
             request.result = 0
             return self._prepare(request, **options)
-        first = pieces[0]
-        nbytes = sum(piece.nbytes for piece in pieces)
-        if len(pieces) == 1:
-            part = BufferPart(buffer, buffer.address + first.at, first.nbytes) if first.at else buffer
-            return self._prepare(Request(KINDS[kind], first.file, part, first.offset, nbytes), **options)
-        if any(not 0 <= piece.at <= piece.at + piece.nbytes <= buffer.nbytes for piece in pieces):
+        vector = pieces if isinstance(pieces, Pieces) else Pieces(pieces)
+        if vector.reach > buffer.nbytes:
             raise ValueError(f"cannot transfer pieces outside of a buffer of {buffer.nbytes} bytes: {pieces}")
-        request = Request(KINDS[kind], first.file, buffer, first.offset, nbytes)
-        request.vector = tuple(pieces)
+        request = Request(KINDS[kind], vector[0].file, buffer, vector[0].offset, vector.nbytes)
+        request.vector = vector
         return self._prepare(request, **options)
 
     def run(self, tasks: Sequence[Task]) -> None:
@@ -239,6 +252,35 @@ class AioContext:
     def flush(self, file: int, *, after: Sequence[Ticket] = ()) -> Ticket:
         """fdatasync: covers the writes that are done when it is issued; pass writes under way in ``after``."""
         return self._prepare(Request(lib.AIO_FLUSH, file, None, 0, 0), after=after).begin()
+
+    @property
+    def verifies(self) -> bool:
+        """Whether pages have checksums: the option ``verify``."""
+        return "verify" in self.info.flags
+
+    def checksums(self, file: int, first: int, count: int) -> bytes:
+        """The CRC32C (uint32) of ``count`` pages of ``file`` from page ``first`` on; 0 where a page has none.
+
+        Waits until no transfer is in flight. Needs ``verify``.
+        """
+        sums = ffi.new("uint32_t[]", count)
+        self._move_checksums(lib.aio_get_checksums, file, first, count, sums)
+        return bytes(ffi.buffer(sums))
+
+    def set_checksums(self, file: int, first: int, sums: bytes) -> None:
+        """Expect these ``checksums`` of pages that were written by another context; otherwise as ``checksums``."""
+        self._move_checksums(
+            lib.aio_set_checksums, file, first, len(sums) // 4, ffi.from_buffer("uint32_t[]", sums)
+        )
+
+    def _move_checksums(
+        self, move: Callable[..., int], file: int, first: int, count: int, sums: object
+    ) -> None:
+        while (code := move(self._handle, file, first, count, sums)) == -errno.EBUSY:
+            # Reads ahead, which no caller waits for yet.
+            time.sleep(0.001)
+        if code < 0:
+            raise self._errors.refusal(-code, f"checksums of {count} pages of file {file}")
 
     def wait_any(self, tickets: Sequence[Ticket], timeout: float | None = None) -> Ticket:
         """One of ``tickets`` that is done, the first if several are; its ``wait`` returns or raises its result.
@@ -254,13 +296,23 @@ class AioContext:
         """The counters of every file, in the order of their indices. Raises no transfer's error."""
         # Telemetry reads them regularly: a hang is logged also when no thread waits.
         self._transfers.warn_of_hangs()
-        raw = ffi.new("aio_file_stats *")
+        raw = ffi.new(_FILE_STATS)
         result = []
         for index, (name, direct) in sorted(self._files.items()):
             code = lib.aio_stats(self._handle, index, raw)
             if code < 0:
                 raise self._errors.refusal(-code, f"stats of {name!r}", name)
             result.append(file_stats(name, direct, raw))
+        return result
+
+    def moved(self) -> list[tuple[int, int]]:
+        """Bytes read and written so far, by file: what ``stats`` counts, for a fraction of its cost."""
+        raw = ffi.new(_FILE_STATS)
+        result = []
+        for index, (name, _) in sorted(self._files.items()):
+            if (code := lib.aio_stats(self._handle, index, raw)) < 0:
+                raise self._errors.refusal(-code, f"stats of {name!r}", name)
+            result.append((raw.kind[lib.AIO_READ].bytes, raw.kind[lib.AIO_WRITE].bytes))
         return result
 
     def latencies(self, file: int, kind: Literal["read", "write", "flush"]) -> LatencyHistogram:

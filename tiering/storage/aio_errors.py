@@ -62,7 +62,7 @@ class AioErrors:
         tensors = ", ".join(repr(tensor) for tensor in request.names)
         of_tensors = f" of {tensors}" if tensors else ""
         size = f"{request.nbytes} bytes"
-        if pieces := request.pieces or request.vector:
+        if len(pieces := request.pieces or request.vector) > 1:
             size += f" in {len(pieces)} pieces, the first"
         return f"{kind}{of_tensors} ({size}) at offset {request.offset / 2**30:.6g} GiB of {name}"
 

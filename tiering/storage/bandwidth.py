@@ -46,7 +46,7 @@ def weights(rates: Sequence[int]) -> list[int]:
 
 def max_bytes(aio: AioContext) -> int:
     """The most bytes at the start of a file that ``measure`` writes."""
-    return MAX_CHECKSUMMED_BYTES if "verify" in aio.info.flags else MAX_BYTES
+    return MAX_CHECKSUMMED_BYTES if aio.verifies else MAX_BYTES
 
 
 def measure(aio: AioContext, files: Sequence[tuple[int, int]]) -> list[int]:

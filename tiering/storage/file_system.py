@@ -9,7 +9,7 @@ import mmap
 import os
 import stat
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -49,13 +49,19 @@ class FileVersion:
     device: int
     inode: int
     nbytes: int
-    modified_ns: int
+    # None: the time does not matter, because a lock keeps others from writing where it is read.
+    modified_ns: int | None
 
     @classmethod
     def of(cls, fd: int) -> Self:
         """The version of an open file."""
         status = os.fstat(fd)
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def is_of(self, fd: int) -> bool:
+        """Whether the open file ``fd`` has it."""
+        found = self.of(fd)
+        return self == (found if self.modified_ns is not None else replace(found, modified_ns=None))
 
 
 def remedy(code: int) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any
 
@@ -28,7 +29,7 @@ class EngineInfo:
 
     ``flags`` are names such as "registered_buffers" or "verify"; ``registered_bytes`` is memory that the kernel
     has pinned. ``passed_over`` says why something is not in use: the engines that "auto" tried first,
-    and "registered_buffers" or "registered_files" where that was refused.
+    and "registered_buffers" or "registered_files" where that was refused, at least in part.
     """
 
     engine: str
@@ -97,25 +98,6 @@ class FileStats:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TransferRecord:
-    """One transfer that is over, and when: nanoseconds of CLOCK_MONOTONIC, which ``time.monotonic_ns`` reads.
-
-    C took the times of ``issued`` (its first block) and ``done``, however late the result was asked for.
-    ``submitted`` is 0 if that was before recording began. ``error`` is an errno, 0 if all bytes were moved.
-    """
-
-    kind: str  # read, write or flush
-    file: str
-    names: tuple[str, ...]
-    offset: int
-    nbytes: int
-    submitted: int
-    issued: int
-    done: int
-    error: int
-
-
 def engine_info(raw: Any) -> EngineInfo:
     """An ``aio_info`` as a record."""
     refused = {
@@ -136,6 +118,19 @@ def file_stats(name: str, direct: bool, raw: Any) -> FileStats:
     """An ``aio_file_stats`` as a record."""
     read, write, flush = (_direction(raw.kind[kind]) for kind in (lib.AIO_READ, lib.AIO_WRITE, lib.AIO_FLUSH))
     return FileStats(name, direct, read, write, flush, raw.queue_full_ns)
+
+
+def totals_by_path(
+    stats: Iterable[FileStats], paths: Mapping[str, str]
+) -> list[tuple[FileStats, tuple[int, ...]]]:
+    """The counters of each path, and the numbers of its files. ``paths``: those of files with another name."""
+    totals: dict[str, tuple[FileStats, tuple[int, ...]]] = {}
+    for number, each in enumerate(stats):
+        path = paths.get(each.name, each.name)
+        total, numbers = totals.get(path, (None, ()))
+        total = replace(each, name=path) if total is None else total + each
+        totals[path] = total, (*numbers, number)
+    return list(totals.values())
 
 
 def errno_text(code: int) -> str:

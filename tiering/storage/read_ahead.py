@@ -9,11 +9,13 @@ thread-safe: one thread runs a pass or a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
+from tiering._interrupts import atomic
+from tiering.errors import SwapError
 from tiering.storage.arena import Arena, Lease
 from tiering.storage.request import Completion
 from tiering.storage.tickets import AllOf
@@ -166,12 +168,16 @@ ReadT = TypeVar("ReadT", bound=Completion)
 
 @dataclass(eq=False)
 class Staged(Generic[TileT, ReadT]):
-    """A tile in a staging slot, with the reads that fill the slot."""
+    """A tile in a staging slot, with the reads that fill the slot.
+
+    ``updated``: the slot has the only copy of the updated bytes until they are written back.
+    """
 
     tile: TileT
     lease: Lease
     reads: list[ReadT] = field(default_factory=list)
     reads_gradient: bool = False
+    updated: bool = False
 
 
 class TileTransfers(Protocol[TileT, ReadT]):
@@ -201,6 +207,8 @@ class StagingPipeline(Generic[TileT, ReadT]):
     For each step: ``expect`` an order, call ``read_ahead`` whenever slots may have become free, report the groups whose
     gradients are ``final``, ``acquire`` each tile for its update and ``release`` it. ``waiting_for_slot`` returns the
     context that measures a wait.
+
+    After an exception, of a transfer or of a signal handler, each call can be made again.
     """
 
     def __init__(
@@ -256,7 +264,7 @@ class StagingPipeline(Generic[TileT, ReadT]):
         self._final.add(group)
         for staged in self._staged.values():
             if staged.tile.group == group:
-                self._read_gradient(staged)
+                self.read_gradient(staged)
 
     def first_arrived(self, tiles: Container[TileT]) -> TileT | None:
         """The tile among ``tiles`` that was staged first, of those that ``acquire`` would return at once."""
@@ -265,21 +273,35 @@ class StagingPipeline(Generic[TileT, ReadT]):
                 return tile
         return None
 
+    def read_gradient(self, staged: Staged[TileT, ReadT]) -> None:
+        """Start to read the gradients of the tile, which are final, unless that has begun."""
+        with atomic():
+            if not staged.reads_gradient:
+                staged.reads_gradient = self._transfers.start_gradient_read(staged)
+
     def acquire(self, tile: TileT) -> Staged[TileT, ReadT]:
-        """``tile`` with all its bytes, for the caller to update; its gradients are final."""
+        """``tile`` with all its bytes, for the caller to update; its gradients are final.
+
+        It keeps its slot until ``release``. After a failed read it has none, and is read again.
+        """
         staged = self._staged.get(tile) or self._stage(tile, self._lease_slot())
         # Its gradients are final, also if ``final`` was not called for its group.
-        self._read_gradient(staged)
-        self._transfers.wait_for_reads(staged.reads)
-        # After the wait: if a read has failed, the tile still has its slot, and ``discard_all`` gives it back.
-        del self._staged[tile]
-        self._acquired.add(tile)
+        self.read_gradient(staged)
+        try:
+            self._transfers.wait_for_reads(staged.reads)
+        except SwapError:
+            self._drop_failed(staged)
+            raise
         return staged
 
     def release(self, staged: Staged[TileT, ReadT]) -> None:
         """Write an updated tile back; its slot becomes free when that has ended."""
-        # Retired and not released: the writes read the slot until they have ended.
-        staged.lease.retire(AllOf[Completion](self._transfers.start_writes(staged)))
+        with atomic():
+            # First: if a write is refused, the tile keeps its slot, and all of it is written next time.
+            writes = self._transfers.start_writes(staged)
+            self.hand_on(staged, None)
+            # Retired and not released: the writes read the slot until they have ended.
+            staged.lease.retire(AllOf(writes))
 
     def successors(self, count: int) -> list[TileT]:
         """The next ``count`` tiles of the order that have no slot, as far as there are any."""
@@ -291,7 +313,10 @@ class StagingPipeline(Generic[TileT, ReadT]):
         return list(islice(waiting, count))
 
     def hand_on(self, updated: Staged[TileT, ReadT], successor: Staged[TileT, ReadT] | None) -> None:
-        """``updated`` is written back; ``successor``, whose reads come after the writes, has its slot from now on."""
+        """``updated`` is written back; ``successor``, whose reads come after the writes, has its slot from now on.
+
+        The caller's block is atomic.
+        """
         del self._staged[updated.tile]
         self._acquired.add(updated.tile)
         if successor is not None:
@@ -316,25 +341,35 @@ class StagingPipeline(Generic[TileT, ReadT]):
         return lease
 
     def _stage(self, tile: TileT, lease: Lease) -> Staged[TileT, ReadT]:
-        staged = Staged[TileT, ReadT](tile, lease)
-        try:
-            self._transfers.start_reads(staged)
-            if tile.group in self._final:
-                self._read_gradient(staged)
-        except BaseException:
-            # The reads that have started still fill the slot.
-            lease.retire(AllOf[Completion](list(staged.reads)))
-            raise
-        # Only now: if a read could not begin, the tile has no slot.
-        self._staged[tile] = staged
+        staged: Staged[TileT, ReadT] = Staged(tile, lease)
+        # Atomic: no read is lost that fills the slot.
+        with atomic():
+            try:
+                self._transfers.start_reads(staged)
+                if tile.group in self._final:
+                    self.read_gradient(staged)
+            except BaseException:
+                # The reads that have started still fill the slot.
+                lease.retire(AllOf(list(staged.reads)))
+                raise
+            # Only now: if a read could not begin, the tile has no slot.
+            self._staged[tile] = staged
         return staged
 
     def _discard(self, tile: TileT) -> None:
-        staged = self._staged.pop(tile)
-        self._transfers.before_discard(staged.reads)
-        # The reads that have begun still fill the slot.
-        staged.lease.retire(AllOf[Completion](list(staged.reads)))
+        with atomic():
+            staged = self._staged.pop(tile)
+            self._transfers.before_discard(staged.reads)
+            # The reads that have begun still fill the slot.
+            staged.lease.retire(AllOf(list(staged.reads)))
 
-    def _read_gradient(self, staged: Staged[TileT, ReadT]) -> None:
-        if not staged.reads_gradient:
-            staged.reads_gradient = self._transfers.start_gradient_read(staged)
+    def _drop_failed(self, staged: Staged[TileT, ReadT]) -> None:
+        """A read of the tile has failed, and the caller raises its error."""
+        for read in staged.reads:
+            # Not retired: the lease would raise the error once more, from a call that may have succeeded.
+            with suppress(SwapError):
+                self._transfers.wait_for_reads([read])
+        with atomic():
+            del self._staged[staged.tile]
+            staged.lease.release()
+            self._position = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -64,6 +66,28 @@ class FilePiece(NamedTuple):
     at: int
     offset: int
     nbytes: int
+
+
+# Without __slots__, which a tuple cannot have: the properties are stored.
+class Pieces(tuple[FilePiece, ...]):  # noqa: SLOT001
+    """The pieces of a transfer, in any number of files. Transfers of the same range share them."""
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self)
+
+    @functools.cached_property
+    def reach(self) -> float:
+        """Bytes of the smallest buffer that has all pieces; infinite if there is none."""
+        if any(piece.at < 0 or piece.nbytes < 0 for piece in self):
+            return math.inf
+        return max((piece.at + piece.nbytes for piece in self), default=0)
+
+    @functools.cached_property
+    def array(self) -> Any:
+        """The pieces in the memory of C."""
+        return ffi.new(_PIECES, [(at, offset, nbytes, file) for file, at, offset, nbytes in self])
 
 
 class ContextHandle:
@@ -140,7 +164,7 @@ class Request:
     priority = 0
     names: tuple[str, ...] = ()
     pieces: tuple[int, ...] = ()  # their offsets in the file, if the transfer is scattered
-    vector: tuple[FilePiece, ...] = ()  # if it has pieces in several files, or of several sizes
+    vector = Pieces()  # if its pieces may be in several files, or of several sizes
     after: tuple[Request, ...] = ()  # kept until this request succeeds, to explain why it did not
     result: int | None = None
     failed_at = 0
@@ -167,20 +191,19 @@ class Request:
         # discards the returned value, but not this one.
         self.ticket = ffi.new(_TICKET)
 
-    def as_pieces(self) -> Any:
-        """The pieces as an array of C."""
-        assert self.buffer is not None
-        start = self.buffer.address
-        pieces: Sequence[FilePiece] = self.vector
-        if not pieces:
-            # A scattered request has several, all of one size.
-            offsets = self.pieces or (self.offset,)
-            each = self.nbytes // len(offsets)
-            pieces = [FilePiece(self.file, n * each, offset, each) for n, offset in enumerate(offsets)]
-        return ffi.new(
-            _PIECES,
-            [(ffi.cast(_POINTER, start + at), offset, nbytes, file) for file, at, offset, nbytes in pieces],
-        )
+    @property
+    def data(self) -> Any:
+        """The address of the buffer in C."""
+        return ffi.NULL if self.buffer is None else ffi.cast(_POINTER, self.buffer.address)
+
+    def as_vector(self) -> Pieces:
+        """The pieces of its buffer."""
+        if self.vector:
+            return self.vector
+        # A scattered request has several, all of one size.
+        offsets = self.pieces or (self.offset,)
+        each = self.nbytes // len(offsets)
+        return Pieces(FilePiece(self.file, n * each, offset, each) for n, offset in enumerate(offsets))
 
     @property
     def id(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from tiering._text import shorten
 from tiering.errors import SwapSpaceError
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import FreeRanges, round_up
+from tiering.storage.named_files import NamedFile
 from tiering.storage.swap_file import SwapFile, check_directory
 
 
@@ -107,6 +110,41 @@ class SlabFile:
                 self._free.free(extent.offset, nbytes)
                 self.used -= nbytes
 
+    @property
+    def is_public(self) -> bool:
+        """Whether the file has a name: it may be that of a snapshot."""
+        return self._swap.is_public
+
+    def adopt(self, fd: int, path: Path, extents: Iterable[tuple[int, int]]) -> list[Extent]:
+        """Use the file ``fd``, whose name is ``path``, from now on; see SwapSpace.adopt.
+
+        It has ``extents``, offsets and bytes, in place of all that were there.
+        """
+        free = FreeRanges(os.fstat(fd).st_size)
+        adopted = [Extent(offset, nbytes) for offset, nbytes in extents]
+        for each in adopted:
+            start = free.allocate(each.nbytes, at=each.offset)
+            assert start is not None, "a layout has no overlaps"
+        number = self.aio.add_file(fd, direct=self._swap.direct, name=str(self.directory))
+        with self._lock:
+            self.file, self._free, self.used = number, free, sum(each.nbytes for each in adopted)
+            self._swap.adopt(fd, path)
+        return adopted
+
+    def named(self, label: str) -> NamedFile:
+        """See SwapSpace.named."""
+        return self._swap.named(label)
+
+    def publish(self) -> None:
+        """See SwapSpace.publish."""
+        self._swap.publish()
+
+    def withdraw(self) -> None:
+        """See SwapSpace.withdraw."""
+        self._swap.withdraw()
+
     def close(self) -> None:
-        """Close the descriptor; the kernel frees the space. The I/O context must have been closed first."""
+        """Close the descriptor; the kernel frees the space, unless the file has a name. The I/O context must have been
+        closed first.
+        """
         self._swap.close()

@@ -34,6 +34,7 @@ from tiering.config.training import format_size
 from tiering.errors import SwapSpaceError
 from tiering.storage.arena import PAGE, round_up
 from tiering.storage.file_system import direct_alignment
+from tiering.storage.named_files import NamedFile, check_name, link, name_in
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,12 @@ class SwapFile:
         self.directory = directory
         self.nbytes = 0
         missing_features: list[str] = []
+        self._name: Path | None = None
+        self._is_public = False
+        # The name is that of a snapshot of another run.
+        self._is_adopted = False
+        # Descriptors of files that others have replaced.
+        self._former: list[int] = []
         self.fd, self.direct, nameless = _open(directory, direct)
         # Before the wait for space: a child that is forked meanwhile closes its copy of the descriptor.
         _OPEN_FILES.add(self)
@@ -137,8 +144,55 @@ class SwapFile:
         if code:
             raise _refused(self.directory, nbytes, code)
 
+    def named(self, label: str) -> NamedFile:
+        """The file with the name, with ``label``, that ``publish`` gives it."""
+        if self._name is None:
+            self._name = name_in(self.directory, label)
+        return NamedFile.of(self._name, self.fd)
+
+    def publish(self) -> None:
+        """Give the file its name, if it has none yet; it is on the disk when this returns. Raises SwapSpaceError."""
+        assert self._name is not None
+        try:
+            if not self._is_public:
+                link(self.fd, self._name)
+                self._is_public = True
+            else:
+                # The kernel gives a file that had a name no other one.
+                check_name(self.fd, self._name)
+            os.fsync(self.fd)
+        except OSError as error:
+            raise SwapSpaceError(
+                f"the swap file {self._name} cannot hold a snapshot: {error.strerror}; see dmesg, save a checkpoint,"
+                " and start again"
+            ) from error
+
+    @property
+    def is_public(self) -> bool:
+        """Whether the file has a name."""
+        return self._is_public
+
+    def adopt(self, fd: int, path: Path) -> None:
+        """Be the file ``fd`` from now on, whose name is ``path``; the space of the former file becomes free."""
+        former, self.fd = self.fd, fd
+        # The I/O context borrows it until it is closed.
+        self._former.append(former)
+        self._name, self._is_public, self.nbytes = path, True, os.fstat(fd).st_size
+        self._is_adopted = True
+        os.ftruncate(former, 0)
+
+    def withdraw(self) -> None:
+        """Remove the name, if ``publish`` has given it."""
+        if self._is_public and not self._is_adopted and self._name is not None:
+            self._name.unlink(missing_ok=True)
+
     def close(self) -> None:
-        """Close the descriptor; the kernel frees the space. The I/O context must have been closed first."""
+        """Close the descriptor; the kernel frees the space, unless the file has a name.
+
+        The I/O context must have been closed first.
+        """
+        while self._former:
+            os.close(self._former.pop())
         if self.fd >= 0:
             # In this order: a child that is forked between the two statements closes nothing. In the other order, it
             # could close a descriptor that another thread has opened with the same number.

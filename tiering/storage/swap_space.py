@@ -6,39 +6,38 @@ transfers use one I/O context, which has a queue for each path, so a slow path d
 New extents use less of a path that becomes slow (path_speeds.py); existing extents keep their places.
 
 A transfer over several paths is one request (``AioContext.prepare_vector``): it is submitted as a whole or not at all,
-and the memory is free when all its pieces are done. An extent keeps its transfers in order (transfer_order.py).
+and the memory is free when all its pieces are done. An extent keeps its transfers in order (striped_extent.py).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from tiering import _logs
 from tiering._text import shorten
 from tiering.config.training import format_size
-from tiering.errors import SwapSpaceError
+from tiering.errors import SwapError, SwapSpaceError
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, round_up
-from tiering.storage.bandwidth import max_bytes, measure, weights
 from tiering.storage.io_stats import FileStats
+from tiering.storage.named_files import AdoptedFile, NamedFile, check_links
 from tiering.storage.path_speeds import PathSpeeds
-from tiering.storage.request import Buffer, FilePiece
-from tiering.storage.slab_file import Extent, SlabFile
-from tiering.storage.striping import Need, StripeMap, apportion, shares_of
-from tiering.storage.swap_file import check_directory, disk_of, free_by_file_system, too_full, wait_for_space
+from tiering.storage.request import Buffer
+from tiering.storage.slab_file import SlabFile
+from tiering.storage.slabs import open_slabs
+from tiering.storage.striped_extent import ExtentPart, OrderedTransfer, StripedExtent, TransferOrder
+from tiering.storage.striping import Need, StripeMap, shares_of
+from tiering.storage.swap_file import check_directory
+from tiering.storage.swap_layout import ExtentLayout, SwapLayout
 from tiering.storage.tasks import Task
 from tiering.storage.tickets import Ticket
-from tiering.storage.transfer_order import OrderedTransfer, TransferOrder
+from tiering.storage.versions import Kept, Versions
 
 log = logging.getLogger(__name__)
-
-MOST_RANGES = 64
-"""Ranges of an extent whose pieces are kept."""
 
 
 @dataclass(frozen=True)
@@ -47,48 +46,6 @@ class Section:
 
     nbytes: int
     paths: tuple[Path, ...]
-
-
-@dataclass(frozen=True)
-class ExtentPart:
-    """The part of an extent on one path."""
-
-    slab: SlabFile
-    extent: Extent
-
-
-@dataclass(frozen=True, eq=False)
-class StripedExtent:
-    """``nbytes`` of swap space, a multiple of 4096. ``names`` are the tensors in it."""
-
-    nbytes: int
-    names: tuple[str, ...]
-    section: str
-    parts: tuple[ExtentPart, ...]
-    stripes: StripeMap
-    order: TransferOrder = field(default_factory=TransferOrder, repr=False)
-    _pieces: dict[tuple[int, int], tuple[FilePiece, ...]] = field(default_factory=dict, repr=False)
-
-    def pieces(self, offset: int, nbytes: int) -> tuple[FilePiece, ...]:
-        """The pieces of a transfer of [offset, offset + nbytes)."""
-        # Every step moves the same ranges.
-        known = self._pieces.get((offset, nbytes))
-        if known is None:
-            if len(self._pieces) >= MOST_RANGES:
-                self._pieces.clear()
-            known = self._pieces[offset, nbytes] = tuple(self._cut(offset, nbytes))
-        return known
-
-    def _cut(self, offset: int, nbytes: int) -> Iterator[FilePiece]:
-        for piece in self.stripes.pieces(offset, nbytes):
-            slab, extent = self.parts[piece.path].slab, self.parts[piece.path].extent
-            yield FilePiece(slab.file, piece.start - offset, extent.offset + piece.offset, piece.nbytes)
-
-    def place_of(self, offset: int) -> str:
-        """The place on disk of the byte at ``offset``, for messages."""
-        (piece,) = self.stripes.pieces(offset, 1)
-        part = self.parts[piece.path]
-        return f"byte {part.extent.offset + piece.offset} of the swap file in {part.slab.directory}"
 
 
 class SwapSpace:
@@ -102,36 +59,38 @@ class SwapSpace:
         self, sections: Mapping[str, Section], aio: AioContext, *, allow_memory_file_system: bool = False
     ) -> None:
         self.directories = _directories(sections, allow_memory_file_system)
-        self.weights: dict[Path, int] = {}
-        self._aio = aio
+        self.aio = aio
+        # By purpose, extents that were written since the last ``keep``.
+        self._changed: dict[Kept, dict[StripedExtent, None]] = {purpose: {} for purpose in Kept}
         self._lock = threading.Lock()
         # Held while transfers are ordered and submitted, so that all paths have writes of one range in the same order;
         # a run of tasks holds it as a whole. Always entered directly, as a C function.
         self.ordering = threading.RLock()
-        self._allow = allow_memory_file_system
-        self.slabs: tuple[SlabFile, ...] = ()
         number = {directory: index for index, directory in enumerate(self.directories)}
         needs = {
             name: Need(section.nbytes, tuple(number[path.resolve()] for path in section.paths))
             for name, section in sections.items()
         }
-        try:
-            planned = self._make_slabs(needs)
-        except BaseException:
-            self.close()
-            raise
+        opened = open_slabs(needs, self.directories, aio, allow_memory_file_system=allow_memory_file_system)
+        self.slabs, self.weights = opened.slabs, opened.weights
         self.speeds = PathSpeeds.measured({str(path): rate for path, rate in self.weights.items()})
         self._planned = {
             name: [by_path.get(index, 0) for index in range(len(self.slabs))]
-            for name, by_path in zip(needs, planned, strict=True)
+            for name, by_path in zip(needs, opened.planned, strict=True)
         }
         self._remaining = {name: list(nbytes) for name, nbytes in self._planned.items()}
 
-    def allocate(self, nbytes: int, names: tuple[str, ...], section: str) -> StripedExtent:
-        """An extent of ``nbytes`` rounded up to 4096 on the paths of ``section``; SwapSpaceError when none is left."""
+    def allocate(
+        self, nbytes: int, names: tuple[str, ...], section: str, *, kept: Collection[Kept] = ()
+    ) -> StripedExtent:
+        """An extent of ``nbytes`` rounded up to 4096 on the paths of ``section``; SwapSpaceError when none is left.
+
+        Each of the purposes for which its content is ``kept`` takes as much room once more.
+        """
         if nbytes <= 0:
             raise ValueError(f"an extent has at least one byte, not {nbytes} ({shorten(names)})")
-        size = round_up(nbytes)
+        length = round_up(nbytes)
+        size = length * Versions.count(kept)
         # One lock for the division and for the extents, so that two threads do not count on the same room.
         with self._lock:
             remaining = self._remaining[section]
@@ -157,9 +116,9 @@ class SwapSpace:
                 remaining[index] -= share
                 if share:
                     parts.append(ExtentPart(slab, slab.allocate(share, names)))
-        return StripedExtent(
-            size, names, section, tuple(parts), StripeMap([part.extent.nbytes for part in parts])
-        )
+        stripes = StripeMap([part.extent.nbytes for part in parts])
+        order = TransferOrder(Versions(length, kept) if kept else None)
+        return StripedExtent(length, names, section, tuple(parts), stripes, order)
 
     def grow(self, section: str, nbytes: int) -> None:
         """Reserve at least ``nbytes`` more for ``section``, divided over its paths like its first bytes.
@@ -212,6 +171,8 @@ class SwapSpace:
         """Free an extent, after its transfers in flight; their failures are dropped."""
         # First: a transfer that is still in flight would conflict with transfers of the next owner of the range.
         self.settle(extent)
+        for changed in self._changed.values():
+            changed.pop(extent, None)
         for part in extent.parts:
             # Read first: ``SlabFile.free`` sets it to zero.
             nbytes = part.extent.nbytes
@@ -272,6 +233,28 @@ class SwapSpace:
         for slab in self.slabs:
             slab.close()
 
+    def check_whole(self, extent: StripedExtent) -> None:
+        """Wait until the current content of ``extent`` is written; raises the SwapError of a write that failed."""
+        with self.ordering:
+            extent.order.check_written(0, extent.nbytes)
+
+    def check_written_within(self, parts: Sequence[tuple[StripedExtent, int, int]], *, wait: bool) -> bool:
+        """Whether the current content of ``parts``, extents with first byte and end, is written; ``wait`` for that.
+
+        If a write failed, the kept content of all of them becomes the current one, and its SwapError is raised.
+        """
+        if not wait and not all(extent.order.is_idle for extent, _, _ in parts):
+            return False
+        with self.ordering:
+            try:
+                for extent, start, end in parts:
+                    extent.order.check_written(start, end)
+            except SwapError:
+                for extent, start, end in parts:
+                    extent.order.go_back(start, end)
+                raise
+        return True
+
     def ordered(
         self,
         extent: StripedExtent,
@@ -295,113 +278,132 @@ class SwapSpace:
                 f"transfer [{offset}, {offset + length}) does not fit an extent of {size} bytes and a"
                 f" buffer of {buffer.nbytes} bytes ({shorten(extent.names)})"
             )
-        pieces = extent.pieces(offset, length)
-        return extent.order.ordered(
-            offset,
-            offset + length,
-            writes,
-            lambda after: self._aio.prepare_vector(
-                "write" if writes else "read",
-                buffer,
-                pieces,
-                priority=priority,
-                after=(*first, *after),
-                names=extent.names,
+        for purpose in extent.kept if writes else ():
+            self._changed[purpose][extent] = None
+        ranges, after = extent.order.place(offset, offset + length, writes)
+        ticket = self.aio.prepare_vector(
+            "write" if writes else "read",
+            buffer,
+            extent.pieces(ranges),
+            priority=priority,
+            after=(*first, *after),
+            names=extent.names,
+        )
+        return OrderedTransfer(extent.order, ticket, offset, offset + length, ranges, writes)
+
+    def check_written(self, purpose: Kept) -> None:
+        """Wait for the writes of the content that ``keep`` would keep. Raises the SwapError of one that failed."""
+        with self.ordering:
+            for extent in self._changed[purpose]:
+                extent.order.check_written(0, extent.nbytes)
+
+    def keep(self, purpose: Kept = Kept.STEP) -> None:
+        """Keep the current content, where it is kept for ``purpose``: later writes do not overwrite it.
+
+        Waits for the writes of this content. If one of them failed, its SwapError is raised, and what was kept before
+        is kept. After another exception, ``keep`` has to be called again before the next write.
+        """
+        with self.ordering:
+            self.check_written(purpose)
+            for extent in self._changed[purpose]:
+                extent.order.keep(purpose)
+            self._changed[purpose].clear()
+
+    def go_back(self) -> None:
+        """Make the content that is kept for steps the current one; after an exception, call it again."""
+        with self.ordering:
+            for extent in self._changed[Kept.STEP]:
+                extent.order.go_back(0, extent.nbytes)
+            # A snapshot since then has kept what was written, which is not current any more.
+            self._changed[Kept.SNAPSHOT] |= {
+                extent: None for extent in self._changed[Kept.STEP] if Kept.SNAPSHOT in extent.kept
+            }
+            self._changed[Kept.STEP].clear()
+
+    @property
+    def files(self) -> list[SlabFile]:
+        """The slabs that have room."""
+        return [slab for slab in self.slabs if slab.capacity]
+
+    def layout(self, extents: Sequence[StripedExtent]) -> SwapLayout:
+        """Where ``extents`` are in the ``files``."""
+        files = {slab: number for number, slab in enumerate(self.files)}
+        return SwapLayout(
+            {
+                name: tuple(planned[self.slabs.index(slab)] for slab in files)
+                for name, planned in self._planned.items()
+            },
+            tuple(
+                ExtentLayout(
+                    each.section,
+                    each.nbytes,
+                    tuple(purpose.value for purpose in each.kept),
+                    tuple((files[part.slab], part.extent.offset, part.extent.nbytes) for part in each.parts),
+                    () if each.order.versions is None else each.order.versions.runs(),
+                )
+                for each in extents
             ),
         )
+
+    def adopt(
+        self, layout: SwapLayout, extents: Sequence[StripedExtent], adopted: Sequence[AdoptedFile]
+    ) -> None:
+        """Use ``adopted``, in place of ``files``, with the ``layout`` that they have for the same plan.
+
+        ``extents`` are all there are. What a snapshot keeps has the content of the files, and stays kept; the content
+        of the rest is undefined. The files belong to the swap space from now on.
+        """
+        with self.ordering, self._lock:
+            for extent in extents:
+                self.settle(extent)
+            assert self.used == sum(part.extent.nbytes for extent in extents for part in extent.parts)
+            parts: dict[tuple[int, int], ExtentPart] = {}
+            for number, (slab, file) in enumerate(zip(self.files, adopted, strict=True)):
+                here = [part[1:] for each in layout.extents for part in each.parts if part[0] == number]
+                for extent_there in slab.adopt(file.take(), file.path, here):
+                    parts[number, extent_there.offset] = ExtentPart(slab, extent_there)
+            for extent, place in zip(extents, layout.extents, strict=True):
+                extent.move([parts[number, offset] for number, offset, _ in place.parts])
+                if place.is_kept and extent.order.versions is not None:
+                    extent.order.versions.restore_kept(place.versions)
+            numbers = [self.slabs.index(slab) for slab in self.files]
+            for name, sizes in layout.sections.items():
+                for number, nbytes in zip(numbers, sizes, strict=True):
+                    self._planned[name][number] = self._remaining[name][number] = nbytes
+            for extent in extents:
+                for part in extent.parts:
+                    self._remaining[extent.section][self.slabs.index(part.slab)] -= part.extent.nbytes
+            for changed in self._changed.values():
+                changed.clear()
+
+    def check_links(self) -> None:
+        """SwapSpaceError if a directory cannot hold files that get names: see ``publish``."""
+        for directory in self.directories:
+            check_links(directory)
+
+    def named(self, label: str) -> dict[SlabFile, NamedFile]:
+        """The files with the names, with ``label``, that ``publish`` gives them."""
+        return {slab: slab.named(label) for slab in self.files}
+
+    def publish(self, files: Iterable[SlabFile]) -> None:
+        """Give the ``files`` their names, with which they outlive the process.
+
+        They are on the disk when this returns, with all that was written. Raises SwapSpaceError.
+        """
+        for slab in files:
+            slab.publish()
+
+    def withdraw(self) -> None:
+        """Remove the names of the files: no snapshot needs them."""
+        for slab in self.slabs:
+            slab.withdraw()
 
     def run(self, tasks: Sequence[Task], transfers: Sequence[OrderedTransfer]) -> None:
         """Run ``tasks``, which begin these ``transfers``; see ``AioContext.run``. The caller holds ``ordering``."""
         # All before the first is submitted: whatever interrupts the run, ``settle`` finds those that have begun.
         for transfer in transfers:
             transfer.store()
-        self._aio.run(tasks)
-
-    def _make_slabs(self, needs: Mapping[str, Need]) -> list[dict[int, int]]:
-        """Open the slabs, measure those that share a section, resize each. Returns bytes per need and path."""
-        disks = [directory.stat().st_dev for directory in self.directories]
-        wait_for_space(
-            self.directories,
-            lambda: (
-                apportion(
-                    list(needs.values()), [1] * len(disks), disks, free_by_file_system(self.directories)
-                )
-                is not None
-            ),
-        )
-        room = free_by_file_system(self.directories)
-        striped = sorted({path for need in needs.values() if len(need.paths) > 1 for path in need.paths})
-        even = self._apportion(needs, [1] * len(disks), disks, room)
-        if not striped:
-            for index, size in enumerate(_totals(even, len(disks))):
-                self._open(index, size)
-            return even
-        self._warn_of_shared_disks(needs)
-        # Reserve only the bytes to measure; the final sizes depend on the result.
-        for index, size in enumerate(_totals(even, len(disks))):
-            self._open(index, min(size, max_bytes(self._aio)) if index in striped else size)
-        rates = [1] * len(disks)
-        measured = [index for index in striped if self.slabs[index].capacity]
-        if len(measured) > 1:
-            measured_rates = weights(
-                # Before the first extent: this overwrites the files.
-                measure(self._aio, [(self.slabs[i].file, self.slabs[i].capacity) for i in measured])
-            )
-            for index, rate in zip(measured, measured_rates, strict=True):
-                rates[index] = self.weights[self.directories[index]] = rate
-        planned = self._apportion(needs, rates, disks, room)
-        totals = _totals(planned, len(disks))
-        for slab, size in sorted(
-            zip(self.slabs, totals, strict=True), key=lambda pair: pair[1] - pair[0].capacity
-        ):
-            slab.resize(size)  # slabs that shrink come first: others may grow on the same file system
-        for index, slab in enumerate(self.slabs):
-            if index in striped and not slab.capacity:
-                log.warning(
-                    "nvme_path %s is not used: by its speed and free space, none of the swap space is placed on it",
-                    slab.directory,
-                )
-            weight = self.weights.get(slab.directory)
-            speed = f"{format_size(weight)}/s measured" if weight else "not measured"
-            log.info("swap space in %s: %s, %s", slab.directory, format_size(slab.capacity), speed)
-        return planned
-
-    def _open(self, index: int, nbytes: int) -> None:
-        slab = SlabFile(self.directories[index], nbytes, self._aio, allow_memory_file_system=self._allow)
-        self.slabs = (*self.slabs, slab)
-
-    def _apportion(
-        self, needs: Mapping[str, Need], rates: Sequence[int], disks: Sequence[int], room: Mapping[int, int]
-    ) -> list[dict[int, int]]:
-        placed = apportion(list(needs.values()), rates, disks, room)
-        if placed is not None:
-            return placed
-        if len(disks) == 1:
-            total = sum(need.nbytes for need in needs.values())
-            raise too_full(self.directories[0], total, room[disks[0]])
-        requested = ", ".join(
-            f"{need.nbytes} bytes for {name} in {' and '.join(str(self.directories[path]) for path in need.paths)}"
-            for name, need in needs.items()
-        )
-        first = dict(zip(reversed(disks), reversed(self.directories), strict=True))
-        free = ", ".join(f"{nbytes} in the file system of {first[disk]}" for disk, nbytes in room.items())
-        raise SwapSpaceError(
-            f"the swap files need {requested}, but the free space is {free}; free some space, name more directories"
-            " in nvme_path, or raise host_budget so that less is swapped"
-        )
-
-    def _warn_of_shared_disks(self, needs: Mapping[str, Need]) -> None:
-        for paths in {tuple(sorted(need.paths)) for need in needs.values()}:  # sections often share theirs
-            on_disk: defaultdict[str, list[str]] = defaultdict(list)
-            for path in paths:
-                on_disk[disk_of(self.directories[path])].append(str(self.directories[path]))
-            for together in on_disk.values():
-                if len(together) > 1:
-                    log.log(
-                        _logs.once(logging.WARNING),
-                        "nvme_path %s are on one disk: striping over them is not faster than using one of them",
-                        " and ".join(together),
-                    )
+        self.aio.run(tasks)
 
 
 def _directories(sections: Mapping[str, Section], allow_memory_file_system: bool) -> tuple[Path, ...]:
@@ -415,7 +417,3 @@ def _directories(sections: Mapping[str, Section], allow_memory_file_system: bool
         for path in resolved:
             directories[check_directory(path, allow_memory_file_system=allow_memory_file_system)] = None
     return tuple(directories)
-
-
-def _totals(planned: Sequence[Mapping[int, int]], paths: int) -> list[int]:
-    return [sum(by_path.get(path, 0) for by_path in planned) for path in range(paths)]

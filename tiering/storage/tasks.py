@@ -7,16 +7,20 @@ prepared before it and stored where their owners find them, as always: C stores 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tiering._aio import ffi, lib
+from tiering._interrupts import atomic
 from tiering.storage.request import Request
 from tiering.storage.tickets import SLICE_NS, Ticket, Transfers
 
 _CALL = ffi.typeof("int(*)(void *)")
+_POINTER = ffi.typeof("void *")
 _CELLS = ffi.typeof("int64_t *[]")
+_SUBMISSIONS = ffi.typeof("aio_submission[]")
+_TASKS = ffi.typeof("aio_task[]")
 
 
 class Call(Protocol):
@@ -53,7 +57,7 @@ def run_tasks(transfers: Transfers, tasks: Sequence[Task]) -> None:
     have ``began == 0``, and their ``begins`` were not submitted. Raises the error of a refused submission.
     """
     requests = [ticket._request for task in tasks for ticket in task.begins]
-    run = _Run(tasks)
+    run = _Run(tasks, requests)
     transfers.keep(requests)
     try:
         idle = ffi.new("uint64_t *")
@@ -62,47 +66,46 @@ def run_tasks(transfers: Transfers, tasks: Sequence[Task]) -> None:
             code := lib.aio_run(transfers.handle, run.tasks, len(tasks), SLICE_NS, idle)
         ) == -errno.ETIMEDOUT:
             transfers.warn_of_hangs()
+            # The caller's block may be atomic, and this may last as long as the drive hangs.
+            atomic.poll()
     finally:
-        run.report(tasks, recording=transfers.is_recording)
+        run.report(tasks, requests if transfers.is_recording else ())
         transfers.forget_unbegun(requests)
-    failed = any(task.answer for task in tasks)
-    if code < 0 and code != -errno.ECANCELED and not failed:
+    if code < 0 and code != -errno.ECANCELED and not any(task.answer for task in tasks):
         raise transfers.refused(next(request for request in requests if not request.id), -code)
 
 
 class _Run:
-    """The tasks in the memory of C."""
+    """The tasks in the memory of C. ``requests`` are those of all ``begins``, in order."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.tasks = ffi.new("aio_task[]", len(tasks))
-        self._kept: list[Any] = []
-        for raw, task in zip(self.tasks, tasks, strict=True):
-            raw.waits, raw.n_waits = self._cells([ticket._request for ticket in task.waits]), len(task.waits)
-            raw.call = ffi.cast(_CALL, task.call.function)
-            raw.argument = ffi.cast("void *", task.call.argument)
-            raw.submissions = self._keep(ffi.new("aio_submission[]", len(task.begins)))
-            raw.n_submissions = len(task.begins)
-            for submission, ticket in zip(raw.submissions[0 : len(task.begins)], task.begins, strict=True):
-                self._fill(submission, ticket._request)
+    def __init__(self, tasks: Sequence[Task], requests: Sequence[Request]) -> None:
+        self._waits = ffi.new(_CELLS, [ticket._request.ticket for task in tasks for ticket in task.waits])
+        self._after = ffi.new(_CELLS, [before.ticket for request in requests for before in request.after])
+        self._vectors = [request.as_vector() for request in requests]
+        self.submissions = ffi.new(_SUBMISSIONS, list(self._submissions(requests)))
+        self.tasks = ffi.new(_TASKS, list(self._tasks(tasks)))
 
-    def report(self, tasks: Sequence[Task], *, recording: bool) -> None:
-        """Store times and answers in ``tasks``, and the times of submissions if transfers are recorded."""
+    def report(self, tasks: Sequence[Task], recorded: Sequence[Request]) -> None:
+        """Store times and answers in ``tasks``, and the times of the submissions of ``recorded`` requests."""
         for raw, task in zip(self.tasks, tasks, strict=True):
             task.idle, task.answer = raw.idle_ns, raw.answer
             task.began, task.ended = raw.began_ns, raw.ended_ns
-            for number, ticket in enumerate(task.begins if recording else ()):
-                ticket._request.submitted = raw.submissions[number].submitted_ns
+        for number, request in enumerate(recorded):
+            request.submitted = self.submissions[number].submitted_ns
 
-    def _fill(self, submission: Any, request: Request) -> None:
-        pieces = self._keep(request.as_pieces())
-        submission.kind, submission.priority = request.kind, request.priority
-        submission.pieces, submission.n = pieces, len(pieces)
-        submission.after, submission.n_after = self._cells(request.after), len(request.after)
-        submission.ticket = request.ticket
+    def _submissions(self, requests: Sequence[Request]) -> Iterator[tuple[Any, ...]]:
+        after = self._after + 0
+        for request, vector in zip(requests, self._vectors, strict=True):
+            count = len(request.after)
+            yield (
+                *(request.kind, request.priority, request.data, vector.array, len(vector)),
+                *(after, count, request.ticket),
+            )
+            after += count
 
-    def _cells(self, requests: Sequence[Request]) -> Any:
-        return self._keep(ffi.new(_CELLS, [request.ticket for request in requests]))
-
-    def _keep(self, made: Any) -> Any:
-        self._kept.append(made)
-        return made
+    def _tasks(self, tasks: Sequence[Task]) -> Iterator[tuple[Any, ...]]:
+        waits, begins = self._waits + 0, self.submissions + 0
+        for task in tasks:
+            call, argument = ffi.cast(_CALL, task.call.function), ffi.cast(_POINTER, task.call.argument)
+            yield waits, len(task.waits), call, argument, begins, len(task.begins)
+            waits, begins = waits + len(task.waits), begins + len(task.begins)

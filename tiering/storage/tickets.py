@@ -10,15 +10,17 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Self, TypedDict, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, Self, TypeVar
 
 from tiering._aio import ffi, lib
 from tiering.errors import NotDoneError, SwapError
 from tiering.storage.aio_errors import AioErrors
-from tiering.storage.io_stats import TransferRecord, errno_text
+from tiering.storage.io_stats import errno_text
+from tiering.storage.recording import Recording, TransferRecord
 from tiering.storage.request import (
     FEW_BEGUN,
     KIND_NAMES,
@@ -32,22 +34,15 @@ from tiering.storage.request import (
 
 log = logging.getLogger(__name__)
 
-_POINTER = ffi.typeof("void *")
 _RESULT = ffi.typeof("aio_result *")
-_RESULTS = ffi.typeof("aio_result[]")
+_TICKETS = ffi.typeof("int64_t[]")
 
-# A wait returns to the interpreter this often, so that Ctrl-C is handled.
+# A wait returns to the interpreter this often, so that Ctrl-C is handled; in other threads than the main one, where it
+# is not handled, so that hung operations are logged.
 SLICE_NS = 100_000_000
+_OTHER_THREADS_SLICE_NS = 10 * SLICE_NS
 
 Part = TypeVar("Part", bound=Completion)
-
-
-class TransferOptions(TypedDict, total=False):
-    """Keywords of every transfer: its priority, the tickets it is ordered after, the tensors for the error message."""
-
-    priority: int
-    after: Sequence[Ticket]
-    names: tuple[str, ...]
 
 
 class Ticket:
@@ -124,6 +119,12 @@ class Ticket:
         if request.result is None:
             state = "in flight" if request.id else "not begun"
         return f"<Ticket {KIND_NAMES[request.kind]} {self.nbytes} bytes at {request.offset}, {state}>"
+
+
+def _slice_ns(remaining: float) -> int:
+    """The duration of one wait in C, of the ``remaining`` seconds."""
+    is_main = threading.get_ident() == threading.main_thread().ident
+    return int(max(0.0, min(remaining * 1e9, SLICE_NS if is_main else _OTHER_THREADS_SLICE_NS)))
 
 
 class AllOf(Generic[Part]):
@@ -214,15 +215,14 @@ class Transfers:
         # Requests that are submitted and whose result no caller has.
         self._live: set[Request] = set()
         self._unchecked = ThreadRequests()
-        # The transfers that have ended, while they are recorded.
-        self._recorded: list[TransferRecord] | None = None
+        self._recording: Recording | None = None
         self._hangs = Hangs(owner.handle)
         self._read_again: set[int] = set()  # files, of which one block was
 
     def begin(self, request: Request) -> None:
         """Submit ``request``. Raises SwapError if it is refused, or if a dropped ticket of this thread has failed."""
         assert not request.id and request.result is None, "a transfer is begun once"
-        if self._recorded is not None:
+        if self._recording is not None:
             request.submitted = time.monotonic_ns()
         # Before the submission: an interrupt right after it must not free memory that is being transferred.
         self._live.add(request)
@@ -240,25 +240,24 @@ class Transfers:
                 request.result = 0
 
     def _submit(self, request: Request) -> int:
-        kind, file, buffer, pieces = request.kind, request.file, request.buffer, request.pieces
-        address = ffi.NULL if buffer is None else ffi.cast(_POINTER, buffer.address)
+        kind, file, data, pieces = request.kind, request.file, request.data, request.pieces
         earlier = [before.id for before in request.after] if request.after else ffi.NULL
         n_earlier, priority, ticket = len(request.after), request.priority, request.ticket
         try:
             if request.vector:
-                vector = request.as_pieces()
+                array, n = request.vector.array, len(request.vector)
                 code: int = lib.aio_submit_vector(
-                    self._handle, kind, vector, len(vector), priority, earlier, n_earlier, ticket
+                    self._handle, kind, data, array, n, priority, earlier, n_earlier, ticket
                 )
             elif pieces:
                 n, each = len(pieces), request.nbytes // len(pieces)
                 code = lib.aio_submit_scattered(
-                    self._handle, kind, file, address, pieces, n, each, priority, earlier, n_earlier, ticket
+                    self._handle, kind, file, data, pieces, n, each, priority, earlier, n_earlier, ticket
                 )
             else:
                 offset, nbytes = request.offset, request.nbytes
                 code = lib.aio_submit(
-                    self._handle, kind, file, address, offset, nbytes, priority, earlier, n_earlier, ticket
+                    self._handle, kind, file, data, offset, nbytes, priority, earlier, n_earlier, ticket
                 )
         except OverflowError:  # a number exceeds the type of C
             places = f"offsets {min(pieces)} .. {max(pieces)}" if pieces else f"offset {request.offset}"
@@ -269,9 +268,7 @@ class Transfers:
 
     def keep(self, requests: Sequence[Request]) -> None:
         """Keep requests that C will submit in a run of tasks, and their memory."""
-        unchecked = self._unchecked
-        if len(unchecked.requests) >= unchecked.limit:
-            self._raise_dropped(unchecked)
+        self._raise_dropped(self._unchecked)
         self._live.update(requests)
 
     def forget_unbegun(self, requests: Sequence[Request]) -> None:
@@ -295,8 +292,9 @@ class Transfers:
         if code == -errno.ETIMEDOUT:
             return None
         if code == 0:
+            recording = self._recording
             # Before the release, with which C forgets them.
-            records = self._records(request, result) if self._recorded is not None else []
+            records = recording.records_of(request, result) if recording is not None else []
             if result.bytes < 0:
                 request.failed_at, request.failed_file = result.offset, result.file
                 # C forgets the ticket when no request can be ordered after it any more. Exactly one thread makes the
@@ -307,45 +305,39 @@ class Transfers:
                     request.failed_ticket = FailedTicket(self._owner, ticket)
                 request.result = result.bytes
             else:
-                request.after = ()
-                # Before the release: a thread that finds the ticket released reads the result here.
-                request.result = result.bytes
-                self._live.discard(request)  # a failure stays until a caller has it
+                self._succeed(request)
                 # -ESTALE: another thread has just released it.
                 first = lib.aio_release(self._handle, ticket) == 0
             # C has ended with this memory, whose owner may reuse or unmap it now.
             request.buffer = None
             if first and result.passed and result.bytes >= 0:
                 self._warn_of_read_again(request, -result.passed)
-            if first and self._recorded is not None:
-                self._recorded += records
+            if first and recording is not None:
+                recording.add(records)
         elif code != -errno.ESTALE:
             raise self._errors.refused(request, -code, 0)
         return request.result
 
-    def _records(self, request: Request, result: Any) -> list[TransferRecord]:
-        """What was done in each file of ``request``, whose whole result is ``result``."""
-        results = [result]
-        if request.vector:
-            results = ffi.new(_RESULTS, len({piece.file for piece in request.vector}))
-            # -ESTALE: another thread has just released it, and has these records.
-            if lib.aio_vector_results(self._handle, request.ticket[0], results, len(results)) < 0:
-                return []
-        return [self._record(request, each) for each in results if each.issued_ns]
+    def _succeed(self, request: Request) -> None:
+        """Store the result of a success. Before its release: who finds the ticket released reads the result here."""
+        request.after = ()
+        request.result = request.nbytes
+        self._live.discard(request)  # a failure stays until a caller has it
 
-    def _record(self, request: Request, result: Any) -> TransferRecord:
-        pieces = [piece for piece in request.vector if piece.file == result.file]
-        return TransferRecord(
-            kind=KIND_NAMES[request.kind],
-            file=self._files[result.file][0],
-            names=request.names,
-            offset=pieces[0].offset if pieces else request.offset,
-            nbytes=sum(piece.nbytes for piece in pieces) if pieces else request.nbytes,
-            submitted=request.submitted,
-            issued=result.issued_ns,
-            done=result.done_ns,
-            error=max(0, -result.bytes),
-        )
+    def _collect_succeeded(self, requests: Iterable[Request]) -> None:
+        """``collect`` the requests that have succeeded, in two calls for all."""
+        pending = [request for request in requests if request.result is None]
+        # Recorded ones are collected one by one.
+        if not pending or self._recording is not None:
+            return
+        tickets = ffi.new(_TICKETS, [request.id for request in pending])
+        if (code := lib.aio_succeeded(self._handle, tickets, len(pending))) < 0:
+            raise self._errors.refusal(-code, "the collection of results")
+        for request, succeeded in zip(pending, ffi.unpack(tickets, len(pending)), strict=True):
+            if succeeded:
+                self._succeed(request)
+                request.buffer = None
+        lib.aio_release_all(self._handle, tickets, len(pending))
 
     def _warn_of_read_again(self, request: Request, code: int) -> None:
         # The first of a file; the counters have all.
@@ -365,7 +357,7 @@ class Transfers:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             remaining = deadline - time.monotonic()
-            result = self.collect(request, int(max(0.0, min(remaining * 1e9, SLICE_NS))))
+            result = self.collect(request, _slice_ns(remaining))
             if result is not None:
                 return result
             self.warn_of_hangs()
@@ -382,8 +374,7 @@ class Transfers:
                 if request.result is not None:
                     return index
             remaining = deadline - time.monotonic()
-            slice_ns = int(max(0.0, min(remaining * 1e9, SLICE_NS)))
-            place: int = lib.aio_wait_any(self._handle, ids, len(requests), slice_ns)
+            place: int = lib.aio_wait_any(self._handle, ids, len(requests), _slice_ns(remaining))
             if place >= 0:
                 return place
             # ESTALE: another thread has just collected one of them.
@@ -420,6 +411,7 @@ class Transfers:
 
     def _raise_dropped(self, unchecked: ThreadRequests) -> None:
         """Raise the first failure of a ticket that this thread has dropped; forget the requests that are over."""
+        self._collect_succeeded(unchecked.requests)
         pending: list[Request] = []
         failed = None
         for request in unchecked.requests:
@@ -476,11 +468,11 @@ class Transfers:
     @property
     def is_recording(self) -> bool:
         """Whether transfers are recorded, with the times of their submissions."""
-        return self._recorded is not None
+        return self._recording is not None
 
     def start_recording(self) -> None:
         """See ``AioContext.start_recording``."""
-        self._recorded = []
+        self._recording = Recording(self._handle, self._files)
 
     def end_recording(self) -> list[TransferRecord]:
         """See ``AioContext.end_recording``."""
@@ -490,8 +482,8 @@ class Transfers:
                 if request.id and request.result is None:
                     self.wait(request, None)
         finally:
-            recorded, self._recorded = self._recorded or [], None
-        return sorted(recorded, key=lambda record: record.issued)
+            recording, self._recording = self._recording, None
+        return [] if recording is None else recording.in_order()
 
     def raise_unreported(self) -> None:
         """After the context is closed: raise the first failure that no caller has."""

@@ -91,13 +91,19 @@ class PlanStatus:
 
 @dataclass(frozen=True)
 class Description:
-    """The properties of a rank that do not change while it runs. ``versions`` maps a package to its version."""
+    """The properties of a rank that do not change while it runs.
+
+    ``versions`` maps a package to its version, and ``labels`` names to values: the job, the pod, those configured.
+    ``links`` maps names to URLs where other tools show the run, or to the directory that they read.
+    """
 
     # "cpu", or "cuda:0" and the name of the GPU.
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     configuration: ConfigurationStatus | None = None
     plan: PlanStatus | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The description as JSON text."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from tiering.errors import TelemetryError
 from tiering.telemetry.bandwidths import with_rates
 from tiering.telemetry.snapshot import Snapshot
+from tiering.telemetry.stacks import answer_request
 from tiering.telemetry.status_file_writer import StatusWriter
 
 log = logging.getLogger(__name__)
@@ -22,7 +23,8 @@ class Publisher:
 
     If ``source`` returns None, the engine that it describes was freed, and the publisher ends as in ``end``.
     Telemetry must never stop training: an error of ``source`` or of the file is logged once and then ignored.
-    The thread calls ``enter_thread`` first. ``final_snapshot`` turns the newest snapshot into the last one, which says
+    The thread calls ``enter_thread`` first, and with ``answers_stacks`` it answers requests for the stacks of this
+    process. ``final_snapshot`` turns the newest snapshot into the last one, which says
     how the run ended; without it, the file is removed when the publisher ends.
     """
 
@@ -33,6 +35,7 @@ class Publisher:
         interval: float = 0.25,
         *,
         enter_thread: Callable[[], None] = lambda: None,
+        answers_stacks: bool = False,
         final_snapshot: Callable[[Snapshot], Snapshot] | None = None,
     ) -> None:
         if interval <= 0:
@@ -41,6 +44,7 @@ class Publisher:
         self._source = source
         self._interval = interval
         self._enter_thread = enter_thread
+        self._answers_stacks = answers_stacks
         self._final_snapshot = final_snapshot
         # Guards _baseline, _baseline_at and the order of publications.
         self._lock = threading.Lock()
@@ -107,7 +111,16 @@ class Publisher:
     def _run(self) -> None:
         self._enter_thread()
         while not self._closing.wait(self._interval):
+            # First: ``source`` waits while the main thread holds its lock.
+            if self._answers_stacks:
+                self._answer_request()
             self.publish_now()
+
+    def _answer_request(self) -> None:
+        try:
+            answer_request(self._writer.path)
+        except Exception as error:
+            self._log_once("the stacks of %s cannot be written: %s", self._writer.path, error)
 
     def end(self) -> None:
         """Stop the thread, publish the final snapshot and leave the file for readers. Never raises. Idempotent."""

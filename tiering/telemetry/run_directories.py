@@ -12,15 +12,17 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from tiering.errors import TelemetryError
+from tiering.telemetry.stacks import ANSWER
 from tiering.telemetry.status_file import StatusFile, as_text, locked_by_another, open_status_file
 
 SUFFIX = ".page"
 UNFINISHED = ".new"
-# Seconds for which the status file of a run that has ended stays readable.
-RETENTION_SECONDS = 30.0
+# Seconds for which the status file of a run that has ended stays readable: four scrapes of Prometheus, at 15 s.
+RETENTION_SECONDS = 60.0
 _FILE_STEM = re.compile(r".+\.[0-9]+\.[0-9]+-[0-9a-f]+", re.DOTALL)
 
 
@@ -53,20 +55,20 @@ def _is_own_directory(directory: Path) -> bool:
 def private_directory(directory: Path) -> Path:
     """``directory``, created with mode 0700 if missing. Raises TelemetryError if other users own it or can use it."""
     try:
-        directory.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise _unusable(directory, error) from error
-    try:
-        _check(directory)
+        # A directory that exists is checked like a new one.
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        _check(directory, os.geteuid())
     except OSError as error:
         raise _unusable(directory, error) from error
     return directory
 
 
-def _check(directory: Path) -> None:
-    """Check that no other user can add status files to ``directory`` or list them. Raises TelemetryError or OSError."""
+def _check(directory: Path, owner: int) -> None:
+    """Check that only ``owner`` can add status files to ``directory`` and list them.
+
+    Raises TelemetryError or OSError.
+    """
     status = directory.lstat()
     mode = stat.S_IMODE(status.st_mode)
     remedy = "name a directory of your own (TIERING_RUN_DIR sets the default)"
@@ -74,8 +76,8 @@ def _check(directory: Path) -> None:
         problem = "is a symbolic link"
     elif not stat.S_ISDIR(status.st_mode):
         problem = "is not a directory"
-    elif status.st_uid != os.geteuid():
-        problem = f"is owned by user {status.st_uid}, not {os.geteuid()}"
+    elif status.st_uid != owner:
+        problem = f"is owned by user {status.st_uid}, not {owner}"
     elif mode & 0o077:
         problem, remedy = f"is open to others (mode {mode:04o})", _closing_remedy(directory)
     else:
@@ -102,23 +104,30 @@ def plain_name(run_name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", run_name)[:80] or "run"
 
 
-def find_status_files(directory: Path | None = None) -> list[StatusFile]:
+def find_status_files(
+    directory: Path | None = None, owner: int | None = None, limit: int | None = None
+) -> list[StatusFile]:
     """Status files in ``directory`` (default: ``run_directory()``), sorted by run and rank, without other users' files.
 
-    Empty if the directory does not exist; a reader does not create it. Raises TelemetryError if other users own it or
-    can use it, or if it cannot be read.
+    ``owner`` is the uid of the user (default: this one), and ``limit`` the largest number of files. Empty if the
+    directory does not exist; a reader does not create it. Raises TelemetryError if other users own it or can use it, or
+    if it cannot be read.
     """
     directory = run_directory() if directory is None else Path(directory)
+    owner = os.geteuid() if owner is None else owner
     try:
-        _check(directory)
-        paths = list(directory.iterdir())
+        _check(directory, owner)
+        with os.scandir(directory) as entries:
+            # The names of a directory with a million files would fill the memory.
+            named = (Path(entry.path) for entry in entries if entry.name.endswith(SUFFIX))
+            paths = list(islice(named, limit))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise TelemetryError(
             f"run directory {directory} cannot be read: {error.strerror}; its mode must be 0700, and you must own it"
         ) from error
-    files = [_status_file(path) for path in paths if path.name.endswith(SUFFIX) and _is_own_file(path)]
+    files = [_status_file(path, owner) for path in paths if _is_file_of(path, owner)]
     return sorted(files, key=lambda file: (file.run_name, file.rank, file.path))
 
 
@@ -130,9 +139,13 @@ def sweep(directory: Path, keep_seconds: float = 0.0) -> list[Path]:
     removed_paths = []
     # Between open and flock a new file has no lock.
     unfinished_keep = max(keep_seconds, 60.0)
-    for pattern, keep in (("*" + SUFFIX, keep_seconds), ("*" + UNFINISHED, unfinished_keep)):
+    for pattern, keep in (
+        ("*" + SUFFIX, keep_seconds),
+        ("*" + UNFINISHED, unfinished_keep),
+        (f"*{ANSWER}*", unfinished_keep),
+    ):
         for path in directory.glob(pattern):
-            if _FILE_STEM.fullmatch(path.stem) and _is_own_file(path) and _is_dead(path, keep):
+            if _FILE_STEM.fullmatch(path.stem) and _is_file_of(path, os.geteuid()) and is_expired(path, keep):
                 # Another process may have removed it, or the file system may be read-only.
                 with suppress(OSError):
                     path.unlink()
@@ -140,7 +153,7 @@ def sweep(directory: Path, keep_seconds: float = 0.0) -> list[Path]:
     return removed_paths
 
 
-def _is_dead(path: Path, keep_seconds: float) -> bool:
+def is_expired(path: Path, keep_seconds: float) -> bool:
     """Whether the status file has no writer, and its last update is over ``keep_seconds`` old."""
     try:
         fd = open_status_file(path)
@@ -156,16 +169,16 @@ def _is_dead(path: Path, keep_seconds: float) -> bool:
         os.close(fd)
 
 
-def _is_own_file(path: Path) -> bool:
+def _is_file_of(path: Path, owner: int) -> bool:
     try:
-        return path.lstat().st_uid == os.geteuid()
+        return path.lstat().st_uid == owner
     except OSError:
         return False
 
 
-def _status_file(path: Path) -> StatusFile:
+def _status_file(path: Path, owner: int) -> StatusFile:
     # A file with another name than run_name.rank.pid-random.page is listed too; its reading says why it is unreadable.
     name = as_text(path.name)
     parts = name.removesuffix(SUFFIX).split(".")
     rank = int(parts[1]) if len(parts) == 3 and re.fullmatch("[0-9]{1,9}", parts[1]) else 0
-    return StatusFile(path, parts[0] or name, rank)
+    return StatusFile(path, parts[0] or name, rank, owner)

@@ -12,10 +12,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, TypeAdapter
 
 from tiering.telemetry.figure import Diverging, Figure, Integer, Label
+from tiering.telemetry.step_record import StepRecord
+from tiering.telemetry.training_curve import TrainingCurve
 from tiering.telemetry.transfer_status import CollectiveStatus, IoEngineStatus, LinkStatus, PathStatus
 
-# Step records in a snapshot.
-RECENT_STEPS = 32
 Phase = Literal["start", "forward", "backward", "step", "idle"]
 # Prefix of each stall cause of the device's link. The other causes are of NVMe or of other ranks.
 COPIES_OF = "copies of "
@@ -125,31 +125,27 @@ class DeviceMemoryStatus:
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """One finished optimizer step: seconds in total and by phase, seconds stalled, bytes moved.
+class GpuStatus:
+    """Sensors of the rank's GPU, from NVML; other processes on the GPU count too. None: the GPU does not have it."""
 
-    Bytes are counted by direction: read from NVMe, written to it, sent to other ranks, copied to the device (``h2d``)
-    and from it (``d2h``). Activations are in these bytes, and by themselves: moved off the device, read from NVMe, and
-    written to it. ``stalls`` splits ``stall`` by cause; ``ended_at`` is Unix time. With a GPU, phases are
-    measured on the CPU, which runs ahead of the GPU: work that the GPU finishes late counts in the next step.
-    """
-
-    step: Integer
-    seconds: float
-    forward: float = 0.0
-    backward: float = 0.0
-    update: float = 0.0
-    stall: float = 0.0
-    read_bytes: Integer = 0
-    written_bytes: Integer = 0
-    sent_bytes: Integer = 0
-    stalls: dict[str, float] = field(default_factory=dict)
-    ended_at: float = 0.0
-    h2d_bytes: Integer = 0
-    d2h_bytes: Integer = 0
-    activation_bytes: Integer = 0
-    activation_read_bytes: Integer = 0
-    activation_written_bytes: Integer = 0
+    utilization: Annotated[
+        float | None,
+        Figure(
+            "Share of the last second in which a kernel ran on the GPU, 0 to 1, from NVML; absent without it.",
+            "tiering_gpu_utilization_ratio",
+        ),
+    ] = None
+    power: Annotated[
+        float | None,
+        Figure("Power of the GPU in watts, from NVML; absent without it.", "tiering_gpu_power_watts"),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        Figure(
+            "Temperature of the GPU in degrees Celsius, from NVML; absent without it.",
+            "tiering_gpu_temperature_celsius",
+        ),
+    ] = None
 
 
 _SAVES = Figure(
@@ -277,6 +273,29 @@ class Snapshot:
             "tiering_samples_total",
         ),
     ] = 0
+    tokens: Annotated[
+        Integer,
+        Figure(
+            "Tokens of the rank's forwards in training since the start, padding included; 0 if its inputs have none.",
+            "tiering_tokens_total",
+        ),
+    ] = 0
+    flops: Annotated[
+        float,
+        Figure(
+            "Floating-point operations of the model for these tokens, forward and backward, each counted once; 0 if"
+            " unknown.",
+            "tiering_model_flops_total",
+        ),
+    ] = 0.0
+    peak_flops: Annotated[
+        float | None,
+        Figure(
+            "Floating-point operations per second of the GPU in the compute dtype, from its data sheet; absent if"
+            " unknown.",
+            "tiering_device_peak_flops",
+        ),
+    ] = None
     skipped_steps: Annotated[
         Integer,
         Figure(
@@ -319,6 +338,7 @@ class Snapshot:
     device_memory: Annotated[DeviceMemoryStatus | None, Figure("GPU memory of torch; absent on a CPU.")] = (
         None
     )
+    gpu: Annotated[GpuStatus | None, Figure("Sensors of the GPU; absent on a CPU and without NVML.")] = None
     io: Annotated[list[PathStatus], Figure("Each swap path, in both directions.")] = field(
         default_factory=list
     )
@@ -350,6 +370,12 @@ class Snapshot:
     steps: Annotated[list[StepRecord], Figure("The last 32 steps, oldest first.")] = field(
         default_factory=list
     )
+    curve: Annotated[
+        TrainingCurve | None,
+        Figure(
+            "Loss, gradient norm, duration and tokens of all steps so far; the first rank of a node has it."
+        ),
+    ] = None
 
     # A loss of NaN is written as NaN, not as null, so that readers see the divergence. In fields of other types, NaN is
     # an error.

@@ -40,7 +40,7 @@ from tiering.telemetry.snapshot import Snapshot
 
 MAGIC = b"TIERPAGE"
 VERSION = 1
-# Bytes of payload. A snapshot with three tiers, four paths and 32 steps takes about 20 KiB.
+# Bytes of payload. A snapshot with three tiers, four paths and 32 steps takes about 20 KiB, and a curve as much.
 CAPACITY = 64 << 10
 # Bytes. The description of a typical run takes about 10 KiB.
 LARGEST_DESCRIPTION = 256 << 10
@@ -125,11 +125,15 @@ class StatusReading:
 
 @dataclass(frozen=True)
 class StatusFile:
-    """A status file in a run directory. ``run_name`` (as the file name spells it) and ``rank`` come from its name."""
+    """A status file in a run directory. ``run_name`` (as the file name spells it) and ``rank`` come from its name.
+
+    ``owner`` is the uid that must own the file; None allows any.
+    """
 
     path: Path
     run_name: str
     rank: int
+    owner: int | None = None
 
     def read(self) -> StatusReading:
         """Read the file now. Never raises: a missing or damaged file is a state of the reading."""
@@ -140,6 +144,8 @@ class StatusFile:
         except OSError as error:
             return StatusReading("unreadable", None, None, error.strerror or str(error))
         try:
+            if self.owner is not None and os.fstat(fd).st_uid != self.owner:
+                return StatusReading("unreadable", None, None, "owned by another user")
             return _read(fd)
         except OSError as error:
             return StatusReading("unreadable", None, None, error.strerror or str(error))

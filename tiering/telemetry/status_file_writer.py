@@ -25,7 +25,7 @@ from tiering.telemetry.run_directories import (
     run_directory,
     sweep,
 )
-from tiering.telemetry.snapshot import RECENT_STEPS, Snapshot
+from tiering.telemetry.snapshot import Snapshot
 from tiering.telemetry.status_file import (
     CAPACITY,
     HEADER,
@@ -37,6 +37,7 @@ from tiering.telemetry.status_file import (
     Header,
     checksum,
 )
+from tiering.telemetry.step_record import RECENT_STEPS
 
 log = logging.getLogger(__name__)
 

@@ -84,6 +84,35 @@ class DirectionStatus:
 
 
 @dataclass(frozen=True)
+class DriveStatus:
+    """The wear of the NVMe drives behind a swap path, from their SMART logs, which only root may read."""
+
+    used: Annotated[
+        float,
+        Figure(
+            "Part of its endurance that the path's most worn NVMe drive has used, by its own estimate; it may exceed 1."
+            " Absent unless the run may read SMART logs (root).",
+            "tiering_drive_endurance_used_ratio",
+        ),
+    ]
+    written: Annotated[
+        Integer,
+        Figure(
+            "Bytes written to the path's NVMe drives since they were made, by anybody. Absent likewise.",
+            "tiering_drive_written_bytes_total",
+        ),
+    ]
+    endurance: Annotated[
+        float | None,
+        Figure(
+            "Bytes that may be written to the path's NVMe drives in all, by their own estimate. Absent likewise, and"
+            " below 5 % of use.",
+            "tiering_drive_endurance_bytes",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
 class PathStatus:
     """One swap path: its I/O engine, whether it bypasses the page cache, and both directions."""
 
@@ -120,6 +149,7 @@ class PathStatus:
             "tiering_swap_path_share",
         ),
     ] = 1.0
+    drive: DriveStatus | None = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +208,7 @@ class LinkStatus:
 class IoEngineStatus:
     """The I/O engine and the features in effect ("registered_buffers", "verify").
 
-    ``passed_over`` maps each engine or registration that is not available to the reason.
+    ``passed_over`` maps each engine or registration that was refused, at least in part, to the reason.
     """
 
     name: str

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiering._command_line import Version, run_printing
+from tiering._command_line import Parser, Version, run_printing
 from tiering._text import similar
 from tiering.tierbench import words
 from tiering.tierbench.exits import BELOW, FAILED, INTERRUPTED, OK
@@ -66,6 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    # A shell that asks for completions passes the words in COMP_LINE.
+    words_typed = os.environ.get("COMP_LINE", "").split() if "_ARGCOMPLETE" in os.environ else []
+    if words_typed[1:2] and words_typed[1] in COMMANDS:
+        # The number of the first word, from 1, that belongs to the command line of the parser.
+        os.environ["_ARGCOMPLETE"] = "2"
+        argv = words_typed[1:2]
     if argv and argv[0] in COMMANDS:
         return _command(argv[0], argv[1:])
     if argv and not Path(argv[0]).exists() and (closest := similar(argv[0], COMMANDS)):
@@ -75,7 +82,7 @@ def _run(argv: list[str]) -> int:
 
 def _command(name: str, arguments: list[str]) -> int:
     module = importlib.import_module(f"tiering.tierbench.{MODULES[name]}")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"tierbench {name}",
         description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
         epilog=_EXIT_CODES,
@@ -98,7 +105,7 @@ def _bench(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tierbench",
         usage="tierbench DIR ... [options]\n       tierbench {" + ",".join(COMMANDS) + "} ...",
         description="Measures how fast a drive is for training. Takes about ten seconds and uses temporary files.",

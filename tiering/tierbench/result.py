@@ -144,7 +144,7 @@ class Engine(ResultPart):
     ioengine: str
     flags: tuple[str, ...]
     passed_over: dict[str, str] = Field(
-        default_factory=dict, description="Features that are not used, with the reasons."
+        default_factory=dict, description="Features that are refused, at least in part, with the reasons."
     )
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from tiering._strict_json import FormatError, natural, parse, short, strings
 from tiering._text import shorten
@@ -46,7 +46,11 @@ def nbytes_of(dtype: str, numel: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of ``nbytes`` at byte ``offset`` of ``file``. ``dtype`` is its name in the format, such as "BF16"."""
+    """A tensor of ``nbytes`` at byte ``offset`` of ``file``. ``dtype`` is its name in the format, such as "BF16".
+
+    An F32 tensor may be in ``halves``, tensors of the upper and of the lower 16 bits of its elements; then ``file`` and
+    ``offset`` are those of the first of them.
+    """
 
     name: str
     dtype: str
@@ -54,6 +58,13 @@ class StoredTensor:
     file: Path
     offset: int
     nbytes: int
+    halves: tuple[StoredTensor, StoredTensor] | None = None
+
+    @classmethod
+    def joined(cls, upper: StoredTensor, lower: StoredTensor) -> Self:
+        """The F32 tensor whose elements have these ``halves``, both U16."""
+        nbytes = upper.nbytes + lower.nbytes
+        return cls(upper.name, "F32", upper.shape, upper.file, upper.offset, nbytes, (upper, lower))
 
     @property
     def numel(self) -> int:
@@ -69,6 +80,9 @@ class StoredTensor:
 
     def range(self, first: int, numel: int) -> StoredTensor:
         """``numel`` elements from ``first`` on, flat, under the same name."""
+        if self.halves is not None:
+            upper, lower = self.halves
+            return self.joined(upper.range(first, numel), lower.range(first, numel))
         offset, nbytes = (nbytes_of(self.dtype, each) for each in (first, numel))
         return replace(self, shape=(numel,), offset=self.offset + offset, nbytes=nbytes)
 

@@ -21,6 +21,8 @@ from tiering.weights.files import StoredTensor
 
 # Bytes of a checksum.
 SUM = 4
+SUMS = 1 << 18
+"""Checksums that are copied at once."""
 
 
 def sums_of(address: int, pages: int) -> np.ndarray:
@@ -95,11 +97,12 @@ class PageSums:
 
         Raises CheckpointError if the checksums cannot be read.
         """
-        expected = self._read(page, pages)
+        expected = self.read(page, pages)
         differ = np.flatnonzero(sums_of(address, pages) != expected)
         return page + int(differ[0]) if differ.size else None
 
-    def _read(self, page: int, pages: int) -> np.ndarray:
+    def read(self, page: int, pages: int) -> np.ndarray:
+        """The checksums (uint32) of these pages. Raises CheckpointError if they cannot be read."""
         if page + pages > self._stored.numel:
             raise CheckpointError(
                 f"{self._stored.file}: it has {self._stored.numel} checksums of {self._stored.name!r}, which has more"
@@ -114,3 +117,18 @@ class PageSums:
         if len(content) != pages * SUM:
             raise CheckpointError(f"{self._stored.file}: it is truncated; load an earlier checkpoint")
         return np.frombuffer(content, dtype="<u4")
+
+
+class SwapSums(PageSums):
+    """The checksums of a swap file, for the pages that a snapshot has: other pages have 0, and are not compared."""
+
+    def first_difference(self, address: int, page: int, pages: int) -> int | None:
+        """Like that of PageSums."""
+        expected, found = self.read(page, pages), sums_of(address, pages)
+        # A checksum of 0 is stored as 1.
+        differ = np.flatnonzero((expected != 0) & (np.maximum(found, 1) != expected))
+        return page + int(differ[0]) if differ.size else None
+
+    def compares(self, page: int, pages: int) -> bool:
+        """Whether one of these pages has a checksum."""
+        return bool(self.read(page, pages).any())

@@ -18,13 +18,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+
+from optim_cpu import kernels
 from tiering._text import shorten
 from tiering.config.training import IoConfig
 from tiering.errors import SwapError, WeightsError
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.descriptors import close_alone
-from tiering.storage.file_system import FileVersion, open_for_reading
+from tiering.storage.file_system import open_for_reading
 from tiering.storage.io_stats import errno_text
 from tiering.storage.tickets import Ticket
 from tiering.weights.files import StoredTensor, Sums, WeightFiles, damaged
@@ -131,7 +134,8 @@ class WeightReader:
         arena = Arena.map(WINDOWS * room, "weights")
         self._windows_nbytes = arena.nbytes
         self._files = files
-        expected = [_in_bytes(part) for part in order]
+        # Halves of one tensor are read alternately.
+        expected = [_in_bytes(part) for part in order if _tensor_of(part).halves is None]
         expected = [(tensor, start, end) for tensor, start, end in expected if start < end]
         self._ends = {tensor: end for tensor, _, end in expected}
         self._next = {
@@ -167,6 +171,8 @@ class WeightReader:
             raise ValueError(f"{tensor.name!r} has {tensor.numel} elements, not [{first}, {first + numel})")
         if numel == 0:
             return memoryview(b"")
+        if tensor.halves is not None:
+            return self._read_halves(*tensor.halves, first, numel)
         sequential = self._continues == (tensor, start)
         self._continues = self._after(tensor, end)
         window = self._window(tensor, start, end, sequential)
@@ -183,6 +189,14 @@ class WeightReader:
                 return joined
             at = stop
             window = self._window(tensor, at, end, sequential)
+
+    def _read_halves(self, upper: StoredTensor, lower: StoredTensor, first: int, numel: int) -> memoryview:
+        # A copy: the read of the lower halves may use the same windows.
+        high = np.frombuffer(self.read(upper, first, numel), dtype=np.uint16).copy()
+        low = np.frombuffer(self.read(lower, first, numel), dtype=np.uint16)
+        joined = np.empty(numel, dtype=np.float32)
+        kernels.join(joined.ctypes.data, high.ctypes.data, low.ctypes.data, numel)
+        return joined.view(np.uint8).data
 
     @property
     def nbytes(self) -> int:
@@ -274,10 +288,14 @@ class WeightReader:
         return self._open[path][1]
 
     def _check_version(self, path: Path, fd: int) -> None:
-        if FileVersion.of(fd) != self._files.versions[path]:
+        if not self._files.versions[path].is_of(fd):
             raise damaged(
                 path, "it has changed since its header was read", "load it when no process writes to it"
             )
+
+
+def _tensor_of(request: Request) -> StoredTensor:
+    return request if isinstance(request, StoredTensor) else request[0]
 
 
 def _in_bytes(request: Request) -> tuple[StoredTensor, int, int]:

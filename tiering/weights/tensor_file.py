@@ -204,7 +204,8 @@ class TensorFileWriter:
         self._at += filled
 
 
-class naming:  # noqa: N801 # used like a function
+# Its name is that of a function, because it is used like one.
+class naming:  # noqa: N801
     """Context manager that raises CheckpointError about the file ``path`` in place of an OSError.
 
     ``nbytes`` is the size of the file, for the message on a full disk.

@@ -102,8 +102,9 @@ class _Served:
 
     layer: Any
 
+    # The name in bitsandbytes, here and below.
     @property
-    def CB(self) -> Tensor:  # noqa: N802 # the name in bitsandbytes
+    def CB(self) -> Tensor:  # noqa: N802
         # Not .data, whose readers may change it unseen.
         codes: Tensor = self.layer.weight.detach()
         return codes

@@ -1,9 +1,8 @@
 """Moves a model's first values to their tiers as a stream, so that the buffers are smaller than a group.
 
-A ``Source`` yields the values of one parameter, range by range: from memory, from the operations that were recorded
-when the model was built (zero_init.py), or from a file (weights.py). They go to the home of the parameter in the
-compute dtype, and with the full precision of the source to the masters in its tiles' state. Moments start with the
-values that the optimizer defines. The bytes of parameters that keep their dtype go to their home as they are.
+The values of a parameter (first_values.py) go range by range to its home in the compute dtype, and with the full
+precision of the source to the masters in its tiles' state. Moments start with the values that the optimizer defines.
+The bytes of parameters that keep their dtype go to their home as they are.
 
 Ranks receive rank 0's values, range by range; from files each rank reads its own shard. Groups whose home is in the
 files already (setup/in_place.py) are not filled.
@@ -15,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,11 +23,13 @@ from optim_cpu.formats import round_parameters
 from tiering.errors import SwapError
 from tiering.placement.group_sizes import QUANTUM
 from tiering.storage.arena import Arena
-from zero3.building.zero_init import Recipe, forget, recipe_of
+from zero3.building.first_values import FirstValues, InMemory, Replayed, Source, for_home
+from zero3.building.zero_init import forget, recipe_of
 from zero3.device import heap
-from zero3.device.tiers import WINDOW, Home, Tiers
+from zero3.device.home import Home
+from zero3.device.tiers import WINDOW, Tiers
 from zero3.optimizer.tiles import StateLayout, Tile
-from zero3.params.layout import FlatLayout, Piece, in_elements_of, segments, tiles
+from zero3.params.layout import FlatLayout, Piece, segments, tiles
 from zero3.params.param_group import ParamGroup
 from zero3.ranks.collectives import Collectives
 
@@ -41,73 +41,6 @@ WINDOWS = 4
 
 RANGE = 1 << 20
 """Elements of a parameter that are read from a source at once: the window of a file."""
-
-
-class Source(Protocol):
-    """A source of the values of one parameter."""
-
-    def read(self, first: int, numel: int) -> Tensor:
-        """The elements [first, first + numel), flat, on the CPU; valid until the next ``read``."""
-
-    def release(self) -> None:
-        """Free the memory that the source uses to read; it may be read again."""
-
-
-class InMemory:
-    """A parameter whose values are in memory."""
-
-    def __init__(self, param: nn.Parameter) -> None:
-        self._param = param
-        self._flat: Tensor | None = None
-
-    def read(self, first: int, numel: int) -> Tensor:
-        if self._flat is None:
-            # A view, unless the elements are not contiguous.
-            self._flat = self._param.detach().flatten()
-        return self._flat[first : first + numel].cpu()
-
-    def release(self) -> None:
-        self._flat = None
-
-
-class Replayed:
-    """A parameter that was built without memory, whose operations are run again."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._flat: Tensor | None = None
-
-    def read(self, first: int, numel: int) -> Tensor:
-        if self._flat is None:
-            self._flat = self._recipe.make().flatten()
-        return self._flat[first : first + numel]
-
-    def release(self) -> None:
-        self._flat = None
-
-
-class AsBytes:
-    """The bytes of a parameter that keeps its dtype, from ``source``, as elements of a flat tensor of ``dtype``."""
-
-    def __init__(self, source: Source, piece: Piece, dtype: torch.dtype) -> None:
-        self._source = source
-        self._piece = piece
-        self._dtype = dtype
-
-    def read(self, first: int, numel: int) -> Tensor:
-        own = self._piece.own_elements(first, numel, self._dtype.itemsize)
-        return in_elements_of(self._dtype, self._source.read(own.start, len(own)))
-
-    def release(self) -> None:
-        self._source.release()
-
-
-@dataclass(frozen=True)
-class FirstValues:
-    """The sources of a parameter's values and of each of its moments; None for a moment with the usual first value."""
-
-    values: Source
-    moments: tuple[Source | None, ...] = ()
 
 
 class Fill:
@@ -133,15 +66,22 @@ class Fill:
         for tile in optimizer_tiles:
             self._tiles.setdefault(tile.group, []).append(tile)
 
-    def run(self, groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FirstValues]) -> None:
+    def run(
+        self,
+        groups: Sequence[ParamGroup],
+        sources: Mapping[nn.Parameter, FirstValues],
+        *,
+        resumes: bool = False,
+    ) -> None:
         """Fill all ``groups``. Afterwards the model's parameters belong to them.
 
         Every rank reads the ``sources``. Other parameters have their values in memory, or were built without memory:
-        then rank 0 sends its values to all ranks.
+        then rank 0 sends its values to all ranks. If the engine ``resumes``, homes in swap space of which snapshots
+        have the content have none until ``refill``, which has a source of each of their parameters.
         """
         with self._writing(groups):
             for group in groups:
-                self._fill(group, sources)
+                self._fill(group, sources, adopted=resumes)
                 for param in group.params:
                     param.grad = None
                 # Only after its values are in flight to their home: this frees the memory of the original parameters.
@@ -154,14 +94,21 @@ class Fill:
         for group in groups:
             forget(group.params)
 
-    def refill(self, groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FirstValues]) -> None:
+    def refill(
+        self,
+        groups: Sequence[ParamGroup],
+        sources: Mapping[nn.Parameter, FirstValues],
+        *,
+        adopted: bool = False,
+    ) -> None:
         """Fill groups that own their parameters again, from ``sources``.
 
-        Parameters without a source keep their values and masters; their moments get their first values.
+        Parameters without a source keep their values and masters; their moments get their first values. With
+        ``adopted`` swap space, homes of which snapshots have the content have it already.
         """
         with self._writing(groups):
             for group in groups:
-                self._fill(group, sources, keeps=True)
+                self._fill(group, sources, keeps=True, adopted=adopted)
         # Waits for the writes: an error of a disk ends the load.
         self._tiers.staging.drain()
         self._note("")
@@ -193,7 +140,12 @@ class Fill:
             self._collectives.peers.note(activity)
 
     def _fill(
-        self, group: ParamGroup, sources: Mapping[nn.Parameter, FirstValues], *, keeps: bool = False
+        self,
+        group: ParamGroup,
+        sources: Mapping[nn.Parameter, FirstValues],
+        *,
+        keeps: bool = False,
+        adopted: bool = False,
     ) -> None:
         if group.home.files is not None:
             # The files of the user have the values, and nothing else may be there.
@@ -204,8 +156,12 @@ class Fill:
         unchanged = {
             piece.index for piece in group.layout.pieces if keeps and params[piece.index] not in sources
         }
-        home = _Home(self._tiers, group, layout, unchanged, self._windows)
-        state = _State(self._tiers, self._tiles.get(group, []), self._layout.for_group(group), unchanged)
+        home = _Home(self._tiers, group, layout, unchanged, self._windows, adopted=adopted)
+        tiles, own_layout = self._tiles.get(group, []), self._layout.for_group(group)
+        state = _State(self._tiers, tiles, own_layout, unchanged, adopted=adopted)
+        if home.is_adopted and state.is_adopted and self._collectives is None:
+            # With other ranks, those that need the values receive them when all do.
+            return
         try:
             for piece in group.layout.pieces:
                 param = params[piece.index]
@@ -214,7 +170,7 @@ class Fill:
                     continue
                 local = home.pieces.get(piece.index)
                 if param in sources:
-                    ranges = self._own(param, for_home(sources[param], piece, group), local, state)
+                    ranges = self._own(param, for_home(sources[param], piece, group), local, home, state)
                 else:
                     ranges = self._shared(param, piece, local, group)
                 for first, values, moments in ranges:
@@ -230,7 +186,7 @@ class Fill:
             raise
 
     def _own(
-        self, param: nn.Parameter, first_values: FirstValues, local: Piece | None, state: _State
+        self, param: nn.Parameter, first_values: FirstValues, local: Piece | None, home: _Home, state: _State
     ) -> Iterator[tuple[int, Tensor, list[Start]]]:
         """(first element, values, moments) of the ranges that this rank keeps; no range is in two tiles."""
         if local is None:
@@ -238,7 +194,9 @@ class Fill:
         starts = self._initial_state.get(param) or 0.0
         sources = first_values.moments or (None,) * self._layout.moments
         for start, end in state.cut(local):
-            stepped = state.has(local.index, start)
+            stepped = state.takes(local.index, start)
+            if home.is_adopted and not stepped:
+                continue
             for begin, stop in tiles(end - start, RANGE):
                 first, numel = start + begin, stop - begin
                 moments: list[Start] = [
@@ -279,13 +237,6 @@ class Fill:
         # Returns when the values have left rank 0, whose source may then reuse its memory.
         self._collectives.broadcast(values, 0, f"send the first values of {name!r}")
         return values
-
-
-def for_home(first_values: FirstValues, piece: Piece, group: ParamGroup) -> FirstValues:
-    """``first_values`` with elements that the flat tensor of ``group`` takes."""
-    if piece.own_dtype is None:
-        return first_values
-    return FirstValues(AsBytes(first_values.values, piece, group.dtype))
 
 
 def copy_values(values: Tensor, into: Tensor) -> None:
@@ -343,7 +294,8 @@ class _Home:
     """The home of a group's parameters, or of this rank's shard, filled from its beginning to its end.
 
     Parameters in ``unchanged`` keep their values; ranges that hold only such parameters are neither read nor written.
-    On NVMe it is written through ``windows``, or with None through staging.
+    On NVMe it is written through ``windows``, or with None through staging. If it is ``adopted``, and in snapshots, it
+    is filled already.
     """
 
     def __init__(
@@ -353,7 +305,10 @@ class _Home:
         layout: FlatLayout,
         unchanged: AbstractSet[int],
         windows: Arena | None,
+        *,
+        adopted: bool,
     ) -> None:
+        self.is_adopted = adopted and group.home.in_snapshots
         self.pieces = {piece.index: piece for piece in layout.pieces}
         self._unchanged = unchanged
         self._group = group
@@ -371,7 +326,7 @@ class _Home:
     def put(self, index: int, first: int, values: Tensor) -> None:
         """Write the elements of ``values``, which start at ``first`` of a parameter, that are in this home."""
         piece = self.pieces.get(index)
-        if piece is None:
+        if piece is None or self.is_adopted:
             return
         begin = max(first, piece.first)
         end = min(first + values.numel(), piece.first + piece.numel)
@@ -385,7 +340,7 @@ class _Home:
 
     def end(self) -> None:
         """Set the remaining bytes to zero, and finish all writes."""
-        if self._numel:
+        if self._numel and not self.is_adopted:
             self._advance(self._numel - 1)
         self._window.end()
 
@@ -428,12 +383,22 @@ class _Place:
 
 
 class _State:
-    """The state of a group's tiles, filled from the first to the last. Parameters in ``unchanged`` keep masters."""
+    """The state of a group's tiles, filled from the first to the last. Parameters in ``unchanged`` keep masters.
+
+    With ``adopted``, the state of tiles that is in snapshots is there already.
+    """
 
     def __init__(
-        self, tiers: Tiers, tiles: Sequence[Tile], layout: StateLayout, unchanged: AbstractSet[int]
+        self,
+        tiers: Tiers,
+        tiles: Sequence[Tile],
+        layout: StateLayout,
+        unchanged: AbstractSet[int],
+        *,
+        adopted: bool,
     ) -> None:
         self._tiles = tiles
+        self._is_adopted = [adopted and tile.state.in_snapshots for tile in tiles]
         self._unchanged = unchanged
         self._layout = layout
         self._window = _HomeWriter(tiers)
@@ -445,12 +410,17 @@ class _State:
                 place = _Place(number, segment.first, segment.numel, segment.start - tile.start)
                 self._places.setdefault(segment.piece.index, []).append(place)
 
+    @property
+    def is_adopted(self) -> bool:
+        """Whether all of it is there."""
+        return all(self._is_adopted)
+
     def put(self, index: int, first: int, values: Tensor, moments: Sequence[Start]) -> None:
         """Set the masters and the moments of a parameter's elements, which start at ``first``."""
         for place in self._places.get(index, ()):
             begin = max(first, place.first)
             numel = min(first + values.numel(), place.first + place.numel) - begin
-            if numel > 0:
+            if numel > 0 and not self._is_adopted[place.tile]:
                 self._advance(place.tile)
                 part = slice(begin - first, begin - first + numel)
                 inside = place.inside + begin - place.first
@@ -477,9 +447,12 @@ class _State:
                 yield start, end
             start = end
 
-    def has(self, index: int, first: int) -> bool:
-        """Whether element ``first`` of a parameter is in one of the tiles."""
-        return any(place.first <= first < place.first + place.numel for place in self._places.get(index, ()))
+    def takes(self, index: int, first: int) -> bool:
+        """Whether element ``first`` of a parameter is in one of the tiles whose state is filled."""
+        return any(
+            place.first <= first < place.first + place.numel and not self._is_adopted[place.tile]
+            for place in self._places.get(index, ())
+        )
 
     def end(self) -> None:
         self._advance(len(self._tiles) - 1)
@@ -488,6 +461,8 @@ class _State:
     def _advance(self, number: int) -> None:
         while self._open < number:
             self._open += 1
+            if self._is_adopted[self._open]:
+                continue
             tile = self._tiles[self._open]
             keeps = any(segment.piece.index in self._unchanged for segment in tile.segments)
             nbytes = tile.numel * self._layout.itemsize

@@ -26,6 +26,7 @@ def is_from_peft(model: nn.Module) -> bool:
 
 def base_of(model: nn.Module) -> nn.Module:
     """The model that peft has wrapped, or ``model`` itself."""
+    # mypy: get_base_model is a method of peft's class.
     base: nn.Module = model.get_base_model() if is_from_peft(model) else model  # type: ignore[operator]
     return base
 

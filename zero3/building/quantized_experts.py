@@ -164,6 +164,7 @@ class EncodedMatrix:
         if torch.is_autocast_enabled(kind):
             inputs = inputs.to(torch.get_autocast_dtype(kind))
         codes, scales = self._operands()
+        # mypy: torch does not type Function.apply.
         product: Tensor = Product.apply(  # type: ignore[no-untyped-call]
             inputs.reshape(-1, inputs.shape[-1]), codes, scales, self._form, self._rows, not with_rows
         )

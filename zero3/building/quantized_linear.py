@@ -86,6 +86,7 @@ class QuantizedLinear(nn.Linear):
         if not input.is_meta and torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         rows = input.reshape(-1, self.in_features)
+        # mypy: torch does not type Function.apply.
         product: Tensor = Product.apply(  # type: ignore[no-untyped-call]
             rows, self.weight, self.weight_scales, self.form, self.out_features, False
         )

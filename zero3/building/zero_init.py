@@ -99,8 +99,9 @@ class Init:
             tape.may_free(copied)
             return copied
 
-        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment] # replaced on purpose
-        nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign,assignment] # a copied module registers none
+        # mypy: both are replaced on purpose; the second because a copied module registers no parameter.
+        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+        nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign,assignment]
         tape.__enter__()
         self._usual_dtype = torch.get_default_dtype()
         if self._dtype is not None:
@@ -114,6 +115,7 @@ class Init:
             return
         if self._dtype is not None:
             torch.set_default_dtype(self._usual_dtype)
+        # mypy: put back.
         nn.Module.register_parameter = Init._register  # type: ignore[method-assign]
         nn.Parameter.__deepcopy__ = Init._deepcopy  # type: ignore[method-assign]
         self.tape.__exit__(kind, error, trace)

@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: saved by all ranks or by none, in the foreground or in the background, and loaded.
+"""Checkpoints of an engine: saved by all ranks or by none, in the foreground or in the background.
 
 Each rank's saver writes its own files (saving.py); ranks exchange only the facts that they must agree on. A checkpoint
 becomes visible when rank 0 renames its directory (tiering/checkpoint/directory.py), after the bytes of all ranks are on
@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +28,8 @@ from tiering.errors import CheckpointError, TieringError
 from tiering.telemetry import CheckpointStatus, as_text
 from tiering.weights.tensor_file import naming
 from zero3.building.weights import STORED_NAMES
-from zero3.checkpoint.opening import LoadRequest, OpenCheckpoint, Opener
+from zero3.checkpoint.loading import Loader
+from zero3.checkpoint.opening import LoadRequest
 from zero3.checkpoint.rank_share import Share
 from zero3.checkpoint.run_state import RankState, Resumable, RunState
 from zero3.checkpoint.saving import (
@@ -41,6 +41,7 @@ from zero3.checkpoint.saving import (
     StallTimer,
     uncommitted,
 )
+from zero3.checkpoint.snapshot_directory import TAG, SnapshotDirectory
 from zero3.loop.step import Update
 from zero3.loop.step_state import Accumulation
 from zero3.optimizer.tiles import Tile
@@ -67,7 +68,6 @@ class Checkpoints:
         updates: Update,
         accumulation: Accumulation,
     ) -> None:
-        self._model = model
         self._precision = config.precision
         self._accumulation = accumulation
         self._parts = parts
@@ -75,8 +75,8 @@ class Checkpoints:
         self._collectives = parts.collectives
         self._run = RunState(run, parts.optimizer, updates, accumulation, parts.names, parts.world.rank)
         # Rank 0's counts. A load replaces it by the id of the run that saved.
-        self._run_id = new_run()
-        self._began = time.monotonic()
+        self.run_id = new_run()
+        self.began = time.monotonic()
         self._io = config.tiering.io
         self._directory: CheckpointDirectory | None = None
         self._under_way: RunningSave | None = None
@@ -85,8 +85,13 @@ class Checkpoints:
         self._reported_save: Saving | None = None
         self._saved = self._failed = 0
         self._stall_timer = StallTimer(parts.tiers.stalls)
-        # Parameters whose values a failed load has overwritten.
-        self._half_loaded: set[nn.Parameter] = set()
+        # Also that of a snapshot whose swap files the engine has adopted.
+        self.snapshot_directory = SnapshotDirectory(self.began)
+        # Whether frozen parameters may have other values than in the snapshot of the engine.
+        self.frozen_changed = True
+        self._loader = Loader(
+            model, parts, self._run, self._io, updates.current_step, self.snapshot_directory
+        )
         parts.optimizer.listen(self)
 
     def save(
@@ -174,6 +179,7 @@ class Checkpoints:
 
     def before_write(self) -> None:
         """Called before values on the tiers change: wait until the running save has copied all of them."""
+        self.frozen_changed = True
         self._wait_for_copy(None)
 
     def close(self) -> None:
@@ -197,47 +203,19 @@ class Checkpoints:
         # First: the load changes the values that a save is copying.
         self._end_earlier()
         request = LoadRequest(load_dir, tag, strict=strict, states=states, scheduler=scheduler)
-        opener = Opener(self._model, self._parts, self._run, self._io, request, frozenset(self._half_loaded))
-        with ExitStack() as files:
-            ready = opener.open(files)
-            if ready is None:
-                log.log(
-                    _logs.once(logging.WARNING),
-                    "%s holds no checkpoint: training starts from the beginning",
-                    load_dir,
-                )
-                return None, {}
-            return ready.path, self._take_over(ready, request)
+        # Until the load has ended: it may fail with some values changed.
+        self.frozen_changed = True
+        loaded = self._loader.load(request)
+        if loaded is None:
+            return None, {}
+        self.run_id = loaded.run_id or self.run_id
+        # A copy of a snapshot has another tag: its values need not be those of the snapshot.
+        self.frozen_changed = not (loaded.is_adopted and loaded.path.name == TAG)
+        return loaded.path, loaded.client_state
 
-    def _take_over(self, ready: OpenCheckpoint, request: LoadRequest) -> dict[str, Any]:
-        """Fill the tiers from an open checkpoint, and restore the run; returns the client_state."""
-        restore, states = ready.restore, request.states
-        began = time.monotonic()
-        if self._parts.plan.in_place_bytes:
-            self._together("compare frozen weights with the checkpoint", restore.check_in_place)
-        # Before the first value changes: if the load does not end, training on these values is refused.
-        self._updates.current_step.to_loading()
-        self._half_loaded |= restore.filled
-        self._together("load the checkpoint", restore.run)
-        # Only after the values are there on all ranks.
-        restore.count_steps()
-        client_state: dict[str, Any] = {}
-
-        def restore_run() -> None:
-            if restore.of_run:
-                client_state.update(
-                    self._run.restore(ready.shared, ready.own, optimizer=states, scheduler=request.scheduler)
-                )
-
-        self._together("continue from the checkpoint", restore_run)
-        if restore.of_run and states:
-            self._run_id = restore.run_id
-        self._updates.current_step.to_loaded()
-        # Only now all values are those of one checkpoint.
-        self._half_loaded.clear()
-        seconds = time.monotonic() - began
-        log.log(_logs.once(logging.INFO), "checkpoint %s loaded in %.1f s", ready.path, seconds)
-        return client_state
+    def collect(self, client_state: Mapping[str, Any]) -> RankState:
+        """The state of this rank that is not on tiers. ConfigError for values without a plain form."""
+        return self._run.collect(client_state)
 
     @property
     def _rank(self) -> int:
@@ -245,25 +223,17 @@ class Checkpoints:
 
     def _begin(self, request: SaveRequest, client_state: Mapping[str, Any]) -> RunningSave:
         parts = self._parts
-        share = Share(
-            parts.groups,
-            parts.tiles,
-            parts.layout,
-            state_names=parts.optimizer.state_names,
-            world=parts.world,
-            stage=parts.plan.workload.stage,
-            frozen=not request.exclude_frozen,
-        )
+        share = Share(parts, frozen=not request.exclude_frozen)
         collected: list[RankState] = []
         partials: list[Path] = []
         savers: list[Saver] = []
 
         def prepare() -> tuple[SaveRequest, Path | None, str]:
             check_keep(request.keep)
-            collected.append(self._run.collect(client_state))
+            collected.append(self.collect(client_state))
             if self._rank == 0:
                 partials.append(
-                    self._open_directory(Path(request.save_dir)).begin(request.tag, run=self._run_id)
+                    self._open_directory(Path(request.save_dir)).begin(request.tag, run=self.run_id)
                 )
             return request, partials[0] if partials else None, new_save()
 
@@ -292,9 +262,7 @@ class Checkpoints:
             self._discard(partials)
             raise
         saving = Saving(self.finish, partial.parent / request.tag, request.tag)
-        return RunningSave(
-            request, saving, savers[0], self._manifest(share, save), partial, self._stall_timer
-        )
+        return RunningSave(request, saving, savers[0], self.manifest(share, save), partial, self._stall_timer)
 
     def _note_refused(self, request: SaveRequest, error: TieringError) -> None:
         """Report a save that failed before it began. The caller gets the error; ``status`` shows it to the sidecar."""
@@ -306,7 +274,7 @@ class Checkpoints:
 
     def _open_directory(self, save_dir: Path) -> CheckpointDirectory:
         """The directory ``save_dir``, which this engine locks until it saves elsewhere."""
-        directory = CheckpointDirectory(save_dir, run_began=self._began)
+        directory = CheckpointDirectory(save_dir, run_began=self.began)
         if self._directory is None or self._directory.path != directory.path:
             if self._directory is not None:
                 self._directory.close()
@@ -470,7 +438,7 @@ class Checkpoints:
         if self._collectives is not None:
             self._collectives.peers.note("")
 
-    def _manifest(self, share: Share, save: str) -> Manifest:
+    def manifest(self, share: Share, save: str) -> Manifest:
         """The manifest of the checkpoint, without the files."""
         optimizer = self._parts.optimizer
         saved: dict[str, StoredParameter] = {}
@@ -488,7 +456,7 @@ class Checkpoints:
         names = {name: first_names[param] for name, param in modules.parameters(remove_duplicate=False)}
         tiled = modules.tiled()
         return Manifest(
-            run=self._run_id,
+            run=self.run_id,
             step=self._updates.steps,
             world_size=self._parts.world.size,
             created=datetime.now(UTC).isoformat(timespec="seconds"),

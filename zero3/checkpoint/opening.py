@@ -22,9 +22,11 @@ from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.manifest import MANIFEST
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.config.training import IoConfig
-from tiering.errors import CheckpointError, DistributedError
+from tiering.errors import CheckpointError, ConfigError, DistributedError
+from zero3.checkpoint.adoption import Adoption
 from zero3.checkpoint.restore import Restore, rank_state
 from zero3.checkpoint.run_state import RankState, RunState
+from zero3.checkpoint.snapshot_directory import SnapshotDirectory
 from zero3.parts import Assembly
 from zero3.ranks.agreement import together
 
@@ -74,19 +76,23 @@ class CheckpointVersion(NamedTuple):
 
 
 class OpenCheckpoint(NamedTuple):
-    """A checkpoint with open files. ``shared`` is rank 0's state; ``own`` is None if fewer ranks have saved."""
+    """A checkpoint with open files. ``shared`` is rank 0's state; ``own`` is None if fewer ranks have saved.
+
+    ``adopts``: the swap files of a snapshot are taken over.
+    """
 
     path: Path
     restore: Restore
     shared: RankState
     own: RankState | None
+    adopts: bool = False
 
 
 class Opener:
     """Opens the checkpoint of a ``request`` for the engine of ``model`` and ``parts``, which Restore uses mostly.
 
     ``run`` checks the saved state of the run. ``uncertain`` parameters have lost their values in a failed load: the
-    checkpoint must contain them.
+    checkpoint must contain them. ``snapshots`` is locked if a snapshot is adopted.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Opener:
         io: IoConfig,
         request: LoadRequest,
         uncertain: AbstractSet[nn.Parameter],
+        snapshots: SnapshotDirectory,
     ) -> None:
         self._model = model
         self._parts = parts
@@ -104,6 +111,7 @@ class Opener:
         self._io = io
         self._request = request
         self._uncertain = uncertain
+        self._snapshots = snapshots
 
     def open(self, files: ExitStack) -> OpenCheckpoint | None:
         """Open the checkpoint, with its ``files``; None if there is none. All ranks call this together."""
@@ -153,8 +161,9 @@ class Opener:
         if path is None:
             return None
         opened: list[OpenCheckpoint] = []
+        adoptions: list[Adoption | None] = []
 
-        def prepare() -> str:
+        def prepare() -> tuple[str, bool]:
             io, rank = self._io, self._parts.world.rank
             checkpoint = open_checkpoint(path)
             restore = Restore(
@@ -166,18 +175,43 @@ class Opener:
             own = shared if rank == 0 else rank_state(checkpoint.rank(rank), io) if has_own else None
             if restore.of_run:
                 self._run.check(shared, optimizer=request.states, scheduler=request.scheduler)
-            files.enter_context(restore.reading())
+            adoptions.append(restore.adoption())
             opened.append(OpenCheckpoint(path, restore, shared, own))
             if checkpoint.caveat:
                 log.log(_logs.once(logging.WARNING), "%s", checkpoint.caveat)
-            return f"{checkpoint.manifest.step} {checkpoint.manifest.created} {checkpoint.manifest.save}"
+            save = f"{checkpoint.manifest.step} {checkpoint.manifest.created} {checkpoint.manifest.save}"
+            return save, adoptions[0] is not None
 
-        saves = self._together("open the checkpoint", prepare)
-        if any(save != saves[0] for save in saves):
+        found = self._together("open the checkpoint", prepare)
+        if any(save != found[0][0] for save, _ in found):
             raise CheckpointError(
                 f"ranks find different saves in {path}: wait until no process saves there, and load it again"
             )
-        return opened[0]
+        ready = opened[0]
+
+        def read(stack: ExitStack, adoption: Adoption | None) -> None:
+            # Not before: one rank that reads a swap file would keep another from locking it alone.
+            self._together("open its files", lambda: stack.enter_context(ready.restore.reading(adoption)))
+
+        if all(can_adopt for _, can_adopt in found):
+            with ExitStack() as adopting:
+                read(adopting, adoptions[0])
+                obstacle = self._together("lock its directory", lambda: self._lock(path))[0]
+                if not obstacle:
+                    files.enter_context(adopting.pop_all())
+                    return ready._replace(adopts=True)
+            ready.restore.log_copy(obstacle)
+        read(files, None)
+        return ready
+
+    def _lock(self, path: Path) -> str:
+        """Rank 0 locks the directory of the snapshot ``path``; returns why it cannot."""
+        if self._parts.world.rank == 0:
+            try:
+                self._snapshots.lock(path.parent)
+            except (CheckpointError, ConfigError) as error:
+                return error.message
+        return ""
 
     def _together(self, purpose: str, work: Callable[[], T]) -> list[T]:
         return together(self._parts.collectives, purpose, work)

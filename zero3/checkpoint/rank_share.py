@@ -14,11 +14,11 @@ import torch
 from tiering.checkpoint.manifest import WEIGHTS
 from tiering.weights.tensor_file import WINDOW, TensorSpec
 from zero3.building.weights import STORED_NAMES
-from zero3.device.tiers import Home
-from zero3.optimizer.tiles import StateLayout, Tile
+from zero3.device.home import Home
+from zero3.optimizer.tiles import Tile
 from zero3.params.layout import Piece, Segment, product, segments, shard_ranges, tiles
 from zero3.params.param_group import ParamGroup
-from zero3.ranks.joining import World
+from zero3.parts import Assembly
 
 CHUNK = WINDOW // 4
 """Elements that are copied at once: in every format of state, they fit a window."""
@@ -49,40 +49,31 @@ class Chunk:
 
 
 class Share:
-    """The part of the state that one rank saves; with ``frozen``, frozen parameters belong to it.
+    """The part of the state that one rank saves: that of ``trained`` parameters, of ``frozen`` ones, or of both.
 
     ``kinds`` are the weights and the optimizer's ``state_names``. Other ranks save the tiles in ``not_here``, which are
     replicated.
     """
 
-    def __init__(
-        self,
-        groups: list[ParamGroup],
-        tiles: list[Tile],
-        layout: StateLayout,
-        *,
-        state_names: tuple[str, ...],
-        world: World,
-        stage: int,
-        frozen: bool,
-    ) -> None:
-        self._world = world
-        self._groups = groups
-        self._layout = layout
+    def __init__(self, parts: Assembly, *, frozen: bool, trained: bool = True) -> None:
+        self._world = parts.world
+        self._groups = parts.groups
+        self._layout = parts.layout
         self.has_frozen = frozen
-        self._shards_state = world.size > 1 and stage >= 1
-        self._tiles: dict[ParamGroup, list[Tile]] = {group: [] for group in groups}
-        for tile in tiles:
+        self._has_trained = trained
+        self._shards_state = parts.world.size > 1 and parts.plan.workload.stage >= 1
+        self._tiles: dict[ParamGroup, list[Tile]] = {group: [] for group in parts.groups}
+        for tile in parts.tiles:
             self._tiles[tile.group].append(tile)
-        self.kinds = (WEIGHTS, *state_names)
-        self.saved_elsewhere = frozenset(tile for tile in tiles if not self._range(tile))
+        self.kinds = (WEIGHTS, *parts.optimizer.state_names)
+        self.saved_elsewhere = frozenset(tile for tile in parts.tiles if not self._range(tile))
 
     def tensors(self, kind: str) -> tuple[list[TensorSpec], dict[str, str]]:
         """The tensors of the file of ``kind``, and its metadata: the first element of each tensor that is a part."""
         specs: list[TensorSpec] = []
         firsts: dict[str, str] = {}
         for group in self._groups:
-            stored = [(segment, self._dtype(kind)) for segment in self._trained(group)]
+            stored = [(segment, self._dtype(kind)) for segment in self._trained(group) if self._has_trained]
             if kind == WEIGHTS and self.has_frozen:
                 stored += [(segment, group.dtype_of(segment.piece)) for segment in self._frozen(group)]
             for segment, dtype in stored:
@@ -93,7 +84,7 @@ class Share:
                     shape = (len(own),)
                 specs.append(TensorSpec(segment.piece.name, STORED_NAMES[dtype], shape))
             for piece in self._empty(group):
-                if piece.trainable or (kind == WEIGHTS and self.has_frozen):
+                if self._has_trained if piece.trainable else kind == WEIGHTS and self.has_frozen:
                     dtype = self._dtype(kind) if piece.trainable else group.dtype_of(piece)
                     specs.append(TensorSpec(piece.name, STORED_NAMES[dtype], piece.shape))
         return specs, firsts
@@ -101,7 +92,7 @@ class Share:
     def chunks(self) -> Iterator[Chunk]:
         """All chunks, tile by tile, in the order of each file."""
         for group in self._groups:
-            for tile in self._tiles[group]:
+            for tile in self._tiles[group] if self._has_trained else ():
                 saved = self._range(tile)
                 chunks = [
                     self._of_tile(number, tile, saved.start + first, saved.start + last)

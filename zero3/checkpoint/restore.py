@@ -10,7 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -20,14 +20,16 @@ from tiering import _logs
 from tiering._remedies import NEW_OPTIMIZER_STATE, PART_OF_MODEL
 from tiering.checkpoint.reader import Checkpoint, RankFiles, reading_checkpoint
 from tiering.config.training import IoConfig
-from tiering.errors import CheckpointError, WeightsError
+from tiering.errors import CheckpointError, SwapError, WeightsError
 from tiering.placement.row_tiles import joined_shape
 from tiering.storage.read_only import COPY_REMEDY
 from tiering.weights.files import StoredTensor, WeightFiles
 from tiering.weights.reader import Request
 from zero3.building.encoded_weights import StoredValues
-from zero3.building.fill import RANGE, FirstValues, copy_values, for_home
+from zero3.building.fill import RANGE, copy_values
+from zero3.building.first_values import FirstValues, for_home
 from zero3.building.weights import STORED_NAMES, FileSource, OpenFiles, match
+from zero3.checkpoint.adoption import Adoption
 from zero3.checkpoint.run_state import RankState
 from zero3.optimizer.client import ClientOptimizer
 from zero3.params.layout import Piece, tiles
@@ -70,6 +72,7 @@ class Restore:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} is of another model: {error.problem}; {remedy}"
             ) from error
+        self._adoption: Adoption | None = None
         self.filled = frozenset(self._matched.sources)
         self._unchanged: dict[str, list[nn.Parameter]] = defaultdict(list)
         for name, param in parts.names.parameters():
@@ -96,28 +99,53 @@ class Restore:
         """The run that saved it."""
         return self._checkpoint.manifest.run
 
+    def adoption(self) -> Adoption | None:
+        """What takes over the swap files of a snapshot, if this rank need not copy their content."""
+        if not self._checkpoint.manifest.swapped:
+            return None
+        adoption = Adoption(self._checkpoint, self._parts)
+        in_part = "the load is of a part of it" if not self._states or self._unchanged else ""
+        obstacle = in_part or adoption.obstacle()
+        if not obstacle:
+            return adoption
+        self.log_copy(obstacle)
+        return None
+
+    def log_copy(self, obstacle: str) -> None:
+        """Log why the swap files of a snapshot are not adopted."""
+        self._log(f"its content is copied to new swap files, because {obstacle}")
+
     def check_values_known(self, uncertain: AbstractSet[nn.Parameter]) -> None:
         """CheckpointError if the load leaves an ``uncertain`` parameter unchanged."""
         unknown = [name for name, params in self._unchanged.items() if not uncertain.isdisjoint(params)]
         if unknown:
             raise CheckpointError(
                 f"checkpoint {self._checkpoint.path} lacks {_first(unknown)}, which a failed load has already"
-                " overwritten: load a checkpoint that has all parameters, or build the engine again"
+                " overwritten, or initialize(resume=...) has not filled: load a checkpoint that has all parameters, or"
+                " build the engine again, without resume"
             )
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Open all files that this rank reads. Open files may be removed, as a save removes older checkpoints."""
+    def reading(self, adoption: Adoption | None) -> Iterator[None]:
+        """Open all files that this rank reads. Open files may be removed, as a save removes older checkpoints.
+
+        With an ``adoption``, ``run`` adopts the swap files.
+        """
+        self._adoption = adoption
         matched = self._matched
         # In the order of the reads: ``check_in_place``, then ``run``.
         groups = sorted(self._parts.groups, key=lambda group: group.home.files is None)
         buffers = {tensor.file for _, _, tensor in matched.buffers}
         with reading_checkpoint(), ExitStack() as files:
-            order = _order(groups, matched.sources)
+            files.enter_context(self._checkpoint.held() if adoption is None else adoption.held())
+            # Of what is adopted, only masters are read, for parameters that are not masters themselves.
+            read = [group for group in groups if adoption is None or not group.home.in_snapshots]
+            order = _order(read, matched.sources)
             # Before the first value changes: a file that is missing ends the load here.
             self._open(files, matched.files, matched.opened, order, buffers)
             for kind, opened, sources in self._states.values():
-                self._open(files, kind, opened, _order(groups, sources, states=True))
+                of_kind = groups if adoption is None else []
+                self._open(files, kind, opened, _order(of_kind, sources, states=True))
             yield
 
     def run(self) -> None:
@@ -133,7 +161,13 @@ class Restore:
             if self._parts.tiers.streams is not None:
                 # Copies to the device may still read the homes that are overwritten next.
                 self._parts.tiers.streams.before_host_changes()
-            self._parts.fill.refill(self._parts.groups, sources)
+            # A write that failed before must not end the load, which writes these bytes again. A read of bytes that
+            # it leaves as they are fails once more.
+            with suppress(SwapError):
+                self._parts.tiers.staging.drain()
+            if self._adoption is not None:
+                self._adoption.run()
+            self._parts.fill.refill(self._parts.groups, sources, adopted=self._adoption is not None)
 
     def check_in_place(self) -> None:
         """CheckpointError unless files that are read in place have the same values. Inside ``reading``."""

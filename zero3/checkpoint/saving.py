@@ -36,9 +36,9 @@ from tiering.weights.tensor_file import WINDOW, Output, TensorSpec
 from zero3.building.weights import STORED_NAMES
 from zero3.checkpoint.rank_share import Chunk, Range, Share
 from zero3.checkpoint.run_state import RankState
-from zero3.device.storages import as_tensor
+from zero3.device.storages import as_tensor, content_of
 from zero3.device.streams import Event, Streams
-from zero3.device.tiers import Tiers, content_of
+from zero3.device.tiers import Tiers
 from zero3.device.timeline import StallClock
 from zero3.optimizer.tiles import Tile
 
@@ -341,14 +341,10 @@ class Saver(threading.Thread):
     def _save(self, output: Output) -> None:
         files: dict[str, tuple[Sequence[TensorSpec], Mapping[str, str]]] = {}
         files |= {kind: self._share.tensors(kind) for kind in self._share.kinds}
-        own = self._state.tensors
-        files["rank"] = (
-            [TensorSpec(name, STORED_NAMES[own[name].dtype], tuple(own[name].shape)) for name in own],
-            {},
-        )
+        files["rank"] = specs_of(self._state), {}
         with RankWriter(*self._destination, files, output=output) as writer:
             for tensor in self._state.tensors.values():
-                writer.append("rank", _bytes(tensor))
+                writer.append("rank", bytes_of(tensor))
             self._copy(writer)
             # Every byte is in a window or on disk: training need not wait until the files are.
             self._let_all_change()
@@ -418,7 +414,7 @@ class Saver(threading.Thread):
             at = chunk.source.nbytes if chunk.source.home.extent is not None else 0
             content = _joined(_content(chunk.upper, reading, at), content)
         for first, nbytes in chunk.parts:
-            writer.append(chunk.kind, _bytes(content[first : first + nbytes]))
+            writer.append(chunk.kind, bytes_of(content[first : first + nbytes]))
         # ``append`` has copied the bytes, so the window may be filled again.
         if reading.window is not None:
             reading.window.release()
@@ -457,7 +453,16 @@ def _joined(upper: Tensor, lower: Tensor) -> Tensor:
     return masters.view(torch.uint8)
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
+def specs_of(state: RankState) -> list[TensorSpec]:
+    """The tensors of the state of a rank, as in its file."""
+    return [
+        TensorSpec(name, STORED_NAMES[tensor.dtype], tuple(tensor.shape))
+        for name, tensor in state.tensors.items()
+    ]
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """The bytes of a tensor in host memory."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
 
 

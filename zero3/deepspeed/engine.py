@@ -1,4 +1,4 @@
-"""The engine under DeepSpeed's names: ranks, batches, sections of the configuration, learning rates."""
+"""The engine under DeepSpeed's names: ranks, batches, learning rates. Its settings are in setting_names.py."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from tiering import _unsupported
 from tiering._placeholders import unsupported_name
 from tiering._text import similar
-from tiering.config.training import OffloadConfig, OffloadOptimizerConfig, TieringConfig
+from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, DistributedError, EngineStateError, PlacementError, SwapError
 from tiering.telemetry import ConfigurationStatus
 from zero3.deepspeed.child_engine import ChildEngine
+from zero3.deepspeed.setting_names import SettingNames
 from zero3.engine.generation import on_all_ranks
 from zero3.loop.data_loader import make_loader, make_ordered_loader
 from zero3.loop.step_state import accumulation_steps
 from zero3.observe.ending import error_under_way
-from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype
+from zero3.params.precision import keeps_dtype
 from zero3.params.row_tiles import tiled_weights
 from zero3.setup.assembly import Weights
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
@@ -48,7 +49,7 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DeepSpeedEngine]] = w
 """The last engine of each model."""
 
 
-class DeepSpeedEngine(ChildEngine):
+class DeepSpeedEngine(SettingNames, ChildEngine):
     """The engine that ``initialize`` returns. It also answers under DeepSpeed's names and its module's names.
 
     ``config`` is the configuration as it was passed to ``initialize``, a dict, with a value in place of each "auto";
@@ -63,11 +64,12 @@ class DeepSpeedEngine(ChildEngine):
         optimizer: ClientOptimizerChoice | None = None,
         weights: Weights | None = None,
         configuration: ConfigurationStatus | None = None,
+        resume: Path | None = None,
     ) -> None:
         self._were_fp32 = {
             param for param in model.parameters() if param.dtype == torch.float32 and not keeps_dtype(param)
         }
-        super().__init__(model, settings, model_parameters, optimizer, weights, configuration)
+        super().__init__(model, settings, model_parameters, optimizer, weights, configuration, resume)
         _engines[model] = weakref.ref(self)
         self.config: dict[str, Any] = {}
         self.collate_fn: Callable[[list[Any]], Any] | None = None
@@ -225,74 +227,6 @@ class DeepSpeedEngine(ChildEngine):
         """Samples of all updates so far, over all ranks."""
         return self._updates.samples
 
-    # Sections of the configuration
-
-    def zero_optimization(self) -> bool:
-        """Whether the stage is 1 or higher."""
-        return self.settings.zero.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage, 0 to 3."""
-        return self.settings.zero.stage
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether each rank keeps only its shard of the gradients."""
-        return self.settings.zero.stage >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether each rank keeps only its shard of the parameters."""
-        return self.settings.zero.stage >= 3
-
-    def zero_offload_optimizer(self) -> OffloadOptimizerConfig | None:
-        """The section offload_optimizer; None if optimizer state stays on the device."""
-        section = self.settings.zero.offload_optimizer
-        return None if section.device == "none" else section
-
-    def zero_offload_param(self) -> OffloadConfig | None:
-        """The section offload_param; None if parameters stay on the device."""
-        section = self.settings.zero.offload_param
-        return None if section.device == "none" else section
-
-    def zero_cpu_offload(self) -> bool:
-        """Whether optimizer state is kept in host memory."""
-        return self.settings.zero.offload_optimizer.device == "cpu"
-
-    def fp16_enabled(self) -> bool:
-        """Whether the model computes in fp16."""
-        return self.settings.precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model computes in bf16."""
-        return self.settings.precision == "bf16"
-
-    def torch_autocast_enabled(self) -> bool:
-        """Whether forwards run under torch.autocast."""
-        return self.settings.autocast is not None
-
-    def torch_autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of torch.autocast; None without it."""
-        return None if self.settings.autocast is None else COMPUTE_DTYPES[self.settings.autocast]
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale is dynamic."""
-        return not self.settings.loss_scale.scale
-
-    def gradient_clipping(self) -> float:
-        """The maximum norm of the gradients; 0 is no clipping."""
-        return self.settings.gradient_clipping
-
-    def steps_per_print(self) -> int | None:
-        """The number of updates between progress lines; None for no lines."""
-        return self.settings.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        """Whether the time of each phase of a step is logged."""
-        return self.settings.wall_clock_breakdown
-
-    def dataloader_drop_last(self) -> bool:
-        """Whether the last micro-batch of training_data is skipped if it is short."""
-        return self.settings.dataloader_drop_last
-
     # The optimizer
 
     def was_step_applied(self) -> bool:
@@ -433,7 +367,10 @@ class DeepSpeedEngine(ChildEngine):
         other dtypes (integers, float8, packed codes) keep their dtype. All ranks call this together. Raises
         CheckpointError, on all ranks, if the file cannot be written.
         """
-        return self._files.save_16bit_model(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+        self._ready.check_between_steps("save_16bit_model")
+        return self._export.save_16bit_model(
+            Path(save_dir), save_filename, exclude_frozen_parameters=exclude_frozen_parameters
+        )
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> Path:
         """``save_16bit_model``, by its older name."""

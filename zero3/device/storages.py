@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tiering.errors import ResidencyError
 from tiering.storage.arena import Lease
+from tiering.storage.read_only import Loading
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,12 @@ def as_tensor(lease: Lease, nbytes: int | None = None) -> Tensor:
     # The tensor refers to the view, and the view to the lease, so the lease is not dropped while the tensor lives. An
     # explicit release still frees the range.
     return torch.frombuffer(lease.view, dtype=torch.uint8, count=-1 if nbytes is None else nbytes)
+
+
+def content_of(loading: Loading) -> Tensor:
+    """The bytes of a load from files. Raises SwapError if a read failed, WeightsError if a file has changed."""
+    content = loading.wait()
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:

@@ -7,13 +7,11 @@ unsharded groups. The host arena is registered with CUDA as a whole.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -26,22 +24,25 @@ from tiering.config.training import TiersConfig
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.host.numa import Node
 from tiering.placement.plan import Plan
-from tiering.placement.tenants import PARAMETERS
+from tiering.placement.tenants import OPTIMIZER_STATE, PARAMETERS, SNAPSHOTS
 from tiering.placement.workload import ACTIVATIONS, Tier
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.file_system import FileVersion
-from tiering.storage.io_stats import FileStats
-from tiering.storage.read_only import FileRange, HomeInFiles, Loading, Move, ReadOnlyFiles
+from tiering.storage.io_stats import FileStats, totals_by_path
+from tiering.storage.read_only import FileRange, Loading, ReadOnlyFiles
 from tiering.storage.request import Buffer, BufferPart
-from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
+from tiering.storage.striped_extent import StripedExtent
+from tiering.storage.swap_space import SwapSpace
 from tiering.storage.tickets import Abandoned, Ticket
+from tiering.storage.versions import Kept, Versions
 from zero3.device import heap, nan_memory, storages
+from zero3.device.home import Home, NvmePaths
 from zero3.device.ledger import Ledger
 from zero3.device.link_copies import Copies
 from zero3.device.pinning import PinnedMemory, pinned_memory
 from zero3.device.slab import DeviceSlab
-from zero3.device.storages import as_tensor, can_exchange
+from zero3.device.storages import as_tensor, can_exchange, content_of
 from zero3.device.timeline import StallClock
 
 log = logging.getLogger(__name__)
@@ -51,75 +52,6 @@ WINDOW = 1 << 20
 
 A request of a few KiB takes as long as one of a MiB.
 """
-
-
-@dataclass(frozen=True)
-class NvmePaths:
-    """Directories of the swap space: of offload_param for parameters, of offload_optimizer for everything else."""
-
-    param: tuple[Path, ...] = ()
-    optimizer: tuple[Path, ...] = ()
-
-    @property
-    def all(self) -> tuple[Path, ...]:
-        """All directories, each one once."""
-        return tuple(dict.fromkeys((*self.param, *self.optimizer)))
-
-
-@dataclass
-class Home:
-    """The place of a flat array of bytes: memory (a uint8 tensor), an extent of swap space, or files of a user.
-
-    The bytes of ``files`` are only read: they never change.
-    """
-
-    tensor: Tensor | None = None
-    extent: StripedExtent | None = None
-    on_device: bool = False  # in the memory of a GPU
-    # In the extent. 0 for ``length``: all of it.
-    offset: int = 0
-    length: int = 0
-    files: HomeInFiles | None = None
-
-    @property
-    def on_nvme(self) -> bool:
-        """Whether the bytes have to be read into memory."""
-        return self.tensor is None
-
-    @property
-    def room(self) -> int:
-        """Bytes of memory that a read of the whole home needs: see Note [A read lands shifted] in read_only.py."""
-        if self.files is not None:
-            return self.files.nbytes + self.files.slack
-        assert self.extent is not None
-        return self.length or self.extent.nbytes
-
-    @property
-    def slack(self) -> int:
-        """The part of ``room`` beyond the bytes of the home."""
-        return 0 if self.files is None else self.files.slack
-
-    def landed(self, nbytes: int) -> Sequence[Move]:
-        """Where bytes [0, nbytes) are in memory after a read of the whole home, and where they belong."""
-        return (Move(0, 0, nbytes),) if self.files is None else self.files.layout.moves
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte in host memory; 0 if the bytes are not in host memory."""
-        return self.tensor.data_ptr() if self.tensor is not None and self.on_host else 0
-
-    def part(self, pages: range) -> Home:
-        """The home of some of the bytes, whole pages."""
-        if self.tensor is not None:
-            return Home(self.tensor[pages.start : pages.stop], on_device=self.on_device)
-        if self.files is not None:
-            return Home(files=self.files.part(pages.start, pages.stop))
-        return Home(extent=self.extent, offset=self.offset + pages.start, length=len(pages))
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the CPU can address the bytes."""
-        return self.tensor is not None and not self.on_device
 
 
 class Tiers:
@@ -175,11 +107,19 @@ class Tiers:
                 self.files = ReadOnlyFiles(versions, self.aio)
             if self.aio is not None and plan.total(Tier.NVME):
                 allowed = io.allow_memory_file_system
-                self.swap = SwapSpace(_sections(plan, nvme), self.aio, allow_memory_file_system=allowed)
+                self.swap = SwapSpace(nvme.sections(plan), self.aio, allow_memory_file_system=allowed)
+            # The copies in swap space of trained state in memory, which a snapshot writes.
+            self.flushed: StripedExtent | None = None
+            if self.swap is not None and plan.workload.snapshots:
+                self.swap.check_links()
+                if plan.snapshot_bytes:
+                    home = self.home(
+                        Tier.NVME, plan.snapshot_bytes, SNAPSHOTS, (SNAPSHOTS,), kept=(Kept.SNAPSHOT,)
+                    )
+                    self.flushed = home.extent
             self._map_arenas(plan)
             if self.aio is not None:
-                for memory in self._in_order_of_use():
-                    self.aio.register(memory)
+                self._register(self.aio)
                 log.info("I/O engine: %s", self.aio.info)
         except BaseException:
             self.close()
@@ -187,10 +127,9 @@ class Tiers:
 
     def _map_arenas(self, plan: Plan) -> None:
         on_gpu = not self.device_is_host
-        in_arena = plan.total(Tier.HOST) - plan.checksum_bytes
         self._pinned = pinned_memory(self.device)
         pin = None if self._pinned is None else self._pinned.pin_arena
-        self.host = Arena.map(in_arena, "host", pin=pin, nodes=self._nodes)
+        self.host = Arena.map(plan.total(Tier.HOST) - plan.checksum_bytes, "host", pin=pin, nodes=self._nodes)
         if self._pinned is not None:
             # Also for tiers that are not closed: otherwise CUDA would refuse the next registration at this address.
             self._unpin = weakref.finalize(self, self._pinned.unpin, self.device)
@@ -231,11 +170,22 @@ class Tiers:
         windows = (self.host, self.device_arena, *self._on_host, *self._on_device)
         self._arenas = [arena for arena in windows if isinstance(arena, Arena)]
 
-    def _in_order_of_use(self) -> Iterator[Buffer]:
-        """The memory of the arenas: the windows that transfers pass through, each alone, then what they leave.
+    def _register(self, aio: AioContext) -> None:
+        """Register the memory of the arenas with the kernel, as far as the limit of locked memory permits."""
+        for memory in self._in_order_of_use():
+            if aio.register(memory) < memory.nbytes:
+                break
+        info, total = aio.info, self.host.nbytes + self.device_arena.nbytes
+        if 0 < info.registered_bytes < total:
+            log.info(
+                "I/O engine: %s of %s are registered with the kernel (%s); transfers of the rest take more CPU time."
+                " Raise the limit of locked memory (ulimit -l) to %s",
+                *(format_size(info.registered_bytes), format_size(total)),
+                *(info.passed_over.get("registered_buffers", "refused"), format_size(total)),
+            )
 
-        Where little memory may be locked, the kernel accepts the first ones.
-        """
+    def _in_order_of_use(self) -> Iterator[Buffer]:
+        """The memory of the arenas: the windows that transfers pass through, each alone, then what they leave."""
         windows = [arena for arena in self._arenas if arena not in (self.host, self.device_arena)]
         yield from windows
         for arena in (self.host, self.device_arena):
@@ -245,11 +195,21 @@ class Tiers:
             rest = max((window.address + window.nbytes for window in inside), default=arena.address)
             yield BufferPart(arena, rest, end - rest)
 
-    def home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
-        """A home of ``nbytes`` on ``tier`` until ``close``. ``kind`` is a kind of the plan."""
-        home = self._make_home(tier, nbytes, kind, names)
+    def home(
+        self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...], *, kept: Collection[Kept] = ()
+    ) -> Home:
+        """A home of ``nbytes`` on ``tier`` until ``close``. ``kind`` is a kind of the plan.
+
+        In swap space its content is ``kept`` for these purposes (SwapSpace.keep).
+        """
+        home = self._make_home(tier, nbytes, kind, names, kept)
         self._homes.append(home)
         return home
+
+    @property
+    def extents(self) -> list[StripedExtent]:
+        """The extents of all homes, in the order in which they were made."""
+        return [home.extent for home in self._homes if home.extent is not None]
 
     def home_in_files(
         self, ranges: Sequence[FileRange], nbytes: int, slack: int | None, names: tuple[str, ...]
@@ -263,13 +223,15 @@ class Tiers:
         self._homes.append(home)
         return home
 
-    def _make_home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
+    def _make_home(
+        self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...], kept: Collection[Kept]
+    ) -> Home:
         if tier is Tier.NVME and not nbytes:  # a group without gradients: nothing to swap
             return Home(tensor=torch.empty(0, dtype=torch.uint8, device="cpu"))
         if tier is Tier.NVME:
             assert self.swap is not None
-            self._on_nvme[kind] += nbytes
-            return Home(extent=self.swap.allocate(nbytes, names, kind))
+            self._on_nvme[kind] += nbytes * Versions.count(kept)
+            return Home(extent=self.swap.allocate(nbytes, names, kind, kept=kept))
         if tier is Tier.DEVICE and not self.device_is_host:
             self._on_gpu[kind] += nbytes
             return Home(torch.empty(nbytes, dtype=torch.uint8, device=self.device), on_device=True)
@@ -321,9 +283,7 @@ class Tiers:
 
         Activations are in lent extents, wherever there is room between the homes.
         """
-        parts = [
-            (part, home.extent.section) for home in self._homes if home.extent for part in home.extent.parts
-        ]
+        parts = [(part, extent.section) for extent in self.extents for part in extent.parts]
         begins = [(str(part.slab.directory), part.extent.offset, section) for part, section in parts]
         begins += [(str(path), 0, PARAMETERS) for path in (() if self.files is None else self.files.paths)]
         if self.swap is not None and ACTIVATIONS in self.plan.contents(Tier.NVME):
@@ -341,16 +301,8 @@ class Tiers:
 
     def file_stats(self) -> list[tuple[FileStats, tuple[int, ...]]]:
         """I/O counters by path, and the numbers of the files there: a user's files count for their directory."""
-        if self.aio is None:
-            return []
-        parents = {} if self.files is None else {str(path): str(path.parent) for path in self.files.paths}
-        totals: dict[str, tuple[FileStats, tuple[int, ...]]] = {}
-        for number, stats in enumerate(self.aio.stats()):
-            name = parents.get(stats.name, stats.name)
-            total, numbers = totals.get(name, (None, ()))
-            total = replace(stats, name=name) if total is None else total + stats
-            totals[name] = total, (*numbers, number)
-        return list(totals.values())
+        directories = {} if self.files is None else {str(path): str(path.parent) for path in self.files.paths}
+        return [] if self.aio is None else totals_by_path(self.aio.stats(), directories)
 
     @property
     def chunk_bytes(self) -> int:
@@ -403,7 +355,7 @@ class Tiers:
             yield windows, length
         finally:
             # After an exception, reads may still fill the windows. It is raised, and not the error of a read.
-            with contextlib.suppress(SwapError):
+            with suppress(SwapError):
                 windows.drain()
             windows.forget_memory()
 
@@ -447,6 +399,17 @@ class Tiers:
         if home.length:
             return partial(self.swap.swap_in, home.extent, offset=home.offset)
         return partial(self.swap.swap_in, home.extent)
+
+    def keep(self) -> None:
+        """Keep what trained state on NVMe is now, if the plan has two versions: see SwapSpace.keep."""
+        if self.swap is not None and self.plan.workload.versions > 1:
+            with self.stalls.waiting_for(OPTIMIZER_STATE):
+                self.swap.keep()
+
+    def go_back(self) -> None:
+        """Make trained state on NVMe what it was at the last ``keep``."""
+        if self.swap is not None:
+            self.swap.go_back()
 
     def settle(self, home: Home) -> None:
         """Wait for all transfers of ``home``, which is on NVMe."""
@@ -508,23 +471,6 @@ class Tiers:
         slab = self.working.capacity if isinstance(self.working, DeviceSlab) else 0
         return self.device_arena.peak + slab + sum(self._on_gpu.values()) + ledgers
 
-    def explain_out_of_memory(self, error: BaseException, state: str) -> None:
-        """Add a note about the engine's memory and its ``state`` to ``error``, if it is torch's OutOfMemoryError.
-
-        The type and the text of the error do not change, because programs look for them to continue with a smaller
-        batch.
-        """
-        if not isinstance(error, torch.OutOfMemoryError):
-            return
-        owned = sorted(self.occupancy(Tier.DEVICE).items(), key=lambda item: -item[1])
-        kinds = ", ".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in owned) or "nothing"
-        error.add_note(
-            f"The engine owns {format_size(sum(nbytes for _, nbytes in owned))} of the device's memory ({kinds}), of a"
-            f" device_budget of {format_size(self.plan.budgets.device)}; the rest is activations, gradients in flight"
-            f" and the program's own tensors. {state}. To free memory, use a smaller micro-batch, activation"
-            " checkpointing or a smaller device_budget."
-        )
-
     def close(self) -> None:
         """Wait for transfers in flight and free the swap space. Idempotent. Raises the first pending I/O error."""
         try:
@@ -552,20 +498,3 @@ class Tiers:
             for arena in self._arenas:
                 arena.forget_memory()
             self.nowhere = None
-
-
-def content_of(loading: Loading) -> Tensor:
-    """The bytes of a load from files. Raises SwapError if a read failed, WeightsError if a file has changed."""
-    content = loading.wait()
-    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-
-
-def _sections(plan: Plan, nvme: NvmePaths) -> dict[str, Section]:
-    """The bytes and the directories of each tenant on NVMe."""
-    sections, on_nvme = {}, plan.contents(Tier.NVME)
-    for tenant in plan.tenants:
-        if nbytes := on_nvme.get(tenant.kind):
-            paths = nvme.param if tenant.with_parameters else nvme.optimizer
-            assert paths, "a plan uses NVMe only where the configuration names a path"
-            sections[tenant.kind] = Section(nbytes, paths)
-    return sections

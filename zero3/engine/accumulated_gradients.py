@@ -94,8 +94,8 @@ class AccumulatedGradients:
         """EngineStateError if a backward has stepped with the gradients."""
         if self._updates.current_step.state is StepState.UPDATED_IN_BACKWARD:
             raise EngineStateError(
-                f"{call} was called after backward has used the gradients (tiering.step_in_backward); set"
-                " step_in_backward to false to keep them until step()"
+                f"{call} was called after backward has used the gradients (tiering.step 'in_backward'); set step to"
+                " 'deferred' or 'after' to keep them until step()"
             )
 
     def _check_ranks_alike(self, piece: Piece, values: Tensor) -> None:

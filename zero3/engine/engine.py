@@ -1,7 +1,7 @@
 """The engine: forward, backward and step of a training loop, and the other calls that a script makes.
 
 loop_parts.py makes the parts that the engine calls, and closes them. Parameters, gradients and optimizer state by name
-are in by_name.py, checkpoints and exports in state_files.py.
+are in by_name.py. Checkpoints and exports are in state_files.py, as a base class.
 DeepSpeed's names for the engine are in zero3/deepspeed/engine.py.
 """
 
@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from tiering._interrupts import deferred_interrupts
+from tiering._interrupts import atomic, deferred_interrupts
 from tiering.config.training import TieringConfig
-from tiering.errors import CheckpointError, ConfigError, EngineStateError
+from tiering.errors import CheckpointError, EngineStateError
 from tiering.telemetry import ConfigurationStatus, Phase, Snapshot
 from zero3.building import peft_models
 from zero3.building.quantized_linear import explain_codes
-from zero3.checkpoint.saving import Saving
 from zero3.engine import released
 from zero3.engine.loop_parts import connect
 from zero3.engine.module_front import ModuleFront
 from zero3.engine.optimizer_front import OptimizerFront
 from zero3.engine.released import Released
+from zero3.engine.state_files import StateFiles
 from zero3.loop.data_loader import TrainingLoader
 from zero3.loop.lifecycle import check_loss
 from zero3.loop.preemption import final_save
@@ -41,7 +41,7 @@ from zero3.setup.assembly import Weights, assemble
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
 
-class Engine:
+class Engine(StateFiles):
     """A model whose parameters, gradients and optimizer state live on tiers. ``initialize`` makes it.
 
     It is a context manager; ``close`` releases memory and swap space. All ranks make the same calls in the same order,
@@ -56,6 +56,7 @@ class Engine:
         optimizer: ClientOptimizerChoice | None = None,
         weights: Weights | None = None,
         configuration: ConfigurationStatus | None = None,
+        resume: Path | None = None,
     ) -> None:
         self.module = model
         self.settings = settings
@@ -65,7 +66,7 @@ class Engine:
         self._optimizer_front: OptimizerFront | None = None
         self._module_front: ModuleFront | None = None
 
-        parts = assemble(model, settings, model_parameters, optimizer, weights)
+        parts = assemble(model, settings, model_parameters, optimizer, weights, resume)
         try:
             loop = connect(self, model, settings, parts, configuration)
         except BaseException as error:
@@ -83,7 +84,8 @@ class Engine:
         self._parameters, self._access, self._state = loop.parameters, loop.access, loop.state
         self._prefetcher, self._schedule = loop.prefetcher, loop.schedule
         self._ready, self._preemption, self._observation = loop.ready, loop.preemption, loop.observation
-        self._checkpoints, self._files, self._named_state = loop.checkpoints, loop.files, loop.named_state
+        self._checkpoints, self._snapshots, self._export = loop.checkpoints, loop.snapshots, loop.export
+        self._named_state = loop.named_state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -96,6 +98,7 @@ class Engine:
         self._parameters.check_residents()
         if self.module.training and torch.is_grad_enabled():
             self._parameters.check_frozen()
+            self._observation.throughput.count(args, kwargs)
         if self.settings.cast_inputs:
             args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.settings.precision])
         with self._phase("forward"), self._ready.running_forward(), autocast(self.settings, self.device):
@@ -222,8 +225,10 @@ class Engine:
 
         A step whose gradients are not finite is skipped and changes no state. With dynamic loss scaling the scale is
         lowered. Otherwise a warning names the parameter, and ``tiering.max_skipped_steps`` skipped steps in a row raise
-        EngineStateError. Ctrl-C waits for the end of the step; a second Ctrl-C does not. An exception in a step leaves
-        some parameters updated and others not: the engine can then only be closed.
+        EngineStateError. Ctrl-C waits for the end of the step; a second Ctrl-C does not. After an exception in a step,
+        ``global_steps`` tells whether the step has begun: if so, the next call that needs the parameters completes it;
+        else its gradients are dropped. A step of several ranks, of a torch optimizer or on a GPU that has no memory
+        left may be impossible to complete: the engine can then only be closed.
         """
         self._ready.check_open("step")
         self._ready.check_trains("step")
@@ -234,14 +239,15 @@ class Engine:
             self._parameters.check_before_update()
             self._parameters.store_edits_of_residents()
         with deferred_interrupts():
-            self._accumulation.count(updated=boundary)
             if boundary:
                 with self._phase("step"):
                     self._update(lr_kwargs or {})
                 self._checkpoints.after_step(all_written=self._updates.saving == 2)
                 self._observation.end_step(self.train_batch_size())
             else:
-                self._updates.end_micro_batch()
+                with atomic():
+                    self._updates.end_micro_batch()
+                    self._accumulation.count(updated=False)
             with self._phase("step") if self._updates.deferring else nullcontext():
                 self._prefetcher.look_ahead()
         if boundary:
@@ -267,94 +273,6 @@ class Engine:
         self._ready.check_open("save_and_exit_on")
         save = final_save(self.save_checkpoint, save, save_dir, client_state, keep)
         self._preemption.handle(signals or ("SIGTERM", "SIGUSR1"), save)
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        *,
-        keep: int | None = None,
-        background: bool = False,
-    ) -> Saving:
-        """Save all that the run needs to resume, as checkpoint ``tag`` (default "global_step<N>") in ``save_dir``.
-
-        A checkpoint contains parameters, optimizer state, learning rate schedule, loss scale, the position in
-        ``training_data``, random states and ``client_state``: plain values, tensors and arrays, which differ by rank.
-        It is complete or absent, also after a crash of the process or the machine. ``save_latest`` makes it the default
-        of ``load_checkpoint``. ``keep`` removes all but the newest ``keep`` checkpoints of this run with a default tag.
-        ``exclude_frozen_parameters`` saves trained parameters only: the engine that loads it must have the others.
-
-        With ``background``, training continues during the save: a step, and an edit in ``gathered``, waits until the
-        values that it changes are copied. Other edits in place are noticed too late, and may get into the checkpoint.
-        The checkpoint is complete when the returned Saving is ``done``. An error is logged, and raised once: by
-        ``wait``, by the next background save (which has started by then), by a load or by ``close``.
-
-        All ranks call this together, between steps. Raises CheckpointError, on all ranks, if a rank cannot save:
-        training can continue. Raises EngineStateError with gradients that no step has used; ConfigError, before
-        anything is written, for ``keep`` below 1 and for values without a plain form.
-        """
-        return self._files.save_checkpoint(
-            save_dir,
-            tag,
-            client_state,
-            latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-            keep=keep,
-            background=background,
-        )
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: None = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Resume from the checkpoint ``tag`` in ``load_dir``, or from the latest; returns its path and client_state.
-
-        The run that saved it may have had another number of ranks, stage, placement or format of optimizer state.
-        Without ``load_optimizer_states``, only parameters, buffers and the schedule are loaded: the optimizer starts
-        with new state, and counters (``global_steps``), data and random states stay. With ``load_module_only``, or
-        without an optimizer, only parameters and buffers are loaded. Gradients are dropped. If ``load_dir`` holds no
-        checkpoint and ``tag`` is None, a warning is logged, and the result is (None, {}).
-
-        Frozen parameters that the save has excluded keep their values. Without ``load_module_strict``, so do all
-        parameters that the checkpoint lacks, with new optimizer state, and tensors that only the checkpoint has are
-        ignored; a warning names both. ``custom_load_fn`` is DeepSpeed's, and must be None.
-
-        All ranks call this together, between steps. Raises CheckpointError if the checkpoint is damaged or of another
-        model, mostly before anything has changed. After an error while tensors are read, the engine can only load
-        another checkpoint, or close.
-        """
-        if custom_load_fn is not None:
-            raise ConfigError(
-                "load_checkpoint does not support custom_load_fn: leave it out, write the checkpoint's weights with"
-                " `tiering convert`, rename the tensors as the function would, and pass them to"
-                " tiering.initialize(weights=...)"
-            )
-        return self._files.load_checkpoint(
-            load_dir,
-            tag,
-            strict=load_module_strict,
-            states=load_optimizer_states,
-            scheduler=load_lr_scheduler_states,
-            module_only=load_module_only,
-        )
-
-    def save_pretrained(self, save_dir: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
-        """Write a directory that ``from_pretrained`` of transformers or peft loads, in the compute dtype; returns it.
-
-        Of a model with peft adapters, only the adapters are saved, all but "default" in folders of their own. A model
-        of another library has no configuration: its state_dict is written as model.safetensors. All ranks call this
-        together. Raises CheckpointError, on all ranks, if a file cannot be written.
-        """
-        return self._files.save_pretrained(save_dir, max_shard_size)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies, in host memory, of parameters in the compute dtype and of persistent buffers, by name."""
@@ -548,6 +466,10 @@ class Engine:
                 raise
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        def schedule() -> None:
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+
         self._prefetcher.forget()
         try:
             # The next step may follow loss.backward() alone, and then has no loss.
@@ -555,10 +477,10 @@ class Engine:
             self._updates.run(
                 loss,
                 self.train_batch_size(),
+                self._accumulation,
                 stop=self._preemption.received_signal,
                 saving=self._checkpoints.progress,
+                schedule=schedule,
             )
         finally:
             self._access.note_versions()
-        if self._updates.applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)

@@ -15,13 +15,14 @@ from tiering.telemetry import ConfigurationStatus
 from zero3.checkpoint.checkpoints import Checkpoints
 from zero3.checkpoint.export import Export
 from zero3.checkpoint.run_state import Resumable
+from zero3.checkpoint.snapshots import Snapshots
 from zero3.device.tiers import Tiers
 from zero3.engine.accumulated_gradients import AccumulatedGradients
 from zero3.engine.by_name import NamedState
-from zero3.engine.state_files import StateFiles
+from zero3.loop.backward_events import BackwardEvents
 from zero3.loop.lifecycle import Readiness
 from zero3.loop.preemption import Preemption
-from zero3.loop.step import BackwardEvents, Update
+from zero3.loop.step import Update
 from zero3.loop.step_state import Accumulation
 from zero3.observe.ending import error_under_way
 from zero3.observe.observation import Observation
@@ -31,7 +32,7 @@ from zero3.passes import hooks
 from zero3.passes.hooks import Removable
 from zero3.passes.kept_activations import KeptActivations, room_on
 from zero3.passes.moved_activations import IN_FLIGHT_SHARE, MovedActivations
-from zero3.passes.prefetch import Prefetcher, Room, no_update
+from zero3.passes.prefetch import Prefetcher, Room
 from zero3.passes.row_chunks import RowChunks
 from zero3.passes.schedule import PassSchedule
 from zero3.state.access import Access
@@ -47,6 +48,8 @@ class LoopParts:
     updates: Update
     accumulation: Accumulation
     checkpoints: Checkpoints
+    snapshots: Snapshots
+    export: Export
     state: TieredState
     parameters: Parameters
     prefetcher: Prefetcher
@@ -55,7 +58,6 @@ class LoopParts:
     ready: Readiness
     access: Access
     named_state: NamedState
-    files: StateFiles
     preemption: Preemption
     observation: Observation
 
@@ -93,6 +95,7 @@ class LoopParts:
             closing.callback(self.of_rank.tiers.close)
             closing.callback(self.access.close)
             closing.callback(self.schedule.close)
+            closing.callback(self.snapshots.close)
             self.checkpoints.close()
 
 
@@ -111,39 +114,22 @@ def connect(
     accumulation = Accumulation(config.gradient_accumulation_steps)
     checkpoints = Checkpoints(run, model, config, parts, updates, accumulation)
     state = TieredState(parts, before_write=checkpoints.before_write)
-    parameters = Parameters(model, parts.groups, state, trains=parts.optimizer.trains)
-
-    gathers = parts.collectives if any(group.sharded for group in parts.groups) else None
-    agree = None if gathers is None else gathers.agree
-    check_files = parts.tiers.check_files if parts.plan.in_place_bytes else None
-    update = no_update if updates.deferred is None else updates.deferred.apply
-    prefetcher = Prefetcher(agree, _room_for_expert(parts), check_files, update)
+    parameters = Parameters(
+        model, parts.groups, state, parts.tiers.check_files, trains=parts.optimizer.trains
+    )
+    prefetcher = _make_prefetcher(parts, updates)
     events = BackwardEvents(accumulation, updates, parameters, prefetcher)
-    # Slices of experts come behind the groups, as their indices do.
-    with_slices = [*parts.groups, *(each for group in parts.groups for each in group.slices)]
-    moved = _moved_activations(model, config, parts.tiers, with_slices)
-    schedule = PassSchedule(with_slices, prefetcher, parts.sink, events, parts.tiers.timeline, moved)
-    chunks = _row_chunks(model, config, parts, schedule)
-    handles = [*hooks.install(model, parts.groups, schedule), *chunks]
-
+    schedule, moved = _make_schedule(model, config, parts, prefetcher, events)
+    handles = [*hooks.install(model, parts.groups, schedule), *_row_chunks(model, config, parts, schedule)]
     ready = Readiness(
         parameters, parts.tiers, parts.collectives, parts.optimizer, updates, accumulation, schedule
     )
     parts.optimizer.serve(updates, accumulation, ready)
     gradients = AccumulatedGradients(state, schedule, ready, updates, parts.optimizer, config.zero.stage)
-    access = Access(
-        model,
-        parameters,
-        schedule,
-        prefetcher,
-        state,
-        gradients.assign,
-        partitioned=config.zero.stage == 3,
-    )
-    files = StateFiles(
-        checkpoints, Export(model, config, state), access, ready, updates, parts.optimizer, prefetcher
-    )
+    partitioned = config.zero.stage == 3
+    access = Access(model, parameters, schedule, prefetcher, state, gradients.assign, partitioned=partitioned)
     observation = Observation(
+        model,
         config,
         parts,
         updates=updates,
@@ -157,6 +143,8 @@ def connect(
         updates=updates,
         accumulation=accumulation,
         checkpoints=checkpoints,
+        snapshots=Snapshots(checkpoints, parts, config.tiering.io),
+        export=Export(model, config, state),
         state=state,
         parameters=parameters,
         prefetcher=prefetcher,
@@ -165,10 +153,27 @@ def connect(
         ready=ready,
         access=access,
         named_state=NamedState(access, state, gradients, ready),
-        files=files,
         preemption=Preemption(updates, alone=parts.collectives is None),
         observation=observation,
     )
+
+
+def _make_prefetcher(parts: Assembly, updates: Update) -> Prefetcher:
+    gathers = parts.collectives if any(group.sharded for group in parts.groups) else None
+    agree = None if gathers is None else gathers.agree
+    # Groups may have been fetched ahead already; their bytes are checked here before they are used.
+    check_files = [parts.tiers.check_files] if parts.plan.in_place_bytes else []
+    before_pass = [*check_files, updates.start_interrupted]
+    return Prefetcher(agree, _room_for_expert(parts), before_pass, updates.before_read)
+
+
+def _make_schedule(
+    model: nn.Module, config: TieringConfig, parts: Assembly, prefetcher: Prefetcher, events: BackwardEvents
+) -> tuple[PassSchedule, MovedActivations | None]:
+    # Slices of experts come behind the groups, as their indices do.
+    groups = [*parts.groups, *(each for group in parts.groups for each in group.slices)]
+    moved = _moved_activations(model, config, parts.tiers, groups)
+    return PassSchedule(groups, prefetcher, parts.sink, events, parts.tiers.timeline, moved), moved
 
 
 def _moved_activations(
@@ -205,6 +210,7 @@ def _room_for_expert(parts: Assembly) -> Callable[[], Room | None] | None:
 def _make_update(config: TieringConfig, parts: Assembly) -> Update:
     return Update(
         config,
+        step=parts.plan.workload.step,
         groups=parts.groups,
         gradients=parts.gradients,
         sink=parts.sink,

@@ -92,7 +92,7 @@ class OptimizerFront(torch.optim.Optimizer):
 
         Of gradients that are not finite, it is infinity or NaN, as torch's.
         ``gradient_clipping`` of the configuration applies, too: the lower norm counts. All ranks call this together,
-        after the last backward. Raises ConfigError if ``max_norm`` is not above 0, or with tiering.step_in_backward,
+        after the last backward. Raises ConfigError if ``max_norm`` is not above 0, or with tiering.step 'in_backward',
         and EngineStateError without a backward since the last step.
         """
         return self._updates.clip_next(max_norm)

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from tiering._interrupts import uninterrupted
 from tiering.errors import EngineStateError
 from tiering.telemetry import Phase
-from zero3.device import storages
+from zero3.device import out_of_memory, storages
 from zero3.device.tiers import Tiers
 from zero3.loop.step import Update
 from zero3.loop.step_state import Accumulation, StepState
@@ -95,7 +96,7 @@ class Readiness:
                 f"{call} was called while a forward or backward is running; call it between steps"
             )
         self.give_up_unfinished()
-        self._updates.finish_deferred()
+        self._updates.settle_step(loads=loads)
         if self._parameters.lending:
             raise EngineStateError(f"{call} was called inside tiering.gathered(); end that block first")
 
@@ -119,6 +120,8 @@ class Readiness:
     def check_step(self) -> None:
         """A backward has ended since the last step."""
         if not self._step.pending:
+            # Of the last one a part may be left: an I/O error that ended it is raised again.
+            self._updates.settle_step()
             raise EngineStateError(
                 "step was called without a backward since the last one; call backward(loss) of the engine first, or"
                 " that of the trainer (accelerator.backward)"
@@ -167,11 +170,18 @@ class Readiness:
     def explain(self, error: BaseException, phase: Phase) -> None:
         """Add notes to ``error``, which has ended ``phase``: after an out-of-memory error, the state of the engine."""
         storages.explain(error)
-        self._tiers.explain_out_of_memory(error, self._state_after(phase))
+        state = self._state_after(phase)
+        out_of_memory.explain(error, self._tiers, state)
+        if phase == "step" and self._updates.deferring and not isinstance(error, torch.OutOfMemoryError):
+            error.add_note(f"{state}.")
 
     def _state_after(self, phase: Phase) -> str:
         if self._step.reason:
             return f"Close the engine ({self._step.reason}), and initialize the model again from a checkpoint"
+        if phase == "step" and self._updates.deferring:
+            return (
+                f"Step {self._updates.steps} has begun. The next call that needs the parameters completes it"
+            )
         if phase == "forward":
             together = "" if self._collectives is None else " if all ranks skip this batch"
             return f"The engine is in the state before this forward, and can continue{together}"

@@ -1,29 +1,39 @@
 """The update of the parameters: the norm, clipping, and the step, after the backward or during it.
 
-A step whose gradients are not finite is skipped and changes no state. With step_in_backward each group is stepped as
+A step whose gradients are not finite is skipped and changes no state. With step 'in_backward' each group is stepped as
 soon as its gradients are final, before the norm is known: gradients cannot be clipped, and one that is not finite ends
 the run.
+
+Note [A step is whole]
+    Until a step has begun, an exception leaves the parameters, the state and the counters of the step before, and drops
+    the gradients. Its beginning is one atomic block, which counts the step and queues its tiles. From then on an
+    exception interrupts the step, which whoever needs the parameters next completes (deferred_step.py): nobody sees a
+    mix of two steps. Three steps cannot be continued, and end the training: one of a torch optimizer, one that backward
+    makes, and one of several ranks, which does not end on all of them.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from optim_cpu.kernels import ExactSum
 from tiering import _logs
-from tiering.config.training import TieringConfig
-from tiering.errors import ConfigError, EngineStateError, RankOrderError
+from tiering._interrupts import atomic
+from tiering.config.training import StepPolicy, TieringConfig
+from tiering.errors import ConfigError, EngineStateError
 from zero3.device.timeline import Timeline
 from zero3.loop import hyperparameters
 from zero3.loop.deferred_step import DeferredStep
-from zero3.loop.step_state import Accumulation, CurrentStep, StepState
+from zero3.loop.rank_figures import RankFigures, StepFigures, exchange
+from zero3.loop.step_ahead import StepAhead
+from zero3.loop.step_state import NOT_RESUMED, Accumulation, CurrentStep, StepState
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
 from zero3.params.param_group import ParamGroup
@@ -31,55 +41,12 @@ from zero3.params.precision import LossScale
 from zero3.params.replicas import Replicas
 from zero3.passes.gradients import GradientStore
 from zero3.passes.pass_state import in_autograd
-from zero3.passes.prefetch import Prefetcher
 from zero3.passes.reduction import GradientReducer
 from zero3.ranks.collectives import Collectives
-from zero3.state.parameters import Parameters
 
 log = logging.getLogger(__name__)
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
-
-
-class _RankFigures(NamedTuple):
-    """The figures of one rank that a step exchanges: a row of float64, with the limbs of ``squares`` at its end.
-
-    ``bad`` is the index of a parameter whose gradient is not finite, or -1. ``options`` is a digest of the
-    hyperparameters that the step uses.
-    """
-
-    bad: float
-    loss: float
-    stop: float
-    steps: float
-    saving: float
-    options: float
-    squares: ExactSum
-
-    def row(self) -> Tensor:
-        """The figures as they are sent."""
-        return torch.tensor([*self[:-1], *self.squares.limbs()], dtype=torch.float64, device="cpu")
-
-    @classmethod
-    def of_row(cls, row: Sequence[float]) -> _RankFigures:
-        """The inverse of ``row``."""
-        bad, loss, stop, steps, saving, options, *limbs = row
-        return cls(bad, loss, stop, steps, saving, options, ExactSum.of_limbs(limbs))
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """The figures of all ranks: the norm of the gradients, and ``bad``, the first parameter that is not finite, or "".
-
-    ``loss`` is the mean loss, ``stop`` the number of a stop signal that a rank has received, ``saving`` the progress of
-    the slowest rank with a save.
-    """
-
-    norm: float
-    bad: str
-    loss: float | None
-    stop: int
-    saving: int
 
 
 class Update:
@@ -92,11 +59,12 @@ class Update:
     parameters.
     """
 
-    # Eight parameters: an update uses so many parts of a rank, and no two of them are one noun.
+    # Nine parameters: an update uses so many parts of a rank, and no two of them are one noun.
     def __init__(
         self,
         config: TieringConfig,
         *,
+        step: StepPolicy,
         groups: list[ParamGroup],
         gradients: GradientStore,
         sink: GradientStore | GradientReducer,
@@ -106,7 +74,8 @@ class Update:
         timeline: Timeline,
     ) -> None:
         self.current_step = CurrentStep()
-        self.steps_in_backward = config.tiering.step_in_backward
+        exact = config.tiering.swap_versions > 1
+        self.steps_in_backward = step is StepPolicy.IN_BACKWARD and not exact
         self.loss_scale = LossScale.from_config(config)
         self.norm: float | None = None
         self.steps = 0
@@ -133,14 +102,25 @@ class Update:
         self._timeline = timeline
         self._names = {piece.index: piece.name for group in groups for piece in group.layout.pieces}
         self.deferred: DeferredStep | None = None
-        if config.tiering.step == "deferred" and self._stepper is not None:
-            # Others can be read without a call that the engine sees.
-            whole = () if replicas is None else replicas.groups
-            later = frozenset(g for g in groups if g.moves and not g.slices and g not in whole)
-            if not later:
+        self.ahead: StepAhead | None = None
+        # Others can be read without a call that the engine sees.
+        whole = () if replicas is None else replicas.groups
+        read_by_calls = frozenset(g for g in groups if g.moves and not g.slices and g not in whole)
+        if step is StepPolicy.IN_BACKWARD and exact and isinstance(optimizer, TieredOptimizer):
+            if ahead := read_by_calls & optimizer.stepper.can_step_ahead:
+                self.ahead = StepAhead(optimizer, gradients, ahead)
+            else:
+                log.warning(
+                    "tiering.step 'in_backward' has no effect: no group has its optimizer state in swap space, where a"
+                    " step can be taken back, and parameters that can be, too. Set it to 'after', or offload both to"
+                    " NVMe"
+                )
+        if self._stepper is not None:
+            later = read_by_calls if step is StepPolicy.DEFERRED else frozenset[ParamGroup]()
+            if step is StepPolicy.DEFERRED and not later:
                 log.warning(
                     "tiering.step 'deferred' has no effect: all parameters stay on the device, or whole on every rank,"
-                    " and step() updates them. Set it to 'after', or offload parameters (on a CPU, to NVMe)"
+                    " and step() updates them. Set it to 'after', or offload parameters"
                 )
             self.deferred = DeferredStep(self._stepper, later, sink, self.current_step, timeline)
 
@@ -173,10 +153,18 @@ class Update:
         if state is StepState.UPDATING_IN_BACKWARD and not in_autograd():
             # An exception has ended the user's own loss.backward().
             reason = f"the backward of step {self.steps + 1} has not ended"
+        if not loads:
+            self._check_resumed(call)
         if reason and not (loads and state is StepState.LOADING):
             raise EngineStateError(
                 f"{call} was called on parameters that are partly updated ({reason}); close the engine, and"
                 " initialize the model again from a checkpoint"
+            )
+
+    def _check_resumed(self, call: str) -> None:
+        if self.current_step.reason == NOT_RESUMED:
+            raise EngineStateError(
+                f"{call} was called on parameters without values: {NOT_RESUMED}; call load_checkpoint first"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,13 +184,40 @@ class Update:
 
     @property
     def deferring(self) -> bool:
-        """Whether a part of the last step is not applied yet."""
+        """Whether a part of the last step is not applied yet: the gradients are its."""
         return self.deferred is not None and self.deferred.under_way
 
-    def finish_deferred(self) -> None:
-        """Apply the last step to all parameters, if it was deferred."""
-        if self.deferred is not None:
+    def settle_step(self, *, loads: bool = False) -> None:
+        """Leave no step under way: complete one that was deferred or interrupted, and take back one begun ahead.
+
+        The caller reads parameters or state next, unless it ``loads`` others.
+        """
+        if not loads:
+            self._check_resumed("a read")
+        if self.deferred is not None and self.deferred.under_way:
             self.deferred.finish()
+        self.take_back()
+        if self.ahead is not None and not loads:
+            self.ahead.restore()
+
+    def take_back(self) -> None:
+        """Undo what was stepped ahead of ``step()``, except for what is restored before it is read."""
+        if self.ahead is not None:
+            self.ahead.take_back()
+
+    def start_interrupted(self) -> None:
+        """A pass begins: go on with a step that was interrupted, as far as parameters can be read without a call."""
+        if self.deferred is not None and self.deferred.under_way:
+            self.deferred.start()
+
+    def before_read(self, group: ParamGroup, *, wait: bool) -> bool:
+        """``group`` is about to be read at home: give it the values of the last step (prefetch.Update)."""
+        self._check_resumed(f"a read of {group.name!r}")
+        if self.ahead is not None:
+            self.ahead.before_read(group)
+        if self.deferred is not None and self.deferred.under_way:
+            return self.deferred.apply(group, wait=wait)
+        return self.ahead is None or self.ahead.restore(group, wait=wait)
 
     def waiting_norm(self) -> float:
         """The norm of the accumulated gradients, unscaled. All ranks call this together."""
@@ -214,8 +229,8 @@ class Update:
             raise ConfigError(f"clip_grad_norm_ got max_norm {max_norm!r}; it must be greater than 0")
         if self.steps_in_backward:
             raise ConfigError(
-                "clip_grad_norm_ was called with tiering.step_in_backward, which updates parameters before the norm is"
-                " known; set step_in_backward to false, or do not clip"
+                "clip_grad_norm_ was called with tiering.step 'in_backward', which updates parameters before the norm"
+                " is known; set step to 'deferred' or 'after', or do not clip"
             )
         if not self.current_step.pending:
             raise EngineStateError(
@@ -228,11 +243,16 @@ class Update:
     def expect(self, *, last: bool) -> None:
         """A backward begins; the ``last`` one before an update starts to read optimizer state."""
         # Its gradients replace those of the step before.
-        self.finish_deferred()
+        self.settle_step()
         # Before the first gradient: the store squares the gradients of the last micro-batch as they arrive.
         self._gradients.last_micro_batch = last
-        if last and not self.steps_in_backward and self._stepper is not None:
+        if last and not self.steps_in_backward and self._stepper is not None and not self.steps_ahead:
             self._stepper.expect_all()
+
+    @property
+    def steps_ahead(self) -> bool:
+        """Whether the last backward before an update begins the step."""
+        return self.ahead is not None and self.ahead.pays
 
     @property
     def is_last_backward(self) -> bool:
@@ -240,17 +260,26 @@ class Update:
         return self._gradients.last_micro_batch
 
     def begin_in_backward(self) -> None:
-        """The first gradient of a backward that updates the parameters has arrived."""
+        """The first gradient of a backward that updates the parameters, or begins to, has arrived."""
+        if self.ahead is not None:
+            self.ahead.begin(1.0 / self.loss_scale.value)
+            return
         # Before the state changes: a bad option raises here, and nothing is updated.
         self._tiered_optimizer().begin_in_backward(1.0 / self.loss_scale.value)
         self.current_step.to_updating_in_backward()
 
+    def advance(self) -> None:
+        """Go on with what can be done of the next step while backward runs."""
+        if self.ahead is not None and self.ahead.under_way:
+            self.ahead.advance()
+        elif self._stepper is not None:
+            # A staging slot may have become free.
+            self._stepper.read_ahead()
+
     def group_done(self, group: ParamGroup, *, final: bool) -> None:
         """The backward of ``group`` has ended; ``final`` gradients are used now."""
         if self.current_step.state is not StepState.UPDATING_IN_BACKWARD:
-            if self._stepper is not None:
-                # A staging slot may have become free since the last group.
-                self._stepper.read_ahead()
+            self.advance()
             return
         with self.current_step.tearing(self.steps + 1):
             self._tiered_optimizer().group_done(group, final=final)
@@ -275,8 +304,11 @@ class Update:
 
     def give_up(self) -> None:
         """An exception in backward drops the gradients since the last update."""
-        # First: in every state below, no gradient of the backward is left.
-        self._sink.reset()
+        self.take_back()
+        # First: in every state below, no gradient of the backward is left. If the last step is not complete, it is what
+        # the backward has failed to complete before its first gradient.
+        if not self.deferring:
+            self._sink.reset()
         reason = f"the backward of step {self.steps + 1} was ended by an exception"
         if self._collectives is not None:
             self.current_step.to_out_of_step(f"{reason} on this rank")
@@ -287,15 +319,27 @@ class Update:
 
     def forget(self) -> None:
         """The parameters are about to be replaced: drop gradients, and invalidate graphs of the old values."""
+        self.take_back()
         self._sink.reset()
         self.current_step.to_idle()
         _count_as_edits(self._groups)
 
-    def run(self, loss: Tensor | None, samples: int, *, stop: int, saving: int) -> None:
+    def run(
+        self,
+        loss: Tensor | None,
+        samples: int,
+        accumulation: Accumulation,
+        *,
+        stop: int,
+        saving: int,
+        schedule: Callable[[], None],
+    ) -> None:
         """Update the parameters with the gradients, and drop them; ``applied`` is False if the update was skipped.
 
         ``loss`` is this rank's, ``samples`` are those of all ranks, ``stop`` is the number of the stop signal that this
-        rank has received, or 0, and ``saving`` its progress with a checkpoint (Checkpoints.progress).
+        rank has received, or 0, and ``saving`` its progress with a checkpoint (Checkpoints.progress). With the update,
+        its last micro-batch is counted in ``accumulation``, and ``schedule`` is called, which sets the learning rate of
+        the next update. See Note [A step is whole].
         """
         self.applied = False
         try:
@@ -308,87 +352,98 @@ class Update:
             self.stop, self.saving = sums.stop, sums.saving
             finite = math.isfinite(self.norm)
             self.overflow = not finite
+            count = partial(self._count, samples, accumulation, schedule)
             if self.current_step.state is StepState.UPDATED_IN_BACKWARD:
-                self.current_step.to_idle()
                 self._check_used(finite, sums.bad)
+                count()
             elif finite:
-                self._apply(self.norm, scale)
+                self._apply(self.norm, scale, count)
             else:
-                self.skipped += 1
-            self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-            # After the gradients were unscaled with the old value.
-            self.loss_scale.update(not finite)
-            if not finite:
-                self._log_skipped(scale, sums.bad)
-            self.steps += 1
-            self.samples += samples
-            self._check_skipped(sums.bad)
-            self.applied = finite
+                self._skip(samples, accumulation, scale, sums.bad)
         finally:
             self._clip_next = 0.0
             if not self.deferring:
                 self._sink.reset()
+            # Of an update that is not counted.
+            accumulation.drop()
             self.current_step.end_micro_batch()
 
-    def _sum_up(self, purpose: str, loss: float | None, *, stop: int, saving: int) -> _Sums:
+    def _sum_up(self, purpose: str, loss: float | None, *, stop: int, saving: int) -> StepFigures:
         """The figures of all ranks, from one exchange."""
         squares = self._gradients.sum_of_squares()
         bad = None if squares.is_finite else self._gradients.first_not_finite()
-        if self._collectives is None:
-            return _Sums(math.sqrt(float(squares)), bad.name if bad is not None else "", loss, stop, saving)
-        index, loss_figure = -1 if bad is None else bad.index, math.nan if loss is None else loss
-        options = hyperparameters.described(self._optimizer.param_groups, self._optimizer.defaults)
-        local = _RankFigures(
-            index, loss_figure, stop, self.steps, saving, hyperparameters.digest(options), squares
+        local = RankFigures(
+            bad=-1 if bad is None else bad.index,
+            loss=math.nan if loss is None else loss,
+            stop=stop,
+            steps=self.steps,
+            saving=saving,
+            squares=squares,
         )
-        rows = self._collectives.table(local.row(), purpose)
-        figures = [_RankFigures.of_row(row) for row in rows.tolist()]
-        for rank, rank_figures in enumerate(figures):
-            if rank_figures.steps != self.steps:
-                raise RankOrderError(
-                    f"rank {self._collectives.world.rank} is in step {self.steps + 1}, rank {rank} in step"
-                    f" {rank_figures.steps + 1:.0f}: call step() equally often on all ranks"
-                )
-        if any(each.options != local.options for each in figures):
-            # All ranks have the same rows, so either all or none reach this collective.
-            of_all = self._collectives.gather_objects(options, "exchange the hyperparameters")
-            hyperparameters.check_same(of_all, self.steps + 1)
-        self._collectives.finish_step()
-        first = min((each.bad for each in figures if each.bad >= 0), default=-1)
-        average = None if loss is None else sum(each.loss for each in figures) / len(figures)
-        stop_signal = next((int(each.stop) for each in figures if each.stop), 0)
-        return _Sums(
-            math.sqrt(float(ExactSum.total(each.squares for each in figures))),
-            self._names.get(int(first), ""),
-            average,
-            stop_signal,
-            int(min(each.saving for each in figures)),
-        )
+        figures = [local]
+        if self._collectives is not None:
+            options = hyperparameters.described(self._optimizer.param_groups, self._optimizer.defaults)
+            figures = exchange(local, options, self._collectives, purpose)
+        return StepFigures.of_ranks(figures, self._names, has_loss=loss is not None)
 
-    def _apply(self, norm: float, scale: float) -> None:
-        # Before the state changes: after an error here, nothing is updated yet.
-        self._optimizer.prepare()
-        try:
-            clip = min((limit for limit in (self._clip, self._clip_next) if limit), default=0.0)
-            factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
-            # From here on, an exception leaves parameters of two steps.
-            self.current_step.to_updating()
+    def _apply(self, norm: float, scale: float, count: Callable[[], None]) -> None:
+        """Make the update, and ``count`` it. See Note [A step is whole]."""
+        clip = min((limit for limit in (self._clip, self._clip_next) if limit), default=0.0)
+        factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
+        if self.deferred is None:
+            assert isinstance(self._optimizer, ClientOptimizer)
             with self.current_step.tearing(self.steps + 1), self._timeline.span("compute", "update"):
-                if self._replicas is not None:
-                    self._replicas.begin()
-                if self.deferred is not None:
-                    later = self.deferred.groups
-                    self._tiered_optimizer().step(grad_scale=factor / scale, later=later)
-                    self.deferred.begin(self.steps + 1)
-                else:
+                try:
                     self._optimizer.step(grad_scale=factor / scale)
-                if self._replicas is not None:
-                    # After the last tile: other ranks wait for the gathers of groups in which this rank had nothing to
-                    # update, too.
-                    self._replicas.finish()
-            self.current_step.to_idle()
-        finally:
+                finally:
+                    _count_as_edits(self._groups)
+            count()
+            return
+        optimizer = self._tiered_optimizer()
+        adopted = self.ahead is not None and self.ahead.is_right(1.0 / scale, unclipped=factor == 1.0)
+        optimizer.prepare_rest() if adopted else optimizer.prepare()
+        with atomic():
+            if adopted and self.ahead is not None:
+                self.ahead.adopt()
+            else:
+                optimizer.begin(factor / scale)
+            self.deferred.begin(self.steps + 1)
             _count_as_edits(self._groups)
+            count()
+        with nullcontext() if self._collectives is None else self.current_step.tearing(self.steps):
+            if self._replicas is not None:
+                self._replicas.begin()
+            self.deferred.start()
+            if self._replicas is not None:
+                # After the last tile: other ranks wait for the gathers of groups in which this rank had nothing to
+                # update, too.
+                self._replicas.finish()
+
+    def _count(self, samples: int, accumulation: Accumulation, schedule: Callable[[], None]) -> None:
+        """Count an update that is made, or has begun."""
+        accumulation.count(updated=True)
+        self.skipped_in_a_row = 0
+        self.loss_scale.update(False)
+        self.steps += 1
+        self.samples += samples
+        self.applied = True
+        self.current_step.to_idle()
+        # Last, because this is the user's code, which may raise.
+        schedule()
+
+    def _skip(self, samples: int, accumulation: Accumulation, scale: float, bad: str) -> None:
+        """Count a step whose gradients, at loss scale ``scale``, are not finite: that of ``bad`` and maybe others."""
+        if self.ahead is not None:
+            self.ahead.skip()
+        with atomic():
+            accumulation.count(updated=True)
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            self.loss_scale.update(True)
+            self.steps += 1
+            self.samples += samples
+        self._log_skipped(scale, bad)
+        self._check_skipped(bad)
 
     def _check_used(self, finite: bool, bad: str) -> None:
         """EngineStateError, which ends the run, if gradients that backward has used were not ``finite``."""
@@ -396,9 +451,9 @@ class Update:
             return
         self.current_step.to_torn(f"the gradient of {bad!r} was not finite in step {self.steps + 1}")
         raise EngineStateError(
-            f"the gradient of {bad!r} is not finite, and tiering.step_in_backward has already used it: parameters and"
-            " optimizer state are invalid. Close the engine and resume from a checkpoint; set step_in_backward to"
-            " false to skip such a step"
+            f"the gradient of {bad!r} is not finite, and tiering.step 'in_backward' has already used it: parameters and"
+            " optimizer state are invalid. Close the engine and resume from a checkpoint; set step to 'deferred' or"
+            " 'after' to skip such a step"
         )
 
     def _check_skipped(self, bad: str) -> None:
@@ -423,13 +478,13 @@ class Update:
             log.log(
                 _logs.once(logging.INFO),
                 "step %d skipped: the gradient of %r is not finite at loss scale %g; it is %g now",
-                *(self.steps + 1, bad, scale, self.loss_scale.value),
+                *(self.steps, bad, scale, self.loss_scale.value),
             )
         else:
             log.log(
                 _logs.once(logging.WARNING),
                 "step %d skipped: the gradient of %r is not finite; parameters and optimizer state are unchanged",
-                *(self.steps + 1, bad),
+                *(self.steps, bad),
             )
 
 
@@ -440,52 +495,3 @@ def _count_as_edits(groups: Iterable[ParamGroup]) -> None:
         torch.autograd.graph.increment_version([param for piece, param in pairs if piece.trainable])
         # After the increment, which is no edit of the user's.
         group.note_versions()
-
-
-class BackwardEvents:
-    """Receives the events of a backward (receivers.PassListener): their effect on the update of the parameters."""
-
-    def __init__(
-        self, accumulation: Accumulation, updates: Update, parameters: Parameters, prefetcher: Prefetcher
-    ) -> None:
-        self._accumulation = accumulation
-        self._updates = updates
-        self._parameters = parameters
-        self._prefetcher = prefetcher
-
-    def on_backward(self) -> None:
-        self._updates.expect(last=self._accumulation.syncing and self._accumulation.at_boundary)
-
-    def on_first_gradient(self) -> bool:
-        steps, scale = self._accumulation.steps, self._updates.loss_scale.value
-        if (steps > 1 or scale != 1.0) and not self._accumulation.scaled:
-            raise EngineStateError(
-                "loss.backward() does not "
-                + " and does not ".join(
-                    [f"divide by gradient_accumulation_steps ({steps})"] * (steps > 1)
-                    + [f"multiply by the loss scale ({scale:g})"] * (scale != 1.0)
-                )
-                + "; call engine.backward(loss), or engine.scale(loss).backward(); in a loop of accelerate,"
-                " accelerator.backward(loss)"
-            )
-        if not self._updates.steps_in_backward:
-            return False
-        self._updates.check_usable("backward")
-        self._updates.current_step.check_one_backward()
-        if self._updates.is_last_backward:
-            self._parameters.check_before_update()
-            self._parameters.store_edits_of_residents()
-            self._updates.begin_in_backward()
-        return self._updates.is_last_backward
-
-    def on_group_done(self, group: ParamGroup, final: bool) -> None:
-        if final:
-            self._prefetcher.drop(group)
-        self._updates.group_done(group, final=final)
-
-    def on_end_of_backward(self) -> None:
-        self._accumulation.note_backward()
-        if self._updates.current_step.state is StepState.UPDATING_IN_BACKWARD:
-            # Prefetched values are old for groups that are stepped only now.
-            self._prefetcher.forget()
-        self._updates.end_of_backward()

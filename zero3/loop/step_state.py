@@ -10,12 +10,14 @@ from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 
 NOT_LOADED = "load_checkpoint did not end"
+NOT_RESUMED = "initialize(resume=...) has left them to load_checkpoint"
 
 
 class StepState(Enum):
     """The state of the update between the calls of a training loop.
 
-    In the first three states, parameters and optimizer state are of the same step.
+    In the first three states, parameters and optimizer state are of the same step, or a part of the last step is still
+    to be applied (deferred_step.py).
     """
 
     IDLE = auto()
@@ -23,15 +25,13 @@ class StepState(Enum):
     PENDING = auto()
     """A backward has ended: ``step()`` may be called."""
     UPDATED_IN_BACKWARD = auto()
-    """The last backward has updated all parameters (tiering.step_in_backward): ``step()`` must be called next."""
+    """The last backward has updated all parameters (step 'in_backward'): ``step()`` must be called next."""
     UPDATING_IN_BACKWARD = auto()
     """A backward runs, and has updated some of the parameters."""
-    UPDATING = auto()
-    """``step()`` is updating the parameters."""
     LOADING = auto()
-    """A checkpoint is loaded in part. A complete load of a checkpoint leads back to IDLE."""
+    """A checkpoint is loaded in part, or has to be loaded first. A complete load leads back to IDLE."""
     TORN = auto()
-    """An exception has interrupted an update: the engine can only be closed."""
+    """An exception has interrupted an update that cannot be continued: the engine can only be closed."""
     OUT_OF_STEP = auto()
     """This rank has lost a backward that other ranks count: the engine can only be closed."""
 
@@ -73,25 +73,22 @@ class CurrentStep:
         """That backward has ended."""
         self._to(StepState.UPDATED_IN_BACKWARD, StepState.UPDATING_IN_BACKWARD)
 
-    def to_updating(self) -> None:
-        """``step()`` is about to change the first parameter."""
-        self._to(StepState.UPDATING, StepState.PENDING)
-
     def end_micro_batch(self) -> None:
         """``step()`` has ended a micro-batch. UPDATED_IN_BACKWARD stays: the update is not counted yet."""
         if self.state is StepState.PENDING:
             self.to_idle()
 
     def to_idle(self) -> None:
-        """The gradients are used or dropped."""
-        self._to(
-            StepState.IDLE,
-            *(StepState.IDLE, StepState.PENDING, StepState.UPDATED_IN_BACKWARD, StepState.UPDATING),
-        )
+        """The gradients are used or dropped, or a step that has begun will use them."""
+        self._to(StepState.IDLE, StepState.IDLE, StepState.PENDING, StepState.UPDATED_IN_BACKWARD)
 
     def to_torn(self, reason: str) -> None:
-        """An exception has interrupted an update."""
+        """An exception has interrupted an update that cannot be continued."""
         self._to(StepState.TORN, *StepState, reason=reason)
+
+    def to_torn_by(self, error: BaseException, step: int) -> None:
+        """``error`` has interrupted ``step``."""
+        self.to_torn(f"step {step} was ended by {type(error).__name__}: {error}")
 
     @contextmanager
     def tearing(self, step: int) -> Iterator[None]:
@@ -99,17 +96,17 @@ class CurrentStep:
         try:
             yield
         except BaseException as error:
-            self.to_torn(f"step {step} was ended by {type(error).__name__}: {error}")
+            self.to_torn_by(error, step)
             raise
 
     def to_out_of_step(self, reason: str) -> None:
         """An exception has ended a backward on this rank, which other ranks do not know."""
         self._to(StepState.OUT_OF_STEP, *StepState, reason=reason)
 
-    def to_loading(self) -> None:
+    def to_loading(self, reason: str = NOT_LOADED) -> None:
         """A checkpoint is about to replace parameters and state."""
         assert self.state in (StepState.IDLE, StepState.LOADING), self.state
-        self.state, self.reason = StepState.LOADING, NOT_LOADED
+        self.state, self.reason = StepState.LOADING, reason
 
     def to_loaded(self) -> None:
         """The checkpoint is loaded completely."""
@@ -120,8 +117,8 @@ class CurrentStep:
         """EngineStateError if an earlier backward has updated the parameters and no step() has followed."""
         if self.state in (StepState.UPDATING_IN_BACKWARD, StepState.UPDATED_IN_BACKWARD):
             raise EngineStateError(
-                "a second backward before step(): tiering.step_in_backward has updated the parameters in the first"
-                " one. Call step() after each backward, sum the losses, or set step_in_backward to false"
+                "a second backward before step(): tiering.step 'in_backward' has updated the parameters in the first"
+                " one. Call step() after each backward, sum the losses, or set step to 'deferred' or 'after'"
             )
 
     def _to(self, state: StepState, *leaves: StepState, reason: str = "") -> None:

@@ -14,6 +14,17 @@ from tiering.planning.saved_rates import SavedRates
 from zero3.ranks.collectives import Collectives
 
 
+def saved_disk_rates(config: TieringConfig, *, local_ranks: int) -> Rates:
+    """The saved rates of the drives of the optimizer state, measured by ``tiering plan --measure``."""
+    paths = config.zero.offload_optimizer.swap_directories
+    if not paths:
+        return Rates()
+    measurement = of_disks(paths, io=config.tiering.io)
+    # Ranks have parts of the CPUs; the measurement had all of them.
+    record = SavedRates.of_user().find_like(measurement, but_for={"cpus"} if local_ranks > 1 else ())
+    return Rates() if record is None else record.rates
+
+
 def settle_disk_rate(
     load: Workload, config: TieringConfig, *, local_ranks: int, collectives: Collectives | None
 ) -> Workload:
@@ -24,11 +35,7 @@ def settle_disk_rate(
     paths = config.zero.offload_optimizer.swap_directories
     if not paths:
         return load
-    measurement = of_disks(paths, io=config.tiering.io)
-    # Ranks have parts of the CPUs; the measurement had all of them.
-    record = SavedRates.of_user().find_like(measurement, but_for={"cpus"} if local_ranks > 1 else ())
-    rates = Rates() if record is None else record.rates
-    disk = rates.disk(len(paths), local_ranks)
+    disk = saved_disk_rates(config, local_ranks=local_ranks).disk(len(paths), local_ranks)
     if collectives is not None:
         row = torch.tensor([0 if disk.assumed else disk.nbytes], dtype=torch.int64, device="cpu")
         measured = int(collectives.table(row, "compare rates").min())

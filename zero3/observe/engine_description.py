@@ -12,7 +12,7 @@ from tiering._version import __version__
 from tiering.config.training import TieringConfig
 from tiering.placement.configured import settle_dtypes
 from tiering.placement.workload import Tier
-from tiering.telemetry import ConfigurationStatus, Description, SettingStatus
+from tiering.telemetry import ConfigurationStatus, Description, SettingStatus, as_text, job_labels
 from zero3.device.tiers import Tiers
 from zero3.params.layout import product
 from zero3.params.param_group import ParamGroup
@@ -22,13 +22,15 @@ def describe(
     config: TieringConfig,
     configuration: ConfigurationStatus | None,
     *,
+    links: Mapping[str, str],
     tiers: Tiers,
     groups: Sequence[ParamGroup],
     local_size: int,
 ) -> Description:
     """Describe an engine with ``groups`` on ``tiers``, on a node with ``local_size`` ranks.
 
-    ``configuration`` is the file or dict that ``config`` was read from, if there is one.
+    ``configuration`` is the file or dict that ``config`` was read from, if there is one. ``links`` are those of the
+    monitors; the configuration may have others.
     """
     parameters = sum(product(piece.shape) for group in groups for piece in group.layout.pieces)
     if configuration is not None:
@@ -45,6 +47,11 @@ def describe(
         },
         configuration=configuration,
         plan=tiers.plan.status(parameters),
+        labels=job_labels(config.tiering.telemetry.labels),
+        links={
+            as_text(name): as_text(place)
+            for name, place in {**links, **config.tiering.telemetry.links}.items()
+        },
     )
 
 

@@ -11,7 +11,7 @@ import errno
 import io
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
@@ -32,6 +32,11 @@ class Writer(Protocol):
     """A destination of events. Both methods may raise any error; a writer that ``recovers`` is used again."""
 
     recovers: bool
+
+    @property
+    def links(self) -> Mapping[str, str]:
+        """Where tools show the run, by the name of the tool: a URL, or the directory that the tool reads."""
+        ...
 
     def write_events(self, events: list[Event]) -> None: ...
     def close(self) -> None: ...
@@ -69,6 +74,11 @@ class Monitor:
     def enabled(self) -> bool:
         """Whether any monitor is open."""
         return bool(self.writers)
+
+    @property
+    def links(self) -> dict[str, str]:
+        """Where tools show the run, by the name of the tool: a URL, or the directory that the tool reads."""
+        return {name: place for writer in self.writers.values() for name, place in writer.links.items()}
 
     def write_events(self, events: Iterable[Event]) -> None:
         """Write ``events``, of the engine or of the program, to every monitor. A failure is one warning per monitor."""
@@ -111,6 +121,8 @@ class CsvFiles:
 
     def __init__(self, config: CsvMonitorConfig) -> None:
         self.directory = _directory("csv_monitor", config)
+        # No tool shows them.
+        self.links: Mapping[str, str] = {}
         self._files: dict[str, FileIO] = {}
 
     def write_events(self, events: list[Event]) -> None:
@@ -165,7 +177,9 @@ class TensorBoard:
 
     def __init__(self, config: TensorBoardConfig) -> None:
         library = _library("torch.utils.tensorboard", "tensorboard")
-        self._writer = library.SummaryWriter(log_dir=str(_directory("tensorboard", config)))
+        directory = str(_directory("tensorboard", config))
+        self.links: Mapping[str, str] = {"TensorBoard": directory}
+        self._writer = library.SummaryWriter(log_dir=directory)
 
     def write_events(self, events: list[Event]) -> None:
         for event in events:
@@ -200,6 +214,12 @@ class Wandb:
                 f"wandb: could not start a run ({type(error).__name__}: {error}); log in with 'wandb login', set"
                 " WANDB_MODE=offline, or delete the section 'wandb'"
             ) from error
+
+    @property
+    def links(self) -> Mapping[str, str]:
+        """The URL of the run; a run that is offline has none."""
+        url = getattr(self._run, "url", None)
+        return {"Weights & Biases": str(url)} if url else {}
 
     def write_events(self, events: list[Event]) -> None:
         at: dict[int, dict[str, float]] = {}

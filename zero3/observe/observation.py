@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from tiering import _logs
 from tiering.config.training import TieringConfig
@@ -27,6 +28,7 @@ from zero3.observe.ending import Ending
 from zero3.observe.engine_description import describe
 from zero3.observe.monitors import Monitor
 from zero3.observe.run_record import RunIdentity, RunRecord, Sources
+from zero3.observe.throughput import throughput_of
 from zero3.observe.trace import StepTrace
 from zero3.parts import Assembly
 from zero3.passes.moved_activations import MovedActivations
@@ -44,6 +46,7 @@ class Observation:
 
     def __init__(
         self,
+        model: nn.Module,
         config: TieringConfig,
         parts: Assembly,
         *,
@@ -58,9 +61,12 @@ class Observation:
         self._trace: StepTrace | None = None
         run_name, run_id = _name_run(config.tiering.run_name, parts.collectives)
         peers = None if parts.collectives is None else parts.collectives.peers
+        self.monitor = Monitor(config, parts.world.rank)
+        self.throughput = throughput_of(model, parts.groups, config, parts.device)
         self.description = describe(
             config,
             configuration,
+            links=self.monitor.links,
             tiers=parts.tiers,
             groups=parts.groups,
             local_size=parts.world.local_size,
@@ -69,11 +75,10 @@ class Observation:
             RunIdentity(run_name, run_id, parts.world),
             parts.tiers,
             activations,
-            sources=Sources(updates, parts.collectives, checkpoint_status, moved),
+            sources=Sources(updates, parts.collectives, checkpoint_status, moved, self.throughput),
             ending=Ending(parts.world.rank, lambda: None if peers is None else peers.failure_began_with),
             link_rate=saved_link_rate(parts.plan.workload, parts.device, local_ranks=parts.world.local_size),
         )
-        self.monitor = Monitor(config, parts.world.rank)
         self._progress = Progress(config, parts.tiers, updates, self.record, self.monitor)
         self.publisher = self.record.publish(config.tiering.telemetry, self.description)
 

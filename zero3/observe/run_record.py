@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -10,10 +9,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
-from operator import add
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +20,7 @@ from tiering._interrupts import forget_exit_code
 from tiering.config.training import TelemetryConfig, format_size
 from tiering.placement.budgets import host_memory
 from tiering.placement.workload import Tier
-from tiering.storage.aio import AioContext
-from tiering.storage.io_stats import DirectionStats, FileStats
-from tiering.storage.path_speeds import PathSpeed
+from tiering.storage.io_stats import FileStats
 from tiering.storage.swap_file import size_by_file_system
 from tiering.telemetry import (
     RECENT_STEPS,
@@ -33,23 +28,25 @@ from tiering.telemetry import (
     CheckpointStatus,
     CollectiveStatus,
     CopyStatus,
+    CurveRecorder,
     Description,
-    DirectionStatus,
     IoEngineStatus,
-    LatencyStatus,
     LinkStatus,
-    PathStatus,
     Publisher,
     Snapshot,
     StepRecord,
     TierStatus,
     as_text,
     open_writer,
+    write_stacks_at_signal,
 )
 from zero3.device.tiers import Tiers
 from zero3.device.timeline import PhaseClock, by_cause
 from zero3.observe.ending import Ending
-from zero3.observe.free_memory import FreeMemory, RateLimited
+from zero3.observe.free_memory import INTERVAL, FreeMemory, RateLimited
+from zero3.observe.gpu_sensors import GpuSensors
+from zero3.observe.swap_paths import SwapPaths
+from zero3.observe.throughput import Throughput
 from zero3.passes.saved_tensors import Activations
 from zero3.ranks.joining import ALONE, World
 
@@ -57,8 +54,6 @@ log = logging.getLogger(__name__)
 
 
 LONGEST_REASON = 1000  # characters
-
-Kind = Literal["read", "write"]
 
 
 class CollectiveCounts(Protocol):
@@ -114,9 +109,7 @@ class Sources:
     traffic: CollectiveCounts | None = None
     checkpoint: Callable[[], CheckpointStatus] | None = None
     moved: ActivationCounts | None = None
-
-
-_NO_SOURCES = Sources()
+    throughput: Throughput = field(default_factory=Throughput)
 
 
 class RunRecord:
@@ -132,7 +125,7 @@ class RunRecord:
         tiers: Tiers,
         activations: Activations,
         *,
-        sources: Sources = _NO_SOURCES,
+        sources: Sources | None = None,
         ending: Ending | None = None,
         link_rate: int | None = None,
     ) -> None:
@@ -146,7 +139,7 @@ class RunRecord:
         self.elapsed = 0.0
         self._tiers = tiers
         self._activations = activations
-        self._sources = sources
+        self._sources = sources or Sources()
         self._node = socket.gethostname()
         self._link_rate = link_rate
         self._started_at = time.time()
@@ -162,15 +155,22 @@ class RunRecord:
         self._sent_before = self.sent()
         self._copied_before = self._copied()
         self._activations_before = self._moved_activations()
+        self._counted_before = (0, 0.0)
+        # Of one rank for each node: the loss and the norm are those of all ranks.
+        self._curve = CurveRecorder() if run.world.local_rank == 0 else None
         self._capacities = _capacities(tiers)
         self._free_memory = FreeMemory(tiers)
-        self._latencies: dict[tuple[tuple[int, ...], Kind], RateLimited[LatencyStatus]] = {}
+        # Of one rank for each node, because the ranks share the drives.
+        self._swap_paths = SwapPaths(tiers, reads_wear=run.world.local_rank == 0)
+        self._gpu = RateLimited(GpuSensors(tiers.device).read, INTERVAL)
 
     def publish(self, telemetry: TelemetryConfig, description: Description | None = None) -> Publisher | None:
         """Start to publish snapshots; None if telemetry is off, or no status file or thread can be made.
 
         Raises TelemetryError if ``telemetry.dir`` names a directory that cannot hold a status file.
         """
+        if telemetry.stacks:
+            write_stacks_at_signal()
         if not telemetry.enabled:
             return None
         # The file name has the id of the run, so that a status file that cannot be read still shows its run.
@@ -186,6 +186,7 @@ class RunRecord:
             writer,
             _weak_source(self),
             enter_thread=enter_thread,
+            answers_stacks=telemetry.stacks,
             final_snapshot=self.ending.final_snapshot,
         )
         try:
@@ -213,34 +214,40 @@ class RunRecord:
             self._tiers.swap.observe(self.files)
         now, moved, stalls = time.perf_counter(), _moved(self.files), self._tiers.stalls.seconds
         sent, copied, activations = self.sent(), self._copied(), self._moved_activations()
+        throughput, updates = self._sources.throughput, self._sources.updates
+        counted = throughput.tokens, throughput.flops
         stalled = {cause: seconds - self._stalls_before.get(cause, 0.0) for cause, seconds in stalls.items()}
         # The time before the first forward is no part of a step.
         began = self.phases.began if self.step == 1 else None
         seconds, phases = now - (self._step_began if began is None else began), self.seconds
         in_phase = {phase: spent - self._seconds_before.get(phase, 0.0) for phase, spent in phases.items()}
         self.elapsed += seconds
-        self._steps.append(
-            StepRecord(
-                step=self.step,
-                seconds=seconds,
-                forward=in_phase.get("forward", 0.0),
-                backward=in_phase.get("backward", 0.0),
-                update=in_phase.get("step", 0.0),
-                stall=sum(stalled.values()),
-                read_bytes=moved[0] - self._moved_before[0],
-                written_bytes=moved[1] - self._moved_before[1],
-                sent_bytes=sent - self._sent_before,
-                stalls={cause: seconds for cause, seconds in stalled.items() if seconds},
-                ended_at=time.time(),
-                h2d_bytes=copied[0] - self._copied_before[0],
-                d2h_bytes=copied[1] - self._copied_before[1],
-                activation_bytes=activations[0] - self._activations_before[0],
-                activation_read_bytes=activations[1] - self._activations_before[1],
-                activation_written_bytes=activations[2] - self._activations_before[2],
-            )
+        record = StepRecord(
+            step=self.step,
+            seconds=seconds,
+            forward=in_phase.get("forward", 0.0),
+            backward=in_phase.get("backward", 0.0),
+            update=in_phase.get("step", 0.0),
+            stall=sum(stalled.values()),
+            read_bytes=moved[0] - self._moved_before[0],
+            written_bytes=moved[1] - self._moved_before[1],
+            sent_bytes=sent - self._sent_before,
+            stalls={cause: seconds for cause, seconds in stalled.items() if seconds},
+            ended_at=time.time(),
+            h2d_bytes=copied[0] - self._copied_before[0],
+            d2h_bytes=copied[1] - self._copied_before[1],
+            activation_bytes=activations[0] - self._activations_before[0],
+            activation_read_bytes=activations[1] - self._activations_before[1],
+            activation_written_bytes=activations[2] - self._activations_before[2],
+            tokens=counted[0] - self._counted_before[0],
+            flops=counted[1] - self._counted_before[1],
         )
+        self._steps.append(record)
+        if self._curve is not None:
+            self._curve.add(record, loss, None if updates is None else updates.norm)
         self._count()
         self._sent_before, self._copied_before, self._activations_before = sent, copied, activations
+        self._counted_before = counted
         self._step_began, self._moved_before, self._stalls_before = now, moved, stalls
         self._seconds_before = phases
         if self.step == 1:
@@ -278,6 +285,7 @@ class RunRecord:
     def snapshot(self) -> Snapshot:
         """All figures as of now. The publisher fills in the bandwidths over an interval."""
         updates, checkpoint = self._sources.updates, self._sources.checkpoint
+        throughput = self._sources.throughput
         run, stalls = self.run, self._tiers.stalls.by_phase()
         return Snapshot(
             run_name=run.name,
@@ -296,6 +304,9 @@ class RunRecord:
             phase_since=self.phases.since,
             broken="" if updates is None else as_text(updates.broken[:LONGEST_REASON]),
             samples=self.samples,
+            tokens=throughput.tokens,
+            flops=throughput.flops,
+            peak_flops=throughput.peak_flops,
             skipped_steps=self.skipped,
             global_skipped_steps=self.skipped if updates is None else updates.skipped,
             gradient_norm=None if updates is None else updates.norm,
@@ -305,7 +316,8 @@ class RunRecord:
             tiers=[self._tier(tier) for tier in Tier],
             activations=self._activation_status(),
             device_memory=self._free_memory.device_memory(),
-            io=self._paths(),
+            gpu=self._gpu(),
+            io=self._swap_paths.status(),
             io_engine=self._engine(),
             link=self.link,
             collectives=self._collectives(),
@@ -313,6 +325,7 @@ class RunRecord:
             stalls_by_phase=stalls,
             checkpoint=None if checkpoint is None else checkpoint(),
             steps=list(self._steps),
+            curve=None if self._curve is None else self._curve.curve,
         )
 
     def _tier(self, tier: Tier) -> TierStatus:
@@ -343,32 +356,6 @@ class RunRecord:
         moved = self._sources.moved
         return (0, 0, 0) if moved is None else (moved.copied_bytes, moved.read_bytes, moved.written_bytes)
 
-    def _paths(self) -> list[PathStatus]:
-        aio, swap = self._tiers.aio, self._tiers.swap
-        if aio is None:
-            return []
-        speeds = {} if swap is None else swap.speeds.paths
-        return [
-            PathStatus(
-                path=as_text(stats.name),
-                engine=aio.engine,
-                direct=stats.direct,
-                read=_direction(stats.read, self._latency(files, "read", stats.read)),
-                written=_direction(stats.write, self._latency(files, "write", stats.write)),
-                queue_full_seconds=stats.queue_full_ns / 1e9,
-                **_speed(speeds.get(stats.name)),
-            )
-            for stats, files in self._tiers.file_stats()
-        ]
-
-    def _latency(self, files: tuple[int, ...], kind: Kind, stats: DirectionStats) -> LatencyStatus | None:
-        aio = self._tiers.aio
-        if aio is None or not stats.ops:
-            return None
-        if (files, kind) not in self._latencies:
-            self._latencies[files, kind] = RateLimited(lambda: _percentiles(aio, files, kind), 1.0)
-        return self._latencies[files, kind]()
-
     @property
     def link(self) -> LinkStatus | None:
         """Traffic so far over the link of a device with memory of its own; None if the CPU is the device."""
@@ -397,17 +384,6 @@ class RunRecord:
         return IoEngineStatus(info.engine, list(info.flags), info.registered_bytes, info.passed_over)
 
 
-def _speed(speed: PathSpeed | None) -> dict[str, Any]:
-    """The fields of a PathStatus on the speed of a path that was measured."""
-    if speed is None:
-        return {}
-    return {
-        "measured_bytes_per_second": speed.measured,
-        "recent_bytes_per_second": None if speed.recent is None else round(speed.recent),
-        "share": speed.share,
-    }
-
-
 def _nothing() -> None:
     pass
 
@@ -428,33 +404,6 @@ def _weak_source(record: RunRecord) -> Callable[[], Snapshot | None]:
 
 def _moved(files: Sequence[FileStats]) -> tuple[int, int]:
     return sum(file.read.bytes for file in files), sum(file.write.bytes for file in files)
-
-
-def _direction(stats: DirectionStats, latency: LatencyStatus | None) -> DirectionStatus:
-    return DirectionStatus(
-        bytes=stats.bytes,
-        ops=stats.ops,
-        retries=stats.retries,
-        rereads=stats.rereads,
-        errors=stats.errors,
-        in_flight=stats.in_flight,
-        busy_seconds=stats.busy_ns / 1e9,
-        errors_by_errno={
-            errno.errorcode.get(code, "other"): count for code, count in stats.errors_by_errno.items()
-        },
-        latency_buckets=list(stats.latency[: _last_used(stats.latency) + 1]),
-        latency_seconds=stats.latency_ns / 1e9,
-        latency=latency,
-    )
-
-
-def _percentiles(aio: AioContext, files: tuple[int, ...], kind: Kind) -> LatencyStatus:
-    latencies = reduce(add, (aio.latencies(file, kind) for file in files))
-    return LatencyStatus(*latencies.percentiles(0.5, 0.9, 0.99, 0.999, 1.0))
-
-
-def _last_used(buckets: Sequence[int]) -> int:
-    return max((index for index, count in enumerate(buckets) if count), default=-1)
 
 
 def _capacities(tiers: Tiers) -> dict[Tier, int]:

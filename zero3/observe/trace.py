@@ -23,7 +23,8 @@ from typing import Any
 
 from tiering._text import shorten
 from tiering.errors import TelemetryError
-from tiering.storage.io_stats import TransferRecord, errno_text
+from tiering.storage.io_stats import errno_text
+from tiering.storage.recording import TransferRecord
 from zero3.device.streams import Event, Stream
 from zero3.device.tiers import Tiers
 from zero3.device.timeline import DeviceSpan, Span, Track

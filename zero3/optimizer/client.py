@@ -74,9 +74,6 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     def release_read_ahead(self) -> None:
         """Nothing was read ahead."""
 
-    def prepare(self) -> None:
-        """Nothing: the client checks its options as it steps."""
-
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scale: float | None = None
     ) -> None:

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 class Updates(Protocol):
     """The updates of an engine: their number, whether the last one was skipped, and the scale of the loss.
 
-    ``deferring``: a part of the last one is not applied yet. ``finish_deferred`` applies it.
+    ``deferring``: a part of the last one is not applied yet. ``settle_step`` applies it, and takes back one that
+    was begun ahead of ``step()``.
     """
 
     @property
@@ -29,7 +30,7 @@ class Updates(Protocol):
     def loss_scale(self) -> LossScale: ...
     @property
     def deferring(self) -> bool: ...
-    def finish_deferred(self) -> None: ...
+    def settle_step(self) -> None: ...
 
 
 class MicroBatches(Protocol):

@@ -24,9 +24,10 @@ from optim_cpu.kernels import Rule
 from tiering.placement.tenants import OPTIMIZER_STATE
 from tiering.placement.workload import Tier
 from tiering.telemetry import COPIES_OF
+from zero3.device.home import Home
 from zero3.device.kernels import Segment
 from zero3.device.streams import Event
-from zero3.device.tiers import Home, Tiers
+from zero3.device.tiers import Tiers
 from zero3.optimizer.tiles import FP32, StateLayout, Tile
 from zero3.passes.gradients import GradientStore
 

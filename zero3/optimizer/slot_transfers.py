@@ -1,4 +1,4 @@
-"""Moves tiles between their homes and the staging slots: SlotTransfers one tile, a TileRun all that have slots.
+"""Moves tiles between their homes and the staging slots: SlotTransfers one tile, a TileRun many.
 
 A slot holds, each part at a multiple of 4096 bytes: optimizer state | parameter | gradient, except for parts that live
 in host memory. The state is one range of its extent: one read and one write. The state, and parameters where the step
@@ -10,26 +10,27 @@ for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile, zip_longest
+from itertools import zip_longest
 
 import torch
 
 from optim_cpu import kernels
+from optim_cpu.dtypes import DTYPES
 from optim_cpu.kernels import DType, PreparedStep
 from tiering.placement.tenants import OPTIMIZER_STATE, PARAMETERS
 from tiering.storage import read_ahead
 from tiering.storage.arena import LeasePart
 from tiering.storage.request import Completion
-from tiering.storage.swap_space import StripedExtent
+from tiering.storage.striped_extent import OrderedTransfer, StripedExtent
 from tiering.storage.tasks import Task
 from tiering.storage.tickets import AllOf, Ticket
-from tiering.storage.transfer_order import OrderedTransfer
+from zero3.device.home import Home
 from zero3.device.storages import as_tensor
 from zero3.device.streams import Event
-from zero3.device.tiers import Home, Tiers
+from zero3.device.tiers import Tiers
 from zero3.optimizer.tiles import FP32, Tile
 from zero3.params.layout import Piece
-from zero3.passes.gradients import KERNEL_DTYPES, GradientStore
+from zero3.passes.gradients import GradientStore
 
 Staged = read_ahead.Staged[Tile, Completion]
 StatePipeline = read_ahead.StagingPipeline[Tile, Completion]
@@ -125,11 +126,14 @@ class SlotTransfers:
     def moves_by_swap_alone(self, tile: Tile) -> bool:
         """Whether the transfers of the tile are reads and writes of NVMe, without other work before or behind them."""
         home = tile.group.shard_home
-        if self._tiers.streams is not None or not (home.on_host or home.extent is not None):
+        if not home.on_host and home.extent is None:
             return False
         # Otherwise, parameters that are not stepped are filled in before the write.
-        whole = all(self._is_stepped(segment.piece) for segment in tile.segments)
-        return whole or home.on_host or self._needs_params(tile)
+        return (
+            home.on_host
+            or self._needs_params(tile)
+            or all(self._is_stepped(segment.piece) for segment in tile.segments)
+        )
 
     def ordered_reads(self, staged: Staged, first: Sequence[Ticket]) -> list[OrderedTransfer]:
         """All reads of a tile that moves by swap alone, after ``first``; its gradient is final."""
@@ -162,6 +166,19 @@ class SlotTransfers:
             for extent, part, offset in self._swapped_out(staged)
         ]
 
+    def check_written(self, tile: Tile, *, wait: bool) -> bool:
+        """Whether all that the update of a tile has written to swap space, in two versions, is there.
+
+        Without ``wait`` False if that is not over. If a write failed, what is in swap space is that before the update,
+        and its SwapError is raised.
+        """
+        swap, home, itemsize = self._tiers.swap, tile.group.shard_home, tile.group.dtype.itemsize
+        assert swap is not None and tile.state.extent is not None
+        parts = [(tile.state.extent, 0, tile.state.extent.nbytes)]
+        if home.extent is not None:
+            parts.append((home.extent, tile.start * itemsize, tile.end * itemsize))
+        return swap.check_written_within(parts, wait=wait)
+
     def _swapped_out(self, staged: Staged) -> Iterator[tuple[StripedExtent, LeasePart, int]]:
         """What of an updated tile is written to NVMe: to where, from where."""
         tile, home, itemsize = staged.tile, staged.tile.group.shard_home, staged.tile.group.dtype.itemsize
@@ -181,9 +198,9 @@ class SlotTransfers:
 
     def param_address(self, tile: Tile, staged: Staged | None) -> int:
         """The address of the tile's parameters during its update."""
-        home = tile.group.shard_home
-        if home.on_host:
-            return home.address + tile.start * tile.group.dtype.itemsize
+        address = tile.group.shard_home.address
+        if address:
+            return address + tile.start * tile.group.dtype.itemsize
         assert staged is not None
         return staged.lease.address + self._slots.param_offset
 
@@ -221,18 +238,21 @@ class SlotTransfers:
                 if tile.group.dtype is torch.bfloat16:
                     kernels.split(target, 0, state + inside * FP32, segment.numel)
                 else:
-                    dtype = KERNEL_DTYPES[tile.group.dtype]
+                    dtype = DTYPES[tile.group.dtype]
                     kernels.cast(target, dtype, state + inside * FP32, DType.FP32, segment.numel)
 
 
 class TileRun:
-    """A run of tiles: from completion to kernel to write for all tiles that have slots, in one call of C.
+    """A run of tiles: from completion to kernel to write for many tiles, in one call of C.
 
-    A tile that is updated is written back, and the next tile of the order is read into its slot, behind the writes. So
-    the slots stay busy until the next run. The call does not hold the GIL, so other threads of Python do not delay it.
-    A tile takes part if all its transfers are those of NVMe (``SlotTransfers.moves_by_swap_alone``).
+    ``tiles`` are those that have slots, which are ``slots`` in number, and those that follow. A tile that is updated is
+    written back, and the tile that is ``slots`` behind it is read into its slot, behind the writes. The call does not
+    hold the GIL, so other threads of Python do not delay it; and it is long, because Python takes several times as long
+    after a sleep, with cold caches. A tile takes part if all its transfers are those of NVMe
+    (``SlotTransfers.moves_by_swap_alone``).
 
-    ``steps`` are the tiles with their updates; ``updated`` are those that were updated, in their order.
+    ``steps`` are the updates of the first tiles; the others are read, so that the slots stay busy until the next run.
+    ``written`` are the tiles that were updated and whose writes have begun, in their order.
     """
 
     def __init__(
@@ -240,20 +260,24 @@ class TileRun:
         transfers: SlotTransfers,
         pipeline: StatePipeline,
         tiers: Tiers,
-        steps: Sequence[tuple[Staged, PreparedStep]],
+        tiles: Sequence[Staged],
+        slots: int,
+        steps: Sequence[PreparedStep],
     ) -> None:
-        self.updated: list[Tile] = []
+        self.written: list[Tile] = []
         self._transfers = transfers
         self._pipeline = pipeline
         self._tiers = tiers
+        # Each with the one that has its slot afterwards.
+        self._tiles = list(zip_longest(tiles, tiles[slots:]))[: len(steps)]
         self._steps = steps
-        self._successors: list[Staged | None] = []
+        self._writes: list[list[Ticket]] = []
         self._tasks: list[Task] = []
 
     def run(self) -> None:
         """Update as many tiles as can be. After a failed transfer, the others keep their slots, and ``wait`` raises.
 
-        Raises the error of a refused submission or a refused step.
+        Raises the error of a refused submission or a refused step. The caller's block is atomic.
         """
         swap = self._tiers.swap
         assert swap is not None
@@ -263,25 +287,20 @@ class TileRun:
                 swap.run(self._tasks, transfers)
             finally:
                 self._hand_on()
-        for (_, step), task in zip(self._steps, self._tasks, strict=True):
+        for step, task in zip(self._steps, self._tasks, strict=True):
             step.check(task.answer)
 
     def _prepare(self) -> list[OrderedTransfer]:
         """Make the tasks; the transfers that they begin."""
         ordered: list[OrderedTransfer] = []
-        following = takewhile(
-            self._transfers.moves_by_swap_alone, self._pipeline.successors(len(self._steps))
-        )
-        for (staged, step), successor in zip_longest(self._steps, following):
+        for (staged, successor), step in zip(self._tiles, self._steps, strict=True):
             begins = self._transfers.ordered_writes(staged)
-            self._successors.append(None)
+            self._writes.append(writes := [write.ticket for write in begins])
             if successor is not None:
                 # The same slot: its reads wait for the writes, which still read it.
-                self._successors[-1] = after = Staged(successor, staged.lease, reads_gradient=True)
-                writes = [write.ticket for write in begins]
-                reads = self._transfers.ordered_reads(after, writes)
+                reads = self._transfers.ordered_reads(successor, writes)
                 # Without reads, its update waits for the writes itself.
-                after.reads += [read.ticket for read in reads] or writes
+                successor.reads += [read.ticket for read in reads] or writes
                 begins += reads
             waits = [read for read in staged.reads if isinstance(read, Ticket)]
             assert len(waits) == len(staged.reads), "a tile with copies takes part in a run"
@@ -292,16 +311,20 @@ class TileRun:
     def _hand_on(self) -> None:
         """Pass on the slots of the tiles that were updated, and count what was done."""
         stalls, timeline = self._tiers.stalls, self._tiers.timeline
-        for (staged, _), task, successor in zip(self._steps, self._tasks, self._successors, strict=True):
+        of_tiles = zip(self._tiles, self._tasks, self._writes, strict=True)
+        for (staged, successor), task, writes in of_tiles:
             if not task.ended or task.answer:
                 continue
-            self.updated.append(staged.tile)
+            staged.updated = True
             begun = [ticket for ticket in task.begins if ticket.has_begun]
-            if successor is not None and len(begun) == len(task.begins):
-                self._pipeline.hand_on(staged, successor)
-            else:
-                self._pipeline.hand_on(staged, None)
-                staged.lease.retire(AllOf[Completion](begun))
+            # Otherwise a write was refused: the tile keeps its slot, from which it is written next time.
+            if len(begun) >= len(writes):
+                self.written.append(staged.tile)
+                if successor is not None and len(begun) == len(task.begins):
+                    self._pipeline.hand_on(staged, successor)
+                else:
+                    self._pipeline.hand_on(staged, None)
+                    staged.lease.retire(AllOf(begun))
             if task.idle:
                 stalls.add(OPTIMIZER_STATE, task.idle, task.began)
             timeline.add_wait("kernel", staged.tile.group.name, task.began, task.ended)

@@ -1,7 +1,7 @@
 """TieredOptimizer: an update rule over tiled state, wherever a tile's bytes live.
 
 The optimizer derives the rule of each parameter from the options of its param group; tile_stepper.py steps the tiles.
-Usually all tiles are due in ``step``, after the norm of all gradients is known. With step_in_backward a group's tiles
+Usually all tiles are due in ``step``, after the norm of all gradients is known. With step 'in_backward' a group's tiles
 are due when its gradients are final, and tiles that have arrived are stepped then; backward waits for no tile, unless
 it needs the room.
 """
@@ -9,7 +9,7 @@ it needs the room.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ ON_TIERS = "tiers"  # the key of a state_dict that identifies its state
 class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     """An update rule over tiered state; a true ``torch.optim.Optimizer``, so schedulers and loops can drive it.
 
-    ``step`` needs the ``gradients`` of a finished backward; the engine calls it. ``stepper`` steps the tiles, and reads
-    them ahead.
+    An update uses the ``gradients`` of a finished backward: ``prepare`` it, ``begin`` it, and let the ``stepper`` step
+    the tiles, which it also reads ahead.
 
     ``state_names`` names the moments that every trained parameter has, in the order in which tiles hold them.
     ``steps`` counts the updates that used them, by parameter (``Piece.index``).
@@ -64,10 +64,12 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         }
         # Of the step that is under way:
         self._options: list[Options] = []
+        self._steps_before: dict[int, int] = {}  # ``steps`` before a step ahead
         self._rules: dict[tuple[int, int], kernels.Rule] = {}  # by param group and step
         self._number_of: dict[int, int] = {}  # of the param group, by piece index
-        # With step_in_backward, each in order: the groups whose tiles were due in this backward, those whose gradients
-        # are still being copied, and the order of the backward before.
+        self._prepared: dict[int, tuple[int, kernels.Rule]] = {}  # see _rules_of
+        # In backward, each in order: the groups whose tiles were due in this one, those whose gradients are still being
+        # copied, and the order of the backward before.
         self._backward_order: dict[ParamGroup, None] = {}
         self._final_groups: dict[ParamGroup, None] = {}
         self._usual_order: list[ParamGroup] = list(reversed(stepper.groups))
@@ -93,9 +95,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
         A bad option raises before any change.
         """
-        self._fix_options()
-        for number, options in enumerate(self._options):
-            self._rule_at(number, options, 1)
+        self._fix_checked_options()
         self._backward_order.clear()
         self._final_groups.clear()
         self.stepper.begin(grad_scale, in_backward=True)
@@ -127,6 +127,56 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._usual_order = list(self._backward_order)
         self._mark_step_called()
 
+    def prepare_ahead(self) -> None:
+        """Fix the options of a step that begins in backward. A bad option raises here."""
+        self._fix_checked_options()
+        self.stepper.keep()
+
+    def begin_ahead(self, grad_scale: float, groups: Collection[ParamGroup]) -> None:
+        """The prepared step begins, and may be taken back. The caller's block is atomic, and moves no bytes.
+
+        ``groups`` are those that ``step_ahead`` may step.
+        """
+        self._steps_before = self.steps.copy()
+        self._backward_order.clear()
+        self.stepper.begin_ahead(grad_scale, [group for group in self._usual_order if group in groups])
+
+    def step_ahead(self, group: ParamGroup) -> None:
+        """The gradients of ``group`` are final: what can be stepped ahead of it is due."""
+        self._backward_order[group] = None
+        self._count(self._rules_of(self._gradients.use_ahead(group)))
+        self.stepper.add_due(group)
+
+    def was_stepped_ahead(self, group: ParamGroup) -> bool:
+        """Whether ``step_ahead`` was called for ``group``."""
+        return group in self._backward_order
+
+    def may_adopt(self) -> bool:
+        """Whether the gradients and the options are still those of the step ahead."""
+        return self._gradients.used_rightly() and self._has_options_of_step()
+
+    def prepare_rest(self) -> None:
+        """Derive the rules of what the step ahead has not stepped."""
+        self._prepared = self._rules_of(
+            self._received(group for group in self.stepper.groups if group not in self._backward_order)
+        )
+        # The device may still fetch parameters for its backward.
+        self.stepper.wait_for_copies()
+
+    def adopt(self) -> None:
+        """What was stepped ahead stays; count and queue the rest, which is prepared. The caller's block is atomic."""
+        self._gradients.forget_use()
+        self._usual_order.sort(key=[*self._backward_order, *self._usual_order].index)
+        self.stepper.adopt()
+        self._queue()
+
+    def take_back(self) -> None:
+        """Undo what was stepped ahead. The caller's block is atomic."""
+        self._gradients.forget_use()
+        self._backward_order.clear()
+        self.steps = self._steps_before
+        self.stepper.take_back()
+
     @property
     def deferring(self) -> bool:
         """Whether a part of the last step is not applied yet."""
@@ -137,7 +187,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
         The tiers have the state of one step afterwards.
         """
-        self._updates.finish_deferred()
+        self._updates.settle_step()
         self.stepper.release_read_ahead()
 
     def settle(self) -> None:
@@ -145,38 +195,31 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self.stepper.settle()
 
     def prepare(self) -> None:
-        """Count the next step and derive its rules. A bad option raises before any change."""
+        """Derive the rules of the next step. It can still be dropped: a bad option raises here."""
         self._fix_options()
-        self._count(piece for group in self.stepper.groups for piece in group.layout.pieces)
-
-    def step(  # type: ignore[override]
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        grad_scale: float | None = None,
-        later: Collection[ParamGroup] = (),
-    ) -> None:
-        """Update every parameter that got a gradient, gradients multiplied by ``grad_scale`` (unscale x clip).
-
-        Groups in ``later`` are only queued: the stepper updates each before its next use. Only the engine calls this,
-        after ``prepare``: it also clips, counts, and drops fetched groups. Scripts call ``engine.step()``.
-        """
-        if closure is not None or grad_scale is None:
-            raise EngineStateError(self._refusal_to_step())
+        self._prepared = self._rules_of(self._received(self.stepper.groups))
+        self.stepper.overwritten.restore_rest(self._prepared)
+        self.stepper.keep()
         # The device may still fetch parameters for its backward.
         self.stepper.wait_for_copies()
-        with kernels.step_under_way():
-            self.stepper.begin(grad_scale, in_backward=False)
-            for group in self.stepper.groups:
-                self.stepper.add_due(group)
-            if later:
-                self.stepper.begin_deferred()
-                for group in self.stepper.groups:
-                    if group not in later:
-                        self.stepper.step_group(group, wait=True)
-            else:
-                self.stepper.finish()
+
+    def begin(self, grad_scale: float) -> None:
+        """Count the prepared step, and queue the tiles of all parameters that got a gradient.
+
+        Gradients are multiplied by ``grad_scale`` (unscale x clip). The caller's block is atomic, and moves no bytes.
+        """
+        self.stepper.begin(grad_scale, in_backward=False)
+        self._queue()
+
+    def _queue(self) -> None:
+        self._count(self._prepared)
+        for group in self.stepper.groups:
+            self.stepper.add_due(group)
         self._mark_step_called()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Raises EngineStateError: scripts call ``engine.step()``, which also clips, and drops fetched groups."""
+        raise EngineStateError(self._refusal_to_step())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the accumulated gradients. Without effect after the engine is closed."""
@@ -184,6 +227,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         if self._ready.closed or self.deferring:
             return
         self.warn_of_dropped_gradients("zero_grad()")
+        # First: a step that was begun with these gradients is taken back.
+        self._updates.settle_step()
         self._gradients.reset()
 
     def add_param_group(self, param_group: Options) -> None:
@@ -274,6 +319,20 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._rules.clear()
         self.stepper.forget_rules()
 
+    def _fix_checked_options(self) -> None:
+        """Fix the options before it is known which parameters get a gradient: each bad one raises here."""
+        self._fix_options()
+        for number, options in enumerate(self._options):
+            self._rule_at(number, options, 1)
+
+    def _has_options_of_step(self) -> bool:
+        """Whether the options are those that were fixed for the step: the same numbers for the same parameters."""
+        current = [_scalar_options(group) for group in self.param_groups]
+        return len(current) == len(self._options) and all(
+            now.keys() == then.keys() and all(_are_same(now[key], then[key]) for key in now)
+            for now, then in zip(current, self._options, strict=True)
+        )
+
     def _place_in_group(self, param: nn.Parameter, number: int) -> None:
         """Step ``param`` with the options of this group; EngineStateError if another one has it, or it has no state."""
         index = self._index_of.get(param)
@@ -290,22 +349,30 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         else:
             self._number_of[index] = number
 
-    def _count(self, pieces: Iterable[Piece]) -> None:
-        """Count a step of the ``pieces`` that got a gradient, and derive their rules."""
-        steps: dict[int, int] = {}
-        rule_of: dict[int, kernels.Rule] = {}
+    def _received(self, groups: Iterable[ParamGroup]) -> Iterator[Piece]:
+        """The pieces of ``groups`` that got a gradient."""
+        return (piece for group in groups for piece in group.layout.pieces if self._gradients.received(piece))
+
+    def _rules_of(self, pieces: Iterable[Piece]) -> dict[int, tuple[int, kernels.Rule]]:
+        """The next steps of ``pieces``, which got a gradient, and their rules, by ``Piece.index``."""
+        result = {}
         for piece in pieces:
-            if not self._gradients.received(piece) or piece.index not in self._number_of:
+            if piece.index not in self._number_of:
                 continue
             number = self._number_of[piece.index]
             step = self.steps.get(piece.index, 0) + 1
-            if self.rule.state_names(self._options[number]):
-                steps[piece.index] = step
             if (number, step) not in self._rules:
                 self._rules[number, step] = self._rule_at(number, self._options[number], step)
-            rule_of[piece.index] = self._rules[number, step]
-        self.steps.update(steps)
-        self.stepper.add_rules(rule_of)
+            result[piece.index] = step, self._rules[number, step]
+        return result
+
+    def _count(self, rules_of: Mapping[int, tuple[int, kernels.Rule]]) -> None:
+        """Count the steps of ``_rules_of``, which the stepper makes from now on."""
+        with_state = [bool(self.rule.state_names(options)) for options in self._options]
+        self.steps.update(
+            {index: step for index, (step, _) in rules_of.items() if with_state[self._number_of[index]]}
+        )
+        self.stepper.add_rules({index: rule for index, (_, rule) in rules_of.items()})
 
     def _make_due(self, group: ParamGroup) -> None:
         """The gradients of ``group`` are final, in backward."""
@@ -313,16 +380,27 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._final_groups.pop(group, None)
         # Before the count: from here on a late gradient is refused, because the update would not contain it.
         self._gradients.complete(group)
-        self._count(group.layout.pieces)
+        self._count(self._rules_of(self._received([group])))
         self.stepper.add_due(group)
 
 
 def _scalar_options(options: Options) -> Options:
-    """``options`` with numbers in place of tensors of one element."""
-    return {
-        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for name, value in options.items()
-    }
+    """A copy of ``options``, its lists too, with numbers in place of tensors of one element."""
+    return {name: _scalar(value) for name, value in options.items()}
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    # Of ``params``, which may be changed in place.
+    return value.copy() if isinstance(value, list) else value
+
+
+def _are_same(now: Any, then: Any) -> bool:
+    """Whether an option has its value still; ``params`` are lists of tensors."""
+    if isinstance(now, list) and isinstance(then, list):
+        return len(now) == len(then) and all(map(_are_same, now, then))
+    return now is then or (not isinstance(now, Tensor) and now == then)
 
 
 def _unwrapped(method: str) -> Any:

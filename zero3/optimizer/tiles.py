@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from optim_cpu.kernels import StateFormat
 from tiering.placement.plan import SubGroup
 from tiering.placement.tenants import OPTIMIZER_STATE
 from tiering.placement.workload import Workload
-from zero3.device.tiers import Home, Tiers
+from zero3.device.home import Home
+from zero3.device.tiers import Tiers
 from zero3.params.layout import Segment, segments
 from zero3.params.param_group import ParamGroup
 
@@ -112,6 +113,38 @@ class Tile:
         return self.end - self.start
 
 
+class SegmentPlace(NamedTuple):
+    """A segment of a tile: where it is, in bytes from the beginning of the tile's parameters, state and gradients."""
+
+    piece: int  # its index
+    numel: int
+    first_index: int
+    param: int
+    master: int
+    moments: tuple[int, ...]
+    grad: int
+
+
+def segment_places(tile: Tile, layout: StateLayout, grad_itemsize: int) -> list[SegmentPlace]:
+    """The segments of ``tile``, whose state has this layout."""
+    places = []
+    for segment, first_index in zip(tile.segments, tile.first_indices, strict=True):
+        inside = segment.start - tile.start
+        moments = tuple(layout.moment_at(i, tile.numel, inside) for i in range(layout.moments))
+        param, master = inside * tile.group.dtype.itemsize, inside * layout.master_itemsize
+        place = (
+            segment.piece.index,
+            segment.numel,
+            first_index,
+            param,
+            master,
+            moments,
+            inside * grad_itemsize,
+        )
+        places.append(SegmentPlace(*place))
+    return places
+
+
 def make_tiles(sub_groups: Iterable[SubGroup], groups: Sequence[ParamGroup], tiers: Tiers) -> list[Tile]:
     """The planned sub-groups with homes for their state."""
     begins: dict[int, int] = {}
@@ -125,7 +158,8 @@ def make_tiles(sub_groups: Iterable[SubGroup], groups: Sequence[ParamGroup], tie
         group = groups[planned.group]
         parts = tuple(segments(group.shard.pieces, planned.start, planned.end))
         names = tuple(segment.piece.name for segment in parts)
-        home = tiers.home(planned.tier, tiers.plan.tile_state_bytes(planned), OPTIMIZER_STATE, names)
+        nbytes, kept = tiers.plan.tile_state_bytes(planned), tiers.plan.workload.kept_state
+        home = tiers.home(planned.tier, nbytes, OPTIMIZER_STATE, names, kept=kept)
         indices = tuple(begins[s.piece.index] + s.first for s in parts)
         tiles.append(Tile(group, planned.start, planned.end, home, parts, indices, planned.visits))
     return tiles

@@ -22,10 +22,11 @@ from tiering.placement.tenants import PARAMETERS
 from tiering.storage.arena import Arena, Lease
 from tiering.storage.read_ahead import FETCH_PRIORITY
 from tiering.storage.tickets import Abandoned, Ticket
+from zero3.device.home import Home
 from zero3.device.room import room_for
-from zero3.device.storages import as_tensor, close_storage, exchange_pointers
+from zero3.device.storages import apart, as_tensor, close_storage, exchange_pointers
 from zero3.device.streams import Event
-from zero3.device.tiers import Home, Tiers
+from zero3.device.tiers import Tiers
 
 
 class FlatStorage(ABC):
@@ -56,27 +57,64 @@ class FlatStorage(ABC):
         """Detach the bytes, whether or not they have arrived."""
 
 
-class ArenaStorage(FlatStorage):
-    """CPU: the storage exchanges its pointer with a lease of the working arena, once the bytes are there."""
+class CpuStorage(FlatStorage):
+    """CPU: the storage exchanges its pointer with a tensor that has the bytes."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, tiers: Tiers) -> None:
         if tiers.nowhere is not None:
             self.flat = torch.frombuffer(tiers.nowhere, dtype=dtype, count=numel)
         else:
             self.flat = torch.empty(numel, dtype=dtype, device="cpu")
-        self._home = home
         self._tiers = tiers
         self._nbytes = numel * dtype.itemsize
-        # A read from files lands in more memory.
-        self._lease_bytes = self._nbytes + home.slack
-        self._lease: Lease | None = None
-        # The lease as a tensor; while the storage has the bytes, this tensor has the empty pointer.
+        # A tensor with the bytes; while the storage has them, this tensor has the empty pointer.
         self._bytes: Tensor | None = None
 
     def remove_bytes(self, name: str) -> None:
         if self._tiers.nowhere is None:
             self.flat.untyped_storage().resize_(0)
         close_storage(self.flat, name)
+
+    def _attach(self, whole: Tensor) -> None:
+        """Give the storage the bytes of ``whole``, which is all of its storage."""
+        self._bytes = whole
+        # All views follow, also those that autograd has saved: from here on they read these bytes.
+        exchange_pointers(self.flat, whole)
+
+    def _detach(self) -> None:
+        """Undo ``_attach``: a view that was kept refuses reads from here on. Nothing if there are no bytes."""
+        if self._bytes is not None:
+            exchange_pointers(self.flat, self._bytes)
+            self._bytes = None
+
+
+class HiddenStorage(CpuStorage):
+    """The memory of the home itself: nothing moves, and the bytes are out of reach between uses."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
+        super().__init__(numel, dtype, tiers)
+        assert home.tensor is not None
+        self._home_bytes = home.tensor[: self._nbytes]
+
+    def start(self, *, at: int | None, wait: bool) -> bool:
+        return True
+
+    def finish(self) -> None:
+        self._attach(apart(self._home_bytes))
+
+    def drop(self) -> None:
+        self._detach()
+
+
+class ArenaStorage(CpuStorage):
+    """The bytes are in a lease of the working arena."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
+        super().__init__(numel, dtype, tiers)
+        self._home = home
+        # A read from files lands in more memory.
+        self._lease_bytes = self._nbytes + home.slack
+        self._lease: Lease | None = None
 
     def _take_room(self, *, at: int | None, wait: bool) -> bool:
         """Lease room for the bytes; False if there is no room."""
@@ -90,23 +128,18 @@ class ArenaStorage(FlatStorage):
         )
         return self._lease is not None
 
-    def _attach(self) -> None:
+    def _attach_lease(self) -> None:
         assert self._lease is not None
         # Not the slack behind the bytes, so that the storage keeps its size.
-        self._bytes = as_tensor(self._lease, self._nbytes)
-        # All views follow, also those that autograd has saved: from here on they read the bytes of the lease.
-        exchange_pointers(self.flat, self._bytes)
+        self._attach(as_tensor(self._lease, self._nbytes))
 
-    def _detach(self) -> Lease:
-        """Undo ``_attach``, and return the lease, which the caller releases."""
+    def _detach_lease(self) -> Lease:
+        """Undo ``_attach_lease``, and return the lease, which the caller releases."""
         # Forgotten first: after an interruption, no later call may release the lease again.
         lease, self._lease = self._lease, None
         assert lease is not None
-        if self._bytes is not None:
-            # Before the caller releases the range: a view that was kept refuses reads from here on, and sees no other
-            # group's bytes.
-            exchange_pointers(self.flat, self._bytes)
-            self._bytes = None
+        # Before the caller releases the range: a view that was kept sees no other group's bytes.
+        self._detach()
         return lease
 
 
@@ -127,7 +160,7 @@ class ExchangedStorage(ArenaStorage):
         except BaseException:
             # A signal handler may have raised after the submission: no read may fill the range after its release.
             self._tiers.settle(self._home)
-            self._detach().release()
+            self._detach_lease().release()
             raise
         return True
 
@@ -139,10 +172,10 @@ class ExchangedStorage(ArenaStorage):
             assert self._lease is not None
             self._home.files.layout.arrange(self._lease.address)
         # Only after the read: until then the storage refuses reads.
-        self._attach()
+        self._attach_lease()
 
     def drop(self) -> None:
-        lease = self._detach()
+        lease = self._detach_lease()
         if self._ticket is None:
             lease.release()
             return

@@ -23,10 +23,11 @@ from tiering.placement.tenants import PARAMETERS
 from tiering.storage.arena import Lease
 from tiering.storage.read_ahead import FETCH_PRIORITY
 from tiering.storage.tickets import Ticket
+from zero3.device.home import Home
 from zero3.device.room import room_for
 from zero3.device.storages import as_tensor
 from zero3.device.streams import Event
-from zero3.device.tiers import Home, Tiers
+from zero3.device.tiers import Tiers
 from zero3.params.flat_storage import ArenaStorage, FlatStorage, retire_read
 from zero3.params.layout import FlatLayout, shard_ranges
 from zero3.ranks.collectives import Collectives
@@ -152,10 +153,10 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
     def finish(self) -> None:
         self.gathers.finish()
         # Only when every rank's shard is there.
-        self._attach()
+        self._attach_lease()
 
     def drop(self) -> None:
-        lease = self._detach()
+        lease = self._detach_lease()
         # Wait, so that the room comes free here: see Note [Gathers come in one order].
         for read in self._reads:
             # A failed read has raised where it was waited for.
@@ -183,7 +184,7 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
             # No read may fill the range after its release.
             self._tiers.settle(self._home)
             self._reads.clear()
-            self._detach().release()
+            self._detach_lease().release()
             raise
 
 

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from tiering._text import shorten
 from tiering.errors import EngineStateError
 from tiering.placement.tenants import PARAMETERS
+from zero3.device.home import Home
 from zero3.device.storages import Placeholder
-from zero3.device.tiers import Home, Tiers
+from zero3.device.tiers import Tiers
 from zero3.params import inner_tensors, resharded
-from zero3.params.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage
+from zero3.params.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage, HiddenStorage
 from zero3.params.fused_experts import join_up
 from zero3.params.gathered_storage import (
     ArenaGatheredStorage,
@@ -55,12 +56,14 @@ class GroupMemory:
     ``home`` holds this rank's parameters: the whole group, or its shard if the group is sharded. ``shard`` is the
     layout of the part that this rank steps. The parameters of that part are at ``shard_home``: all of ``home``, or a
     range of it. ``offset`` is where in the working arena the group is unsharded; with None, any free range will do.
+    ``hidden``: the home is where compute uses the bytes, and they are out of reach between uses.
     """
 
     home: Home
     shard: FlatLayout
     shard_home: Home
     offset: int | None
+    hidden: bool = False
 
 
 class EditListener(Protocol):
@@ -75,7 +78,7 @@ class ParamGroup:
 
     ``entries`` are the modules whose call unshards it; ``parent`` is the index of the group around it, ``beside`` that
     of the other group of the same modules. The group is ``sharded`` if ``collectives`` are given: they gather it.
-    ``in_fp32``: its parameters are fp32 among others in 16 bits, and so are its gradients.
+    ``in_fp32``: its parameters are fp32 among others in 16 bits, and so are its gradients. ``hidden``: see GroupMemory.
     """
 
     def __init__(
@@ -103,26 +106,21 @@ class ParamGroup:
         self.same_expert: Sequence[ParamGroup] = ()
         self.in_fp32 = members.in_fp32
         self.dtype = dtype
-        self.home = home = memory.home
+        self.home = memory.home
         self.shard = memory.shard
         self.shard_home = memory.shard_home
         self.sharded = collectives is not None
+        self.hidden = memory.hidden
         self._offset = memory.offset
         self._stalls = tiers.stalls
         self._timeline = tiers.timeline
         self._freed = tiers.freed
-        self._storage: FlatStorage | None = None
-        by_copy = tiers.plan.workload.fetch_by_copy
-        if collectives is None and home.tensor is not None and home.on_host == tiers.device_is_host:
-            flat = home.tensor.view(dtype)
-            self.residency = Residency.RESIDENT
-        else:
-            gathers = None if collectives is None else ShardGathers(layout, dtype, collectives, self.name)
-            self._storage = _make_storage(layout, dtype, home, tiers, gathers)
-            flat = self._storage.flat
-            self.residency = Residency.SHARDED
+        self._storage = _make_storage(layout, dtype, memory, tiers, collectives, self.name)
+        flat = _resident(memory, dtype) if self._storage is None else self._storage.flat
+        self.residency = Residency.RESIDENT if self._storage is None else Residency.SHARDED
         self.moves = self._storage is not None
-        self.through_window = home.on_nvme and by_copy
+        by_copy = tiers.plan.workload.fetch_by_copy
+        self.through_window = self.home.on_nvme and by_copy
         # The group stays on the device for its next use, if no other group is fetched before that: fetching it again
         # costs the network, or a GPU's link.
         self.stays = self.sharded or (self.moves and by_copy and not self.through_window)
@@ -137,7 +135,7 @@ class ParamGroup:
         self._plain = [resharded.plain_form(type(param)) for param in self.params]
         # The versions of the parameters after the last change that the engine knows of.
         self._versions: list[int] = []
-        # Positions whose .data was read: it can be changed without a new version.
+        # Positions whose .data was read: it can be changed without a new version. And of edits that are not stored yet.
         self._aliased: set[int] = set()
         # Whether the parameters show the group's bytes.
         self._is_shown = False
@@ -185,16 +183,26 @@ class ParamGroup:
             self.note_versions()
 
     def hide(self, *, keep_edits: bool = True) -> None:
-        """Undo ``show``. With ``keep_edits``, in-place edits are stored; the optimizer writes its updates itself."""
+        """Undo ``show``. With ``keep_edits``, in-place edits are stored; the optimizer writes its updates itself.
+
+        Otherwise they are dropped. A home that is used in place has them already, and the next ``hide`` stores them.
+        """
         if not self._is_shown or self.residency is Residency.RESIDENT:
             return
+        unstored = list[int]()
         try:
-            # The bytes are still attached, and edits are read from them.
-            if keep_edits and (edited := self.edited()):
+            if keep_edits or self.hidden:
+                # The bytes are still attached, and edits are read from them.
+                unstored = self.edited()
+            if keep_edits and unstored:
                 assert self._edit_listener is not None
-                self._edit_listener.store_edits(self, edited)
+                self._edit_listener.store_edits(self, unstored)
+                unstored = []
         finally:
             self._point_nowhere()
+            if self.hidden:
+                # They count as edits once more.
+                self._aliased.update(unstored)
             self.note_versions()
 
     def give_up_parameters(self) -> None:
@@ -251,6 +259,11 @@ class ParamGroup:
     def is_shown(self) -> bool:
         """Whether the parameters show their bytes."""
         return self._is_shown
+
+    @property
+    def is_used_at_home(self) -> bool:
+        """Whether compute reads the bytes at home, which nobody changes meanwhile."""
+        return self.hidden and self.residency is not Residency.SHARDED
 
     @property
     def shows_copies(self) -> bool:
@@ -409,15 +422,28 @@ class ParamGroup:
 
 
 def _make_storage(
-    layout: FlatLayout, dtype: torch.dtype, home: Home, tiers: Tiers, gathers: ShardGathers | None
-) -> FlatStorage:
-    """The storage of a group that moves."""
-    by_copy = tiers.plan.workload.fetch_by_copy
-    if gathers is not None:
+    layout: FlatLayout,
+    dtype: torch.dtype,
+    memory: GroupMemory,
+    tiers: Tiers,
+    collectives: Collectives | None,
+    name: str,
+) -> FlatStorage | None:
+    """The storage of a group whose bytes come and go; None if they are always on the device."""
+    home, by_copy = memory.home, tiers.plan.workload.fetch_by_copy
+    if collectives is not None:
         gathered = DeviceGatheredStorage if by_copy else ArenaGatheredStorage
-        return gathered(layout, dtype, home, tiers, gathers)
-    whole = CopiedStorage if by_copy else ExchangedStorage
-    return whole(layout.numel, dtype, home, tiers)
+        return gathered(layout, dtype, home, tiers, ShardGathers(layout, dtype, collectives, name))
+    if memory.hidden:
+        return HiddenStorage(layout.numel, dtype, home, tiers)
+    if home.tensor is not None and home.on_host == tiers.device_is_host:
+        return None
+    return (CopiedStorage if by_copy else ExchangedStorage)(layout.numel, dtype, home, tiers)
+
+
+def _resident(memory: GroupMemory, dtype: torch.dtype) -> Tensor:
+    assert memory.home.tensor is not None
+    return memory.home.tensor.view(dtype)
 
 
 def _bytes_of(param: nn.Parameter) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from tiering.storage.arena import Lease
-from tiering.storage.swap_space import StripedExtent
+from tiering.storage.striped_extent import StripedExtent
 from tiering.storage.tickets import Ticket
 from zero3.device.streams import Event
 

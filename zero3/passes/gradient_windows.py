@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tiering.placement.tenants import GRADIENTS
 from tiering.storage.arena import Lease
+from zero3.device.home import Home
 from zero3.device.storages import as_tensor
-from zero3.device.tiers import Home, Tiers
+from zero3.device.tiers import Tiers
 from zero3.params.param_group import ParamGroup
 
 
@@ -99,6 +100,14 @@ class GradientWindows:
         """Gradients were written to the group's extent, if it has one, without its window."""
         if self._homes[group.index].extent is not None:
             self._written_groups.add(group)
+
+    def check_written(self) -> None:
+        """Wait until all gradients that were written are in swap space; raises the SwapError of a write that failed."""
+        for group in self._written_groups:
+            extent, swap = self._homes[group.index].extent, self._tiers.swap
+            assert extent is not None and swap is not None
+            with self._tiers.stalls.waiting_for(GRADIENTS):
+                swap.check_whole(extent)
 
     def drop(self, group: ParamGroup) -> None:
         """The group's gradients were used, or are at home: release its window without a write."""

@@ -8,44 +8,41 @@ CPU adds up those that have arrived. It waits for a copy only if no room is left
 it. The first gradient of an accumulation is copied straight to its home, if the home is in host memory and has the
 same dtype. All others pass through the offload window and are added.
 
-The norm is the same for every placement, stage and cut into groups: squares are summed in float64 over fixed blocks
-that begin at the start of each parameter, and the sums of blocks are added without rounding (see
-optim_cpu.kernels.sum_of_squares). A rank's shard has whole blocks (see params/layout.py).
-
 With several ranks this store holds reduced gradients: reduction.py receives them from autograd first.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import itemgetter
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from optim_cpu import kernels
-from optim_cpu.kernels import DType, ExactSum
+from optim_cpu.dtypes import DTYPES
+from optim_cpu.kernels import ExactSum
 from tiering._interrupts import uninterrupted
 from tiering.errors import ConfigError, EngineStateError
 from tiering.placement.tenants import GRADIENTS
 from tiering.storage.arena import Lease
 from tiering.telemetry import COPIES_OF
 from zero3.device import kernels as device_kernels
+from zero3.device.home import Home
 from zero3.device.storages import as_tensor
 from zero3.device.streams import Event
-from zero3.device.tiers import Home, Tiers
+from zero3.device.tiers import Tiers
 from zero3.params import resharded
 from zero3.params.layout import Piece, segments
 from zero3.params.param_group import ParamGroup
+from zero3.passes.gradient_squares import GradientSquares
+from zero3.passes.gradient_sums import sum_parts
 from zero3.passes.gradient_windows import GradientWindows
 
 COPIED_AT_ONCE = 1 << 20
 """Elements that are copied at once from a gradient that is not contiguous, on the CPU."""
-KERNEL_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
 
 def pop_gradient(piece: Piece, param: nn.Parameter) -> Tensor | None:
@@ -59,38 +56,6 @@ def pop_gradient(piece: Piece, param: nn.Parameter) -> Tensor | None:
             " build the embedding with sparse=False"
         )
     return grad
-
-
-def flat_parts(grad: Tensor) -> Iterator[Tensor]:
-    """The elements of ``grad`` in order, flat: one view if it is contiguous, else copies of some rows at a time."""
-    if grad.is_contiguous():
-        yield grad.view(-1)
-        return
-    rows = max(1, COPIED_AT_ONCE * len(grad) // grad.numel())
-    for start in range(0, len(grad), rows):
-        yield grad[start : start + rows].reshape(-1)
-
-
-def sum_parts(
-    parts: list[Tensor], factor: float, target: Tensor, *, overwrite: bool, on_device: bool
-) -> None:
-    """Set the flat ``target`` to ``factor`` times the sum of ``parts``, or add that to it. In their order, in fp32.
-
-    ``on_device``: all tensors are in device memory, and a kernel is queued on the calling thread's stream. Otherwise
-    the CPU computes, and the sum is complete on return.
-    """
-    if on_device:
-        device_kernels.reduce(target, parts, factor, overwrite=overwrite)
-        return
-    kernels.reduce(
-        target.data_ptr(),
-        KERNEL_DTYPES[target.dtype],
-        [part.data_ptr() for part in parts],
-        KERNEL_DTYPES[parts[0].dtype],
-        target.numel(),
-        factor,
-        overwrite=overwrite,
-    )
 
 
 @dataclass
@@ -136,18 +101,24 @@ class GradientStore:
         self.windows = GradientWindows(homes, tiers)
         self.dtype = dtype
         self.last_micro_batch = True  # the engine sets it: this backward completes the accumulation
-        self._groups = groups
         self._tiers = tiers
-        self._measured = {group: _pieces_within(group, (measured or {}).get(group)) for group in groups}
+        dtypes = {group: self.dtype_of(group) for group in groups}
+        parts = {group: _pieces_within(group, (measured or {}).get(group)) for group in groups}
+        self._squares = GradientSquares(dtypes, homes, self.windows, parts)
         self._local_pieces: set[int] = set()  # pieces with a gradient at home or in a transfer, by index
         self._received_pieces = self._local_pieces  # pieces that got a gradient on any rank
-        self._squares: dict[int, ExactSum] = {}
-        # Squares of blocks, in device memory, of gradients that have left the device. Not added up yet.
-        self._block_squares: dict[int, Tensor] = {}
         self._transfers: deque[_Transfer] = deque()  # oldest first, as the offload stream runs them
         self._in_flight_bytes = 0  # of the sources of these transfers
         self._closed_groups: set[ParamGroup] = set()  # closed, but with gradients in transfers
         self._completed_groups: set[ParamGroup] = set()  # updated, or about to be, while backward runs
+        self._final_groups: dict[ParamGroup, None] = {}  # final in the last backward, and not taken
+        # Of the groups whose gradients a step ahead has used: the pieces, and whether each one was taken to have a
+        # gradient; and whether one of these gradients has changed since.
+        self._used_ahead: dict[int, bool] = {}
+        self._spoiled = False
+        self._usually_received: set[int] | None = (
+            None  # pieces, in the last update, if ranks have to agree on them
+        )
         self._reducer: Reducer | None = None
 
     def register_reducer(self, reducer: Reducer) -> None:
@@ -180,8 +151,8 @@ class GradientStore:
             return
         if group in self._completed_groups:
             raise EngineStateError(
-                f"{piece.name!r} got a gradient after step_in_backward had updated it, because backward ran in an order"
-                " that the engine did not expect; set tiering.step_in_backward to false"
+                f"{piece.name!r} got a gradient after tiering.step 'in_backward' had updated it, because backward ran"
+                " in an order that the engine did not expect; set step to 'deferred' or 'after'"
             )
         home = self.homes[group.index]
         overwrite = piece.index not in self._local_pieces
@@ -245,7 +216,7 @@ class GradientStore:
         # On a device a square is read with all others in _all_squares: to read it here would wait for the queue.
         if self.last_micro_batch and not on_device:
             for piece in complete:
-                self._square(group, piece)
+                self._squares.of(group, piece)
 
     def _send_reduced(
         self,
@@ -276,9 +247,47 @@ class GradientStore:
         for piece in group.layout.pieces:
             self._forget_square(piece)
 
+    def take_final(self) -> list[ParamGroup]:
+        """The groups whose gradients became final in the last backward since the last call, and are at home."""
+        self._receive_finished()
+        # Not while its window is open: what a step reads from NVMe must not depend on when it does.
+        open_groups = self.windows.open_groups
+        taken = [
+            group
+            for group in self._final_groups
+            if group not in open_groups and not self._is_in_flight(group)
+        ]
+        for group in taken:
+            del self._final_groups[group]
+        return taken
+
+    def use_ahead(self, group: ParamGroup) -> list[Piece]:
+        """The pieces of ``group`` that have a gradient now, for a step that can be taken back.
+
+        With several ranks it is a guess, as long as they have not agreed on what any of them has received: the pieces
+        of the last update, or all.
+        """
+        separate = self._received_pieces is not self._local_pieces
+        known = self._usually_received if separate else self._local_pieces
+        trained = [piece for piece in group.layout.pieces if piece.trainable]
+        used = [piece for piece in trained if known is None or piece.index in known]
+        self._used_ahead |= {piece.index: piece in used for piece in trained}
+        return used
+
+    def used_rightly(self) -> bool:
+        """Whether the gradients that were used ahead are those of the backward that has ended."""
+        received = self._received_pieces
+        return not self._spoiled and all((at in received) is used for at, used in self._used_ahead.items())
+
+    def forget_use(self) -> None:
+        """The step ahead was adopted or taken back."""
+        self._final_groups.clear()
+        self._used_ahead.clear()
+        self._spoiled = False
+
     def _forget_square(self, piece: Piece) -> None:
-        self._squares.pop(piece.index, None)
-        self._block_squares.pop(piece.index, None)
+        self._spoiled = self._spoiled or piece.index in self._used_ahead
+        self._squares.forget(piece)
 
     def mark_received(self, received: Iterable[int]) -> None:
         """``received``: indices of the pieces for which any rank had a gradient, since the last ``reset``.
@@ -288,9 +297,13 @@ class GradientStore:
         if self._received_pieces is self._local_pieces:
             self._received_pieces = set()
         self._received_pieces.update(received)
+        if self.last_micro_batch:
+            self._usually_received = self._received_pieces.copy()
 
     def final(self, group: ParamGroup) -> None:
-        """No further gradient of ``group`` can arrive in this backward. The store does not use that."""
+        """No further gradient of ``group`` is expected in this backward."""
+        if self.last_micro_batch:
+            self._final_groups[group] = None
 
     def close(self, group: ParamGroup, *, last: bool = True) -> None:
         """Backward has left the group: write its window out, as soon as no transfer to the group is in flight."""
@@ -326,8 +339,8 @@ class GradientStore:
                     self._receive_next()
         self._completed_groups.add(group)
         for piece in group.layout.pieces:
-            if piece.index in self._received_pieces and not self._squared_on_device(group, piece):
-                self._square(group, piece)
+            if piece.index in self._received_pieces and not self._squares.are_on_device(group, piece):
+                self._squares.of(group, piece)
 
     def close_all(self) -> None:
         """The pass has ended. Transfers that are still in flight are received later."""
@@ -354,12 +367,18 @@ class GradientStore:
         self._local_pieces.clear()
         self._received_pieces.clear()
         self._squares.clear()
-        self._block_squares.clear()
         self._completed_groups.clear()
+        self.forget_use()
 
     def sum_of_squares(self) -> ExactSum:
-        """The sum over all gradients here. It is finite exactly when all of their elements are."""
-        return ExactSum.total(square for _, square in self._all_squares())
+        """The sum over all gradients here. It is finite exactly when all of their elements are.
+
+        Raises SwapError if a gradient was not written: a step that began with it could not be completed.
+        """
+        total = ExactSum.total(square for _, square in self._all_squares())
+        # Last: windows of gradients that arrived only now are written, too.
+        self.windows.check_written()
+        return total
 
     def first_not_finite(self) -> Piece | None:
         """The first parameter, in model order, whose gradient here is not finite."""
@@ -368,64 +387,21 @@ class GradientStore:
 
     def _all_squares(self) -> list[tuple[Piece, ExactSum]]:
         self.wait_for_transfers()
-        pairs = [(group, piece) for group in self._groups for piece in self._measured[group]]
-        pairs = [(group, piece) for group, piece in pairs if piece.index in self._received_pieces]
-        if not self._tiers.device_is_host:
-            self._square_on_device([pair for pair in pairs if self._squared_on_device(*pair)])
-        squares = []
-        for group, pieces in groupby(pairs, key=itemgetter(0)):
-            squares += [(piece, self._square(group, piece)) for _, piece in pieces]
-            # _square opened its window to read: the extent has the same bytes, so nothing is written.
-            self.windows.drop(group)
-        return squares
-
-    def _squared_on_device(self, group: ParamGroup, piece: Piece) -> bool:
-        return self.homes[group.index].on_device or piece.index in self._block_squares
-
-    def _square_on_device(self, pairs: Sequence[tuple[ParamGroup, Piece]]) -> None:
-        """Compute the sums of squares of gradients that are, or were, in device memory. The CPU waits once for all."""
-        missing = [(group, piece) for group, piece in pairs if piece.index not in self._squares]
-        at_home = [(group, piece) for group, piece in missing if piece.index not in self._block_squares]
-        flats = []
-        for group, piece in at_home:
-            home = self.homes[group.index].tensor
-            assert home is not None
-            flats.append(home.view(self.dtype_of(group))[piece.start : piece.end])
-        for (_, piece), squares in zip(at_home, device_kernels.block_squares(flats), strict=True):
-            self._block_squares[piece.index] = squares
-        indices = [piece.index for _, piece in missing]
-        # The CPU waits for the device here, once for all of them.
-        sums = device_kernels.added_up([self._block_squares.pop(index) for index in indices])
-        self._squares.update(zip(indices, sums, strict=True))
-
-    def _square(self, group: ParamGroup, piece: Piece) -> ExactSum:
-        """The sum of squares of ``piece``, computed now if the last micro-batch brought it no gradient."""
-        if piece.index not in self._squares:
-            if self._squared_on_device(group, piece):
-                self._square_on_device([(group, piece)])
-            else:
-                # Through the gradient window, which is free after backward. The staging slots are in use: the step has
-                # begun to read state ahead.
-                dtype = self.dtype_of(group)
-                address = self.windows.open(group).data_ptr() + piece.start * dtype.itemsize
-                self._squares[piece.index] = kernels.sum_of_squares(
-                    address, KERNEL_DTYPES[dtype], piece.numel
-                )
-        return self._squares[piece.index]
+        return self._squares.of_all(self._received_pieces)
 
     def _add_on_host(
         self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool, square: bool
     ) -> None:
         target_dtype = self.dtype_of(group)
         address = self.windows.open(group).data_ptr() + piece.start * target_dtype.itemsize
-        target, dtype = address, KERNEL_DTYPES[target_dtype]
-        for part in flat_parts(grad):
+        target, dtype = address, DTYPES[target_dtype]
+        for part in _flat_parts(grad):
             kernels.accumulate(
-                target, dtype, part.data_ptr(), KERNEL_DTYPES[part.dtype], part.numel(), overwrite=overwrite
+                target, dtype, part.data_ptr(), DTYPES[part.dtype], part.numel(), overwrite=overwrite
             )
             target += part.numel() * target_dtype.itemsize
         if square:
-            self._squares[piece.index] = kernels.sum_of_squares(address, dtype, piece.numel)
+            self._squares.of(group, piece)
 
     def _send_to_host(
         self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool, whole: bool = True
@@ -447,7 +423,7 @@ class GradientStore:
         exact = grad.dtype is dtype or dtype is torch.float32  # the home holds the same values
         # Now, on compute's stream: the source is freed when the transfer is received.
         if self.last_micro_batch and overwrite and whole and exact:
-            (self._block_squares[piece.index],) = device_kernels.block_squares([grad.view(-1)])
+            self._squares.begin(piece, grad.view(-1))
         # The copy waits for the kernels that made the gradient, not for later ones.
         event = copies.to_host(target, raw, after=[streams.compute.record()], kind=GRADIENTS)
         self._in_flight_bytes += raw.numel()
@@ -478,14 +454,14 @@ class GradientStore:
         transfer.event.wait()
         self._in_flight_bytes -= transfer.source.numel()
         group, piece = transfer.group, transfer.piece
-        self._squares.pop(piece.index, None)
-        square = self.last_micro_batch and transfer.whole and piece.index not in self._block_squares
+        self._squares.forget_sum(piece)
+        square = self.last_micro_batch and transfer.whole and not self._squares.have_begun(piece)
         if transfer.lease is not None:
             values = as_tensor(transfer.lease)[: piece.numel * transfer.dtype.itemsize].view(transfer.dtype)
             self._add_on_host(group, piece, values, overwrite=transfer.overwrite, square=square)
             transfer.lease.release()
         elif square:
-            self._square(group, piece)
+            self._squares.of(group, piece)
         # Backward has left the group, and this was its last transfer.
         if group in self._closed_groups and not self._is_in_flight(group):
             self._closed_groups.remove(group)
@@ -504,3 +480,13 @@ def _pieces_within(group: ParamGroup, elements: range | None) -> list[Piece]:
         return trained
     parts = segments(trained, elements.start, elements.stop)
     return [replace(part.piece, start=part.start, numel=part.numel, first=part.first) for part in parts]
+
+
+def _flat_parts(grad: Tensor) -> Iterator[Tensor]:
+    """The elements of ``grad`` in order, flat: one view if it is contiguous, else copies of some rows at a time."""
+    if grad.is_contiguous():
+        yield grad.view(-1)
+        return
+    rows = max(1, COPIED_AT_ONCE * len(grad) // grad.numel())
+    for start in range(0, len(grad), rows):
+        yield grad[start : start + rows].reshape(-1)

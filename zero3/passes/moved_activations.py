@@ -40,7 +40,7 @@ from tiering.errors import SwapError
 from tiering.placement.workload import ACTIVATIONS
 from tiering.storage.arena import PAGE, Arena, Lease, round_up
 from tiering.storage.read_ahead import FETCH_PRIORITY
-from tiering.storage.swap_space import StripedExtent
+from tiering.storage.striped_extent import StripedExtent
 from tiering.storage.tickets import Ticket
 from tiering.telemetry import COPIES_OF
 from zero3.device.storages import (
@@ -322,9 +322,13 @@ class MovedActivations:
                 self._drop_ended(self._leaving, most=0)
                 self._drop_ended(self._returning, most=0)
             elif self._writes:
+                assert self._tiers.aio is not None
                 with self._tiers.stalls.waiting_for(ACTIVATIONS), contextlib.suppress(SwapError):
+                    # The first that ends: a late one must not hold back the room of the others.
+                    ended = self._tiers.aio.wait_any(self._writes)
+                    self._writes.remove(ended)
                     # A failure is raised when the bytes are read.
-                    self._writes.popleft().wait()
+                    ended.wait()
             elif self._ahead:
                 # The one that is needed last.
                 self._drop_lease(self._ahead, next(reversed(self._ahead)))

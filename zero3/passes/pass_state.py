@@ -1,4 +1,10 @@
-"""The state of a pass through the model: its activity, its thread, and how far it is with each group of parameters.
+"""The state of a pass through the model: its activity, its thread, and its groups of parameters.
+
+Note [When is a group done in backward]
+    The number of gradients does not decide it: an unused expert gets none, a frozen group gets none, and under
+    reentrant checkpointing a parameter gets several. The order of nodes decides it: autograd runs nodes in the reverse
+    order of their creation. So when a gradient first reaches an output of another group, every group that does not
+    enclose that group has no node left to run. All remaining groups are done when backward ends.
 
 Note [When is a gradient final]
     Autograd adds up all contributions to a parameter before it delivers the gradient, once per backward. So when every
@@ -46,7 +52,7 @@ class PassState(Enum):
     ACCUMULATING = auto()
     """As BACKWARD, and gradients of parameters arrive. On the device also: gradients until they have left it."""
     STEPPING = auto()
-    """As ACCUMULATING, and each group is updated as soon as its gradients are final (tiering.step_in_backward)."""
+    """As ACCUMULATING, and each group is updated as soon as its gradients are final (step 'in_backward')."""
     CLOSED = auto()
     """The engine is closed. No pass may begin."""
 
@@ -210,6 +216,11 @@ class GroupProgress:
         may_return = self.forwards > 1 or in_parts or self.gathered or self.running
         return self.arrived == self.expected and not may_return
 
+    def is_over(self, *, entered: bool) -> bool:
+        """Whether backward does not return to the group. ``entered``: it has left a forward of the group for good."""
+        through = entered and self.entered >= max(1, self.graphs)
+        return through or self.arrived == self.expected > 0
+
     def reset(self) -> None:
         """The pass has ended."""
         self.forwards = self.graphs = self.entered = self.arrived = self.reads = 0
@@ -247,16 +258,112 @@ class RunningForward:
         self.with_grad = torch.is_grad_enabled()
 
 
-def progress_of(groups: list[ParamGroup]) -> dict[ParamGroup, GroupProgress]:
-    """The progress of each group at the beginning of the first pass."""
-    return {
-        group: GroupProgress(
-            enclosing=_enclosing(group, groups),
-            beside=None if group.beside is None else groups[group.beside],
-            expected=sum(piece.trainable for piece in group.layout.pieces),
+class GroupsInPass:
+    """The groups of a pass: the ``progress`` of each, the forwards that use them, and those that backward holds."""
+
+    def __init__(self, groups: list[ParamGroup]) -> None:
+        self.progress = {
+            group: GroupProgress(
+                enclosing=_enclosing(group, groups),
+                beside=None if group.beside is None else groups[group.beside],
+                expected=sum(piece.trainable for piece in group.layout.pieces),
+            )
+            for group in groups
+        }
+        # Groups of forwards that backward can follow, in the order of their first use.
+        self.used: dict[ParamGroup, None] = {}
+        self.forwards: list[RunningForward] = []  # outermost first
+        self.live: list[ParamGroup] = []  # groups that stay on the device for backward
+        self.until_end: set[ParamGroup] = set()  # live groups that only the end of backward releases
+        self.stepped: set[ParamGroup] = set()  # groups that this backward has updated
+        # The group that backward entered last, the autograd nodes that its forward made, and the graph task.
+        self._entered: tuple[ParamGroup, range, int] | None = None
+
+    def count_forward(self, group: ParamGroup) -> None:
+        """A forward of ``group`` begins, or code that calls its modules many times, which count once."""
+        if in_autograd() or any(group in forward.counted for forward in self.forwards):
+            return
+        self.progress[group].count_forward()
+        # Reentrant checkpointing disables gradients inside: the outermost forward says whether backward follows.
+        if self.forwards[0].with_grad:
+            self.used.setdefault(group)
+
+    def forward_nodes(self) -> range:
+        """The sequence numbers of the autograd nodes that the innermost running forward has made so far."""
+        return range(self.forwards[-1].first_node, next_node()) if self.forwards else range(0)
+
+    def enter(self, group: ParamGroup, nodes: range) -> list[ParamGroup]:
+        """Backward reaches the output of a forward of ``group``, which made ``nodes``. Returns the groups it has left.
+
+        Those that do not enclose ``group``: see Note [When is a group done in backward].
+        """
+        self._entered = group, nodes, graph_task()
+        # Code that calls the modules of the group many times enters it once.
+        self.progress[group].entered += not self.progress[group].running
+        keep = self.progress[group].enclosing | self.until_end
+        return [live for live in self.live if live is not group and live not in keep]
+
+    def unrelated(self, group: ParamGroup, in_use: set[ParamGroup]) -> list[ParamGroup]:
+        """The live groups that neither enclose ``group`` nor lie inside of it, without those ``in_use``."""
+        keep = self.progress[group].enclosing | in_use | self.until_end | {*group.same_expert}
+        inside = [live for live in self.live if group in self.progress[live].enclosing]
+        return [live for live in self.live if live not in keep and live not in inside]
+
+    def recomputes_itself(self, group: ParamGroup) -> bool:
+        """Whether the running node was made by the forward of ``group`` that backward entered last.
+
+        Then checkpointing runs that forward again without the module's hooks (as transformers does). Its graph is used
+        up before backward enters another group, which finishes this one.
+        """
+        node = torch._C._current_autograd_node()
+        if self._entered is None or node is None:
+            return False
+        entered, nodes, task = self._entered
+        # Each thread numbers its own nodes, so equal numbers of another graph task mean other nodes.
+        same = group in (entered, self.progress[entered].beside) or (
+            group.routing is not None and entered in self.progress[group].enclosing
         )
-        for group in groups
-    }
+        return same and task == graph_task() and node._sequence_nr() in nodes
+
+    def is_in_use(self, group: ParamGroup) -> bool:
+        """Whether a forward uses ``group``, or backward holds it."""
+        return bool(self.progress[group].running) or group in self.live
+
+    def is_final(self, group: ParamGroup) -> bool:
+        """Whether no further gradient of ``group`` can arrive, and this backward has not updated it."""
+        return self.progress[group].is_final and group not in self.stepped
+
+    def check_not_stepped(self, group: ParamGroup) -> None:
+        """EngineStateError if this backward has updated ``group``, which a recomputation is about to read."""
+        if group in self.stepped and self.progress[group].expected:
+            raise EngineStateError(
+                f"a recomputation reads parameters of group {group.name!r} after tiering.step 'in_backward' has updated"
+                " them, so it would not repeat the forward. Set tiering.step to 'deferred' or 'after'"
+            )
+
+    def on_device(self) -> set[ParamGroup]:
+        """The groups that the pass may have on the device."""
+        return {*self.live, *(group for group, progress in self.progress.items() if progress.called)}
+
+    def abandon(self) -> None:
+        """An exception ended the pass: nothing uses a group any longer."""
+        self.live.clear()
+        self.until_end.clear()
+        for progress in self.progress.values():
+            progress.running, progress.called = 0, False
+        self.forwards.clear()
+
+    def end_backward(self) -> None:
+        """Every gradient of this pass has arrived: no group is kept any longer."""
+        self.until_end.clear()
+        self._entered = None
+
+    def reset(self) -> None:
+        """The pass has ended."""
+        for progress in self.progress.values():
+            progress.reset()
+        self.used.clear()
+        self.stepped.clear()
 
 
 def _enclosing(group: ParamGroup, groups: list[ParamGroup]) -> frozenset[ParamGroup]:

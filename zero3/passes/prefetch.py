@@ -21,7 +21,7 @@ Note [Experts are not foreseen]
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tiering.errors import SwapError
@@ -128,19 +128,19 @@ class Prefetcher:
     """Unshards groups on demand and ahead of it.
 
     ``agree`` waits until all ranks are about to do the same. It is None if no group is sharded over ranks. ``spare``
-    leases room for an expert for a moment; it is None if no expert moves. ``check_files`` is called at the begin of
-    each pass, and raises if groups cannot be read any more. ``update`` completes a group before it is read.
+    leases room for an expert for a moment; it is None if no expert moves. ``before_pass`` is called at the begin of
+    each pass, and raises if groups cannot be read. ``update`` completes a group before it is read.
     """
 
     def __init__(
         self,
         agree: Callable[[str], None] | None = None,
         spare: Callable[[], Room | None] | None = None,
-        check_files: Callable[[], None] | None = None,
+        before_pass: Sequence[Callable[[], None]] = (),
         update: Update = no_update,
     ) -> None:
         self._agree = agree
-        self._check_files = check_files
+        self._before_pass = before_pass
         # With gradients? -> the experts of which the last pass used all; and those of which the next one probably does.
         self._busy: dict[bool, set[Routing]] = {}
         self._certain: dict[bool, set[Routing]] = {}
@@ -153,9 +153,8 @@ class Prefetcher:
 
     def begin_pass(self, training: bool) -> None:
         """A forward begins. The trace of the pass before becomes the order of its kind."""
-        if self._check_files is not None:
-            # Groups may have been fetched ahead already; their bytes are checked here before they are used.
-            self._check_files()
+        for call in self._before_pass:
+            call()
         # Before end_pass, which expects the new order from its beginning.
         self._doubt_unless_complete()
         self.end_pass()
@@ -262,6 +261,8 @@ class Prefetcher:
         # First: below, the order is expected from its beginning again.
         self._doubt_unless_complete()
         self._ahead.drop_all()
+        # Of a group that is fetched again, and fails again if its bytes are still lost.
+        self._fetcher.error = None
         self._trace = []
         self._follow_order()
 

@@ -50,6 +50,9 @@ class PassListener(Protocol):
     def on_first_gradient(self) -> bool:
         """A parameter gets the first gradient. Returns whether this backward updates each group once it is final."""
 
+    def on_gradient(self) -> None:
+        """A gradient has arrived: a moment to go on with other work, of which a backward has many."""
+
     def on_group_done(self, group: ParamGroup, final: bool) -> None:
         """Backward has left ``group``. ``final``: its gradients are final, and the group is updated now."""
 

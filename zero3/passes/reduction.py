@@ -35,12 +35,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from optim_cpu import kernels
-from tiering.errors import EngineStateError, RankOrderError
+from optim_cpu.dtypes import DTYPES
+from tiering.errors import EngineStateError
 from tiering.placement.group_sizes import exchanged_at_once
 from tiering.placement.tenants import GRADIENTS
 from tiering.storage.arena import Lease
@@ -50,7 +50,9 @@ from zero3.device.storages import as_tensor
 from zero3.device.tiers import Tiers
 from zero3.params.layout import Piece, shard_ranges
 from zero3.params.param_group import ParamGroup
-from zero3.passes.gradients import KERNEL_DTYPES, GradientStore, pop_gradient, sum_parts
+from zero3.passes.backward_ends import EndTable
+from zero3.passes.gradient_sums import sum_parts
+from zero3.passes.gradients import GradientStore, pop_gradient
 from zero3.passes.reduction_order import ReductionOrder
 from zero3.ranks.collectives import Collectives, Table
 from zero3.ranks.process_groups import Pending
@@ -114,7 +116,6 @@ class GradientReducer:
         # the room that a reduction needs to begin.
         self._collecting = tiers.reduction["collected"]
         self._exchanging = tiers.reduction["exchanged"]
-        self._pieces = 1 + max((p.index for group in groups for p in group.layout.pieces), default=0)
         self._local = dict(zip(groups, local, strict=True)) if local is not None else {}
         self._open_buffers = {} if self._local else self._make_open_buffers()
         self._buffers: dict[ParamGroup, _Collected] = {}
@@ -131,8 +132,9 @@ class GradientReducer:
         self._first_begun = False  # the first backward
         self.received_elsewhere = False
         self._cut_off = False  # an exception ended a backward whose reductions other ranks may wait for
-        numbers = 4 * (3 + len(order)) + (len(groups) + 7) // 8
-        collectives.row_nbytes = max(collectives.row_nbytes, numbers + (self._pieces + 7) // 8)
+        pieces = 1 + max((p.index for group in groups for p in group.layout.pieces), default=0)
+        self._ends = EndTable(len(groups), len(order), pieces)
+        collectives.row_nbytes = max(collectives.row_nbytes, self._ends.row_nbytes)
         self._arrived: set[int] = set()  # pieces with a gradient on this rank since the last agreement
 
     takes_parts = False
@@ -169,9 +171,9 @@ class GradientReducer:
         else:
             kernels.accumulate(
                 target.data_ptr(),
-                KERNEL_DTYPES[target.dtype],
+                DTYPES[target.dtype],
                 grad.data_ptr(),
-                KERNEL_DTYPES[grad.dtype],
+                DTYPES[grad.dtype],
                 piece.numel,
                 overwrite=overwrite,
             )
@@ -437,6 +439,8 @@ class GradientReducer:
                 self._gathering.append(self._collectives.gather(whole, local_shard, label))
         else:
             self._store.add_reduced(group, reduction.parts, 1.0 / world.size, reduction.elements.start)
+            if reduction.last:
+                self._store.final(group)
             # On a device the sum is copied to the host, and the store writes it when the copy has ended.
             if self._tiers.device_is_host and reduction.last:
                 self._store.close(group)
@@ -459,44 +463,25 @@ class GradientReducer:
         # In stage 0 the end of a reduction begins a gather. Another rank may wait for it and not reach the table.
         if self._replicated:
             self._finish_all()
-        received = np.zeros(self._pieces, dtype=bool)
-        received[list(self._arrived)] = True
-        late = np.zeros(len(self._groups), dtype=bool)
-        late[[group.index for group in self._late]] = True
-        order = self._order.measured()
-        head = [self._backwards + 1, self._store.last_micro_batch, backward_ended, *order]
-        row = np.concatenate(
-            [np.array(head, np.int32).view(np.uint8), np.packbits(late), np.packbits(received)]
+        row = self._ends.row(
+            self._backwards + 1,
+            last=self._store.last_micro_batch,
+            ended=backward_ended,
+            order=self._order.measured(),
+            late=[group.index for group in self._late],
+            received=self._arrived,
         )
-        rows = self._collectives.table(torch.from_numpy(row), "end a backward").numpy()
-        heads = np.ascontiguousarray(rows[:, : 4 * len(head)]).view(np.int32)
-        self._check_in_step(heads[:, :2].tolist())
-        bits = np.bitwise_or.reduce(rows[:, 4 * len(head) :])
-        border = -(-len(late) // 8)
-        late_anywhere = np.flatnonzero(np.unpackbits(bits[:border], count=len(late))).tolist()
-        if late_anywhere:
+        ends = self._ends.read(self._collectives.table(row, "end a backward"))
+        if ends.late:
             # A reduction in the group's turn may still read the buffer from which the late gradients are sent.
             self._finish_all()
-            for index in late_anywhere:
+            for index in ends.late:
                 self._begin(self._groups[index])
             self._late.clear()
-        if not heads[:, 2].all():
+        if not ends.all_ended:
             return None
         self._backwards += 1
-        self._order.adopt(heads[0, 3:].tolist())
+        self._order.adopt(ends.order)
         # Only when backward has ended on all ranks: until then, the next round sends these pieces again.
         self._arrived.clear()
-        return np.flatnonzero(np.unpackbits(bits[border:], count=self._pieces)).tolist()
-
-    def _check_in_step(self, heads: list[list[int]]) -> None:
-        """RankOrderError if a rank is at the end of another backward than rank 0."""
-        for rank, head in enumerate(heads):
-            if head != heads[0]:
-                ends = [
-                    f"backward {number}, {'the' if last else 'not the'} last of its step"
-                    for number, last in heads
-                ]
-                raise RankOrderError(
-                    f"rank 0 has ended {ends[0]}, rank {rank} has ended {ends[rank]}: call backward and step equally"
-                    " often on all ranks, and no_sync() on all or none"
-                )
+        return ends.received

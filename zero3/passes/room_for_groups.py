@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tiering.errors import ArenaError, ResidencyError
 from zero3.device.storages import can_close
 from zero3.params.param_group import ParamGroup, Residency
-from zero3.passes.pass_state import GroupProgress, RunningForward
+from zero3.passes.pass_state import GroupsInPass
 from zero3.passes.prefetch import Prefetcher
 
 
 class RoomForGroups:
-    """Makes room for groups of a pass. ``forwards`` and ``live`` are those of the schedule, which changes them.
-
-    ``end_use`` counts one use of a group less, and releases it after the last one.
-    """
+    """Makes room for ``groups``. ``end_use`` counts one use of a group less, and releases it after the last one."""
 
     def __init__(
-        self,
-        prefetcher: Prefetcher,
-        progress: Mapping[ParamGroup, GroupProgress],
-        forwards: Sequence[RunningForward],
-        live: Collection[ParamGroup],
-        end_use: Callable[[ParamGroup], None],
+        self, prefetcher: Prefetcher, groups: GroupsInPass, end_use: Callable[[ParamGroup], None]
     ) -> None:
         self._prefetcher = prefetcher
-        self._progress = progress
-        self._forwards = forwards
-        self._live = live
+        self._groups = groups
         self._end_use = end_use
 
     def acquire_with_neighbour(self, group: ParamGroup) -> bool:
@@ -38,7 +28,7 @@ class RoomForGroups:
         first: then the rest of the room is in one piece. Also False if borrowed groups hold the room of both; then the
         other one is back if it is in use.
         """
-        neighbour = self._progress[group].beside
+        neighbour = self._groups.progress[group].beside
         if neighbour is None or neighbour.residency in (Residency.RESIDENT, Residency.SHARDED):
             return False
         was_shown = neighbour.is_shown
@@ -47,8 +37,8 @@ class RoomForGroups:
         fit = self._acquire(both)
         if not fit and self.end_borrowing(but=group):
             # The neighbour may have been borrowed, too: then nothing uses it now.
-            fit = self._acquire(both if self._is_in_use(neighbour) else [group])
-        if not fit and self._is_in_use(neighbour):
+            fit = self._acquire(both if self._groups.is_in_use(neighbour) else [group])
+        if not fit and self._groups.is_in_use(neighbour):
             self._bring_back(neighbour, instead_of=group)
         if was_shown and neighbour.residency is Residency.UNSHARDED:
             neighbour.show()
@@ -70,9 +60,6 @@ class RoomForGroups:
             return False
         return True
 
-    def _is_in_use(self, group: ParamGroup) -> bool:
-        return bool(self._progress[group].running) or group in self._live
-
     def end_borrowing(self, *, but: ParamGroup, only_experts: bool = False) -> bool:
         """Release the groups that running modules have borrowed, except ``but``. Returns False if there were none.
 
@@ -83,7 +70,7 @@ class RoomForGroups:
         that is used later cannot be read any more. So this is done only where storages can be closed: there such a
         read raises, elsewhere it would return wrong values.
         """
-        forwards = self._forwards if can_close() else []
+        forwards = self._groups.forwards if can_close() else []
         kept = {but, *but.same_expert} if only_experts else {but}
         releasable = {group for forward in forwards for group in forward.borrowed if group not in kept}
         experts = {group for group in releasable if group.routing is not None}
@@ -97,7 +84,9 @@ class RoomForGroups:
 
     def refusal(self, group: ParamGroup) -> ResidencyError:
         """The error for a ``group`` for which nothing can make way."""
-        names_in_use = [used.name for used in self._progress if used is not group and self._is_in_use(used)]
+        names_in_use = [
+            used.name for used in self._groups.progress if used is not group and self._groups.is_in_use(used)
+        ]
         if group.slices:
             return ResidencyError(
                 f"no room on the device for all experts of {group.name!r} at once: {group.layout.pieces[0].name!r}"

@@ -1,11 +1,5 @@
 """The pass schedule: it decides when each group is unsharded, and when the group's gradients are complete.
 
-Note [When is a group done in backward]
-    The number of gradients does not decide it: an unused expert gets none, a frozen group gets none, and under
-    reentrant checkpointing a parameter gets several. The order of nodes decides it: autograd runs nodes in the reverse
-    order of their creation. So when a gradient first reaches an output of another group, every group that does not
-    enclose that group has no node left to run. All remaining groups are done when backward ends.
-
 An event moves groups in several steps. Methods with ``@uninterrupted`` defer Ctrl-C until the groups are consistent.
 """
 
@@ -30,15 +24,13 @@ from zero3.passes.hooks import call_at_end_of_backward, check_transform
 from zero3.passes.moved_activations import MovedActivations
 from zero3.passes.pass_state import (
     CurrentPass,
+    GroupsInPass,
     PassState,
     PassThread,
     RowsInBackward,
     RunningForward,
     check_backward,
-    graph_task,
     in_autograd,
-    next_node,
-    progress_of,
 )
 from zero3.passes.prefetch import Prefetcher
 from zero3.passes.receivers import GradientSink, PassListener
@@ -67,21 +59,13 @@ class PassSchedule:
         self._listener = listener
         self._timeline = timeline or Timeline()
         self._pass = CurrentPass()
-        self._progress = progress_of(groups)
-        # Groups of forwards that backward can follow, in the order of their first use.
-        self._used: dict[ParamGroup, None] = {}
-        self._forwards: list[RunningForward] = []  # outermost first
-        self._live: list[ParamGroup] = []  # groups that stay on the device for backward
-        self._until_end: set[ParamGroup] = set()  # live groups that only the end of backward releases
-        # The group that backward entered last, the autograd nodes that its forward made, and the graph task.
-        self._entered: tuple[ParamGroup, range, int] | None = None
-        self._stepped: set[ParamGroup] = set()  # groups that this backward has updated
+        self._groups = GroupsInPass(groups)
         self._rows: RowsInBackward | None = None  # while backward goes through chunks of rows
         self._moved = moved
-        self._saved = SavedTensors(groups, self.need, self._stepped, moved)
+        self._saved = SavedTensors(groups, self.need, self._groups.stepped, moved)
         self._thread = PassThread()
         end_use = partial(self._stop_using, raised=False, holds=False)
-        self._room = RoomForGroups(prefetcher, self._progress, self._forwards, self._live, end_use)
+        self._room = RoomForGroups(prefetcher, self._groups, end_use)
 
     @property
     def state(self) -> PassState:
@@ -111,10 +95,10 @@ class PassSchedule:
                 # before its gradients: abandon() takes .grad off the parameters, reset() drops the accumulated values.
                 self.abandon()
                 self._gradients.reset()
-            elif whole and self._forwards:
+            elif whole and self._groups.forwards:
                 # A model does not call itself, so an exception ended the forward that seems to run.
                 self.abandon()
-            if not self._forwards:
+            if not self._groups.forwards:
                 self._prefetcher.begin_pass(training)
                 if self._moved is not None:
                     self._moved.begin_pass()
@@ -133,17 +117,17 @@ class PassSchedule:
         the module does not call it.
         """
         # Noted first: if the use raises, the end of the module takes it back.
-        self._forwards[-1].early.append(group)
+        self._groups.forwards[-1].early.append(group)
         self._use(group)
 
     @uninterrupted
     def pre_forward(self, group: ParamGroup) -> None:
         """An entry of ``group`` is called: unshard the group. Compute runs after the copy of its bytes."""
         self.check_thread()
-        self._check_not_stepped(group)
+        self._groups.check_not_stepped(group)
         # Before the group is acquired: if that raises, the except branch below leaves the group again.
         self._enter()
-        self._count_forward(group)
+        self._groups.count_forward(group)
         try:
             self._use(group)
         except BaseException:
@@ -171,13 +155,13 @@ class PassSchedule:
         resharded parameter points nowhere].
         """
         if trained:
-            self._check_not_stepped(group)
+            self._groups.check_not_stepped(group)
         check_transform(group)
-        if self._forwards:
+        if self._groups.forwards:
             if not in_autograd():
-                self._progress[group].count_read()
+                self._groups.progress[group].count_read()
             # Noted first, as an early use is.
-            self._forwards[-1].borrowed.append(group)
+            self._groups.forwards[-1].borrowed.append(group)
             self._use(group)
             return True
         if in_autograd():
@@ -187,9 +171,9 @@ class PassSchedule:
                 self._finish_unrelated(group)
             self._make_room_and_hold(group)
             group.show()
-            if torch.is_grad_enabled() and not self._recomputes_itself(group):
+            if torch.is_grad_enabled() and not self._groups.recomputes_itself(group):
                 # A function that is recomputed outside of every module reads it. No event reports the end of its graph.
-                self._until_end.add(group)
+                self._groups.until_end.add(group)
             return True
         return False
 
@@ -204,12 +188,12 @@ class PassSchedule:
             # A backward may begin there. Its end must not be that of a backward inside of it.
             self.begin_backward()
             for group in groups:
-                self._progress[group].entered += 1
+                self._groups.progress[group].entered += 1
         self._enter()
-        forward = self._forwards[-1]
+        forward = self._groups.forwards[-1]
         try:
             for group in groups:
-                self._count_forward(group)
+                self._groups.count_forward(group)
                 forward.counted.append(group)
                 # Noted first, as an early use is.
                 forward.borrowed.append(group)
@@ -226,16 +210,17 @@ class PassSchedule:
         """
         if not self.state.in_backward:
             check_backward(self.state, moves=bool(self._saved.owners))
+            # The engine first: if it cannot complete the last step, this backward has not begun, and the gradients are
+            # still those of that step. It sets whether this is the last micro-batch, and the sink's begin reads that.
+            # With several ranks, begin sends a row, so all ranks must reach it with the same answer.
+            self._listener.on_backward()
             self._pass.to_backward()
             self._thread.begin_backward(call_at_end_of_backward(self.end_of_backward))
-            # The engine first: it sets whether this is the last micro-batch, and the sink's begin reads that. With
-            # several ranks, begin sends a row, so all ranks must reach it with the same answer.
-            self._listener.on_backward()
-            self._gradients.begin(self._used)
+            self._gradients.begin(self._groups.used)
 
     def forward_nodes(self) -> range:
         """The sequence numbers of the autograd nodes that the innermost running forward has made so far."""
-        return range(self._forwards[-1].first_node, next_node()) if self._forwards else range(0)
+        return self._groups.forward_nodes()
 
     @uninterrupted
     def pre_backward(self, group: ParamGroup, nodes: range = range(0)) -> None:
@@ -244,18 +229,14 @@ class PassSchedule:
         Groups that do not enclose ``group`` are done: see Note [When is a group done in backward].
         """
         self.begin_backward()
-        self._entered = group, nodes, graph_task()
-        # Code that calls the modules of the group many times enters it once.
-        self._progress[group].entered += not self._progress[group].running
-        keep = self._progress[group].enclosing | self._until_end
         # First release, then acquire: the plan has room for one block and the groups around it, not for two blocks.
-        for done in [live for live in self._live if live is not group and live not in keep]:
+        for done in self._groups.enter(group, nodes):
             self._finish(done, has_left=True, entered=True)
         self._hold_for_backward(group)
 
     def need(self, group: ParamGroup) -> None:
         """Backward is about to read a saved tensor of ``group``. See Note [Backward enters a group from anywhere]."""
-        if group in self._live or self._progress[group].running:
+        if group in self._groups.live or self._groups.progress[group].running:
             return
         if not in_autograd():
             raise EngineStateError(
@@ -272,12 +253,13 @@ class PassSchedule:
     def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         """Autograd has accumulated ``param.grad``: pass it to the sink."""
         self._begin_receiving()
-        if self._rows is None or self._rows.completes(group, self._progress[group]):
-            self._progress[group].arrived += 1
+        if self._rows is None or self._rows.completes(group, self._groups.progress[group]):
+            self._groups.progress[group].arrived += 1
         self._gradients.accumulate(group, piece, param)
         # After accumulate: the sink may begin to reduce the group's buffer at once.
-        if self._is_final(group):
+        if self._groups.is_final(group):
             self._gradients.final(group)
+        self._listener.on_gradient()
 
     @uninterrupted
     def gradient_part(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
@@ -303,7 +285,7 @@ class PassSchedule:
             uses.callback(setattr, self, "_rows", None)
             yield rows.begin_chunk
         for group in groups:
-            if self._is_final(group):
+            if self._groups.is_final(group):
                 self._gradients.final(group)
 
     def _end_rows(self, group: ParamGroup, error: type[BaseException] | None, *_: object) -> None:
@@ -315,9 +297,8 @@ class PassSchedule:
         if not self.state.in_backward:
             return
         received = self.state is not PassState.BACKWARD  # before _reset changes the state
-        self._until_end.clear()
-        self._entered = None
-        for group in list(self._live):
+        self._groups.end_backward()
+        for group in list(self._groups.live):
             self._finish(group, has_left=True)
         # After close() of each group: with several ranks this waits for all reductions that close() has begun.
         self._gradients.close_all()
@@ -336,16 +317,11 @@ class PassSchedule:
         """An exception ended the pass: release its groups, so that the next pass starts clean."""
         if self.state.in_backward:
             self._drop_fresh_gradients()
-        called = [group for group, progress in self._progress.items() if progress.called]
-        for group in {*self._live, *called}:
+        for group in self._groups.on_device():
             if self._timeline.recording:
                 self._timeline.end("compute", f"backward {group.name}")
             group.reshard(keep_edits=False)  # edits of a pass that failed are dropped
-        self._live.clear()
-        self._until_end.clear()
-        for group in called:
-            self._progress[group].running, self._progress[group].called = 0, False
-        self._forwards.clear()
+        self._groups.abandon()
         self._saved.leave_all()
         self._saved.end_of_backward()
         self._reset()
@@ -354,7 +330,7 @@ class PassSchedule:
     def gathers(self, group: ParamGroup) -> None:
         """gathered() shows parameters of ``group`` outside of its forwards: graphs that begin there bring gradients."""
         if torch.is_grad_enabled() and not in_autograd():
-            self._progress[group].gathered = True
+            self._groups.progress[group].gathered = True
 
     def saving(self) -> AbstractContextManager[Any]:
         """The engine's hooks for saved tensors, for use outside of a pass."""
@@ -376,39 +352,14 @@ class PassSchedule:
     def check_thread(self) -> None:
         """EngineStateError in a thread other than that of the running pass. Autograd's threads may recompute."""
         if not in_autograd():
-            forward_runs = bool(self._forwards and self._saved.owners)
+            forward_runs = bool(self._groups.forwards and self._saved.owners)
             self._thread.claim(backward_runs=self.state.in_backward, forward_runs=forward_runs)
-
-    def _recomputes_itself(self, group: ParamGroup) -> bool:
-        """Whether the running node was made by the forward of ``group`` that backward entered last.
-
-        Then checkpointing runs that forward again without the module's hooks (as transformers does). Its graph is used
-        up before backward enters another group, which finishes this one.
-        """
-        node = torch._C._current_autograd_node()
-        if self._entered is None or node is None:
-            return False
-        entered, nodes, task = self._entered
-        # Each thread numbers its own nodes, so equal numbers of another graph task mean other nodes.
-        same = group in (entered, self._progress[entered].beside) or (
-            group.routing is not None and entered in self._progress[group].enclosing
-        )
-        return same and task == graph_task() and node._sequence_nr() in nodes
-
-    def _count_forward(self, group: ParamGroup) -> None:
-        """A forward of ``group`` begins, or code that calls its modules many times, which count once."""
-        if in_autograd() or any(group in forward.counted for forward in self._forwards):
-            return
-        self._progress[group].count_forward()
-        # Reentrant checkpointing disables gradients inside: the outermost forward says whether backward follows.
-        if self._forwards[0].with_grad:
-            self._used.setdefault(group)
 
     def _use(self, group: ParamGroup) -> None:
         """Count one more use of ``group`` by a forward, and unshard it for the first one."""
-        progress = self._progress[group]
+        progress = self._groups.progress[group]
         progress.running, progress.called = progress.running + 1, True
-        if progress.running == 1 and group not in self._live:
+        if progress.running == 1 and group not in self._groups.live:
             # A recomputation under checkpointing: make room first, as pre_backward does.
             if self.state.in_backward:
                 self._finish_unrelated(group, has_left=True)
@@ -434,22 +385,22 @@ class PassSchedule:
 
         Without ``holds``, a group that is only used in a recomputation is released, too: others need its room.
         """
-        progress = self._progress[group]
+        progress = self._groups.progress[group]
         if not progress.running:
             return  # abandon() has ended the pass, and released the group, while the forward still ran
         progress.running -= 1
         if not progress.running:
-            if holds and group not in self._live and in_autograd() and torch.is_grad_enabled():
+            if holds and group not in self._groups.live and in_autograd() and torch.is_grad_enabled():
                 # Reentrant checkpointing recomputed it, and backward enters it next: a release would fetch it twice.
                 self._hold_for_backward(group)
-            if group in self._live:
+            if group in self._groups.live:
                 self._hide_in_backward(group)
             else:
                 self._prefetcher.release(group, raised=raised)
 
     def _enter(self) -> None:
         self._saved.enter()
-        self._forwards.append(RunningForward())
+        self._groups.forwards.append(RunningForward())
         if self.state is PassState.IDLE:
             self._pass.to_forward()
 
@@ -457,27 +408,27 @@ class PassSchedule:
         """The innermost forward ends: release the groups that it borrowed or unsharded early."""
         # In the reverse order of ``_enter``.
         self._saved.leave()
-        if self._forwards:
-            forward = self._forwards.pop()
+        if self._groups.forwards:
+            forward = self._groups.forwards.pop()
             for group in (*forward.borrowed, *forward.early):
                 self._stop_using(group, raised=raised)
-        if self.state is PassState.FORWARD and not self._forwards:
+        if self.state is PassState.FORWARD and not self._groups.forwards:
             self._pass.to_idle()
 
     def _end_early(self, group: ParamGroup) -> None:
         """``group`` is called: its early use ends."""
-        for forward in self._forwards:
+        for forward in self._groups.forwards:
             while group in forward.early:
                 forward.early.remove(group)
                 self._stop_using(group, raised=False)
 
     def _hold_for_backward(self, group: ParamGroup) -> None:
         """Keep ``group`` on the device until backward is done with it."""
-        if group not in self._live:
-            self._live.append(group)
+        if group not in self._groups.live:
+            self._groups.live.append(group)
             on_device = group.residency in (Residency.RESIDENT, Residency.UNSHARDED)
             # A group that the prefetcher keeps since its last use is on the device, but could be dropped for room.
-            if not self._progress[group].running and (not on_device or self._prefetcher.keeps(group)):
+            if not self._groups.progress[group].running and (not on_device or self._prefetcher.keeps(group)):
                 self._acquire(group)
             # Compiled code reads saved parameters without the hooks of saved_tensors.py, so they must show their bytes.
             if any(is_compiled(entry) for entry in group.entries):
@@ -493,7 +444,7 @@ class PassSchedule:
         try:
             self._hold_for_backward(group)
         except ResidencyError:
-            self._live.remove(group)
+            self._groups.live.remove(group)
             self._finish_unrelated(group)
             self._hold_for_backward(group)
 
@@ -507,29 +458,26 @@ class PassSchedule:
 
     def _drop_fresh_gradients(self) -> None:
         """Clear ``.grad`` of all parameters: the next backward would add to gradients of an abandoned one."""
-        for group in self._progress:
+        for group in self._groups.progress:
             for param in group.params:
                 resharded.take_gradient(param)
 
     def _finish_unrelated(self, group: ParamGroup, *, has_left: bool = False) -> None:
         """Finish the live groups that neither enclose ``group`` nor lie inside of it."""
         # The node that runs now may hold saved tensors of other groups: their bytes must stay until it ends.
-        keep = self._progress[group].enclosing | self._saved.in_use() | self._until_end | {*group.same_expert}
-        inside = [live for live in self._live if group in self._progress[live].enclosing]
-        for done in [live for live in self._live if live not in keep and live not in inside]:
+        for done in self._groups.unrelated(group, self._saved.in_use()):
             # A node of the group's own forward that recomputes several blocks (one checkpoint) continues afterwards.
-            self._finish(done, has_left=has_left, entered=has_left and not self._recomputes_itself(done))
+            self._finish(
+                done, has_left=has_left, entered=has_left and not self._groups.recomputes_itself(done)
+            )
 
     def _reset(self) -> None:
         """The pass has ended, except for modules whose forward ran a backward and continues."""
         if self.state is not PassState.CLOSED:
             self._pass.to_idle()
-            if self._forwards:
+            if self._groups.forwards:
                 self._pass.to_forward()
-        for progress in self._progress.values():
-            progress.reset()
-        self._used.clear()
-        self._stepped.clear()
+        self._groups.reset()
 
     def _finish(self, group: ParamGroup, *, has_left: bool = False, entered: bool = False) -> None:
         """Release ``group``, which the next nodes do not use. ``has_left``: backward is in another group.
@@ -538,25 +486,14 @@ class PassSchedule:
         """
         if self._timeline.recording:
             self._timeline.end("compute", f"backward {group.name}")
-        self._live.remove(group)
-        step = has_left and self.state is PassState.STEPPING and self._is_final(group)
-        progress = self._progress[group]
+        self._groups.live.remove(group)
+        step = has_left and self.state is PassState.STEPPING and self._groups.is_final(group)
+        progress = self._groups.progress[group]
         if step:
-            self._stepped.add(group)
-        elif group not in self._stepped:
-            through = entered and progress.entered >= max(1, progress.graphs)
-            self._gradients.close(group, last=through or progress.arrived == progress.expected > 0)
+            self._groups.stepped.add(group)
+        elif group not in self._groups.stepped:
+            self._gradients.close(group, last=progress.is_over(entered=entered))
         # Before the callback, which may update the group at home: an unsharded copy would keep the old values.
         if not progress.running:
             self._prefetcher.release(group)
         self._listener.on_group_done(group, step)
-
-    def _is_final(self, group: ParamGroup) -> bool:
-        return self._progress[group].is_final and group not in self._stepped
-
-    def _check_not_stepped(self, group: ParamGroup) -> None:
-        if group in self._stepped and self._progress[group].expected:
-            raise EngineStateError(
-                f"a recomputation reads parameters of group {group.name!r} after step_in_backward has updated them, so"
-                " it would not repeat the forward. Set tiering.step_in_backward to false"
-            )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tiering import _logs
+from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.config.training import TieringConfig, format_size
 from tiering.errors import ConfigError, PlacementError
 from tiering.host import topology
@@ -19,7 +20,8 @@ from tiering.host.numa import Node
 from tiering.placement.budgets import fits, least_of, plan_within, resolve_budgets
 from tiering.placement.plan import Budgets, Plan
 from tiering.weights.files import open_weights
-from zero3.building.fill import Fill, FirstValues
+from zero3.building.fill import Fill
+from zero3.building.first_values import FirstValues
 from zero3.building.meta import build_on_meta
 from zero3.building.model_names import ModelNames
 from zero3.building.peft_models import added_names
@@ -29,12 +31,14 @@ from zero3.building.weights import Matched, match
 from zero3.building.wrapped_parameters import WrappedParameters
 from zero3.building.zero_init import check_apart
 from zero3.device.choice import chosen_device
+from zero3.device.home import NvmePaths
 from zero3.device.streams import streams_of
-from zero3.device.tiers import NvmePaths, Tiers
+from zero3.device.tiers import Tiers
 from zero3.device.timeline import StallClock, Timeline
 from zero3.observe.device_rates import settle_update_share
 from zero3.observe.disk_rate import settle_disk_rate
 from zero3.observe.monitors import check_monitors
+from zero3.observe.step_choice import settle_step
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
 from zero3.optimizer.tile_stepper import TileStepper
@@ -45,6 +49,7 @@ from zero3.params.replicas import Replicas
 from zero3.parts import Assembly
 from zero3.passes.gradients import GradientStore
 from zero3.passes.reduction import GradientReducer
+from zero3.ranks.agreement import together
 from zero3.ranks.collectives import Collectives
 from zero3.ranks.joining import World, join
 from zero3.setup.buffers import move_buffers
@@ -80,6 +85,7 @@ class _Request:
     model_parameters: ModelParameters | None
     optimizer: ClientOptimizerChoice | None
     weights: Weights | None
+    resume: Path | None
 
 
 @dataclass(frozen=True)
@@ -94,10 +100,11 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Checked:
-    """The optimizer that was chosen, and the stored tensors that were found for the model."""
+    """The optimizer that was chosen, the stored tensors that were found for the model, and whether it resumes."""
 
     chosen: OptimizerChoice
     loaded: Matched | None
+    resumes: bool
 
 
 @dataclass(frozen=True)
@@ -119,13 +126,15 @@ def assemble(
     model_parameters: ModelParameters | None,
     optimizer: ClientOptimizerChoice | None = None,
     weights: Weights | None = None,
+    resume: Path | None = None,
 ) -> Assembly:
     """Plan, make the tiers and move ``model`` onto them. Errors in the arguments are raised before anything moves.
 
     ``optimizer`` replaces the configuration's: an optimizer, or a function of the parameters that makes one.
-    Parameters that are in ``weights`` take their first values from there.
+    Parameters that are in ``weights`` take their first values from there. If ``resume`` has a checkpoint, which is
+    loaded next, what a snapshot would have in swap space takes none.
     """
-    request = _Request(model, config, model_parameters, optimizer, weights)
+    request = _Request(model, config, model_parameters, optimizer, weights, resume)
     device = chosen_device()
     world = join(device, config.tiering.distributed.timeout)
     if device.type == "cuda" and world.local_size > 1:
@@ -192,7 +201,12 @@ def _check(request: _Request, rank: _Rank) -> _Checked:
     chosen = choose_optimizer(model, config, request.model_parameters, request.optimizer)
     if rank.collectives is not None:
         check_ranks_agree(rank.collectives, model, config, chosen, loaded)
-    return _Checked(chosen, loaded)
+
+    def has_checkpoint() -> bool:
+        return request.resume is not None and CheckpointDirectory(request.resume).find() is not None
+
+    resumes = together(rank.collectives, "find the checkpoint to resume from", has_checkpoint)[0]
+    return _Checked(chosen, loaded, resumes)
 
 
 def _with_tiles(request: _Request, tiles: Tiles) -> _Request:
@@ -254,6 +268,9 @@ def _plan(model: nn.Module, config: TieringConfig, checked: _Checked, rank: _Ran
         tiling = tiling_of(model, config, checked.chosen, on_gpu=on_gpu, world_size=rank.world.size)
         raise advise_tiles(refusal, load, tiling, budgets) from None
     sized, in_place = cuts.of(plan)
+    plan = settle_step(
+        plan, config, rank.device, local_ranks=rank.world.local_size, collectives=rank.collectives
+    )
     if rank.collectives is not None:
         values = ((field.name, getattr(plan.workload, field.name)) for field in fields(plan.workload))
         rank.collectives.check_same("plan", (f"{name} {value}" for name, value in values))
@@ -288,7 +305,7 @@ def _place(
     gradients = make_gradient_store(groups, sized.grad_dtype, tiers, local, rank.world)
     layout = StateLayout.of(plan.workload, checked.chosen.moments)
     fill = Fill(tiers, tiles, layout, checked.chosen.initial_state, collectives)
-    _fill(fill, groups, request, rank, checked.loaded, planned)
+    _fill(fill, groups, request, rank, checked, planned)
     replicas = None if collectives is None else Replicas(groups, collectives)
     optimizer = _make_optimizer(checked.chosen, tiles, layout, gradients, tiers, replicas)
     sink: GradientStore | GradientReducer = gradients
@@ -311,6 +328,7 @@ def _place(
         collectives=collectives,
         replicas=replicas,
         fill=fill,
+        resumes=checked.resumes,
         frozen=frozen,
         wrapped=wrapped,
         names=ModelNames(request.model),
@@ -322,11 +340,11 @@ def _fill(
     groups: list[ParamGroup],
     request: _Request,
     rank: _Rank,
-    loaded: Matched | None,
+    checked: _Checked,
     planned: _Planned,
 ) -> None:
     """Give buffers and groups their first values, from the files if there are any."""
-    model, config = request.model, request.config
+    model, config, loaded = request.model, request.config, checked.loaded
     in_files = planned.in_place.parameters(planned.sized, planned.plan)
     stored = {} if loaded is None else loaded.sources
     stored = {param: source for param, source in stored.items() if param not in in_files}
@@ -334,7 +352,8 @@ def _fill(
         if loaded is not None:
             loaded.fill_buffers()
         move_buffers(model, rank.device, config, planned.sized.kept_in_fp32, rank.collectives)
-        fill.run(groups, {param: FirstValues(source) for param, source in stored.items()})
+        sources = {param: FirstValues(source) for param, source in stored.items()}
+        fill.run(groups, sources, resumes=checked.resumes)
 
 
 def _make_optimizer(

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tiering.placement.tenants import GRADIENTS
 from tiering.placement.workload import Tier
-from zero3.device.tiers import Home, Tiers
+from zero3.device.home import Home
+from zero3.device.tiers import Tiers
 from zero3.params.layout import shard_ranges
 from zero3.params.param_group import ParamGroup
 from zero3.passes.gradients import GradientStore

@@ -9,8 +9,10 @@ from torch import nn
 
 from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.tenants import PARAMETERS
+from tiering.placement.updates import hidden_groups
 from tiering.placement.workload import Tier
-from zero3.device.tiers import Home, Tiers
+from zero3.device.home import Home
+from zero3.device.tiers import Tiers
 from zero3.params.fused_experts import slice_up
 from zero3.params.grouping import GroupMembers, Routing
 from zero3.params.layout import ExpertSlice, FlatLayout, expert_slices, shard, shard_ranges
@@ -26,7 +28,7 @@ def make_groups(
 ) -> list[ParamGroup]:
     """The groups of ``sized`` with homes on ``tiers``; ``collectives`` gather those that are sharded over ranks."""
     load = tiers.plan.workload
-    offsets = _offsets_of_parents(tiers)
+    offsets, hidden = _offsets_of_parents(tiers), hidden_groups(tiers.plan)
     groups = []
     for index, (members, layout) in enumerate(zip(sized.members, sized.layouts, strict=True)):
         dtype = torch.float32 if members.in_fp32 else sized.compute
@@ -39,7 +41,7 @@ def make_groups(
             shard_layout = shard(layout, world.size, world.rank, trainable_only=not sharded)
             if not sharded:
                 shard_home = _shard_of_home(home, layout, dtype, world)
-        memory = GroupMemory(home, shard_layout, shard_home, offsets.get(index))
+        memory = GroupMemory(home, shard_layout, shard_home, offsets.get(index), index in hidden)
         groups.append(
             ParamGroup(index, members, layout, memory, dtype, tiers, collectives if sharded else None)
         )
@@ -94,7 +96,7 @@ def _make_home(index: int, sizes: GroupSizes, layout: FlatLayout, tiers: Tiers, 
     if tier is Tier.NVME and sizes.in_files:
         slack = None if sizes.expert_bytes else sizes.in_files.slack
         return tiers.home_in_files(in_place.ranges[index], nbytes, slack, names)
-    return tiers.home(tier, nbytes, PARAMETERS, names)
+    return tiers.home(tier, nbytes, PARAMETERS, names, kept=tiers.plan.workload.kept_params(sizes))
 
 
 def _shard_of_home(home: Home, layout: FlatLayout, dtype: torch.dtype, world: World) -> Home:

@@ -16,8 +16,8 @@ from tiering.placement.configured import StateKept, largest_group, make_workload
 from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.tenants import activations
 from tiering.placement.workload import Workload
+from zero3.device.home import NvmePaths
 from zero3.device.storages import can_exchange
-from zero3.device.tiers import NvmePaths
 from zero3.params.grouping import GroupMembers, block_names, computes_backward, form_groups, leaf_modules
 from zero3.params.layout import FlatLayout, expert_slices, lay_out, product
 from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype, kept_in_fp32

@@ -14,7 +14,7 @@ from optim_cpu.kernels import StateFormat
 from optim_cpu.rules import UpdateRule
 from optim_cpu.tensor_batch import Form
 from tiering._text import shorten
-from tiering.config.training import TieringConfig
+from tiering.config.training import StepPolicy, TieringConfig
 from tiering.errors import ConfigError
 from zero3.building.model_checks import check_dense_gradients, check_dtypes
 from zero3.optimizer import update_rules
@@ -169,15 +169,10 @@ def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
             f"the {name} has no kernel here and steps fp32 masters by itself, but tiering.state is"
             f" {config.tiering.state!r}: set it to 'fp32', or use {RULE_NAMES}"
         )
-    if config.tiering.step == "deferred":
+    if config.tiering.step not in (StepPolicy.AFTER, StepPolicy.AUTO):
         raise ConfigError(
-            f"the {name} has no kernel here and steps all parameters at once, but tiering.step is 'deferred': set it to"
-            f" 'after', or use {RULE_NAMES}"
-        )
-    if config.tiering.step_in_backward:
-        raise ConfigError(
-            f"the {name} has no kernel here and steps all parameters at once, but tiering.step_in_backward is true: set"
-            f" it to false, or use {RULE_NAMES}"
+            f"the {name} has no kernel here and steps all parameters at once, but tiering.step is"
+            f" {config.tiering.step.value!r}: set it to 'after', or use {RULE_NAMES}"
         )
     for kind, section in (
         ("offload_param", config.zero.offload_param),

@@ -41,6 +41,7 @@ from zero3.building.tiling import tile_as_configured, with_tiles
 from zero3.building.weights import Matched, match
 from zero3.building.wrapped_parameters import WrappedParameters
 from zero3.observe import device_rates
+from zero3.observe.throughput import ATTENTION, active_fraction
 from zero3.ranks.joining import World
 from zero3.setup.dry_pass import saved_bytes_of
 from zero3.setup.in_place import Cuts, InPlace, find_in_place
@@ -48,15 +49,15 @@ from zero3.setup.model_size import SizedModel, size_up, sizes_of_cuts
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
 from zero3.setup.tile_advice import tiling_of
 
-# Fields of a configuration with attention; a state space model has no heads.
-ATTENTION = ("num_attention_heads", "num_hidden_layers", "hidden_size")
 # Those of a decoder of the Llama family.
 DECODER = (
-    "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "num_attention_heads",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
     "num_key_value_heads",
-)  # fmt: skip
-# Names of the number of experts, by architecture.
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+)
 
 
 # All parameters in one call, for scripts: the first four describe the run, the others the machine and its use.
@@ -116,7 +117,10 @@ def plan_for(
     built = model if isinstance(model, nn.Module) else described(Path(model))
     params = sum(param.numel() for param in built.parameters())
     name = f"{type(built).__name__} of {format_count(params)} parameters"
-    size = ModelSize(name, params, active=_active(built), attention_flops=_attention_flops(built, setting))
+    active = active_fraction(
+        getattr(built, "config", None), ((name, param.numel()) for name, param in built.named_parameters())
+    )
+    size = ModelSize(name, params, active=active, attention_flops=_attention_flops(built, setting))
     if isinstance(model, nn.Module):
         if adapters is not None:
             raise ConfigError(
@@ -218,20 +222,6 @@ def _weights_of(model: nn.Module, path: Path) -> Matched | None:
         return None
 
 
-def _active(model: nn.Module) -> float:
-    """The fraction of the parameters that one token uses: a part of the experts in a mixture of transformers."""
-    config: Any = getattr(model, "config", None)
-    per_token: int | None = getattr(config, "num_experts_per_tok", None)
-    count: int | None = next(
-        (number for name in EXPERTS if isinstance(number := getattr(config, name, None), int)), None
-    )
-    if not per_token or not count:
-        return 1.0
-    sizes = [(".experts." in f".{name}", param.numel()) for name, param in model.named_parameters()]
-    routed = sum(numel for expert, numel in sizes if expert)
-    return 1 - routed / sum(numel for _, numel in sizes) * (1 - per_token / count)
-
-
 def _attention_flops(model: nn.Module, setting: Setting) -> float:
     """FLOPs of attention, for models with a configuration as in transformers; 0 for others, where they are unknown."""
     config: Any = getattr(model, "config", None)
@@ -304,9 +294,12 @@ def add_adapters(model: nn.Module, adapters: Adapters) -> int:
     model.requires_grad_(False)
     if adapters.quantises:
         quantize(
-            model, adapters.base, modules=adapters.quantised, double_quant=adapters.double_quant,
+            model,
+            adapters.base,
+            modules=adapters.quantised,
+            double_quant=adapters.double_quant,
             block_size=adapters.block_size,
-        )  # fmt: skip
+        )
     find_head = getattr(model, "get_output_embeddings", lambda: None)
     head = find_head()
     adapted = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -20,16 +21,24 @@ log = logging.getLogger(__name__)
 class Parameters:
     """The parameters of ``model``, which are in ``groups``, and whose masters are in ``state``.
 
+    ``check_files`` raises WeightsError if a file from which frozen parameters are read has changed.
     Stores in-place edits of the groups' parameters (param_group.EditListener). ``trains``: frozen parameters must stay
     frozen, because the trained ones have optimizer state and they have none.
     """
 
     def __init__(
-        self, model: nn.Module, groups: list[ParamGroup], state: TieredState, *, trains: bool
+        self,
+        model: nn.Module,
+        groups: list[ParamGroup],
+        state: TieredState,
+        check_files: Callable[[], None],
+        *,
+        trains: bool,
     ) -> None:
         self.groups = groups
         self._model = model
         self._state = state
+        self._check_files = check_files
         with_slices = [each for group in groups for each in (group, *group.slices)]
         self._places = {
             param: (group, position) for group in with_slices for position, param in enumerate(group.params)
@@ -120,7 +129,7 @@ class Parameters:
         self._check_no_new_parameter()
         self.check_frozen()
         # Gradients of a pass that has read other values must not reach the parameters.
-        self._state.check_files()
+        self._check_files()
 
     def check_frozen(self) -> None:
         """EngineStateError if a parameter that was frozen at initialize requires a gradient."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from . import edits, files, passes, reads  # enter their actions
+from . import edits, faults, files, passes, reads  # enter their actions
 from .models import ModelPlan
 from .table import ACTIONS, Action
 from .training import Training
 
-__all__ = ["ACTIONS", "Action", "draw", "edits", "files", "passes", "reads"]
+__all__ = ["ACTIONS", "Action", "draw", "edits", "faults", "files", "passes", "reads"]
 
 
 def draw(rng: random.Random, plan: ModelPlan, training: Training, count: int) -> list[tuple[str, int]]:

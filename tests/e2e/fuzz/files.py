@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .edits import put_back
+from .faults import again, failing_transfers
 from .placements import Placement
 from .run import Run
 from .table import Effect, action
@@ -79,6 +80,34 @@ def _save_with_other_tiles(run: Run, rng: random.Random) -> None:
     _load(run)
     save(run, rng)
     run.training = training
+
+
+@action(Effect.NUMBERS, plain=False, failing=True)
+def snapshot(run: Run, rng: random.Random) -> None:
+    """Save a snapshot, or a checkpoint where there is no room for that; transfers may fail meanwhile."""
+    put_back(run)
+    directory = run.directory / "snapshots"
+    with failing_transfers(run, random.Random(rng.random())):
+        if run.placement is not None and run.placement.snapshots:
+            run.snapshot = again(lambda: run.loop.snapshot_state(directory))
+        else:
+            saving = again(lambda: run.loop.save_checkpoint(directory / "copied", keep=1))
+            run.snapshot = saving.path
+    run.record("steps", run.loop.global_steps)
+
+
+@action(Effect.NUMBERS, plain=False, failing=True)
+def resume_from_snapshot(run: Run, rng: random.Random) -> None:
+    """Train on beyond a snapshot in vain, close, and go on from it: mostly with the same plan, which adopts it."""
+    if run.snapshot is None or rng.random() < 0.5:
+        snapshot(run, rng)
+    for _ in range(rng.randrange(3)):
+        run.window(rng)
+    assert run.snapshot is not None
+    run.begin_anew(run.placement if rng.random() < 0.7 else _elsewhere(run, rng))
+    path, _ = run.loop.load_checkpoint(run.snapshot.parent, run.snapshot.name)
+    assert path == str(run.snapshot)
+    run.record("steps", run.loop.global_steps)
 
 
 @action(Effect.UPDATE, plain=False)

@@ -164,6 +164,23 @@ def not_finite(run: Run, rng: random.Random) -> None:
     run.window(rng, lambda: run.loop.backward(run.loss(rng) * float(rng.choice(("nan", "inf")))))
 
 
+@action(Effect.WEIGHTS, Needs.STEP_APART | Needs.FP16)
+def change_loss_scale(run: Run, rng: random.Random) -> None:
+    """Set the loss scale between backward and step: the update takes it for that of the gradients."""
+
+    def first() -> None:
+        run.loop.backward(run.loss(rng))
+        run.loop.loss_scale.value *= rng.choice((0.5, 2.0))
+
+    run.window(rng, first)
+
+
+@action(Effect.WEIGHTS, Needs.STEP_APART, plain=False)
+def large_loss(run: Run, rng: random.Random) -> None:
+    """A loss whose gradients are clipped, if any are, and which are too large for fp16."""
+    run.window(rng, lambda: run.loop.backward(run.loss(rng) * rng.choice((1e2, 1e4, 1e6))))
+
+
 @action(Effect.NUMBERS, Needs.NO_REENTRANT_CHECKPOINT)
 def gradients_of_parameters(run: Run, rng: random.Random) -> None:
     """torch.autograd.grad with respect to parameters."""

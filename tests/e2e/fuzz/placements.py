@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from optim_cpu import kernels
 from tiering.errors import PlacementError
@@ -15,11 +15,19 @@ from tiering.placement.placement import place
 from tiering.placement.plan import Budgets, Plan
 from tiering.placement.workload import Tier
 from tiering.storage.arena import PAGE
+from tiering.storage.read_ahead import StagingPipeline
+from zero3.loop import step_ahead
 from zero3.passes import moved_activations
 
 from .training import Training
 
 PLENTY = {"device_budget": "64MiB", "host_budget": "128MiB"}
+ARRIVALS: dict[str, Callable[[Any, Container[Any]], Any]] = {
+    "as read": StagingPipeline.first_arrived,
+    "at once": lambda pipeline, tiles: next((tile for tile in pipeline._staged if tile in tiles), None),
+    "late": lambda pipeline, tiles: None,
+}
+"""What finds a tile whose bytes have arrived; the step ahead takes another one only where it has to."""
 # Of offload_param and offload_optimizer.
 DEVICES = ("nvme nvme", "nvme nvme", "nvme cpu", "nvme none", "none nvme", "cpu nvme", "cpu cpu")
 
@@ -41,8 +49,13 @@ class Placement:
     host_share: float = 1.0
     split: bool = False
     verify: bool = False
-    in_backward: bool = False
-    deferred: bool = False
+    step: str = "after"
+    versions: int = 1
+    snapshots: bool = False
+    # Which of the tiles whose bytes are read a step ahead takes first.
+    arrives: str = "as read"
+    # Steps are begun in backward however often that was in vain.
+    always_ahead: bool = False
     engine: str = "auto"
     block_size: str = "1M"
     queue_depth: int = 16
@@ -61,6 +74,8 @@ class Placement:
     @classmethod
     def draw(cls, rng: random.Random, training: Training) -> Placement:
         param, optimizer = rng.choice(DEVICES).split()
+        versions = rng.choice((1, 1, 2))
+        in_backward = (training.may_step_in_backward or versions > 1) and rng.random() < 0.8
         return cls(
             param,
             optimizer,
@@ -74,7 +89,6 @@ class Placement:
             host_share=rng.choice((0.0, 0.0, 0.2, 0.6, 1.0)),
             split=training.splits and rng.random() < 0.5,
             verify=rng.random() < 0.15,
-            in_backward=training.may_step_in_backward and rng.random() < 0.8,
             engine=rng.choice(("auto", "io_uring", "threads")),
             block_size=rng.choice(("4K", "1M")),
             queue_depth=rng.choice((1, 3, 16)),
@@ -88,8 +102,22 @@ class Placement:
             ),
             # From a few saved tensors of these models to all of them.
             activation_budget=rng.choice((8 * PAGE, 16 * PAGE, 64 * PAGE, 1 << 20)),
-            deferred=not training.may_step_in_backward and rng.random() < 0.4,
+            step="in_backward" if in_backward else rng.choices(("after", "deferred", "auto"), (6, 3, 1))[0],
+            versions=versions,
+            snapshots="nvme" in (param, optimizer) and rng.random() < 0.4,
+            arrives=rng.choice(("as read", "at once", "late")),
+            always_ahead=rng.random() < 0.7,
         )
+
+    def may_fail(self, training: Training) -> tuple[Literal["read", "write"], ...]:
+        """The kinds of transfers after whose failure an engine goes on, as documented."""
+        if "nvme" not in (self.param, self.optimizer) or (self.step == "in_backward" and self.versions == 1):
+            return ()
+        # Masters that are themselves the parameters, or a part of them, are updated in place where they are in memory.
+        rounds = training.precision != "fp32" and not self.split
+        streams = (self.param, self.optimizer, self.ratio, self.threshold) == ("nvme", "nvme", 1.0, 0)
+        undone = self.versions > 1 and (rounds or (streams and not self.cache_in_host))
+        return ("read", "write") if undone else ("read",)
 
     def roomier(self) -> Placement:
         """The same with room for everything on the device, as the error says that asks for it."""
@@ -123,8 +151,9 @@ class Placement:
                 "cache_in_host": self.cache_in_host,
                 "state": "split" if self.split else "fp32",
                 "verify": self.verify,
-                "step_in_backward": self.in_backward,
-                "step": "deferred" if self.deferred else "after",
+                "step": self.step,
+                "swap_versions": self.versions,
+                "snapshots": self.snapshots,
                 "weights_in_place": self.in_files,
                 "activations": self.activations,
                 "activation_budget": self.activation_budget,
@@ -158,15 +187,23 @@ class Placement:
     def machine(self) -> Iterator[None]:
         """The kernels' threads and instructions are of this placement within the block. Small activations move."""
         threads, chosen = kernels.thread_count(), kernels.instruction_set()
-        smallest, moved_activations.SMALLEST = moved_activations.SMALLEST, 256
+        settings = {
+            (moved_activations, "SMALLEST"): 256,
+            (StagingPipeline, "first_arrived"): ARRIVALS[self.arrives],
+            (step_ahead, "MOST_IN_VAIN"): 1 if self.always_ahead else step_ahead.MOST_IN_VAIN,
+        }
+        before = {(owner, name): getattr(owner, name) for owner, name in settings}
         kernels.set_thread_count(self.threads)
         kernels.set_instruction_set(self.instruction_set or chosen)
         try:
+            for (owner, name), value in settings.items():
+                setattr(owner, name, value)
             yield
         finally:
             kernels.set_thread_count(threads)
             kernels.set_instruction_set(chosen)
-            moved_activations.SMALLEST = smallest
+            for (owner, name), value in before.items():
+                setattr(owner, name, value)
 
     def __str__(self) -> str:
         values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]

@@ -100,8 +100,8 @@ def execute(program: Program, placement: Placement | None) -> Outcome:
         no_room = "no room" in str(error)
         if no_room:
             instead = placement.roomier()
-        elif "Set tiering.step_in_backward to false" in str(error):
-            instead = replace(placement, in_backward=False)
+        elif "Set tiering.step to" in str(error):
+            instead = replace(placement, step="after")
         else:
             raise
     outcome = _execute(program, instead, roomy=no_room)
@@ -115,6 +115,8 @@ def _execute(program: Program, placement: Placement | None, *, roomy: bool = Fal
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-", dir=scratch())))
         stack.enter_context(_quietly())
         stack.enter_context((placement or REFERENCE).machine())
+        if any(actions.ACTIONS[name].failing for _, name, _ in program.actions):
+            stack.enter_context(actions.faults.possible())
         run = Run(program.plan, program.training, placement, program.seed, directory, roomy=roomy)
         stack.callback(run.close)
         outcome.numbers = run.numbers

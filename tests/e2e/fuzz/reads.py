@@ -114,7 +114,8 @@ def call_with_copies(run: Run, rng: random.Random) -> None:
     loss = functional_call(run.model, copies, run.batch(rng))
     run.loop.train()
     run.record("loss", loss)
-    if not run.plan.reentrant:
+    # What backward computes again uses the weights of the modules then.
+    if not run.plan.reentrant and not run.plan.loss_rows:
         for gradient in torch.autograd.grad(loss, tracked, allow_unused=True):
             if gradient is not None:
                 run.record_sum("gradient of a copy", gradient)

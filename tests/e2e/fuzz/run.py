@@ -59,6 +59,7 @@ class Run:
         self.average: dict[str, Tensor] = {}  # moving averages of the weights
         self.kept: Tensor | None = None  # a loss whose graph is alive
         self.has_checkpoint = False
+        self.snapshot: Path | None = None  # the last one, or the checkpoint in its place
         self.clean = True  # no gradients wait for a step
         self.by_hand = 0  # micro-batches of an update, where the script says which is the last one
         self.micro_batches = 0  # since the last update
@@ -189,12 +190,16 @@ class Run:
         if boundary and not self.training.may_step_in_backward:
             self.record("norm", self.loop.get_global_grad_norm())
         self.loop.step()
+        self.end_step(boundary=boundary)
+        return boundary
+
+    def end_step(self, *, boundary: bool) -> None:
+        """``step`` has ended a micro-batch, at a ``boundary`` with an update."""
         if boundary:
             self.record("norm of the update", self.loop.get_global_grad_norm() or 0.0)
         self.clean = boundary
         self.micro_batches = 0 if boundary else self.micro_batches + 1
         self.say_boundary()
-        return boundary
 
     def say_boundary(self) -> None:
         """Tell the loop whether its next micro-batch is the last one, if the script does that."""

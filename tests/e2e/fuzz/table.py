@@ -25,6 +25,7 @@ class Needs(Flag):
     NO_REENTRANT_CHECKPOINT = auto()
     NO_SHARED_BLOCK = auto()
     FP32 = auto()
+    FP16 = auto()
 
     def met_by(self, plan: ModelPlan, training: Training) -> bool:
         return not (
@@ -33,6 +34,7 @@ class Needs(Flag):
             or (Needs.NO_REENTRANT_CHECKPOINT in self and (plan.reentrant or training.block_rows is not None))
             or (Needs.NO_SHARED_BLOCK in self and plan.last_block_shared)
             or (Needs.FP32 in self and training.precision != "fp32")
+            or (Needs.FP16 in self and training.precision != "fp16")
         )
 
 
@@ -50,7 +52,7 @@ class Action:
 
     ``weight``: how often it is drawn. ``clean``: it begins where no gradients wait. ``plain``: PlainLoop can do it.
     ``in_place``: it edits weights in a forward, where a split master loses its lower half, as documented. ``frozen``:
-    it may change frozen weights, which must not be read from files then.
+    it may change frozen weights, which must not be read from files then. ``failing``: transfers fail while it runs.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Action:
     plain: bool
     in_place: bool
     frozen: bool
+    failing: bool
 
     def __call__(self, run: Run, seed: int) -> None:
         rng = random.Random(seed)
@@ -79,7 +82,8 @@ def action(effect: Effect, needs: Needs = Needs.NOTHING, **options: Any) -> Call
     def enter(act: Act) -> Act:
         name = act.__name__
         assert name not in ACTIONS
-        settings = {"weight": 1.0, "clean": True, "plain": True, "in_place": False, "frozen": False} | options
+        flags = dict.fromkeys(("in_place", "frozen", "failing"), False)
+        settings = {"weight": 1.0, "clean": True, "plain": True} | flags | options
         ACTIONS[name] = Action(name, act, effect, needs, **settings)
         return act
 

@@ -36,6 +36,8 @@ class Training:
     precision: str = "fp32"
     accumulation: int = 1
     clip: float = 0.0
+    scale_power: int = 8  # of the first loss scale in fp16
+    scale_window: int = 1000
     rule: str = "AdamW"
     decay_groups: bool = False
     client: bool = False  # the optimizer is given as an object, not by name
@@ -55,6 +57,8 @@ class Training:
             ),
             accumulation=rng.choice((1, 1, 2, 3)),
             clip=0.0 if in_backward else rng.choice((0.0, 0.5)),
+            scale_power=rng.choice((8, 15)),
+            scale_window=rng.choice((2, 1000)),
             rule=rule,
             decay_groups=rng.random() < 0.4,
             client=rule in ("AdamW", "SGD") and rng.random() < 0.15,
@@ -75,7 +79,12 @@ class Training:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
             "bf16": {"enabled": self.precision == "bf16"},
-            "fp16": {"enabled": self.precision == "fp16", "initial_scale_power": 8},
+            "fp16": {
+                "enabled": self.precision == "fp16",
+                "initial_scale_power": self.scale_power,
+                "hysteresis": 1,
+                "loss_scale_window": self.scale_window,
+            },
             "data_types": {"grad_accum_dtype": None if self.sums == "auto" else self.sums},
             "tiering": {"block_rows": self.block_rows, "tile": self.tile},
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -10,9 +11,11 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from optim_cpu import kernels
+from optim_cpu.kernels import PreparedStep
 from tiering.errors import SwapError
 from tiering.storage.aio import AioContext
 from tiering.storage.request import KIND_NAMES
+from tiering.storage.tasks import Task
 from tiering.storage.tickets import Ticket, Transfers
 from zero3.checkpoint.saving import Saver
 from zero3.optimizer.tiles import Tile
@@ -112,13 +115,23 @@ class Transfer:
 
 
 def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
-    submit, wait_any, close = Transfers._submit, Transfers.wait_any, AioContext.close
-    wait, done = Ticket.wait, Ticket.done
-    live: list[Transfer] = []
+    """Note when each transfer begins, when somebody learns of its end, and that ``close`` ends all of them."""
+    _watch_submissions(device, patch)
+    _watch_tickets(device, patch)
+    _watch_collections(device, patch)
+    _watch_runs(device, patch)
 
-    def transfer_of(ticket: Ticket) -> Transfer | None:
-        transfer: Transfer | None = getattr(ticket._request, "fake", None)
-        return transfer
+
+def _end(device: FakeDevice, request: Any) -> None:
+    """The calling thread has seen the end of ``request``; without bytes it is no transfer here."""
+    if (transfer := getattr(request, "fake", None)) is not None:
+        with device.lock:
+            transfer.ended()
+
+
+def _watch_submissions(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
+    submit, close = Transfers._submit, AioContext.close
+    live: list[Transfer] = []
 
     def submitted(transfers: Transfers, request: Any) -> int:
         code, kind, buffer, nbytes = submit(transfers, request), request.kind, request.buffer, request.nbytes
@@ -137,36 +150,6 @@ def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
                 live.append(transfer)
         return code
 
-    def has_ended(ticket: Ticket) -> None:
-        if (transfer := transfer_of(ticket)) is not None:
-            with device.lock:
-                transfer.ended()
-
-    def waited(ticket: Ticket, timeout: float | None = None) -> int:
-        try:
-            result = wait(ticket, timeout)
-        except SwapError:
-            has_ended(ticket)
-            raise
-        has_ended(ticket)
-        return result
-
-    def waited_any(transfers: Transfers, requests: Sequence[Any], timeout: float | None) -> int:
-        place = wait_any(transfers, requests, timeout)
-        if (transfer := getattr(requests[place], "fake", None)) is not None:
-            with device.lock:
-                transfer.ended()
-        return place
-
-    def is_done(ticket: Ticket) -> bool:
-        transfer = transfer_of(ticket)
-        if transfer is not None and not transfer.known() and not device.transfer_answers():
-            return False
-        over = done(ticket)
-        if over:
-            has_ended(ticket)
-        return over
-
     def closed(context: AioContext) -> None:
         try:
             close(context)
@@ -176,11 +159,76 @@ def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
                     transfer.ended()
                 live.clear()
 
-    for name, replacement in {"wait": waited, "done": is_done}.items():
-        patch.setattr(Ticket, name, replacement)
-    for name, replacement in {"_submit": submitted, "wait_any": waited_any}.items():
-        patch.setattr(Transfers, name, replacement)
+    patch.setattr(Transfers, "_submit", submitted)
     patch.setattr(AioContext, "close", closed)
+
+
+def _watch_tickets(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
+    """A caller asks one ticket for its end."""
+    wait, done = Ticket.wait, Ticket.done
+
+    def waited(ticket: Ticket, timeout: float | None = None) -> int:
+        try:
+            result = wait(ticket, timeout)
+        except SwapError:
+            _end(device, ticket._request)
+            raise
+        _end(device, ticket._request)
+        return result
+
+    def is_done(ticket: Ticket) -> bool:
+        transfer: Transfer | None = getattr(ticket._request, "fake", None)
+        if transfer is not None and not transfer.known() and not device.transfer_answers():
+            return False
+        over = done(ticket)
+        if over:
+            _end(device, ticket._request)
+        return over
+
+    patch.setattr(Ticket, "wait", waited)
+    patch.setattr(Ticket, "done", is_done)
+
+
+def _watch_collections(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
+    """The context itself collects what has ended, of any ticket."""
+    wait_any, succeed = Transfers.wait_any, Transfers._succeed
+
+    def waited_any(transfers: Transfers, requests: Sequence[Any], timeout: float | None) -> int:
+        place = wait_any(transfers, requests, timeout)
+        _end(device, requests[place])
+        return place
+
+    def succeeded(transfers: Transfers, request: Any) -> None:
+        # Also of requests that a later submission collects: their memory is free from here on.
+        _end(device, request)
+        succeed(transfers, request)
+
+    patch.setattr(Transfers, "wait_any", waited_any)
+    patch.setattr(Transfers, "_succeed", succeeded)
+
+
+def _watch_runs(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
+    """Tasks run one after the other, so that the calling thread knows of each transfer that a call needs."""
+
+    def run(context: AioContext, tasks: Sequence[Task]) -> None:
+        device.runs += 1
+        for task in tasks:
+            try:
+                for ticket in task.waits:
+                    ticket.wait()
+            except SwapError:
+                return
+            assert isinstance(task.call, PreparedStep)
+            step = task.call._step
+            task.began = time.monotonic_ns()
+            task.answer = kernels.lib.opt_run(step.segments, step.count, step.rules, step.grad_scale)
+            task.ended = time.monotonic_ns()
+            if task.answer:
+                return
+            for ticket in task.begins:
+                ticket.begin()
+
+    patch.setattr(AioContext, "run", run)
 
 
 def watch_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:

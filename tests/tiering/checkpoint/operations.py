@@ -15,7 +15,7 @@ from tiering.storage import file_system
 from tiering.storage.tickets import Ticket
 
 OPERATIONS = [
-    *((os, name) for name in ("open", "mkdir", "rename", "replace", "unlink", "rmdir")),
+    *((os, name) for name in ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "link")),
     *((os, name) for name in ("pwrite", "ftruncate", "truncate", "fsync")),
     (io, "open"),  # Path.open
     (fcntl, "flock"),

@@ -196,7 +196,7 @@ def test_a_read_only_file_system_is_read(checkpoints: CheckpointDirectory) -> No
             timeout=60,
         )
     except FileNotFoundError:
-        pytest.skip("no unshare command")
+        pytest.skip("unshare is not installed (Debian: package util-linux)")
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"a private read-only mount is not allowed here: {done.stderr.strip()}")
     assert done.stdout == (

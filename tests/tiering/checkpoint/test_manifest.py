@@ -100,7 +100,7 @@ def content_of(directory: Path) -> dict[str, Any]:
     ("change", "match"),
     [
         ({"format": "another"}, "its format is 'another'"),
-        ({"version": 3}, "format version 3.*load it with the version of tiering that saved it"),
+        ({"version": 4}, "format version 4.*load it with the version of tiering that saved it"),
         ({"step": -1}, "its 'step' is -1"),
         ({"step": 2**53}, "its 'step' is 9007199254740992, not a count"),
         ({"tied": {"head": "none"}}, "it has an invalid tie of 'head' to 'none'"),

@@ -44,7 +44,7 @@ def mounted(image: Path, *, options: str = "") -> Iterator[Path]:
 def image(memory: Path) -> Iterator[Path]:
     """ext4 with a journal, in memory, for it is copied hundreds of times."""
     if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
-        pytest.skip("mounting a file system takes root and mkfs.ext4")
+        pytest.skip("root and mkfs.ext4 are needed to mount a file system")
     with tempfile.TemporaryDirectory(dir=memory) as directory:
         image = Path(directory) / "image"
         image.touch()
@@ -65,6 +65,8 @@ def power_cuts(image: Path, *, synced: bool = True) -> Iterator[int]:
             for line in saver.stdout:
                 _, status = os.waitpid(saver.pid, os.WUNTRACED)
                 assert os.WIFSTOPPED(status)
+                # A new file: another program may hold the loop device of the one before, with what it has cached.
+                image.with_name("cut").unlink(missing_ok=True)
                 shutil.copyfile(image, image.with_name("cut"))
                 yield int(line)
                 saver.send_signal(signal.SIGCONT)

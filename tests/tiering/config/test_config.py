@@ -21,6 +21,7 @@ from tiering.config.training import (
     OffloadOptimizerConfig,
     OptimizerConfig,
     QuantizeConfig,
+    StepPolicy,
     TieringConfig,
     TiersConfig,
     ZeroConfig,
@@ -218,7 +219,7 @@ def test_every_field_is_described() -> None:
                 "train_batch_size": 2,
                 "micro_batch_size": 1,
                 "world_size": 2,
-                "tiering": {"step_in_backward": True},
+                "tiering": {"step": "in_backward"},
             },
         ),
     ],
@@ -295,7 +296,8 @@ def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: di
         (TiersConfig, {"cache_in_host": 1}, "valid boolean"),
         (TiersConfig, {"state": "fp16"}, "'fp32', 'split', 'bf16' or 'split\\+bf16'"),
         (TiersConfig, {"state": True}, "'fp32', 'split', 'bf16' or 'split\\+bf16'"),
-        (TiersConfig, {"step_in_backward": 1}, "valid boolean"),
+        (TiersConfig, {"step": "late"}, "'after', 'deferred', 'in_backward' or 'auto'"),
+        (TiersConfig, {"step": True}, "'after', 'deferred', 'in_backward' or 'auto'"),
         (TiersConfig, {"verify": 0}, "valid boolean"),
         (TiersConfig, {"max_skipped_steps": -1}, "greater than or equal to 0"),
         (TiersConfig, {"run_name": "../x"}, "match pattern"),
@@ -347,7 +349,7 @@ def test_only_a_bf16_parameter_is_half_of_its_master(state: str, precision: str)
     assert f"set bf16.enabled to true, or state to {remedy!r}" in message
 
 
-IN_BACKWARD = {"step_in_backward": True}
+IN_BACKWARD = {"step": "in_backward"}
 
 
 @pytest.mark.parametrize(
@@ -355,17 +357,22 @@ IN_BACKWARD = {"step_in_backward": True}
     [
         (
             {"gradient_clipping": 0.5},
-            "true with gradient_clipping 0.5: .*; set gradient_clipping to 0, or step_in",
+            "with gradient_clipping 0.5: .*; set swap_versions to 2, step to 'deferred', or gradient_clipping to 0",
         ),
-        ({"precision": "fp16"}, "dynamic loss scale .*; set fp16.loss_scale to a fixed scale, or step_in_b"),
-        ({"autocast": "fp16"}, "dynamic loss scale .*; set autocast to bf16, or step_in_backward to false"),
+        (
+            {"precision": "fp16"},
+            "dynamic loss scale .*; set swap_versions to 2, step to 'deferred', or fp16.loss_scale to a fixed scale",
+        ),
+        ({"autocast": "fp16"}, "dynamic loss scale .*; set swap_versions to 2, .*, or autocast to bf16"),
     ],
 )
 def test_what_needs_all_gradients_forbids_steps_in_backward(values: dict[str, object], message: str) -> None:
     ((key, text),) = problems(IN_BACKWARD, **values)
-    assert key == "tiering.step_in_backward"
+    assert key == "tiering.step"
     assert re.search(message, text)
-    assert not tiers_of({}, **values).step_in_backward
+    for other in ("after", "deferred", "auto"):
+        assert tiers_of({"step": other}, **values).step == other
+    assert tiers_of(IN_BACKWARD | {"swap_versions": 2}, **values).step is StepPolicy.IN_BACKWARD
 
 
 @pytest.mark.parametrize(
@@ -379,12 +386,12 @@ def test_what_needs_all_gradients_forbids_steps_in_backward(values: dict[str, ob
     ],
 )
 def test_steps_in_backward_are_taken_where_nothing_forbids_them(values: dict[str, object]) -> None:
-    assert tiers_of(IN_BACKWARD, **values).step_in_backward
+    assert tiers_of(IN_BACKWARD, **values).step is StepPolicy.IN_BACKWARD
 
 
 def test_every_key_that_does_not_suit_is_told_at_once() -> None:
     messages = problems(IN_BACKWARD | {"state": "split"}, precision="fp16", gradient_clipping=1.0)
-    assert [key for key, _ in messages] == ["tiering.state", *["tiering.step_in_backward"] * 2]
+    assert [key for key, _ in messages] == ["tiering.state", *["tiering.step"] * 2]
 
 
 def test_values_are_read_as_written_in_files() -> None:

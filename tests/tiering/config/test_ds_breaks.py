@@ -254,6 +254,10 @@ def test_the_directory_of_telemetry_may_be_at_home(monkeypatch: pytest.MonkeyPat
     assert config.tiering.telemetry.dir == Path("/home/me/runs")
 
 
+def telemetry(**section: object) -> dict[str, Any]:
+    return {"tiering": {"telemetry": section}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -261,6 +265,18 @@ def test_the_directory_of_telemetry_may_be_at_home(monkeypatch: pytest.MonkeyPat
         ({"warmup": 8}, "remove it: neither DeepSpeed nor tiering has it"),
         ({"TRAIN_BATCH_SIZE": 8}, "did you mean train_batch_size?"),
         (adam(betas=[0.9]), r"missing value in [0.9]"),
+        (telemetry(labels={"run": "x"}), "the label 'run' is reserved; use another name"),
+        (telemetry(labels={"a-b": "x"}), "'a-b' is not a label name"),
+        (telemetry(labels={"team": "x" * 129}), "the value of 'team' is longer than 128 characters"),
+        (telemetry(links={"": "http://tb"}), "the link to 'http://tb' has no name; name the tool"),
+        (telemetry(links={"x" * 129: "http://tb"}), "is longer than 128 characters"),
+        (telemetry(links={"TB": "http://" + "x" * 994}), "the link 'TB' is longer than 1000 characters"),
+        (telemetry(links={"TB": "javascript:alert(1)"}), "it must begin with http:// or https://"),
+        (telemetry(flops_per_token=0), "greater than 0"),
+        (telemetry(flops_per_token="1e9"), "valid number"),
+        (telemetry(flops_per_token=True), "valid number"),
+        (telemetry(flops_per_token=float("nan")), "finite number"),
+        (telemetry(flops_per_token=1e19), "less than or equal to"),
     ],
 )
 def test_what_people_write_is_told_with_the_remedy(changes: dict[str, Any], message: str) -> None:

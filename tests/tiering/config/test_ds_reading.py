@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from tiering.config.ds_config import KeyReport, KeyVerdict, Origin, examine, load
+from tiering.config.ds_config import KeyVerdict, examine, load
 from tiering.config.ds_config.known_keys import KEYS, SECTIONS
-from tiering.config.training import TieringConfig
+from tiering.config.training import StepPolicy, TieringConfig
 
 from .ds_cases import MINIMAL, UNCLIPPED, ZERO3_NVME, changed, entry, refusal, without
 
@@ -59,66 +57,6 @@ def test_a_usual_zero3_nvme_file_passes() -> None:
     }
     assert {key: entry(report, key).verdict for key in verdicts} == verdicts
     assert all(entry.note for entry in report.entries)
-
-
-def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
-    keys = []
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        keys += leaves(value, f"{key}.") if isinstance(value, dict) and key in SECTIONS else [key]
-    return keys
-
-
-def test_the_report_holds_every_given_key_in_order() -> None:
-    _, report = load(ZERO3_NVME)
-    assert [entry.key for entry in report.entries] == leaves(ZERO3_NVME)
-
-
-def printed(report: KeyReport, width: int, **options: bool) -> str:
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(report.render(width, **options))
-    return console.export_text()
-
-
-def test_the_report_prints() -> None:
-    _, report = load(ZERO3_NVME)
-    table = printed(report, 200)
-    (row,) = [line for line in table.splitlines() if "zero_optimization.sub_group_size" in line]
-    assert row.split()[:5] == ["zero_optimization.sub_group_size", "100000000", "honoured", "file", "Maximum"]
-    narrow = printed(report, 80)
-    assert "zero_optimization.sub_group_size = 100000000  honoured\n    Maximum elements" in narrow
-    assert (
-        "zero_optimization.stage3_prefetch_bucket_size = 50000000  mapped (auto)\n    DeepSpeed's" in narrow
-    )
-    assert "scheduler" not in printed(report, 200, defaults=True)  # there is none
-    (row,) = [line for line in printed(report, 200, defaults=True).splitlines() if " tiering.state " in line]
-    assert row.split()[:4] == ["tiering.state", '"fp32"', "honoured", "default"]
-
-
-def test_the_report_in_one_line() -> None:
-    _, report = load(changed("zero_optimization.cpu_offload_use_pin_memory", True, ZERO3_NVME))
-    assert report.short() == (
-        "batch 4 = 2 x 2 micro-batches, bf16, ZeRO stage 3, parameters on nvme, optimizer state on nvme, AdamW,"
-        " gradients clipped at 1; no effect: torch_adam, buffer_count, buffer_size, max_in_cpu, fast_init,"
-        " stage3_max_reuse_distance and 1 more; deprecated: cpu_offload_use_pin_memory, thread_count;"
-        " run `tiering check FILE` for the reasons"
-    )
-    plain = load({"train_batch_size": 6, "gradient_clipping": 0}, world_size=2)[1]
-    assert plain.short() == "batch 6 = 3 x 2 ranks, fp32, ZeRO stage 0, no clipping"
-
-
-def test_what_nobody_gave_is_told_with_its_default() -> None:
-    _, report = load({"train_batch_size": 4, "fp16": {"enabled": True}})
-    defaults = {entry.key: entry for entry in report.defaults}
-    assert {entry.origin for entry in report.defaults} == {Origin.DEFAULT}
-    assert defaults["gradient_clipping"].value == 1.0
-    assert defaults["fp16.initial_scale_power"].value == 16
-    assert defaults["zero_optimization.sub_group_size"].value == 10**9
-    assert not defaults.keys() & {"train_batch_size", "fp16.enabled", "optimizer.params.lr", "bf16.enabled"}
-    plain = {entry.key: entry for entry in load({"train_batch_size": 4})[1].defaults}
-    assert plain["data_types.param_dtype"].value == "fp32", "in a key that has such values"
-    assert not [entry for entry in plain.values() if entry.verdict is KeyVerdict.DEPRECATED]
-    json.dumps(report.as_json(), allow_nan=False)
 
 
 @pytest.mark.parametrize(
@@ -276,10 +214,34 @@ def test_ranks_wait_for_each_other_as_long_as_configured() -> None:
 
 def test_steps_in_backward_are_for_one_process() -> None:
     settings = changed("tiering.step_in_backward", True, UNCLIPPED | {"train_batch_size": 2})
-    assert load(settings)[0].tiering.step_in_backward
+    assert load(settings)[0].tiering.step is StepPolicy.IN_BACKWARD
     message = refusal(settings, world_size=2)
-    assert "tiering.step_in_backward: true with 2 ranks is not supported in this version" in message
-    assert "set step_in_backward to false, or run one process" in message
+    assert (
+        "tiering.step_in_backward: 'in_backward' with 2 ranks: it is not supported in this version" in message
+    )
+    assert "set swap_versions to 2, step to 'deferred', or run one process" in message
+    settings["tiering"]["swap_versions"] = 2
+    assert load(settings, world_size=2)[0].tiering.step is StepPolicy.IN_BACKWARD
+
+
+def test_a_step_has_two_names_for_one_value() -> None:
+    def step_of(**tiers: object) -> StepPolicy:
+        return load(UNCLIPPED | {"tiering": tiers})[0].tiering.step
+
+    assert step_of() is step_of(step_in_backward=False) is StepPolicy.AFTER
+    for policy in StepPolicy:
+        assert step_of(step=policy.value) is policy
+    assert step_of(step_in_backward=True) is step_of(step="in_backward", step_in_backward=True)
+    assert step_of(step="deferred", step_in_backward=False) is StepPolicy.DEFERRED
+    _, report = load(changed("tiering.step_in_backward", True, UNCLIPPED))
+    assert entry(report, "tiering.step_in_backward").verdict is KeyVerdict.MAPPED
+    for step, in_backward in [("after", True), ("deferred", True), ("auto", True), ("in_backward", False)]:
+        message = refusal(UNCLIPPED | {"tiering": {"step": step, "step_in_backward": in_backward}})
+        told = f'{str(in_backward).lower()} contradicts tiering.step, which is "{step}"; remove one of them'
+        assert f"tiering.step_in_backward: {told}" in message
+    assert "tiering.step_in_backward: true or false is needed, not 1" in refusal(
+        changed("tiering.step_in_backward", 1, UNCLIPPED)
+    )
 
 
 def test_leaf_modules_are_honoured() -> None:
@@ -399,7 +361,7 @@ def test_problems_between_sections_are_told_by_the_key_of_the_tiers() -> None:
     message = refusal(changed("tiering.state", "split", settings))
     assert message.startswith("[TIER-CONFIG] 2 problems")
     assert "tiering.state: 'split' with precision fp32: " in message
-    assert "tiering.step_in_backward: true with gradient_clipping 1: " in message
+    assert "tiering.step_in_backward: 'in_backward' with gradient_clipping 1: " in message
 
 
 def test_the_state_format_is_honoured() -> None:
@@ -411,17 +373,19 @@ def test_the_state_format_is_honoured() -> None:
 @pytest.mark.parametrize("section", ["bf16", "bfloat16"])
 def test_checks_of_all_gradients_forbid_steps_in_backward(section: str) -> None:
     settings = changed(f"{section}.enabled", True, UNCLIPPED)
-    both = changed("tiering.step_in_backward", True, settings)
+    both = changed("tiering.step", "in_backward", settings)
     key = f"{section}.check_grad_overflow"
-    assert load(both)[0].tiering.step_in_backward
+    assert load(both)[0].tiering.step is StepPolicy.IN_BACKWARD
     config, report = load(changed(key, False, both))
-    assert config.tiering.step_in_backward and key not in {entry.key for entry in report.without_effect}
+    assert config.tiering.step is StepPolicy.IN_BACKWARD
+    assert key not in {entry.key for entry in report.without_effect}
     assert not load(changed(key, True, settings))[1].refused
     message = refusal(changed(key, True, both))
-    assert f"{key}: True with tiering.step_in_backward" in message
-    assert "set check_grad_overflow to false, or step_in_backward to false" in message
+    assert f"{key}: True with tiering.step 'in_backward'" in message
+    assert "set check_grad_overflow to false, tiering.swap_versions to 2, or tiering.step to 'def" in message
+    assert not load(changed("tiering.swap_versions", 2, changed(key, True, both)))[1].refused
     off = changed(f"{section}.enabled", False, changed(key, True, both))
-    assert load(off)[0].tiering.step_in_backward  # a section that is off asks for nothing
+    assert load(off)[0].tiering.step is StepPolicy.IN_BACKWARD  # a section that is off asks for nothing
 
 
 def test_examine_reports_what_load_refuses() -> None:

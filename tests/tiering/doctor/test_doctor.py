@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
@@ -20,11 +21,12 @@ import pytest
 from tests.fakes.machines import CGROUP, LIMITS, MEMINFO, NODE, STATUS, V1, Files, machine
 from tiering.cli import main
 from tiering.commands.doctor import examine
-from tiering.doctor import cpus, engines, limits, memory, software, swap_directory
+from tiering.doctor import cpus, engines, limits, memory, software, status, swap_directory
 from tiering.doctor.doctor_report import RULE, DoctorReport, discreet
 from tiering.doctor.finding import CheckResult, Finding, Verdict, note, perform, problem
 from tiering.host.numa import Node
 from tiering.host.topology import Machine
+from tiering.telemetry import Snapshot, StatusWriter, status_file_opening
 
 OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
 GIB = 1 << 30
@@ -267,6 +269,34 @@ def test_shared_memory() -> None:
     assert memory.judge_shared_memory(8 * GIB, 4 * GIB) == Finding("8.00 GiB, 4.00 GiB free")
 
 
+def test_the_directory_of_status_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, temporary = tmp_path / "run", tmp_path / "tmp"
+    temporary.mkdir()
+    # Runs of this user that train beside this test publish elsewhere.
+    monkeypatch.setattr(status_file_opening, "_temporary_directories", lambda: [temporary])
+    monkeypatch.setenv("TIERING_RUN_DIR", str(directory))
+    assert status.published(tmp_path) == Finding(f"{directory}, 0 runs there")
+    with (
+        closing(StatusWriter("gpt", directory=directory)) as here,
+        closing(StatusWriter("gpt", directory=temporary / f"tiering-{os.geteuid()}")) as elsewhere,
+    ):
+        here.publish(Snapshot("gpt", 0, 1, 1, 1.0, run_id="gpt-1"))
+        finding = status.published(tmp_path)
+        assert finding.verdict is NOTE and finding.remedy.startswith(f"tierd --dir {elsewhere.path.parent};")
+        assert finding.found.startswith(
+            f"{directory}, 1 run there; runs also publish in {elsewhere.path.parent},"
+        )
+    assert status.published(tmp_path) == Finding(f"{directory}, 0 runs there"), (
+        "a run that ended is not there"
+    )
+    directory.chmod(0o755)
+    open_to_others = status.published(tmp_path)
+    assert open_to_others.verdict is NOTE and "is open to others (mode 0755)" in open_to_others.found
+    assert "chmod" not in open_to_others.remedy
+    monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "missing" / "run"))
+    assert "missing is missing or closed" in status.published(tmp_path).found
+
+
 def test_kernels_and_packages(tmp_path: Path) -> None:
     assert cpus.instruction_set(tmp_path, lambda: "avx512") == Finding("avx512")
     assert cpus.instruction_set(tmp_path, lambda: "portable").verdict is NOTE
@@ -426,7 +456,7 @@ def test_the_page_has_every_check() -> None:
     """Each check has a row in a table and a line in the sample, in the order of execution."""
     page = (Path(__file__).parents[3] / "docs/tools/doctor.md").read_text(encoding="utf-8")
     machine, directory_part = (part.split("## ")[0] for part in page.split("## ")[1:])
-    groups = (software.CHECKS, cpus.CHECKS, memory.CHECKS, limits.CHECKS, engines.CHECKS)
+    groups = (software.CHECKS, cpus.CHECKS, memory.CHECKS, limits.CHECKS, engines.CHECKS, status.CHECKS)
     names = [name for group in groups for name in group] + ["files without a name"]
     tables = []
     for text in (machine, directory_part):

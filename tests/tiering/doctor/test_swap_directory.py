@@ -17,6 +17,8 @@ from tiering.doctor.finding import Finding, Verdict, problem
 from tiering.doctor.nameless import Holder
 from tiering.doctor.swap_directory import Trial, judge_trial, try_swap_file
 from tiering.host.drives import Backing, Drive, FileSystem, Link
+from tiering.host.quotas import Quota
+from tiering.host.smart import Smart
 from tiering.telemetry import Snapshot, StatusWriter
 
 OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
@@ -252,3 +254,43 @@ def test_swap_space_of_a_live_run_is_ok(tmp_path: Path, monkeypatch: pytest.Monk
         assert "stuck (process 30)" in finding.found and "python" not in finding.found
         assert finding.remedy.endswith("ps -fp 30") and "kill" not in finding.remedy
     assert nameless.judge([own]).verdict is NOTE, "its status file is removed"
+
+
+@pytest.mark.parametrize(
+    ("left", "verdict", "text"),
+    [([], OK, "none"), ([5 * GIB], OK, "5.00 GiB of"), ([GIB - 1], PROBLEM, "for this user")],
+)
+def test_a_quota_with_little_left_is_a_problem(left: list[int], verdict: Verdict, text: str) -> None:
+    finding = swap_directory.quota([Quota("user", 8 * GIB, 8 * GIB - nbytes) for nbytes in left])
+    assert (finding.verdict, text in finding.found) == (verdict, True)
+
+
+HEALTHY = Smart(0.07, 1.0, 0.1, 10**12, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("log", "verdict", "text"),
+    [
+        (HEALTHY, OK, "nvme0n1 7% used, 1 TB written, of about 14.3 TB by its own estimate, 100% spare"),
+        (replace(HEALTHY, used=0.8), NOTE, "80% used"),
+        (replace(HEALTHY, spare=0.05), NOTE, "5% spare"),
+        (replace(HEALTHY, warnings=4), NOTE, "critical warning 0x04"),
+        (replace(HEALTHY, media_errors=2), NOTE, "2 media errors"),
+        (PermissionError(errno.EPERM, "no"), OK, "unknown: only root may read its SMART log"),
+        (OSError(errno.ENOTTY, "no such command"), OK, "cannot be read (no such command)"),
+    ],
+)
+def test_a_worn_drive_is_noted(
+    log: Smart | OSError, verdict: Verdict, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(name: str, devices: Path) -> Smart:
+        assert name == "nvme0n1"
+        if isinstance(log, OSError):
+            raise log
+        return log
+
+    monkeypatch.setattr(swap_directory, "read_smart", read)
+    finding = swap_directory.wear(backing(drives=(FAST, HARD_DISK)))
+    assert (finding.verdict, bool(finding.remedy)) == (verdict, verdict is not OK)
+    assert text in finding.found
+    assert swap_directory.wear(backing(drives=(HARD_DISK,))) == Finding("unknown: no NVMe drive is visible")

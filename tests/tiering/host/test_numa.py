@@ -68,7 +68,7 @@ def test_the_pages_of_an_arena(monkeypatch: pytest.MonkeyPatch, infos: pytest.Lo
     count = arena.capacity // mmap.PAGESIZE
     on = numa.pages(arena.address, arena.capacity)
     if not on:
-        pytest.skip("this kernel knows no NUMA nodes")
+        pytest.skip("this kernel lists no NUMA nodes")
     assert sum(on.values()) == count and set(on) <= set(Machine.read().node_of.values())
     assert infos.messages[-1] == f"host arena: {numa.describe(on)}"
     monkeypatch.setattr(numa, "_system_call", lambda *_: errno.EPERM)

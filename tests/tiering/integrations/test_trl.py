@@ -25,7 +25,9 @@ from .trainers import PLACES, config, differences, different, llama, reported, s
 # Its trainers need a data set of this library.
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 trl = pytest.importorskip("trl", reason="trl is not installed")
-OffloadActivations = pytest.importorskip("trl.models.activation_offloading").OffloadActivations
+OffloadActivations = pytest.importorskip(
+    "trl.models.activation_offloading", reason="this trl has no activation offloading"
+).OffloadActivations
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -216,7 +216,7 @@ def test_a_file_system_is_counted_once(spare: int, tmp_path: Path, free: list[Pa
     assert resolve_budgets(TiersConfig(), device_memory=None, nvme_paths=paths).nvme == 95 * GIB
     shm = Path("/dev/shm")
     if not shm.is_dir() or shm.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("/dev/shm is no other file system here")
+        pytest.skip("there is no second file system here: /dev/shm is missing or the same one")
     allowed = TiersConfig.model_validate({"io": {"allow_memory_file_system": True}})
     assert resolve_budgets(allowed, device_memory=None, nvme_paths=[*paths, shm]).nvme == 190 * GIB
     if memory_file_system(shm):

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.tiering.workloads import DEVICE, HOST, MIB, NVME, PLENTY, budgets, followed, planned, workloads
+from tiering.config.step_policy import StepPolicy
 from tiering.errors import PlacementError
 from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan, place
 from tiering.placement.plan import Budgets, Plan, Staging
 from tiering.placement.slots import FEWEST_SLOTS, SMALLEST_TILE
 from tiering.placement.workload import Tier, Workload
-from tiering.storage.arena import PAGE
+from tiering.storage.arena import PAGE, round_up
 
 KINDS = ("parameters", "gradients", "optimizer state")
 PROMISES: list[Callable[[Workload, Plan], None]] = []
@@ -156,10 +157,32 @@ def the_windows_suffice(load: Workload, plan: Plan) -> None:
 
 
 @promise
+def further_versions_of_what_is_trained_take_room(load: Workload, plan: Plan) -> None:
+    state = sum(plan.tile_state_bytes(tile) for tile in plan.sub_groups if tile.tier is NVME)
+    assert plan.contents(NVME).get("optimizer state", 0) == (load.versions + load.snapshots) * state
+    assert plan.nvme_traffic_by_kind()[1]["optimizer state"] == state
+
+
+@promise
+def a_snapshot_has_room_for_what_it_reads_in_memory(load: Workload, plan: Plan) -> None:
+    written = 0
+    for tile in plan.sub_groups if load.snapshots else ():
+        written += 0 if tile.tier is NVME else round_up(plan.tile_state_bytes(tile))
+    for group, tier in zip(load.groups, plan.param_tiers, strict=True) if load.snapshots else ():
+        # Elsewhere, the masters are optimizer state.
+        if tier is not NVME and (load.split or group.fp32 or load.compute_itemsize == 4):
+            written += round_up(load.state_numel(group) * load.of(group).compute_itemsize)
+    assert plan.snapshot_bytes == written
+    assert plan.contents(NVME).get("snapshots", 0) == 2 * written
+
+
+@promise
 def files_of_a_user_take_no_swap_space(load: Workload, plan: Plan) -> None:
     on_nvme = [group for group, tier in zip(load.groups, plan.param_tiers, strict=True) if tier is NVME]
     assert plan.in_place_bytes == sum(group.param_bytes for group in on_nvme if group.in_files)
-    swapped = sum(group.param_bytes for group in on_nvme if not group.in_files)
+    swapped = sum(
+        group.param_bytes * (1 + len(load.kept_params(group))) for group in on_nvme if not group.in_files
+    )
     assert plan.contents(NVME).get("parameters", 0) == swapped
     fetched = sum(
         2
@@ -238,10 +261,11 @@ def test_the_number_that_a_refusal_names_suffices(load: Workload, limits: Budget
 @given(load=workloads(), device=st.integers(0, 3 * MIB))
 def test_steps_in_backward_fit_into_the_same_host_budget(load: Workload, device: int) -> None:
     """They move fewer gradients. The window stays, though, where all gradients would have been kept without it."""
-    least = followed(replace(load, step_in_backward=False), Budgets(device, 0, PLENTY)).budgets
+    least = followed(replace(load, step=StepPolicy.AFTER), Budgets(device, 0, PLENTY)).budgets
     for spare in (0, PAGE, 16 * PAGE, 100 * PAGE):
         limits = replace(least, host=least.host + spare)
-        after, during = (make_plan(replace(load, step_in_backward=on), limits) for on in (False, True))
+        steps = StepPolicy.AFTER, StepPolicy.IN_BACKWARD
+        after, during = (make_plan(replace(load, step=step), limits) for step in steps)
         windows = during.windows["gradients"] + during.staging.nbytes
         spared = sum(after.nvme_traffic()) + 2 * windows + 3 * dearest_piece(load, after)
         assert sum(during.nvme_traffic()) <= spared
@@ -335,7 +359,7 @@ def the_host_budget_that_is_named_keeps_all_off_nvme(load: Workload, plan: Plan)
         assert not sum(place(cached, replace(plan.budgets, host=need)).nvme_traffic())
         if load.device_is_host and need > plan.budgets.host:
             # Windows, from which gradients are used at once, may take less room than all gradients.
-            if load.step_in_backward:
+            if load.step is StepPolicy.IN_BACKWARD:
                 assert need <= place(cached, replace(plan.budgets, host=PLENTY)).total(Tier.HOST)
             else:
                 assert sum(place(cached, replace(plan.budgets, host=need - 1)).nvme_traffic())

@@ -23,6 +23,7 @@ from tests.tiering.workloads import (
     workloads,
 )
 from tiering.config.fields import format_need
+from tiering.config.step_policy import StepPolicy
 from tiering.config.training import format_size
 from tiering.errors import PlacementError
 from tiering.placement.group_sizes import GroupSizes, exchanged_at_once
@@ -57,7 +58,7 @@ def ranked(draw: st.DrawFn) -> Workload:
         reduce_itemsize=draw(st.sampled_from([0, 2, 4])),
         offload_param=load.offload_param if stage == 3 else DEVICE,
         offload_optimizer=load.offload_optimizer if stage >= 1 else DEVICE,
-        step_in_backward=load.step_in_backward and ranks == 1,
+        step=load.step if ranks == 1 else StepPolicy.AFTER,
     )
 
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiering.workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, budgets, example, planned, workloads
+from tests.tiering.workloads import (
+    DEVICE,
+    HOST,
+    NUMEL,
+    NVME,
+    PLENTY,
+    STEPS,
+    budgets,
+    example,
+    planned,
+    workloads,
+)
+from tiering.config.step_policy import StepPolicy
 from tiering.errors import ConfigError
 from tiering.placement.group_sizes import GroupSizes
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Budgets, Plan
+from tiering.placement.updates import update_of
 from tiering.placement.workload import Tenant, TenantPiece, Tier, Workload
 from tiering.planning.forecast import HIDDEN, Forecast, MachinePart, forecast
 from tiering.planning.rates import Rates
@@ -47,7 +61,7 @@ def test_every_byte_that_the_plan_moves_is_in_a_phase(
             replace(g, param_bytes=g.param_bytes * ranks, trainable_numel=g.trainable_numel * ranks)
             for g in load.groups
         ]
-        load = replace(load, groups=tuple(whole), world_size=ranks, stage=stage, step_in_backward=False)
+        load = replace(load, groups=tuple(whole), world_size=ranks, stage=stage, step=StepPolicy.AFTER)
     plan = planned(load, limits)
     estimate = forecast(plan, replace(EACH_ONE, device_memory=None), tokens=1)
     read, written = plan.nvme_traffic()
@@ -71,7 +85,7 @@ def test_state_and_parameters_are_in_the_phases_in_which_they_move() -> None:
 
 
 def test_stepping_in_backward_leaves_nothing_for_the_step() -> None:
-    plan = plan_of(example(step_in_backward=True))
+    plan = plan_of(example(step=StepPolicy.IN_BACKWARD))
     estimate = forecast(plan, EACH_ONE, tokens=1)
     behind = plan.staging.slots * plan.sub_groups[0].numel * (12 + 2)
     assert estimate.step.seconds == 0
@@ -81,7 +95,7 @@ def test_stepping_in_backward_leaves_nothing_for_the_step() -> None:
 
 
 def test_a_deferred_step_is_in_the_next_forward() -> None:
-    plan = plan_of(example(step_deferred=True))
+    plan = plan_of(example(step=StepPolicy.DEFERRED))
     estimate = forecast(plan, EACH_ONE, tokens=1)
     ahead = plan.staging.slots * plan.sub_groups[0].numel * 12
     assert estimate.step.seconds == 0
@@ -89,8 +103,77 @@ def test_a_deferred_step_is_in_the_next_forward() -> None:
     assert busy(estimate, MachinePart.NVME_WRITES) == (14 * TRAINED, 0, 0)
     assert busy(estimate, MachinePart.OPTIMIZER) == (TRAINED, 0, 0)
     # Parameters that stay on the device are updated at once.
-    resident = forecast(plan_of(example(step_deferred=True, offload_param=HOST)), EACH_ONE, tokens=1)
-    assert busy(resident, MachinePart.OPTIMIZER) == (0, 0, TRAINED)
+    resident = plan_of(example(step=StepPolicy.DEFERRED, offload_param=DEVICE))
+    assert busy(forecast(resident, EACH_ONE, tokens=1), MachinePart.OPTIMIZER) == (0, 0, TRAINED)
+    # In host memory they are hidden between their uses.
+    hidden = plan_of(example(step=StepPolicy.DEFERRED, offload_param=HOST))
+    assert busy(forecast(hidden, EACH_ONE, tokens=1), MachinePart.OPTIMIZER) == (TRAINED, 0, 0)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 4, 6, 8, 40])
+def test_the_update_is_beside_one_micro_batch_or_behind_all(tokens: int, micro_batches: int) -> None:
+    # Reads and writes do not slow each other.
+    rates = replace(EACH_ONE, device_memory=None, nvme_mixed=2.0)
+
+    def estimate(step: StepPolicy) -> Forecast:
+        return forecast(plan_of(example(micro_batches=micro_batches, step=step)), rates, tokens=tokens)
+
+    staging = plan_of(example()).staging
+    ahead, behind = (staging.slots * tile for tile in (staging.param_offset, staging.grad_offset))
+    # A forward computes and reads parameters; a backward also takes in gradients; the update reads and writes state.
+    forward, backward, state = 2 * tokens * TRAINED, (4 * tokens + 1) * TRAINED, 12 * TRAINED
+    params = 2 * TRAINED
+    others = (micro_batches - 1) * (max(forward, params) + max(backward, params))
+    after, deferred, in_backward = map(estimate, STEPS)
+    assert after.seconds == others + (
+        max(forward, params, behind)
+        + max(backward, params + ahead)
+        + max(TRAINED, state - ahead, state + params - behind)
+    )
+    assert deferred.seconds == others + (
+        max(forward + TRAINED, params + state - ahead, state + params) + max(backward, params + ahead)
+    )
+    assert in_backward.seconds == others + (
+        max(forward, params, behind) + max(backward + TRAINED, params + state, state + params - behind)
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(load=workloads(), limits=budgets, tokens=st.integers(0, 1000))
+def test_a_step_that_is_deferred_as_a_whole_is_never_slower(
+    load: Workload, limits: Budgets, tokens: int
+) -> None:
+    load = replace(load, step=StepPolicy.DEFERRED)
+    plan = planned(load, limits)
+    if any(update_of(plan, run) is not StepPolicy.DEFERRED for run in plan.runs):
+        return  # about half of the examples
+    after, deferred = (
+        forecast(replace(plan, workload=replace(load, step=step)), EACH_ONE, tokens=tokens).seconds
+        for step in STEPS[:2]
+    )
+    assert deferred <= after * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "during"),
+    [
+        ({}, TRAINED),
+        ({"offload_param": HOST}, TRAINED),
+        ({"offload_param": HOST, "fetch_by_copy": True}, 0),
+        ({"offload_optimizer": HOST}, 0),
+    ],
+    ids=["both on NVMe", "parameters hidden on the host", "parameters on the host", "state on the host"],
+)
+def test_what_can_be_taken_back_is_updated_in_backward(offloaded: dict[str, Any], during: int) -> None:
+    load = example(step=StepPolicy.IN_BACKWARD, versions=2, **offloaded)
+    estimate = forecast(plan_of(load), EACH_ONE, tokens=1)
+    assert busy(estimate, MachinePart.OPTIMIZER) == (0, during, TRAINED - during)
+    assert busy(estimate, MachinePart.HOST_MEMORY) == (0, TRAINED, 0)
+    if not during:
+        # The last backward reads state only if the step begins in it.
+        state = 12 * TRAINED * ("offload_param" in offloaded)
+        assert busy(estimate, MachinePart.NVME_READS)[2] == state
 
 
 def test_spilled_gradients_are_read_again_by_each_later_micro_batch_and_by_the_step() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tiering.storage.spaces import OpenSpace
-from tiering.storage import striping, swap_space
+from tiering.storage import slabs, striping
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, round_up
 from tiering.storage.swap_space import Section, SwapSpace
@@ -23,7 +23,7 @@ def run_or_skip(*command: str) -> None:
     try:
         ran = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
-        pytest.skip(f"there is no {command[0]} here")
+        pytest.skip(f"{command[0]} is not installed")
     if ran.returncode:
         pytest.skip(f"{' '.join(command)} is not possible here: {ran.stderr.strip()}")
 
@@ -41,7 +41,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
         def mount(*options: str, mkfs: tuple[str, ...] = EXT4, nbytes: int = 16 * MIB) -> Path:
             if os.geteuid() != 0:
-                pytest.skip("mounting a file system takes root")
+                pytest.skip("root is needed to mount a file system")
             image, where = tmp_path / "image.to.mount", tmp_path / "mounted"
             image.touch()
             os.truncate(image, nbytes)
@@ -83,7 +83,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             assert len(files) == len(rates)
             return [rate * 10**9 for rate in rates]
 
-        monkeypatch.setattr(swap_space, "measure", measure)
+        monkeypatch.setattr(slabs, "measure", measure)
 
     return say
 

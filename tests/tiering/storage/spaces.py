@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tiering.storage.arena import Arena, Lease
-from tiering.storage.swap_space import StripedExtent, SwapSpace
+from tiering.storage.slab_file import SlabFile
+from tiering.storage.striped_extent import StripedExtent
+from tiering.storage.swap_space import SwapSpace
 from tiering.storage.tickets import Ticket
 
 OpenSpace = Callable[..., SwapSpace]
@@ -46,3 +48,11 @@ def on_disk(extent: StripedExtent) -> bytes:
             file.seek(part.extent.offset + piece.offset)
             raw[piece.start : piece.start + piece.nbytes] = file.read(piece.nbytes)
     return bytes(raw)
+
+
+def at_places(places: Iterable[tuple[SlabFile, int, int]]) -> Iterator[bytes]:
+    """The bytes in the files at ``StripedExtent.places``."""
+    for slab, start, nbytes in places:
+        with Path(f"/proc/self/fd/{slab.fd}").open("rb") as file:
+            file.seek(start)
+            yield file.read(nbytes)

@@ -10,6 +10,7 @@ import errno
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from tests.signals import HANDLERS, RAISED
 from tiering import _interrupts
-from tiering._interrupts import DEFERRED_SIGNALS, StopRequest, deferred_interrupts
+from tiering._interrupts import DEFERRED_SIGNALS, StopRequest, atomic, deferred_interrupts
 from tiering.errors import SwapError
 from tiering.storage import tickets
 from tiering.storage.aio import AioContext, Fault, FaultPlan
@@ -35,8 +36,8 @@ class Interrupting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def aio_submit(self, *arguments: Any) -> int:
-        ticket: int = self.real.aio_submit(*arguments)
+    def aio_submit_vector(self, *arguments: Any) -> int:
+        ticket: int = self.real.aio_submit_vector(*arguments)
         if self.armed:
             self.armed = False
             signal.raise_signal(signal.SIGINT)
@@ -134,6 +135,46 @@ def test_nested_blocks_hold_one_interrupt_until_the_outermost_ends(ctrl_c: Inter
         nested()
     assert done == ["inner", "outer"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("polls", [False, True])
+def test_no_signal_interrupts_an_atomic_block(ctrl_c: Interrupting, nested: bool, polls: bool) -> None:
+    """Not even a second one, except where the block polls; it is handled at the end of the block."""
+    done = []
+
+    def press_twice() -> None:
+        with deferred_interrupts() if nested else nullcontext():
+            with atomic():
+                with atomic():
+                    signal.raise_signal(signal.SIGINT)
+                    signal.raise_signal(signal.SIGINT)
+                    done.append("inner")
+                done.append("outer")
+                if polls:
+                    atomic.poll()
+                    done.append("polled")
+            done.append("end")
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+    assert done == ["inner", "outer"]
+    assert (atomic.depth, signal.getsignal(signal.SIGINT)) == (0, signal.default_int_handler)
+
+
+def test_a_first_signal_in_an_atomic_block_waits_for_the_end_of_the_outer_one(ctrl_c: Interrupting) -> None:
+    done = []
+
+    def press() -> None:
+        with deferred_interrupts():
+            with atomic():
+                signal.raise_signal(signal.SIGINT)
+                atomic.poll()
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    assert done == ["whole"]
 
 
 @pytest.fixture

@@ -11,10 +11,12 @@ import pytest
 
 from tests.signals import Striker, striking
 from tiering.errors import SwapError
-from tiering.storage import striping, swap_space
+from tiering.storage import slabs, striping
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
-from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
+from tiering.storage.striped_extent import StripedExtent
+from tiering.storage.swap_space import Section, SwapSpace
+from tiering.storage.versions import Kept
 from tiering.weights import tensor_file
 from tiering.weights.tensor_file import TensorFileWriter, TensorSpec
 
@@ -25,13 +27,16 @@ LATE = 0.001  # seconds: a transfer that was lost is still under way when its me
 class Swap:
     """An extent on ``paths``, and two leases: one to transfer, one to look with."""
 
-    def __init__(self, engine: str, paths: list[Path], stack: ExitStack) -> None:
+    def __init__(self, engine: str, paths: list[Path], stack: ExitStack, *, versions: bool) -> None:
         late = FaultPlan((Fault(count=0, delay=LATE),))
         self.aio = stack.enter_context(AioContext(engine=engine, block_size=PAGE, fault=late))
-        self.space = SwapSpace({"state": Section(PAGES * PAGE, tuple(paths))}, self.aio)
+        room = Section((1 + versions) * PAGES * PAGE, tuple(paths))
+        self.space = SwapSpace({"state": room}, self.aio)
         stack.callback(self.space.close)
         self.arena = Arena.map(2 * PAGES * PAGE, "staging")
-        self.extent: StripedExtent = self.space.allocate(PAGES * PAGE, ("w",), "state")
+        self.extent: StripedExtent = self.space.allocate(
+            PAGES * PAGE, ("w",), "state", kept=(Kept.STEP,) * versions
+        )
         self.lease, self.other = self.new_lease(), self.new_lease()
 
     def new_lease(self) -> Lease:
@@ -58,18 +63,21 @@ class Swap:
         return bytes(self.other.view)
 
 
-@pytest.fixture(params=[1, 2], ids=["one path", "two paths"])
+@pytest.fixture(
+    params=[(1, False), (2, False), (1, True)], ids=["one path", "two paths", "one path, two versions"]
+)
 def swap(
     engine: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Swap]:
-    paths = [tmp_path / str(number) for number in range(request.param)]
+    count, versions = request.param
+    paths = [tmp_path / str(number) for number in range(count)]
     for path in paths:
         path.mkdir()
     monkeypatch.setattr(striping, "SMALLEST_SHARE", PAGE)
     monkeypatch.setattr(striping, "SMALLEST_STRIPED", PAGE)
-    monkeypatch.setattr(swap_space, "measure", lambda aio, files: [1] * len(files))
+    monkeypatch.setattr(slabs, "measure", lambda aio, files: [1] * len(files))
     with ExitStack() as stack:
-        yield Swap(engine, paths, stack)
+        yield Swap(engine, paths, stack, versions=versions)
 
 
 def strikes(instants: int) -> Any:

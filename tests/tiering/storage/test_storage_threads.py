@@ -13,7 +13,8 @@ import pytest
 from tiering.errors import SwapError
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
-from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
+from tiering.storage.striped_extent import StripedExtent
+from tiering.storage.swap_space import Section, SwapSpace
 from tiering.storage.tickets import Ticket
 
 THREADS, TURNS, PAGES = 16, 40, 8

@@ -76,7 +76,7 @@ def test_a_directory_that_this_user_cannot_reach(public: Path) -> None:
 def print_unshared(set_up: str, program: str, directory: Path) -> str:
     """What ``program`` prints, run with ``directory`` in mounts of its own, which the shell script ``set_up`` makes."""
     if shutil.which("unshare") is None:
-        pytest.skip("no unshare command")
+        pytest.skip("unshare is not installed (Debian: package util-linux)")
     script = f'{set_up} || exit 77; exec "$@" "$0"'
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", script, str(directory), sys.executable, "-c", program],

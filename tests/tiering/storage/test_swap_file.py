@@ -214,7 +214,7 @@ def test_a_whole_file_system_gives_no_warning(tmp_path: Path, caplog: pytest.Log
 def test_memory_may_be_allowed() -> None:
     shm = Path("/dev/shm")
     if not shm.is_dir():
-        pytest.skip("there is no /dev/shm here")
+        pytest.skip("this machine has no /dev/shm")
     round_trip(shm, 4 * PAGE, direct=True)
 
 

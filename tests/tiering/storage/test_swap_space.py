@@ -13,7 +13,7 @@ import pytest
 
 from tests.tiering.storage.spaces import OpenSpace, on_disk, read, write
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.storage import path_speeds, swap_space
+from tiering.storage import path_speeds, slabs
 from tiering.storage.aio import AioContext, Fault
 from tiering.storage.arena import PAGE, Arena
 from tiering.storage.swap_file import free_bytes
@@ -28,7 +28,7 @@ MIB = 1 << 20
 def test_on_one_path_a_transfer_is_one_ticket(
     open_space: OpenSpace, arena: Arena, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap_space, "measure", None)  # nothing to compare with
+    monkeypatch.setattr(slabs, "measure", None)  # nothing to compare with
     space = open_space({"parameters": (8 * PAGE, paths[:1]), "optimizer state": (5 * PAGE, paths[:1])})
     assert (len(space.slabs), space.capacity, space.weights) == (1, 13 * PAGE, {})
     extent = space.allocate(8 * PAGE, ("w",), "parameters")
@@ -53,7 +53,7 @@ def test_a_disk_that_is_too_full_says_what_it_has(
     open_space: OpenSpace, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = paths[0].stat().st_dev
-    monkeypatch.setattr(swap_space, "free_by_file_system", lambda _: {number: 20 * PAGE + 5})
+    monkeypatch.setattr(slabs, "free_by_file_system", lambda _: {number: 20 * PAGE + 5})
     with pytest.raises(SwapSpaceError) as caught:
         open_space({"parameters": (12 * PAGE, paths[:1]), "gradients": (9 * PAGE, paths[:1])})
     assert str(caught.value) == (
@@ -184,7 +184,7 @@ def test_a_link_does_not_name_a_directory_twice(open_space: OpenSpace, paths: li
 def test_a_directory_that_will_not_do_is_refused_before_anything_is_made(
     open_space: OpenSpace, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap_space, "SlabFile", None)
+    monkeypatch.setattr(slabs, "SlabFile", None)
     with pytest.raises(SwapSpaceError, match="missing does not exist"):
         open_space({"state": (PAGE, [paths[0], paths[1] / "missing"])})
 
@@ -201,7 +201,7 @@ def test_a_start_that_fails_leaves_nothing(
 
     open_space({"state": (PAGE, paths[:1])})
     before, free = open_descriptors(), free_bytes(paths[0])
-    monkeypatch.setattr(swap_space, "measure", fails)
+    monkeypatch.setattr(slabs, "measure", fails)
     with AioContext(engine="threads") as aio:
         within = open_descriptors()
         with pytest.raises(SwapError, match="planted"):

@@ -17,6 +17,7 @@ from tiering.telemetry import (
     StatusFile,
     StatusWriter,
     find_status_files,
+    job_labels,
 )
 from tiering.telemetry import status_file as status_module
 
@@ -45,6 +46,22 @@ def test_a_description_comes_with_every_snapshot_and_is_read_once(
     )
     for writer in writers:
         writer.close()
+
+
+def test_labels_name_the_job_the_pod_and_what_is_configured(tmp_path: Path) -> None:
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "gpt", "HOSTNAME": "node-1"}
+    assert job_labels({"team": "vision", "job_name": "mine"}, slurm) == {
+        "job_id": "77",
+        "job_name": "mine",
+        "team": "vision",
+    }
+    namespace = tmp_path / "namespace"
+    namespace.write_text("ml\n")
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "gpt-0"}
+    assert job_labels({}, pod, namespace) == {"namespace": "ml", "pod": "gpt-0"}
+    downward = pod | {"POD_NAME": "p" * 200, "POD_NAMESPACE": "prod"}
+    assert job_labels({}, downward, namespace) == {"namespace": "prod", "pod": "p" * 128}
+    assert job_labels({}, {}) == {}
 
 
 def test_a_damaged_description_is_none(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_the_run_directory_is_chosen_in_order(tmp_path: Path, monkeypatch: pytes
     assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="root is needed to give a directory to another user")
 def test_another_users_directories_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir(mode=0o700)

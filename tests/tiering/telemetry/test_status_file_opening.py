@@ -19,6 +19,7 @@ from tiering.telemetry import (
     TelemetryError,
     find_status_files,
     open_writer,
+    run_directories_of_all_users,
     status_file_opening,
 )
 
@@ -38,7 +39,7 @@ def _missing_parent(tmp_path: Path) -> Path:
 
 def _of_another_user(tmp_path: Path) -> Path:
     if os.geteuid() != 0:
-        pytest.skip("only root can give a directory away")
+        pytest.skip("root is needed to give a directory to another user")
     (foreign := tmp_path / "theirs").mkdir(mode=0o700)
     os.chown(foreign, 12345, 12345)
     return foreign
@@ -119,6 +120,27 @@ def test_without_any_directory_there_is_no_status_file(
     assert open_writer("gpt") is None
     (record,) = caplog.records
     assert "this run trains without telemetry" in record.getMessage()
+
+
+def test_the_directories_of_all_users_are_those_that_their_owner_alone_can_use(
+    tmp_path: Path, temporary_directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid, spare = os.geteuid(), temporary_directories[1]
+    runtime = tmp_path / "user"
+    good = [
+        runtime / str(uid) / "tiering",
+        *(spare / f"tiering-{uid}{run}" for run in ("", "-gpt-1", "-gpt-2")),
+    ]
+    for directory in (*good, spare / f"tiering-{uid + 1}", spare / "tiering-x"):
+        directory.mkdir(mode=0o700, parents=True)
+    (spare / f"tiering-{uid}-open").mkdir()
+    (spare / f"tiering-{uid}-open").chmod(0o755)
+    (spare / f"tiering-{uid}-link").symlink_to(good[0])
+    (spare / f"tiering-{uid}-file").touch()
+    found = list(run_directories_of_all_users(runtime))
+    assert sorted(found) == sorted((directory, uid) for directory in good)
+    monkeypatch.setattr(status_file_opening, "MAX_DIRECTORIES", 2)
+    assert len(list(run_directories_of_all_users(runtime))) == 2
 
 
 def test_private_directories_of_killed_runs_are_removed(

@@ -92,7 +92,9 @@ def test_prometheus_gets_names_back_as_they_were() -> None:
     assert {dict(labels)["directory"] for _, labels in series(ODD_NAMED)} == {ODD}
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is of Debian's package prometheus")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (Debian: package prometheus)"
+)
 def test_promtool_has_nothing_to_say() -> None:
     for result in (*results.ALL, ODD_NAMED):
         process = subprocess.run(

@@ -48,6 +48,8 @@ def test_what_a_window_counts_adds_up(tmp_path: Path, rw: ReadWrite) -> None:
     with work_files(tmp_path) as file, Load(file, load_settings) as load:
         assert load.lay_out().write.bytes == 16 * MIB == file.written_bytes
         row = load.run(rw, seconds=SECONDS)
+        stats = [(each.read.bytes, each.write.bytes) for each in load._contexts[0].stats()]
+        assert load._contexts[0].moved() == stats == load.moved()
     assert bool(row.read.bytes) is reads(rw)
     assert bool(row.write.bytes) is writes(rw)
     assert row.seconds >= SECONDS
@@ -92,30 +94,75 @@ def test_a_mix_has_the_share_of_reads_that_was_asked_for(tmp_path: Path) -> None
     assert abs(row.read.ops - 0.75 * ops) <= 2 * blocks  # as near as requests can come
 
 
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Bytes of each request of an AioContext, and of the memory that it uses. Slots have 256 KiB."""
+    prepare, seen = AioContext.prepare_vector, []
+
+    def noted(aio: AioContext, kind: Any, buffer: Any, pieces: Any, **more: Any) -> Any:
+        seen.append((sum(piece.nbytes for piece in pieces), max(piece.at + piece.nbytes for piece in pieces)))
+        return prepare(aio, kind, buffer, pieces, **more)
+
+    monkeypatch.setattr(AioContext, "prepare_vector", noted)
+    monkeypatch.setattr(block_mover, "_SLOT_BYTES", MIB // 4)
+    return seen
+
+
 def test_requests_are_smaller_while_the_file_is_written_and_shared_by_jobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow drive must complete some in a short time; Python's time per byte falls with the size."""
-    prepare, seen = AioContext.prepare, set[int]()
-
-    def noted(
-        aio: AioContext, kind: Any, file: int, buffer: Any, offset: int, nbytes: int, **more: Any
-    ) -> Any:
-        seen.add(nbytes)
-        return prepare(aio, kind, file, buffer, offset, nbytes, **more)
-
-    monkeypatch.setattr(AioContext, "prepare", noted)
-    monkeypatch.setattr(block_mover, "_REQUEST_BYTES", MIB)
-    monkeypatch.setattr(block_mover, "_FIRST_BYTES", MIB // 4)
+    monkeypatch.setattr(block_mover, "_FIRST_BYTES", MIB // 8)
     load_settings = settings(bs=65536, iodepth=2)
     with work_files(tmp_path) as file, Load(file, load_settings) as load:
         load.lay_out()
-        assert max(seen) == MIB // 4
+        assert set(requests) == {(MIB // 8, MIB // 8)}
         load.run("read", seconds=SECONDS)
-        assert max(seen) == MIB
+        assert max(requests) == (2 * MIB, MIB // 4)
     # Of four jobs, each has a quarter in the same memory.
-    assert slots(load_settings, 16 * MIB) == (3, 16)
-    assert slots(settings(bs=65536, iodepth=2, numjobs=4), 16 * MIB) == (3, 4)
+    assert slots(load_settings, 16 * MIB) == (3, 4)
+    assert slots(settings(bs=65536, iodepth=2, numjobs=4), 16 * MIB) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("mix", "most"), [({}, 2 * MIB), ({"rwmixread": 75}, MIB // 4), ({"verify": True}, MIB // 4)]
+)
+def test_requests_use_memory_again_except_where_that_would_show(
+    tmp_path: Path, requests: list[tuple[int, int]], mix: dict[str, object], most: int
+) -> None:
+    with work_files(tmp_path) as file, Load(file, settings(bs=65536, iodepth=2, **mix)) as load:
+        load.lay_out()
+        load.run("rw", seconds=SECONDS)
+    assert max(requests) == (most, MIB // 4)
+
+
+def test_a_small_file_has_several_requests_in_flight(tmp_path: Path, requests: list[tuple[int, int]]) -> None:
+    load_settings = settings(bs=65536, iodepth=2, size=2 * MIB)
+    with work_files(tmp_path, size=2 * MIB) as file, Load(file, load_settings) as load:
+        load.lay_out()
+        load.run("rw", seconds=SECONDS)
+    # Slots of two blocks; of the 16 blocks of each half of the file, four requests may be in flight.
+    assert max(requests) == (4 * 65536, 2 * 65536)
+
+
+def test_an_interval_ends_with_the_blocks_in_flight_but_not_before_the_first(
+    tmp_path: Path, requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = block_mover.Lane._work
+
+    def begin_late(lane: block_mover.Lane, *arguments: Any) -> None:
+        time.sleep(0.1)
+        work(lane, *arguments)
+
+    late = FaultPlan((Fault("read", count=0, delay=0.2),))
+    monkeypatch.setattr(load_module, "AioContext", partial(AioContext, fault=late))
+    monkeypatch.setattr(block_mover.Lane, "_work", begin_late)
+    with work_files(tmp_path) as file, Load(file, settings(bs=65536, iodepth=2)) as load:
+        load.lay_out()
+        row = load.run("read", seconds=1e-6)
+    assert max(requests)[0] == 2 * MIB
+    assert row.complete
+    assert 0 < row.read.bytes < MIB  # the whole request takes 3.2 s
 
 
 def test_several_directories_and_jobs_add_up(tmp_path: Path) -> None:
@@ -180,14 +227,14 @@ def test_after_a_ramp_what_is_drained_does_not_count(tmp_path: Path, monkeypatch
     """Queues are as full at a window's end as at its begin: to count their rest at one end alone would flatter."""
 
     def late(**options: Any) -> AioContext:
-        return AioContext(**options, fault=FaultPlan((Fault("read", count=0, delay=1.0),)))
+        return AioContext(**options, fault=FaultPlan((Fault("read", count=0, rate=20 * MIB),)))
 
     monkeypatch.setattr(load_module, "AioContext", late)
     with work_files(tmp_path) as file, Load(file, settings(bs=MIB)) as load:
         load.lay_out()
         row = load.run("read", seconds=0.1, ramp=0.1)
-        assert row.seconds < 0.9
-        assert row.read.bytes == 0 < file.read_bytes
+        # Eight blocks are in flight at the end, each for a twentieth of a second.
+        assert 0 < row.read.bytes <= file.read_bytes - 6 * MIB
 
 
 def test_what_preparation_had_no_time_for_is_not_read(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from tiering.tierbench.result import Result
 from . import results
 
 drawn = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="matplotlib draws: pip install tiering[bench]"
+    importlib.util.find_spec("matplotlib") is None,
+    reason="matplotlib is not installed: pip install tiering[bench]",
 )
 
 

@@ -28,8 +28,8 @@ from tiering.planning.setting import Setting
 from tiering.planning.sizing import load_of
 from tiering.storage import read_ahead
 from tiering.storage.aio import AioContext
-from tiering.storage.io_stats import TransferRecord
 from tiering.storage.read_ahead import StagingPipeline
+from tiering.storage.recording import TransferRecord
 from tiering.tierbench.replay import pattern
 from tiering.tierbench.replay.fetching import Ended, Transfers
 from tiering.tierbench.replay.pattern import share_extents, turns_of

@@ -61,7 +61,7 @@ def test_the_header_says_what_was_measured_and_how() -> None:
         "128 CPUs",
     ):
         assert part in text
-    assert "not in use io_uring: Operation not permitted" in " ".join(shown(results.VIRTIO).split())
+    assert "refused io_uring: Operation not permitted" in " ".join(shown(results.VIRTIO).split())
     assert "swap, overlay on overlay at /, written to ext4 on /dev/nvme0n1 at /var" in shown(
         results.BUFFERED, 120
     )

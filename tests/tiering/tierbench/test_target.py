@@ -38,7 +38,7 @@ def test_a_device_is_refused() -> None:
 def test_a_block_device_is_refused_with_what_it_would_destroy() -> None:
     disks = [path for path in Path("/dev").iterdir() if path.is_block_device()]
     if not disks:
-        pytest.skip("there is no block device here")
+        pytest.skip("this machine has no block device")
     with pytest.raises(UnsafeTargetError, match="a block device: writing to it would destroy what is on it"):
         target.check(disks[0])
 
@@ -84,7 +84,7 @@ def test_a_file_and_a_pipe_are_refused(tmp_path: Path) -> None:
 
 def test_memory_is_no_drive() -> None:
     if not Path("/dev/shm").is_dir():
-        pytest.skip("there is no /dev/shm here")
+        pytest.skip("this machine has no /dev/shm")
     with pytest.raises(UnsafeTargetError, match="is on tmpfs, which is memory and not a drive"):
         target.check(Path("/dev/shm"))
 

@@ -152,9 +152,9 @@ def test_a_file_that_shrinks_while_it_is_loaded(
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     run = fill.Fill.run
 
-    def cut_first(self: Any, *arguments: Any) -> None:
+    def cut_first(self: Any, *arguments: Any, **options: Any) -> None:
         shard.write_bytes(content[: len(content) // 2])
-        run(self, *arguments)
+        run(self, *arguments, **options)
 
     monkeypatch.setattr(fill.Fill, "run", cut_first)
     with pytest.raises((WeightsError, SwapError), match=shard.name):

@@ -86,7 +86,7 @@ def test_no_placement_changes_a_bit(
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_loads_what_was_saved(start: Start, tmp_path: Path, tied: bool) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers loads the files")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
@@ -105,7 +105,7 @@ def test_transformers_loads_what_was_saved(start: Start, tmp_path: Path, tied: b
 
 
 def test_an_adapter_has_whole_modules_to_save(start: Start, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft adapts the layers")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
 
     def base() -> nn.Module:
         torch.manual_seed(1)

@@ -22,7 +22,7 @@ from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import EngineStateError
 from zero3.building.fill import Fill
 from zero3.checkpoint.saving import Saver
-from zero3.optimizer.tile_stepper import TileStepper
+from zero3.optimizer.tile_batch import TileBatch
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def test_a_step_that_was_ended_half_way_is_not_mended_by_a_load(
     """What the step has left over would be used by the next one."""
     engine = begin(start)
     engine.save_checkpoint(tmp_path)
-    monkeypatch.setattr(TileStepper, "_run_batch", lambda *_: 1 / 0)
+    monkeypatch.setattr(TileBatch, "run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(engine, range(1))
     with pytest.raises(EngineStateError, match="initialize the model again from a checkpoint"):

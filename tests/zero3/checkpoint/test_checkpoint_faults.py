@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import tiering
 from tests.zero3.checkpoints import Start, begin, entries, undisturbed
 from tests.zero3.resuming import STREAMED, Left, tokens, train
 from tiering.checkpoint.reader import open_checkpoint
-from tiering.errors import CheckpointError, EngineStateError, TieringError
+from tiering.errors import CheckpointError, EngineStateError, SwapError, TieringError
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.weights import tensor_file
 from zero3.device import tiers
@@ -71,6 +71,28 @@ def test_a_write_that_fails_names_the_file(
     with pytest.raises(CheckpointError, match=r"global_step0.*safetensors: it cannot be written: EIO"):
         engine.save_checkpoint(tmp_path / "saved", background=background).wait()
     assert entries(tmp_path / "saved") == []
+    assert Left.by(engine, train(engine, range(3))).differences(undisturbed(start, 3, **STREAMED)) == []
+
+
+def test_a_load_mends_state_that_was_lost(
+    start: Start, tmp_path: Path, plan_fault: Callable[..., None]
+) -> None:
+    plan_fault(Fault("write", first=45, error=errno.EIO))
+    torch.manual_seed(1)
+    engine = begin(start, **STREAMED)
+    torch.manual_seed(2)
+    engine.save_checkpoint(tmp_path / "saved")
+    errors: list[str] = []
+    while len(errors) < 3:
+        try:
+            train(engine, range(1))
+        except SwapError as error:
+            errors.append(error.message)
+    assert all(
+        "EIO" in each and "if they are parameters or optimizer state, load a checkpoint" in each
+        for each in errors[1:]
+    )
+    engine.load_checkpoint(tmp_path / "saved")
     assert Left.by(engine, train(engine, range(3))).differences(undisturbed(start, 3, **STREAMED)) == []
 
 

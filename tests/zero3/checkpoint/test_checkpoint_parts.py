@@ -14,7 +14,8 @@ from torch import nn
 from tests.zero3.resuming import MIXED, ON_CPU, STREAMED, WIDTH, Left, Model, train
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, ConfigError
-from zero3.device.tiers import Home, Tiers
+from zero3.device.home import Home
+from zero3.device.tiers import Tiers
 from zero3.engine.engine import Engine
 
 Start = Callable[..., Engine]

@@ -311,9 +311,10 @@ def test_copies_to_the_device_have_ended_before_the_host_changes(
         def before_host_changes(self) -> None:
             values.append(engine._state.weights(engine.module)["frozen"].max().item())
 
-    tiers = copy.copy(engine._checkpoints._parts.tiers)
+    loader = engine._checkpoints._loader
+    tiers = copy.copy(loader._parts.tiers)
     monkeypatch.setattr(tiers, "streams", Fetching())
-    monkeypatch.setattr(engine._checkpoints, "_parts", replace(engine._checkpoints._parts, tiers=tiers))
+    monkeypatch.setattr(loader, "_parts", replace(loader._parts, tiers=tiers))
     monkeypatch.setattr(engine._state, "_streams", Fetching())
     engine.load_checkpoint(tmp_path)
     assert values == [2.0]

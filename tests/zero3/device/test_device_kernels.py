@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from optim_cpu import kernels
+from optim_cpu.dtypes import DTYPES
 from optim_cpu.formats import QuantizedFormat, quantized
 from optim_cpu.kernels import ExactSum
 from zero3.device import kernels as device_kernels
 from zero3.device.kernels import cuda_library, fused, torch_operations
 from zero3.device.kernels.encoded_weight import DeviceWeight
-from zero3.passes.gradients import KERNEL_DTYPES
 
 from .kernels_by_gcc import ACCUMULATES, DECODES, REDUCES, SQUARES, STRUCTURES, CompiledByGcc, same_bits
 
@@ -127,10 +127,10 @@ def test_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def squares_in_c(flat: Tensor) -> ExactSum:
-    return kernels.sum_of_squares(flat.data_ptr(), KERNEL_DTYPES[flat.dtype], flat.numel())
+    return kernels.sum_of_squares(flat.data_ptr(), DTYPES[flat.dtype], flat.numel())
 
 
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_squares(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many tensors, whose blocks are added side by side: none ends where another's begins, one has no block."""
     monkeypatch.setattr(torch_operations, "BLOCKS_AT_ONCE", 3)
@@ -184,7 +184,7 @@ def every_kind(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.name}-{form.group_size}")
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_decode(dtype: torch.dtype, form: QuantizedFormat, way: str, by_gcc: CompiledByGcc) -> None:
     """Whole matrices and parts, with scales of every size, also where the codes of scales are not aligned."""
     generator = torch.Generator().manual_seed(4)
@@ -196,7 +196,7 @@ def test_decode(dtype: torch.dtype, form: QuantizedFormat, way: str, by_gcc: Com
     for rows, columns in parts:
         part = weight._decoded_elsewhere(dtype, rows, columns)
         assert same_bits(part, decoded[slice(*rows), slice(*columns)].contiguous())
-    expected = [f"decode<{form.code:d}, {KERNEL_DTYPES[dtype]:d}>"] * 3 if way == "kernels.cu" else []
+    expected = [f"decode<{form.code:d}, {DTYPES[dtype]:d}>"] * 3 if way == "kernels.cu" else []
     assert by_gcc.launched[launched:] == expected
 
 
@@ -206,15 +206,15 @@ def test_a_scale_that_is_not_finite_is_decoded_to_nan(scale: float, way: str) ->
     codes, scales = form.encode(torch.arange(-64.0, 64.0).view(2, 64))
     scales.view(torch.float32)[1] = scale
     weight = DeviceWeight(form, codes, scales)
-    for dtype in KERNEL_DTYPES:
+    for dtype in DTYPES:
         part, decoded = weight._decoded_elsewhere(dtype, (0, 2), (0, 64)), weight.decoded(dtype)
         assert part[1].isnan().all() and torch.equal(part[0], decoded[0])
         assert way == "torch operations" or same_bits(part, decoded)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("source", KERNEL_DTYPES)
-@pytest.mark.parametrize("target", KERNEL_DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
 def test_accumulate(target: torch.dtype, source: torch.dtype, overwrite: bool, way: str) -> None:
     """A cast keeps what a NaN carries: torch's is another, which no step can tell."""
     grad, ours = every_kind(source), every_kind(target)
@@ -223,9 +223,9 @@ def test_accumulate(target: torch.dtype, source: torch.dtype, overwrite: bool, w
     device_kernels.accumulate(ours, grad, overwrite=overwrite)
     kernels.accumulate(
         theirs.data_ptr(),
-        KERNEL_DTYPES[target],
+        DTYPES[target],
         grad.data_ptr(),
-        KERNEL_DTYPES[source],
+        DTYPES[source],
         len(grad),
         overwrite=overwrite,
     )
@@ -236,8 +236,8 @@ def test_accumulate(target: torch.dtype, source: torch.dtype, overwrite: bool, w
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("source", KERNEL_DTYPES)
-@pytest.mark.parametrize("target", KERNEL_DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
 def test_reduce(target: torch.dtype, source: torch.dtype, overwrite: bool, way: str) -> None:
     """Of one, of some, and of more than a launch takes; zeros keep their sign; sources are left as they are."""
     generator, any_of = torch.Generator().manual_seed(1), [every_kind(dtype) for dtype in (target, source)]
@@ -246,7 +246,7 @@ def test_reduce(target: torch.dtype, source: torch.dtype, overwrite: bool, way: 
         ours, theirs = (any_of[0][places[0]] for _ in range(2))
         sources, copies = (list(any_of[1][places[1:]]) for _ in range(2))
         device_kernels.reduce(ours, sources, 1 / 3, overwrite=overwrite)
-        from_c = KERNEL_DTYPES[target], [each.data_ptr() for each in copies], KERNEL_DTYPES[source], numel
+        from_c = DTYPES[target], [each.data_ptr() for each in copies], DTYPES[source], numel
         kernels.reduce(theirs.data_ptr(), *from_c, 1 / 3, overwrite=overwrite)
         if way == "torch operations" or count > fused.MOST_SOURCES:
             assert torch.equal(ours.isnan(), theirs.isnan())

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optim_cpu import kernels
+from optim_cpu.dtypes import DTYPES
 from optim_cpu.formats import round_parameters
 from optim_cpu.kernels import DType, Rule, StateFormat
 from zero3.device import kernels as device_kernels
 from zero3.device.kernels import Segment, cuda_library, fused, torch_operations
-from zero3.passes.gradients import KERNEL_DTYPES
 
 from .kernels_by_gcc import STEPS, CompiledByGcc, same_bits
 
@@ -88,9 +88,9 @@ def step_in_c(
         state=tuple(tensor.data_ptr() for tensor in state),
         state_format=state_format,
         grad=grad.data_ptr(),
-        grad_dtype=KERNEL_DTYPES[grad.dtype],
+        grad_dtype=DTYPES[grad.dtype],
         out=0 if out is None else out.data_ptr(),
-        out_dtype=DType.BF16 if out is None else KERNEL_DTYPES[out.dtype],
+        out_dtype=DType.BF16 if out is None else DTYPES[out.dtype],
         first_index=first_index,
     )
     batch.run(grad_scale)
@@ -265,7 +265,7 @@ def test_every_format(
     generator = torch.Generator().manual_seed(4)
     param = torch.randn(5000, generator=generator)
     state = [torch.zeros(5000), torch.zeros(5000)]
-    grads = [torch.randn(5000, generator=generator).to(dtype) for dtype in KERNEL_DTYPES]
+    grads = [torch.randn(5000, generator=generator).to(dtype) for dtype in DTYPES]
     runs = []
     for first_index in (0, (1 << 32) - 2100, 5 << 40):
         for at_once in (1 << 24, 999):
@@ -354,8 +354,8 @@ def segments(draw: st.DrawFn) -> tuple[list[Segment], list[Segment]]:
         )
         state = [numbers(at + numel), numbers(at + numel).abs()]
         param, states = by_format(numbers(at + numel), state, state_format, split=split)
-        grad = numbers(at + numel).to(draw(st.sampled_from(list(KERNEL_DTYPES))))
-        dtype = draw(st.sampled_from([None, *KERNEL_DTYPES])) if not split else None
+        grad = numbers(at + numel).to(draw(st.sampled_from(list(DTYPES))))
+        dtype = draw(st.sampled_from([None, *DTYPES])) if not split else None
         out = None if dtype is None else torch.zeros(at + numel, dtype=dtype)
         first_index = draw(st.sampled_from([0, (1 << 32) - 1000, 3 << 33])) + draw(st.integers(0, 99))
         arguments.append((rule, param, states, grad, out, state_format, first_index, at))

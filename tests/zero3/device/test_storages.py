@@ -95,7 +95,7 @@ def open_storages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_torch_can_close_a_storage() -> None:
     """With it, nothing else here is skipped: an older one may lack it, and has NaN instead."""
     if torch.__version__ < "2.13":
-        pytest.skip(f"torch {torch.__version__} need not be able to")
+        pytest.skip(f"torch {torch.__version__} may lack the mark that closes a storage; 2.13 has it")
     assert storages.can_close()
 
 

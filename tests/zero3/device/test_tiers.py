@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.tiering.workloads import NVME, PLENTY, example
+from tiering.config.fields import format_size
 from tiering.config.training import TiersConfig
 from tiering.errors import SwapError
 from tiering.placement.placement import make_plan
@@ -20,8 +22,9 @@ from tiering.placement.workload import Tenant, TenantPiece, Tier
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.tickets import Ticket
 from zero3.device import tiers as tiers_module
+from zero3.device.home import Home, NvmePaths
 from zero3.device.storages import as_tensor
-from zero3.device.tiers import Home, NvmePaths, Tiers
+from zero3.device.tiers import Tiers
 from zero3.device.timeline import StallClock, Timeline
 
 KIND = "cached keys"
@@ -58,8 +61,14 @@ def open_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         tiers.close()
 
 
-def test_the_windows_are_registered_first(open_tiers: Callable[..., Any]) -> None:
-    """Where the limit of locked memory ends the registration, all transfers still use registered memory."""
+def test_the_windows_are_registered_first(
+    open_tiers: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the limit of locked memory ends the registration, all transfers still use registered memory.
+
+    If the limit is smaller, they use as much of the staging slots as it permits.
+    """
+    caplog.set_level(logging.INFO, "zero3.device.tiers")
     tiers, homes = open_tiers()
     if "registered_buffers" not in tiers.aio.info.flags:
         pytest.skip(f"{tiers.aio.engine} registers nothing")
@@ -80,6 +89,21 @@ def test_the_windows_are_registered_first(open_tiers: Callable[..., Any]) -> Non
     assert tiers.aio.info.passed_over["registered_buffers"].startswith("ENOMEM")
     store(tiers, homes[2], 1)
     assert tiers.load(homes[2], 0, NBYTES).tolist() == [1] * NBYTES
+    tiers.close()
+
+    caplog.clear()
+    # The first slots; then neither all others, nor the half, nor a quarter of them.
+    refusals = (
+        Fault("register", count=1, error=errno.ENOMEM),
+        Fault("register", first=3, count=0, error=errno.ENOMEM),
+    )
+    tiers, _ = open_tiers(*refusals, block_size=4096)
+    registered = tiers.aio.info.registered_bytes
+    assert 0 < registered <= tiers.staging.nbytes // 2
+    assert (
+        f"{format_size(registered)} of {format_size(every)} are registered with the kernel (ENOMEM"
+        in caplog.text
+    )
 
 
 def store(tiers: Tiers, home: Home, value: int) -> None:

@@ -25,11 +25,12 @@ from tests.zero3.plain import Tower, inputs
 from tiering.errors import PlacementError
 from tiering.placement.placement import place
 from tiering.placement.workload import Tier
-from tiering.storage import striping, swap_space
+from tiering.storage import slabs, striping
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE
 from tiering.storage.swap_file import memory_file_system
 from zero3.device import tiers
+from zero3.loop import step_ahead
 from zero3.params.precision import keeps_dtype
 
 ALL = {"offload_param": "nvme", "offload_optimizer": "nvme"}
@@ -90,7 +91,7 @@ def begin(start: Callable[..., Any]) -> Callable[..., Any]:
 
 def settle(engine: Any) -> None:
     """Wait until nothing is under way, also of a deferred step."""
-    engine._updates.finish_deferred()
+    engine._updates.settle_step()
     engine._prefetcher.look_ahead()
     for home in engine._tiers._homes:
         if home.on_nvme:
@@ -165,27 +166,33 @@ def test_every_state_format_moves_the_planned_bytes(
 
 @pytest.mark.one_of(4)
 @pytest.mark.parametrize(
-    ("name", "formats", "accumulation"),
+    ("name", "formats", "accumulation", "versions"),
     crossed(
         ["all", "part cached", "gradients too"],
         [("bf16", "fp32"), ("bf16", "split+bf16"), ("fp32", "fp32")],
         [1, 3],
+        [1, 2],
     ),
 )
 def test_steps_in_backward_move_the_planned_bytes(
-    begin: Callable[..., Any], micro_batches: Any, name: str, formats: tuple[str, str], accumulation: int
+    begin: Callable[..., Any],
+    micro_batches: Any,
+    name: str,
+    formats: tuple[str, str],
+    accumulation: int,
+    versions: int,
 ) -> None:
     precision, state = formats
     habit = {"precision": precision, "accumulation": accumulation, "state": state, "clip": 0.0}
-    engine = begin(**habit, step_in_backward=True, **PLACEMENTS[name])
+    engine = begin(**habit, step_in_backward=True, swap_versions=versions, **PLACEMENTS[name])
     check_window(engine, micro_batches(100))
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["after backward", "in backward"])
+@pytest.mark.parametrize("versions", [0, 1, 2], ids=["after backward", "in backward", "ahead"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("name", ["all", "gradients too"])
 def test_what_is_computed_again_is_read_once_for_that_and_for_backward(
-    begin: Callable[..., Any], name: str, reentrant: bool, in_backward: bool
+    begin: Callable[..., Any], name: str, reentrant: bool, versions: int
 ) -> None:
     class Recomputed(Tower):
         def forward(self, x: torch.Tensor, skip: int | None = None) -> torch.Tensor:
@@ -201,7 +208,8 @@ def test_what_is_computed_again_is_read_once_for_that_and_for_backward(
         accumulation=1,
         threshold=0,
         clip=0.0,
-        step_in_backward=in_backward,
+        step_in_backward=versions > 0,
+        swap_versions=versions or 1,
         **PLACEMENTS[name],
     )
     check_window(engine, ((x,) for x in inputs(100)))
@@ -229,7 +237,7 @@ def test_the_bytes_of_several_paths_add_up(
 ) -> None:
     monkeypatch.setattr(striping, "SMALLEST_STRIPED", 8 * PAGE)
     monkeypatch.setattr(striping, "SMALLEST_SHARE", PAGE)
-    monkeypatch.setattr(swap_space, "measure", lambda _, files: list(range(1, len(files) + 1)))
+    monkeypatch.setattr(slabs, "measure", lambda _, files: list(range(1, len(files) + 1)))
     paths = [tmp_path / str(i) for i in range(3)]
     for path in paths:
         path.mkdir()
@@ -321,3 +329,26 @@ def test_weights_in_files_are_read_in_whole_pages(
     ).plan.nvme_traffic()[0]  # fmt: skip
     check_window(engine, micro_batches(100))
     assert sorted(path.path for path in engine.snapshot().io) == [str(tmp_path), str(tmp_path / "nvme")]
+
+
+@pytest.mark.parametrize("name", ["all", "gradients too"])
+def test_a_step_that_is_taken_back_moves_the_state_once_more_at_most(
+    begin: Callable[..., Any], micro_batches: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It is begun in backward, clipped, and made again."""
+    monkeypatch.setattr(step_ahead, "MOST_IN_VAIN", 1)
+    engine = begin(accumulation=1, clip=1e-6, step="in_backward", swap_versions=2, **PLACEMENTS[name])
+    batches = micro_batches(100)
+    for _ in range(2):
+        step(engine, batches)
+    settle(engine)
+    before = counted(engine)
+    step(engine, batches)
+    settle(engine)
+    read, written = (now - then for now, then in zip(counted(engine), before, strict=True))
+    planned_read, planned_written = engine.plan.nvme_traffic()
+    reads, writes = engine.plan.nvme_traffic_by_kind()
+    assert 0 <= written - planned_written <= writes["optimizer state"] + writes["parameters"]
+    # A tile's gradients and its parameters, which are the masters in fp32, are read with its state.
+    updated = writes["parameters"] + reads["gradients"]
+    assert 0 <= read - planned_read <= reads["optimizer state"] + updated

@@ -17,6 +17,7 @@ from tests.zero3.plain import (
     Tower,
     assert_same,
     assert_same_everywhere,
+    by_its_own,
     differing,
     inputs,
     run_engine,
@@ -247,16 +248,7 @@ def test_two_forwards_before_their_backwards(start: Start, order: str) -> None:
 
 
 def test_the_losss_own_backward(start: Start) -> None:
-    def script(loop: Loop) -> list[float]:
-        losses = []
-        for x in inputs(4):
-            loss = loop(x)
-            losses.append(loss.item())
-            loss.backward()
-            loop.step()
-        return losses
-
-    run = assert_same_everywhere(start, Tower, script, precision="bf16")
+    run = assert_same_everywhere(start, Tower, by_its_own, precision="bf16")
     engines = run_engine(start, Tower, plainly, precision="bf16")
     assert differing(run.masters, engines.masters) == []
 

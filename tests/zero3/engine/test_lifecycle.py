@@ -1,324 +1,38 @@
-"""From initialize to close: several engines in one process, interrupts at any moment, and what is left afterwards."""
+"""From initialize to close: several engines in one process, and what is left of them afterwards."""
 
 from __future__ import annotations
 
 import gc
 import os
-import random
-import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import tiering
-from tests.crossed import crossed
+from tests.zero3.mixture import Mixture
 from tests.zero3.plain import (
     STREAMED,
+    TIGHT,
     WIDTH,
-    Tower,
     assert_nothing_held,
     differing,
     inputs,
-    starved_soon,
+    tower,
     update,
 )
 from tiering.errors import EngineStateError, TieringError
-from zero3.passes import moved_activations
+from tiering.telemetry import EndStatus, find_status_files
 
 Start = Callable[..., Any]
-TIGHT: dict[str, Any] = {
-    **STREAMED,
-    "host_budget": "256KiB",
-    "device_budget": "128KiB",
-    "accumulation": 1,
-    "threshold": 0,
-}
 
-
-@pytest.fixture(autouse=True)
-def starve_soon() -> Iterator[None]:
-    with starved_soon():
-        yield
-
-
-def tower(layers: int = 3) -> Tower:
-    torch.manual_seed(5)
-    return Tower(layers)
-
-
-ROOT = Path(tiering.__file__).parent.parent
-OURS = (str(ROOT / "zero3"), str(ROOT / "tiering"))
-
-
-def time_out(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError("the user's own")
-
-
-def interrupted(
-    call: Callable[[], Any], moment: int, met: list[str], number: int = signal.SIGINT, times: int = 1
-) -> bool:
-    """Call ``call`` with signal ``number`` at the ``moment``-th point in our own code where Python looks for signals.
-
-    That is where a function of ours is entered, and where one returns that is not in Python. ``met`` gets the point's
-    name, if there are as many. Returns whether the interrupt ended the call.
-    """
-    passed = 0
-
-    def look(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal passed
-        code = frame.f_code
-        # In a finalizer, as one of a generator, Python prints the exception and goes on: nobody can answer it there.
-        if (
-            event not in ("call", "c_return")
-            or not code.co_filename.startswith(OURS)
-            or code.co_name in ("__del__", "<genexpr>")
-        ):
-            return
-        passed += 1
-        if passed == moment:
-            met.append(f"{Path(code.co_filename).name}:{frame.f_lineno}, {code.co_name} ({event})")
-            for _ in range(times):
-                signal.raise_signal(number)
-
-    sys.setprofile(look)
-    try:
-        call()
-    except (KeyboardInterrupt, TimeoutError):
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
-
-
-MOMENTS = {"forward": 600, "backward": 950, "step": 2000}  # about as many as there are
-
-
-@pytest.fixture
-def alarms() -> Iterator[None]:
-    """The handler of SIGALRM raises, as that of a watchdog."""
-    before = signal.signal(signal.SIGALRM, time_out)
-    yield
-    signal.signal(signal.SIGALRM, before)
-
-
-ACTIVATIONS: dict[str, Any] = {"activations": "nvme", "activation_budget": "32KiB", "host_budget": "512KiB"}
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize(
-    ("during", "number", "options"),
-    [
-        *((during, number, {}) for during in MOMENTS for number in (signal.SIGINT, signal.SIGALRM)),
-        *((during, signal.SIGINT, ACTIVATIONS) for during in ("forward", "backward")),
-    ],
-)
-def test_an_interrupt_at_any_moment(
-    start: Start,
-    during: str,
-    number: int,
-    options: dict[str, Any],
-    alarms: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What it ended is done again; a step that has begun is not ended by it. The bits are those of a calm run."""
-    monkeypatch.setattr(moved_activations, "SMALLEST", 512)
-    count = MOMENTS[during] * (2 if options else 1)
-    moments = random.Random(during).sample(range(1, count), 40)
-    met: list[str] = []
-
-    def train(engine: Any, during: str) -> list[float]:
-        losses = []
-        for x, moment in zip(inputs(len(moments)), moments, strict=True):
-            if during == "forward":
-                interrupted(partial(engine, x), moment, met, number)
-            loss = engine(x)
-            losses.append(loss.item())
-            failed = during == "backward" and interrupted(partial(engine.backward, loss), moment, met, number)
-            if during != "backward" or failed:
-                engine.backward(engine(x) if failed else loss)
-            steps = engine.global_steps
-            if during == "step":
-                interrupted(engine.step, moment, met, number)
-            if engine.global_steps == steps:
-                engine.step()
-            assert engine.global_steps == steps + 1, met[-1]
-            assert_nothing_held(engine)
-        return losses
-
-    calm, disturbed = start(tower(), **TIGHT), start(tower(), **TIGHT | options)
-    expected = train(calm, "")
-    assert train(disturbed, during) == expected, met
-    assert differing(disturbed.master_state_dict(), calm.master_state_dict()) == [], met
-    assert len(met) > len(moments) // 2, "most moments were never reached"
-    if options:
-        gc.collect()
-        moved = disturbed._schedule._moved
-        assert moved.written_bytes > 0 and moved.used == {"host": 0, "nvme": 0}
-
-
-def test_a_second_signal_in_a_step_leaves_an_engine_that_can_be_closed(start: Start, alarms: None) -> None:
-    """It does not wait, so parameters may be of two steps: the engine says so, or the step was done."""
-    refusals: list[str] = []
-    for moment in random.Random(9).sample(range(100, MOMENTS["step"] // 2), 12):
-        engine = start(tower(), **TIGHT)
-        (x,) = inputs(1)
-        engine.backward(engine(x))
-        met: list[str] = []
-        interrupted(engine.step, moment, met, signal.SIGALRM, times=2)
-        try:
-            engine.backward(engine(x))
-        except EngineStateError as error:
-            refusals.append(str(error))
-        engine.close()
-    assert len(refusals) > 3
-    assert all("step 1 was ended by TimeoutError" in refusal for refusal in refusals), refusals
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def fail(kind: str) -> None:
-    if kind == "exception":
-        raise ValueError("the user's own")
-    os.kill(os.getpid(), signal.SIGINT)
-    for _ in range(1000):  # Python answers the signal at one of these
-        pass
-
-
-class Failing(torch.autograd.Function):
-    armed = ""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if Failing.armed:
-            fail(Failing.armed)
-        return grad
-
-
-class Fragile(Tower):
-    """Runs a function of the user's in its middle, and one block under checkpointing."""
-
-    armed = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight: Any = self.get_submodule("blocks.1.1").weight
-        weight.register_post_accumulate_grad_hook(lambda _: fail(self.armed) if self.armed else None)
-
-    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
-        x = self.into(x)
-        first, two, three = self.blocks
-        x = x + checkpoint(two, x + first(x), use_reentrant=False)
-        x = x + three(Failing.apply(x))
-        result: Tensor = self.out(x).float().pow(2).mean()
-        return result
-
-
-def plant(engine: Any, where: str, kind: str) -> Callable[[], None]:
-    """Let ``kind`` happen once the model's pass comes to ``where``; returns what removes it."""
-    layer = engine.module.get_submodule("blocks.1")
-    if where == "custom function":
-        Failing.armed = kind
-        return lambda: setattr(Failing, "armed", "")
-    if where == "hook after accumulation, before ours":
-        engine.module.armed = kind
-        return lambda: setattr(engine.module, "armed", "")
-    if where == "recomputation":
-        runs: list[int] = []
-        handle = layer[2].register_forward_hook(lambda *_: fail(kind) if runs else runs.append(1))
-    elif where == "forward pre-hook":
-        handle = layer[1].register_forward_pre_hook(lambda *_: fail(kind))
-    elif where == "forward hook of a group":
-        handle = layer.register_forward_hook(lambda *_: fail(kind))
-    elif where == "forward hook of the model":
-        handle = engine.module.register_forward_hook(lambda *_: fail(kind))
-    elif where == "backward hook":
-        handle = engine.module.get_submodule("blocks.0").register_full_backward_hook(lambda *_: fail(kind))
-    elif where == "parameter's hook":
-        handle = layer[1].weight.register_hook(lambda _: fail(kind))
-    else:
-        handle = layer[1].weight.register_post_accumulate_grad_hook(lambda _: fail(kind))
-    return handle.remove
-
-
-WHERE = [
-    "forward pre-hook",
-    "forward hook of a group",
-    "forward hook of the model",
-    "recomputation",
-    "custom function",
-    "backward hook",
-    "parameter's hook",
-    "hook after accumulation",
-    "hook after accumulation, before ours",
-]
-
-
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize(("where", "kind"), crossed(WHERE, ["exception", "ctrl-c"]))
-def test_what_the_users_own_code_raises(start: Start, where: str, kind: str) -> None:
-    """In each micro-batch once: it is done again, from the first of its step on, and changes nothing."""
-    options = {**TIGHT, "accumulation": 2}
-    torch.manual_seed(5)
-    disturbed = start(Fragile(), **options)
-    torch.manual_seed(5)
-    calm = start(Fragile(), **options)
-    raised = (
-        pytest.raises(ValueError, match="own") if kind == "exception" else pytest.raises(KeyboardInterrupt)
-    )
-    inputs_in_16_bits = [x.bfloat16().requires_grad_() for x in inputs(6)]
-    for pair in zip(inputs_in_16_bits[::2], inputs_in_16_bits[1::2], strict=True):
-        for failing in (0, 1):
-            for x in pair[:failing]:
-                update(disturbed, x)
-            remove = plant(disturbed, where, kind)
-            with raised:
-                disturbed.backward(disturbed(pair[failing]))
-            remove()
-            assert_nothing_held(disturbed)
-            if "forward" in where and failing:
-                break  # the gradients of the first are kept
-        for x in pair[1:] if "forward" in where else pair:
-            update(disturbed, x)
-        for x in pair:
-            update(calm, x)
-    assert disturbed.global_steps == calm.global_steps == 3
-    assert disturbed.get_global_grad_norm() == calm.get_global_grad_norm()
-    assert differing(disturbed.master_state_dict(), calm.master_state_dict()) == []
-
-
-def test_a_failing_scheduler_is_told_after_the_step(start: Start) -> None:
-    engine, calm = start(tower(), **TIGHT), start(tower(), **TIGHT)
-
-    class Schedule(torch.optim.lr_scheduler.LambdaLR):
-        fails = False
-
-        def step(self, epoch: int | None = None) -> None:
-            if self.fails:
-                fail("exception")
-            super().step(epoch)
-
-    engine.lr_scheduler = Schedule(engine.optimizer, lambda step: 1.0)
-    engine.lr_scheduler.fails = True
-    first, second = inputs(2)
-    with pytest.raises(ValueError, match="own"):
-        update(engine, first)
-    engine.lr_scheduler.fails = False
-    update(engine, second)
-    update(calm, first)
-    update(calm, second)
-    assert differing(engine.master_state_dict(), calm.master_state_dict()) == []
+pytestmark = pytest.mark.usefixtures("starve_soon")
 
 
 class Other(nn.Module):
@@ -499,3 +213,71 @@ def test_calls_after_close_and_without_backward(start: Start) -> None:
         loss.backward()
     with pytest.raises(TieringError, match="close"):
         engine.module(x)
+
+
+def test_engines_leave_nothing_behind(start: Callable[..., Any], micro_batches: Any, nvme: Path) -> None:
+    def once() -> None:
+        engine = start(**STREAMED)
+        tokens, targets = next(micro_batches(1))
+        engine.backward(engine(tokens, targets))
+        engine.step()
+        assert list(nvme.iterdir()) == []
+        engine.close()
+
+    def count(kind: str) -> int:
+        return sum(1 for _ in Path("/proc/self", kind).iterdir())
+
+    once()
+    gc.collect()
+    files, threads = count("fd"), threading.active_count()
+    tasks = count("task")
+    for _ in range(10):
+        once()
+    gc.collect()
+    assert count("fd") <= files
+    assert threading.active_count() <= threads
+    assert count("task") <= tasks
+
+
+def test_an_engine_that_nobody_closes_is_collected(tmp_path: Path) -> None:
+    """Its memory may be most of the machine's: a notebook that starts another must not keep both, nor show both."""
+
+    def forget() -> weakref.ref[Any]:
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            "tiering": {
+                "device_budget": "16MiB",
+                "host_budget": "16MiB",
+                "telemetry": {"dir": str(tmp_path / "run")},
+            },
+        }
+        engine = tiering.initialize(model=Mixture(), config=config).engine
+        engine.backward(engine(torch.ones(4, 32), 0))
+        engine.step()
+        return weakref.ref(engine._tiers)
+
+    tiers = forget()
+    end = time.monotonic() + 20
+    (page,) = find_status_files(tmp_path / "run")
+    while (tiers() is not None or page.read().state == "live") and time.monotonic() < end:
+        gc.collect()  # again: the publisher may be telling of it just now
+        time.sleep(0.05)
+    assert tiers() is None
+    last = page.read().snapshot
+    assert last is not None
+    assert (last.ended, last.step) == (EndStatus("finished"), 1)
+
+
+def test_two_engines_share_a_directory(start: Callable[..., Any], train: Callable[..., Any],
+                                       micro_batches: Any) -> None:  # fmt: skip
+    alone = train(2, **STREAMED)
+    first, second = start(**STREAMED), start(**STREAMED)
+    for tokens, targets in micro_batches(4):
+        for engine in (first, second):
+            engine.backward(engine(tokens, targets))
+            engine.step()
+    for engine in (first, second):
+        masters = engine.master_state_dict()
+        assert all(torch.equal(masters[name], alone.masters[name]) for name in masters)

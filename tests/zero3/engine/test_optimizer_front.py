@@ -118,7 +118,7 @@ def test_an_overflow_skips_the_step_and_a_loop_can_tell(start: Start) -> None:
 
 
 def test_schedulers_of_torch_and_of_transformers_change_the_engines_rate(start: Start) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     engine = start(accumulation=1)
     optimizer = engine.as_optimizer()
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -239,7 +239,7 @@ def test_clipping_is_refused_where_it_would_do_nothing(start: Start) -> None:
     with pytest.raises(ConfigError, match="max_norm 0; it must be greater than 0"):
         optimizer.clip_grad_norm_(0)
     optimizer = start(accumulation=1, clip=0.0, step_in_backward=True).as_optimizer()
-    with pytest.raises(ConfigError, match="step_in_backward"):
+    with pytest.raises(ConfigError, match="in_backward"):
         optimizer.clip_grad_norm_(1.0)
 
 

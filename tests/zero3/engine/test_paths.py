@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.zero3.inside import wait_for_transfers
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.placement.workload import Tier
-from tiering.storage import striping, swap_space
+from tiering.storage import slabs, striping
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.swap_file import memory_file_system
 from zero3.device import tiers
@@ -40,7 +40,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(striping, "SMALLEST_SHARE", PAGE)
 
     def say(*rates: int) -> None:
-        monkeypatch.setattr(swap_space, "measure", lambda _, files: [rates[i] for i in range(len(files))])
+        monkeypatch.setattr(slabs, "measure", lambda _, files: [rates[i] for i in range(len(files))])
 
     return say
 
@@ -249,7 +249,7 @@ def test_the_arenas_are_registered_if_the_configuration_says_so(
     try:
         AioContext(engine="io_uring").close()
     except SwapError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"engine io_uring cannot start here: {error}")
     engine = start(**STREAMED, io={"engine": "io_uring", "registered": registered})
     tiers_, info = engine._tiers, engine._tiers.aio.info
     assert info.engine == "io_uring"

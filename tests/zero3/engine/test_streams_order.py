@@ -73,6 +73,7 @@ FIRST = [
     ("host, room for few groups", "saves"),
     ("nvme, room for few groups", "failures"),
     ("nvme, the least room", "stepped in backward"),
+    ("nvme, the least room", "begun in backward"),
     ("parameters on the device, state on nvme", "edits of split state"),
     ("device", "saves"),
     ("parameters on the device, state in host memory", "edits"),
@@ -266,6 +267,7 @@ SCRIPTS: dict[str, tuple[Script, dict[str, Any]]] = {
     "accumulation": (updates, {"accumulation": 2}),
     "fp32": (updates, {"accumulation": 2, "precision": "fp32"}),
     "stepped in backward": (updates, {"accumulation": 1} | EARLY),
+    "begun in backward": (updates, {"accumulation": 1, "swap_versions": 2} | EARLY),
     "split state": (updates, {"accumulation": 1, "state": "split+bf16"}),
     "evaluations": (evaluations, {"accumulation": 1}),
     "edits": (edits, {"accumulation": 1}),
@@ -424,7 +426,10 @@ def test_everything_is_in_order_everywhere(
     ],
 )
 def test_what_is_computed_twice(outcome_of: Callable[..., Left], placement: str, model: str) -> None:
-    check(outcome_of, FakeDevice(never, never), "accumulation", placement, model)
+    gpu = FakeDevice(never, never)
+    check(outcome_of, gpu, "accumulation", placement, model)
+    # The CPU steps tiles on NVMe in runs of tasks, although the device is a GPU.
+    assert gpu.runs or not placement.startswith("nvme")
 
 
 @pytest.mark.one_of(2)

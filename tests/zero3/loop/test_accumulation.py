@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.zero3.plain import STREAMED, Loop, Tower, assert_same_everywhere, differing, inputs, run_engine
+from tests.zero3.plain import (
+    STREAMED,
+    Loop,
+    Tower,
+    assert_same_everywhere,
+    differing,
+    inputs,
+    run_engine,
+    with_no_sync,
+)
 from tiering.errors import EngineStateError
 
 # The Trainers' tests accumulate in fp32 against a stock Trainer.
@@ -49,20 +58,7 @@ def test_several_backwards_in_one_step(start: Start, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_backwards_without_sync_and_one_with(start: Start, precision: str) -> None:
-    def script(loop: Loop) -> list[float]:
-        losses = []
-        for number, x in enumerate(inputs(9)):
-            loss = loop(x, skip=number % 3)
-            losses.append(loss.item())
-            if number % 3 < 2:
-                with loop.no_sync():
-                    loop.backward(loss)
-            else:
-                loop.backward(loss)
-                loop.step()
-        return losses
-
-    assert_same_everywhere(start, Tower, script, precision=precision)
+    assert_same_everywhere(start, Tower, with_no_sync, precision=precision)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

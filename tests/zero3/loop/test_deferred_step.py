@@ -12,17 +12,19 @@ import pytest
 import torch
 
 import tiering
-from tests.crossed import crossed
-from tests.zero3.loop.test_step_in_backward import (
-    EVERYWHERE,
-    MODELS,
+from tests.zero3.loop.step_times import (
+    FP16,
+    LOOKS,
+    MODELS_AND_HABITS,
     SCRIPTS,
-    WITH_EACH_MODEL,
-    assert_same,
-    turns,
+    assert_bits,
+    assert_bits_in_least_room,
+    assert_bits_of_model,
+    trained,
+    with_overflows,
 )
-from tests.zero3.plain import ADAM, STREAMED, Tower, inputs, run_engine, update
-from tiering.errors import ConfigError, EngineStateError, SwapError
+from tests.zero3.plain import STREAMED, Tower, inputs, update
+from tiering.errors import ConfigError, SwapError
 from tiering.storage.read_ahead import StagingPipeline
 
 Start = Callable[..., Any]
@@ -30,57 +32,28 @@ DEFERRED = {"step": "deferred"}
 
 
 @pytest.mark.one_of(6)
-@pytest.mark.parametrize(("model", "habit"), crossed(MODELS, [("bf16", 3), ("fp32", 1), ("bf16", 1)]))
+@pytest.mark.parametrize(("model", "habit"), MODELS_AND_HABITS)
 def test_a_deferred_step_gives_the_bits_of_a_step_at_once(
     start: Start, model: str, habit: tuple[str, int]
 ) -> None:
-    build, (precision, accumulation) = MODELS[model], habit
-    script = partial(turns, passes=accumulation)
-    options: dict[str, Any] = {"precision": precision, "accumulation": accumulation}
-    at_once = run_engine(start, build, script, **options)
-    assert len({*at_once.losses}) > 1
-    for name, placement in (EVERYWHERE if build is Tower else WITH_EACH_MODEL).items():
-        assert_same(run_engine(start, build, script, **options, **DEFERRED, **placement), at_once, name)
+    assert_bits_of_model(start, DEFERRED, model, habit)
 
 
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("state", ["fp32", "split", "bf16", "split+bf16"])
 def test_within_the_smallest_budgets(start: Start, state: str) -> None:
     """Gradients stream, and most parameters are larger than any buffer."""
-    options: dict[str, Any] = {"precision": "bf16", "state": state}
-    at_once = run_engine(start, Tower, turns, **options)
-    least = run_engine(start, Tower, turns, smallest=True, **options, **DEFERRED, **STREAMED)
-    assert_same(least, at_once, "the smallest budgets")
-
-
-def with_overflows(loop: Any) -> list[float]:
-    """Of eight updates some are skipped, some are clipped, and each has another learning rate."""
-    losses = []
-    for n, x in enumerate(inputs(8)):
-        for group in loop.optimizer.param_groups:
-            group["lr"] = ADAM["lr"] / (n + 1)
-        losses.append(update(loop, x * (1e4 if n in (2, 3, 6) else 0.1 * n)))
-        loop.optimizer.zero_grad()
-    return losses
+    assert_bits_in_least_room(start, DEFERRED, precision="bf16", state=state)
 
 
 def test_clipped_and_skipped_steps(start: Start) -> None:
-    options: dict[str, Any] = {"precision": "fp16", "fp16": {"initial_scale_power": 15, "hysteresis": 1}}
-    at_once = run_engine(start, Tower, with_overflows, **options)
-    for name, placement in WITH_EACH_MODEL.items():
-        assert_same(
-            run_engine(start, Tower, with_overflows, **options, **DEFERRED, **placement), at_once, name
-        )
+    assert_bits(start, DEFERRED, Tower, partial(with_overflows, updates=8, factor=0.1), **FP16)
 
 
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_other_ways_to_train(start: Start, script: Callable[[Any], list[float]]) -> None:
-    at_once = run_engine(start, Tower, script, precision="bf16")
-    for name, placement in WITH_EACH_MODEL.items():
-        assert_same(
-            run_engine(start, Tower, script, precision="bf16", **DEFERRED, **placement), at_once, name
-        )
+    assert_bits(start, DEFERRED, Tower, script, precision="bf16")
 
 
 @pytest.fixture
@@ -89,29 +62,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StagingPipeline, "first_arrived", lambda self, tiles: None)
 
 
-def trained(start: Start, **options: Any) -> Any:
-    """An engine behind its second step."""
-    torch.manual_seed(11)
-    engine = start(Tower(), accumulation=1, threshold=0, sub_group_size=1, **STREAMED, **options)
-    for x in inputs(2):
-        update(engine, x)
-    return engine
-
-
 def saved(engine: Any, path: Path) -> Any:
     engine.save_checkpoint(path)
     assert engine.load_checkpoint(path)[0] is not None
     return engine.master_state_dict()
-
-
-def of_copies(engine: Any) -> Any:
-    with tiering.gathered(engine.module.blocks[1]) as params:
-        return [param.detach().clone() for param in params]
-
-
-def evaluated(engine: Any) -> Any:
-    with torch.no_grad():
-        return engine(next(inputs(1, seed=5))).clone()
 
 
 def released(engine: Any) -> Any:
@@ -126,25 +80,21 @@ def set_and_read(engine: Any) -> Any:
     return engine.master_state_dict()
 
 
-LOOKS: dict[str, Callable[[Any], Any]] = {
-    "state_dict": lambda engine: engine.state_dict(),
-    "master": lambda engine: engine.get_fp32_parameter("blocks.2.0.weight"),
-    "moment": lambda engine: engine.get_fp32_state("blocks.2.0.weight", "exp_avg_sq"),
+USES: dict[str, Callable[[Any], Any]] = {
+    **LOOKS,
     "gradient": lambda engine: tiering.utils.safe_get_full_grad(engine.module.blocks[1][0].weight) is None,
     "set": set_and_read,
-    "gathered": of_copies,
-    "evaluation": evaluated,
     "release": released,
 }
 
 
 @pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("look", USES)
 def test_whoever_looks_sees_the_stepped_values(start: Start, look: str) -> None:
-    expected = LOOKS[look](trained(start))
+    expected = USES[look](trained(start))
     engine = trained(start, **DEFERRED)
     assert engine._updates.deferring, "nothing is left of the step: this test shows nothing"
-    found = LOOKS[look](engine)
+    found = USES[look](engine)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -187,19 +137,43 @@ def test_a_group_is_stepped_before_its_use_and_others_later(start: Start) -> Non
 
 
 @pytest.mark.usefixtures("late")
-def test_a_read_that_fails_in_forward_ends_the_run(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_in_forward_is_made_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = next(inputs(1))
+    expected = update(trained(start), x)
     engine = trained(start, **DEFERRED)
     assert engine._updates.deferring
+    acquire, failures = StagingPipeline.acquire, iter(range(2))
 
-    def fail(group: Any, *, wait: bool) -> bool:
+    def fail_twice(*args: Any) -> Any:
+        for _ in failures:
+            raise SwapError("planted", errno=errno.EIO, filename="swap", offset=0)
+        return acquire(*args)
+
+    monkeypatch.setattr(StagingPipeline, "acquire", fail_twice)
+    for _ in range(2):
+        with pytest.raises(SwapError, match="planted"):
+            engine(x)
+        assert engine._updates.deferring
+    assert update(engine, x) == expected
+
+
+@pytest.mark.usefixtures("late")
+def test_a_backward_that_cannot_complete_the_step_leaves_it_to_the_next_call(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(start).master_state_dict()
+    engine = trained(start, **DEFERRED)
+
+    def fail(*_: Any) -> None:
         raise SwapError("planted", errno=errno.EIO, filename="swap", offset=0)
 
-    monkeypatch.setattr(engine._updates._stepper, "step_group", fail)
-    with pytest.raises(SwapError):
-        engine(next(inputs(1)))
-    for call in (partial(engine, next(inputs(1))), engine.state_dict):
-        with pytest.raises(EngineStateError, match=r"partly updated \(step 2 was ended by SwapError"):
-            call()
+    loss = 2 * torch.ones((), requires_grad=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(StagingPipeline, "expect_only", fail)
+        with pytest.raises(SwapError, match="planted"):
+            engine.backward(loss)
+    assert engine._updates.deferring
+    torch.testing.assert_close(engine.master_state_dict(), expected, rtol=0, atol=0)
 
 
 def test_what_cannot_be_deferred_is_refused(start: Start) -> None:
@@ -209,6 +183,29 @@ def test_what_cannot_be_deferred_is_refused(start: Start) -> None:
     client = torch.optim.Rprop(model.parameters())
     with pytest.raises(ConfigError, match=r"tiering.step is 'deferred': set it to 'after'"):
         start(model, client=client, rule=None, **DEFERRED)
+    assert start(model, client=client, rule=None, step="auto").plan.workload.step == "after"
+
+
+@pytest.mark.parametrize(
+    ("options", "takes"),
+    [
+        ({}, "after"),
+        ({"offload_optimizer": "nvme", "cache_in_host": False}, "after"),
+        ({"offload_param": "cpu", "offload_optimizer": "nvme", "cache_in_host": False}, "after"),
+        (STREAMED, "deferred"),
+        ({**STREAMED, "swap_versions": 2}, "deferred"),
+    ],
+    ids=str,
+)
+def test_auto_defers_what_moves(
+    start: Start, caplog: pytest.LogCaptureFixture, options: dict[str, Any], takes: str
+) -> None:
+    caplog.set_level("INFO")
+    engine = start(Tower(), accumulation=1, step="auto", **options)
+    assert engine.plan.workload.step == takes
+    assert bool(engine._updates.deferred.groups) is (takes == "deferred")
+    assert f"tiering.step 'auto' takes {takes!r}: " in caplog.text
+    assert "has no effect" not in caplog.text
 
 
 def test_parameters_that_stay_on_the_device_are_stepped_at_once(
@@ -219,3 +216,63 @@ def test_parameters_that_stay_on_the_device_are_stepped_at_once(
     assert "tiering.step 'deferred' has no effect" in caplog.text
     update(engine, next(inputs(1)))
     assert not engine._updates.deferring
+
+
+@pytest.mark.usefixtures("late")
+def test_parameters_in_host_memory_are_hidden_until_they_are_stepped(start: Start) -> None:
+    """Nothing moves: compute uses them where they are, and between their uses nobody can."""
+    options: dict[str, Any] = {"accumulation": 1, "offload_param": "cpu", "offload_optimizer": "nvme"}
+    engines = []
+    for step in ({}, DEFERRED):
+        torch.manual_seed(11)
+        engines.append(start(Tower(), cache_in_host=False, **options, **step))
+    used_at: list[bool] = []
+    groups = {param: group for group in engines[1]._groups for param in group.params}
+    for block in engines[1].module.blocks:
+        home = groups[block[1].weight].home
+        block[1].register_forward_hook(
+            lambda module, *_, home=home: used_at.append(
+                0 <= module.weight.data_ptr() - home.address < home.tensor.numel()
+            )
+        )
+    losses = [[update(engine, x) for x in inputs(3, seed=4)] for engine in engines]
+    assert losses[0] == losses[1]
+    assert used_at
+    assert all(used_at)
+    assert engines[1]._updates.deferring
+    assert not any(group.is_shown for group in engines[1]._groups if group.moves)
+    assert engines[0].plan.nvme_traffic() == engines[1].plan.nvme_traffic()
+
+
+@pytest.mark.parametrize(
+    ("step", "optimizer", "state"),
+    [
+        (DEFERRED, "cpu", "fp32"),
+        (DEFERRED, "cpu", "split"),
+        ({"step": "in_backward", "swap_versions": 2}, "nvme", "fp32"),
+    ],
+)
+def test_an_edit_in_a_backward_that_fails_reaches_the_master(
+    start: Start, step: dict[str, Any], optimizer: str, state: str
+) -> None:
+    """The memory has it, and compute uses it."""
+
+    def script(engine: Any) -> list[float]:
+        weight = engine.module.blocks[1][1].weight
+
+        def edit_and_fail(_: torch.Tensor) -> None:
+            with torch.no_grad():
+                weight.mul_(2)
+            raise ZeroDivisionError
+
+        losses = [update(engine, x) for x in inputs(2)]
+        handle = weight.register_hook(edit_and_fail)
+        with pytest.raises(ZeroDivisionError):
+            update(engine, next(inputs(1)))
+        handle.remove()
+        return losses + [update(engine, x) for x in inputs(3)]
+
+    host = {
+        "in host memory": {"offload_param": "cpu", "offload_optimizer": optimizer, "cache_in_host": False}
+    }
+    assert_bits(start, step, Tower, script, host, precision="bf16", state=state)

@@ -21,10 +21,9 @@ STEPS = {
     "to_pending": ("PENDING", "IDLE PENDING"),
     "to_updating_in_backward": ("UPDATING_IN_BACKWARD", "IDLE PENDING"),
     "to_updated_in_backward": ("UPDATED_IN_BACKWARD", "UPDATING_IN_BACKWARD"),
-    "to_updating": ("UPDATING", "PENDING"),
-    "to_idle": ("IDLE", "IDLE PENDING UPDATED_IN_BACKWARD UPDATING"),
-    "to_torn": ("TORN", "IDLE PENDING UPDATED_IN_BACKWARD UPDATING_IN_BACKWARD UPDATING"),
-    "to_out_of_step": ("OUT_OF_STEP", "IDLE PENDING UPDATED_IN_BACKWARD UPDATING_IN_BACKWARD UPDATING"),
+    "to_idle": ("IDLE", "IDLE PENDING UPDATED_IN_BACKWARD"),
+    "to_torn": ("TORN", "IDLE PENDING UPDATED_IN_BACKWARD UPDATING_IN_BACKWARD"),
+    "to_out_of_step": ("OUT_OF_STEP", "IDLE PENDING UPDATED_IN_BACKWARD UPDATING_IN_BACKWARD"),
 }
 STAY = {("to_pending", "UPDATED_IN_BACKWARD")}  # step() still has to count what backward has updated
 

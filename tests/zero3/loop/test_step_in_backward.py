@@ -14,25 +14,22 @@ from torch import Tensor, nn
 
 import tiering
 from optim_cpu.kernels import StepBatch
-from tests.crossed import crossed
-from tests.zero3.loop.models_in_backward import (
-    Checkpointed,
-    FarPeeking,
-    Peeking,
-    Penalised,
-    ReadByACheckpoint,
-    Tied,
-    Twice,
-    frozen_in_part,
+from tests.zero3.loop.models_in_backward import Checkpointed, FarPeeking, ReadByACheckpoint
+from tests.zero3.loop.step_times import (
+    EVERYWHERE,
+    MODELS_AND_HABITS,
+    SCRIPTS,
+    assert_bits,
+    assert_bits_in_least_room,
+    assert_bits_of_model,
+    turns,
 )
 from tests.zero3.plain import (
     ADAM,
-    PLACEMENTS,
     STREAMED,
     WIDTH,
-    Loop,
-    Outcome,
     Tower,
+    assert_same,
     differing,
     inputs,
     run_engine,
@@ -41,83 +38,33 @@ from tests.zero3.plain import (
 from tiering.errors import ConfigError, EngineStateError
 
 Start = Callable[..., Any]
-Build = Callable[[], nn.Module]
 
-EVERYWHERE: dict[str, dict[str, Any]] = {
-    "device": {},
-    **PLACEMENTS,
-    "a share on nvme": {"offload_optimizer": "nvme", "ratio": 0.4, "cache_in_host": False},
-    "smallest tiles": {**STREAMED, "sub_group_size": 1},
-}
-WITH_EACH_MODEL = {name: EVERYWHERE[name] for name in ("device", "nvme", "a share on nvme")}
 SHORT: dict[str, dict[str, Any]] = {name: EVERYWHERE[name] for name in ("device", "smallest tiles")}
 IN_BACKWARD = {"step_in_backward": True, "clip": 0.0}
 
 
-MODELS: dict[str, Build] = {
-    "tower": Tower,
-    "tied": Tied,
-    "called twice": Twice,
-    "read by others": Peeking,
-    "checkpointed": partial(Checkpointed, reentrant=False),
-    "checkpointed, reentrant": partial(Checkpointed, reentrant=True),
-    "checkpointed, called twice": partial(Checkpointed, reentrant=False, order=(1, 0, 1, 2)),
-    "checkpointed, reentrant, called twice": partial(Checkpointed, reentrant=True, order=(1, 0, 1, 2)),
-    "frozen in part": frozen_in_part,
-    "frozen, read by a block far before": partial(FarPeeking, checkpointed=False, frozen=True),
-    "frozen, read by a recomputation": partial(FarPeeking, checkpointed=True, frozen=True),
-    "checkpointed, reentrant, with a penalty": partial(Penalised, reentrant=True),
-}
-
-
-def turns(loop: Loop, passes: int = 1) -> list[float]:
-    """Blocks are left out by turns, so that the last pass of an update brings one of them no gradient."""
-    return [update(loop, x, skip=n % 4) for n, x in enumerate(inputs(4 * passes))]
-
-
-def assert_same(run: Outcome, expected: Outcome, where: str) -> None:
-    assert run.losses == expected.losses, where
-    assert differing(run.masters, expected.masters) == [], where
-    assert differing(run.state, expected.state) == [], where
-
-
 @pytest.mark.one_of(5)
-@pytest.mark.parametrize(("model", "habit"), crossed(MODELS, [("bf16", 3), ("fp32", 1), ("bf16", 1)]))
+@pytest.mark.parametrize(("model", "habit"), MODELS_AND_HABITS)
 def test_steps_in_backward_give_the_bits_of_steps_after_it(
     start: Start, model: str, habit: tuple[str, int]
 ) -> None:
-    build, (precision, accumulation) = MODELS[model], habit
-    script = partial(turns, passes=accumulation)
-    options: dict[str, Any] = {"precision": precision, "accumulation": accumulation}
-    after = run_engine(start, build, script, **options, clip=0.0)
-    assert len({*after.losses}) > 1
-    for name, placement in (EVERYWHERE if build is Tower else WITH_EACH_MODEL).items():
-        run = run_engine(start, build, script, **options, **IN_BACKWARD, **placement)
-        assert_same(run, after, name)
+    assert_bits_of_model(start, IN_BACKWARD, model, habit, clip=0.0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_within_the_smallest_budgets(start: Start, precision: str) -> None:
     """Gradients stream, and most parameters are larger than any buffer."""
-    after = run_engine(start, Tower, turns, precision=precision, clip=0.0)
-    least = run_engine(start, Tower, turns, precision=precision, smallest=True, **IN_BACKWARD, **STREAMED)
-    assert_same(least, after, "the smallest budgets")
+    assert_bits_in_least_room(start, IN_BACKWARD, precision=precision, clip=0.0)
 
 
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("state", ["split", "bf16", "split+bf16"])
 def test_in_every_state_format(start: Start, state: str) -> None:
-    options: dict[str, Any] = {"precision": "bf16", "state": state}
-    after = run_engine(start, Tower, turns, **options, clip=0.0)
-    for name, placement in EVERYWHERE.items():
-        assert_same(run_engine(start, Tower, turns, **options, **IN_BACKWARD, **placement), after, name)
+    assert_bits(start, IN_BACKWARD, Tower, turns, EVERYWHERE, precision="bf16", state=state, clip=0.0)
 
 
 def test_with_a_fixed_loss_scale(start: Start) -> None:
-    options: dict[str, Any] = {"precision": "fp16", "fp16": {"loss_scale": 8.0}}
-    after = run_engine(start, Tower, turns, **options, clip=0.0)
-    for name, placement in WITH_EACH_MODEL.items():
-        assert_same(run_engine(start, Tower, turns, **options, **IN_BACKWARD, **placement), after, name)
+    assert_bits(start, IN_BACKWARD, Tower, turns, precision="fp16", fp16={"loss_scale": 8.0}, clip=0.0)
 
 
 def with_a_penalty(loop: Any) -> list[float]:
@@ -135,69 +82,13 @@ def with_a_penalty(loop: Any) -> list[float]:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_penalty_on_gathered_parameters_of_a_checkpointed_block(start: Start, reentrant: bool) -> None:
     """A reentrant checkpoint hands out the block's gradients in a backward of its own, before those of the penalty."""
-    build = partial(Checkpointed, reentrant=reentrant)
-    after = run_engine(start, build, with_a_penalty, clip=0.0)
-    for name, placement in WITH_EACH_MODEL.items():
-        run = run_engine(start, build, with_a_penalty, **IN_BACKWARD, **placement)
-        assert_same(run, after, name)
-
-
-def by_its_own(loop: Any) -> list[float]:
-    losses = []
-    for x in inputs(4):
-        loss = loop(x)
-        losses.append(loss.item())
-        loss.backward()
-        loop.step()
-    return losses
-
-
-def by_scale(loop: Any) -> list[float]:
-    losses = []
-    for x in inputs(4):
-        loss = loop(x)
-        losses.append(loss.item())
-        loop.scale(loss).backward()
-        loop.step()
-    return losses
-
-
-def with_no_sync(loop: Any) -> list[float]:
-    losses = []
-    for n, x in enumerate(inputs(6)):
-        loss = loop(x, skip=n % 2)
-        losses.append(loss.item())
-        if n % 3 < 2:
-            with loop.no_sync():
-                loop.backward(loss)
-        else:
-            loop.backward(loss)
-            loop.step()
-    return losses
-
-
-def with_evaluation(loop: Any) -> list[float]:
-    """Between updates, and between backward and step, when the parameters are those of the next step already."""
-    losses = []
-    for x in inputs(4):
-        loop.eval()
-        with torch.no_grad():
-            losses.append(loop(x).item())
-        loop.train()
-        losses.append(update(loop, x))
-    return losses
-
-
-SCRIPTS = [by_its_own, by_scale, with_no_sync, with_evaluation]
+    assert_bits(start, IN_BACKWARD, partial(Checkpointed, reentrant=reentrant), with_a_penalty, clip=0.0)
 
 
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_other_ways_to_train(start: Start, script: Callable[[Any], list[float]]) -> None:
-    after = run_engine(start, Tower, script, precision="bf16", clip=0.0)
-    for name, placement in WITH_EACH_MODEL.items():
-        run = run_engine(start, Tower, script, precision="bf16", **IN_BACKWARD, **placement)
-        assert_same(run, after, name)
+    assert_bits(start, IN_BACKWARD, Tower, script, precision="bf16", clip=0.0)
 
 
 def begin(start: Start, model: nn.Module | None = None, **options: Any) -> Any:
@@ -276,7 +167,7 @@ def test_a_second_backward_before_the_step_is_refused(start: Start, own: bool, p
         for each in (engine, calm):
             each.backward(each(x))
         loss = engine(batches[0])
-        with pytest.raises(EngineStateError, match=r"step_in_backward.*step\(\)"):
+        with pytest.raises(EngineStateError, match=r"'in_backward'.*step\(\)"):
             loss.backward() if own else engine.backward(loss)
         for each in (engine, calm):
             each.step()
@@ -293,9 +184,9 @@ def test_gradients_are_gone_when_they_are_used(start: Start, place: dict[str, An
         engine.backward(engine(x))
         assert engine.get_fp32_gradient(name).any()  # only added up so far
     engine.backward(engine(x))
-    with pytest.raises(EngineStateError, match=r"get_fp32_gradient.*step_in_backward"):
+    with pytest.raises(EngineStateError, match=r"get_fp32_gradient.*'in_backward'"):
         engine.get_fp32_gradient(name)
-    with pytest.raises(EngineStateError, match=r"set_fp32_gradient.*step_in_backward"):
+    with pytest.raises(EngineStateError, match=r"set_fp32_gradient.*'in_backward'"):
         engine.set_fp32_gradient(name, torch.ones(2 * WIDTH, WIDTH))
     engine.step()
 
@@ -328,7 +219,7 @@ def test_a_gradient_that_is_not_finite_ends_the_training(
     handle = model.get_parameter("blocks.1.1.weight").register_hook(lambda grad: grad * float("inf"))
     engine.backward(engine(batches[1]))
     handle.remove()
-    with pytest.raises(EngineStateError, match=r"'blocks\.1\.1\.weight' is not finite.*step_in_backward"):
+    with pytest.raises(EngineStateError, match=r"'blocks\.1\.1\.weight' is not finite.*'in_backward'"):
         engine.step()
     assert (engine.global_steps, engine.skipped_steps) == (1, 0)
     for call in (
@@ -384,7 +275,7 @@ def test_a_recomputation_does_not_read_what_was_updated(start: Start) -> None:
     engine = begin(start, FarPeeking(checkpointed=True, frozen=False), **STREAMED)
     with pytest.raises(
         EngineStateError,
-        match=r"recomputation reads parameters of group 'blocks.2'.*step_in_backward to false",
+        match=r"recomputation reads parameters of group 'blocks.2'.*Set tiering.step to 'deferred' or 'after'",
     ):
         engine.backward(engine(next(inputs(1))))
     engine.close()
@@ -397,7 +288,8 @@ def test_a_reentrant_checkpoint_reads_a_block_that_is_called_after_it(start: Sta
     assert_same(run_engine(start, build, turns, **IN_BACKWARD, **STREAMED), after, "nvme")
     engine = begin(start, build())
     with pytest.raises(
-        EngineStateError, match=r"'blocks\.2\.weight' got a gradient after .*step_in_backward to false"
+        EngineStateError,
+        match=r"'blocks\.2\.weight' got a gradient after .*set step to 'deferred' or 'after'",
     ):
         engine.backward(engine(next(inputs(1))))
     engine.close()
@@ -436,9 +328,12 @@ def test_a_loss_that_reaches_no_parameter_changes_none(start: Start) -> None:
     [
         (
             {"clip": 1.0},
-            "tiering.step_in_backward: true with gradient_clipping 1: .* set gradient_clipping to 0",
+            "tiering.step_in_backward: 'in_backward' with gradient_clipping 1: .* or gradient_clipping to 0",
         ),
-        ({"precision": "fp16"}, "dynamic loss scale in fp16: .* set fp16.loss_scale to a fixed scale"),
+        (
+            {"precision": "fp16"},
+            "dynamic loss scale in fp16: .* or fp16.loss_scale to a fixed scale",
+        ),
     ],
 )
 def test_what_needs_all_gradients_first_is_refused_with_the_line_to_change(

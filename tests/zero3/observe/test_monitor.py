@@ -17,6 +17,7 @@ from torch import nn
 import tiering
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
+from zero3.observe import monitors
 from zero3.observe.monitors import Monitor
 
 LR = "Train/Samples/lr"
@@ -134,7 +135,9 @@ def test_a_full_disk_is_said_once_and_what_follows_it_is_whole(
             monitor.write_events([(LR, 0.001, samples)])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        (message,) = [record.getMessage() for record in caplog.records]
+        # The publisher of another run in this process logs too.
+        ours = [record for record in caplog.records if record.name == monitors.__name__]
+        (message,) = [record.getMessage() for record in ours]
     assert message.startswith("csv_monitor could not be written (OSError: ")
     assert message.endswith("figures are missing there from now on; training continues")
     monitor.write_events([(LR, 0.002, 16)])
@@ -160,11 +163,13 @@ def test_tensorboard_gets_each_event_and_is_flushed(
     calls = stand_in("torch.utils.tensorboard")
     monkeypatch.chdir(tmp_path)
     monitor = Monitor(whole(tensorboard={"enabled": True}), 0)
+    links = monitor.links
     monitor.write_events([(LR, 0.001, 4), ("mine", 7, 4)])
     monitor.close()
     monitor.close()
     directory = tmp_path / "DeepSpeedJobName"
     assert directory.is_dir()
+    assert links == {"TensorBoard": str(directory)}
     assert calls == [
         ("writer", str(directory)),
         (LR, 0.001, 4),
@@ -202,6 +207,7 @@ def test_wandb_gets_a_run_of_ours(stand_in: Callable[..., list[Any]]) -> None:
     calls = stand_in("wandb")
     config = whole(wandb={"enabled": True, "team": "ours", "group": "tries"})
     monitor = Monitor(config, 0)
+    assert monitor.links == {}, "a run that is offline has no URL"
     monitor.write_events([(LR, 0.001, 4), (STALL, 0.5, 4), (LR, 0.002, 8)])
     monitor.close()
     monitor.close()
@@ -214,9 +220,13 @@ def test_wandb_gets_a_run_of_ours(stand_in: Callable[..., list[Any]]) -> None:
     ]
 
 
-def test_wandb_goes_on_with_the_run_of_the_program(stand_in: Callable[..., list[Any]]) -> None:
+def test_wandb_goes_on_with_the_run_of_the_program(
+    stand_in: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = stand_in("wandb", run=True)
+    monkeypatch.setattr(sys.modules["wandb"].run, "url", "https://wandb.ai/run", raising=False)
     monitor = Monitor(whole(wandb={"enabled": True}), 0)
+    assert monitor.links == {"Weights & Biases": "https://wandb.ai/run"}
     monitor.write_events([(LR, 0.001, 4)])
     monitor.close()
     assert calls == [("log", {LR: 0.001}, 4)]

@@ -312,7 +312,7 @@ def test_without_a_trace_nothing_is_kept(
 
     def at_rest() -> bool:
         idle = timeline.span("kernel", "one") is timeline.span("fetch", "other", bytes=3)
-        return idle and not timeline.recording and not timeline.spans and aio._transfers._recorded is None
+        return idle and not timeline.recording and not timeline.spans and not aio._transfers.is_recording
 
     update(engine, batches)
     assert at_rest()

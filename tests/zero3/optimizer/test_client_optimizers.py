@@ -331,7 +331,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "a client that steps all at once": (
         lambda model: torch.optim.RMSprop(trained(model), LR),
         {"step_in_backward": True, "clip": 0.0},
-        "the RMSprop has no kernel here .* tiering.step_in_backward is true: set it to false, or use AdamW",
+        "the RMSprop has no kernel here .* tiering.step is 'in_backward': set it to 'after', or use AdamW",
     ),
     "no optimizer": (lambda _: "AdamW", {}, "takes a torch.optim.Optimizer, or a function .* not str"),
     "a function of something else": (lambda _: lambda params: list(params), {}, "that makes one, not list"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,17 +26,19 @@ from tests.zero3.scales import (
     Case,
     Run,
     Scales,
+    assert_same,
     param_groups,
     script,
     settings,
-    train_engine,
     train_plainly,
+    train_rule,
 )
 from tiering.errors import ConfigError, EngineStateError, PlacementError
 from tiering.placement.placement import make_plan
 from tiering.placement.plan import Plan, Staging
 from tiering.placement.workload import Tier
 from tiering.storage.arena import PAGE
+from zero3.optimizer.tile_batch import TileBatch
 from zero3.optimizer.tile_stepper import TileStepper
 from zero3.optimizer.tiles import Tile
 from zero3.setup import assembly
@@ -43,16 +46,7 @@ from zero3.setup import assembly
 
 @pytest.fixture
 def run(start: Callable[..., Any]) -> Callable[..., Run]:
-    def trained(case: Case, precision: str, accumulation: int, **options: Any) -> Run:
-        model = Scales()
-        settings = {
-            "precision": precision, "accumulation": accumulation, "clip": CLIP, "rule": case.name,
-            "optimizer": case.options, "fp16": {"loss_scale": 1.0},
-        }  # fmt: skip
-        groups = param_groups(model, case.options)
-        return train_engine(start(model, model_parameters=groups, **settings | options), accumulation)
-
-    return trained
+    return partial(train_rule, start)
 
 
 def mixed_budgets(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -88,15 +82,10 @@ def test_every_rule_gives_the_bits_of_a_plain_loop_wherever_its_state_lives(
     assert reference.optimizer.state_names == case.state
     assert max(reference.norms) > CLIP
     plain = train_plainly(case.make, case.options, precision, accumulation, reference.norms)
-    assert differing(reference.masters, plain.masters) == []
-    assert differing(reference.weights, plain.weights) == []
-    assert differing(reference.state, plain.state) == []
+    assert_same(reference, plain, differing, "plain")
     for name, placement in (PLACEMENTS | mixed_budgets(reference.plan)).items():
         moved = run(case, precision, accumulation, **placement)
-        assert moved.norms == reference.norms, name
-        assert differing(moved.masters, reference.masters) == [], name
-        assert differing(moved.weights, reference.weights) == [], name
-        assert differing(moved.state, reference.state) == [], name
+        assert_same(moved, reference, differing, name)
         assert moved.optimizer.steps == reference.optimizer.steps, name
 
 
@@ -232,13 +221,13 @@ def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
     sqrt, stepped = torch.Tensor.sqrt, []
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda t: sqrt(t.double()).float())
     monkeypatch.setattr(TileStepper, "_tiles_with", lambda self, tile: self._on_device)
-    on_device = TileStepper._step_on_device
+    on_device = TileBatch.add_on_device
 
-    def counted(self: TileStepper, tile: Tile) -> None:
+    def counted(self: TileBatch, tile: Tile, *rules: Any) -> None:
         stepped.append(tile)
-        on_device(self, tile)
+        on_device(self, tile, *rules)
 
-    monkeypatch.setattr(TileStepper, "_step_on_device", counted)
+    monkeypatch.setattr(TileBatch, "add_on_device", counted)
     moved = run(case, precision, 2, sub_group_size=1)
     assert len(stepped) > 3 * STEPS
     assert differing(moved.masters, reference.masters) == []

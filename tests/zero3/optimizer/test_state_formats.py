@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import optim_cpu
-import tiering
-from optim_cpu import formats, kernels
-from optim_cpu.formats import round_parameters
+from optim_cpu import kernels
 from tests.crossed import crossed
 from tests.zero3.plain import (
     PLACEMENTS,
@@ -28,15 +26,17 @@ from tests.zero3.plain import (
 )
 from tests.zero3.scales import (
     CASES,
-    CLIP,
+    FORMATS,
     LR,
     Case,
     Run,
     Scales,
+    assert_same,
     param_groups,
     settings,
     train_engine,
     train_plainly,
+    train_rule,
 )
 from tests.zero3.scales import PLACEMENTS as SCATTERED
 from tiering.placement.workload import Tier
@@ -46,40 +46,27 @@ from zero3.optimizer.tile_stepper import TileStepper
 Start = Callable[..., Any]
 Differing = Callable[[dict[str, Tensor], dict[str, Tensor]], list[str]]
 
-FORMATS = ["fp32", "split", "bf16", "split+bf16"]
-
-
-def assert_same(run: Run, expected: Run, differing: Differing, where: str) -> None:
-    assert run.norms == expected.norms, where
-    assert differing(run.masters, expected.masters) == [], where
-    assert differing(run.weights, expected.weights) == [], where
-    assert differing(run.state, expected.state) == [], where
-
 
 @pytest.fixture
 def run(start: Start) -> Callable[..., Run]:
     """``run(case, precision, accumulation, **config)`` trains Scales, where some is frozen and blocks take turns."""
-
-    def trained(case: Case, precision: str = "bf16", accumulation: int = 1, **options: Any) -> Run:
-        model = Scales()
-        groups = param_groups(model, case.options)
-        named = {"rule": case.name, "optimizer": case.options}
-        engine = start(
-            model, model_parameters=groups, **settings(precision, accumulation), **named, **options
-        )
-        return train_engine(engine, accumulation)
-
-    return trained
+    return partial(train_rule, start)
 
 
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("name", "accumulation"),
     [
-        ("AdamW", 1), ("AdamW", 2), ("Adam", 1), ("Lion", 2), ("Adagrad", 1), ("SGD", 2), ("SGD, momentum", 1),
+        ("AdamW", 1),
+        ("AdamW", 2),
+        ("Adam", 1),
+        ("Lion", 2),
+        ("Adagrad", 1),
+        ("SGD", 2),
+        ("SGD, momentum", 1),
         ("SGD, Nesterov", 2),
     ],
-)  # fmt: skip
+)
 def test_split_state_is_fp32_state_to_the_bit_wherever_it_lives(
     name: str, accumulation: int, run: Callable[..., Run], differing: Differing
 ) -> None:
@@ -96,10 +83,13 @@ def test_split_state_is_fp32_state_to_the_bit_wherever_it_lives(
 @pytest.mark.parametrize(
     ("name", "accumulation"),
     [
-        pytest.param("AdamW", 1, marks=pytest.mark.slow), ("AdamW", 2), ("Lion", 1), ("Adagrad", 2),
+        pytest.param("AdamW", 1, marks=pytest.mark.slow),
+        ("AdamW", 2),
+        ("Lion", 1),
+        ("Adagrad", 2),
         pytest.param("SGD, Nesterov", 1, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_bf16_moments_are_the_same_wherever_they_live(
     name: str, accumulation: int, run: Callable[..., Run], differing: Differing
 ) -> None:
@@ -111,7 +101,7 @@ def test_bf16_moments_are_the_same_wherever_they_live(
         if "nvme" in placement.values():
             moved = run(CASES[name], accumulation=accumulation, state="bf16", **placement)
             assert_same(moved, reference, differing, where)
-    assert all(same_bits(value, value.bfloat16().float()) for value in reference.state.values())
+    assert all(torch.equal(value, value.bfloat16().float()) for value in reference.state.values())
     fp32 = run(CASES[name], accumulation=accumulation)
     assert len(differing(reference.state, fp32.state)) == len(fp32.state)
 
@@ -138,10 +128,6 @@ def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
     assert_same(moved, reference, differing, "torch operations")
 
 
-def same_bits(first: Tensor, other: Tensor) -> bool:
-    return torch.equal(first.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
 def in_model_order(model: nn.Module, options: dict[str, Any]) -> list[dict[str, Any]]:
     """``param_groups`` with one group for each parameter: stochastic rounding counts elements in this order."""
     places = {p: place for place, p in enumerate(model.parameters())}
@@ -152,10 +138,16 @@ def in_model_order(model: nn.Module, options: dict[str, Any]) -> list[dict[str, 
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("AdamW", "fp32"), ("AdamW", "bf16"), ("AdamW", "fp16"), ("Adam", "bf16"), ("Lion", "fp32"),
-        ("Adagrad", "bf16"), ("SGD, momentum", "fp32"), ("SGD, Nesterov", "bf16"),
+        ("AdamW", "fp32"),
+        ("AdamW", "bf16"),
+        ("AdamW", "fp16"),
+        ("Adam", "bf16"),
+        ("Lion", "fp32"),
+        ("Adagrad", "bf16"),
+        ("SGD, momentum", "fp32"),
+        ("SGD, Nesterov", "bf16"),
     ],
-)  # fmt: skip
+)
 def test_bf16_moments_are_those_of_a_plain_loop(
     name: str, precision: str, run: Callable[..., Run], differing: Differing
 ) -> None:
@@ -339,219 +331,15 @@ ALONE = {"offload_optimizer": "nvme", "cache_in_host": False}
 @pytest.mark.parametrize(
     ("state", "precision", "nbytes"),
     [
-        ("fp32", "bf16", 12), ("split", "bf16", 10), ("bf16", "bf16", 8), ("split+bf16", "bf16", 6),
-        ("bf16", "fp32", 4), ("bf16", "fp16", 8),
+        ("fp32", "bf16", 12),
+        ("split", "bf16", 10),
+        ("bf16", "bf16", 8),
+        ("split+bf16", "bf16", 6),
+        ("bf16", "fp32", 4),
+        ("bf16", "fp16", 8),
     ],
-)  # fmt: skip
+)
 def test_state_takes_as_much_as_its_format(start: Start, state: str, precision: str, nbytes: int) -> None:
     plan = start(Tower(), precision=precision, state=state, **STREAMED).plan
     trained = sum(group.trainable_numel for group in plan.workload.groups)
     assert sum(plan.contents(tier).get("optimizer state", 0) for tier in Tier) == nbytes * trained
-
-
-PLACES: dict[str, dict[str, Any]] = {
-    "device": {},
-    "a share on nvme": {"offload_optimizer": "nvme", "ratio": 0.4, "cache_in_host": False},
-    "nvme": {**STREAMED, "sub_group_size": 1},
-}
-NAME = "blocks.1.1.weight"
-
-
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-@pytest.mark.parametrize("state", FORMATS)
-def test_what_is_set_by_name_is_what_is_got(start: Start, state: str, place: dict[str, Any]) -> None:
-    """A master to the bit in every format; a moment as a bf16 holds it, rounded to the nearest, ties away from 0."""
-    engine = start(Tower(), accumulation=1, threshold=0, state=state, **place)
-    x = next(inputs(1))
-    before = engine.master_state_dict()
-    generator = torch.Generator().manual_seed(8)
-    shape = before[NAME].shape
-    values, moments = (torch.randn(shape, generator=generator) for _ in range(2))
-    values.view(-1)[:4] = (
-        torch.tensor([0x3F808000, 0x3F818000, 0x7F800000, 0x00000001]).int().view(torch.float32)
-    )
-    moments.view(-1)[:2] = values.view(-1)[:2]  # ties
-
-    engine.set_fp32_parameter(NAME, values)
-    assert same_bits(engine.get_fp32_parameter(NAME), values)
-    rounded = torch.empty(shape, dtype=torch.bfloat16)
-    round_parameters(values, rounded)
-    assert same_bits(engine.state_dict()[NAME], rounded)
-    others = engine.master_state_dict()
-    assert [name for name in before if not same_bits(before[name], others[name])] == [NAME]
-
-    for key in engine.state_names:
-        engine.set_fp32_state(NAME, key, moments)
-        in_bf16 = torch.empty(shape, dtype=torch.bfloat16)
-        round_parameters(moments, in_bf16)
-        expected = in_bf16.float() if "bf16" in state else moments
-        assert same_bits(engine.get_fp32_state(NAME, key), expected)
-    assert same_bits(engine.get_fp32_parameter(NAME), values)
-
-    engine.set_fp32_parameter(NAME, before[NAME])
-    engine.backward(engine(x))
-    gradient = torch.randn(shape, generator=generator).bfloat16().float()
-    engine.set_fp32_gradient(NAME, gradient)
-    assert same_bits(engine.get_fp32_gradient(NAME), gradient)
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-@pytest.mark.parametrize("state", FORMATS)
-def test_training_goes_on_from_what_was_set(
-    start: Start, state: str, place: dict[str, Any], differing: Differing
-) -> None:
-    """Masters and state of one run, put into another, make it the same run."""
-
-    def begin() -> Any:
-        torch.manual_seed(21)
-        return start(Tower(), accumulation=1, threshold=0, clip=CLIP, state=state, **place)
-
-    first, other = begin(), begin()
-    batches = list(inputs(4))
-    for x in batches[:2]:
-        update(first, x)
-    for name, master in first.master_state_dict().items():
-        other.set_fp32_parameter(name, master)
-        for key in first.state_names:
-            other.set_fp32_state(name, key, first.get_fp32_state(name, key))
-    other.optimizer.steps.update(first.optimizer.steps)
-    assert [update(first, x) for x in batches[2:]] == [update(other, x) for x in batches[2:]]
-    assert differing(first.master_state_dict(), other.master_state_dict()) == []
-    assert differing(first.state_dict(), other.state_dict()) == []
-
-
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-@pytest.mark.parametrize("state", FORMATS)
-def test_parameters_are_their_masters_rounded(start: Start, state: str, place: dict[str, Any]) -> None:
-    engine = start(Tower(), accumulation=1, threshold=0, state=state, **place)
-    for n, x in enumerate(inputs(3)):
-        update(engine, x, skip=n)
-    weights = engine.state_dict()
-    for name, master in engine.master_state_dict().items():
-        rounded = torch.empty_like(weights[name])
-        round_parameters(master, rounded)
-        assert same_bits(weights[name], rounded), name
-        assert not same_bits(rounded.float(), master), name
-
-
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-@pytest.mark.parametrize("state", FORMATS)
-def test_an_edit_leaves_the_other_elements_their_bits(
-    start: Start, state: str, place: dict[str, Any]
-) -> None:
-    """``gathered(modify=True)``: changed elements become their master, whatever its lower half was."""
-    engine = start(Tower(), accumulation=1, threshold=0, state=state, **place)
-    for x in inputs(2):
-        update(engine, x)
-    before = engine.get_fp32_parameter(NAME)
-    param = engine.module.get_parameter(NAME)
-    with tiering.gathered(param, modify=True), torch.no_grad():
-        param[3] = 0.5
-        param[4] *= 2
-    after = engine.get_fp32_parameter(NAME)
-    expected = before.clone()
-    expected[3] = 0.5
-    weights = torch.empty_like(before, dtype=torch.bfloat16)
-    round_parameters(before, weights)
-    expected[4] = (weights[4] * 2).float()
-    assert same_bits(after, expected)
-    assert not same_bits(before, weights.float())
-
-
-@pytest.mark.parametrize("place", ["device", "nvme"])
-def test_an_edit_through_data_inside_gathered_costs_a_split_master_nothing(
-    start: Start, place: str, differing: Differing
-) -> None:
-    """What .data gives there is the copy that gathered shows: later steps need not suspect the parameter."""
-    after = []
-    for state in ("fp32", "split"):
-        torch.manual_seed(41)
-        engine = start(Tower(), accumulation=1, threshold=0, state=state, **PLACES[place])
-        param = engine.module.get_parameter(NAME)
-        batches = list(inputs(4))
-        for x in batches[:2]:
-            update(engine, x)
-        with tiering.gathered(param, modify=True):
-            param.data[3] = 0.5
-        for x in batches[2:]:
-            update(engine, x)
-        after.append(engine.master_state_dict())
-    assert differing(after[1], after[0]) == []
-
-
-@pytest.mark.parametrize("state", FORMATS[1:])
-def test_an_edit_in_place_costs_a_split_master_its_lower_half(
-    start: Start, state: str, differing: Differing, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Parameter and upper half are one: nothing tells which elements were edited. The same wherever it lives."""
-    after = []
-    for place in PLACES.values():
-        caplog.clear()
-        torch.manual_seed(41)
-        engine = start(Tower(), accumulation=1, threshold=0, state=state, **place)
-        layer = engine.module.get_submodule(NAME.rpartition(".")[0])
-
-        def edit(module: nn.Linear, args: Any) -> None:
-            with torch.no_grad():
-                module.weight[3].fill_(0.5)
-
-        batches = list(inputs(4))
-        for x in batches[:2]:
-            update(engine, x)
-        before = engine.get_fp32_parameter(NAME)
-        handle = layer.register_forward_pre_hook(edit)
-        with torch.no_grad():
-            engine(batches[2])
-        handle.remove()
-        update(engine, batches[3], skip=1)  # the step leaves this block alone, and finds the edit
-        master, weights = engine.get_fp32_parameter(NAME), engine.state_dict()[NAME]
-        assert (master[3] == 0.5).all()
-        assert same_bits(master[4:], weights[4:].float()) == ("split" in state)
-        assert same_bits(master[4:], before[4:]) != ("split" in state)
-        assert caplog.text.count(f"'{NAME}' was edited in place with a split state") == ("split" in state)
-        after.append(engine.master_state_dict())
-    assert differing(after[1], after[0]) == differing(after[2], after[0]) == []
-
-
-@pytest.mark.parametrize("state", FORMATS)
-def test_a_planted_bit_is_one_of_one_master(start: Start, state: str) -> None:
-    engine = start(Tower(), accumulation=1, threshold=0, state=state, **STREAMED)
-    before = engine.master_state_dict()
-    where = engine.flip_bit()
-    after = engine.master_state_dict()
-    (changed,) = [name for name in before if not same_bits(before[name], after[name])]
-    assert repr(changed) in where
-    flipped = before[changed].view(torch.int32) ^ after[changed].view(torch.int32)
-    assert int((flipped != 0).sum()) == 1
-
-
-def test_the_master_of_a_split_parameter_starts_from_the_original_values(start: Start) -> None:
-    for place in PLACES.values():
-        model = Tower()
-        original = {name: p.detach().clone() for name, p in model.named_parameters()}
-        engine = start(model, state="split", **place)
-        masters, weights = engine.master_state_dict(), engine.state_dict()
-        for name, values in original.items():
-            assert same_bits(masters[name], values), name
-            assert same_bits(weights[name], formats.split(values)[0]), name
-
-
-@pytest.mark.parametrize("state", FORMATS[1:])
-def test_a_step_that_is_skipped_changes_no_format(start: Start, state: str, differing: Differing) -> None:
-    engine = start(Tower(), accumulation=1, threshold=0, state=state, **PLACES["nvme"])
-    batches = list(inputs(3))
-    update(engine, batches[0])
-
-    def everything() -> dict[str, Tensor]:
-        masters = engine.master_state_dict()
-        moments = {f"{n}: {k}": engine.get_fp32_state(n, k) for n in masters for k in engine.state_names}
-        weights = {f"{name} itself": value for name, value in engine.state_dict().items()}
-        return masters | moments | weights
-
-    before = everything()
-    update(engine, batches[1] * float("inf"))
-    assert engine.skipped_steps == 1
-    assert differing(everything(), before) == []
-    update(engine, batches[2])
-    assert differing(everything(), before)

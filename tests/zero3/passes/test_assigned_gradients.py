@@ -185,7 +185,7 @@ def test_with_steps_in_backward_what_is_assigned_before_counts(start: Start, rec
     engine = start(Tower(), precision="fp32", accumulation=1, clip=0.0, step_in_backward=True, **STREAMED)
     engine.backward(engine(next(inputs(1))))
     for values in (None, torch.zeros(2 * WIDTH, WIDTH)):
-        with pytest.raises(EngineStateError, match=rf"{WEIGHT}.*step_in_backward"):
+        with pytest.raises(EngineStateError, match=rf"{WEIGHT}.*in_backward"):
             engine.module.get_parameter(WEIGHT).grad = values
 
 

@@ -21,7 +21,7 @@ from tests.zero3.plain import least_budgets, starved_soon
 from tiering.errors import ConfigError, EngineStateError
 from tiering.telemetry import Snapshot
 from zero3.engine.engine import Engine
-from zero3.loop.step import BackwardEvents
+from zero3.loop.backward_events import BackwardEvents
 from zero3.passes import moved_activations
 from zero3.passes.schedule import PassSchedule
 

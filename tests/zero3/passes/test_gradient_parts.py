@@ -17,7 +17,7 @@ import tiering
 from tests.zero3.conftest import config
 from tiering.errors import PlacementError
 from zero3.params import resharded
-from zero3.passes import gradients as grads
+from zero3.passes import gradients
 
 WIDTH, VOCABULARY = 32, 600
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -161,7 +161,7 @@ def test_the_parts_are_the_gradient(
     start: Callable[..., Any], parts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The head's part is copied in many pieces, the last one shorter.
-    monkeypatch.setattr(grads, "COPIED_AT_ONCE", 7 * WIDTH)
+    monkeypatch.setattr(gradients, "COPIED_AT_ONCE", 7 * WIDTH)
     torch.manual_seed(5)
     model = Tied()
     model.head.__class__ = StridedHead

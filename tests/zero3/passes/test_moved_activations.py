@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import tiering
 from tests.zero3.conftest import SmallModel, batches, config, same_bits
 from tiering.placement.workload import Tier
+from tiering.storage.aio import AioContext, Fault, FaultPlan
 from zero3.deepspeed import checkpointing
-from zero3.device import heap
+from zero3.device import heap, tiers
 from zero3.engine.engine import Engine
 from zero3.passes import moved_activations
 from zero3.passes.moved_activations import MovedActivations
@@ -105,6 +107,20 @@ def test_what_backward_needs_next_is_read_ahead(
     update(engine, 1.0)
     # The square and the last tanh have saved one tensor.
     assert len(waits) == 25 and sum(waits) <= 1
+
+
+@pytest.mark.slow
+def test_a_late_write_does_not_hold_back_the_room_of_the_others(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan((Fault("write", delay=2.0),))
+    monkeypatch.setattr(tiers, "AioContext", partial(AioContext, fault=plan))
+    # The optimizer state is in memory: the swap space has activations alone.
+    engine = start(Chain(24), activations="nvme", activation_budget=8 * MIB, offload_optimizer="nvme")
+    loss = engine(1.0)
+    moved = moved_by(engine)
+    assert moved.written_bytes == 20 * MIB and not moved._writes[0].done()
+    engine.backward(loss)
 
 
 def test_the_process_is_looked_at_when_moving_frees_memory(

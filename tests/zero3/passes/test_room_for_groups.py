@@ -9,6 +9,7 @@ import pytest
 
 from tiering.errors import ArenaError
 from zero3.params.param_group import Residency
+from zero3.passes.pass_state import GroupsInPass
 from zero3.passes.room_for_groups import RoomForGroups
 
 
@@ -41,11 +42,12 @@ def test_a_neighbour_in_use_is_back_after_a_refusal(numels: tuple[int, int], roo
             raise ArenaError("no room")
         asked.residency = Residency.UNSHARDED
 
-    progress: Any = {
+    groups: Any = GroupsInPass([])
+    groups.progress = {
         each: SimpleNamespace(beside=other, running=running) for each, other in (both, both[::-1])
     }
     prefetcher: Any = SimpleNamespace(acquire=acquire)
-    rooms = RoomForGroups(prefetcher, progress, [], [], lambda _: None)
+    rooms = RoomForGroups(prefetcher, groups, lambda _: None)
     asked: Any = group
     assert not rooms.acquire_with_neighbour(asked)
     if running:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.zero3.passes.autograd_model import Gradients
 from zero3.params.layout import FlatLayout
 from zero3.params.param_group import Residency
+from zero3.passes import pass_state
 from zero3.passes import schedule as schedule_module
 from zero3.passes.prefetch import Prefetcher
 from zero3.passes.schedule import PassSchedule
@@ -91,22 +93,17 @@ class FakeGroup:
         return self.residency is Residency.UNSHARDED
 
 
-class FakeGradients:
+class FakeGradients(Gradients):
+    """Notes what is closed, in order."""
+
     def __init__(self) -> None:
+        super().__init__()
         self.closed: list[str] = []
         self.last: list[str] = []  # of these, those that backward should not come back to
 
     def close(self, group: Any, *, last: bool) -> None:
         self.closed.append(group.name)
         self.last += [group.name] if last else []
-
-    received_elsewhere = False
-
-    def begin(self, used: Any) -> None:
-        pass
-
-    def final(self, group: Any) -> None:
-        pass
 
     def close_all(self) -> None:
         self.closed.append("all")
@@ -132,6 +129,8 @@ class Accumulates:
 
     def on_first_gradient(self) -> bool:
         return False
+
+    def on_gradient(self) -> None: ...
 
     def on_group_done(self, group: FakeGroup, final: bool) -> None:
         pass
@@ -285,8 +284,7 @@ def test_a_node_of_another_thread_may_have_the_same_number(
     _, groups, passes, gradients = make(2, room=2)
     forward(passes, groups)
     task, node = 1, SimpleNamespace(_sequence_nr=lambda: 7)  # of the checkpoint, made by the forward's thread
-    monkeypatch.setattr(schedule_module, "in_autograd", lambda: True)
-    monkeypatch.setattr(schedule_module, "graph_task", lambda: task)
+    monkeypatch.setattr(pass_state, "graph_task", lambda: task)
     monkeypatch.setattr(torch._C, "_current_autograd_node", lambda: node)
     call(passes, groups[1])
     task = 2

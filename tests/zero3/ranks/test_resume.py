@@ -23,6 +23,7 @@ from tests.zero3.resuming import (
     STREAMED,
     Left,
     Model,
+    after_snapshot,
     interrupted,
     straight,
     tokens,
@@ -112,6 +113,81 @@ def assert_goes_on(pool: Pool, nvme: Path, tmp_path: Path, meanwhile: int, *name
             assert differences == [], f"{name}, rank {rank}"
             assert losses != of_all[rank - 1][name][1], f"{name}: ranks train on the same"
             assert bool(skipped) == ("fp16" in cases[name]), f"{name}: {skipped} steps were skipped"
+
+
+SNAPSHOTS: dict[str, dict[str, Any]] = {
+    "stage 1": {
+        **CASES["stage 1, nvme"],
+        "precision": "fp32",
+        "step": "in_backward",
+        "swap_versions": 2,
+    },
+    "stage 2": CASES["stage 2, nvme"],
+    "stage 3": CASES["stage 3, part cached"],
+    "stage 3, in small tiles": CASES["stage 3, in small tiles"],
+}
+
+
+def from_snapshots(
+    rank: int, nvme: Path, directory: Path, names: tuple[str, ...]
+) -> dict[str, tuple[list[str], list[str]]]:
+    """For each case what differs between a straight run and one that goes on from a snapshot, and the files left."""
+    outcomes = {}
+    for name in names:
+        budget = f"{200 * int(os.environ['WORLD_SIZE'])}KiB"  # of all ranks
+        options = {**SNAPSHOTS[name], "accumulation": 1, "snapshots": True, "host_budget": budget}
+        make, teach = partial(begin, nvme, **options), partial(own, rank)
+        expected = straight(make, 6, teach)
+        resumed = after_snapshot(make, 6, 3, directory / name, train=teach)
+        outcomes[name] = (
+            resumed.differences(expected),
+            [file.name for file in nvme.iterdir() if f"rank{rank}-" in file.name],
+        )
+    return outcomes
+
+
+def assert_go_on_from_snapshots(pool: Pool, nvme: Path, tmp_path: Path, *names: str) -> None:
+    for outcomes in pool.run(from_snapshots, nvme, tmp_path / "saved", names):
+        for number, (name, (differences, files)) in enumerate(outcomes.items(), start=1):
+            assert differences == [], name
+            # One for each case: that of its last snapshot.
+            assert len(files) == number, name
+
+
+def test_two_ranks_go_on_from_a_snapshot(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
+    assert_go_on_from_snapshots(ranks(2), nvme, tmp_path, "stage 1", "stage 3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_of_every_stage_go_on_from_a_snapshot(
+    ranks: Ranks, nvme: Path, tmp_path: Path, world_size: int
+) -> None:
+    assert_go_on_from_snapshots(ranks(world_size), nvme, tmp_path, *SNAPSHOTS)
+
+
+def take_snapshot(rank: int, nvme: Path, directory: Path) -> dict[str, Tensor]:
+    """The masters and moments of a snapshot that two ranks have made."""
+    torch.manual_seed(1)
+    engine = begin(nvme, snapshots=True, **CASES["stage 3, part cached"] | {"host_budget": "400KiB"})
+    own(rank, engine, range(4))
+    engine.snapshot_state(directory)
+    left = Left.by(engine).tensors
+    engine.close()
+    return left
+
+
+def test_one_rank_loads_the_snapshot_of_two(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
+    left = ranks(2).run(take_snapshot, nvme, tmp_path / "saved")[0]
+    torch.manual_seed(1)
+    engine = begin(nvme, **{**ON_CPU, "accumulation": 2, "state": "split", "precision": "bf16"})
+    engine.load_checkpoint(tmp_path / "saved")
+    loaded = Left.by(engine).tensors
+    engine.close()
+    # Buffers are those of a rank: the running statistics.
+    assert loaded.keys() == left.keys()
+    different = [name for name in left if not torch.equal(left[name], loaded[name])]
+    assert all("statistics" in name for name in different), different
 
 
 @pytest.mark.parametrize("meanwhile", [0, 2])

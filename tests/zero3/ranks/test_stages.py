@@ -39,7 +39,9 @@ LOOPS: dict[str, dict[str, Any]] = {
     "accumulation 2": {"accumulation": 2},
     "no_sync": {"no_sync": 1, "grad_accum_dtype": "fp32"},
     "no clipping": {"clip": 0.0},
-    "a deferred step": {"step": "deferred"},
+    # Without saved rates it is deferred.
+    "the step of auto": {"step": "auto"},
+    "a step ahead": {"step_in_backward": True, "swap_versions": 2, "clip": 0.0},
 }
 PRECISIONS = ["fp32", "bf16"]
 each_offload = pytest.mark.parametrize("offload", OFFLOADS, ids=lambda key: f"stage {key[0]}, {key[1]}")

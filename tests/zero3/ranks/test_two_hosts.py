@@ -79,9 +79,9 @@ def ip(*arguments: str) -> None:
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
     if shutil.which("ip") is None:
-        pytest.skip("there is no ip here; Debian's package iproute2 has it")
+        pytest.skip("ip is not installed (Debian: package iproute2)")
     if os.geteuid() != 0:
-        pytest.skip("network namespaces take root")
+        pytest.skip("root is needed for network namespaces")
     pair = tuple(Host(f"tier{os.getpid()}{end}", f"10.213.7.{end}", f"cable{end}") for end in (1, 2))
     with contextlib.ExitStack() as stack:
         for host in pair:

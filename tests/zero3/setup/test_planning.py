@@ -21,7 +21,7 @@ from zero3.setup.plan_for import described, plan_for
     ],
 )
 def test_a_configuration_that_does_not_hold_together(tmp_path: Path, text: str, why: str) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="transformers is not installed")
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=f"describes no model that transformers .*{why}") as refusal:
         described(tmp_path)
@@ -29,7 +29,7 @@ def test_a_configuration_that_does_not_hold_together(tmp_path: Path, text: str, 
 
 
 def test_frozen_weights_beside_a_configuration_are_planned_in_place(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(**shape, vocab_size=100, num_key_value_heads=4)
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)

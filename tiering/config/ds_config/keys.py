@@ -81,7 +81,7 @@ _BF16: Tree = {
     ),
     "immediate_grad_update": no_effect("each gradient is always accumulated immediately", off=_ALWAYS),
     "check_grad_overflow": no_effect(
-        "gradients are always checked, except with tiering.step_in_backward", off=_ALWAYS
+        "gradients are always checked, except with tiering.step 'in_backward'", off=_ALWAYS
     ),
     "check_overflow": deprecated(
         "old name of check_grad_overflow: gradients are always checked", off=_ALWAYS

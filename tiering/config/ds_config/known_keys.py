@@ -1,6 +1,6 @@
 """All known keys by their dotted paths: those of the table, and those of the native ``tiering`` block.
 
-The keys of the native block come from the schema.
+The keys of the native block come from the schema, but for a second name of one of them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tiering.config.ds_config.auto import default
+from tiering.config.ds_config.converters import from_bool
 from tiering.config.ds_config.keys import FILE
-from tiering.config.ds_config.verdicts import KeyRule, KeyVerdict, Tree, from_schema
+from tiering.config.ds_config.verdicts import KeyRule, KeyVerdict, Tree, from_schema, mapped
 from tiering.config.monitor import MonitorConfig
+from tiering.config.step_policy import StepPolicy
 from tiering.config.training import TiersConfig
 
 _TO_DEFAULT = default("its default")
@@ -45,10 +47,14 @@ def _flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, KeyRule]]:
             yield from _flat(key, f"{prefix}{name}.")
 
 
-KEYS: dict[str, KeyRule] = {
-    key: _with_auto(key, rule)
-    for key, rule in _flat({**FILE, "tiering": from_schema(TiersConfig, "tiering")})
+_NATIVE = {
+    **from_schema(TiersConfig, "tiering"),
+    "step_in_backward": mapped(
+        "tiering.step", read=from_bool({True: StepPolicy.IN_BACKWARD.value}), off=(False,)
+    ),
 }
+
+KEYS: dict[str, KeyRule] = {key: _with_auto(key, rule) for key, rule in _flat({**FILE, "tiering": _NATIVE})}
 """Every known key by its dotted path."""
 
 SECTIONS: frozenset[str] = frozenset(

@@ -23,6 +23,7 @@ from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
 from tiering.config.ds_config.verdicts import KeyRule, KeyVerdict
 from tiering.config.optimizer import RULES, UNSUPPORTED_OPTIMIZERS
 from tiering.config.scheduler import PARAMS
+from tiering.config.step_policy import StepPolicy
 from tiering.config.training import TieringConfig, parse_size, whole_number
 
 _CLIPPING = 1.0
@@ -69,7 +70,7 @@ class ConfigReading:
         self._resolve_optimizer()
         self._resolve_scheduler()
         self._resolve_precision()
-        self._check_overflow_setting()
+        self._check_step()
         self._check_average()
         self._resolve_stage()
         self._ignore_unused_paths()
@@ -324,19 +325,27 @@ class ConfigReading:
                 note = f"casting inputs belongs to {precision}, which is not enabled"
                 self._note(key, value, KeyVerdict.NO_EFFECT, note, off=True)
 
-    def _check_overflow_setting(self) -> None:
+    def _check_step(self) -> None:
         """Updates during backward cannot wait for the check of all gradients, DeepSpeed's default in bf16."""
-        if self._value("tiering.step_in_backward") is not True or self._value("precision") != "bf16":
+        if self._value("tiering.step") != StepPolicy.IN_BACKWARD:
+            return
+        name = self.entries.get("tiering.step_in_backward")
+        if name is not None and name.value is False:
+            self._refuse(
+                name.key, 'false contradicts tiering.step, which is "in_backward"; remove one of them'
+            )
+        if self._value("tiering.swap_versions") == 2 or self._value("precision") != "bf16":
             return
         for key in ("bf16.check_grad_overflow", "bfloat16.check_grad_overflow"):
             if key in self.entries and self.entries[key].value is False:
-                # The value requests the behaviour that step_in_backward has.
+                # The value requests the behaviour that this step has.
                 self.entries[key] = replace(self.entries[key], off=True)
             elif key in self.entries and self.entries[key].value is not None:
                 self._refuse(
                     key,
-                    f"{self.entries[key].value!r} with tiering.step_in_backward, which updates parameters before all"
-                    " gradients are known; set check_grad_overflow to false, or step_in_backward to false",
+                    f"{self.entries[key].value!r} with tiering.step 'in_backward', which updates parameters before all"
+                    " gradients are known; set check_grad_overflow to false, tiering.swap_versions to 2, or"
+                    " tiering.step to 'deferred'",
                 )
 
     def _check_average(self) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel
 
@@ -134,6 +134,9 @@ def from_schema(model: type[BaseModel], prefix: str) -> Tree:
         kind: object = info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             tree[name] = from_schema(kind, f"{prefix}.{name}")
+        elif get_origin(kind) is dict:
+            # Its names are the user's.
+            tree[name] = replace(honoured(f"{prefix}.{name}"), inside=frozenset("*"))
         else:
             tree[name] = honoured(f"{prefix}.{name}")
     return tree

@@ -7,7 +7,8 @@ alternates. The files belong to tierbench and have no names; fio opens them as /
   "threads" is compared with fio's psync and as many threads, each with its own part of the file;
 - time: from the first submission to the last completion, drained blocks included; start-up does not count;
 - memory in huge pages, not modified between writes; both sides keep latencies;
-- CPU seconds: user and system time of each side during its run, without kernel threads.
+- CPU seconds: user and system time of each side during its run, without kernel threads. For tierbench these are all its
+  threads, which also take the samples; for fio, what it reports of its jobs, without the thread that started them.
 
 Mixed loads differ: fio chooses the direction of each block at random and uses the whole file for both; tierbench
 alternates between reads in the first half of the file and writes in the second.

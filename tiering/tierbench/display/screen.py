@@ -108,9 +108,7 @@ def _header(result: Result) -> Iterator[tuple[str, str]]:
         yield "directory", f"{target.directory}{mount}, {format_size(target.free_bytes)} free"
         yield from (("drive", drive) for drive in _drives(target.backing.drives))
     yield "engine", ", ".join((result.engine.ioengine, *result.engine.flags))
-    yield from (
-        ("not in use", f"{feature}: {reason}") for feature, reason in result.engine.passed_over.items()
-    )
+    yield from (("refused", f"{feature}: {reason}") for feature, reason in result.engine.passed_over.items())
     yield "load", figures.load(result)
     machine = result.machine
     memory = format_size(machine.memory_bytes)

@@ -27,6 +27,7 @@ class BlockOrder:
         assert count > 0, "an order of no blocks would never complete a pass"
         self.count = count
         self.passes = 0
+        self.shuffled = shuffled
         self._first = first
         self._bs = bs
         self._at = 0

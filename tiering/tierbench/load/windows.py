@@ -12,6 +12,7 @@ of an interval, requests that have not started are canceled, so that a slow disk
 from __future__ import annotations
 
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -111,9 +112,9 @@ class Load:
 
     def moved(self) -> list[tuple[int, int]]:
         """Bytes read and written so far, by directory."""
-        jobs = [aio.stats() for aio in self._contexts]
+        jobs = [aio.moved() for aio in self._contexts]
         return [
-            (sum(each.read.bytes for each in files), sum(each.write.bytes for each in files))
+            (sum(read for read, _ in files), sum(written for _, written in files))
             for files in zip(*jobs, strict=True)
         ]
 
@@ -158,6 +159,10 @@ class Load:
                     if watch is not None:
                         share = self._reached() if seconds is None else min(1.0, at / seconds)
                         watch(_sample(*marks[-2:]), share)
+                # A very short interval lasts until a block is done: its end cancels the others.
+                at_work = not once
+                while at_work and not interrupts.received and self._total_moved() == marks[0][1:]:
+                    at_work = crew.sleep_until(time.monotonic() + _MIN_SAMPLE_SECONDS)
                 # The interval ends before its queues drain: after a ramp it also began with full queues, and with
                 # ``together`` one queue is already empty.
                 if (ramp or together) and self.work_files.direct:
@@ -167,7 +172,7 @@ class Load:
             if error is None and writes(rw) and not self.work_files.direct:
                 for lane in self._lanes:
                     lane.flush()
-        drained = self._snapshot()
+        drained = self._snapshot(drained=True)
         end = end or drained
         duration = end.at - start.at
         if duration - marks[-1].at > _MIN_SAMPLE_SECONDS:  # the last part is long enough for a sample
@@ -185,10 +190,12 @@ class Load:
             complete=not interrupts.received,
         )
 
-    def _snapshot(self) -> _LoadSnapshot:
+    def _snapshot(self, *, drained: bool = False) -> _LoadSnapshot:
+        """The counters change until the load is ``drained``; then their reading is not part of the interval."""
+        clocks = time.monotonic(), time.process_time()
         stats = {aio: aio.stats() for aio in self._contexts}
         counts = [lane.counts(stats[lane.aio][lane.file]) for lane in self._lanes]
-        return _LoadSnapshot(time.monotonic(), time.process_time(), counts)
+        return _LoadSnapshot(*(clocks if drained else (time.monotonic(), time.process_time())), counts)
 
     def _ticks(
         self, crew: _LaneThreads, began: float, until: float, interrupts: Interrupts
@@ -248,8 +255,11 @@ class _LaneThreads:
     """The threads of all lanes in an interval, until the last ends, or with ``together`` the first."""
 
     def __init__(self, lanes: Sequence[Lane], rw: ReadWrite, *, once: bool, together: bool) -> None:
+        # To be canceled at the end. A pass completes its requests, however slow the drive is.
+        self._lanes = () if once else tuple(lanes)
         self._stop = threading.Event()
-        self._finished = threading.Semaphore(0)
+        # In C, unlike a semaphore: it costs a sleeping thread less CPU time.
+        self._finished = queue.SimpleQueue[None]()
         self._running = 1 if together else len(lanes)
         self._threads = [
             threading.Thread(
@@ -263,7 +273,9 @@ class _LaneThreads:
     def sleep_until(self, deadline: float) -> bool:
         """Wait until ``deadline`` and return True, or until the threads have finished and return False."""
         while self._running:
-            if not self._finished.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                self._finished.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
                 return True
             self._running -= 1
         return False
@@ -286,6 +298,8 @@ class _LaneThreads:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
+        for lane in self._lanes:
+            lane.cancel()
         for thread in self._threads:
             thread.join()
 

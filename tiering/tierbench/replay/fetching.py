@@ -11,7 +11,8 @@ from tiering.errors import NotDoneError, SwapError
 from tiering.placement.plan import Plan
 from tiering.storage.arena import Arena, Lease
 from tiering.storage.read_ahead import FETCH_PRIORITY, FetchAhead
-from tiering.storage.swap_space import StripedExtent, SwapSpace
+from tiering.storage.striped_extent import StripedExtent
+from tiering.storage.swap_space import SwapSpace
 from tiering.storage.tickets import Abandoned, Ticket
 
 Extents = Sequence[StripedExtent | None]

@@ -19,7 +19,7 @@ from tiering.planning.measure import usual_rule
 from tiering.storage.arena import Arena, Lease, round_up
 from tiering.storage.read_ahead import FETCH_PRIORITY, Staged, StagingPipeline
 from tiering.storage.request import Completion
-from tiering.storage.swap_space import StripedExtent
+from tiering.storage.striped_extent import StripedExtent
 from tiering.storage.tickets import Ticket
 from tiering.tierbench.replay.fetching import Extents, Transfers, cancel_reads
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optim_cpu.quantization import DTYPES, NF4_VALUES, Weight, dynamic_map, table
+from optim_cpu.dtypes import DTYPES
+from optim_cpu.quantization import NF4_VALUES, Weight, dynamic_map, table
 from zero3.device.kernels import cuda_library, fused
 
 

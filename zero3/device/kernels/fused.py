@@ -14,8 +14,9 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from optim_cpu.kernels import BlockFormat, Rule, StateFormat
-from optim_cpu.tensor_batch import DTYPES
+from optim_cpu.block_kernels import BlockFormat
+from optim_cpu.dtypes import DTYPES
+from optim_cpu.kernels import Rule, StateFormat
 from zero3.device.kernels.segment import Segment
 from zero3.device.kernels.torch_operations import block_count, flushed, mix
 
@@ -41,9 +42,20 @@ class RuleArgument(ctypes.Structure):
     """``Rule`` of kernels.cu: fields of opt_rule, with the same names."""
 
     floats = (
-        "scale", "decay", "step_size", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
-        "denominator_scale", "denominator_eps", "eps", "momentum", "carry", "gain",
-    )  # fmt: skip
+        "scale",
+        "decay",
+        "step_size",
+        "beta1",
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "denominator_scale",
+        "denominator_eps",
+        "eps",
+        "momentum",
+        "carry",
+        "gain",
+    )
     ints = ("decay_kind", "nesterov")
     _fields_ = (*((name, c_float) for name in floats), *((name, c_int) for name in ints))
 

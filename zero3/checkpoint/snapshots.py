@@ -1,0 +1,230 @@
+"""Snapshots of an engine: a checkpoint whose weights and optimizer state stay where they are, in the swap files.
+
+A snapshot is published as a checkpoint is (checkpoints.py), under the tag "snapshot". Its manifest names ranges of the
+swap files, which get names for it (tiering/storage/named_files.py), and from then on a step writes to other versions of
+these pages (tiering/storage/versions.py). Only trained state in memory is written, to swap space of its own.
+
+**Order.** After a power failure any subset of what was not fsynced may be on the disk. So: state in memory is written;
+the JSON file of each rank names the swap files; these get their names and are fsynced; the directory is published by a
+rename and fsynced; and only then may a step overwrite the pages of the snapshot before. A crash before the rename
+leaves that one; the swap files that it leaves are found by the JSON files, when the next run saves there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tiering import _logs
+from tiering._interrupts import deferred_interrupts
+from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, new_save
+from tiering.checkpoint.rank_writer import RankRecord, RankWriter
+from tiering.checkpoint.swap_places import SWAP, RankSwap, swap_files_below
+from tiering.config.training import IoConfig, format_size
+from tiering.errors import CheckpointError, ConfigError, SwapError, SwapSpaceError
+from tiering.storage import named_files
+from tiering.storage.arena import PAGE
+from tiering.storage.named_files import NamedFile
+from tiering.storage.versions import Kept
+from tiering.weights.tensor_file import Output, TensorSpec, naming
+from zero3.checkpoint.checkpoints import Checkpoints
+from zero3.checkpoint.rank_share import Share
+from zero3.checkpoint.run_state import RankState
+from zero3.checkpoint.saving import StallTimer, bytes_of, specs_of
+from zero3.checkpoint.snapshot_directory import TAG
+from zero3.checkpoint.swapped_state import SwappedState
+from zero3.parts import Assembly
+from zero3.ranks.agreement import together
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Snapshots:
+    """Snapshots of the engine of ``parts``, beside its ``checkpoints``."""
+
+    def __init__(self, checkpoints: Checkpoints, parts: Assembly, io: IoConfig) -> None:
+        self._checkpoints = checkpoints
+        self._parts = parts
+        self._io = io
+        self._directory = checkpoints.snapshot_directory
+        self._is_published = False
+
+    def save(self, save_dir: Path, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Path:
+        """See Engine.snapshot_state. The engine is idle, and its masters are up to date."""
+        swap = self._parts.tiers.swap
+        if swap is None or not self._parts.plan.workload.snapshots:
+            raise ConfigError(
+                "snapshot_state needs room for two states in swap space: set tiering.snapshots to true, or call"
+                " save_checkpoint"
+            )
+        # Its saver reads what a step may change next; the order of saves is that of the calls.
+        self._checkpoints.finish()
+        timer = StallTimer(self._parts.tiers.stalls)
+        with timer.stalling():
+            self._parts.optimizer.release_read_ahead()
+            path = self._save(save_dir, client_state, exclude_frozen=exclude_frozen)
+        log.log(
+            _logs.once(logging.INFO),
+            "snapshot %s: %s written in %.2f s",
+            *(path, format_size(self._parts.plan.snapshot_bytes), timer.seconds),
+        )
+        return path
+
+    def close(self) -> None:
+        """Unlock the directory. The snapshot stays; without one, no file does."""
+        if self._parts.tiers.swap is not None and not self._is_published:
+            self._parts.tiers.swap.withdraw()
+        self._directory.close()
+
+    @property
+    def _rank(self) -> int:
+        return self._parts.world.rank
+
+    def _save(self, save_dir: Path, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Path:
+        """Write and publish; returns the path of the snapshot."""
+        states: list[RankState] = []
+        partials: list[Path] = []
+
+        def prepare() -> tuple[Path | None, str, list[NamedFile]]:
+            states.append(self._checkpoints.collect(client_state))
+            if self._rank != 0:
+                return None, "", []
+            partials.append(self._directory.begin(save_dir, run=self._checkpoints.run_id))
+            return partials[0], new_save(), swap_files_below(partials[0].parent / TAG)
+
+        try:
+            partial, save, earlier = self._together("begin a snapshot", prepare)[0]
+            assert partial is not None
+            replaced = tuple(file for file in earlier if file.path.exists())
+            has_frozen = not exclude_frozen and any(
+                not piece.trainable for group in self._parts.groups for piece in group.layout.pieces
+            )
+            written = self._together(
+                "write a snapshot",
+                lambda: self._write(states[0], partial, save, replaced, has_frozen=has_frozen),
+            )
+            record = RankRecord.of_all(each for each, _ in written)
+            manifest = replace(
+                self._checkpoints.manifest(Share(self._parts, frozen=not exclude_frozen), save),
+                files=record.files,
+                digests=record.digests,
+                swapped=True,
+            )
+            # Ctrl-C must not occur between the two: a snapshot that is published must be kept.
+            with deferred_interrupts():
+                problem = self._together("publish a snapshot", lambda: self._publish(partial, manifest))[0]
+                assert self._parts.tiers.swap is not None
+                self._parts.tiers.swap.keep(Kept.SNAPSHOT)
+                self._is_published = True
+                self._checkpoints.frozen_changed = not has_frozen
+        except BaseException:
+            for each in partials:
+                assert self._directory.current is not None
+                self._directory.current.discard(each)
+            raise
+        if problem:
+            raise CheckpointError(problem)
+        in_use = {file.path for _, files in written for file in files}
+        named_files.remove(file for file in replaced if file.path not in in_use)
+        return partial.parent / TAG
+
+    def _write(
+        self,
+        state: RankState,
+        partial: Path,
+        save: str,
+        replaced: tuple[NamedFile, ...],
+        *,
+        has_frozen: bool,
+    ) -> tuple[RankRecord, tuple[NamedFile, ...]]:
+        """Write the part of this rank: to its swap files, and to ``partial``. Returns the files of both."""
+        swap, world = self._parts.tiers.swap, self._parts.world
+        assert swap is not None
+        state_in_swap, share = SwappedState(self._parts), Share(self._parts, frozen=False)
+        frozen = Share(self._parts, frozen=True, trained=False)
+        with _swap_errors():
+            state_in_swap.write()
+            swap.check_written(Kept.SNAPSHOT)
+        named = swap.named(f"{self._checkpoints.run_id[:8]}-rank{world.rank}")
+        files: dict[str, tuple[Sequence[TensorSpec], Mapping[str, str]]] = {"rank": (specs_of(state), {})}
+        linked: dict[str, Path] = {}
+        swap_pages = {file.path.name: file.nbytes // PAGE for file in named.values() if swap.aio.verifies}
+        before = partial.parent / TAG
+        if has_frozen and not self._checkpoints.frozen_changed and before.exists():
+            # Its file has the same values.
+            linked[WEIGHTS] = before
+        elif has_frozen:
+            files[WEIGHTS] = frozen.tensors(WEIGHTS)
+        with (
+            Output(self._io, windows=len(files) + 1) as output,
+            RankWriter(
+                partial,
+                world.rank,
+                world.size,
+                save,
+                files,
+                output=output,
+                linked=linked,
+                swap_pages=swap_pages,
+            ) as writer,
+        ):
+            for chunk in frozen.chunks() if has_frozen and not linked else ():
+                content = self._parts.tiers.load(chunk.source.home, chunk.source.offset, chunk.source.nbytes)
+                for first, nbytes in chunk.parts:
+                    writer.append(WEIGHTS, bytes_of(content[first : first + nbytes]))
+            for tensor in state.tensors.values():
+                writer.append("rank", bytes_of(tensor))
+            for slab, offset, nbytes in state_in_swap.kept() if swap.aio.verifies else ():
+                page, count = offset // PAGE, nbytes // PAGE
+                sums = np.frombuffer(swap.aio.checksums(slab.file, page, count), dtype=np.uint32)
+                writer.put_swap_sums(named[slab].path.name, page, sums)
+            swapped = RankSwap(
+                tuple(named.values()),
+                state_in_swap.places(share, swap.files),
+                swap.layout(self._parts.tiers.extents),
+                state_in_swap.plan(share),
+                replaced,
+            )
+            record = writer.finish({**state.content, SWAP: swapped.as_dict()})
+        # After the JSON file, so that no file with a name is unknown. Ctrl-C between a name and the note of it would
+        # leave a file behind.
+        with deferred_interrupts(), _swap_errors():
+            swap.publish(named)
+        return record, tuple(named.values())
+
+    def _publish(self, partial: Path, manifest: Manifest) -> str:
+        """Rank 0 makes ``partial`` the snapshot; returns the problem if it may be lost in a power failure."""
+        if self._rank != 0:
+            return ""
+        directory = self._directory.current
+        assert directory is not None
+        with naming(partial / MANIFEST):
+            manifest.write(partial)
+        try:
+            directory.commit(partial, TAG, run=manifest.run)
+        except CheckpointError as error:
+            with suppress(CheckpointError):
+                if Manifest.read(directory.path / TAG).save == manifest.save:
+                    return error.message
+            raise
+        return ""
+
+    def _together(self, purpose: str, work: Callable[[], T]) -> list[T]:
+        return together(self._parts.collectives, purpose, work)
+
+
+@contextmanager
+def _swap_errors() -> Iterator[None]:
+    """Raise CheckpointError in place of an error of the swap space."""
+    try:
+        yield
+    except (SwapError, SwapSpaceError) as error:
+        raise CheckpointError(f"the snapshot was not saved: {error.message}") from error

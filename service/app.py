@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
@@ -13,28 +14,34 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
 from service.background import BackgroundRenderer
-from service.ended_runs import RunLog
+from service.ended_runs import EndedRuns
 from service.events import Events, Subscription
 from service.health import Alive, Health, Identity, Readiness, ready
 from service.history import INTERVAL, History
+from service.http.compression import LEVEL, Body, JsonResponse, accepts_gzip
 from service.http.guard import REFUSALS, Access, Detail, Guard
 from service.http.parameters import known_parameters
 from service.metrics import OPENMETRICS, TEXT, prefers_openmetrics, render
+from service.metrics.sidecar_metrics import Scrape
 from service.responses.by_rank import (
     ByRank,
     RankBandwidth,
     RankConfig,
+    RankCurve,
     RankSteps,
     RankTiers,
     bandwidth,
     config,
+    curve,
     steps,
     tiers,
 )
 from service.responses.examples import with_examples
 from service.responses.history import Histories, history
 from service.responses.plan import RankPlan, plan
+from service.responses.readings import Readings, readings
 from service.responses.status import Runs, RunStatus, Status, only, runs, status
+from service.run_log import RunLog
 from service.view import NotHereError, View
 from service.view_cache import ViewCache
 from service.watch import Watch
@@ -61,6 +68,11 @@ RANK_ENDPOINTS: dict[str, tuple[object, Callable[[View, str | None, int | None],
         bandwidth,
         "Rates of swap paths, the device link and collectives: current, average and peak; latencies of swap paths.",
     ),
+    "curve": (
+        ByRank[RankCurve],
+        curve,
+        "Loss, gradient norm, duration and tokens of the steps since the start, in at most 256 points.",
+    ),
     "steps": (ByRank[RankSteps], steps, "The recent steps and how their time was spent."),
     "config": (
         ByRank[RankConfig],
@@ -74,34 +86,37 @@ RANK_ENDPOINTS: dict[str, tuple[object, Callable[[View, str | None, int | None],
 class Responses:
     """Response bodies, each made once per View, and the records of earlier Views that some responses need."""
 
-    def __init__(self, cache: ViewCache) -> None:
-        self.history, self.run_log = History(), RunLog()
+    def __init__(self, cache: ViewCache, ended_runs: EndedRuns) -> None:
+        self.history, self.run_log = History(), RunLog(ended_runs)
         self._cache = cache
 
     def status(self, view: View) -> Status:
         """The status of all runs; several responses are parts of it."""
         return self._cache.get(view, "all runs", lambda: status(view, self.history.latest))
 
-    def status_json(self, view: View, run: str | None) -> bytes:
+    def body(self, view: View, key: Hashable, make: Callable[[], BaseModel]) -> Body:
+        """The JSON of the model that ``make`` returns; it is cached under ``key`` for this View."""
+        return self._cache.get(view, key, lambda: Body(make().model_dump_json().encode()))
+
+    def status_body(self, view: View, run: str | None) -> Body:
         """The body of /v1/status; /v1/events sends the same bytes."""
-        return self._cache.get(
-            view, ("status", run), lambda: only(self.status(view), run).model_dump_json().encode()
-        )
+        return self.body(view, ("status", run), lambda: only(self.status(view), run))
 
     def json(self, view: View, key: Hashable, make: Callable[[], BaseModel]) -> Response:
-        """The response with the model that ``make`` returns; it is cached under ``key`` for this View."""
-        return _json(self._cache.get(view, key, lambda: make().model_dump_json().encode()))
+        """The response with ``body()``."""
+        return JsonResponse(self.body(view, key, make))
 
 
 def create_app(watch: Watch, *, expect_ranks: int | None = None, access: Access | None = None) -> FastAPI:
-    """The sidecar for the status files that ``watch`` reads.
+    """The sidecar for the ranks that ``watch`` reads.
 
     /readyz requires ``expect_ranks`` ranks that publish. ``access`` restricts the clients (default: any client that
     addresses the sidecar as localhost or by an IP address).
     """
     cache = ViewCache()
-    responses = Responses(cache)
-    events = Events(watch, cache, responses.status_json)
+    ended_runs = EndedRuns(watch.source.directory)
+    responses = Responses(cache, ended_runs)
+    events = Events(watch, cache, lambda view, run: responses.status_body(view, run).plain)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -126,7 +141,7 @@ def create_app(watch: Watch, *, expect_ranks: int | None = None, access: Access 
     _add_json_routes(api, watch, responses)
     _add_events(api, watch, events)
     app.include_router(api)
-    _add_metrics(app, watch, events)
+    _add_metrics(app, watch, events, ended_runs)
     _add_probes(app, watch, events, expect_ranks)
     _add_web_page(app)
     app.add_exception_handler(TelemetryError, _directory_unreadable)
@@ -143,7 +158,7 @@ def _add_json_routes(api: APIRouter, watch: Watch, responses: Responses) -> None
         """An overview of all runs."""
         view = await watch.now()
         view.select(run)
-        return _json(responses.status_json(view, run))
+        return JsonResponse(responses.status_body(view, run))
 
     @api.get("/runs", response_model=Runs, responses=INVALID)
     async def get_runs() -> Response:
@@ -157,6 +172,12 @@ def _add_json_routes(api: APIRouter, watch: Watch, responses: Responses) -> None
         view = await watch.now()
         view.select(run_id)
         return responses.json(view, ("run", run_id), lambda: only(responses.status(view), run_id).runs[0])
+
+    @api.get("/readings", response_model=Readings, responses=INVALID)
+    async def get_readings(descriptions: bool = True) -> Response:
+        """All status files as they were read, for a tierd that shows several nodes."""
+        view = await watch.now()
+        return responses.json(view, ("readings", descriptions), lambda: readings(view, descriptions))
 
     def endpoint(noun: str, select: Callable[[View, str | None, int | None], BaseModel]) -> Endpoint:
         async def get(run: Run = None, rank: Rank = None) -> Response:
@@ -202,24 +223,35 @@ def _add_events(api: APIRouter, watch: Watch, events: Events) -> None:
         return Subscription(events, interval, run)
 
 
-def _add_metrics(app: FastAPI, watch: Watch, events: Events) -> None:
+def _add_metrics(app: FastAPI, watch: Watch, events: Events, ended_runs: EndedRuns) -> None:
     """The metrics, rendered in a thread in each format: this takes half a second for 64 ranks."""
 
-    def scrape(form: str) -> BackgroundRenderer[tuple[bytes, str]]:
-        return BackgroundRenderer(watch, lambda view: render(view, form, events.subscribers))
+    def scrape(form: str, zipped: bool) -> BackgroundRenderer[tuple[bytes, str]]:
+        def body(view: View) -> tuple[bytes, str]:
+            text, media_type = render(Scrape(view, events.subscribers, ended_runs.counts), form)
+            return gzip.compress(text, LEVEL) if zipped else text, media_type
 
-    scrapes = {prefers_openmetrics(form): scrape(form) for form in (TEXT, OPENMETRICS)}
+        return BackgroundRenderer(watch, body)
+
+    scrapes = {
+        (prefers_openmetrics(form), zipped): scrape(form, zipped)
+        for form in (TEXT, OPENMETRICS)
+        for zipped in (False, True)
+    }
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics(request: Request) -> Response:
         """Metrics in Prometheus' text format, or in OpenMetrics if the Accept header prefers it."""
-        body, media_type = await scrapes[prefers_openmetrics(request.headers.get("accept", ""))].newest()
-        return Response(body, media_type=media_type, headers={"vary": "accept"})
+        zipped = accepts_gzip(request.scope)
+        openmetrics = prefers_openmetrics(request.headers.get("accept", ""))
+        body, media_type = await scrapes[openmetrics, zipped].newest()
+        headers = {"vary": "accept, accept-encoding"} | ({"content-encoding": "gzip"} if zipped else {})
+        return Response(body, media_type=media_type, headers=headers)
 
 
 def _add_probes(app: FastAPI, watch: Watch, events: Events, expect_ranks: int | None) -> None:
     """Probes for an orchestrator: liveness of the sidecar, readiness of the ranks, and details."""
-    identity = Identity(str(watch.directory), expect_ranks)
+    identity = Identity(watch.source.name, expect_ranks)
 
     @app.get("/livez", response_model=Alive)
     async def livez() -> Response:
@@ -279,4 +311,4 @@ def _file(file: File) -> Response:
 
 
 def _json(body: bytes, status_code: int = 200) -> Response:
-    return Response(body, status_code, media_type="application/json")
+    return JsonResponse(Body(body), status_code)

@@ -14,7 +14,8 @@ Result = TypeVar("Result")
 
 
 class _Rendered(NamedTuple, Generic[Result]):
-    view: View
+    # The number of the View and not the View itself: a View of many nodes takes 30 MB.
+    reading: int
     started_at: float
     result: Result
 
@@ -36,8 +37,8 @@ class BackgroundRenderer(Generic[Result]):
         async with self._lock:
             if self._last is None or self._last.started_at < requested_at:
                 view = await self._watch.now()
-                if self._last is None or self._last.view is not view:
+                if self._last is None or self._last.reading != view.readings:
                     started_at = time.monotonic()
                     result = await asyncio.to_thread(self._render, view)
-                    self._last = _Rendered(view, started_at, result)
+                    self._last = _Rendered(view.readings, started_at, result)
             return self._last.result

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import signal
 import sys
-from collections.abc import Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import NoReturn
+from typing import TypeAlias
 
 from service.http import DEFAULT_HOST, DEFAULT_PORT
+from service.http.bearer import TokenError
+from service.nodes.addresses import AddressError
+from service.source import open_source
+from tiering._command_line import Parser, Version, run_printing
 from tiering.telemetry import TelemetryError, run_directory
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 PRINTED = {
     "dashboard": "a dashboard for Grafana to import",
@@ -22,6 +25,7 @@ PRINTED = {
     "alerts-test": "tests of the alert rules, for promtool",
     "metrics": "a table of all metrics in Markdown",
 }
+_CAP_DAC_READ_SEARCH = 2
 SHORTHANDS = """\
 Without a command, tierd serves: `tierd --port N` is `tierd serve --port N`. `tierd COMMAND --help` lists the options.
 """
@@ -45,23 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command in PRINTED:
         from service.metrics import monitoring_files
 
-        try:
-            code = monitoring_files.main(options.command)
-            print(end="", flush=True)
-        except OSError as error:
-            # Python flushes the rest at exit; send it to /dev/null.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if isinstance(error, BrokenPipeError):  # the reader, for example `head`, has closed the pipe
-                return 128 + signal.SIGPIPE
-            print(f"tierd: standard output cannot be written: {error.strerror}", file=sys.stderr)
-            return 2
-        return code
+        return run_printing("tierd", lambda: monitoring_files.main(options.command), unwritable=2)
     if options.dir is not None and (problem := _directory_problem(options)):
         print(f"tierd: --dir {options.dir}: {problem}", file=sys.stderr)
         return 2
     try:
         return _show(options, options.dir or run_directory())
-    except TelemetryError as error:
+    except (AddressError, TelemetryError, TokenError) as error:
         print(f"tierd: {error}", file=sys.stderr)
         return 2
 
@@ -88,13 +82,18 @@ def _show(options: argparse.Namespace, directory: Path) -> int:
         from service import serve_command
 
         return serve_command.main(options, directory)
+    if options.command == "stacks":
+        from service import stacks_command
+
+        return stacks_command.main(options.run, directory, all_users=options.all_users)
     from service import terminal
     from service.watch import Watch
 
-    watch = Watch(directory)
-    if options.command == "once":
-        return terminal.once(watch.view(), run=options.run, json=options.json)
-    return terminal.top(watch, run=options.run, interval=options.interval)
+    with open_source(options, directory) as source:
+        watch = Watch(source)
+        if options.command == "once":
+            return terminal.once(watch.view(), run=options.run, form=options.format)
+        return terminal.top(watch, run=options.run, interval=options.interval)
 
 
 def _with_command(arguments: Sequence[str]) -> list[str]:
@@ -107,80 +106,178 @@ def _with_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _contradiction(options: argparse.Namespace) -> str | None:
+    if getattr(options, "all_users", False) and os.geteuid() != 0:
+        if options.command == "stacks":
+            return "--all-users needs root: the request is written as the user of the run"
+        if not _may_read_all_files():
+            return "--all-users needs root or CAP_DAC_READ_SEARCH: run directories are closed to other users"
+    of = [name for name in ("of", "of_file") if getattr(options, name, None) is not None]
+    if len(of) > 1:
+        return "--of cannot be combined with --of-file"
+    if not of and getattr(options, "of_token_file", None) is not None:
+        return "--of-token-file needs --of or --of-file"
+    if of and (options.all_users or options.dir is not None):
+        return "--of reads other nodes: it cannot be combined with --all-users or --dir"
     if options.command != "serve":
         return None
     if options.uds is not None and (options.host is not None or options.port is not None):
         return "--uds cannot be combined with --host or --port"
+    if options.otlp is not None and (problem := _otlp_problem(options.otlp)):
+        return problem
+    if options.otlp_steps and options.otlp is None:
+        return "--otlp-steps needs --otlp"
     if options.expect_ranks is not None and options.expect_ranks < 0:
         return f"--expect-ranks {options.expect_ranks} is not a number of ranks"
     return None
 
 
+def _otlp_problem(url: str) -> str:
+    """Why metrics cannot be pushed to ``url``, else ""."""
+    try:
+        from service.otlp.push import url_problem
+    except ModuleNotFoundError as error:
+        return f"--otlp needs the extra otlp ({error.name} is missing): pip install 'tiering[otlp]'"
+    return url_problem(url)
+
+
+def _may_read_all_files() -> bool:
+    """Whether this process has the capability CAP_DAC_READ_SEARCH, as root usually has."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    effective = status.partition("CapEff:")[2].split()[:1]
+    return bool(effective) and bool(int(effective[0], 16) >> _CAP_DAC_READ_SEARCH & 1)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="tierd",
-        description="Shows the training runs of this node: tiers, bandwidth, stalls and warnings.",
+        description="Shows the training runs of this node, or of several: tiers, bandwidth, stalls and warnings.",
         epilog=SHORTHANDS,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    directory = _Parser(add_help=False)
-    directory.add_argument(
-        "--dir",
-        type=Path,
-        metavar="RUN_DIR",
-        help="run directory, which holds the status files (default: TIERING_RUN_DIR, or a directory of the user)",
+    parser.add_argument("--version", action=Version)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    directories = _directories()
+    sources = _sources(directories)
+    _add_serve(commands, sources)
+    _add_once_and_top(commands, sources)
+    stacks = commands.add_parser(
+        "stacks",
+        parents=[directories],
+        help="print the Python stacks of all ranks of a run on this node",
+        description="Prints the Python stacks of all ranks of a run on this node, the innermost call first. Ranks with"
+        " equal stacks are printed together.",
+        epilog="exit status: 0; 1 a rank has not answered; 2 no rank of this run publishes here, or the run directory"
+        " cannot be written.",
     )
-    runs = _Parser(add_help=False, parents=[directory])
+    stacks.add_argument("run", metavar="RUN", help="the id or the name of the run")
+    for name, description in PRINTED.items():
+        commands.add_parser(name, help=f"print {description}")
+    return parser
+
+
+def _directories() -> Parser:
+    """The options for the run directories of this node."""
+    parser = Parser(add_help=False)
+    _add_path(
+        parser,
+        "--dir",
+        "RUN_DIR",
+        "run directory, which holds the status files (default: TIERING_RUN_DIR, or a directory of the user)",
+    )
+    parser.add_argument(
+        "--all-users",
+        action="store_true",
+        help="of all users of this node; needs root, or CAP_DAC_READ_SEARCH to show runs",
+    )
+    return parser
+
+
+def _sources(directories: Parser) -> Parser:
+    """The options for ``open_source()``: the run directories of this node, or several nodes."""
+    parser = Parser(add_help=False, parents=[directories])
+    nodes = parser.add_argument_group("several nodes")
+    nodes.add_argument(
+        "--of",
+        metavar="HOST[:PORT],...",
+        help="show the runs on these nodes, on each of which a tierd runs; https://HOST:PORT is possible",
+    )
+    _add_path(
+        nodes,
+        "--of-file",
+        "FILE",
+        "file with one node per line, read again when it changes; a line may have the token file of the node after"
+        " the address",
+    )
+    _add_path(
+        nodes,
+        "--of-token-file",
+        "FILE",
+        "file with the token that the nodes require (or set TIERD_OF_TOKEN)",
+    )
+    return parser
+
+
+def _add_path(group: argparse._ActionsContainer, option: str, metavar: str, help: str) -> None:
+    group.add_argument(option, type=Path, metavar=metavar, help=help)
+
+
+def _add_once_and_top(commands: Commands, sources: Parser) -> None:
+    runs = Parser(add_help=False, parents=[sources])
     runs.add_argument(
         "--run", metavar="RUN", help="show only the run with this id, or the runs with this name"
     )
-
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser(
-        "serve",
-        parents=[directory],
-        help="serve a web page, JSON and metrics over HTTP",
-        description="Serves a web page, JSON and metrics of the training runs of this node over HTTP.",
-        epilog=ADDRESSES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_serve_options(serve)
     once = commands.add_parser(
         "once",
         prog="tierd --once",
         parents=[runs],
         help="print the state of the runs once; `tierd --once` is the same",
         description="Prints the state of the training runs of this node once.",
-        epilog="exit status: 0 all runs train, or there is no run; 1 a run is degraded or has ended; 2 the run"
-        " directory cannot be read, or no run matches --run.",
+        epilog="exit status: 0 all runs train, or there is no run; 1 a run is stuck, is degraded or has ended, or a"
+        " node does not answer; 2 the run directory cannot be read, or no run matches --run.",
     )
-    once.add_argument("--json", action="store_true", help="print the JSON of /v1/status")
+    once.add_argument(
+        "--format",
+        choices=("text", "json", "prom"),
+        default="text",
+        help="text, the JSON of /v1/status, or metrics for the textfile collector of node_exporter (default: text)",
+    )
+    once.add_argument(
+        "--json", action="store_const", const="json", dest="format", help="the same as --format json"
+    )
     top = commands.add_parser(
         "top", parents=[runs], help="show the runs in the terminal, and update the display"
     )
     top.add_argument(
-        "--interval", type=seconds, default=1.0, help="seconds between updates (default: %(default)s)"
+        "--interval",
+        type=interval(0.25, 60),
+        default=1.0,
+        help="seconds between updates (default: %(default)s)",
     )
-    for name, description in PRINTED.items():
-        commands.add_parser(name, help=f"print {description}")
-    return parser
 
 
-def _add_serve_options(parser: argparse.ArgumentParser) -> None:
+def _add_serve(commands: Commands, sources: Parser) -> None:
+    parser = commands.add_parser(
+        "serve",
+        parents=[sources],
+        help="serve a web page, JSON and metrics over HTTP",
+        description="Serves a web page, JSON and metrics of the training runs of this node over HTTP.",
+        epilog=ADDRESSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     address = parser.add_argument_group("address")
     address.add_argument("--host", help=f"address to listen on (default: {DEFAULT_HOST})")
     address.add_argument(
         "--port", type=int, help=f"port to listen on, 0 for any free one (default: {DEFAULT_PORT})"
     )
-    address.add_argument(
-        "--uds", type=Path, metavar="PATH", help="listen on a Unix socket that only this user can open"
-    )
+    _add_path(address, "--uds", "PATH", "listen on a Unix socket that only this user can open")
     access = parser.add_argument_group("access")
-    access.add_argument(
+    _add_path(
+        access,
         "--token-file",
-        type=Path,
-        metavar="FILE",
-        help="file with the bearer token that clients must send (or set TIERD_TOKEN)",
+        "FILE",
+        "file with the bearer token that clients must send (or set TIERD_TOKEN)",
     )
     access.add_argument(
         "--allow-host",
@@ -190,6 +287,21 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="accept requests to this host name, in addition to localhost and IP addresses; repeatable",
     )
+    push = parser.add_argument_group("push")
+    push.add_argument(
+        "--otlp",
+        metavar="URL",
+        help="push the metrics of the runs to this OpenTelemetry collector (OTLP over HTTP, usually port 4318); needs"
+        " the extra tiering[otlp]",
+    )
+    push.add_argument(
+        "--otlp-interval",
+        type=interval(1, 3600),
+        default=15.0,
+        metavar="SECONDS",
+        help="seconds between two pushes, 1 to 3600 (default: %(default)g)",
+    )
+    push.add_argument("--otlp-steps", action="store_true", help="also push each step of a rank as a span")
     process = parser.add_argument_group("process")
     process.add_argument(
         "--expect-ranks",
@@ -207,31 +319,19 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that suggests the nearest command."""
+def interval(shortest: float, longest: float) -> Callable[[str], float]:
+    """A parser of seconds between two updates."""
 
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
-        match = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        if match and (nearest := get_close_matches(match[1], re.findall(r"[\w-]+", match[2]), 1)):
-            message += f"; did you mean {nearest[0]}?"
-        super().error(message)
+    # argparse shows the name of this function.
+    def seconds(argument: str) -> float:
+        number = float(argument)
+        if not shortest <= number <= longest:
+            raise argparse.ArgumentTypeError(
+                f"{argument} is not between {shortest:g} and {longest:g} seconds"
+            )
+        return number
 
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from service.version import own_version
-
-        print(f"tierd {own_version()}")
-        parser.exit()
-
-
-def seconds(argument: str) -> float:
-    """An interval between two updates, in seconds."""
-    number = float(argument)
-    if not 0.25 <= number <= 60:
-        raise argparse.ArgumentTypeError(f"{argument} is not between 0.25 and 60 seconds")
-    return number
+    return seconds
 
 
 def host_name(argument: str) -> str:

@@ -1,94 +1,115 @@
-"""State changes of the runs: a log line for each, and a summary of each run that ended."""
+"""The runs that ended last. Each has a file in the run directory, so that a restart of the sidecar keeps them."""
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterator
+import os
+from collections.abc import Container
+from contextlib import suppress
+from pathlib import Path
+from typing import get_args
 
-from service.formatting import counted, plain
-from service.health import reasons
+from service.formatting import plain
 from service.responses.status import EndedRun, ended_run
-from service.run_end import end_of, with_last_status
-from service.view import RunState, RunView, View
+from service.run_end import How
+from service.view import RunView
+from tiering.telemetry import TelemetryError, open_status_file, plain_name, private_directory
 
-MAX_ENDED = 10  # ended runs to remember
-MAX_LINES = 20  # log lines per View: writing to a slow log reader blocks the sidecar
+MAX_ENDED = 30  # runs to keep
+SUFFIX = ".ended"
+LARGEST_FILE = 64 << 10  # bytes; a summary takes about 2 KiB
 
 log = logging.getLogger(__name__)
 
 
-class RunLog:
-    """Compares each View with the previous one and logs the changes. It also remembers the last ended runs."""
+class EndedRuns:
+    """At most MAX_ENDED runs. Without a ``directory``, or if it cannot be written, they are kept in memory only.
 
-    def __init__(self) -> None:
-        self._previous: dict[str, RunView] = {}
-        self._logged_states: dict[str, RunState] = {}  # by run, the last state in the log
-        # Runs that have only closed status files, and whose end is in the log.
-        self._closed: set[str] = set()
-        self._ended: deque[EndedRun] = deque(maxlen=MAX_ENDED)
+    ``counts`` are the runs that were added since the start of the sidecar, by how they ended.
+    """
 
-    @property
-    def ended(self) -> list[EndedRun]:
-        """Runs that ended and have no status file any more, the latest first."""
-        return list(reversed(self._ended))
+    def __init__(self, directory: Path | None = None) -> None:
+        self.counts: dict[How, int] = dict.fromkeys(get_args(How), 0)
+        self._directory = directory
+        # By id, in the order of their ends.
+        self._runs: dict[str, EndedRun] = {}
+        for run in sorted(self._load(), key=lambda run: run.ended_at or 0.0):
+            self._runs[run.id] = run
 
-    def add(self, view: View) -> None:
-        """Log the changes since the previous View: at most MAX_LINES, and the number of the others."""
-        lines = list(self._changes(view))
-        for level, line in lines[:MAX_LINES]:
-            log.log(level, "%s", plain(line))
-        if len(lines) > MAX_LINES:
-            log.warning("%s since the last reading", counted(len(lines) - MAX_LINES, "more change"))
+    def __contains__(self, run_id: str) -> bool:
+        return run_id in self._runs
 
-    def _changes(self, view: View) -> Iterator[tuple[int, str]]:
-        """Log levels and lines. A new state counts once it lasts for two Views: ranks start and end one by one."""
-        previous, self._previous = self._previous, {run.id: run for run in view.runs}
-        # A status file that was removed and created again brings its run back.
-        self._ended = deque((run for run in self._ended if run.id not in self._previous), maxlen=MAX_ENDED)
-        for run in view.runs:
-            if run.id not in previous:
-                self._logged_states[run.id] = "training"
-                ranks = f"{len(run.fresh)} of its {counted(run.expected, 'rank')} on this node"
-                yield logging.INFO, f"{_label(run)} started: {ranks}"
-            elif run.state == previous[run.id].state != self._logged_states[run.id]:
-                self._logged_states[run.id] = run.state
-                yield _change(run)
-        for run_id in previous.keys() - self._previous.keys():
-            run = with_last_status(previous[run_id], view.closed)
-            self._ended.append(ended_run(run))
-            # A run in the state "ended" was logged when its last process ended.
-            if self._logged_states.pop(run_id) != "ended":
-                yield _end(run)
-        closed = {run.id: run for run in view.closed if run.id not in self._previous}
-        # Runs that were too short to be in a View before they ended.
-        for run_id in closed.keys() - self._closed - previous.keys():
-            self._ended.append(ended_run(closed[run_id]))
-            yield _end(closed[run_id])
-        self._closed = set(closed)
+    def without(self, present: Container[str]) -> list[EndedRun]:
+        """The runs whose ids are not in ``present``, the latest first."""
+        return [run for run in reversed(self._runs.values()) if run.id not in present]
 
+    def add(self, run: RunView) -> None:
+        """Keep the summary of ``run``, whose ranks have the last status. A run is added once."""
+        if run.id in self._runs:
+            return
+        summary = self._runs[run.id] = ended_run(run)
+        self.counts[summary.how] += 1
+        self._save(summary)
+        while len(self._runs) > MAX_ENDED:
+            self.remove(next(iter(self._runs)))
 
-def _change(run: RunView) -> tuple[int, str]:
-    if run.state == "degraded":
-        return logging.WARNING, f"{_label(run)} is degraded: {'; '.join(_problems(run))}"
-    if run.state == "ended":
-        return _end(run)
-    return logging.INFO, f"{_label(run)} trains again with all its ranks"
+    def remove(self, run_id: str) -> None:
+        """Forget a run, for example because its ranks publish again."""
+        if self._runs.pop(run_id, None) is not None and (path := self._path(run_id)) is not None:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
+    def _path(self, run_id: str) -> Path | None:
+        return None if self._directory is None else self._directory / (plain_name(run_id) + SUFFIX)
 
-def _end(run: RunView) -> tuple[int, str]:
-    end = end_of(run)
-    level = logging.INFO if end.how in ("finished", "preempted") else logging.WARNING
-    step = max((snapshot.step for snapshot in run.snapshots), default=0)
-    return level, f"{_label(run)} {end.sentence(f' at step {step}')}"
+    def _save(self, run: EndedRun) -> None:
+        if (path := self._path(run.id)) is None:
+            return
+        try:
+            # Only root's directory may be missing, when all runs are those of other users.
+            private_directory(path.parent)
+            # Another tierd of this directory may have written it.
+            with suppress(FileExistsError):
+                _write(path, run.model_dump_json())
+        except (OSError, TelemetryError) as error:
+            log.warning("%s", plain(f"the end of run {run.id} is kept in memory only: {error}"))
 
-
-def _problems(run: RunView) -> Iterator[str]:
-    for snapshot in run.snapshots:
-        if snapshot.broken:
-            yield f"rank {snapshot.rank} cannot continue: {snapshot.broken}"
-    yield from reasons(run)
+    def _load(self) -> list[EndedRun]:
+        """The runs in the newest files. Older files are removed, also those that cannot be read."""
+        if self._directory is None:
+            return []
+        paths = sorted(self._directory.glob("*" + SUFFIX), key=_changed_at, reverse=True)
+        for path in paths[MAX_ENDED:]:
+            # The file system may be read-only.
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        runs = []
+        for path in paths[:MAX_ENDED]:
+            # Of another version, damaged, or just removed by another tierd.
+            with suppress(OSError, ValueError):
+                runs.append(_read(path))
+        return runs
 
 
-def _label(run: RunView) -> str:
-    return f"run {run.name} ({run.id})"
+def _changed_at(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        # Another tierd has just removed it.
+        return 0.0
+
+
+def _read(path: Path) -> EndedRun:
+    with os.fdopen(open_status_file(path), "rb") as file:
+        return EndedRun.model_validate_json(file.read(LARGEST_FILE))
+
+
+def _write(path: Path, text: str) -> None:
+    """Create the file with all of ``text``. Raises OSError, and leaves no part of a file on a full disk."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            path.unlink()
+            raise

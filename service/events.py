@@ -10,6 +10,7 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.http.compression import STREAM_HEAD, accepts_gzip, part_of_stream
 from service.view import View
 from service.view_cache import ViewCache
 from service.watch import Watch
@@ -18,6 +19,7 @@ from tiering.telemetry import TelemetryError
 MAX_SUBSCRIBERS = 64  # a few people watch a node; more are a client that opens streams and never closes them
 # Proxies close a connection that is silent for longer, so an idle stream sends a comment at this interval.
 KEEPALIVE_SECONDS = 15.0
+_COMMENT = b": nothing new\n\n"
 
 
 class Events:
@@ -46,15 +48,24 @@ class Events:
         """Whether the limit of subscribers is reached."""
         return self.subscribers >= self._max_subscribers
 
-    async def newest(self, run: str | None) -> tuple[int | str, bytes]:
-        """The version of the newest event, which changes with its content, and the event's bytes."""
+    async def newest(self, run: str | None, *, zipped: bool = False) -> tuple[int | str, bytes]:
+        """The version of the newest event, which changes with its content, and the event's bytes.
+
+        ``zipped``: they are a part of a gzip stream.
+        """
         try:
             view = await self._watch.now()
         except TelemetryError as error:
             problem = json.dumps({"detail": str(error)})
-            return problem, _event("problem", problem.encode())
-        event = self._cache.get(view, ("event", run), lambda: _event("status", self._render(view, run)))
-        return view.changes, event
+            event = _event("problem", problem.encode())
+            return problem, part_of_stream(event) if zipped else event
+
+        def plain() -> bytes:
+            return self._cache.get(view, ("event", run), lambda: _event("status", self._render(view, run)))
+
+        if not zipped:
+            return view.changes, plain()
+        return view.changes, self._cache.get(view, ("zipped", run), lambda: part_of_stream(plain()))
 
 
 class Subscription(Response):
@@ -70,12 +81,19 @@ class Subscription(Response):
         super().__init__(headers={"x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._interval, self._run = events, interval, run
+        self._zipped = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         disconnected = asyncio.ensure_future(_disconnected(receive))
         self._events.subscribers += 1
+        self.headers["vary"] = "accept-encoding"
+        self._zipped = accepts_gzip(scope)
+        if self._zipped:
+            self.headers["content-encoding"] = "gzip"
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if self._zipped:
+                await send({"type": "http.response.body", "body": STREAM_HEAD, "more_body": True})
             await self._send_until(disconnected, send)
         finally:
             self._events.subscribers -= 1
@@ -85,10 +103,11 @@ class Subscription(Response):
         sent_version: int | str | None = None
         sent_at = due = time.monotonic()
         while not disconnected.done():
-            version, event = await self._events.newest(self._run)
+            version, event = await self._events.newest(self._run, zipped=self._zipped)
             if version == sent_version:
                 idle_seconds = time.monotonic() - sent_at
-                event = b": nothing new\n\n" if idle_seconds >= self._events.keepalive_seconds else b""
+                comment = part_of_stream(_COMMENT) if self._zipped else _COMMENT
+                event = comment if idle_seconds >= self._events.keepalive_seconds else b""
             if event:
                 sent_version, sent_at = version, time.monotonic()
                 await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel, Field
 
 from service.formatting import counted
-from service.version import own_version
 from service.view import RankView, RunView, View
+from tiering._version import __version__
 from tiering.telemetry import as_text
 
 
@@ -33,7 +34,9 @@ class Health(Readiness):
     version: str
     started_at: float = Field(description="Unix time in seconds")
     uptime: float = Field(description="seconds")
-    directory: str = Field(description="run directory, which has the status files of the ranks")
+    directory: str = Field(
+        description="run directory, which has the status files of the ranks; with --of, the nodes in words"
+    )
     directory_problem: str | None = Field(description="why the run directory cannot be read; null if it can")
     last_reading_at: float | None = Field(description="Unix time at which the status files were last read")
     readings: int = Field(description="number of readings of the status files so far")
@@ -45,11 +48,15 @@ def ready(view: View, expect_ranks: int | None = None) -> Readiness:
 
     With ``expect``: and so many ranks publish on this node; 0 is content without any run.
     """
-    problems = [f"run {run.name}: {reason}" for run in view.runs if not run.over for reason in reasons(run)]
+    problems = [
+        f"node {node.address} does not answer: {node.problem}" for node in view.nodes or () if node.problem
+    ]
+    problems += [f"run {run.name}: {reason}" for run in view.runs if not run.over for reason in reasons(run)]
     fresh = sum(len(run.fresh) for run in view.runs)
+    where = "on this node" if view.nodes is None else "on all nodes"
     if expect_ranks is not None and fresh < expect_ranks:
         verb = "publishes" if fresh == 1 else "publish"
-        problems.append(f"{fresh} of the {counted(expect_ranks, 'rank')} expected on this node {verb}")
+        problems.append(f"{fresh} of the {counted(expect_ranks, 'rank')} expected {where} {verb}")
     if expect_ranks is None and all(run.over for run in view.runs):
         problems.append("every run here has ended" if view.runs else "no run publishes here yet")
     return Readiness(ready=not problems, reasons=problems)
@@ -58,13 +65,19 @@ def ready(view: View, expect_ranks: int | None = None) -> Readiness:
 def reasons(run: RunView) -> Iterator[str]:
     """Why the run is degraded, without the errors that the ranks report themselves."""
     covered = set(run.fresh)
+    unreachable = Counter[str]()
     for rank in reversed(run.ranks):  # of two status files of one rank, the later one counts
         if rank.rank not in covered:
             covered.add(rank.rank)
+            if rank.state == "unreachable":
+                unreachable[rank.reason] += 1
+                continue
             yield f"rank {rank.rank} {_problem(rank)}"
+    for reason, count in unreachable.items():
+        yield f"{counted(count, 'rank')} cannot be seen: {reason}"
     if run.missing:
         verb = "has" if run.missing == 1 else "have"
-        yield f"{run.missing} of its {counted(run.expected, 'rank')} on this node {verb} no status file"
+        yield f"{run.missing} of its {counted(run.expected, 'rank')} {run.where} {verb} no status file"
 
 
 def _problem(rank: RankView) -> str:
@@ -93,7 +106,7 @@ class Identity:
         return Health(
             ready=not problems,
             reasons=problems,
-            version=own_version(),
+            version=__version__,
             started_at=self.started_at,
             uptime=time.monotonic() - self._started,
             directory=as_text(self.directory),

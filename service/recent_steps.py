@@ -15,13 +15,16 @@ class RecentSteps:
     """The steady steps among the recent ones.
 
     ``steps`` is their number, ``seconds`` the median duration, and ``share`` the part of their total time that was
-    stall, 0 to 1. ``causes`` has the share of each cause that occurred, the largest first.
+    stall, 0 to 1. ``causes`` has the share of each cause that occurred, the largest first. ``tokens_per_second`` and
+    ``flops_per_second`` are those of the rank over this time; None if it tells none.
     """
 
     steps: int
     seconds: float
     share: float
     causes: Mapping[str, float]
+    tokens_per_second: float | None = None
+    flops_per_second: float | None = None
 
     def stalled_on(self, causes: Iterable[str]) -> float:
         """The share of the time that was stall by these causes."""
@@ -47,4 +50,6 @@ def recent_steps(snapshot: Snapshot) -> RecentSteps | None:
         seconds=median(step.seconds for step in steps),
         share=sum(step.stall for step in steps) / total,
         causes={cause: seconds / total for cause, seconds in causes.most_common() if seconds > 0},
+        tokens_per_second=sum(step.tokens for step in steps) / total or None,
+        flops_per_second=sum(step.flops for step in steps) / total or None,
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from service.health import reasons
-from service.view import RankView, RunView
+from service.view import RankView, RunView, View
 
 How = Literal["finished", "failed", "preempted", "died", "unknown"]
 _VERBS: dict[How, str] = {
@@ -23,12 +23,16 @@ _VERBS: dict[How, str] = {
 class RunEnd:
     """``how`` a run ended, and ``why``: the error, the signal, or the ranks that were killed.
 
+    ``code`` is that of the error or the signal, and ``rank`` the rank in which the error started.
+
     died     a rank was killed: its process is gone, and its status file does not report how it ended
     unknown  the status files were removed before they reported how
     """
 
     how: How
     why: str = ""
+    code: str = ""
+    rank: int | None = None
 
     def sentence(self, after: str = "") -> str:
         """The end as a predicate, with ``after`` behind the verb: "has failed at step 3: TIER-IO: ..."."""
@@ -41,12 +45,12 @@ def end_of(run: RunView) -> RunEnd:
     failures = [(end.rank != rank, rank, end) for rank, end in ends if end.how == "failed"]
     if failures:
         *_, end = min(failures, key=lambda failure: failure[:2])
-        return RunEnd("failed", f"rank {end.rank}: {end.reason}")
+        return RunEnd("failed", f"rank {end.rank}: {end.reason}", end.code, end.rank)
     if any(rank.state == "stale" and rank.ended is None for rank in run.ranks):
         return RunEnd("died", "; ".join(reasons(run)))
     # A preempted rank takes precedence over a finished one.
     for _, end in sorted(ends, key=lambda rank_end: rank_end[1].how == "finished"):
-        return RunEnd(end.how, end.reason)
+        return RunEnd(end.how, end.reason, end.code)
     return RunEnd("unknown", "its status files were removed before they reported how")
 
 
@@ -56,4 +60,10 @@ def with_last_status(run: RunView, closed: Iterable[RunView]) -> RunView:
     for closed_run in closed:
         if closed_run.id == run.id:
             ranks |= {rank.rank: rank for rank in closed_run.ranks}
-    return RunView(run.id, run.name, tuple(ranks[number] for number in sorted(ranks)))
+    return replace(run, ranks=tuple(ranks[number] for number in sorted(ranks)))
+
+
+def ended(view: View) -> Iterator[RunView]:
+    """The runs whose ranks on this node have all ended and still have status files, with their last status."""
+    yield from (with_last_status(run, view.closed) for run in view.runs if run.over)
+    yield from (run for run in view.closed if view.run(run.id) is None)

@@ -7,30 +7,54 @@ import logging
 import os
 import socket
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from service.app import create_app
 from service.http import DEFAULT_HOST, DEFAULT_PORT
-from service.http.bearer import HOW_TO_MAKE_ONE, TokenError, load_token
+from service.http.bearer import OF_CLIENTS, TokenError, load_token
 from service.http.guard import Access
 from service.http.server import CannotListenError, Listener, listen, listen_at, lower_priority, resolve, serve
+from service.nodes.addresses import AddressError
+from service.source import open_source
 from service.watch import Watch
+
+# Seconds in which the log records the runs that ended while no sidecar was running.
+FIRST_SWEEP = 5.0
 
 
 def main(options: argparse.Namespace, directory: Path) -> int:
     """Serve the runs in ``directory`` until a signal. Returns the exit status: 0, or 2 if it cannot start."""
     try:
         lower_priority(options.nice)  # before the first thread: threads keep the niceness of their creation
-        token = load_token(options.token_file, os.environ)
+        token = load_token(options.token_file, os.environ, OF_CLIENTS)
         listener, hosts = _listener(options, token)
-        with listener:
-            app = create_app(Watch(directory), expect_ranks=options.expect_ranks, access=Access(hosts, token))
+        with listener, open_source(options, directory, FIRST_SWEEP) as source:
+            watch = Watch(source)
+            app = create_app(watch, expect_ranks=options.expect_ranks, access=Access(hosts, token))
             _log_to_stderr()
-            serve(app, listener, f"tierd: {listener.url} shows the runs in {directory}")
-    except (CannotListenError, TokenError) as error:
+            place = (
+                "of all users"
+                if options.all_users
+                else f"in {source.name}"
+                if source.directory
+                else f"on {source.name}"
+            )
+            with _push(options, watch):
+                serve(app, listener, f"tierd: {listener.url} shows the runs {place}")
+    except (AddressError, CannotListenError, TokenError) as error:
         print(f"tierd: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _push(options: argparse.Namespace, watch: Watch) -> AbstractContextManager[object]:
+    """The push to a collector, if the command line names one."""
+    if options.otlp is None:
+        return nullcontext()
+    from service.otlp.push import Push
+
+    return Push(watch, options.otlp, interval=options.otlp_interval, steps=options.otlp_steps)
 
 
 def _log_to_stderr() -> None:
@@ -50,7 +74,7 @@ def _listener(options: argparse.Namespace, token: bytes | None) -> tuple[Listene
     address = resolve(host, DEFAULT_PORT if options.port is None else options.port)
     if not address.loopback and token is None:
         raise TokenError(
-            f"{host} can be reached from other machines, and no token is set: {HOW_TO_MAKE_ONE}, or listen on"
+            f"{host} can be reached from other machines, and no token is set: {OF_CLIENTS.remedy}, or listen on"
             f" {DEFAULT_HOST}"
         )
     listener = listen(address)

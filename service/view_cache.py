@@ -26,4 +26,5 @@ class ViewCache:
             if len(self._values) >= MAX_ENTRIES:
                 return make()
             self._values[key] = make()
-        return self._values[key]  # type: ignore[return-value]  # a key stands for one type
+        # The values have different types: each key stands for one.
+        return self._values[key]  # type: ignore[return-value]

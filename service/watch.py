@@ -1,23 +1,19 @@
-"""Reads the status files of a run directory, once for all clients that ask at the same time."""
+"""Reads the status of the ranks from its source, once for all clients that ask at the same time."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
+from service.source import Source
 from service.view import FRESH_SECONDS, View, view_of
-from tiering.telemetry import StatusFile, TelemetryError, as_text, find_status_files, run_directory, sweep
+from tiering.telemetry import TelemetryError
 
-KEEP_STALE_SECONDS = 30.0  # long enough for an operator to see that a run died
-MAX_AGE = 0.25  # seconds; ranks publish no more often
-SWEEP_INTERVAL = 1.0  # seconds between two sweeps: each opens and locks every status file
 # Seconds: a directory on tmpfs answers in milliseconds, one on an unreachable file server never.
 READ_TIMEOUT = 5.0
 
@@ -25,32 +21,23 @@ log = logging.getLogger(__name__)
 
 
 class Watch:
-    """The status files in ``directory`` (default: ``run_directory()``), read at most every ``max_age`` seconds.
+    """The status of the ranks in ``source``, read at most every ``max_age`` seconds (default: that of the source).
 
-    Status files of dead writers stay in the View for ``keep_stale_seconds`` after their last update, then they are
-    removed. A rank that has not published for ``fresh_seconds`` is silent. Any thread may call ``view()``; one event
-    loop may call ``now()``. The constructor and each reading raise TelemetryError if other users can write to the
-    directory or it cannot be read.
+    A rank that has not published for ``fresh_seconds`` is silent. Any thread may call ``view()``; one event loop may
+    call ``now()``. Each reading raises the TelemetryError of the source.
     """
 
     def __init__(
-        self,
-        directory: Path | None = None,
-        *,
-        keep_stale_seconds: float = KEEP_STALE_SECONDS,
-        fresh_seconds: float = FRESH_SECONDS,
-        max_age: float = MAX_AGE,
+        self, source: Source, *, fresh_seconds: float = FRESH_SECONDS, max_age: float | None = None
     ) -> None:
-        self.directory = run_directory() if directory is None else Path(directory)
-        self._keep_stale_seconds, self._fresh_seconds = keep_stale_seconds, fresh_seconds
-        self._max_age = max_age
+        self.source = source
+        self._fresh_seconds, self._max_age = fresh_seconds, max_age
         self._reading: asyncio.Future[None] | None = None  # shared by all callers of now()
         # Guards the fields below.
         self._lock = threading.Lock()
         self._last: View | None = None
         self._error: TelemetryError | None = None  # of the last reading, if it failed
-        self._read_at = self._swept_at = -1e9
-        self._find()
+        self._read_at = -1e9
 
     @property
     def last(self) -> View | None:
@@ -69,7 +56,7 @@ class Watch:
             await asyncio.wait({reading}, timeout=READ_TIMEOUT)
             if not reading.done():
                 raise TelemetryError(
-                    f"run directory {self.directory} has not answered for {READ_TIMEOUT:g} s: check its file system;"
+                    f"run directory {self.source.name} has not answered for {READ_TIMEOUT:g} s: check its file system;"
                     " a directory on tmpfs, such as $XDG_RUNTIME_DIR, always answers"
                 )
             reading.result()
@@ -81,15 +68,17 @@ class Watch:
         return self._latest()
 
     async def follow(self, interval: float, *observers: Callable[[View], None]) -> None:
-        """Call the observers with a View every ``interval`` seconds until cancelled; errors do not end it."""
-        due = time.monotonic()
+        """Call the observers with each new View, every ``interval`` seconds, until cancelled; errors do not end it."""
+        due, observed = time.monotonic(), None
         while True:
             try:
-                view = await self.now()
-                for observe in observers:
-                    observe(view)
-            except TelemetryError:
-                pass  # the next request reports it
+                # The next request reports that nothing can be read.
+                with suppress(TelemetryError):
+                    view = await self.now()
+                    if view is not observed:
+                        observed = view
+                        for observe in observers:
+                            observe(view)
             except Exception:
                 log.exception("the history and the log of runs could not be updated")
             due = max(due + interval, time.monotonic())
@@ -106,7 +95,8 @@ class Watch:
                 self._read_at = time.monotonic()
 
     def _is_fresh(self) -> bool:
-        return time.monotonic() - self._read_at < self._max_age
+        max_age = self.source.max_age if self._max_age is None else self._max_age
+        return time.monotonic() - self._read_at < max_age
 
     def _latest(self) -> View:
         if self._error is not None:
@@ -116,30 +106,7 @@ class Watch:
 
     def _read(self) -> View:
         taken_at = time.time()
-        readings = [(file, file.read()) for file in self._find()]
-        if any(reading.state != "live" for _, reading in readings):
-            self._sweep()
-            readings = [(file, reading) for file, reading in readings if os.path.lexists(file.path)]
-        view = view_of(readings, taken_at, fresh_seconds=self._fresh_seconds)
+        view = view_of(self.source.read(), taken_at, fresh_seconds=self._fresh_seconds)
         previous = self._last or View(0.0, ())
         changes = previous.changes + (previous.readings == 0 or view.differs_from(previous))
-        return replace(
-            view, directory=as_text(str(self.directory)), readings=previous.readings + 1, changes=changes
-        )
-
-    def _find(self) -> list[StatusFile]:
-        try:
-            return find_status_files(self.directory)
-        except OSError as error:  # no permission, no file descriptor left, a failing disk
-            raise TelemetryError(
-                f"run directory {self.directory} cannot be read: {error.strerror}; it must belong to this user, with"
-                " mode 0700"
-            ) from error
-
-    def _sweep(self) -> None:
-        if time.monotonic() - self._swept_at < SWEEP_INTERVAL:
-            return
-        # On a file system that has become read-only, stale status files stay longer.
-        with suppress(OSError):
-            sweep(self.directory, self._keep_stale_seconds)
-        self._swept_at = time.monotonic()
+        return replace(view, directory=self.source.name, readings=previous.readings + 1, changes=changes)

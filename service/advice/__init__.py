@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 
 from service.advice import disks, link, memory, nvme, ranks, step_time, training
 from service.advice.advice import Advice, Severity
+from service.advice.ranks import stragglers
 from service.view import RunView
 
-__all__ = ["Advice", "Severity", "advise"]
+__all__ = ["Advice", "Severity", "advise", "stragglers"]
 
 _RULES: tuple[Callable[[RunView], Iterator[Advice]], ...] = (
     ranks.states,
@@ -40,6 +41,7 @@ _RULES: tuple[Callable[[RunView], Iterator[Advice]], ...] = (
     disks.slow_paths,
     disks.retries,
     disks.rereads,
+    disks.worn,
     disks.page_cache,
     memory.exceeded_budgets,
     memory.nearly_full,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from service.advice.advice import Advice, error, info, warning
-from service.formatting import rate
+from service.formatting import rate, share
 from service.view import RankView, RunView
 from tiering.telemetry import PathStatus
 
@@ -105,6 +105,23 @@ def slow_paths(run: RunView) -> Iterator[Advice]:
                 )
 
 
+# Of its endurance. The drive may work for longer, but its maker does not promise it.
+WORN_FRACTION = 0.9
+
+
+def worn(run: RunView) -> Iterator[Advice]:
+    """Drives that have used up most of their endurance."""
+    for rank, path in _paths(run):
+        if path.drive is not None and path.drive.used >= WORN_FRACTION:
+            yield warning(
+                "drive-worn",
+                f"a drive of {path.path} has used {share(path.drive.used)} of its endurance, by its own estimate",
+                "save checkpoints to another drive, and plan to replace it (`smartctl -a`); a larger host budget or a"
+                " smaller state format writes less",
+                rank.rank,
+            )
+
+
 def _average(path: PathStatus) -> float:
     return max(path.read.average_bytes_per_second, path.written.average_bytes_per_second)
 
@@ -131,13 +148,14 @@ _PASSED_OVER = {
 
 
 def passed_over(run: RunView) -> Iterator[Advice]:
-    """I/O engines and buffer registration that are not available."""
+    """I/O engines and buffer registration that the system refuses."""
     for rank in run.ranks:
         engine = rank.snapshot.io_engine if rank.fresh and rank.snapshot is not None else None
         if engine is None:
             continue
         for feature, reason in engine.passed_over.items():
-            text = f"{feature} is not in use: {reason}; the I/O engine is {engine.name}"
+            use = "used for a part of the memory only" if feature in engine.flags else "not in use"
+            text = f"{feature} is {use}: {reason}; the I/O engine is {engine.name}"
             remedy = _PASSED_OVER.get(feature, "`tiering doctor` shows what it needs")
             yield info("io-passed-over", text, remedy, rank.rank)
 

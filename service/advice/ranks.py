@@ -35,6 +35,11 @@ _BY_STATE: dict[str, tuple[Callable[..., Advice], str, str]] = {
         _LOG_REMEDY
         + "; the other ranks cannot continue without it: restart the job from its last checkpoint",
     ),
+    "unreachable": (
+        error,
+        "node {reason}; its ranks may train, but cannot be seen",
+        "check the node, the network, and tierd on the node",
+    ),
     "newer-version": (
         warning,
         "rank {rank} cannot be shown: {reason}",
@@ -78,7 +83,7 @@ def states(run: RunView) -> Iterator[Advice]:
         verb = "has" if run.missing == 1 else "have"
         yield error(
             "rank-missing",
-            f"{run.missing} of the {counted(run.expected, 'rank')} on this node {verb} no status file",
+            f"{run.missing} of the {counted(run.expected, 'rank')} {run.where} {verb} no status file",
             "they have not started or have ended, run as another user or with another TIERING_RUN_DIR, or have"
             " tiering.telemetry.enabled false: see the log of the job",
         )
@@ -91,27 +96,39 @@ STRAGGLER_RATIO = 1.25  # times as busy as the other ranks: equal ranks that sha
 def stragglers_or_network(run: RunView) -> Iterator[Advice]:
     """A rank that the others wait for; without one, ranks that wait for the network."""
     ranks = stepping_ranks(run)
-    if len(ranks) > 1:
-        slowest = max(ranks, key=lambda rank: typical(rank, busy))
-        others = [rank for rank in ranks if rank is not slowest]
-        if typical(slowest, busy) >= STRAGGLER_RATIO * median(typical(rank, busy) for rank in others) > 0:
-            yield _straggler(slowest, others)
-            return
+    if slow := _slow(ranks):
+        yield _straggler(slow[0], [rank for rank in ranks if rank is not slow[0]])
+        return
     stalled = [rank for rank in ranks if rank.steps.stalled_on(ON_RANKS) >= STALL_FRACTION]
     if stalled:
         longest = max(rank.steps.stalled_on(ON_RANKS) for rank in stalled)
+        group = "the run" if run.on_all_nodes else "this node"
         several_nodes = any(rank.snapshot.world_size > rank.snapshot.local_world_size for rank in stalled)
         yield warning(
             "network-bound",
-            f"{share(longest)} of the step is stall for other ranks, and no rank of this node is a straggler",
+            f"{share(longest)} of the step is stall for other ranks, and no rank of {group} is a straggler",
             (
-                "check the other nodes for a slower rank; otherwise the network is slow"
-                if several_nodes
-                else _ONE_NODE
+                _ONE_NODE
+                if not several_nodes
+                else "the network is slow"
+                if run.on_all_nodes
+                else "check the other nodes for a slower rank; otherwise the network is slow"
             )
             + ": a larger micro-batch or, below stage 3, more gradient_accumulation_steps send less for each sample",
             *[rank.rank.rank for rank in stalled],
         )
+
+
+def stragglers(run: RunView) -> set[int]:
+    """The ranks that the others wait for."""
+    return {rank.rank.rank for rank in _slow(stepping_ranks(run))}
+
+
+def _slow(ranks: list[SteppingRank]) -> list[SteppingRank]:
+    """The stragglers among ``ranks``, the slowest first: busy for longer than the others without the slowest rank."""
+    by_busy = sorted(((typical(rank, busy), rank) for rank in ranks), key=lambda pair: -pair[0])
+    usual = median(seconds for seconds, _ in by_busy[1:]) if len(by_busy) > 1 else 0.0
+    return [rank for seconds, rank in by_busy if seconds >= STRAGGLER_RATIO * usual > 0]
 
 
 def _straggler(slowest: SteppingRank, others: list[SteppingRank]) -> Advice:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from service.recent_steps import RecentSteps, recent_steps, steady_steps
+from service.progress import MIN_STEPS
+from service.recent_steps import RecentSteps, steady_steps
 from service.view import RankView, RunView
 from tiering.telemetry import COPIES_OF, DirectionStatus, Snapshot, StepRecord
 
-MIN_STEPS = 3  # for a meaningful median
 STALL_FRACTION = 0.2  # of a step: the gain from less stall is within the spread of step times
 BOUND_FRACTION = 0.5  # of a step: a stall that takes more than this bounds the step
 MIN_CAUSE_FRACTION = 0.05  # of the stalls: smaller causes are left out of the text
@@ -41,7 +41,7 @@ def stepping_ranks(run: RunView) -> list[SteppingRank]:
         for rank in run.ranks
         if rank.fresh
         and rank.snapshot is not None
-        and (steps := recent_steps(rank.snapshot)) is not None
+        and (steps := rank.recent_steps) is not None
         and steps.steps >= MIN_STEPS
     ]
 

@@ -5,44 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import median
 
-from service.advice.advice import Advice, warning
+from service.advice.advice import Advice, error, warning
 from service.advice.stalls import on_link, on_nvme, on_ranks, outside, stepping_ranks
 from service.formatting import seconds, share
 from service.recent_steps import steady_steps
 from service.view import RunView
 from tiering.telemetry import Snapshot, StepRecord
 
-STUCK_STEPS = 10.0  # the duration of a phase, in usual steps, after which it is reported
-STUCK_SECONDS = 60.0  # and its minimum
-# Outside of steps, or before the first step. A start, a compilation or an evaluation takes less time.
-HUNG_SECONDS = 600.0
-
 
 def stuck(run: RunView) -> Iterator[Advice]:
-    """Phases that take too long. The heartbeat does not show this: it only proves that the process is alive."""
-    step_seconds = {rank.rank.rank: rank.steps.seconds for rank in stepping_ranks(run)}
+    """Phases that take too long."""
     for rank in run.ranks:
-        snapshot = rank.snapshot
-        if not rank.fresh or snapshot is None or not snapshot.phase_since:
+        snapshot, duration = rank.snapshot, rank.phase_duration
+        if snapshot is None or duration is None or not duration.is_stuck:
             continue
-        duration, step = (rank.published_at or 0.0) - snapshot.phase_since, step_seconds.get(rank.rank)
-        text = f"{snapshot.phase} has taken {seconds(duration)} so far"
-        if snapshot.phase in ("forward", "backward", "step") and step is not None:
-            limit = max(STUCK_SECONDS, STUCK_STEPS * step)
-            text += f", a whole step takes {seconds(step)}"
-        else:
-            limit = HUNG_SECONDS
+        text = f"{snapshot.phase} has taken {seconds(duration.seconds)} so far"
+        if duration.step_seconds is not None:
+            text += f", a whole step takes {seconds(duration.step_seconds)}"
         # A save may take this long.
         if snapshot.checkpoint is not None and snapshot.checkpoint.under_way:
             text += ", while a checkpoint is being saved"
-        if duration >= limit:
-            yield warning(
-                "stuck",
-                text,
-                f"`py-spy dump --pid {snapshot.pid}` shows the current function; with several ranks, one late rank"
-                " delays all",
-                rank.rank,
-            )
+        yield error(
+            "stuck",
+            text,
+            f"`tierd stacks {run.id}` shows the function in which each rank waits; with several ranks, one late rank"
+            " delays all",
+            rank.rank,
+        )
 
 
 OUTSIDE_FRACTION = 0.3  # of a step: the work of a program between its steps is short unless it waits

@@ -27,6 +27,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from service.http.port_owner import listener_of
+
 MAX_CONNECTIONS = 512
 ACCEPTED_AT_ONCE = 16  # connections accepted before the first of them is counted
 ACCEPT_QUEUE = 1024  # connections that the kernel accepts before the server does
@@ -101,7 +103,7 @@ def listen(address: Address) -> Listener:
     except OSError as error:
         in_use = error.errno == errno.EADDRINUSE
         reason = (
-            "the port is in use, perhaps by another tierd; choose another --port"
+            f"the port is in use {listener_of(address.port)}; choose another --port"
             if in_use
             else error.strerror
         )
@@ -170,12 +172,12 @@ def _remove_dead_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)  # a listener whose queue is full would block
         try:
-            probe.connect(str(path))
+            # A socket whose queue is full has a listener.
+            with contextlib.suppress(BlockingIOError):
+                probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
             return
-        except BlockingIOError:
-            pass
     raise CannotListenError(
         f"cannot listen at {path}: the socket is in use, perhaps by another tierd; choose another --uds"
     )
@@ -290,7 +292,8 @@ class _Deadline:
 class _Connection(H11Protocol):
     """A connection with deadlines, that gives way to new ones when there are too many."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    # uvicorn narrows the type of the argument too: asyncio's protocol takes a BaseTransport.
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._idle_since = self.loop.time()
         self._max_connections = max_connections()

@@ -25,11 +25,14 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
+from service.http.compression import quality
 from service.metrics.families import Family, Histogram, Values
 from service.metrics.rank_metrics import PLAN_METRICS, RANK_METRICS, RANK_UP, SNAPSHOT_METRICS
-from service.metrics.run_metrics import RUN_METRICS
+from service.metrics.run_metrics import RUN_ENDED, RUN_METRICS
 from service.metrics.sidecar_metrics import SIDECAR_METRICS, Scrape
+from service.run_end import ended
 from service.view import RankView, RunView, State, View
+from tiering.telemetry import LABEL_NAME
 
 Subject = TypeVar("Subject")
 Labels = tuple[str, ...]
@@ -39,12 +42,18 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _UNPRINTABLE = re.compile("[\0\ud800-\udfff]")  # not allowed in UTF-8, or rejected by parsers
 
 
-def render(view: View, accept: str | None, subscribers: int = 0) -> tuple[bytes, str]:
-    """The metrics of ``view`` in the form that the header ``accept`` prefers, and its content type."""
-    collected = _Collected(Scrape(view, subscribers))
+def render(scrape: Scrape, accept: str | None = None) -> tuple[bytes, str]:
+    """The metrics of ``scrape`` in the form that the header ``accept`` prefers, and its content type."""
+    collected = _OfSidecarAndRuns(scrape)
     if prefers_openmetrics(accept or ""):
-        return openmetrics.generate_latest(collected), OPENMETRICS  # type: ignore[no-untyped-call]  # it has no types
+        # prometheus_client declares no types for this function.
+        return openmetrics.generate_latest(collected), OPENMETRICS  # type: ignore[no-untyped-call]
     return exposition.generate_latest(collected), TEXT
+
+
+def render_runs(view: View) -> bytes:
+    """The metrics of the runs in ``view`` as text, without those of the sidecar."""
+    return exposition.generate_latest(RunMetrics(view))
 
 
 def prefers_openmetrics(accept: str) -> bool:
@@ -53,26 +62,34 @@ def prefers_openmetrics(accept: str) -> bool:
     for media_range in accept.split(","):
         name, *parameters = (part.strip().lower() for part in media_range.split(";"))
         if name in qualities:
-            qualities[name] = max(qualities[name], _quality(parameters))
+            qualities[name] = max(qualities[name], quality(parameters))
     return 0 < qualities["application/openmetrics-text"] >= qualities["text/plain"]
 
 
-def _quality(parameters: Iterable[str]) -> float:
-    quality = next((parameter[2:] for parameter in parameters if parameter.startswith("q=")), "1")
-    return float(quality) if re.fullmatch(r"[01](\.\d{0,3})?", quality) else 0.0
-
-
-class _Collected(Collector):
-    """A registry with the metrics of one View. prometheus_client's default registry describes only this process."""
+class _OfSidecarAndRuns(Collector):
+    """A registry with all metrics of one View. prometheus_client's default registry describes only this process."""
 
     def __init__(self, scrape: Scrape) -> None:
         self._scrape = scrape
 
     def collect(self) -> Iterator[Metric]:
+        yield from _metrics(SIDECAR_METRICS, (), {(): self._scrape})
+        yield from _PROCESS.collect()
+        yield from RunMetrics(self._scrape.view).collect()
+
+
+class RunMetrics(Collector):
+    """A registry with the metrics of the runs in a View."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def collect(self) -> Iterator[Metric]:
         up: dict[Labels, RankView] = {}
         runs: dict[Labels, RunView] = {}
-        for run in self._scrape.view.runs:
-            for rank in run.ranks:
+        for run in self._view.runs:
+            # The tierd of each node has the metrics of its ranks. Twice in one Prometheus, every sum would be wrong.
+            for rank in () if run.on_all_nodes else run.ranks:
                 labels = run.id, str(rank.rank)
                 # A restarted rank may have an older status file too: the live one counts.
                 if labels not in up or _precedence(rank) >= _precedence(up[labels]):
@@ -86,9 +103,8 @@ class _Collected(Collector):
             for labels, rank in live.items()
             if rank.description is not None and rank.description.plan is not None
         }
-        yield from _metrics(SIDECAR_METRICS, (), {(): self._scrape})
-        yield from _PROCESS.collect()
         yield from _metrics(RUN_METRICS, ("run",), runs)
+        yield from _metrics([RUN_ENDED], ("run",), {(run.id,): run for run in ended(self._view)})
         of_rank = "run", "rank"
         yield from _metrics([RANK_UP], of_rank, up)
         yield from _metrics(RANK_METRICS, of_rank, live)
@@ -99,7 +115,15 @@ class _Collected(Collector):
 _PROCESS = ProcessCollector(registry=None)  # CPU time, memory and file descriptors of the sidecar
 
 
-_STATE_ORDER: tuple[State, ...] = ("stale", "unreadable", "newer-version", "torn", "silent", "live")
+_STATE_ORDER: tuple[State, ...] = (
+    "stale",
+    "unreadable",
+    "newer-version",
+    "torn",
+    "unreachable",
+    "silent",
+    "live",
+)
 
 
 def _precedence(rank: RankView) -> tuple[int, float]:
@@ -120,6 +144,15 @@ def _metrics(
         yield _metric(family, (*names, *family.labels), series)
 
 
+def _label_values(further: Mapping[str, str], names: Labels) -> dict[str, str]:
+    """The labels of ``further`` with a valid name that is not in ``names``: a status file may be damaged."""
+    return {
+        name: _printable(value)
+        for name, value in further.items()
+        if LABEL_NAME.fullmatch(name) and name not in names
+    }
+
+
 @lru_cache(maxsize=4096)  # all series share a few label values
 def _printable(label: str) -> str:
     return _UNPRINTABLE.sub("\ufffd", label)
@@ -129,8 +162,8 @@ def _metric(family: Family[Subject], labels: Labels, series: Values) -> Metric:
     name, unit = family.name, family.unit
     if family.kind == "info":
         info = InfoMetricFamily(name.removesuffix("_info"), family.help, labels=labels)
-        for values in series:
-            info.add_metric(values, {})
+        for values, further in series.items():
+            info.add_metric(values, _label_values(further, labels) if isinstance(further, Mapping) else {})
         return info
     if family.kind == "histogram":
         histogram = HistogramMetricFamily(name, family.help, labels=labels, unit=unit)

@@ -19,7 +19,8 @@ class Histogram:
     sum: float
 
 
-Values = Mapping[tuple[str, ...], float | Histogram | None]  # by label values; None means unknown
+# By label values; None means unknown. The value of an info is a mapping of further labels.
+Values = Mapping[tuple[str, ...], float | Histogram | Mapping[str, str] | None]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from service.metrics.families import Family
 from service.metrics.rank_metrics import PLAN_METRICS, RANK_METRICS, RANK_UP, SNAPSHOT_METRICS
-from service.metrics.run_metrics import RUN_METRICS
+from service.metrics.run_metrics import RUN_ENDED, RUN_METRICS
 from service.metrics.sidecar_metrics import SIDECAR_METRICS
 
 FILES = {
@@ -34,7 +34,7 @@ def table() -> str:
     """A table of all metrics in Markdown, by subject."""
     parts: tuple[tuple[str, Sequence[Family[Any]], str], ...] = (
         ("Metrics of a rank", (RANK_UP, *RANK_METRICS, *SNAPSHOT_METRICS, *PLAN_METRICS), "`run`, `rank`"),
-        ("Metrics of a run", RUN_METRICS, "`run`"),
+        ("Metrics of a run", (*RUN_METRICS, RUN_ENDED), "`run`"),
         ("Metrics of the sidecar", SIDECAR_METRICS, "no labels"),
     )
     return "\n".join(_part(title, families, labels) for title, families, labels in parts)

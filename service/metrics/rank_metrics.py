@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from service.metrics.families import Family, Histogram, Values, gauge
 from service.metrics.from_figures import families_of
+from service.progress import last_step_at
 from service.recent_steps import recent_steps
 from service.view import RankView
 from tiering.telemetry import DirectionStatus, PlanStatus, Snapshot
@@ -86,7 +87,7 @@ SNAPSHOT_METRICS: tuple[Family[Snapshot], ...] = (
     gauge(
         "tiering_last_step_timestamp_seconds",
         "Unix time at which the last optimizer step ended.",
-        lambda snapshot: snapshot.steps[-1].ended_at or None if snapshot.steps else None,
+        last_step_at,
     ),
     Family(
         "info",

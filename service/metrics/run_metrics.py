@@ -6,6 +6,7 @@ from collections import Counter
 
 from service.advice import advise
 from service.metrics.families import Family, Values, gauge
+from service.run_end import end_of
 from service.view import RunView
 from tiering.telemetry import Description
 
@@ -18,9 +19,9 @@ def _run_info(run: RunView) -> Values:
     snapshot = next(run.snapshots, None)
     if snapshot is None:
         return {}
-    versions = _description(run).versions
-    packages = (versions.get(name, "") for name in ("tiering", "torch", "python"))
-    return {(run.name, str(snapshot.world_size), *packages): 1}
+    description = _description(run)
+    packages = (description.versions.get(name, "") for name in ("tiering", "torch", "python"))
+    return {(run.name, run.user, str(snapshot.world_size), *packages): description.labels}
 
 
 def _configuration(run: RunView) -> Values:
@@ -33,12 +34,28 @@ def _configuration(run: RunView) -> Values:
     }
 
 
+def _end(run: RunView) -> Values:
+    end = end_of(run)
+    return {(end.how, end.code, "" if end.rank is None else str(end.rank)): 1}
+
+
+RUN_ENDED: Family[RunView] = Family(
+    "gauge",
+    "tiering_run_ended",
+    "1 for a minute after all ranks of the run on this node have ended: how, the code of the error or the signal, and"
+    " the rank in which the error started.",
+    ("how", "code", "rank"),
+    _end,
+)
+
+
 RUN_METRICS: tuple[Family[RunView], ...] = (
     Family(
         "info",
         "tiering_run_info",
-        "A run on this node: its name, its number of ranks on all nodes, and its software versions.",
-        ("name", "world_size", "version", "torch_version", "python_version"),
+        "A run on this node: its name and user, its number of ranks on all nodes, its software versions, its labels:"
+        " job_id, job_name, namespace, pod, and those of the configuration.",
+        ("name", "user", "world_size", "version", "torch_version", "python_version"),
         _run_info,
     ),
     gauge(

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from platform import python_version
 from typing import get_args
 
 from service.metrics.families import Family, Values, counter, gauge
-from service.version import own_version
+from service.run_end import How
 from service.view import State, View
+from tiering._version import __version__
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """The input of a scrape: the current View, and the number of subscribers of /v1/events."""
+    """The input of a scrape: the current View, the subscribers of /v1/events, and the runs that ended, by how."""
 
     view: View
-    subscribers: int
+    subscribers: int = 0
+    ended: Mapping[How, int] = field(default_factory=dict)
 
 
 def _status_files(scrape: Scrape) -> Values:
@@ -31,7 +34,7 @@ SIDECAR_METRICS: tuple[Family[Scrape], ...] = (
         "tiering_build_info",
         "The version of the sidecar, and of the Python that runs it.",
         ("version", "python_version"),
-        lambda _: {(own_version(), python_version()): 1},
+        lambda _: {(__version__, python_version()): 1},
     ),
     Family(
         "gauge",
@@ -39,6 +42,13 @@ SIDECAR_METRICS: tuple[Family[Scrape], ...] = (
         "Status files in the run directory, by state.",
         ("state",),
         _status_files,
+    ),
+    Family(
+        "gauge",
+        "tiering_node_up",
+        "1 if the tierd of the node answers, 0 if it does not; only of tierd --of.",
+        ("node",),
+        lambda scrape: {(node.address,): float(not node.problem) for node in scrape.view.nodes or ()},
     ),
     gauge(
         "tiering_sidecar_last_reading_timestamp_seconds",
@@ -49,6 +59,13 @@ SIDECAR_METRICS: tuple[Family[Scrape], ...] = (
         "tiering_sidecar_readings_total",
         "Number of readings of the status files; at most four per second, for any number of clients.",
         lambda scrape: scrape.view.readings,
+    ),
+    Family(
+        "counter",
+        "tiering_runs_ended_total",
+        "Number of runs that ended on this node since the sidecar started, by how.",
+        ("how",),
+        lambda scrape: {(how,): scrape.ended.get(how, 0) for how in get_args(How)},
     ),
     gauge(
         "tiering_sidecar_subscribers",

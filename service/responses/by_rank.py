@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from service.view import RankView, View
 from tiering.telemetry import (
@@ -19,6 +19,7 @@ from tiering.telemetry import (
     Snapshot,
     StepRecord,
     TierStatus,
+    TrainingCurve,
     figures,
 )
 
@@ -74,6 +75,15 @@ class RankSteps(OfRank):
     steps: list[StepRecord]
 
 
+class RankCurve(OfRank):
+    """The training curve of the run since the start, from the first rank on each node."""
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    world_size: int = Field(description=SNAPSHOT["world_size"].help)
+    curve: TrainingCurve
+
+
 class RankConfig(OfRank):
     """The configuration of one rank, its device, and the versions of its software."""
 
@@ -92,6 +102,16 @@ def bandwidth(view: View, run: str | None = None, rank: int | None = None) -> By
 
 def steps(view: View, run: str | None = None, rank: int | None = None) -> ByRank[RankSteps]:
     return by_rank(view, run, rank, _part(RankSteps, "snapshot"))
+
+
+def curve(view: View, run: str | None = None, rank: int | None = None) -> ByRank[RankCurve]:
+    def item(rank: RankView) -> RankCurve | None:
+        snapshot = rank.snapshot
+        if snapshot is None or snapshot.curve is None:
+            return None
+        return RankCurve(rank=rank.rank, world_size=snapshot.world_size, curve=snapshot.curve)
+
+    return by_rank(view, run, rank, item)
 
 
 def config(view: View, run: str | None = None, rank: int | None = None) -> ByRank[RankConfig]:

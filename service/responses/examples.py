@@ -12,9 +12,10 @@ from pydantic import BaseModel
 
 from service.health import Alive, Health, ready
 from service.history import HistoryEntry, TierName
-from service.responses.by_rank import bandwidth, config, steps, tiers
+from service.responses.by_rank import bandwidth, config, curve, steps, tiers
 from service.responses.history import history
 from service.responses.plan import plan
+from service.responses.readings import readings
 from service.responses.status import ended_run, runs, status
 from service.view import RankView, RunView, View
 from tiering.telemetry import (
@@ -26,6 +27,7 @@ from tiering.telemetry import (
     DeviceMemoryStatus,
     DirectionStatus,
     EndStatus,
+    GpuStatus,
     IoEngineStatus,
     LatencyStatus,
     LinkStatus,
@@ -36,6 +38,7 @@ from tiering.telemetry import (
     Snapshot,
     StepRecord,
     TierStatus,
+    TrainingCurve,
 )
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -52,9 +55,11 @@ def example_responses() -> dict[str, BaseModel]:
         "/v1/status": overview,
         "/v1/runs": runs(overview, [ended_run(_before(view))]),
         "/v1/runs/{run_id}": overview.runs[0],
+        "/v1/readings": readings(view),
         "/v1/tiers": tiers(view),
         "/v1/bandwidth": bandwidth(view),
         "/v1/steps": steps(view),
+        "/v1/curve": curve(view),
         "/v1/config": config(view),
         "/v1/plan": plan(view),
         "/v1/history": history(view, None, lambda _: _entries()),
@@ -86,14 +91,19 @@ def with_examples(app: FastAPI) -> None:
             content["example"] = response.model_dump(mode="json")
         return schema
 
-    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
+    # FastAPI documents this assignment to extend the schema.
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def example() -> View:
     """A run with two ranks, each on its own node, a minute after its start: one rank is on this node."""
     rank = RankView(0, "live", "", 0.125, _snapshot(), _description(), TAKEN_AT - 0.125)
     return View(
-        TAKEN_AT, (RunView("gpt-1b-5f3a9c20", "gpt-1b", (rank,)),), DIRECTORY, readings=28_500, changes=240
+        TAKEN_AT,
+        (RunView("gpt-1b-5f3a9c20", "gpt-1b", (rank,), "train"),),
+        DIRECTORY,
+        readings=28_500,
+        changes=240,
     )
 
 
@@ -120,6 +130,9 @@ def _snapshot() -> Snapshot:
         phase="backward",
         loss=6.25,
         samples=320,
+        tokens=327_680,
+        flops=2.2e15,
+        peak_flops=165.2e12,
         gradient_norm=1.5,
         learning_rate=1e-4,
         phase_seconds={"forward": 12.0, "backward": 24.0, "step": 18.0},
@@ -132,6 +145,7 @@ def _snapshot() -> Snapshot:
         ],
         activations=ActivationStatus(256 * MIB, 768 * MIB, moved=80 * GIB, read=40 * GIB, written=40 * GIB),
         device_memory=DeviceMemoryStatus(8 * GIB, 12 * GIB, 14 * GIB),
+        gpu=GpuStatus(0.87, 310.5, 64.0),
         io=[
             PathStatus(
                 "/nvme/swap",
@@ -151,6 +165,17 @@ def _snapshot() -> Snapshot:
             "step": {"optimizer state": 8.0, "staging": 3.0},
         },
         steps=[_step(19), _step(20)],
+        curve=TrainingCurve(
+            stride=10,
+            step=[10, 20],
+            ended_at=[TAKEN_AT - 30.5, TAKEN_AT - 2.8],
+            seconds=[2.8, 2.75],
+            tokens=[16_384.0, 16_384.0],
+            loss=[8.5, 6.5],
+            highest_loss=[11.0, 7.0],
+            gradient_norm=[2.5, 1.6],
+            highest_gradient_norm=[4.0, 1.9],
+        ),
     )
 
 
@@ -198,6 +223,8 @@ def _step(step: int) -> StepRecord:
         activation_bytes=4 * GIB,
         activation_read_bytes=2 * GIB,
         activation_written_bytes=2 * GIB,
+        tokens=16_384,
+        flops=1.1e14,
     )
 
 
@@ -217,6 +244,7 @@ def _description() -> Description:
                 SettingStatus("gradient_clipping", 0.0, "default"),
             ],
         ),
+        links={"Weights & Biases": "https://wandb.ai/team/llm/runs/5f3a9c20"},
         plan=PlanStatus(
             tiers=[
                 PlannedTier("device", 8 * GIB, 7 * GIB, {"parameters": 7 * GIB}),

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from service.advice import Advice, advise
+from service.advice import Advice, advise, stragglers
 from service.history import HistoryEntry
-from service.recent_steps import recent_steps
+from service.progress import last_step_at
 from service.run_end import How, end_of
 from service.view import RankView, RunState, RunView, State, View
-from tiering.telemetry import Diverging, Snapshot, figures
+from tiering.telemetry import RECENT_STEPS, Diverging, Snapshot, figures
+
+SCHEMA_VERSION = 1
+# Of each rank in a status of several nodes: 512 ranks with all their steps would have 10 MB in each event.
+STEPS_ON_ALL_NODES = 8
 
 
 class RankObservation(BaseModel):
@@ -32,10 +36,23 @@ class RankObservation(BaseModel):
         default=None, description="share of the time of these steps in which compute waited, 0 to 1"
     )
     stall_causes: dict[str, float] = Field(default={}, description="this share by cause, the largest first")
+    tokens_per_second: float | None = Field(
+        default=None, description="tokens of the rank per second of these steps; null if its inputs have none"
+    )
+    flops_per_second: float | None = Field(
+        default=None,
+        description="the model's floating-point operations for these tokens per second; null if unknown",
+    )
+    straggler: bool = Field(
+        default=False,
+        description="whether the rank is busy for 1.25 times as long as the others in recent steps: they wait for it",
+    )
 
 
-IN_STATUS = {field: figure.help for field, figure in figures(Snapshot).items() if field != "stalls_by_phase"}
-"""The help texts of a snapshot's figures that a status has. Stalls by phase are in ``/v1/steps``."""
+ELSEWHERE = ("stalls_by_phase", "curve")
+"""Figures of a snapshot that a status does not have: they are in ``/v1/steps`` and ``/v1/curve``."""
+IN_STATUS = {field: figure.help for field, figure in figures(Snapshot).items() if field not in ELSEWHERE}
+"""The help texts of a snapshot's figures that a status has."""
 
 
 def _in_status() -> Iterator[tuple[str, Any]]:
@@ -71,18 +88,43 @@ class RunSummary(BaseModel):
 
     id: str = Field(description="the same on all ranks of one start, unique among starts")
     name: str = Field(description="as configured; several runs may have the same name")
+    user: str = Field(default="", description="name of the user whose run it is")
     state: RunState = Field(
-        description="degraded: a rank of this node is missing, silent, unreadable or cannot continue"
+        description="degraded: a rank is missing, silent, unreadable, unreachable or cannot continue; stuck: the phase"
+        " of a rank takes too long"
     )
     world_size: int | None = Field(description="number of ranks on all nodes")
-    ranks_expected: int = Field(description="number of ranks on this node, as they report it")
-    ranks_live: int = Field(description="number of ranks on this node with a fresh status file")
+    ranks_expected: int = Field(
+        description="number of ranks on this node, as they report it; on all nodes with --of"
+    )
+    ranks_live: int = Field(description="number of these ranks with a fresh status file")
     started_at: float | None = Field(description="Unix time in seconds")
     step: int | None = Field(description="optimizer steps finished since the start")
+    last_step_at: float | None = Field(
+        default=None,
+        description="Unix time at which the last step ended, on the rank where it is the earliest",
+    )
     step_seconds: float | None = Field(description="step_seconds of the slowest rank")
     stall_share: float | None = Field(description="stall_share of the rank that stalled most")
     samples_per_second: float | None = Field(
-        description="of all ranks: the samples of an average step, divided by step_seconds"
+        description="of all ranks: the samples of an average step, divided by step_seconds; 0 for a stuck run"
+    )
+    tokens_per_second: float | None = Field(
+        default=None,
+        description="of all ranks: the mean over those on this node, multiplied by world_size; 0 for a stuck run",
+    )
+    flops_per_second: float | None = Field(
+        default=None,
+        description="the model's floating-point operations per second of a device, the mean over the ranks on this"
+        " node; 0 for a stuck run",
+    )
+    mfu: float | None = Field(
+        default=None,
+        description="model FLOPs utilisation, 0 to 1: flops_per_second divided by peak_flops of the data sheet",
+    )
+    checkpoint_at: float | None = Field(
+        default=None,
+        description="Unix time of the last checkpoint; null before the first, and if the last save failed",
     )
     loss: Diverging | None = Field(description="loss of the first rank on this node")
     warnings: list[Advice] = Field(description="problems of the run, errors first")
@@ -94,6 +136,13 @@ class RunStatus(RunSummary):
     device: str | None = Field(description="device of rank 0, or of the first rank on this node")
     configuration: str | None = Field(description="summary of the configuration in one line")
     versions: dict[str, str] = Field(description="versions of the software that the run uses, by name")
+    labels: dict[str, str] = Field(
+        description="job_id, job_name, namespace and pod as far as they are known, and tiering.telemetry.labels"
+    )
+    links: dict[str, str] = Field(
+        default={},
+        description="where other tools show the run, by name: URLs, or the directories that they read",
+    )
     latest: HistoryEntry | None = Field(
         description="the latest entry of /v1/history; null before the first entry, and for a run that has ended"
     )
@@ -118,16 +167,35 @@ class Runs(BaseModel):
 
     runs: list[RunSummary] = Field(description="runs that have a status file")
     ended: list[EndedRun] = Field(
-        description="the last ten runs that ended while the sidecar was running and have no status file any more,"
-        " the latest first"
+        description="the last 30 runs that ended and have no status file any more, the latest first; a restart of the"
+        " sidecar keeps them"
     )
 
 
-class Status(BaseModel):
-    """All runs on this node."""
+class NodeStatus(BaseModel):
+    """A node whose tierd is read."""
 
+    address: str
+    answers: bool = Field(
+        description="if not, its ranks are shown as they were at answered_at, as unreachable"
+    )
+    problem: str = Field(description="why it does not answer; empty if it does")
+    answered_at: float | None = Field(description="Unix time of its last answer; null before the first")
+    ranks: int = Field(description="number of its ranks that are shown")
+
+
+class Status(BaseModel):
+    """All runs on this node, or on the nodes of `tierd --of`."""
+
+    schema_version: int = Field(
+        default=SCHEMA_VERSION,
+        description="of all JSON of tierd; grows when a field changes or goes, not for a new one",
+    )
     taken_at: float = Field(description="Unix time at which the status files were read")
-    directory: str = Field(description="run directory, which has the status files")
+    directory: str = Field(
+        description="run directory, which has the status files; with --of, the nodes in words"
+    )
+    nodes: list[NodeStatus] = Field(default=[], description="the nodes of --of; empty without it")
     runs: list[RunStatus]
 
 
@@ -141,7 +209,19 @@ def no_entry(_: str) -> None:
 def status(view: View, latest: Latest = no_entry) -> Status:
     """``latest`` returns the newest history entry of a run id."""
     return Status(
-        taken_at=view.taken_at, directory=view.directory, runs=[run_status(run, latest) for run in view.runs]
+        taken_at=view.taken_at,
+        directory=view.directory,
+        nodes=[
+            NodeStatus(
+                address=node.address,
+                answers=not node.problem,
+                problem=node.problem,
+                answered_at=node.answered_at,
+                ranks=node.ranks,
+            )
+            for node in view.nodes or ()
+        ],
+        runs=[run_status(run, latest) for run in view.runs],
     )
 
 
@@ -178,13 +258,17 @@ def run_status(run: RunView, latest: Latest = no_entry) -> RunStatus:
         device=None if description is None else description.device,
         configuration=None if configuration is None else configuration.outcome,
         versions={} if description is None else description.versions,
+        labels={} if description is None else description.labels,
+        links={} if description is None else description.links,
         latest=None if run.over else latest(run.id),
         ranks=ranks,
     )
 
 
 def _ranks(run: RunView) -> list[RankStatus]:
-    return [rank_status(rank) for rank in run.ranks]
+    waited_for = stragglers(run)
+    steps = STEPS_ON_ALL_NODES if run.on_all_nodes else RECENT_STEPS
+    return [rank_status(rank, straggler=rank.rank in waited_for, steps=steps) for rank in run.ranks]
 
 
 def _summary(run: RunView, ranks: list[RankStatus]) -> dict[str, Any]:
@@ -192,32 +276,65 @@ def _summary(run: RunView, ranks: list[RankStatus]) -> dict[str, Any]:
     first = snapshots[0] if snapshots else None
     step_seconds = max((rank.step_seconds for rank in ranks if rank.step_seconds is not None), default=None)
     samples_per_second = None
-    if first is not None and first.step > 0 and step_seconds:
+    if run.state == "stuck":
+        samples_per_second = 0.0
+    elif first is not None and first.step > 0 and step_seconds:
         samples_per_second = first.samples / first.step / step_seconds
+    tokens = _mean(rank.tokens_per_second for rank in ranks)
+    flops = _mean(rank.flops_per_second for rank in ranks)
+    if run.state == "stuck":
+        tokens, flops = tokens and 0.0, flops and 0.0
+    peak = None if first is None else first.peak_flops
+    saves = [
+        save.ended_at
+        for snapshot in snapshots
+        if (save := snapshot.checkpoint) is not None and not save.error
+    ]
     return {
         "id": run.id,
         "name": run.name,
+        "user": run.user,
         "state": run.state,
         "world_size": None if first is None else first.world_size,
         "ranks_expected": run.expected,
         "ranks_live": len(run.fresh),
         "started_at": min((snapshot.started_at for snapshot in snapshots), default=None),
         "step": max((snapshot.step for snapshot in snapshots), default=None),
+        "last_step_at": min(filter(None, map(last_step_at, snapshots)), default=None),
         "step_seconds": step_seconds,
         "stall_share": max(
             (rank.stall_share for rank in ranks if rank.stall_share is not None), default=None
         ),
         "samples_per_second": samples_per_second,
+        "tokens_per_second": None if tokens is None or first is None else tokens * first.world_size,
+        "flops_per_second": flops,
+        "mfu": flops / peak if flops is not None and peak else None,
+        "checkpoint_at": min(filter(None, saves), default=None),
         "loss": None if first is None else first.loss,
         "warnings": advise(run),
     }
 
 
-def rank_status(rank: RankView) -> RankStatus:
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def rank_status(rank: RankView, *, straggler: bool = False, steps: int = RECENT_STEPS) -> RankStatus:
+    """The status of a rank, with so many of its last steps."""
     snapshot = rank.snapshot
     fields: dict[str, Any] = {"state": rank.state, "heartbeat_age": rank.heartbeat_age, "reason": rank.reason}
     if snapshot is None:
         return RankStatus(rank=rank.rank, **fields)
-    if (steps := recent_steps(snapshot)) is not None:
-        fields |= {"step_seconds": steps.seconds, "stall_share": steps.share, "stall_causes": steps.causes}
-    return RankStatus(rank=rank.rank, **fields, **{name: getattr(snapshot, name) for name in IN_STATUS})
+    if (recent := rank.recent_steps) is not None:
+        fields |= {
+            "step_seconds": recent.seconds,
+            "stall_share": recent.share,
+            "stall_causes": recent.causes,
+            "tokens_per_second": recent.tokens_per_second,
+            "flops_per_second": recent.flops_per_second,
+        }
+    fields["straggler"] = straggler
+    figures_of_rank = {name: getattr(snapshot, name) for name in IN_STATUS}
+    figures_of_rank["steps"] = snapshot.steps[-steps:]
+    return RankStatus(rank=rank.rank, **fields, **figures_of_rank)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
+from typing import Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -21,10 +23,11 @@ from service.watch import Watch
 from tiering.telemetry import TelemetryError
 
 
-def once(view: View, *, run: str | None = None, json: bool = False) -> int:
-    """Print the state of the runs, or of those with the id or name ``run``. Returns the exit status:
+def once(view: View, *, run: str | None = None, form: Literal["text", "json", "prom"] = "text") -> int:
+    """Print the state of the runs, or of those with the id or name ``run``, in the given form. Returns the exit status:
 
-    0 if all are training, 1 if one is degraded or has ended, 2 if no run has this id or name.
+    0 if all are training, 1 if one is stuck, is degraded or has ended, or if a node does not answer, 2 if no run has
+    this id or name.
     """
     selected = _status(view, run)
     if run is not None and not selected.runs:
@@ -32,17 +35,31 @@ def once(view: View, *, run: str | None = None, json: bool = False) -> int:
         return 2
     console = Console(highlight=False)
     try:
-        if json:
-            print(selected.model_dump_json(), flush=True)
-        else:
+        if form == "text":
             console.print(rendered(selected, console.width, symbols_for(console.encoding)))
+        else:
+            # Both formats are UTF-8 in any locale: with another encoding, readers refuse the whole output.
+            text = f"{selected.model_dump_json()}\n".encode() if form == "json" else _metrics(view, run)
+            sys.stdout.buffer.write(text)
+            sys.stdout.flush()
     except OSError as error:
         # Python flushes the rest at exit; send it to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # the reader, for example `head`, has closed the pipe
             print(f"tierd: standard output cannot be written: {error.strerror}", file=sys.stderr)
             return 2
-    return 1 if any(run_status.state != "training" for run_status in selected.runs) else 0
+    is_well = all(run_status.state == "training" for run_status in selected.runs)
+    return 0 if is_well and all(node.answers for node in selected.nodes) else 1
+
+
+def _metrics(view: View, run: str | None) -> bytes:
+    # prometheus_client takes longer to load than the rest.
+    from service.metrics import render_runs
+
+    if run is not None:
+        runs = tuple(candidate for candidate in view.runs if run in (candidate.id, candidate.name))
+        view = replace(view, runs=runs, closed=())
+    return render_runs(view)
 
 
 def top(watch: Watch, *, run: str | None = None, interval: float = 1.0) -> int:

@@ -16,12 +16,22 @@ from rich.text import Text
 from service.advice import Advice
 from service.formatting import counted, joined, plain, rate, seconds, share, size
 from service.history import HistoryEntry
-from service.responses.status import RankStatus, RunStatus, Status
+from service.responses.status import NodeStatus, RankStatus, RunStatus, Status
 from tiering.telemetry import CopyStatus, DirectionStatus, PathStatus
 
-_STATE_STYLES = {"training": "green", "live": "green", "degraded": "bold red", "ended": "bold red"}
+_STATE_STYLES = {
+    "training": "green",
+    "live": "green",
+    "stuck": "bold red",
+    "degraded": "bold red",
+    "ended": "bold red",
+}
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
 MAX_PATHS = 6
+MAX_NODES = 8  # lines for nodes that do not answer
+MAX_RANKS = 64  # lines of the table of ranks
+# The age of the last step is shown when it is over this many seconds and usual steps.
+RECENT_SECONDS, RECENT_STEPS = 10.0, 5.0
 MIN_CAUSE_FRACTION = 0.01  # of the steps: smaller causes are left out
 
 
@@ -57,27 +67,49 @@ def rendered(
 
     ``history`` returns the recent entries of a run id.
     """
+    parts: list[RenderableType] = list(_nodes(status.nodes, symbols))
     if not status.runs:
-        return Text(
-            plain(
-                f"no run has a status file in {status.directory}: none is training, or it uses another run directory"
-                " (TIERING_RUN_DIR)"
-            )
-        )
+        place = f"on {status.directory}" if status.nodes else f"in {status.directory}"
+        cause = "none is training, or it uses another run directory (TIERING_RUN_DIR)"
+        return Group(*parts, Text(plain(f"no run has a status file {place}: {cause}")))
     runs = sorted(status.runs, key=lambda run: run.state == "training")
-    parts: list[RenderableType] = [_title(run) for run in runs] if len(runs) > 1 else []
+    if len(runs) > 1:
+        parts += [_title(run, status.taken_at) for run in runs]
+    several_users = len({run.user for run in runs}) > 1
     for run in runs:
         if parts:
             parts.append(Text())
-        parts += _run(run, status.taken_at, width, symbols, history(run.id) if history is not None else ())
+        entries = history(run.id) if history is not None else ()
+        parts += _run(run, status.taken_at, width, symbols, entries, run.user if several_users else "")
     return Group(*parts)
 
 
+def _nodes(nodes: Sequence[NodeStatus], symbols: Symbols) -> Iterator[RenderableType]:
+    """The nodes that do not answer."""
+    lost = [node for node in nodes if not node.answers]
+    if lost:
+        yield Text(
+            plain(
+                f"{len(lost)} of {counted(len(nodes), 'node')} {'does' if len(lost) == 1 else 'do'} not answer"
+            ),
+            "bold red",
+        )
+    for node in lost[:MAX_NODES]:
+        yield Text(plain(f"{symbols.signs['error']} {node.address}: {node.problem}"), "red")
+    if len(lost) > MAX_NODES:
+        yield Text(f"and {counted(len(lost) - MAX_NODES, 'more node')}", "dim")
+
+
 def _run(
-    run: RunStatus, now: float, width: int, symbols: Symbols, entries: Sequence[HistoryEntry]
+    run: RunStatus, now: float, width: int, symbols: Symbols, entries: Sequence[HistoryEntry], user: str
 ) -> Iterator[RenderableType]:
-    yield _title(run)
-    facts = [run.device, run.configuration]
+    yield _title(run, now)
+    facts = [
+        run.device,
+        f"user {user}" if user else None,
+        *(f"{name} {value}" for name, value in run.labels.items()),
+        run.configuration,
+    ]
     if run.started_at is not None:
         facts.insert(1, f"up {seconds(max(0.0, now - run.started_at))}")
     if any(facts):
@@ -93,13 +125,17 @@ def _run(
     yield from (_advice(advice, symbols) for advice in run.warnings if advice.severity == "info")
 
 
-def _title(run: RunStatus) -> Text:
+def _title(run: RunStatus, now: float) -> Text:
     facts = [f"{run.ranks_live} of {run.ranks_expected} ranks"] if run.ranks_expected > 1 else []
     if run.step is not None:
         facts.append(f"step {run.step}")
     if run.step_seconds is not None:
         facts.append(f"{seconds(run.step_seconds)} a step")
-    if samples := run.samples_per_second:
+    if run.last_step_at is not None and (age := now - run.last_step_at) > max(
+        RECENT_SECONDS, RECENT_STEPS * (run.step_seconds or 0.0)
+    ):
+        facts.append(f"last step {seconds(age)} ago")
+    elif samples := run.samples_per_second:
         facts.append(f"{samples:{'.2g' if samples < 100 else '.0f'}} samples/s")
     if run.stall_share is not None:
         facts.append(f"{share(run.stall_share)} stall")
@@ -267,6 +303,7 @@ def _stalls(ranks: Sequence[RankStatus]) -> Iterator[RenderableType]:
 
 
 def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
+    """The ranks: those with a problem first, then stragglers, then by rank."""
     rows = Table.grid(padding=(0, 2))
     headings = ("rank", "state", "step", "phase", "a step", "stall", "read", "written")
     for heading in headings:
@@ -274,10 +311,13 @@ def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
             justify="left" if heading in ("state", "phase") else "right", no_wrap=True, overflow="crop"
         )
     rows.add_row(*(Text(heading, "dim") for heading in headings))
-    for rank in ranks:
+    in_order = sorted(ranks, key=lambda rank: (rank.state == "live", not rank.straggler, rank.rank))
+    for rank in in_order[:MAX_RANKS]:
         rows.add_row(
             str(rank.rank),
-            Text(rank.state, _STATE_STYLES.get(rank.state, "red")),
+            Text("straggler", "yellow")
+            if rank.straggler and rank.state == "live"
+            else Text(rank.state, _STATE_STYLES.get(rank.state, "red")),
             "" if rank.step is None else str(rank.step),
             plain(rank.phase or ""),
             "" if rank.step_seconds is None else seconds(rank.step_seconds),
@@ -285,6 +325,8 @@ def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
             rate(sum(path.read.bytes_per_second for path in rank.io)),
             rate(sum(path.written.bytes_per_second for path in rank.io)),
         )
+    if len(ranks) > MAX_RANKS:
+        return Group(rows, Text(f"and {counted(len(ranks) - MAX_RANKS, 'more rank')}", "dim"))
     return rows
 
 

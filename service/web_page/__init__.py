@@ -5,10 +5,11 @@ tierd.js     selects the run and the rank    chrome.js   the frame around the fi
 theme.js     light or dark                   follow.js   follows the sidecar's events, and reconnects
 figures.js   formats numbers                 totals.js   adds up ranks
 patch.js     applies a description of elements to the document, with as few changes as possible
+overview.js  all runs as a table             words.js    explanations of words
 run.js       summary and warnings of a run   tiers.js    tiers, and the plan compared with the measured values
 paths.js     swap paths and collectives      ranks.js    ranks; ended.js: runs that have ended
 steps.js     recent steps                    settings.js the configuration
-charts.js    bandwidth and stalls over time, drawn by vendor/uPlot
+charts.js    bandwidth and stalls over time, curves over the steps, drawn by vendor/uPlot
 """
 
 from __future__ import annotations

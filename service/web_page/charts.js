@@ -1,11 +1,13 @@
-// Bandwidth and stalls over the last ten minutes: the entries of /v1/history, then the latest entry of each event.
+// Charts: bandwidth and stalls over the last ten minutes (the entries of /v1/history, then the latest entry of each
+// event), and the curves of training over the steps of the run (/v1/curve).
 
-import {clock, most, percent, plural, rate, sum} from "./figures.js";
+import {clock, count, most, percent, plain, plural, rate, rough, seconds, sum, UNKNOWN} from "./figures.js";
 import {h, patch, table} from "./patch.js";
 
 const WINDOW = 600; // seconds
 const GAP = 10; // seconds
-const POINTS = 120; // of a line
+const POINTS = 120; // of a line over time
+const ROWS = 16; // of a table over steps
 
 /** One entry per second of a run: Unix times and values; null means unknown. */
 export class Series {
@@ -49,6 +51,55 @@ function thinned({at, values}) {
   return {at: [...groups.values()].map(indices => at[indices.at(-1)]), values: Object.fromEntries(means)};
 }
 
+const known = value => (typeof value === "number" ? value : null);
+
+/** The curve of a rank in /v1/curve as the data of charts; NaN becomes a gap. */
+export function curveOf({curve, world_size: ranks}) {
+  // Of single steps, the highest value is the value.
+  const highest = list => (curve.stride > 1 ? list.map(known) : []);
+  return {
+    at: curve.step,
+    values: {
+      loss: curve.loss.map(known),
+      highest_loss: highest(curve.highest_loss),
+      norm: curve.gradient_norm.map(known),
+      highest_norm: highest(curve.highest_gradient_norm),
+      seconds: curve.seconds,
+      // Of a model without tokens, there is no rate.
+      tokens: curve.tokens.map((tokens, i) => (tokens && curve.seconds[i] ? (ranks * tokens) / curve.seconds[i] : null)),
+    },
+  };
+}
+
+/** The x-axis of a chart: its ticks, its extent in words, and the groups of points that are a row of its table. */
+const TIME = {
+  name: "time",
+  isTime: true,
+  tick: clock,
+  at: at => `at ${clock(at)}`,
+  last: () => "now",
+  thinned,
+  over: at => {
+    const minutes = (at.at(-1) - at[0]) / 60;
+    return minutes < 1.5 ? plural(Math.round(60 * minutes), "second") : plural(Math.round(minutes), "minute");
+  },
+  row: at => Math.floor(at / 60),
+  head: ["by minute", "minute from"],
+  rowName: row => clock(60 * row),
+};
+const STEPS = {
+  name: "the steps",
+  isTime: false,
+  tick: count,
+  at: step => `up to step ${count(step)}`,
+  last: step => `up to step ${count(step)}`,
+  thinned: data => data,
+  over: steps => plural(steps.at(-1), "step"),
+  row: (_, i, all) => Math.floor((i * ROWS) / Math.max(ROWS, all.length)),
+  head: ["over the steps", "up to step"],
+  rowName: (_, indices, at) => count(at[indices.at(-1)]),
+};
+
 // A canvas does not support light-dark(), so an element of the document resolves the color.
 function color(name) {
   const probe = document.createElement("i");
@@ -63,22 +114,24 @@ const faint = solid => solid.replace("rgb(", "rgba(").replace(")", ", 0.12)");
 
 /** Four or five round numbers, zero among them. */
 function roundTicks(_, __, low, high) {
-  const rough = Math.max(high, 4) / 4;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find(factor => factor * power >= rough);
+  const least = (high || 4) / 4;
+  const power = 10 ** Math.floor(Math.log10(least));
+  const step = power * [1, 2, 5, 10].find(factor => factor * power >= least);
   const ticks = [];
   for (let tick = 0; tick <= high; tick += step) ticks.push(tick);
   return ticks;
 }
 
 class Chart {
-  constructor(figure, {name, series, format, top, ticks}) {
+  constructor(figure, {name, series, format, tick = format, range, ticks, x = TIME}) {
     Object.assign(this, {
       name,
       series,
       format,
-      top,
+      tick,
+      range,
       ticks,
+      x,
       figure,
       plot: null,
       at: [],
@@ -86,6 +139,8 @@ class Chart {
       drawn: {at: [], values: {}},
       cursor: null,
     });
+    // An area is right only over an axis that begins at zero.
+    this.fromZero = range(1, 2)[0] === 0;
     this.box = figure.querySelector(".plot");
     figure.querySelector("details").addEventListener("toggle", () => this.tabulate());
     new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.box);
@@ -111,11 +166,11 @@ class Chart {
       {
         ...this.size(),
         legend: {show: false},
-        cursor: {sync: {key: "tierd"}, drag: {x: false, y: false}, y: false, points: {size: 6}},
-        scales: {x: {time: true}, y: {range: (_, low, high) => [0, this.top(high)]}},
+        cursor: {sync: {key: this.x.name}, drag: {x: false, y: false}, y: false, points: {size: 6}},
+        scales: {x: {time: this.x.isTime}, y: {range: (_, low, high) => this.range(low, high)}},
         axes: [
-          {...axis, grid: {show: false}, space: 90, size: 30, values: (_, ticks) => ticks.map(clock)},
-          {...axis, size: 74, splits: this.ticks, values: (_, ticks) => ticks.map(tick => this.format(tick))},
+          {...axis, grid: {show: false}, space: this.x.isTime ? 90 : 60, size: 30, values: (_, ticks) => ticks.map(this.x.tick)},
+          {...axis, size: 74, splits: this.ticks, values: (_, ticks) => ticks.map(tick => this.tick(tick))},
         ],
         series: [
           {},
@@ -124,7 +179,7 @@ class Chart {
             return {
               label: line.label,
               stroke: solid,
-              fill: line.dash ? undefined : faint(solid),
+              fill: line.dash || !this.fromZero ? undefined : faint(solid),
               width: 1.75,
               dash: line.dash,
               points: {show: false},
@@ -149,26 +204,25 @@ class Chart {
     return moved(line.name) || !(line.optional || (line.unless && moved(line.unless)));
   }
 
-  show({at, values}) {
+  /** Draws `at` and `values`. `now` has the values of this moment by name, if they are known better. */
+  show({at, values}, now = {}) {
     this.at = at;
     this.data = values;
-    this.drawn = thinned({at, values});
+    this.now = now;
+    this.drawn = this.x.thinned({at, values});
     if (!this.plot || this.shown !== this.visibility()) this.restart();
-    else this.plot.setData([this.drawn.at, ...this.series.map(line => this.drawn.values[line.name])]);
+    else this.plot.setData([this.drawn.at, ...this.series.map(line => this.drawn.values[line.name] || [])]);
     const summary = this.summary();
-    this.box.setAttribute("aria-label", `${this.name} over time. ${summary}`);
+    this.box.setAttribute("aria-label", `${this.name} over ${this.x.name}. ${summary}`);
     patch(this.figure.querySelector("figcaption"), summary);
     this.readout();
     this.tabulate();
   }
 
   summary() {
-    const minutes = this.at.length > 1 ? (this.at.at(-1) - this.at[0]) / 60 : 0;
-    if (!minutes) return "Figures appear within a few seconds.";
-    const over =
-      minutes < 1.5 ? plural(Math.round(60 * minutes), "second") : plural(Math.round(minutes), "minute");
+    if (this.at.length < 2) return "Figures appear within a few seconds.";
     return (
-      `Over ${over}: ` +
+      `Over ${this.x.over(this.at)}: ` +
       this.series
         .filter(line => this.has(line))
         .map(line => {
@@ -189,6 +243,7 @@ class Chart {
     const pointed = this.cursor !== null && this.cursor < this.drawn.at.length;
     const {at, values} = pointed ? this.drawn : {at: this.at, values: this.data};
     const index = pointed ? this.cursor : at.length - 1;
+    const value = line => (pointed ? undefined : this.now[line.name]) ?? (values[line.name] || [])[index];
     patch(
       this.figure.querySelector(".now"),
       this.series
@@ -199,33 +254,35 @@ class Chart {
             {key: line.name},
             h("i", {class: `line ${line.name}`}),
             `${line.label} `,
-            h("b", {}, this.format((values[line.name] || [])[index])),
+            h("b", {}, this.format(value(line))),
           ),
         ),
-      h("span", {class: "soft", key: "at"}, pointed ? `at ${clock(at[index])}` : "now"),
+      h("span", {class: "soft", key: "at"}, pointed ? this.x.at(at[index]) : this.x.last(at[index])),
     );
   }
 
-  /** A table by minute: one row per second would be too long. */
+  /** A table with few rows: one for each point would be too long. */
   tabulate() {
     const details = this.figure.querySelector("details");
     if (!details.open) return;
-    const minutes = new Map();
-    this.at.forEach((at, i) =>
-      minutes.set(Math.floor(at / 60), [...(minutes.get(Math.floor(at / 60)) || []), i]),
-    );
+    const rows = new Map();
+    this.at.forEach((at, i, all) => {
+      const row = this.x.row(at, i, all);
+      rows.set(row, [...(rows.get(row) || []), i]);
+    });
+    const [title, first] = this.x.head;
     const shown = this.series.filter(line => this.has(line));
     patch(
       details.querySelector(".wide"),
       table(
-        `${this.name} by minute`,
+        `${this.name} ${title}`,
         "minutes",
-        ["minute from", ...shown.flatMap(line => [`${line.label}, average`, "at most"])],
-        [...minutes].map(([minute, indices]) =>
+        [first, ...shown.flatMap(line => [`${line.label}, average`, "at most"])],
+        [...rows].map(([row, indices]) =>
           h(
             "tr",
-            {key: minute},
-            h("th", {scope: "row"}, clock(60 * minute)),
+            {key: row},
+            h("th", {scope: "row"}, this.x.rowName(row, indices, this.at)),
             shown.map(line => {
               const numbers = indices.map(i => this.data[line.name][i]).filter(value => value !== null);
               return [
@@ -240,13 +297,13 @@ class Chart {
   }
 }
 
-/** The two charts; their cursors move together. */
+/** The charts of the last ten minutes; their cursors move together. */
 export function charts() {
   return [
     new Chart(document.getElementById("bandwidth"), {
       name: "Bandwidth",
       format: rate,
-      top: high => Math.max(high || 0, 1000) * 1.1,
+      range: (_, high) => [0, Math.max(high || 0, 1000) * 1.1],
       ticks: roundTicks,
       series: [
         {name: "read", label: "read", unless: "h2d"},
@@ -259,9 +316,61 @@ export function charts() {
     new Chart(document.getElementById("stall"), {
       name: "Stall",
       format: percent,
-      top: () => 1,
+      range: () => [0, 1],
       ticks: () => [0, 0.25, 0.5, 0.75, 1],
       series: [{name: "stall", label: "share of the time stalled"}],
     }),
   ];
+}
+
+const fromZero = (_, high) => [0, (high || 1) * 1.1];
+const around = (low, high) => uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, false);
+
+// Ticks are round numbers, so that no digit is lost.
+const short = value => Number(value.toPrecision(3)).toLocaleString("en", {maximumSignificantDigits: 3});
+
+/** A chart of the means of points, and of the highest value in each. */
+const withHighest = (name, mean) => ({
+  name,
+  format: plain,
+  tick: short,
+  range: around,
+  series: [
+    {name: mean, label: mean},
+    {name: `highest_${mean}`, label: "highest", dash: [2, 3], optional: true},
+  ],
+});
+
+const CURVES = [
+  withHighest("Loss", "loss"),
+  withHighest("Gradient norm", "norm"),
+  {name: "Step time", format: seconds, range: fromZero, ticks: roundTicks, series: [{name: "seconds", label: "a step"}]},
+  {
+    name: "Tokens",
+    format: value => (known(value) === null ? UNKNOWN : `${rough(value)}/s`),
+    tick: value => `${short(value)}/s`,
+    range: fromZero,
+    ticks: roundTicks,
+    series: [{name: "tokens", label: "of all ranks"}],
+  },
+];
+
+/** The charts of training over the steps, in `box`; their cursors move together. */
+export function curves(box) {
+  const id = name => `curve-${name.toLowerCase().replace(" ", "-")}`;
+  patch(
+    box,
+    CURVES.map(({name}) =>
+      h(
+        "figure",
+        {key: name, id: id(name), class: "chart"},
+        h("h3", {}, name),
+        h("div", {class: "now"}),
+        h("div", {class: "plot", role: "img"}),
+        h("figcaption", {}),
+        h("details", {}, h("summary", {}, "As a table"), h("div", {class: "wide"})),
+      ),
+    ),
+  );
+  return CURVES.map(options => new Chart(document.getElementById(id(options.name)), {...options, x: STEPS}));
 }

@@ -75,8 +75,29 @@ export function lost(reason, delay, status) {
   );
 }
 
-/** The run directory of the sidecar, for a reader who misses a run. */
-export function where(directory) {
+const MOST_NODES = 4;
+
+/** The nodes that do not answer, with the reasons. */
+export function nodes(all) {
+  const silent = all.filter(node => !node.answers);
+  at("nodes").hidden = !silent.length;
+  const more = silent.length - MOST_NODES;
+  patch(
+    at("nodes"),
+    h(
+      "p",
+      {},
+      h("strong", {}, `${silent.length} of ${plural(all.length, "node")} ${silent.length === 1 ? "does" : "do"} not answer`),
+      `: ${silent.slice(0, MOST_NODES).map(node => `${node.address} (${node.problem})`).join("; ")}`,
+      more > 0 ? ` and ${plural(more, "more node")}.` : ".",
+      " Their ranks are shown as they were.",
+    ),
+  );
+}
+
+/** What the sidecar reads, for a reader who misses a run. */
+export function where({directory, nodes}) {
+  if (nodes.length) return patch(at("where"), "This sidecar reads the tierd of ", plural(nodes.length, "node"), ".");
   patch(
     at("where"),
     "This sidecar reads ",

@@ -1,7 +1,8 @@
 // Transfers as tables: swap paths, the device link and collectives. Pure: figures in, element descriptions out.
 
-import {bytes, count, moved, rate, seconds} from "./figures.js";
+import {bytes, count, moved, percent, rate, seconds} from "./figures.js";
 import {h, table} from "./patch.js";
+import {explained} from "./words.js";
 
 const errors = way =>
   way.errors
@@ -57,6 +58,7 @@ export function paths(all, ranks) {
               path.direct ? "direct" : "through the page cache",
               path.queue_full_seconds > 0 ? `queue full for ${seconds(path.queue_full_seconds)}` : null,
               path.measured ? `measured at ${rate(path.measured)}` : null,
+              path.worn === null ? null : `${percent(path.worn)} of the drive's endurance used`,
             ]
               .filter(Boolean)
               .join(", "),
@@ -68,14 +70,14 @@ export function paths(all, ranks) {
     direction("written", path.written),
   ]);
   const flags = (engine?.flags || []).map(flag => flag.replaceAll("_", " "));
-  const missing = Object.entries(engine?.passed_over || {}).map(
+  const refused = Object.entries(engine?.passed_over || {}).map(
     ([what, why]) => `${what.replaceAll("_", " ")}: ${why}`,
   );
   return [
     table(
       "Swap paths",
       "paths",
-      ["direction", "now", "while moving", "peak", "p50", "p99", "in flight", "total", "retries", "errors"],
+      ["direction", "now", "while moving", "peak", "p50", "p99", "in flight", "total", "retries", "errors"].map(explained),
       ...bodies,
     ),
     engine
@@ -86,7 +88,7 @@ export function paths(all, ranks) {
           flags.length ? ` with ${flags.join(", ")}` : "",
           engine.registered_bytes ? `, ${bytes(engine.registered_bytes)} registered` : "",
           ".",
-          missing.length ? ` Not available: ${missing.join("; ")}.` : "",
+          refused.length ? ` Refused: ${refused.join("; ")}.` : "",
           " “While moving” is the average over the time with transfers in flight; the peak is the maximum of this average and of any quarter of a second.",
         )
       : null,

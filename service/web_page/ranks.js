@@ -3,6 +3,7 @@
 import {count, percent, plural, rate, seconds, UNKNOWN} from "./figures.js";
 import {h, marked, table} from "./patch.js";
 import {moving} from "./totals.js";
+import {explained} from "./words.js";
 
 const RANK_STATES = {
   live: ["live", "good"],
@@ -11,6 +12,7 @@ const RANK_STATES = {
   torn: ["torn", "poor"],
   "newer-version": ["newer version", "poor"],
   unreadable: ["unreadable", "bad"],
+  unreachable: ["unreachable", "bad"],
 };
 
 const published = age => (age === null ? UNKNOWN : age < 1.5 ? "just now" : `${seconds(age)} ago`);
@@ -21,9 +23,19 @@ const moves = (rank, way) => (rank.state === "live" ? rate(moving(rank, way)) : 
 const copies = (rank, way) =>
   rank.state === "live" && rank.link ? rate(rank.link[way].bytes_per_second) : UNKNOWN;
 
-export function ranks(run) {
+const MOST_RANKS = 64;
+
+const state = rank =>
+  rank.straggler && rank.state === "live" ? ["straggler", "poor"] : RANK_STATES[rank.state] || [rank.state, "note"];
+
+/** Ranks with a problem first, then stragglers, then by rank. */
+const order = rank => (rank.state !== "live" ? 0 : rank.straggler ? 1 : 2);
+
+/** `place` is where the ranks of the run are: "on this node". */
+export function ranks(run, place) {
   const linked = run.ranks.some(rank => rank.link);
-  const rows = run.ranks.map((rank, place) => {
+  const sorted = [...run.ranks].sort((a, b) => order(a) - order(b) || a.rank - b.rank);
+  const rows = sorted.slice(0, MOST_RANKS).map((rank, row) => {
     const rest = rank.pid !== null
       ? [
           rank.node || UNKNOWN,
@@ -40,13 +52,14 @@ export function ranks(run) {
       : Array(linked ? 11 : 9).fill(UNKNOWN);
     return h(
       "tr",
-      {key: `${rank.rank} ${rank.pid ?? place}`},
+      {key: `${rank.rank} ${rank.pid ?? row}`},
       h("th", {scope: "row"}, String(rank.rank)),
-      h("td", {class: "left"}, marked(RANK_STATES[rank.state] || [rank.state, "note"])),
+      h("td", {class: "left"}, marked(state(rank))),
       rest.map(cell => h("td", {}, cell)),
       h("td", {class: "left reason"}, rank.reason || rank.broken || ""),
     );
   });
+  const more = run.ranks.length - MOST_RANKS;
   const missing = run.ranks_expected - run.ranks.length;
   return [
     table(
@@ -58,7 +71,7 @@ export function ranks(run) {
         "node",
         "step",
         "phase",
-        "heartbeat",
+        explained("heartbeat"),
         "step time",
         "stalled",
         "reads",
@@ -73,8 +86,9 @@ export function ranks(run) {
       ? h(
           "p",
           {class: "soft", key: "missing"},
-          `${plural(missing, "rank")} of this run ${missing === 1 ? "is" : "are"} missing on this node.`,
+          `${plural(missing, "rank")} of this run ${missing === 1 ? "is" : "are"} missing ${place}.`,
         )
       : null,
+    more > 0 ? h("p", {class: "soft", key: "more"}, `${plural(more, "more rank")}.`) : null,
   ];
 }

@@ -1,29 +1,51 @@
 // The summary of a run, and its warnings. Pure: figures in, element descriptions out.
 
-import {clock, count, most, percent, plain, plural, rate, rough, seconds, UNKNOWN} from "./figures.js";
+import {clock, count, most, percent, plain, plural, rate, rough, seconds, sum, UNKNOWN} from "./figures.js";
 import {h, marked} from "./patch.js";
-import {link, moving} from "./totals.js";
+import {link, moving, overSteps} from "./totals.js";
+import {explained} from "./words.js";
 
-const RUN_STATES = {training: ["Training", "good"], degraded: ["Degraded", "poor"], ended: ["Ended", "over"]};
+const RUN_STATES = {
+  training: ["Training", "good"],
+  stuck: ["Stuck", "bad"],
+  degraded: ["Degraded", "poor"],
+  ended: ["Ended", "over"],
+};
 
 const SEVERITIES = {error: ["Error", "bad"], warning: ["Warning", "poor"], info: ["Note", "note"]};
 
-export const runState = run => marked(RUN_STATES[run.state] || [run.state, "note"], "state badge");
+export const runState = (run, look = "state badge") => marked(RUN_STATES[run.state] || [run.state, "note"], look);
 
-export function about(run) {
+/** Links to the run in other tools; a directory is the one that TensorBoard reads. */
+export function links(run) {
+  return Object.entries(run.links || {}).map(([name, place], i) => [
+    i ? " · " : "",
+    // The names and the places come from a status file: only these two schemes become links.
+    /^https?:\/\//.test(place)
+      ? h("a", {key: name, href: place, target: "_blank", rel: "noreferrer"}, name)
+      : h("span", {key: name}, `${name} `, h("code", {}, place)),
+  ]);
+}
+
+const MOST_NODES = 4;
+
+/** `place` is where the ranks of the run are: "on this node". */
+export function about(run, place) {
   const nodes = [...new Set(run.ranks.map(rank => rank.node).filter(Boolean))];
-  const said = [
+  const parts = [
     run.device,
-    nodes.length ? `on ${nodes.join(", ")}` : null,
+    nodes.length ? `on ${nodes.length > MOST_NODES ? plural(nodes.length, "node") : nodes.join(", ")}` : null,
     run.ranks_expected > 1 || run.world_size > 1
-      ? `${count(run.ranks_live)} of ${plural(run.ranks_expected, "rank")} live on this node` +
+      ? `${count(run.ranks_live)} of ${plural(run.ranks_expected, "rank")} live ${place}` +
         (run.world_size > run.ranks_expected ? `, ${count(run.world_size)} in total` : "")
       : null,
     run.started_at
       ? `since ${new Date(run.started_at * 1000).toLocaleString("en-GB", {dateStyle: "medium", timeStyle: "short"})}`
       : null,
   ];
-  return [said.filter(Boolean).join(" · "), run.id !== run.name ? [" · ", h("code", {}, run.id)] : null];
+  if (run.user) parts.push(`user ${run.user}`);
+  for (const [name, value] of Object.entries(run.labels || {})) parts.push(`${name.replaceAll("_", " ")} ${value}`);
+  return [parts.filter(Boolean).join(" · "), run.id !== run.name ? [" · ", h("code", {}, run.id)] : null];
 }
 
 /** The phase of the ranks, with its duration if it is long. */
@@ -32,6 +54,13 @@ function phase(ranks, run, at) {
   if (phases.length !== 1) return phases.length ? "phases differ" : "";
   const since = most(ranks.map(rank => (rank.phase_since ? at - rank.phase_since : null)));
   return `in ${phases[0]}${since > Math.max(10, 3 * (run.step_seconds || 0)) ? ` for ${seconds(since)}` : ""}`;
+}
+
+/** The duration of the last step; of a live run (`at` is the time), its age if that is long. */
+function lastStep(run, duration, at) {
+  const age = at !== null && run.last_step_at ? at - run.last_step_at : 0;
+  if (age > Math.max(10, 5 * (run.step_seconds || 0))) return `last step ${seconds(age)} ago`;
+  return duration === null ? "" : `last one ${seconds(duration)}`;
 }
 
 function checkpoint(ranks, at) {
@@ -55,6 +84,34 @@ function checkpoint(ranks, at) {
   ];
 }
 
+/** Tokens per second, with the operations of the model; null if the inputs have no tokens. */
+function tokens(of) {
+  if (typeof of.tokens_per_second !== "number") return null;
+  const flops =
+    typeof of.flops_per_second === "number" ? `${rough(of.flops_per_second / 1e12)} TFLOP/s a device` : null;
+  const used = typeof of.mfu === "number" ? [", ", explained("MFU"), ` ${percent(of.mfu)}`] : null;
+  return ["Tokens", `${rough(of.tokens_per_second)}/s`, [flops, used]];
+}
+
+/** The mean utilisation of the GPUs, their power, and the highest temperature; null without NVML. */
+function gpus(ranks) {
+  const known = ranks.map(rank => rank.gpu).filter(Boolean);
+  const all = name => known.map(gpu => gpu[name]).filter(value => typeof value === "number");
+  if (!known.length) return null;
+  const used = all("utilization"),
+    hottest = most(all("temperature"));
+  return [
+    "GPU",
+    used.length ? percent(sum(used) / used.length) : UNKNOWN,
+    [
+      all("power").length ? `${count(sum(all("power")))}\u00a0W` : null,
+      hottest === null ? null : `${count(hottest)}\u00a0°C`,
+    ]
+      .filter(Boolean)
+      .join(", "),
+  ];
+}
+
 /** Facts of all `ranks`, or of the only one. */
 export function facts(run, ranks, at) {
   const alone = ranks.length === 1 && run.ranks.length > 1;
@@ -62,9 +119,12 @@ export function facts(run, ranks, at) {
   const last = most(ranks.map(rank => rank.steps.at(-1)?.seconds));
   const first = ranks[0] || {};
   const live = run.state !== "ended";
-  const rates = alone
-    ? {read: moving(first, "read"), written: moving(first, "written")}
-    : run.latest || {read: null, written: null};
+  // A second holds a part of a step, or a few steps: its rates change too fast to read. A stuck run has no new step.
+  const isStuck = run.state === "stuck";
+  const rates = isStuck
+    ? {read: sum(ranks.map(rank => moving(rank, "read"))), written: sum(ranks.map(rank => moving(rank, "written")))}
+    : {read: overSteps(ranks, "read_bytes"), written: overSteps(ranks, "written_bytes")};
+  const when = isStuck ? "now" : "over the recent steps";
   const until = live ? at : most(ranks.map(rank => at - (rank.heartbeat_age ?? 0)));
   const extra = [
     ["gradient norm", first.gradient_norm],
@@ -86,20 +146,22 @@ export function facts(run, ranks, at) {
         .filter(Boolean)
         .join(", "),
     ],
-    ["Step time", seconds(of.step_seconds), last === null ? "" : `last one ${seconds(last)}`],
+    ["Step time", seconds(of.step_seconds), lastStep(run, last, live ? at : null)],
     ["Stalled", percent(of.stall_share), "of the recent steps"],
     [
       "Samples",
       typeof run.samples_per_second === "number" ? `${rough(run.samples_per_second)}/s` : UNKNOWN,
       first.samples ? `${count(first.samples)} of all ranks` : "",
     ],
+    tokens(of),
     [
       "Loss",
       typeof of.loss === "string" ? h("span", {class: "bad"}, plain(of.loss)) : plain(of.loss),
       first.skipped_steps ? `${plural(first.skipped_steps, "step")} skipped` : extra[0] || "",
     ],
-    swaps ? ["Reading", live ? rate(rates.read) : UNKNOWN, "from NVMe"] : null,
-    swaps ? ["Writing", live ? rate(rates.written) : UNKNOWN, "to NVMe"] : null,
+    swaps ? ["Reading", live ? rate(rates.read) : UNKNOWN, `from NVMe, ${when}`] : null,
+    swaps ? ["Writing", live ? rate(rates.written) : UNKNOWN, `to NVMe, ${when}`] : null,
+    gpus(ranks),
     copied
       ? [
           "Copying",

@@ -3,6 +3,7 @@
 import {count, most, moved, percent, plural, seconds, sum} from "./figures.js";
 import {slowest} from "./totals.js";
 import {h, patch} from "./patch.js";
+import {explained} from "./words.js";
 
 // Phase names as in the API; a step's record has another name for the last one.
 const PHASES = {forward: "forward", backward: "backward", step: "update"};
@@ -237,7 +238,7 @@ export class Steps {
         [...seen]
           .sort()
           .map(cause =>
-            h("li", {key: cause}, h("i", {class: `swatch ${causeClass(cause)}`}), `stall: ${cause}`),
+            h("li", {key: cause}, h("i", {class: `swatch ${causeClass(cause)}`}), "stall: ", explained(cause)),
           ),
       ),
       h("p", {class: "soft keys"}, "Arrow keys move between steps, Escape goes to the last one."),

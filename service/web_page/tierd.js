@@ -1,9 +1,10 @@
 // The main module: the shown run, and the state of the web page between two events.
 
-import {charts, Series} from "./charts.js";
-import {link, lost, only, picks, where} from "./chrome.js";
+import {charts, curveOf, curves, Series} from "./charts.js";
+import {link, lost, nodes, only, picks, where} from "./chrome.js";
 import {ended} from "./ended.js";
 import {follow, get, token, TokenRequired} from "./follow.js";
+import {overview} from "./overview.js";
 import {h, patch} from "./patch.js";
 import * as moving from "./paths.js";
 import {ranks as rankTable} from "./ranks.js";
@@ -12,10 +13,11 @@ import {Settings} from "./settings.js";
 import {Steps} from "./steps.js";
 import * as tiers from "./tiers.js";
 import * as totals from "./totals.js";
+import {words} from "./words.js";
 
 const MOST_WARNINGS = 4;
 const NOTED = 2000; // ms: the sidecar checks once a second which runs have ended
-const PLAN_EVERY = 10; // seconds: peaks and medians change slowly
+const PLAN_EVERY = 10; // seconds: peaks, medians and curves change slowly
 
 const at = id => document.getElementById(id);
 const state = {
@@ -27,6 +29,7 @@ const state = {
   planAt: 0,
 };
 const [bandwidth, stall] = charts();
+const training = curves(at("curves"));
 const steps = new Steps(at("steps"));
 const settings = new Settings(() => askForToken());
 let connection = null;
@@ -60,6 +63,7 @@ function receive(status) {
   const there = status.runs.map(run => run.id).join(" ");
   if (there !== state.there) setTimeout(recall, state.there === null ? 0 : NOTED);
   state.there = there;
+  nodes(status.nodes);
   link(status.runs.some(run => run.state !== "ended") ? "live" : "idle");
   show();
 }
@@ -73,7 +77,7 @@ function show() {
   only(state.run ? "shown" : "nothing");
   if (!state.run) {
     document.title = "tierd";
-    return where(state.status.directory);
+    return where(state.status);
   }
   if (before?.id !== state.run.id) fresh();
   else if (chosen) state.series.add(chosen.latest);
@@ -86,6 +90,7 @@ function show() {
 function fresh() {
   state.series = new Series();
   state.plan = [];
+  trained();
   remember();
 }
 
@@ -112,10 +117,13 @@ async function replan(now) {
   if (now - state.planAt < PLAN_EVERY) return;
   state.planAt = now;
   const run = state.run.id;
-  const plans = await ask(`/v1/plan?run=${encodeURIComponent(run)}`);
-  if (!plans || state.run.id !== run) return;
-  state.plan = plans.runs[0]?.ranks || [];
+  const [plans, curve] = await Promise.all(
+    ["plan", "curve"].map(noun => ask(`/v1/${noun}?run=${encodeURIComponent(run)}`)),
+  );
+  if (state.run.id !== run) return;
+  if (plans) state.plan = plans.runs[0]?.ranks || [];
   plan();
+  if (curve) trained(curve.runs[0]?.ranks[0]);
 }
 
 /** The JSON at `address`; null if the request fails, which the events also report. */
@@ -134,6 +142,19 @@ const scope = () => {
 };
 const inScope = ranks => (scope() === null ? ranks : ranks.filter(entry => entry.rank === scope()));
 
+/** Draws the curves of `rank` in /v1/curve, if it has two points; a chart without values is hidden. */
+function trained(rank) {
+  at("training").hidden = !rank || rank.curve.step.length < 2;
+  if (at("training").hidden) return;
+  const data = curveOf(rank);
+  for (const chart of training) {
+    chart.figure.hidden = !chart.series.some(line => data.values[line.name].some(value => value !== null));
+    if (!chart.figure.hidden) chart.show(data);
+  }
+}
+
+const place = () => (state.status.nodes.length ? "on all nodes" : "on this node");
+
 function plan() {
   const ranks = inScope(state.plan);
   patch(at("plan"), tiers.plan(totals.compared(ranks), tiers.planned(ranks)));
@@ -149,14 +170,19 @@ function draw(now) {
   picks(state.status.runs, run, scope());
   patch(at("name"), run.name);
   patch(at("state"), summary.runState(run));
-  patch(at("about"), summary.about(run));
+  patch(at("about"), summary.about(run, place()));
+  const links = summary.links(run);
+  at("links").hidden = !links.length;
+  patch(at("links"), links);
+  at("overview").hidden = state.status.runs.length < 2;
+  patch(at("runs"), overview(state.status.runs, run.id, now));
   const requested = picked().run;
   at("elsewhere").hidden = requested === null || requested === run.id;
   patch(
     at("elsewhere"),
     "The run of this link, ",
     h("code", {}, requested ?? ""),
-    ", has no status file on this node; this is another run.",
+    `, has no status file ${place()}; this is another run.`,
   );
   patch(at("facts"), summary.facts(run, ranks, now));
   warn();
@@ -165,7 +191,7 @@ function draw(now) {
   const copied = totals.link(ranks);
   at("device-link").hidden = !copied;
   patch(at("copies"), moving.copies(copied));
-  patch(at("ranks"), rankTable(run));
+  patch(at("ranks"), rankTable(run, place()));
   const sent = totals.collectives(ranks);
   at("network").hidden = !sent.length;
   patch(at("collectives"), sent.length ? moving.collectives(sent) : null);
@@ -173,7 +199,8 @@ function draw(now) {
   patch(at("versions"), summary.versions(run));
   steps.show(ranks, scope());
   settings.show(run);
-  bandwidth.show(state.series);
+  // The same figures as in the tables.
+  bandwidth.show(state.series, run.state === "ended" ? {} : totals.now(run.ranks));
   stall.show(state.series);
   plan();
   replan(now);
@@ -219,7 +246,7 @@ function programs() {
 }
 
 document.addEventListener("themed", () => {
-  if (state.run) for (const chart of [bandwidth, stall]) chart.restart();
+  for (const chart of [bandwidth, stall, ...training]) if (chart.plot) chart.restart();
 });
 at("run").addEventListener("change", event => pick(event.target.value, null));
 at("rank").addEventListener("change", event =>
@@ -239,6 +266,7 @@ at("token-form").addEventListener("submit", event => {
   only(state.run ? "shown" : "waiting");
   connect();
 });
+patch(at("words"), h("summary", {}, "Words on this page"), words());
 addEventListener("hashchange", () => state.status && show());
 // A hidden tab needs no events: disconnect to save the sidecar's CPU time.
 document.addEventListener("visibilitychange", () => {

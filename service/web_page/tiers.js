@@ -2,6 +2,7 @@
 
 import {bytes, count, moved, percent, plural, sum, UNKNOWN} from "./figures.js";
 import {h, table} from "./patch.js";
+import {explained} from "./words.js";
 
 const KINDS = [
   "parameters",
@@ -75,7 +76,8 @@ function tierBar(tier) {
           "li",
           {key: kind},
           h("i", {class: `swatch ${kindClass(kind)}`}),
-          `${kind} `,
+          explained(kind),
+          " ",
           h("b", {}, bytes(size)),
         ),
       ),
@@ -85,7 +87,7 @@ function tierBar(tier) {
       {class: "soft"},
       h("i", {class: "peak-sign"}),
       `peak ${bytes(tier.peak)}, ${ofBudget(tier.peak)} of budget`,
-      tier.capacity ? ` · machine has ${bytes(tier.capacity)}` : "",
+      tier.capacity ? ` · ${tier.machines > 1 ? `${tier.machines} machines have` : "machine has"} ${bytes(tier.capacity)}` : "",
       typeof tier.available === "number" ? ` · ${bytes(tier.available)} free now` : "",
     ),
   );
@@ -169,6 +171,10 @@ export function plan(rows, details) {
       "p",
       {class: "soft", key: "details"},
       "The peak of each tier, and the bytes that a step moves (median of the recent steps).",
+      rows.some(({unit, planned, found}) => unit !== "bytes" && typeof found === "number" && found < 0.98 * planned)
+        ? " A step moves less than planned if groups stay unsharded until their next use: these are neither read nor" +
+            " gathered again."
+        : "",
       details ? ` ${details}` : "",
     ),
   ];
@@ -178,13 +184,12 @@ export function plan(rows, details) {
 export function planned(ranks) {
   const plan = ranks[0]?.plan;
   if (!plan) return "";
-  return (
-    [
-      plan.parameters ? `${count(plan.parameters)} parameters in ${plural(plan.groups, "group")}` : null,
-      plan.micro_batches > 1 ? `${count(plan.micro_batches)} micro-batches a step` : null,
-      plan.state_format ? `state ${plan.state_format}` : null,
-    ]
-      .filter(Boolean)
-      .join(", ") + "."
-  );
+  const words = [
+    plan.parameters ? `${count(plan.parameters)} parameters in ${plural(plan.groups, "group")}` : null,
+    plan.micro_batches > 1 ? `${count(plan.micro_batches)} micro-batches a step` : null,
+    plan.state_format ? `state ${plan.state_format}` : null,
+  ]
+    .filter(Boolean)
+    .join(", ");
+  return words && `${words}.`;
 }

@@ -15,15 +15,19 @@ function grouped(lists, key) {
   return [...groups.values()];
 }
 
-/** Tiers of all `ranks`: budgets and bytes are summed; host memory and disks count once, GPUs per rank. */
+/** Tiers of all `ranks`: budgets and bytes are summed; host memory and disks count once per node, GPUs per rank. */
 export function tiers(ranks, device) {
   return grouped(
-    ranks.map(rank => rank.tiers),
+    ranks.map(({node, tiers}) => tiers.map(tier => ({...tier, node}))),
     "name",
   ).map(same => {
+    const nodes = grouped([same], "node");
     const total = name => sum(same.map(tier => tier[name]));
     const each = same[0].name === "device" && String(device || "").startsWith("cuda");
-    const machine = name => (each ? total(name) : most(same.map(tier => tier[name])));
+    const machine = name => {
+      const parts = each ? same.map(tier => tier[name]) : nodes.map(here => most(here.map(tier => tier[name])));
+      return parts.some(part => typeof part === "number") ? sum(parts) : null;
+    };
     return {
       name: same[0].name,
       budget: total("budget"),
@@ -32,6 +36,7 @@ export function tiers(ranks, device) {
       by_kind: merged(same.map(tier => tier.by_kind)),
       capacity: machine("capacity"),
       available: machine("available"),
+      machines: nodes.length,
     };
   });
 }
@@ -59,6 +64,7 @@ export function paths(ranks) {
     direct: same.every(entry => entry.direct),
     queue_full_seconds: most(same.map(entry => entry.queue_full_seconds)),
     measured: sum(same.map(entry => entry.measured_bytes_per_second)),
+    worn: most(same.map(entry => entry.drive?.used)),
     read: direction(
       same.map(entry => entry.read),
       same.map(entry => entry.live),
@@ -121,8 +127,32 @@ export function slowest(ranks) {
   return stepping.sort((a, b) => (b.step_seconds ?? 0) - (a.step_seconds ?? 0))[0] || null;
 }
 
+/** Bytes per second of all `ranks` over their recent steps, without the first of the run; null before there are any. */
+export function overSteps(ranks, name) {
+  const rates = ranks.flatMap(rank => {
+    const steady = rank.steps.filter(step => step.step > 1);
+    const took = sum(steady.map(step => step.seconds));
+    return took ? [sum(steady.map(step => step[name])) / took] : [];
+  });
+  return rates.length ? sum(rates) : null;
+}
+
 /** Bytes per second that a rank moves in one direction. */
 export const moving = (rank, way) => sum(rank.io.map(path => path[way].bytes_per_second));
+
+/** The rates of all live `ranks` at this moment, by the names of the chart. */
+export function now(ranks) {
+  const live = ranks.filter(rank => rank.state === "live");
+  if (!live.length) return {};
+  const copied = link(live);
+  return {
+    read: sum(live.map(rank => moving(rank, "read"))),
+    written: sum(live.map(rank => moving(rank, "written"))),
+    h2d: copied?.h2d.rate,
+    d2h: copied?.d2h.rate,
+    sent: sum(collectives(live).map(entry => entry.rate)),
+  };
+}
 
 /**
  * Replaces the bandwidths in `status` by means since `before`, from the counters. Ranks publish rates over a quarter of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from service.view import RankView, RunView, View
+from service.view import Node, RankView, RunView, View
 from tiering.telemetry import (
     ActivationStatus,
     CheckpointStatus,
@@ -14,6 +14,9 @@ from tiering.telemetry import (
     Description,
     DeviceMemoryStatus,
     DirectionStatus,
+    DriveStatus,
+    EndStatus,
+    GpuStatus,
     IoEngineStatus,
     LinkStatus,
     PathStatus,
@@ -53,6 +56,9 @@ SNAPSHOT = Snapshot(
     local_world_size=2,
     global_step=112,
     samples=96,
+    tokens=9600,
+    flops=9.6e12,
+    peak_flops=8e11,
     skipped_steps=1,
     global_skipped_steps=5,
     gradient_norm=0.75,
@@ -76,20 +82,39 @@ SNAPSHOT = Snapshot(
     ],
     activations=ActivationStatus(3 * MIB, 7 * MIB, moved=60 * MIB, read=40 * MIB, written=44 * MIB),
     device_memory=DeviceMemoryStatus(70 * MIB, 95 * MIB, 128 * MIB),
-    io=[PathStatus("/nvme/swap", "io_uring", True, READ, WRITTEN, 0.3, 10**9, 4 * 10**8, 0.45)],
+    gpu=GpuStatus(0.75, 350.5, 61.0),
+    io=[
+        PathStatus(
+            "/nvme/swap",
+            "io_uring",
+            True,
+            READ,
+            WRITTEN,
+            0.3,
+            10**9,
+            4 * 10**8,
+            0.45,
+            DriveStatus(0.25, 10**14, 4e14),
+        )
+    ],
     io_engine=IoEngineStatus("io_uring", ["verify", "registered_buffers"], 8 * MIB),
     link=LinkStatus(CopyStatus(900 * MIB, 60, 0.0625), CopyStatus(300 * MIB, 20, 0.03125), 5 * 10**10),
     collectives=[CollectiveStatus("all-gather", 40, 80 * MIB)],
-    stalls={"parameters": 0.5, "copies of parameters": 0.75},
-    stalls_by_phase={"forward": {"parameters": 0.5}, "backward": {"copies of parameters": 0.75}},
+    stalls={"parameters": 0.5, "gather": 0.25, "copies of parameters": 0.75},
+    stalls_by_phase={
+        "forward": {"parameters": 0.5, "gather": 0.25},
+        "backward": {"copies of parameters": 0.75},
+    },
     checkpoint=CheckpointStatus(True, 2, 1, "/checkpoints/40", 1_700_000_700.0, 4.0, 0.5, 300 * MIB),
     steps=[
-        StepRecord(11, 1.0, stall=0.125, ended_at=1_700_000_800.0),
-        StepRecord(12, 3.0, stall=0.375, ended_at=1_700_000_803.0),
+        StepRecord(11, 1.0, stall=0.125, ended_at=1_700_000_800.0, tokens=800, flops=8e11),
+        StepRecord(12, 3.0, stall=0.375, ended_at=1_700_000_803.0, tokens=800, flops=8e11),
     ],
 )
 DESCRIPTION = Description(
     device="cuda:0 NVIDIA H200",
+    # The last two are of a damaged file.
+    labels={"job_id": "77", "team": "vision", "run": "another", "not valid": "x"},
     versions={"tiering": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "linux": "6.18"},
     configuration=ConfigurationStatus("ds.json", "batch 8", without_effect=["a.b", "c"], deprecated=["d"]),
     plan=PlanStatus(
@@ -107,4 +132,11 @@ FIRST = RankView(0, "live", "", 0.125, SNAPSHOT, DESCRIPTION)
 SECOND = replace(
     FIRST, rank=1, snapshot=replace(SNAPSHOT, rank=1), state="silent", heartbeat_age=14.0, reason="alive"
 )
-FULL = View(1_700_000_804.0, (RunView("gpt-1a2b3c4d", "gpt 25M", (FIRST, SECOND)),), readings=7)
+OLD = Snapshot("old", 0, 1, 4322, 1_700_000_000.0, 9, run_id="old-1", ended=EndStatus("preempted", "SIGTERM"))
+FULL = View(
+    1_700_000_804.0,
+    (RunView("gpt-1a2b3c4d", "gpt 25M", (FIRST, SECOND), "train"),),
+    readings=7,
+    closed=(RunView("old-1", "old", (RankView(0, "stale", "has been stopped", 1.0, OLD),)),),
+    nodes=(Node("node7:8471", "", 1_700_000_803.0, 2),),
+)

@@ -18,6 +18,7 @@ from tiering.telemetry import (
     CheckpointStatus,
     ConfigurationStatus,
     Description,
+    DriveStatus,
     IoEngineStatus,
     SettingStatus,
     Snapshot,
@@ -48,6 +49,11 @@ from .advised_runs import (
     waiting,
 )
 
+
+def idle(seconds: float, **changes: Any) -> list[RankView]:
+    return [rank(replace(BASE, phase="idle", phase_since=1000.0, **changes), published_at=1000.0 + seconds)]
+
+
 # code, whether it is an error, a run that has it, its neighbour without, and what it says
 # fmt: off
 CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
@@ -77,6 +83,12 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
     ("io-errors", live(**read(errors=1)), live(**read()), "another error"),
     ("io-retries", live(**read(retries=20)), live(**read(retries=19)), "20 retries"),
     ("io-rereads", live(**read(rereads=1)), live(**read()), "1 read of /nvme had to be tried again"),
+    (
+        "drive-worn",
+        live(io=[replace(path(), drive=DriveStatus(0.9, 10**15))]),
+        live(io=[replace(path(), drive=DriveStatus(0.89, 10**15))]),
+        "a drive of /nvme has used 90 % of its endurance",
+    ),
     ("io-slow-path", slow_of_two(1.1e9), slow_of_two(1.3e9), "/b reaches 1.1 GB/s"),
     # The average since the start still looks well.
     ("io-slow-path", slow_of_two(2e9, recent=11 * 10**8), slow_of_two(2e9, recent=13 * 10**8), "/b reaches 1.1 GB/s"),
@@ -86,6 +98,12 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
         live(io_engine=IoEngineStatus("libaio", passed_over={"io_uring": "EPERM"})),
         live(io_engine=IoEngineStatus("io_uring")),
         "io_uring is not in use: EPERM",
+    ),
+    (
+        "io-passed-over",
+        live(io_engine=IoEngineStatus("io_uring", ["registered_buffers"], 9, {"registered_buffers": "ENOMEM"})),
+        live(io_engine=IoEngineStatus("io_uring", ["registered_buffers"], 9)),
+        "registered_buffers is used for a part of the memory only: ENOMEM",
     ),
     ("budget-exceeded", live(tiers=[replace(HOST, peak=4 * GIB + 1)]), live(tiers=[HOST]), "above its budget"),
     (
@@ -109,15 +127,20 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
      [rank(replace(BASE, phase="step", phase_since=1000.0), published_at=1059.0)], "step has taken 60.0 s"),
     ("stuck", [rank(replace(BASE, steps=[], phase="forward", phase_since=1000.0), published_at=1600.0)],
      [rank(replace(BASE, steps=[], phase="forward", phase_since=1000.0), published_at=1599.0)], "forward has taken 10"),
-    ("stuck", [rank(replace(BASE, phase="idle", phase_since=1000.0), published_at=1600.0)],
-     [rank(replace(BASE, phase="idle", phase_since=1000.0), published_at=1599.0)], "idle has taken 10 min"),
-    ("stuck", [rank(replace(BASE, phase="idle", phase_since=1.0, checkpoint=CheckpointStatus(True)), published_at=9e3)],
-     [rank()], "a checkpoint is being saved"),
+    ("stuck", idle(120.0), idle(119.0), "idle has taken 2 min"),
+    ("stuck", idle(400.0, steps=steps(*[20.0] * 3)), idle(399.0, steps=steps(*[20.0] * 3)), "a whole step takes 20"),
+    ("stuck", idle(600.0, checkpoint=CheckpointStatus(True)), idle(599.0, checkpoint=CheckpointStatus(True)), "saved"),
     ("checkpoint-failed", live(checkpoint=CheckpointStatus(error="EIO")), live(checkpoint=CheckpointStatus()), "EIO"),
     ("config-without-effect", configured(without_effect=["a.b"]), configured(), "a.b"),
     ("config-deprecated", configured(deprecated=["a", "b", "c", "d"]), configured(), "are deprecated: a, b, c,"),
     ("rank-silent", [rank(state="silent", heartbeat_age=14.0), *two()[1:]], two(), "not published for 14.0 s"),
     ("rank-stale", [rank(state="stale"), *two()[1:]], [rank(state="stale"), *two()], "rank 0 is stale"),
+    (
+        "rank-unreachable",
+        [rank(state="unreachable", reason="a:1 does not answer: it is off"), *two()[1:]],
+        two(),
+        "node a:1 does not answer: it is off; its ranks may train",
+    ),
     ("rank-newer-version", [rank(state="newer-version", snapshot=None)], [rank()], "rank 0 cannot be shown"),
     ("rank-unreadable", [rank(state="unreadable", snapshot=None)], [rank()], "rank 0 cannot be read"),
     ("rank-torn", [rank(state="torn", snapshot=None)], [rank()], "at the moment"),

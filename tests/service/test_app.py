@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import jsonschema
@@ -25,6 +25,7 @@ from fastapi.testclient import TestClient
 from service.app import create_app
 from service.responses import examples
 from service.responses.plan import compared
+from service.status_files import StatusFiles
 from service.watch import Watch
 from tiering.telemetry import StatusFile, StatusWriter, TelemetryError, find_status_files
 
@@ -36,13 +37,14 @@ from .processes import until
 (EXAMPLE,) = examples.example().runs[0].ranks
 SNAPSHOT = EXAMPLE.snapshot
 assert SNAPSHOT is not None
-OF_THE_MOMENT = {"taken_at", "heartbeat_age", "directory", "latest", "ended"}
+OF_THE_MOMENT = {"user", "taken_at", "published_at", "heartbeat_age", "directory", "latest", "ended"}
 
 
 @pytest.fixture
 def client(directory: Path) -> Iterator[TestClient]:
     with TestClient(
-        create_app(Watch(directory, keep_stale_seconds=3600, max_age=0)), base_url="http://localhost"
+        create_app(Watch(StatusFiles(directory, keep_stale_seconds=3600), max_age=0)),
+        base_url="http://localhost",
     ) as client:
         yield client
 
@@ -156,7 +158,15 @@ def test_the_schema_is_that_of_its_examples(client: TestClient) -> None:
     for path in paths:
         assert {"200", "404", "422", "503"} <= set(schema["paths"][path]["get"]["responses"])
     rank = schema["components"]["schemas"]["RankStatus"]["properties"]
-    assert rank["state"]["enum"] == ["live", "silent", "stale", "newer-version", "torn", "unreadable"]
+    assert rank["state"]["enum"] == [
+        "live",
+        "silent",
+        "stale",
+        "newer-version",
+        "torn",
+        "unreadable",
+        "unreachable",
+    ]
 
 
 UNDERSTOOD = {"rank", "state", "ready", "name", "version"}
@@ -260,15 +270,15 @@ def test_a_page_without_a_writer_goes_stale_and_is_swept(
     until(lambda: [run["state"] for run in get(client, "/v1/runs")["runs"]] == ["ended"])
     rank = the_rank(client)
     assert (rank["state"], rank["reason"], rank["step"]) == ("stale", "the writer is gone", SNAPSHOT.step)
-    os.utime(writer.path, (time.time() - 31,) * 2)
+    os.utime(writer.path, (time.time() - 61,) * 2)
     with monkeypatch.context() as read_only:
 
         def refuse(*_: object, **__: object) -> None:
             raise OSError(30, "Read-only file system")
 
         read_only.setattr(Path, "unlink", refuse)
-        assert Watch(directory).view().runs[0].over, "what cannot be removed is shown"
-    assert Watch(directory).view().runs == ()  # keeps them for 30 s
+        assert Watch(StatusFiles(directory)).view().runs[0].over, "what cannot be removed is shown"
+    assert Watch(StatusFiles(directory)).view().runs == ()  # keeps them for 60 s
     assert not writer.path.exists()
 
 
@@ -296,22 +306,23 @@ def test_a_lost_directory_is_a_503_with_the_reason_until_it_is_back(
     publishing(directory, SNAPSHOT)
     assert the_rank(client)["state"] == "live"
 
-    def no_entry(_: Path) -> Iterator[Path]:
+    def no_entry(_: Path) -> NoReturn:
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as closed:  # root may read what it closed to itself
-        closed.setattr(Path, "iterdir", no_entry)
+        closed.setattr(os, "scandir", no_entry)
         assert "cannot be read: Permission denied" in problem()
     assert the_rank(client)["state"] == "live"
 
 
 def test_a_directory_of_any_name_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / os.fsdecode(b"\xff")
-    client = TestClient(create_app(Watch(directory, max_age=0)), base_url="http://localhost")
+    client = TestClient(create_app(Watch(StatusFiles(directory), max_age=0)), base_url="http://localhost")
     for path in ("/v1/status", "/healthz"):
         assert client.get(path).json()["directory"] == f"{tmp_path}/?"
     monkeypatch.setattr(
-        "service.watch.find_status_files", Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+        "service.status_files.find_status_files",
+        Mock(side_effect=OSError(errno.EMFILE, "Too many open files")),
     )
     for path in ("/v1/status", "/metrics"):
         refused = client.get(path)
@@ -322,12 +333,12 @@ def test_a_directory_of_any_name_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_bad_directory_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TelemetryError, match="not a directory"):
-        Watch(tmp_path / "file")
+        Watch(StatusFiles(tmp_path / "file"))
 
 
 @pytest.mark.usefixtures("writer")
 def test_however_many_ask_the_pages_are_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch(directory, max_age=3600)
+    watch = Watch(StatusFiles(directory), max_age=3600)
     read = watch._read
     monkeypatch.setattr(watch, "_read", lambda: time.sleep(0.05) or read())  # the others come meanwhile
 
@@ -353,9 +364,9 @@ def test_a_directory_that_hangs_is_an_answer(directory: Path, monkeypatch: pytes
         return find(asked_for)
 
     async def scene() -> None:
-        watch = Watch(directory, max_age=0)
+        watch = Watch(StatusFiles(directory), max_age=0)
         monkeypatch.setattr("service.watch.READ_TIMEOUT", 0.02)
-        monkeypatch.setattr("service.watch.find_status_files", hanging)
+        monkeypatch.setattr("service.status_files.find_status_files", hanging)
         for _ in range(3):
             with pytest.raises(TelemetryError, match="has not answered for"):
                 await watch.now()
@@ -368,7 +379,7 @@ def test_a_directory_that_hangs_is_an_answer(directory: Path, monkeypatch: pytes
 
 
 def test_a_publication_is_one_however_often_it_is_read(directory: Path, writer: StatusWriter) -> None:
-    watch = Watch(directory, max_age=0)
+    watch = Watch(StatusFiles(directory), max_age=0)
     assert [watch.view().changes for _ in range(3)] == [1, 1, 1]
     before = time.time()
     writer.publish(SNAPSHOT)
@@ -382,7 +393,9 @@ def test_history_goes_on_whatever_happens_to_the_pages(
 ) -> None:
     for module in ("history", "app"):
         monkeypatch.setattr(f"service.{module}.INTERVAL", 0.01)
-    with TestClient(create_app(Watch(directory, max_age=0)), base_url="http://localhost") as client:
+    with TestClient(
+        create_app(Watch(StatusFiles(directory), max_age=0)), base_url="http://localhost"
+    ) as client:
 
         def entries() -> int:
             return sum(len(run["at"]) for run in get(client, "/v1/history")["runs"])
@@ -413,7 +426,15 @@ def test_the_sidecar_loads_neither_torch_nor_the_engine() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     forbidden, ours = done.stdout.splitlines()
     assert forbidden == "[]"
-    facade = ("_lazy", "_module_finder", "_placeholders", "_text", "_unsupported", "_version")
+    facade = (
+        "_command_line",
+        "_lazy",
+        "_module_finder",
+        "_placeholders",
+        "_text",
+        "_unsupported",
+        "_version",
+    )
     allowed = (*(f"tiering.{name}." for name in facade), "tiering.errors.", "tiering.telemetry.")
     assert [name for name in ast.literal_eval(ours) if not f"{name}.".startswith(allowed)] == ["tiering"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,9 @@ import yaml
 from service.app import create_app
 from service.cli import options_of
 from service.http import DEFAULT_PORT
+from service.status_files import StatusFiles
 from service.watch import Watch
+from tiering.telemetry import job_labels
 
 from .processes import Training, tierd
 from .test_advice import CASES
@@ -48,7 +51,7 @@ def shape(line: str) -> object:
 
 def test_the_commands_for_json_answer_as_is_printed_there(training: Training) -> None:
     if not (shutil.which("curl") and shutil.which("jq")):
-        pytest.skip("no curl, or no jq")
+        pytest.skip("curl or jq is not installed")
     examples = re.findall(r"^\$ (curl .*)\n(.*)$", section("JSON"), re.MULTILINE)
     assert len(examples) >= 9
     with tierd(training.directory) as sidecar:
@@ -64,7 +67,7 @@ def test_the_commands_for_json_answer_as_is_printed_there(training: Training) ->
 
 
 def test_every_path_is_told(directory: Path) -> None:
-    paths = create_app(Watch(directory)).openapi()["paths"]
+    paths = create_app(Watch(StatusFiles(directory))).openapi()["paths"]
     assert len(paths) > 10
     assert [path for path in paths if f"`{path.replace('{run_id}', 'ID')}`" not in PAGE] == []
 
@@ -84,16 +87,19 @@ def test_every_code_of_advice_is_told() -> None:
     assert len(in_code) > 15
 
 
-@pytest.mark.parametrize("name", ["tierd-user.service", "tierd.service"])
+@pytest.mark.parametrize("name", ["tierd-user.service", "tierd.service", "tierd-all-users.service"])
 def test_units_are_units(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"(../../examples/sidecar/{name})" in PAGE
     if shutil.which("systemd-analyze") is None:
-        pytest.skip("no systemd-analyze")
+        pytest.skip("systemd-analyze is not installed")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     program = shutil.which("true") or "/bin/true"
     text = (EXAMPLES / name).read_text(encoding="utf-8")
-    text, changed = re.subn(r"(?m)^(ExecStart=)\S*/tierd$", rf"\g<1>{program}", text)
+    text, changed = re.subn(r"(?m)^(ExecStart=)\S*/tierd\b", rf"\g<1>{program}", text)
     assert changed == 1
+    if "--all-users" in text:
+        # They would hide /run/user and /tmp, where runs publish.
+        assert not re.search(r"(?m)^(ProtectHome=(yes|tmpfs)|PrivateTmp=yes)", text)
     (tmp_path / "tierd.service").write_text(text)
     scope = ["--user"] if "%h" in text else ["--system"]
     done = subprocess.run(
@@ -102,13 +108,75 @@ def test_units_are_units(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_pod_starts_what_there_is(directory: Path) -> None:
-    assert "(../../examples/sidecar/pod.yaml)" in PAGE
-    pod = yaml.safe_load((EXAMPLES / "pod.yaml").read_text(encoding="utf-8"))
-    training, sidecar = pod["spec"]["containers"]
-    assert training["env"] == sidecar["env"] and training["volumeMounts"] == sidecar["volumeMounts"]
-    assert options_of(sidecar["command"][1:]).expect_ranks == 8
-    for probe, path in (("livenessProbe", "/livez"), ("readinessProbe", "/readyz")):
-        program, flag, source = sidecar[probe]["exec"]["command"]
-        assert (program, flag, f"'http://127.0.0.1:{DEFAULT_PORT}{path}'" in source) == ("python", "-c", True)
-        compile(source, probe, "exec")
+@pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])
+def test_the_pods_start_what_there_is_and_the_monitor_finds_it(name: str) -> None:
+    assert f"(../../examples/sidecar/kubernetes/{name})" in PAGE
+    (job, monitor, kustomization) = (
+        yaml.safe_load((EXAMPLES / "kubernetes" / file).read_text(encoding="utf-8"))
+        for file in (name, "podmonitor.yaml", "kustomization.yaml")
+    )
+    if name == "jobset.yaml":
+        job = job["spec"]["replicatedJobs"][0]["template"]
+    pod = job["spec"]["template"]
+    (sidecar,), (training,) = pod["spec"]["initContainers"], pod["spec"]["containers"]
+    # A sidecar that lets the Job complete, with the same files for both.
+    assert sidecar["restartPolicy"] == "Always" and pod["spec"]["restartPolicy"] == "Never"
+    assert training["env"] == sidecar["env"] and training["volumeMounts"][0] in sidecar["volumeMounts"]
+    variables = {variable["name"]: variable for variable in sidecar["env"]}
+    assert Path(variables["TIERING_RUN_DIR"]["value"]).parent == Path(
+        training["volumeMounts"][0]["mountPath"]
+    )
+    assert job_labels({}, dict.fromkeys(variables, "x")).keys() == {"pod", "namespace"}
+    options = options_of(sidecar["command"][1:])
+    (port,) = sidecar["ports"]
+    assert (options.host, port["containerPort"]) == ("0.0.0.0", DEFAULT_PORT)
+    assert str(options.token_file.parent) in [mount["mountPath"] for mount in sidecar["volumeMounts"]]
+    for probe in ("startupProbe", "livenessProbe"):
+        assert sidecar[probe]["httpGet"] == {"path": "/livez", "port": port["name"]}
+    # Two scrapes read how the run ended.
+    assert sidecar["lifecycle"]["preStop"]["sleep"]["seconds"] > 2 * 15
+    assert pod["spec"]["terminationGracePeriodSeconds"] > sidecar["lifecycle"]["preStop"]["sleep"]["seconds"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] == port["name"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    secrets = {volume["secret"]["secretName"] for volume in pod["spec"]["volumes"] if "secret" in volume}
+    assert secrets == {endpoint["authorization"]["credentials"]["name"]}
+    assert endpoint["authorization"]["credentials"]["key"] == options.token_file.name
+    assert [image["name"] for image in kustomization["images"]] == [training["image"]] == [sidecar["image"]]
+    assert all((EXAMPLES / "kubernetes" / resource).is_file() for resource in kustomization["resources"])
+
+
+def test_the_daemon_set_reads_where_pods_of_all_users_publish() -> None:
+    assert "(../../examples/sidecar/kubernetes/daemonset.yaml)" in PAGE
+    text = (EXAMPLES / "kubernetes" / "daemonset.yaml").read_text(encoding="utf-8")
+    daemon, monitor = (
+        yaml.safe_load((EXAMPLES / "kubernetes" / file).read_text(encoding="utf-8"))
+        for file in ("daemonset.yaml", "podmonitor.yaml")
+    )
+    template = daemon["spec"]["template"]
+    (sidecar,) = template["spec"]["containers"]
+    options = options_of(sidecar["command"][1:])
+    (port,) = sidecar["ports"]
+    assert options.all_users and (options.host, port["containerPort"]) == ("0.0.0.0", DEFAULT_PORT)
+    mounts = {mount["name"]: mount for mount in sidecar["volumeMounts"]}
+    assert str(options.token_file.parent) == mounts["tierd-token"]["mountPath"]
+    # One of the directories in which run directories of all users are looked for, as the jobs publish there.
+    places = {"/var/tmp", "/tmp", "/dev/shm"}
+    assert mounts["pages"] == {"name": "pages", "mountPath": "/var/tmp", "readOnly": True}
+    assert mounts["pages"]["mountPath"] in places and "value: /var/tmp/tiering-1000}" in text
+    (variable,) = sidecar["env"]
+    assert Path(variable["value"]).parent == Path(mounts["own"]["mountPath"])
+    assert sidecar["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["DAC_READ_SEARCH"]}
+    labels = template["metadata"]["labels"]
+    assert daemon["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] == port["name"]
+
+
+def test_slurm_puts_the_run_directory_where_root_finds_it() -> None:
+    assert "(../../examples/sidecar/slurm-task-prolog.sh)" in PAGE
+    printed = subprocess.run(
+        [EXAMPLES / "slurm-task-prolog.sh"], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed == f"export TIERING_RUN_DIR=/var/tmp/tiering-{os.geteuid()}\n"

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import urllib.error
+import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from service.events import MAX_SUBSCRIBERS, Events, Subscription
 from service.responses.examples import example
+from service.status_files import StatusFiles
 from service.view_cache import ViewCache
 from service.watch import Watch
 
@@ -26,9 +28,11 @@ assert SAID is not None
 
 
 class Client:
-    """The other end of an ASGI connection. ``stuck`` takes the head and then nothing."""
+    """The other end of an ASGI connection. ``stuck`` takes the head and then nothing; ``zipped`` accepts gzip."""
 
-    def __init__(self, *, stuck: bool = False) -> None:
+    def __init__(self, *, stuck: bool = False, zipped: bool = False) -> None:
+        self.accepted = [(b"accept-encoding", b"br, gzip")] if zipped else []
+        self._inflate = zlib.decompressobj(wbits=31) if zipped else None
         self.events: list[bytes] = []
         self.status = 0
         self._untold: asyncio.Queue[bytes] = asyncio.Queue()
@@ -49,8 +53,10 @@ class Client:
             return
         if self._stuck:
             await asyncio.sleep(3600)
-        self.events.append(message["body"])
-        self._untold.put_nowait(message["body"])
+        body = self._inflate.decompress(message["body"]) if self._inflate else message["body"]
+        if body:  # the head of a gzip stream is empty
+            self.events.append(body)
+            self._untold.put_nowait(body)
 
     async def next(self) -> bytes:
         return await asyncio.wait_for(self._untold.get(), 20)
@@ -63,7 +69,8 @@ class Client:
         return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
 
     def subscribe(self, events: Events, run: str | None = None) -> asyncio.Task[None]:
-        listening = Subscription(events, 0.01, run)({"type": "http"}, self.receive, self.send)
+        scope = {"type": "http", "headers": self.accepted}
+        listening = Subscription(events, 0.01, run)(scope, self.receive, self.send)
         return asyncio.ensure_future(listening)
 
 
@@ -84,7 +91,7 @@ def events(directory: Path, rendered: list[int]) -> Events:
         runs = [run for run in view.runs if run_id in (None, run.id)]
         return json.dumps({"steps": [snapshot.step for run in runs for snapshot in run.snapshots]}).encode()
 
-    return Events(Watch(directory, max_age=0.001), ViewCache(), render, keepalive_seconds=0.05)
+    return Events(Watch(StatusFiles(directory), max_age=0.001), ViewCache(), render, keepalive_seconds=0.05)
 
 
 def test_a_subscriber_is_told_at_once_and_then_what_is_new(
@@ -107,7 +114,16 @@ def test_a_subscriber_is_told_at_once_and_then_what_is_new(
         assert "is open to others" in problem["detail"]
         directory.chmod(0o700)
         assert await client.news() == ("status", {"steps": [77]})
-        for run, steps in ((SAID.run_id, [77]), ("one-that-was-swept", [])):
+        zipped = Client(zipped=True)
+        unzipping = zipped.subscribe(events)
+        assert await zipped.news() == ("status", {"steps": [77]})
+        assert zipped.head[b"content-encoding"] == b"gzip"
+        assert await zipped.next() == b": nothing new\n\n"
+        writer.publish(replace(SAID, step=78))
+        assert await zipped.news() == ("status", {"steps": [78]})
+        zipped.leave()
+        await asyncio.wait_for(unzipping, 20)
+        for run, steps in ((SAID.run_id, [78]), ("one-that-was-swept", [])):
             picky = Client()
             picky.subscribe(events, run)
             assert await picky.news() == ("status", {"steps": steps})

@@ -68,7 +68,7 @@ def test_a_metric_has_one_text_and_one_set_of_labels() -> None:
 def test_every_figure_of_a_snapshot_is_in_the_status_with_its_text() -> None:
     properties = RankStatus.model_json_schema()["properties"]
     for name, figure in figures(Snapshot).items():
-        assert name == "stalls_by_phase" or properties[name]["description"] == figure.help
+        assert name in ("stalls_by_phase", "curve") or properties[name]["description"] == figure.help
         assert not figure.metric or figure.help in {
             family.help for family in SNAPSHOT_METRICS if family.name == figure.metric
         }

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import service.http.guard
 from service.app import create_app
 from service.http.guard import Access, Guard, RateLimit, host_of
+from service.status_files import StatusFiles
 from service.watch import Watch
 
 HERE = "http://localhost"
@@ -34,7 +35,7 @@ def routes(client: TestClient) -> list[str]:
 
 @pytest.fixture
 def client(directory: Path) -> TestClient:
-    return TestClient(create_app(Watch(directory)), base_url=HERE)
+    return TestClient(create_app(Watch(StatusFiles(directory))), base_url=HERE)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def client(directory: Path) -> TestClient:
     ],
 )
 def test_a_name_that_is_not_ours_gets_no_answer(directory: Path, access: Access, good: str, bad: str) -> None:
-    client = TestClient(create_app(Watch(directory), access=access), base_url=HERE)
+    client = TestClient(create_app(Watch(StatusFiles(directory)), access=access), base_url=HERE)
     for host in good.split():
         assert client.get("/v1/status", headers={"host": host}).status_code == 200, host
     for host in [*bad.split()]:
@@ -68,7 +69,10 @@ def test_a_name_that_is_not_ours_gets_no_answer(directory: Path, access: Access,
 @pytest.mark.parametrize("hosts", [[], ["localhost", "localhost"], ["localhost", "evil.example"]])
 def test_a_request_names_one_host(directory: Path, hosts: list[str]) -> None:
     headers = [(b"host", host.encode()) for host in hosts]
-    assert answer_of(Guard(create_app(Watch(directory))), "GET", "/livez", headers) == (400, True)
+    assert answer_of(Guard(create_app(Watch(StatusFiles(directory)))), "GET", "/livez", headers) == (
+        400,
+        True,
+    )
 
 
 def answer_of(app: Any, method: str, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, bool]:
@@ -201,7 +205,9 @@ def test_only_the_token_opens_what_holds_data(directory: Path, monkeypatch: pyte
     monkeypatch.setattr(
         service.http.guard, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)})
     )
-    app = create_app(Watch(directory), access=Access(token=TOKEN.encode(), requests_per_second=1e6))
+    app = create_app(
+        Watch(StatusFiles(directory)), access=Access(token=TOKEN.encode(), requests_per_second=1e6)
+    )
     client = TestClient(app, base_url=HERE)
 
     def ask(path: str, *values: str) -> httpx.Response:

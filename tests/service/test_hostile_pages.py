@@ -28,6 +28,7 @@ from pydantic import TypeAdapter
 from starlette.routing import BaseRoute
 
 from service.app import create_app
+from service.status_files import StatusFiles
 from service.watch import Watch
 from tiering.telemetry import (
     Description,
@@ -74,7 +75,8 @@ def is_whole(reading: StatusReading, *published: int) -> bool:
 # --- updates that stop anywhere -------------------------------------------------------------------------
 
 
-class Cut(Exception):  # noqa: N818 - what happens to the writer, not what it reports
+# No name with "Error": this happens to the writer, which does not report it.
+class Cut(Exception):  # noqa: N818
     """The writer ends here."""
 
 
@@ -338,7 +340,7 @@ def routes(app: FastAPI) -> Iterator[BaseRoute]:
 def ask_everything(directory: Path) -> dict[str, Any]:
     """The answer of every endpoint, each of them as its model says; of events, the first."""
     answers: dict[str, Any] = {}
-    app = create_app(Watch(directory, keep_stale_seconds=3600))
+    app = create_app(Watch(StatusFiles(directory, keep_stale_seconds=3600)))
     with TestClient(app, base_url="http://localhost") as client:
         runs = strict(client.get("/v1/runs").text)["runs"]
         for route in routes(app):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import tiering
 from service.advice.larger_budget import larger_budget
+from service.status_files import StatusFiles
 from service.view import RankView
 from service.watch import Watch
 from tests.tiering.workloads import MIB, PLENTY, budgets, example, planned, workloads
@@ -59,7 +60,7 @@ def test_what_a_part_saves_is_what_a_plan_then_saves(free: int) -> None:
 
 
 def step_shown(home: Path) -> int:
-    (run,) = Watch(home / "run").view().runs
+    (run,) = Watch(StatusFiles(home / "run")).view().runs
     return max(snapshot.step for snapshot in run.snapshots)
 
 
@@ -81,7 +82,7 @@ def train(home: Path, host_budget: str, width: int, count: int) -> tuple[RankVie
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
         engine.step()
     until(lambda: step_shown(home) == count)
-    (run,) = Watch(home / "run").view().runs
+    (run,) = Watch(StatusFiles(home / "run")).view().runs
     (shown,) = run.ranks
     return shown, engine.close
 

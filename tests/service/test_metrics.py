@@ -21,12 +21,14 @@ from service.app import create_app
 from service.metrics import OPENMETRICS, TEXT, render
 from service.metrics.monitoring_files import table
 from service.metrics.rank_metrics import PLAN_METRICS, RANK_METRICS, RANK_UP, SNAPSHOT_METRICS
-from service.metrics.run_metrics import RUN_METRICS
-from service.metrics.sidecar_metrics import SIDECAR_METRICS
-from service.version import own_version
+from service.metrics.run_metrics import RUN_ENDED, RUN_METRICS
+from service.metrics.sidecar_metrics import SIDECAR_METRICS, Scrape
+from service.status_files import StatusFiles
 from service.view import RankView, RunView, View
 from service.watch import Watch
+from tiering._version import __version__
 from tiering.telemetry import (
+    RESERVED_LABELS,
     DirectionStatus,
     PathStatus,
     PlannedTier,
@@ -36,8 +38,9 @@ from tiering.telemetry import (
     TierStatus,
 )
 
+from .conftest import Publish
 from .full_view import DESCRIPTION, FIRST, FULL, MIB, SNAPSHOT
-from .processes import Training
+from .processes import Training, until
 from .promtool import promtool
 
 ACCEPT_OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -49,13 +52,28 @@ RANK = {**RUN, "rank": "0"}
 HOST, READ = {**RANK, "tier": "host"}, {**RANK, "path": "/nvme/swap", "direction": "read"}
 WRITE, PATH = READ | {"direction": "write"}, {**RANK, "path": "/nvme/swap"}
 EXPECTED: list[tuple[str, dict[str, str], float]] = [
-    ("tiering_build_info", {"version": own_version()}, 1),
+    ("tiering_build_info", {"version": __version__}, 1),
     ("tiering_sidecar_last_reading_timestamp_seconds", {}, 1_700_000_804),
     ("tiering_sidecar_readings_total", {}, 7),
     ("tiering_sidecar_subscribers", {}, 0),
+    ("tiering_runs_ended_total", {"how": "failed"}, 0),
+    ("tiering_run_ended", {"run": "old-1", "how": "preempted", "code": "SIGTERM", "rank": ""}, 1),
     ("tiering_sidecar_pages", {"state": "silent"}, 1),
     ("tiering_sidecar_pages", {"state": "torn"}, 0),
-    ("tiering_run_info", {**RUN, "name": "gpt 25M", "torch_version": "2.13.0", "world_size": "4"}, 1),
+    ("tiering_node_up", {"node": "node7:8471"}, 1),
+    (
+        "tiering_run_info",
+        {
+            **RUN,
+            "name": "gpt 25M",
+            "user": "train",
+            "torch_version": "2.13.0",
+            "world_size": "4",
+            "job_id": "77",
+            "team": "vision",
+        },
+        1,
+    ),
     ("tiering_run_ranks_expected", RUN, 2),
     ("tiering_run_ranks_up", RUN, 1),
     ("tiering_run_config_keys", {**RUN, "cause": "without effect"}, 2),
@@ -72,6 +90,15 @@ EXPECTED: list[tuple[str, dict[str, str], float]] = [
     ("tiering_steps_total", RANK, 12),
     ("tiering_global_step", RANK, 112),
     ("tiering_samples_total", RANK, 96),
+    ("tiering_tokens_total", RANK, 9600),
+    ("tiering_model_flops_total", RANK, 9.6e12),
+    ("tiering_device_peak_flops", RANK, 8e11),
+    ("tiering_gpu_utilization_ratio", RANK, 0.75),
+    ("tiering_drive_endurance_used_ratio", PATH, 0.25),
+    ("tiering_drive_written_bytes_total", PATH, 1e14),
+    ("tiering_drive_endurance_bytes", PATH, 4e14),
+    ("tiering_gpu_power_watts", RANK, 350.5),
+    ("tiering_gpu_temperature_celsius", RANK, 61),
     ("tiering_skipped_steps_total", RANK, 1),
     ("tiering_global_skipped_steps", RANK, 5),
     ("tiering_loss", RANK, 3.5),
@@ -150,7 +177,7 @@ def series(families: Iterable[Metric]) -> Series:
 
 def both(view: View) -> Series:
     """What the two forms say, which is the same."""
-    text, openmetrics = render(view, None)[0].decode(), render(view, ACCEPT_OPENMETRICS)[0].decode()
+    text, openmetrics = render(Scrape(view))[0].decode(), render(Scrape(view), ACCEPT_OPENMETRICS)[0].decode()
     assert openmetrics.endswith("# EOF\n")
 
     def of_training(samples: Series) -> Series:  # the sidecar's own CPU time moves on
@@ -174,18 +201,18 @@ def names(samples: Series) -> set[str]:
 
 
 def test_a_full_view_fills_every_family_and_passes_the_linter() -> None:
-    text = render(FULL, None)[0].decode()
+    text = render(Scrape(FULL))[0].decode()
     metrics = {family.name: family for family in parse_text(text)}
     for families, subject in (
         (SIDECAR_METRICS, ()),
-        (RUN_METRICS, ("run",)),
+        ((*RUN_METRICS, RUN_ENDED), ("run",)),
         ((RANK_UP, *RANK_METRICS, *SNAPSHOT_METRICS, *PLAN_METRICS), ("run", "rank")),
     ):
         for family in families:
             metric = metrics[family.name.removesuffix("_total")]
             assert metric.samples, family.name
             assert metric.type == ("gauge" if family.kind == "info" else family.kind)
-            assert set(metric.samples[0].labels) - {"le"} == {*subject, *family.labels}
+            assert set(metric.samples[0].labels) - {"le", "job_id", "team"} == {*subject, *family.labels}
             assert family.help.endswith(".")
     assert "process_resident_memory_bytes" in metrics  # of the sidecar
     promtool("check", "metrics", stdin=text)
@@ -198,8 +225,9 @@ def test_the_values_are_those_of_the_page() -> None:
     latency = {f"tiering_swap_latency_seconds_{part}" for part in ("bucket", "count", "sum")}
     advised = {"tiering_run_warnings"}  # which they are is the advice's to say
     assert names(samples) == {name for name, _, _ in EXPECTED} | latency | advised
-    values = series(parse_text(render(FULL, None, subscribers=3)[0].decode()))
+    values = series(parse_text(render(Scrape(FULL, 3, {"died": 2}))[0].decode()))
     assert of(values, "tiering_sidecar_subscribers") == 3
+    assert of(values, "tiering_runs_ended_total", how="died") == 2
 
 
 def test_latencies_are_cumulative_and_nothing_falls_outside() -> None:
@@ -227,8 +255,10 @@ def test_of_a_dead_rank_only_that_it_is_down_is_told() -> None:
     samples = both(View(5.0, (RunView("gpt", "gpt", (FIRST, dead)),)))
     assert {name for name, labels in samples if ("rank", "1") in labels} == {"tiering_rank_up"}
     assert of(samples, "tiering_rank_up", rank="1") == 0
+    assert "tiering_run_ended" not in names(samples)
     last_samples = both(View(5.0, (RunView("gpt", "gpt", (dead,)),)))
-    assert {name for name, labels in last_samples if ("run", "gpt") in labels} == {"tiering_rank_up"}
+    of_the_run = {name for name, labels in last_samples if ("run", "gpt") in labels}
+    assert of_the_run == {"tiering_rank_up", "tiering_run_ended"}
 
 
 def test_a_page_that_cannot_be_read_is_no_rank_that_is_gone() -> None:
@@ -267,9 +297,38 @@ def test_of_pages_of_one_rank_the_living_one_counts() -> None:
     ],
 )
 def test_the_form_is_the_one_that_is_asked_for(accept: str | None, content_type: str) -> None:
-    body, header = render(FULL, accept)
+    body, header = render(Scrape(FULL), accept)
     assert header == content_type
     assert body.endswith(b"# EOF\n") == (header == OPENMETRICS)
+
+
+@pytest.mark.parametrize(
+    ("header", "zipped"),
+    [
+        ("gzip", True),
+        ("deflate, GZIP;q=0.5", True),
+        ("gzip;q=0", False),
+        ("", False),
+        ("br, identity", False),
+    ],
+)
+def test_a_client_that_takes_gzip_gets_it(
+    header: str, zipped: bool, directory: Path, publishing: Publish
+) -> None:
+    with TestClient(create_app(Watch(StatusFiles(directory))), base_url="http://localhost") as client:
+        answer = client.get("/metrics", headers={"accept-encoding": header})
+        small = client.get("/v1/status", headers={"accept-encoding": header})
+        publishing(directory, SNAPSHOT)
+        until(lambda: client.get("/v1/status").json()["runs"])
+        status = client.get("/v1/status", headers={"accept-encoding": header})
+    assert (answer.headers.get("content-encoding") == "gzip") is zipped
+    assert answer.headers["vary"] == "accept, accept-encoding"
+    # The client has unpacked it.
+    assert answer.text.startswith("# HELP tiering_build_info ")
+    assert "content-encoding" not in small.headers and small.json()["runs"] == []
+    assert (status.headers.get("content-encoding") == "gzip") is zipped
+    assert status.headers["vary"] == "accept-encoding" and len(status.json()["runs"]) == 1
+    assert (int(status.headers["content-length"]) < len(status.content)) is zipped
 
 
 numbers = st.floats() | st.integers(-1, 1 << 62)
@@ -327,11 +386,16 @@ def test_whatever_a_view_holds_both_forms_can_be_read_back(view: View) -> None:
 
 
 def test_counters_of_a_training_engine_only_rise(training: Training) -> None:
-    with TestClient(create_app(Watch(training.directory)), base_url="http://localhost") as client:
+    with TestClient(
+        create_app(Watch(StatusFiles(training.directory))), base_url="http://localhost"
+    ) as client:
 
         def ask(accept: str) -> str:
             answer = client.get("/metrics", headers={"accept": accept})
-            assert (answer.status_code, answer.headers["content-type"]) == (200, render(FULL, accept)[1])
+            assert (answer.status_code, answer.headers["content-type"]) == (
+                200,
+                render(Scrape(FULL), accept)[1],
+            )
             return answer.text
 
         first = ask("text/plain")
@@ -356,6 +420,11 @@ def test_counters_of_a_training_engine_only_rise(training: Training) -> None:
         before, "tiering_swap_bytes_total", direction="write"
     )
     assert of(after, "tiering_tier_used_bytes", tier="nvme") > 0
+
+
+def test_no_label_of_a_configuration_hides_one_of_the_sidecar() -> None:
+    (info,) = (family for family in RUN_METRICS if family.name == "tiering_run_info")
+    assert {"run", *info.labels} == RESERVED_LABELS
 
 
 def test_the_documented_table_is_the_one_of_the_code() -> None:

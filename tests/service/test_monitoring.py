@@ -15,13 +15,16 @@ from prometheus_client.parser import text_string_to_metric_families
 import service.advice
 from service.metrics import render
 from service.metrics.monitoring_files import FILES, main, text
+from service.metrics.sidecar_metrics import Scrape
 
 from .full_view import FULL
 from .promtool import promtool
 
 DASHBOARD = json.loads(text(FILES["dashboard"]))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-RULES = [rule for group in yaml.safe_load(text(FILES["alerts"]))["groups"] for rule in group["rules"]]
+ALL_RULES = [rule for group in yaml.safe_load(text(FILES["alerts"]))["groups"] for rule in group["rules"]]
+RULES = [rule for rule in ALL_RULES if "alert" in rule]
+RECORDED = {rule["record"]: rule["expr"] for rule in ALL_RULES if "record" in rule}
 RULE_TESTS = yaml.safe_load(text(FILES["alerts-test"]))["tests"]
 ADVICE = "".join(file.read_text() for file in Path(service.advice.__file__).parent.glob("*.py"))
 CODES = set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"', ADVICE))
@@ -30,7 +33,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "tools" / "metrics.md"
 SCRAPED = {"instance": "node1:8471", "job": "tierd"}  # labels that Prometheus adds
 TOLD = [
     sample
-    for family in text_string_to_metric_families(render(FULL, None)[0].decode())
+    for family in text_string_to_metric_families(render(Scrape(FULL))[0].decode())
     for sample in family.samples
 ]
 LABELS = {sample.name: {*sample.labels, *SCRAPED} for sample in TOLD} | {"up": set(SCRAPED)}
@@ -47,6 +50,14 @@ def expressions() -> list[tuple[str, str]]:
             assert "$" not in expression
             queries.append((expression, target["legendFormat"]))
     return queries
+
+
+def annotations() -> list[tuple[str, str]]:
+    """The queries of the dashboard's annotations, and their texts."""
+    return [
+        (re.sub(r"\$\w+", ".*", annotation["expr"]), annotation["titleFormat"] + annotation["textFormat"])
+        for annotation in DASHBOARD["annotations"]["list"]
+    ]
 
 
 def as_input() -> list[dict[str, str]]:
@@ -71,7 +82,7 @@ def test_every_query_of_the_dashboard_and_the_docs_finds_something(tmp_path: Pat
             "eval_time": "5m",
             "exp_samples": [{"labels": "{}", "value": 1}],
         }
-        for expression in (*(query for query, _ in expressions()), *documented)
+        for expression in (*(query for query, _ in (*expressions(), *annotations())), *documented)
     ]
     test = {"interval": "15s", "input_series": as_input(), "promql_expr_test": tests}
     (tmp_path / "test.yaml").write_text(json.dumps({"evaluation_interval": "15s", "tests": [test]}))
@@ -79,7 +90,7 @@ def test_every_query_of_the_dashboard_and_the_docs_finds_something(tmp_path: Pat
 
 
 def test_legends_name_labels_that_are_left() -> None:
-    for expression, legend in expressions():
+    for expression, legend in (*expressions(), *annotations()):
         labels = re.search(r"\bby \(([^)]*)\)", expression)
         metric = re.search(r"\b(tiering|process)_\w+", expression)
         assert metric is not None
@@ -141,6 +152,54 @@ def test_every_alert_is_seen_to_fire_and_not_to_fire() -> None:
     assert fires == rests == {rule["alert"] for rule in RULES}
 
 
+def test_the_recorded_figures_are_those_of_a_run_on_64_nodes(tmp_path: Path) -> None:
+    """8 ranks on each; one waits for nobody, and one does not publish."""
+    series: dict[str, str] = {}
+    for node in range(64):
+        series[f'tiering_run_ranks_expected{{instance="node{node}", run="gpt"}}'] = "8x40"
+        series[f'tiering_run_ranks_up{{instance="node{node}", run="gpt"}}'] = "7x40" if node == 9 else "8x40"
+        for rank in range(8 * node, 8 * node + 8):
+            labels = f'instance="node{node}", run="gpt", rank="{rank}"'
+            series[f"tiering_recent_step_seconds{{{labels}}}"] = f"{1 + rank / 1000}x40"
+            series[f"tiering_recent_stall_ratio{{{labels}}}"] = f"{rank / 1000}x40"
+            for cause, share in (("gather", 0.5 if rank != 333 else 0.0), ("optimizer state", 0.25)):
+                series[f'tiering_stall_seconds_total{{{labels}, phase="forward", cause="{cause}"}}'] = (
+                    f"0+{60 * share}x40"
+                )
+            series[f'tiering_swap_bytes_total{{{labels}, path="/nvme", direction="read"}}'] = "0+6000x40"
+    whole_run = '{run="gpt"}'
+    expected = {
+        f"run:tiering_nodes:count{whole_run}": 64,
+        f"run:tiering_ranks_expected:sum{whole_run}": 512,
+        f"run:tiering_ranks_up:sum{whole_run}": 511,
+        f"run:tiering_recent_step_seconds:max{whole_run}": 1 + 511 / 1000,
+        f"run:tiering_recent_stall_ratio:max{whole_run}": 0.511,
+        'run_direction:tiering_swap_bytes:rate5m{run="gpt", direction="read"}': 512 * 100,
+        'rank:tiering_busy:ratio_rate5m{instance="node41", run="gpt", rank="333"}': 1,
+        'rank:tiering_busy_to_median:ratio_rate5m{instance="node41", run="gpt", rank="333"}': 2,
+        'rank:tiering_busy_to_median:ratio_rate5m{instance="node0", run="gpt", rank="3"}': 1,
+    }
+    assert {name.partition("{")[0] for name in expected} == RECORDED.keys()
+    stragglers = next(
+        expression for expression, _ in expressions() if expression.startswith("topk(10, (1 - sum")
+    ).replace("topk(10", "topk(1")
+    tests = [
+        {"expr": name, "eval_time": "30m", "exp_samples": [{"labels": name, "value": value}]}
+        for name, value in expected.items()
+    ]
+    straggler = {"labels": '{instance="node41", run="gpt", rank="333"}', "value": 2}
+    tests.append({"expr": stragglers, "eval_time": "30m", "exp_samples": [straggler]})
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": tests,
+    }
+    (tmp_path / FILES["alerts"]).write_text(text(FILES["alerts"]), encoding="utf-8")
+    document = {"rule_files": [FILES["alerts"]], "evaluation_interval": "1m", "tests": [test]}
+    (tmp_path / "test.yaml").write_text(json.dumps(document))
+    promtool("test", "rules", tmp_path / "test.yaml")
+
+
 def test_rules_ask_for_what_is_told_and_speak_plainly() -> None:
     documented = DOCS.read_text(encoding="utf-8")
     for rule in RULES:
@@ -149,9 +208,12 @@ def test_rules_ask_for_what_is_told_and_speak_plainly() -> None:
         assert rule["annotations"].keys() == {"summary", "description"}
         for pattern in re.findall(r'code!~"([^"]*)"', rule["expr"]):
             assert all(any(re.fullmatch(part, code) for code in CODES) for part in pattern.split("|"))
-        metrics = re.findall(r"\b(tiering_\w+|up)\b(?:{([^}]*)})?", rule["expr"])
+        expression = rule["expr"]
+        for name in sorted(RECORDED, key=len, reverse=True) * 2:
+            expression = expression.replace(name, f"({RECORDED[name]})")
+        metrics = re.findall(r"\b(tiering_\w+|up)\b(?:{([^}]*)})?", expression)
         assert metrics
         for metric, selector in metrics:
-            labels = set(re.findall(r"(\w+)=~?", selector))
-            words = " ".join(rule["annotations"].values())
-            assert labels | set(re.findall(r"\$labels\.(\w+)", words)) <= LABELS[metric], rule["alert"]
+            assert set(re.findall(r"(\w+)=~?", selector)) <= LABELS[metric], rule["alert"]
+        words = " ".join(rule["annotations"].values())
+        assert set(re.findall(r"\$labels\.(\w+)", words)) <= LABELS[metrics[0][0]], rule["alert"]

@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 from service.app import create_app
 from service.http.guard import Access
+from service.status_files import StatusFiles
 from service.watch import Watch
 from tiering.config.ds_config import load
 from tiering.telemetry import StatusWriter
@@ -34,7 +35,7 @@ from .full_view import DESCRIPTION, SNAPSHOT
 MEANT = {414: [negative_data_rejection], 503: [not_a_server_error]}
 # As /v1/tiers: one function for all.
 SAME = {f"/v1/{noun}" for noun in ("bandwidth", "steps", "config", "plan")}
-KNOWN = {"run_id": "gpt-1a2b3c4d", "run": "gpt-1a2b3c4d", "rank": 1}
+KNOWN = {"run_id": "gpt-1a2b3c4d", "run": "gpt-1a2b3c4d", "rank": 1, "descriptions": False}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def app(home: Path) -> FastAPI:
-    return create_app(Watch(home / "run", max_age=0), access=Access(requests_per_second=1e6))
+    return create_app(Watch(StatusFiles(home / "run"), max_age=0), access=Access(requests_per_second=1e6))
 
 
 def test_every_answer_is_as_the_schema_says(app: FastAPI) -> None:

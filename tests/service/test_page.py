@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-import shutil
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from importlib.resources import files
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,156 +20,46 @@ from tiering.telemetry import (
     Description,
     DeviceMemoryStatus,
     DirectionStatus,
+    DriveStatus,
+    GpuStatus,
     LinkStatus,
     PathStatus,
     SettingStatus,
     Snapshot,
     StepRecord,
     TierStatus,
+    TrainingCurve,
 )
 
+from .chromium import BLOCKED, CHROMIUM, Open, chromium, sync_api, visits_of
 from .conftest import Publish
 from .processes import Sidecar, Training, tierd
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium on this machine; Debian's package chromium has it"
+    CHROMIUM is None, reason="Chromium is not installed (Debian: package chromium)"
 )
 
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-QUIET += ["--disable-background-networking", "--disable-component-update"]
-TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22a", "wcag22aa", "best-practice"]
 MARKUP = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>&amp;'
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Visit:
-    """A page in the browser, and what went wrong on it so far."""
-
-    page: Any
-    faults: list[str]
-
-    def shows(self, selector: str, text: str | re.Pattern[str]) -> None:
-        """Wait until it does."""
-        sync_api.expect(self.page.locator(selector)).to_contain_text(text, timeout=20_000)
-
-    def text(self, selector: str) -> str:
-        return self.page.locator(selector).inner_text()
-
-    def step(self) -> int:
-        """The number that the header tells."""
-        return int(self.text("#facts dd >> nth=0").replace(",", ""))
-
-    def moves(self, steps: int = 1) -> None:
-        """Wait until so many more steps are told."""
-        self.page.wait_for_function(
-            "after => Number(document.querySelector('#facts dd').textContent.replaceAll(',', '')) >= after",
-            arg=self.step() + steps,
-            timeout=20_000,
-        )
-
-    def check(self) -> None:
-        """No rule of accessibility is broken, nothing sticks out at the side, no number is none."""
-        self.page.evaluate(AXE)
-        report = self.page.evaluate(
-            "tags => axe.run(document, {runOnly: {type: 'tag', values: tags}, resultTypes: ['violations']})",
-            TAGS,
-        )
-        broken = [
-            (
-                violation["id"],
-                [(node["html"][:120], node["failureSummary"]) for node in violation["nodes"][:3]],
-            )
-            for violation in report["violations"]
-        ]
-        assert broken == []
-        assert report["passes"], "axe looked at nothing"
-        assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        # At one moment, because the page changes. Warnings and advice explain what null and NaN mean.
-        text, *explained = self.page.evaluate(
-            "[document.body, ...document.querySelectorAll('#warnings, #found')].map(each => each.innerText)"
-        )
-        for words in explained:
-            text = text.replace(words, "") if words else text
-        assert not re.search(r"NaN|undefined|null|\[object", text)
-
-
-# What the oldest browsers that docs/tools/sidecar.md names do not have is missing here, too (Safari 17.5, Firefox 120).
-OLDEST = """
-delete ReadableStream.prototype[Symbol.asyncIterator];
-delete ReadableStream.prototype.values;
-for (const [owner, name] of [
-  [globalThis, "Iterator"], [Array, "fromAsync"], [Promise, "try"], [Promise, "withResolvers"], [Map, "groupBy"],
-  [Object, "groupBy"], [RegExp, "escape"], [Uint8Array, "fromBase64"], [Set.prototype, "union"], [URL, "parse"],
-  [globalThis, "scheduler"], [globalThis, "requestIdleCallback"], [globalThis, "navigation"],
-  [Document.prototype, "startViewTransition"], [Document, "parseHTMLUnsafe"], [Element.prototype, "moveBefore"],
-]) delete owner[name];
-for (const name of ["map", "filter", "take", "drop", "flatMap", "reduce", "toArray", "forEach", "some",
-  "every", "find"])
-  delete Object.getPrototypeOf(Object.getPrototypeOf([][Symbol.iterator]()))[name];
-"""
-# As where a browser blocks site data.
-BLOCKED = """
-for (const name of ["localStorage", "sessionStorage"])
-  Object.defineProperty(window, name, {get() { throw new DOMException("blocked", "SecurityError"); }});
-"""
 # Of CSS, what they have and the page uses: look a new word up before it comes in here.
 STYLES = (
     "@keyframes @media :has( :not( :nth-child( blur( color-mix( grayscale( inset( light-dark( linear-gradient( min( "
     "minmax( polygon( repeat( repeating-linear-gradient( rotate( scale( var("
 )
-Open = Callable[..., Visit]
-AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Open]:
-    """``visit(url, forgiven=None, script="")`` opens a page that must stay free of faults.
-
-    It is told four statuses a second. Faults are errors on the console, among them those of the content security
-    policy, exceptions, and requests to elsewhere. ``forgiven`` matches those that the test brings about. ``script``
-    runs before those of the page.
-    """
-    contexts, visits = [], []
-
-    def opened(url: str, *, forgiven: str | None = None, script: str = "") -> Visit:
-        context = browser.new_context(viewport={"width": 1280, "height": 900})
-        contexts.append(context)
-        context.add_init_script(OLDEST + script)
-        context.route(
-            "**/v1/events*", lambda route: route.continue_(url=route.request.url.replace("=1", "=0.25"))
-        )
-        page = context.new_page()
-        faults: list[str] = []
-
-        def on_console(message: Any) -> None:
-            if message.type in ("error", "warning") and not (forgiven and re.search(forgiven, message.text)):
-                faults.append(message.text)
-
-        origin = "/".join(url.split("/")[:3]) + "/"
-        page.on("console", on_console)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on(
-            "request", lambda request: request.url.startswith((origin, "data:")) or faults.append(request.url)
-        )
-        page.goto(url)
-        visits.append(Visit(page, faults))
-        return visits[-1]
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert [visit.faults for visit in visits] == [[]] * len(visits)
+    with visits_of(browser) as visit:
+        yield visit
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +123,32 @@ def test_a_run_is_shown_while_it_trains(visit: Open, watched: Sidecar) -> None:
     assert tab.page.locator("#stall details").get_attribute("open") is not None
     assert tab.page.locator("#found tbody tr").count() == 1
     assert tab.page.evaluate("[...document.querySelectorAll('#ranks tr')].every(each => each.known)")
+    # The curves of training, of all steps so far.
+    tab.shows("#curve-loss figcaption", re.compile(r"Over [\d,]+ steps: loss \d\.\d+ on average"))
+    tab.shows("#curve-tokens .now", re.compile(r"of all ranks \d.*/s"))
+    tab.shows("#facts", re.compile(r"Tokens\s*\d"))
+
+
+def test_totals_and_charts_follow_the_figures(visit: Open, watched: Sidecar) -> None:
+    tab = visit(watched.url)
+    # The headline rates are means over whole steps, without the first of the run, and sums over the ranks.
+    assert tab.page.evaluate("""async () => {
+        const {overSteps} = await import("/page/totals.js");
+        const step = (step, seconds, read_bytes) => ({step, seconds, read_bytes});
+        const steps = [step(1, 9, 99), step(2, 1, 4), step(3, 3, 4)];
+        return [overSteps([{steps}, {steps}], "read_bytes"), overSteps([{steps: [steps[0]]}], "read_bytes")];
+    }""") == [4, None]
+    # "Now" of a chart is that of the tables, and a curve that diverged has a gap.
+    assert tab.page.evaluate("""async () => {
+        const {charts, curveOf, Series} = await import("/page/charts.js");
+        const [chart] = charts(), series = new Series();
+        for (const at of [1000, 1001]) series.add({at, read: 5, written: 0, h2d: 0, d2h: 0, sent: 0, stall: 0});
+        chart.show(series, {read: 7000});
+        const curve = {stride: 2, step: [2, 4], seconds: [1, 2], tokens: [8, 8], loss: [3, "NaN"],
+            highest_loss: [4, "NaN"], gradient_norm: [null, 1], highest_gradient_norm: [null, 2]};
+        const {values} = curveOf({world_size: 3, curve});
+        return [chart.figure.querySelector(".now b").textContent, values.loss, values.norm, values.tokens];
+    }""") == ["7.00\u00a0kB/s", [3, None], [None, 1], [24, 12]]
     # What is copied or sent is drawn from the moment at which something is; and then, without NVMe, nothing of that.
     assert tab.page.evaluate("""async () => {
         const {charts, Series} = await import("/page/charts.js");
@@ -255,11 +170,19 @@ def test_it_suits_everybody(visit: Open, watched: Sidecar) -> None:
     tab.page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     tab.shows("#found", "zero_optimization.stage")
     # Contrasts are those of a theme, everything else is of a width: two of the four pairs find what four would.
-    for scheme, ground, width in (("light", "rgb(246, 247, 249)", 1280), ("dark", "rgb(13, 15, 19)", 360)):
+    themes = ("light", "rgb(246, 247, 249)"), ("dark", "rgb(13, 15, 19)")
+    for (scheme, ground), width in zip((*themes, themes[0]), (1280, 360, 2560), strict=True):
         tab.page.emulate_media(color_scheme=scheme)
         tab.page.set_viewport_size({"width": width, "height": 900})
         assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
         tab.check()
+    # A wide screen is used: four cards beside each other.
+    tops = tab.page.evaluate(
+        "['tiers', 'plan', 'bandwidth', 'stall'].map(id => "
+        "document.getElementById(id).closest('.card').getBoundingClientRect().top)"
+    )
+    assert len(set(tops)) == 1
+    assert tab.page.evaluate("document.getElementById('facts').clientWidth") > 2400
 
 
 def test_the_keyboard_reaches_everything(visit: Open, watched: Sidecar) -> None:
@@ -351,8 +274,27 @@ SNAPSHOT = Snapshot(
         )
     ],
     io=[
-        PathStatus(f"/nvme/{MARKUP}", "threads", True, DirectionStatus(errors=2, errors_by_errno={MARKUP: 2}))
+        PathStatus(
+            f"/nvme/{MARKUP}",
+            "threads",
+            True,
+            DirectionStatus(errors=2, errors_by_errno={MARKUP: 2}),
+            drive=DriveStatus(0.25, 10**14),
+        )
     ],
+    gpu=GpuStatus(0.75, 350.0, 61.0),
+    peak_flops=4e12,
+    curve=TrainingCurve(
+        2,
+        [2, 4],
+        [1.0, 2.0],
+        [1.0, 1.0],
+        [4.0, 4.0],
+        [5.0, math.nan],
+        [6.0, math.nan],
+        [1.0, 2.0],
+        [1.0, 3.0],
+    ),
     activations=ActivationStatus(MIB, 2 * MIB, moved=30 * MIB, read=20 * MIB, written=24 * MIB),
     device_memory=DeviceMemoryStatus(3 * MIB, 4 * MIB, 5 * MIB),
     link=LinkStatus(
@@ -373,6 +315,8 @@ SNAPSHOT = Snapshot(
             activation_bytes=3 * 10**7,
             activation_read_bytes=2 * 10**7,
             activation_written_bytes=24 * 10**6,
+            tokens=500,
+            flops=1e12,
         )
     ],
 )
@@ -380,19 +324,16 @@ DESCRIBED = Description(
     MARKUP,
     {MARKUP: MARKUP},
     ConfigurationStatus(MARKUP, MARKUP, settings=[SettingStatus(MARKUP, MARKUP, "file", MARKUP)]),
+    links={MARKUP: "javascript:window.hacked=3", "W&B": "https://wandb.ai/run"},
 )
 
 
 @pytest.mark.slow
-def test_what_pages_say_stays_text_and_runs_come_and_go(
+def test_the_figures_of_a_rank_are_shown(
     sidecar: Sidecar, directory: Path, publishing: Publish, visit: Open
 ) -> None:
+    publishing(directory, SNAPSHOT, DESCRIBED)
     tab = visit(sidecar.url)
-    tab.shows("#nothing", "No run yet")
-    tab.shows("#where", str(directory))
-    tab.check()
-    first = publishing(directory, SNAPSHOT, DESCRIBED)
-    tab.shows("#name", MARKUP)
     tab.shows("#facts", "diverged")
     tab.shows("#tiers", "110 % of budget")
     tab.shows(
@@ -416,6 +357,25 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     tab.shows("#copies", "Measured before: 51.0\u00a0GB/s each way.")
     tab.shows("#ranks", "to device")
     tab.shows("#facts", "Copying0\u00a0B/s")
+    tab.shows("#facts", "GPU75\u00a0%350\u00a0W, 61\u00a0°C")
+    tab.shows("#facts", "Tokens1,000/s1.00 TFLOP/s a device, MFU 25\u00a0%")
+    tab.shows("#paths", "25\u00a0% of the drive's endurance used")
+    tab.shows("#links", "javascript:window.hacked=3")
+    assert tab.page.locator("#links a").all_inner_texts() == ["W&B"]
+    tab.shows("#curve-loss figcaption", "Over 4 steps: loss 5.000 on average")
+
+
+@pytest.mark.slow
+def test_what_pages_say_stays_text_and_runs_come_and_go(
+    sidecar: Sidecar, directory: Path, publishing: Publish, visit: Open
+) -> None:
+    tab = visit(sidecar.url)
+    tab.shows("#nothing", "No run yet")
+    tab.shows("#where", str(directory))
+    tab.check()
+    first = publishing(directory, SNAPSHOT, DESCRIBED)
+    tab.shows("#name", MARKUP)
+    assert tab.page.locator("#overview").is_hidden()
     (directory / f"{MARKUP[:4]}.1.junk.page").write_bytes(b"TIERPAGE" + bytes(99))
     second = publishing(directory, replace(SNAPSHOT, rank=1, local_rank=1, steps=[]))
     publishing(
@@ -429,8 +389,9 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     tab.shows("#facts", "Step time\u2013")
     assert "rank=1" in tab.page.url
     tab.check()
-    tab.page.locator("#run").select_option(label="other")
+    tab.page.locator("#overview a", has_text="other").click()
     tab.shows("#name", "other")
+    tab.shows("#overview tr[aria-current]", "other")
     link = tab.page.url
     assert link.endswith("#run=other-1")
     tab.page.locator("#run").select_option(label=MARKUP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -24,6 +25,7 @@ from rich.console import Console
 from service import terminal
 from service.history import HistoryEntry
 from service.responses.status import status
+from service.status_files import StatusFiles
 from service.terminal.rendering import ASCII, BLOCKS, Symbols, rendered
 from service.view import RankView, RunView, View
 from service.watch import Watch
@@ -32,6 +34,7 @@ from tiering.telemetry import (
     Description,
     DeviceMemoryStatus,
     DirectionStatus,
+    EndStatus,
     LatencyStatus,
     LinkStatus,
     PathStatus,
@@ -80,6 +83,7 @@ SNAPSHOT = Snapshot(
         for n in range(2, 13)
     ],
 )
+FINISHED = EndStatus("finished")
 PLAN = PlanStatus(
     [
         PlannedTier("host", 4 * GIB, 4 * GIB),
@@ -160,6 +164,20 @@ def test_no_line_is_wider_than_the_terminal_and_ascii_is_enough() -> None:
     assert ["d2h", "@@@", "up", "to", "5.0", "GB/s"] in shown
 
 
+def test_a_stuck_run_has_no_samples_but_the_age_of_its_last_step() -> None:
+    slow = [replace(step, ended_at=800.0 + step.step) for step in SNAPSHOT.steps]
+    idle = replace(SNAPSHOT, phase="idle", phase_since=812.0, steps=slow)
+    stuck = view(replace(RANK, snapshot=idle, published_at=932.0))
+    (run,) = status(stuck).runs
+    assert (run.state, run.samples_per_second, run.last_step_at) == ("stuck", 0, 812)
+    assert (
+        lines(stuck, 100)[0] == "gpt  stuck  step 12, 2.0 s a step, last step 5 min ago, 71 % stall, loss 3.5"
+    )
+    earlier = view(replace(RANK, snapshot=idle, published_at=931.0))
+    assert (earlier.runs[0].state, status(earlier).runs[0].samples_per_second) == ("training", 4)
+    assert terminal.once(stuck) == 1
+
+
 def test_runs_in_trouble_come_first_and_say_why() -> None:
     silent = replace(RANK, state="silent", heartbeat_age=14.0, reason="stopped")
     both = View(1100.0, (RunView("a", "fine", (RANK,)), RunView("b", "stopped", (silent,))))
@@ -193,9 +211,33 @@ def test_once_prints_and_its_status_tells_whether_all_is_well(capsys: pytest.Cap
     assert terminal.once(view(RANK)) == 0
     assert capsys.readouterr().out.startswith("gpt  training  step 12")
     degraded = view(replace(RANK, snapshot=replace(SNAPSHOT, world_size=2, local_world_size=2)))
-    assert terminal.once(degraded, json=True) == 1
+    assert terminal.once(degraded, form="json") == 1
     assert json.loads(capsys.readouterr().out) == status(degraded).model_dump(mode="json")
+    closed = RunView(
+        "old-1", "old", (replace(RANK, state="stale", snapshot=replace(SNAPSHOT, ended=FINISHED)),)
+    )
+    assert terminal.once(replace(degraded, closed=(closed,)), form="prom") == 1
+    metrics = capsys.readouterr().out
+    assert 'tiering_steps_total{rank="0",run="gpt-1a2b3c4d"} 12.0\n' in metrics
+    assert 'tiering_run_ended{code="",how="finished",rank="",run="old-1"} 1.0\n' in metrics
+    assert "process_" not in metrics and "tiering_sidecar" not in metrics, "node_exporter has its own"
     assert terminal.once(View(1.0, ())) == 0
+
+
+def test_json_and_metrics_are_utf_8_in_any_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = View(1100.0, (RunView("gpt-1", "gpt", (RANK,), user="\u6a21\u578b"),))
+    for form in ("json", "prom"):
+        output = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, "latin-1", "backslashreplace"))
+        assert terminal.once(named, form=form) == 0
+        assert '"\u6a21\u578b"' in output.getvalue().decode()
+
+
+def test_the_user_is_shown_where_there_are_several() -> None:
+    runs = [RunView(name, name, (RANK,), user) for name, user in (("a", "ann"), ("b", "bob"))]
+    shown = [line for line in lines(View(1100.0, tuple(runs)), 80) if "user " in line]
+    assert shown == ["cpu - up 2 min - user ann", "cpu - up 2 min - user bob"]
+    assert not any("user " in line for line in lines(View(1100.0, tuple(runs[:1])), 80))
 
 
 def test_one_run_of_several(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +266,7 @@ def test_what_cannot_be_printed_is_not_taken_for_a_run_that_is_degraded(
 
 
 def test_without_a_terminal_top_says_what_to_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert terminal.top(Watch(tmp_path / "run")) == 2
+    assert terminal.top(Watch(StatusFiles(tmp_path / "run"))) == 2
     assert "`tierd --once`" in capsys.readouterr().err
 
 
@@ -254,10 +296,11 @@ TOP = """
 import sys, termios
 from pathlib import Path
 from service.terminal import top
+from service.status_files import StatusFiles
 from service.watch import Watch
 for _ in range(3):
     before = termios.tcgetattr(0)
-    status = top(Watch(Path(sys.argv[1])), interval=60)
+    status = top(Watch(StatusFiles(Path(sys.argv[1]))), interval=60)
     print(f"left {status}, restored {termios.tcgetattr(0) == before}", flush=True)
 """
 

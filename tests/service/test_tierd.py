@@ -17,6 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from service.app import create_app
+from service.status_files import StatusFiles
 from service.watch import Watch
 from tiering.telemetry import find_status_files
 
@@ -54,7 +55,7 @@ def hammered(sidecar: Sidecar) -> Iterator[None]:
 
 def test_it_follows_an_engine_that_is_stopped_goes_on_and_is_killed(tmp_path: Path) -> None:
     pages = tmp_path / "run"
-    soon_silent = create_app(Watch(pages, fresh_seconds=0.75, max_age=0))
+    soon_silent = create_app(Watch(StatusFiles(pages), fresh_seconds=0.75, max_age=0))
     with train(tmp_path, pages, pause=0.02) as training, tierd(pages) as sidecar:
         with hammered(sidecar), TestClient(soon_silent, base_url="http://localhost") as here:
 
@@ -93,11 +94,11 @@ def test_it_follows_an_engine_that_is_stopped_goes_on_and_is_killed(tmp_path: Pa
             # The log compares Views of its own, a second apart: the file stays until the log has the death.
             assert sidecar.process.stderr is not None
             log = "".join(sidecar.process.stderr.readline() for _ in range(2))
-            (page,) = pages.iterdir()
+            (page,) = pages.glob("*.page")
             assert page.name.startswith(f"{run['id']}.0.")
-            os.utime(page, (time.time() - 31,) * 2)  # as if it had died half a minute ago
+            os.utime(page, (time.time() - 61,) * 2)  # as if it had died a minute ago
             until(lambda: sidecar.states() == [])
-            assert list(pages.iterdir()) == []
+            assert [path.name for path in pages.iterdir()] == [f"{run['id']}.ended"]
             until(lambda: sidecar.get("/v1/runs")["ended"] != [])
             (closed_run,) = sidecar.get("/v1/runs")["ended"]
             assert (closed_run["id"], closed_run["how"], closed_run["ranks_live"]) == (run["id"], "died", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -11,58 +12,29 @@ from pathlib import Path
 
 import pytest
 
+import service.status_files
 from service.background import BackgroundRenderer
-from service.ended_runs import RunLog
 from service.health import Identity, ready
 from service.history import LENGTH, History
-from service.responses.status import status
-from service.view import NotHereError, View, view_of
+from service.status_files import StatusFiles
+from service.view import NotHereError, Reading, View, view_of
 from service.view_cache import ViewCache
 from service.watch import Watch
 from tiering.telemetry import (
     CollectiveStatus,
     CopyStatus,
     DirectionStatus,
-    EndStatus,
     LinkStatus,
     PathStatus,
     Snapshot,
     StatusFile,
     StatusReading,
     TierStatus,
+    status_file_opening,
 )
 
-NOW = 1_790_000_000.0
-
-
-def live(
-    rank: int = 0,
-    *,
-    name: str = "gpt",
-    run_id: str = "gpt-1",
-    local: int = 1,
-    age: float = 0.1,
-    at: float = NOW,
-    pid: int = 1,
-) -> tuple[StatusFile, StatusReading]:
-    """The page of a rank that published ``age`` seconds before ``at``."""
-    snapshot = Snapshot(name, rank, 8, pid, NOW - pid, run_id=run_id, local_world_size=local)
-    return page(run_id or name, rank), StatusReading("live", age, snapshot, "", None, at - age)
-
-
-def page(file_name: str, rank: int) -> StatusFile:
-    return StatusFile(Path(f"/run/{file_name}.{rank}.1-ab.page"), file_name, rank)
-
-
-def lost(reading: tuple[StatusFile, StatusReading], state: str = "stale") -> tuple[StatusFile, StatusReading]:
-    """The same page, of which nothing is left but its last words (if it is stale)."""
-    file, status = reading
-    snapshot = status.snapshot if state == "stale" else None
-    return file, replace(status, state=state, snapshot=snapshot, reason=f"it is {state}")
-
-
-def view(*readings: tuple[StatusFile, StatusReading]) -> View:
-    return view_of(readings, NOW)
+from .conftest import Publish
+from .status_files import NOW, live, lost, page, view
 
 
 def shown(of: View) -> list[tuple[str, list[tuple[int, str]]]]:
@@ -79,6 +51,74 @@ def test_runs_are_told_apart_by_their_ids_and_stand_in_order() -> None:
     both = [(0, "live"), (1, "live")]
     assert shown(shown_view) == [("bert-1", [(0, "live")]), ("gpt-zz", both), ("gpt-aa", both)]
     assert [run.name for run in shown_view.runs] == ["bert", "gpt", "gpt"]
+
+
+def test_a_user_cannot_put_a_rank_into_the_run_of_another() -> None:
+    def of(user: int, rank: int) -> tuple[StatusFile, StatusReading]:
+        file, reading = live(rank, local=2)
+        return replace(file, owner=user), reading
+
+    own = [of(0, 0), of(0, 1)]
+    assert [(run.id, run.user) for run in view(*own).runs] == [("gpt-1", "root")]
+    runs = view(*own, of(4242424, 1)).runs
+    assert [(run.id, run.user, len(run.ranks)) for run in runs] == [
+        ("gpt-1@4242424", "4242424", 1),
+        ("gpt-1@root", "root", 2),
+    ]
+    planted, reading = live(0, run_id="gpt-1@root")
+    forged = view(*own, of(4242424, 1), (replace(planted, owner=4242424), reading)).runs
+    assert {(run.id, len(run.ranks)) for run in forged} == {
+        *((run.id, len(run.ranks)) for run in runs),
+        ("gpt-1@root@4242424", 1),
+    }
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root is needed to give files to another user")
+def test_root_sees_the_runs_of_all_users_and_removes_none_of_their_files(
+    tmp_path: Path, publishing: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = tmp_path / "again"
+    again.symlink_to(tmp_path)
+    monkeypatch.setattr(status_file_opening, "_temporary_directories", lambda: [tmp_path, again])
+    theirs, own = tmp_path / "tiering-12345", tmp_path / "own"
+    writer = publishing(theirs, Snapshot("theirs", 0, 1, 1, NOW, run_id="theirs-1"))
+    publishing(own, Snapshot("own", 0, 1, 1, NOW, run_id="own-1"))
+    foreign = publishing(theirs, Snapshot("planted", 0, 1, 1, NOW, run_id="planted-1"))
+    damaged = theirs / "damaged.0.1-ab.page"
+    damaged.touch()
+    for path in (theirs, writer.path, damaged):
+        os.chown(path, 12345, 12345)
+    watch = Watch(StatusFiles(own, all_users=True, keep_stale_seconds=3600), max_age=0)
+    names = {run.name: run.user for run in watch.view().runs}
+    # Whatever runs on this machine may be in /run/user.
+    expected = {("theirs", "12345"), ("own", "root"), ("damaged", "12345")}
+    assert names.items() >= expected and "planted" not in names
+    assert [len(run.ranks) for run in watch.view().runs if run.name == "theirs"] == [1], (
+        "each file is read once"
+    )
+    os.utime(damaged, (NOW, NOW))
+    assert "damaged" not in {run.name for run in watch.view().runs}
+    assert "theirs" not in {run.name for run in Watch(StatusFiles(own)).view().runs}
+    content = writer.path.read_bytes()
+    writer.close()
+    writer.path.write_bytes(content)
+    os.chown(writer.path, 12345, 12345)
+    assert [run.state for run in watch.view().runs if run.name == "theirs"] == ["ended"]
+    soon = Watch(StatusFiles(own, all_users=True, keep_stale_seconds=0), max_age=0)
+    assert "theirs" not in {run.name for run in soon.view().runs}
+    assert writer.path.exists() and foreign.path.exists() and damaged.exists()
+    # In any number of directories, a user has so many files.
+    more = tmp_path / "tiering-12345-more"
+    for number in range(3):
+        publishing(more, Snapshot(f"more{number}", 0, 1, 1, NOW, run_id=f"more-{number}"))
+    for path in (more, *more.iterdir()):
+        os.chown(path, 12345, 12345)
+    monkeypatch.setattr(service.status_files, "MAX_FILES", 5)
+    shown = [run for run in Watch(StatusFiles(own, all_users=True)).view().runs if run.user == "12345"]
+    assert [run.name for run in shown] == ["more0", "more1", "more2", "theirs"]
+    monkeypatch.setattr(service.status_files, "MAX_FILES", 3)
+    shown = [run for run in Watch(StatusFiles(own, all_users=True)).view().runs if run.user == "12345"]
+    assert len(shown) == 2, "and the damaged file"
 
 
 def test_a_page_that_cannot_be_read_is_filed_with_the_others_of_its_run() -> None:
@@ -165,7 +205,7 @@ def test_what_takes_long_is_made_aside_once_for_all_who_wait(directory: Path) ->
         return len(views)
 
     async def scene() -> None:
-        aside = BackgroundRenderer(Watch(directory, max_age=0), make)
+        aside = BackgroundRenderer(Watch(StatusFiles(directory), max_age=0), make)
         first = asyncio.ensure_future(aside.newest())
         await asyncio.to_thread(begun.wait)
         waiting = [asyncio.ensure_future(aside.newest()) for _ in range(20)]
@@ -176,116 +216,6 @@ def test_what_takes_long_is_made_aside_once_for_all_who_wait(directory: Path) ->
         assert await asyncio.gather(*waiting) == 20 * [2], "what was begun before they asked is not theirs"
 
     asyncio.run(scene())
-
-
-def ended_run(
-    reading: tuple[StatusFile, StatusReading], how: str, *figures: str, rank: int = 0, step: int = 12
-) -> tuple[StatusFile, StatusReading]:
-    """The same status file, after the rank has published how its run ended."""
-    file, status = lost(reading)
-    assert status.snapshot is not None
-    end = EndStatus(how, *figures, rank=rank)  # type: ignore[arg-type]
-    return file, replace(status, snapshot=replace(status.snapshot, ended=end, step=step), reason=end.summary)
-
-
-LOST = ("TIER-RANK-LOST", "rank 1 failed in forward")
-ENDS = {
-    "finished": (
-        [ended_run(live(0, local=2), "finished"), ended_run(live(1, local=2), "finished")],
-        ("finished", ""),
-        "has finished at step 12",
-    ),
-    "preempted": (
-        [ended_run(live(0, local=2), "preempted", "SIGTERM"), ended_run(live(1, local=2), "finished")],
-        ("preempted", "SIGTERM"),
-        "has been stopped at step 12: SIGTERM",
-    ),
-    "the innocent rank is not blamed": (
-        [
-            ended_run(live(0, local=2), "failed", *LOST, rank=1),
-            ended_run(live(1, local=2), "failed", "KeyError", "'x'", rank=1),
-        ],
-        ("failed", "rank 1: KeyError: 'x'"),
-        "has failed at step 12: rank 1: KeyError: 'x'",
-    ),
-    "a rank that torchrun ended is not blamed": (
-        [lost(live(0, local=2)), ended_run(live(1, local=2), "failed", "KeyError", "'x'", rank=1)],
-        ("failed", "rank 1: KeyError: 'x'"),
-        "has failed at step 12: rank 1: KeyError: 'x'",
-    ),
-    "a rank that was killed": (
-        [ended_run(live(0, local=2), "failed", *LOST, rank=1), lost(live(1, local=2))],
-        ("failed", "rank 1: TIER-RANK-LOST: rank 1 failed in forward"),
-        "has failed at step 12: rank 1: TIER-RANK-LOST: rank 1 failed in forward",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ENDS)
-def test_the_end_of_a_run_is_what_its_pages_say(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    pages, verdict, line = ENDS[case]
-    caplog.set_level("INFO", "service")
-    chronicle = RunLog()
-    chronicle.add(view(live(0, local=2), live(1, local=2)))
-    for readings in (pages, pages, []):  # pages stay for a while
-        chronicle.add(view(*readings))
-    (run,) = chronicle.ended
-    assert (run.how, run.why, run.step) == (*verdict, 12)
-    assert [advice.code for advice in run.warnings] == ["run-ended"] * (run.how in ("failed", "died"))
-    assert caplog.messages[1:] == [f"run gpt (gpt-1) {line}"]
-    assert (caplog.records[1].levelname == "WARNING") is (run.how == "failed")
-
-
-def test_a_run_that_has_finished_is_no_run_any_more_and_one_that_failed_stays_for_a_while() -> None:
-    (run,) = view(ended_run(live(), "finished")).closed
-    assert run.id == "gpt-1" and view(ended_run(live(), "finished")).runs == ()
-    (failed,) = view(ended_run(live(), "failed", "TIER-IO", "EIO")).runs
-    assert failed.state == "ended"
-    (advice,) = status(view(ended_run(live(), "failed", "TIER-IO", "EIO"))).runs[0].warnings
-    assert (advice.severity, advice.code) == ("error", "run-ended")
-    assert advice.text == "the run has failed after step 12: rank 0: TIER-IO: EIO"
-
-
-def test_a_run_that_was_too_short_to_be_seen_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "service")
-    chronicle = RunLog()
-    for _ in range(3):
-        chronicle.add(view(*(ended_run(live(run_id=f"gpt-{number}"), "finished") for number in range(12))))
-    assert len(caplog.messages) == 12 and len(chronicle.ended) == 10
-
-
-def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "service")
-    chronicle = RunLog()
-    both = [live(0, local=2), live(1)]
-    partial, none = [both[0], lost(both[1])], [lost(both[0]), lost(both[1])]
-    for second in (both[:1], both, both, partial, both, partial, partial, both, both, none, none, [], []):
-        chronicle.add(view(*second))
-    assert [record.getMessage() for record in caplog.records] == [
-        "run gpt (gpt-1) started: 1 of its 2 ranks on this node",
-        "run gpt (gpt-1) is degraded: rank 1 is stale: it is stale",
-        "run gpt (gpt-1) trains again with all its ranks",
-        "run gpt (gpt-1) has died at step 0: rank 1 is stale: it is stale; rank 0 is stale: it is stale",
-    ]
-    caplog.clear()
-    for number in range(11):
-        chronicle.add(view(live(name="\x1b[31mred", run_id=f"red-{number}", at=NOW + number)))
-    chronicle.add(view())
-    assert caplog.messages[-1] == (
-        "run ?[31mred (red-10) has ended at step 0: its status files were removed before they reported how"
-    )
-    assert [(run.id, run.state, run.how) for run in chronicle.ended] == [
-        (f"red-{number}", "ended", "unknown") for number in range(10, 0, -1)
-    ], "the last ten, the latest first"
-    assert chronicle.ended[0].ended_at == NOW + 10 - 0.1
-    chronicle.add(view(live(run_id="red-10")))
-    assert [run.id for run in chronicle.ended][:2] == ["red-9", "red-8"], (
-        "one whose page is back has not ended"
-    )
-    caplog.clear()
-    chronicle.add(view(*(live(run_id=f"many-{number}") for number in range(500))))
-    assert len(caplog.messages) == 21, "nobody may be reading"
-    assert caplog.messages[-1] == "481 more changes since the last reading"
 
 
 @pytest.mark.parametrize(
@@ -346,8 +276,8 @@ def counting(
 def test_history_comes_from_counters_over_the_time_between_publications() -> None:
     """Rank 0 published 0.8 s apart, rank 1 half a second, though both were read a second apart."""
     history = History()
-    history.add(view_of([counting(0, 0.0, 100, 0.0), counting(1, 0.0, 0, 0.1)], NOW + 1))
-    history.add(view_of([counting(0, 0.8, 180, 0.1), counting(1, 0.5, 50, 0.2)], NOW + 2))
+    history.add(view_of(Reading([counting(0, 0.0, 100, 0.0), counting(1, 0.0, 0, 0.1)]), NOW + 1))
+    history.add(view_of(Reading([counting(0, 0.8, 180, 0.1), counting(1, 0.5, 50, 0.2)]), NOW + 2))
     first, second = history.of("gpt-1")
     assert (first.read, first.written, first.sent, first.stall) == (None, None, None, None)
     assert (second.at, second.step) == (NOW + 2, 0)
@@ -356,8 +286,8 @@ def test_history_comes_from_counters_over_the_time_between_publications() -> Non
     assert second.stall == pytest.approx((0.2 / 0.8 + 0.2 / 0.5) / 2)
     assert second.used == {"device": None, "host": 10, "nvme": None}
     # Rank 1 is stopped from here on: what rank 0 does is known, and then nothing is.
-    history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 3))
-    history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 4))
+    history.add(view_of(Reading([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))]), NOW + 3))
+    history.add(view_of(Reading([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))]), NOW + 4))
     steady, unknown = history.of("gpt-1")[2:]
     assert (steady.read, steady.used["host"], unknown.read) == (pytest.approx(100.0), 5, None)
     assert (steady.h2d, steady.d2h) == (None, None), "the CPU is the device of the one that is left"
@@ -366,7 +296,7 @@ def test_history_comes_from_counters_over_the_time_between_publications() -> Non
 def test_a_clock_that_is_set_back_makes_no_time_run_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     history, sidecar = History(), Identity("/run")
     for second in (0, 1, 2, -3599, -3598):
-        history.add(view_of([live()], NOW + second))
+        history.add(view_of(Reading([live()]), NOW + second))
     assert [entry.at - NOW for entry in history.of("gpt-1")] == [-3599, -3598]
     monkeypatch.setattr(time, "time", lambda: NOW - 3600)
     assert sidecar.health(None, None, 0).uptime >= 0
@@ -376,21 +306,21 @@ def test_history_has_an_entry_per_second_however_often_it_is_told() -> None:
     """Readings come up to a quarter of a second early, as those of whoever asked a little before."""
     history = History()
     for early in (0.0, 0.2, 0.1, 0.25, 0.0):
-        history.add(view_of([live()], NOW + len(history.of("gpt-1")) + 1 - early))
+        history.add(view_of(Reading([live()]), NOW + len(history.of("gpt-1")) + 1 - early))
     assert len(history.of("gpt-1")) == 5
     often = History()
     for quarter in range(40):
-        often.add(view_of([live()], NOW + quarter / 4))
+        often.add(view_of(Reading([live()]), NOW + quarter / 4))
     assert len(often.of("gpt-1")) == 11
 
 
 def test_history_forgets_what_is_old_and_who_is_gone() -> None:
     history = History()
     for second in range(LENGTH + 50):
-        history.add(view_of([live()], NOW + second))
+        history.add(view_of(Reading([live()]), NOW + second))
     assert [entry.at - NOW for entry in history.of("gpt-1")] == [*range(50, LENGTH + 50)]
-    history.add(view_of([lost(live())], NOW + LENGTH + 50))
+    history.add(view_of(Reading([lost(live())]), NOW + LENGTH + 50))
     assert len(history.of("gpt-1")) == LENGTH, "an end is nothing new to draw, and nothing to forget"
     assert history.of("gpt-1")[-1].at == NOW + LENGTH + 49
-    history.add(view_of([], NOW))
+    history.add(view_of(Reading([]), NOW))
     assert history.of("gpt-1") == []

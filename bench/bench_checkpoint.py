@@ -1,6 +1,6 @@
 """Saving and loading a checkpoint beside dd, torch.save and torch.distributed.checkpoint, alternating in one run.
 
-    python bench/bench_checkpoint.py DIR [--cases foreground ranks background] [--rounds 5] [--save] [--quick]
+    python bench/bench_checkpoint.py DIR [--cases foreground ranks background snapshots] [--rounds 5] [--save] [--quick]
                                      [--json FILE] [--markdown FILE]
 
 DIR is a directory on the disk to measure, with 16 GB free; with all cases it takes 24 GB of memory and twenty minutes.
@@ -34,6 +34,8 @@ So the goal about extra memory takes anonymous memory and page cache together, s
 - ranks: two ranks on NVMe, each with half of the threads, beside dd.
 - background: steps during a save in the background, beside steps without one, and behind one in the foreground; from
   NVMe, where steps and save share a disk, and in RAM, where the disk has nothing else to do.
+- snapshots: an engine with part of its state in a host budget of 1 GiB takes snapshots and checkpoints in turn; then
+  runs resume from the last snapshot, and adopt its swap files or copy their content.
 
 --save writes the report to bench/results/, --quick takes a tiny model and proves nothing. Speeds of shared machines
 swing within minutes; only ratios of one run mean anything. Exit status: 0 when all goals hold, 1 when one does not,
@@ -48,14 +50,19 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint import background, foreground
+from checkpoint import background, foreground, snapshots
 from checkpoint.scale import FULL, QUICK
 from checkpoint.side import CheckpointRun, Side
 from frame import command
 from frame.report import Report
 from frame.side import Place
 
-CASES = {"foreground": foreground.case, "ranks": foreground.ranks, "background": background.case}
+CASES = {
+    "foreground": foreground.case,
+    "ranks": foreground.ranks,
+    "background": background.case,
+    "snapshots": snapshots.case,
+}
 
 
 def parse_arguments() -> argparse.Namespace:

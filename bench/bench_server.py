@@ -1,14 +1,16 @@
 """Ceilings of the engine at a server's speed, measured on a small machine with stand-ins for drives.
 
-    python bench/bench_server.py [DIR] [--cases loop staging paths] [--rounds 9] [--save] [--quick] [--json FILE]
+    python bench/bench_server.py [DIR] [--cases loop staging paths driver] [--rounds 9] [--save] [--quick] [--json FILE]
 
 DIR is a directory in memory, where the files of the stand-ins lie. Their transfers take the time of drives, but move no
 byte (aio_fault in aio_csrc/aio.h), so that a machine of two cores has the I/O of a server.
 
 **loop.** Optimizer state passes through the staging slots, tiles of 2 Mi elements, over 1 and over 8 drives of 10 GB/s
 together. The update itself is left out: what remains is the loop around it. Measured are the CPU time of the thread
-that steps, the wall time alone and beside a thread that runs Python without a pause, in turns, and the calls of C. Each
-releases the GIL, and another thread takes it in those that last 50 us or longer.
+that steps, the wall time alone, beside a thread that runs Python without a pause, and beside one that runs C without
+the GIL, in turns, and the calls of C. The thread of C shows what a busy CPU core costs. Each call of C releases the
+GIL, and another thread takes it in those that last 50 us or longer, and sometimes in shorter ones. Python then takes it
+back after 5 ms.
 
 Goals: at most 0.1 ms of CPU time per tile; a busy Python thread costs at most 5 %; at most 4 of the long calls for as
 many tiles as take the drives 0.1 s.
@@ -18,6 +20,9 @@ the drives. More slots make an iteration faster, also while no block is late.
 
 **paths.** Two drives of 7 and 14 GB/s are measured as at the start of training. Then one of 4 paths slows down to a
 quarter while extents are written and read: new extents get less of it once that is noticed.
+
+**driver.** One thread drives all files of a context. Its CPU time over eight drives, of 12 to 100 GB/s together: all
+but what the kernel does in that thread. Goal: at most half of a core at 50 GB/s. The kernel's part is in bench_aio.py.
 
 Exit status: 0 when all goals hold, 1 when one does not, 2 when there is no result.
 """
@@ -36,9 +41,9 @@ from frame import command
 from frame.report import Report
 from frame.rounds import Run
 from frame.side import Place, Side
-from server import paths, staging, step_loop
+from server import driver, paths, staging, step_loop
 
-CASES: dict[str, ModuleType] = {"loop": step_loop, "staging": staging, "paths": paths}
+CASES: dict[str, ModuleType] = {"loop": step_loop, "staging": staging, "paths": paths, "driver": driver}
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
     python bench/bench_sidecar.py DIR [--pairs 12] [--seconds 10] [--hold 30] [--scrapers 200] [--subscribers 50]
                                   [--every 1 | --hammer] [--save] [--quick] [--json FILE] [--markdown FILE]
+    python bench/bench_sidecar.py DIR --nodes 64 [--ranks 8] [--hold 60] ...
 
 DIR is a directory on the disk to swap to. Two cores are enough and more are not used.
 
@@ -19,6 +20,10 @@ are wholly in it.
 
 What the second costs beside the third is what watching costs the engine itself. Counting, in C, is on in all of them.
 At last everybody asks for --hold seconds without a break.
+
+**Nodes.** With --nodes, nothing trains: ``tierd --of`` reads so many simulated nodes, each with --ranks ranks of one
+run that make a step every second. Its clients are a subscriber of /v1/events and a scraper of /metrics (15 s apart).
+The goals are 0.2 of a core and 200 MB for 64 nodes with 8 ranks each.
 
 **Goals.** No error and no subscriber who hears nothing; the 95 % upper bound of the ratio asked / alone, round by
 round, at most 1.03; the interval of alone / unpublished reaches down to 1. The bootstrap is seeded.
@@ -43,11 +48,13 @@ from typing import Any
 from frame import command
 from frame.report import Report, Table, Verdict, middle
 from sidecar.clients import ClientLog, ask
-from sidecar.processes import ProcessError, Sidecar, Trainer
+from sidecar.processes import Nodes, ProcessError, Sidecar, Trainer
 
 from tiering.tierbench.ratios import Comparison, compare, in_turn
 
 BOUND = 1.03
+NODES_CORES, NODES_BYTES = 0.2, 200e6
+SCRAPE_INTERVAL = 15.0
 QUICK = {"pairs": 2, "seconds": 1.0, "hold": 1.5, "scrapers": 10, "subscribers": 3, "width": 64, "layers": 1}
 SETTLE = 0.5
 """Seconds between a change and the window that is about it."""
@@ -147,6 +154,10 @@ def parse_arguments() -> argparse.Namespace:
         "--every", type=float, default=1, help="seconds from one request of a client to its next"
     )
     pace.add_argument("--hammer", action="store_const", dest="every", const=0.0, help="without a pause")
+    parser.add_argument(
+        "--nodes", type=int, help="simulated nodes that tierd --of reads, in place of training"
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="of each simulated node")
     parser.add_argument("--width", type=int, default=256, help="of the model")
     parser.add_argument("--layers", type=int, default=6, help="of the model")
     parser.add_argument("--quick", action="store_true", help="tiny and short, proves nothing")
@@ -184,20 +195,7 @@ def conclude(report: Report, rounds: dict[str, list[Window]], long_window: Windo
         ratios.rows.append((name, str(ratio.pairs), f"{ratio.median.point:.4f}", interval, extent))
     report.tables.append(ratios)
 
-    load = Table(
-        "What clients got",
-        (
-            "time",
-            "requests",
-            "per s",
-            "p50 ms",
-            "p99 ms",
-            "longest ms",
-            "events, each",
-            "MB/s",
-            "tierd: cores",
-        ),
-    )
+    load = Table("What clients got", LOAD)
     load.rows += [
         row("windows", rounds["asked"]),
         row("without a break", [long_window]),
@@ -225,6 +223,19 @@ def conclude(report: Report, rounds: dict[str, list[Window]], long_window: Windo
             published.median.low <= 1,
         ),
     ]
+
+
+LOAD = (
+    "time",
+    "requests",
+    "per s",
+    "p50 ms",
+    "p99 ms",
+    "longest ms",
+    "events, each",
+    "MB/s",
+    "tierd: cores",
+)
 
 
 def compared(rounds: dict[str, list[Window]], ours: str, theirs: str) -> Comparison:
@@ -278,7 +289,7 @@ def measured(options: argparse.Namespace, report: Report, directory: Path) -> di
     run_directory.mkdir(mode=0o700)
     with (
         Trainer(training, swap, run_directory, width=options.width, layers=options.layers) as trainer,
-        Sidecar(run_directory) as sidecar,
+        Sidecar("--dir", str(run_directory)) as sidecar,
     ):
         bench = Bench(options, trainer, sidecar)
         long_window = bench.run()
@@ -286,11 +297,50 @@ def measured(options: argparse.Namespace, report: Report, directory: Path) -> di
     return {**bench.rounds, "held": [long_window]}
 
 
+def nodes_measured(options: argparse.Namespace, report: Report) -> dict[str, list[Window]]:
+    """A ``tierd --of`` of simulated nodes, with a viewer and a Prometheus, into ``report``."""
+    report.facts |= {
+        **command.facts("tiering", "uvicorn", "fastapi", directory=options.dir),
+        "nodes": f"{options.nodes} simulated, with {options.ranks} ranks each",
+        "clients": f"one of /v1/events; one of /metrics, every {SCRAPE_INTERVAL:g} s",
+    }
+    with Nodes(options.nodes, options.ranks) as nodes, Sidecar("--of", nodes.addresses) as sidecar:
+        asyncio.run(
+            ask(sidecar.port, scrapers=1, subscribers=1, seconds=SCRAPE_INTERVAL, every=SCRAPE_INTERVAL)
+        )
+        before, began = sidecar.cpu_seconds(), time.monotonic()
+        log = asyncio.run(
+            ask(sidecar.port, scrapers=1, subscribers=1, seconds=options.hold, every=SCRAPE_INTERVAL)
+        )
+        took = time.monotonic() - began
+        window = Window([], 0.0, log, (sidecar.cpu_seconds() - before) * log.seconds / took)
+        cores, peak_bytes = window.cpu_seconds / log.seconds, sidecar.peak_bytes()
+    load = Table("Load", LOAD, [row("nodes", [window])])
+    report.tables.append(load)
+    errors = ", ".join(f"{count} x {error}" for error, count in log.errors.items()) or "none"
+    report.verdicts += [
+        Verdict("errors", errors, "none", not log.errors),
+        Verdict("tierd: cores", f"{cores:.3f}", f"below {NODES_CORES}", cores < NODES_CORES),
+        Verdict(
+            "tierd: MB at most",
+            f"{peak_bytes / 1e6:.0f}",
+            f"below {NODES_BYTES / 1e6:.0f}",
+            peak_bytes < NODES_BYTES,
+        ),
+    ]
+    return {"nodes": [window]}
+
+
 def main() -> int:
     options = parse_arguments()
     command.end_on_sigterm()
-    report = Report("bench_sidecar: training beside a busy sidecar", {})
+    subject = "a sidecar of many nodes" if options.nodes else "training beside a busy sidecar"
+    report = Report(f"bench_sidecar: {subject}", {})
     try:
+        if options.nodes:
+            windows = nodes_measured(options, report)
+            command.finish(report, options, "sidecar-nodes", lambda: readings(report, windows))
+            return command.status(report, complete=True)
         with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_sidecar.") as directory:
             windows = measured(options, report, Path(directory).resolve())
     except ProcessError as error:

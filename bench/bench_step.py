@@ -1,6 +1,6 @@
 """The training step beside plain PyTorch and DeepSpeed, alternating in one run.
 
-    python bench/bench_step.py DIR [--peers PYTHON] [--cases ram nvme1 nvme3 formats disk start depth curve]
+    python bench/bench_step.py DIR [--peers PYTHON] [--cases ram nvme1 nvme3 formats disk policies ...]
                                [--rounds 7] [--steps 3] [--traces DIR] [--save] [--quick] [--json FILE]
 
 DIR is a directory on the disk to measure. DeepSpeed is a peer for measuring and nothing else needs it. It lives in an
@@ -38,6 +38,8 @@ I/O engine, the plan's own ratio of reads to writes) has a turn in the same roun
 - nvme1, nvme3: parameters and state on NVMe with host budgets of 1 and 3 GiB, beside DeepSpeed's NVMe offload.
 - formats: the state as fp32, split, bf16 and split+bf16: bytes per parameter, and whether time follows.
 - disk: nothing cached, beside what fio needs for the planned bytes.
+- policies: steps after backward, deferred and in backward, with micro-batches that could hide the transfers.
+- policies3: steps after backward and in backward, with a host budget of 3 GiB, which has the parameters.
 - start: a new process until its first step is over.
 - depth: 12 and 96 blocks: time and host overhead per parameter.
 - curve: host budgets from 0.75 to 6 GiB.
@@ -61,11 +63,11 @@ from frame import command
 from frame.measured import Measured
 from frame.report import Report
 from frame.side import PEER_RECIPE, Place, Side
-from step import curve, depth, disk, formats, nvme, ram, start
+from step import curve, depth, disk, formats, nvme, policies, ram, start
 from step.measured import StepRun
 from step.scale import FULL, QUICK
 
-CASES = ["ram", nvme.SMALL, nvme.LARGE, "formats", "disk", "start", "depth", "curve"]
+CASES = ["ram", nvme.SMALL, nvme.LARGE, "formats", "disk", "policies", "policies3", "start", "depth", "curve"]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -104,7 +106,14 @@ def chosen(
 ) -> Iterator[tuple[str, Callable[[StepRun], object]]]:
     """The cases that were asked for; ``points`` gets those of the curve. Both host budgets meet DeepSpeed in one."""
     hosts = tuple(host for host in (nvme.SMALL, nvme.LARGE) if host in options.cases)
-    others = {"formats": formats.case, "disk": disk.case, "start": start.case, "depth": depth.case}
+    others = {
+        "formats": formats.case,
+        "disk": disk.case,
+        "policies": policies.case,
+        "policies3": policies.case_in_host_memory,
+        "start": start.case,
+        "depth": depth.case,
+    }
     if "ram" in options.cases:
         yield "ram", ram.case
     if hosts:

@@ -8,24 +8,16 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from frame.child import serve
-from frame.process import cpu_seconds
+from frame.process import cpu_seconds, driver_seconds
 
 from tiering.storage.aio import AioContext
 from tiering.storage.arena import Arena
 from tiering.storage.tickets import Ticket
 from tiering.tierbench.words import is_random
-
-
-def driver_seconds() -> float:
-    """CPU seconds of the threads that drive I/O contexts, by their name; workers have another one."""
-    tasks = Path("/proc/self/task").iterdir()
-    drivers = [task for task in tasks if (task / "comm").read_text() == "tiering-aio\n"]
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in drivers) / 1e9
 
 
 def offsets(size: int, request: int, *, scattered: bool) -> Iterator[int]:

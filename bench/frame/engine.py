@@ -21,14 +21,16 @@ class EngineSide(EngineTrainer):
 
     looks = LOOKS
 
-    def __init__(self, build: Any, config: dict[str, Any], *, partitioned: bool = True) -> None:
+    def __init__(
+        self, build: Any, config: dict[str, Any], *, partitioned: bool = True, resume: str | None = None
+    ) -> None:
         import tiering  # after the baseline was taken
 
         self.about = f"tiering {tiering.__version__}"
         with tiering.zero.Init(config=config) if partitioned else nullcontext():
             module = build()
         self.parameters = sum(parameter.numel() for parameter in module.parameters())
-        self.engine = tiering.initialize(model=module, config=config).engine
+        self.engine = tiering.initialize(model=module, config=config, resume=resume).engine
 
     def facts(self) -> dict[str, Any]:
         return {"about": self.about, "parameters": self.parameters}

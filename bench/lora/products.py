@@ -4,8 +4,9 @@ Each side multiplies the same inputs with one weight. **nf4**, **int8** and **fp
 product with the weight in the dtype of the inputs. **bitsandbytes** is its Linear4bit (nf4, double quantisation) as it
 trains: it decodes the weight, and torch multiplies. **bitsandbytes, inference** is the same layer in evaluation, which
 has a kernel of its own on CPUs with AVX512-BF16, over a second copy of the weight. Backward is the product of a
-gradient with the weight, which is the gradient of the inputs. Every side runs once per round, in an order that rotates.
-Before each, everyone sleeps 20 ms: idle OpenMP threads spin for a while.
+gradient with the weight, which is the gradient of the inputs. On every side it follows forward at once, and its time
+counts alone. Every side runs once per round, in an order that rotates. Before each, everyone sleeps 20 ms: idle OpenMP
+threads spin for a while.
 
 **One row** has rates of encoded bytes: of a weight that is larger than the caches, and of the same loop over a weight
 that fits the second-level caches, beside the **roof**, torch's sum over 256 MiB.
@@ -113,12 +114,23 @@ def _backward(
     weights: Mapping[str, Weight], dense: torch.Tensor, trained: Any, x: torch.Tensor, grad: torch.Tensor
 ) -> Sides:
     sides: Sides = {
-        name: lambda weight=weight: weight.transposed_product(grad) for name, weight in weights.items()
+        name: lambda weight=weight: _seconds_of_backward(
+            lambda: weight.product(x), lambda: weight.transposed_product(grad)
+        )
+        for name, weight in weights.items()
     }
-    sides[DENSE] = lambda: grad @ dense
+    sides[DENSE] = lambda: _seconds_of_backward(lambda: x @ dense.t(), lambda: grad @ dense)
     if trained is not None:
         sides[TRAINED] = lambda: _backward_alone(trained, x, grad)
     return sides
+
+
+def _seconds_of_backward(forward: Callable[[], object], backward: Callable[[], object]) -> float:
+    """The seconds of backward, after a forward that is not counted."""
+    forward()
+    began = time.perf_counter()
+    backward()
+    return time.perf_counter() - began
 
 
 def _without_gradients(layer: Any, x: torch.Tensor) -> object:
@@ -127,7 +139,7 @@ def _without_gradients(layer: Any, x: torch.Tensor) -> object:
 
 
 def _backward_alone(layer: Any, x: torch.Tensor, grad: torch.Tensor) -> float:
-    """The seconds of backward."""
+    """The same by autograd."""
     source = x.detach().requires_grad_()
     output = layer(source)
     began = time.perf_counter()

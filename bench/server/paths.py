@@ -12,7 +12,7 @@ from frame.report import Report, Table, Verdict
 from frame.rounds import Run
 from frame.side import Side
 
-from tiering.storage import swap_space
+from tiering.storage import slabs
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import Arena
 from tiering.storage.bandwidth import MAX_BYTES, measure
@@ -87,7 +87,7 @@ def slowed(scale: Scale, directory: Path) -> list[Adapted]:
         Fault(count=0, file=last, rate=int(scale.rate * scale.slow), moves_none=True),
         *(Fault(count=0, file=number, rate=scale.rate, moves_none=True) for number in range(last)),
     )
-    known, swap_space.measure = swap_space.measure, lambda _, files: [scale.rate] * len(files)
+    known, slabs.measure = slabs.measure, lambda _, files: [scale.rate] * len(files)
     try:
         with AioContext(fault=FaultPlan(faults)) as aio:
             section = Section(4 * scale.extent, tuple(paths))
@@ -98,7 +98,7 @@ def slowed(scale: Scale, directory: Path) -> list[Adapted]:
                 aio.close()
                 space.close()
     finally:
-        swap_space.measure = known
+        slabs.measure = known
 
 
 def _states(scale: Scale, space: SwapSpace, aio: AioContext) -> list[Adapted]:

@@ -88,7 +88,7 @@ def settings(scale: Scale, slots: str, late: str) -> dict[str, Any]:
 
 
 def iteration(side: Side) -> float:
-    seconds: float = side.call("step", spin=False, count=False)[0]["iteration"]
+    seconds: float = side.call("step")[0]["iteration"]
     return seconds
 
 

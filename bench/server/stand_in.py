@@ -3,17 +3,17 @@
 ``settings``: ``directory`` of the files; ``paths``, their number; ``rate``, bytes per second of each, reads and writes
 together; ``layers`` and ``width`` of the model; ``staging_seconds`` of the configuration; ``late``, the seconds by
 which every ``late_every``th block of the last path is late. Optimizer state is on the paths, and everything else in
-memory. The update itself is left out, because on few cores it would hide what its surroundings cost: every segment is
-empty.
+memory. The update itself is left out, because on few cores it would hide what its surroundings cost: the kernels get no
+segment.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,12 @@ LONG_CALL = 50e-6
 """Seconds of a call after which another thread has taken the GIL, if it wants to."""
 
 
+PYTHON, NATIVE = "python", "native"
+"""What the thread beside a step runs: Python without a pause, or C that needs no GIL."""
+NATIVE_ROUNDS = 5_000
+"""About two milliseconds of C, between which the thread has the GIL for microseconds."""
+
+
 class StandIns:
     """A model of linear layers in bf16, whose state passes through the staging slots in every step."""
 
@@ -36,14 +42,14 @@ class StandIns:
         import torch
 
         import tiering
-        from optim_cpu.kernels import StepBatch
-        from tiering.storage import swap_space
+        from optim_cpu.kernels import PreparedStep, StepBatch
+        from tiering.storage import slabs
         from tiering.storage.aio import AioContext, Fault, FaultPlan
         from zero3.device import tiers
         from zero3.optimizer.tile_stepper import TileStepper
 
         self._tiles, self._cpu, self._wall = 0, 0.0, 0.0
-        self._spinning = threading.Event()
+        self._busy = threading.Event()
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         paths = [Path(settings["directory"]) / f"drive{number}" for number in range(settings["paths"])]
@@ -58,22 +64,21 @@ class StandIns:
             Fault(count=0, file=number, rate=settings["rate"], moves_none=True)
             for number in range(len(paths))
         )
-        add = StepBatch.add
+        part = StepBatch.part
 
-        def counted(step: Callable[..., Any]) -> Callable[..., Any]:
-            def count(*arguments: Any) -> Any:
-                self._tiles += 1
-                return step(*arguments)
+        def count(batch: StepBatch, grad_scale: float) -> None:
+            self._tiles += 1
 
-            return count
+        def counted(batch: StepBatch, first: int, number: int, grad_scale: float) -> PreparedStep:
+            self._tiles += 1
+            return part(batch, first, 0, grad_scale)
 
         replace(tiers, "AioContext", partial(AioContext, fault=FaultPlan(faults)))
         # The stand-ins are equally fast, and nothing has to be measured.
-        replace(swap_space, "measure", lambda _, files: [1] * len(files))
-        # Each tile is stepped by one of the two.
-        replace(StepBatch, "run", counted(StepBatch.run))
-        replace(StepBatch, "part", counted(StepBatch.part))
-        replace(StepBatch, "add", lambda batch, numel, rule, **fields: add(batch, 0, rule, **fields))
+        replace(slabs, "measure", lambda _, files: [1] * len(files))
+        # Each tile is stepped by one of the two: without its segments.
+        replace(StepBatch, "run", count)
+        replace(StepBatch, "part", counted)
         finish = TileStepper.finish
 
         def timed(stepper: TileStepper) -> None:
@@ -108,11 +113,11 @@ class StandIns:
         read, written = plan.nvme_traffic()
         return {"bytes": read + written, "slots": plan.staging.slots, "slot_bytes": plan.staging.slot_bytes}
 
-    def step(self, spin: bool, count: bool) -> dict[str, Any]:
+    def step(self, beside: str | None = None, count: bool = False) -> dict[str, Any]:
         """One step: its tiles, CPU and wall seconds of the loop that steps them, wall seconds of the whole iteration.
 
-        ``spin``: beside a thread that runs Python without a pause. ``count``: the calls of C by name instead, and those
-        that took at least LONG_CALL, which takes time of its own.
+        ``beside``: beside a thread that is busy with PYTHON or NATIVE code. ``count``: the calls of C by name instead,
+        and those that took at least LONG_CALL, which takes time of its own.
         """
         iteration_began = time.perf_counter()
         self._engine.backward(self._engine(self._input).float().pow(2).mean())
@@ -130,10 +135,11 @@ class StandIns:
             elif event == "c_return" and time.perf_counter() - began >= LONG_CALL:
                 long_calls[function.__name__] += 1
 
-        self._tiles = 0
-        if spin:
-            self._spinning.set()
-            threading.Thread(target=self._spin, daemon=True).start()
+        self._tiles, thread = 0, None
+        if beside:
+            self._busy.set()
+            thread = threading.Thread(target=self._spin if beside == PYTHON else self._hash, daemon=True)
+            thread.start()
         if count:
             sys.setprofile(note)
         try:
@@ -141,7 +147,9 @@ class StandIns:
             iteration = time.perf_counter() - iteration_began
         finally:
             sys.setprofile(None)
-            self._spinning.clear()
+            self._busy.clear()
+            if thread is not None:
+                thread.join()
         return {
             "tiles": self._tiles,
             "cpu": self._cpu,
@@ -156,8 +164,12 @@ class StandIns:
 
     def _spin(self) -> None:
         turns = 0
-        while self._spinning.is_set():
+        while self._busy.is_set():
             turns += 1
+
+    def _hash(self) -> None:
+        while self._busy.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"", b"", NATIVE_ROUNDS)
 
 
 def replace(owner: object, name: str, value: object) -> None:

@@ -15,12 +15,14 @@ from frame.side import Side, Spec
 
 from tiering.tierbench.ratios import compare
 
+from .stand_in import NATIVE, PYTHON
+
 MOST_PYTHON = 0.1e-3
 MOST_SLOWER = 1.05
 MOST_CALLS = 4.0
 DISK_SECONDS = 0.1
 """A run of tiles is worth so long of the drives' time."""
-ALONE, BUSY = "alone", "busy"
+ALONE = "alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ QUICK = replace(FULL, layers=4, width=512, host_budget=16 << 20, rounds=1)
 class Loop:
     """What was measured over ``paths`` drives: seconds per tile of each round, and the calls of C of one step.
 
+    ``busy`` are those beside a thread of Python, and ``native`` those beside a thread of C.
     ``long_calls`` are those that last so long that another thread takes the GIL.
     """
 
@@ -53,6 +56,7 @@ class Loop:
     python: list[float]
     alone: list[float]
     busy: list[float]
+    native: list[float]
     calls: dict[str, int]
     long_calls: dict[str, int]
 
@@ -80,24 +84,24 @@ def case(run: Run[Scale, Side]) -> None:
         specs.append(Spec(name_of(paths), "server.stand_in", settings=settings, on_disk=True))
     with run.started(specs) as sides:
         turns = {
-            f"{name}, {way}": partial(step, side, spin=way == BUSY)
+            f"{name}, {beside or ALONE}": partial(step, side, beside)
             for name, side in sides.items()
-            for way in (ALONE, BUSY)
+            for beside in (None, PYTHON, NATIVE)
         }
         readings = run.alternate(scale.rounds, turns)
         for paths in scale.paths:
             name = name_of(paths)
-            alone, busy = (readings.get(f"{name}, {way}") for way in (ALONE, BUSY))
-            if alone and busy:
-                counted = step(sides[name], spin=False, count=True)
+            alone, busy, native = (readings.get(f"{name}, {way}") for way in (ALONE, PYTHON, NATIVE))
+            if alone and busy and native:
+                counted = step(sides[name], count=True)
                 moved = sides[name].facts["bytes"]
-                run.sides.append(loop_of(paths, moved, scale.rate, alone, busy, counted))
+                run.sides.append(loop_of(paths, moved, scale.rate, alone, busy, native, counted))
     run.report.tables.append(table(run.sides))
     judge(run.report, run.sides)
 
 
-def step(side: Side, *, spin: bool, count: bool = False) -> dict[str, Any]:
-    reading: dict[str, Any] = side.call("step", spin=spin, count=count)[0]
+def step(side: Side, beside: str | None = None, *, count: bool = False) -> dict[str, Any]:
+    reading: dict[str, Any] = side.call("step", beside=beside, count=count)[0]
     return reading
 
 
@@ -107,6 +111,7 @@ def loop_of(
     rate: int,
     alone: list[dict[str, Any]],
     busy: list[dict[str, Any]],
+    native: list[dict[str, Any]],
     counted: Mapping[str, Any],
 ) -> Loop:
     def per_tile(readings: list[dict[str, Any]], figure: str) -> list[float]:
@@ -120,6 +125,7 @@ def loop_of(
         python=per_tile(alone, "cpu"),
         alone=per_tile(alone, "wall"),
         busy=per_tile(busy, "wall"),
+        native=per_tile(native, "wall"),
         calls=counted["calls"],
         long_calls=counted["long_calls"],
     )
@@ -134,7 +140,8 @@ def table(loops: list[Loop]) -> Table:
             "MB per tile",
             "CPU of the thread",
             "wall",
-            "wall beside a busy thread",
+            "wall beside a busy thread of Python",
+            "of C",
             "calls of C per tile",
             "long ones",
         ),
@@ -148,6 +155,7 @@ def table(loops: list[Loop]) -> Table:
                 middle([1e3 * each for each in loop.python]),
                 middle([1e3 * each for each in loop.alone], ".2f"),
                 middle([1e3 * each for each in loop.busy], ".2f"),
+                middle([1e3 * each for each in loop.native], ".2f"),
                 f"{sum(loop.calls.values()) / loop.tiles:.1f}",
                 f"{sum(loop.long_calls.values()) / loop.tiles:.2f}",
             )

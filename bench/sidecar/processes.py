@@ -50,7 +50,8 @@ class _Process:
     name: str
 
     def __init__(self, command: Sequence[str], first: str, **environment: str) -> None:
-        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed by close()
+        # close() closes it.
+        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, *command],
             cwd=BENCH,
@@ -155,13 +156,26 @@ class Trainer(_Process):
             return [step.ended - step.began for step in self._steps if step.ended <= end]
 
 
+class Nodes(_Process):
+    """Simulated nodes, all of one run. Raises ProcessError."""
+
+    name = "the simulated nodes"
+
+    def __init__(self, nodes: int, ranks: int) -> None:
+        super().__init__(["-m", "sidecar.nodes", json.dumps({"nodes": nodes, "ranks": ranks})], "127.0.0.1:")
+        self.addresses = self.first_line.strip()
+
+
 class Sidecar(_Process):
-    """A ``tierd`` of ``run_directory``, on the cores of this process. Raises ProcessError."""
+    """A ``tierd`` of a run directory (``--dir``) or of nodes (``--of``), on the cores of this process.
+
+    Raises ProcessError.
+    """
 
     name = "tierd"
 
-    def __init__(self, run_directory: Path) -> None:
-        super().__init__(["-m", "service.cli", "--port", "0", "--dir", str(run_directory)], "http://")
+    def __init__(self, *source: str) -> None:
+        super().__init__(["-m", "service.cli", "--port", "0", *source], "http://")
         match = re.search(r"http://127\.0\.0\.1:(\d+)/", self.first_line)
         if match is None:
             raise self._failed(f"named no address of this machine: {self.first_line}")

@@ -1,8 +1,9 @@
 """Our engine, by a configuration as any user's.
 
 ``settings``: ``directory`` of the swap space, None to keep everything in memory; ``tiering``, that section of the
-configuration as it is (budgets, state, cache_in_host, ...); ``zero``, further keys of zero_optimization;
-``accumulation``, micro-batches of a step; ``exact``, whether rounds wait longer for their last bytes.
+configuration as it is (budgets, state, cache_in_host, ...); ``zero``, further keys of zero_optimization; ``clip``;
+``accumulation``, micro-batches of a step; ``exact``, whether rounds wait longer for their last bytes; ``resume``, as
+``tiering.initialize`` takes it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     directory = settings["directory"]
     place = offload("nvme" if directory else "none", directory)
     zero = {"stage": 3, "offload_param": place, "offload_optimizer": place, **settings.get("zero", {})}
-    return reference_model.configuration(zero) | {
+    clip = settings.get("clip", reference_model.CLIP)
+    return reference_model.configuration(zero, clip=clip) | {
         "gradient_accumulation_steps": settings.get("accumulation", 1),
         "tiering": settings["tiering"],
     }
@@ -30,7 +32,7 @@ class Ours(EngineSide):
     """The engine with the reference model, and its plan."""
 
     def __init__(self, model: Model, settings: dict[str, Any]) -> None:
-        super().__init__(model.build, configuration(settings))
+        super().__init__(model.build, configuration(settings), resume=settings.get("resume"))
         self.looks = MANY_LOOKS if settings.get("exact") else LOOKS
 
     def facts(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ class Scale:
     """``rounds`` are kept after a dropped first one, of ``steps`` each (``peer_steps`` for DeepSpeed)."""
 
     model: Model
+    long_model: Model  # of a micro-batch that computes about as long as its state takes over NVMe
     rounds: int
     steps: int
     peer_steps: int
@@ -31,6 +32,7 @@ class Scale:
 
 FULL = Scale(
     model=Model(width=1024, layers=24),
+    long_model=Model(width=1024, layers=8, sequence=512),
     rounds=7,
     steps=3,
     peer_steps=2,
@@ -51,6 +53,7 @@ FULL = Scale(
 QUICK = replace(
     FULL,
     model=Model(width=256, layers=3),
+    long_model=Model(width=256, layers=3, sequence=64),
     rounds=1,
     steps=2,
     starts=1,

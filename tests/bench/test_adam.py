@@ -191,9 +191,8 @@ def test_the_report_of_known_times() -> None:
     first = Part("start", "start: known", 2, "", [Readings(start.OURS, 0, 0, (250.0, 260.0))])
     tables.fill(report, [step, first])
     speed, ratio, starts = report.tables
-    assert table_rows(speed)["fp32, avx512"] == [
-        "28", "30.0 (28.0-32.0)", "0.9 (0.9-1.0)", "0.935 (0.875-1.000)",
-    ]  # fmt: skip
+    fp32 = ["28", "30.0 (28.0-32.0)", "0.9 (0.9-1.0)", "0.935 (0.875-1.000)"]
+    assert table_rows(speed)["fp32, avx512"] == fp32
     assert table_rows(speed)[ROOF] == ["8", "8.000 (8.000-8.000)", "1.0 (1.0-1.0)", ""]
     assert speed.notes[0] == "a note"
     assert ratio.columns == ("ours", "/ torch fused: step alone", "/ avx512")
@@ -241,11 +240,10 @@ class TestSteps:
         }
 
     def test_every_row_touches_what_it_names(self, model: steps.Model) -> None:
-        tensors = {
-            "master": model.master, "grad": model.grad, "m": model.wide[0], "v": model.wide[1],
-            "m16": model.narrow[0], "v16": model.narrow[1], "out": model.half_out,
-            "split": model.split, "remainder": model.remainder,
-        }  # fmt: skip
+        halves = {"out": model.half_out, "split": model.split, "remainder": model.remainder}
+        tensors = {"master": model.master, "grad": model.grad, **halves}
+        tensors |= zip(("m", "v"), model.wide, strict=True)
+        tensors |= zip(("m16", "v16"), model.narrow, strict=True)
         wide = {"master", "m", "v"}
         expected = {
             ROOF: set(),

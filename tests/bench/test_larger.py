@@ -309,7 +309,7 @@ class TestTables:
 
 
 def test_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install tiering[bench]")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install tiering[bench]")
     picture.draw(
         {"one": a_recording(9.0, 8.0), "two": a_recording(8.0)}, 6 * GB, "known", tmp_path / "memory.png"
     )

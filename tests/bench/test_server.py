@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from frame.report import Report
-from server import paths, staging
+from server import driver, paths, staging
+from server.driver import SERVER, Driven, Load
 from server.paths import Adapted, Measured
 from server.staging import GROWN, LATE, SMOOTH, USUAL, Staged
 from server.step_loop import Loop, judge, table
@@ -23,6 +24,7 @@ KNOWN = Loop(
     python=[0.09e-3, 0.1e-3, 0.2e-3],
     alone=[4e-3] * 3,
     busy=[4.2e-3] * 3,
+    native=[4.1e-3] * 3,
     calls={"aio_submit_vector": 40},
     long_calls={"aio_run": 3, "aio_wait": 1},
 )
@@ -43,7 +45,12 @@ def test_every_goal_has_two_sides() -> None:
 
 def test_figures_are_per_tile() -> None:
     (row,) = table([KNOWN]).rows
-    assert row[:4] == ("8 drives", "20", "50.0", "0.100 (0.090-0.200)") and row[6:] == ("2.0", "0.20")
+    assert row[:4] == ("8 drives", "20", "50.0", "0.100 (0.090-0.200)") and row[5:] == (
+        "4.20 (4.20-4.20)",
+        "4.10 (4.10-4.10)",
+        "2.0",
+        "0.20",
+    )
 
 
 def staged(**seconds: float) -> dict[str, Staged]:
@@ -77,13 +84,27 @@ def test_paths_have_a_goal_for_what_is_measured_and_one_for_what_is_noticed() ->
     assert holds(6 * GB, 1.4) == [False, False]
 
 
+@pytest.mark.parametrize(("cores", "holds"), [([0.1, 0.5, 0.9], True), ([0.1, 0.51, 0.9], False)])
+def test_the_driver_has_a_goal_at_the_speed_of_a_server(cores: list[float], holds: bool) -> None:
+    report = Report("known", {})
+    driven = [
+        Driven(Load(SERVER, verify=True), [1.0] * 3, [9.0] * 3),
+        Driven(Load(SERVER), [2**33] * 3, cores),
+    ]
+    driver.judge(report, driven)
+    assert [verdict.holds for verdict in report.verdicts] == [holds]
+    # 8 Ki blocks per second.
+    assert driven[1].per_block == [each / 2**13 for each in cores]
+
+
 @pytest.mark.slow
 def test_a_small_run_gives_every_goal(command: Callable[..., tuple[int, str, Any, str]]) -> None:
     """Calls are exact at any size; times are those of a busy machine."""
     _, text, raw, _ = command("bench_server.py", "--quick")
-    assert [loop["paths"] for loop in raw["loops"]] == [1, 8] and len(raw["goals"]) == 6 + 2 + 2
+    assert [loop["paths"] for loop in raw["loops"]] == [1, 8] and len(raw["goals"]) == 6 + 2 + 2 + 1
     usual, grown = (raw["staging"][at]["slots"] for at in (0, 1))
     assert usual == 6 < grown
     assert len(raw["paths"]) == 5
+    assert [0 < each["cores"][0] < 1 for each in raw["driver"]] == [True, True]
     assert all(0 < loop["calls"]["aio_run"] < loop["tiles"] for loop in raw["loops"])
     assert "| 8 drives |" in text

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +17,13 @@ from frame.report import Report
 from frame.side import BENCH
 from sidecar import clients
 from sidecar.clients import ClientLog, ask
-from sidecar.processes import ProcessError, Sidecar
+from sidecar.processes import Nodes, ProcessError, Sidecar
+
+import service.nodes.nodes
+from service.advice import stragglers
+from service.nodes.addresses import NodeList
+from service.watch import Watch
+from tiering.telemetry import RECENT_STEPS
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
@@ -26,7 +33,8 @@ def heard_of(monkeypatch: pytest.MonkeyPatch, metrics: bytes, events: bytes, **m
     monkeypatch.setattr(clients, "WARM_UP", 0.1)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        # The client leaves when it has all that it wants.
+        with closing(writer), suppress(asyncio.IncompleteReadError, ConnectionError):
             while request := await reader.readuntil(b"\r\n\r\n"):
                 if b"GET /metrics" in request:
                     writer.write(metrics)
@@ -35,10 +43,6 @@ def heard_of(monkeypatch: pytest.MonkeyPatch, metrics: bytes, events: bytes, **m
                 for place in range(events.index(b"\r\n\r\n") + 4, len(events)):  # in the smallest pieces
                     await asyncio.sleep(0.005)
                     writer.write(events[place : place + 1])
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client has what it wants, and leaves
-        finally:
-            writer.close()
 
     async def both() -> ClientLog:
         server = await asyncio.start_server(answer, clients.HOST, 0)
@@ -130,13 +134,27 @@ def test_what_is_concluded(
 def test_a_sidecar_that_does_not_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ProcessError, match=r"tierd did not start; .*is not a directory"):
-        Sidecar(tmp_path / "file")
+        Sidecar("--dir", str(tmp_path / "file"))
+
+
+def test_simulated_nodes_are_a_run_that_trains() -> None:
+    with (
+        Nodes(2, 7) as simulated,
+        service.nodes.nodes.Nodes(NodeList(simulated.addresses)) as nodes,
+    ):
+        view = Watch(nodes).view()
+    (run,) = view.runs
+    assert (run.state, run.expected, stragglers(run)) == ("training", 14, {13})
+    for rank in run.ranks:
+        assert rank.snapshot is not None and rank.description is not None
+        assert (rank.snapshot.node, len(rank.snapshot.steps)) == (f"node{rank.rank // 7:03}", RECENT_STEPS)
+        assert rank.description.device.startswith(f"cuda:{rank.rank % 7} ")
 
 
 @pytest.mark.slow
 def test_everything_runs(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("the engine and those who ask need a core each")
+        pytest.skip("two CPUs are needed: one for the engine, one for the sidecar and its clients")
     command = [sys.executable, str(BENCH / "bench_sidecar.py"), str(tmp_path), "--quick", "--pairs", "1"]
     command += ["--seconds", "0.5", "--hold", "1", "--json", str(tmp_path / "raw.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

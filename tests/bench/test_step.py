@@ -346,7 +346,7 @@ def test_fio_takes_the_plans_ratio() -> None:
 
 
 def test_the_picture_of_the_curve(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install tiering[bench]")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install tiering[bench]")
     points = {"1GiB": measured(a_round(4.0), a_round(5.0)), "2GiB": measured(a_round(2.0), a_round(2.5))}
     curve.draw(points, "known", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -300,7 +300,7 @@ RUN_AS: dict[Key, str] = {
     ),
     (
         "tierbench.md",
-        "tierbench compare --fio /local_nvme --pairs 8",
+        "tierbench compare --fio /local_nvme --pairs 12",
     ): f"tierbench compare --fio nvme --pairs 2 {BRIEF}",
     ("README.md", "tierbench /local_nvme"): f"tierbench nvme {BRIEF}",
 }
@@ -340,7 +340,7 @@ SLOW: set[Key] = {
     ("tierbench.md", "tierbench profile /local_nvme --params 7B"),
     ("tierbench.md", "tierbench tiers DIR"),
     ("tierbench.md", "tierbench compare --fio DIR --pairs 10 --rw read,write,rw --bs 1M --iodepth 16"),
-    ("tierbench.md", "tierbench compare --fio /local_nvme --pairs 8"),
+    ("tierbench.md", "tierbench compare --fio /local_nvme --pairs 12"),
 }
 
 # What cannot run in a test, and why.
@@ -404,6 +404,34 @@ NOT_RUN: dict[Key, str] = {
     ("sidecar.md", "systemctl --user enable --now tierd"): (
         "needs systemd; tests/service/test_docs_sidecar.py verifies the units"
     ),
+    (
+        "sidecar.md",
+        'kubectl create secret generic tierd-token --from-literal=token="$(openssl rand -hex 32)"',
+    ): "needs a cluster; tests/service/test_docs_sidecar.py verifies the files",
+    (
+        "sidecar.md",
+        "kubectl apply -k examples/sidecar/kubernetes",
+    ): "needs a cluster; tests/service/test_docs_sidecar.py verifies the files",
+    ("sidecar.md", "tierd stacks RUN"): "needs a run that trains; tests/service/test_cli.py has two ranks",
+    (
+        "sidecar.md",
+        "tierd stacks gpt-19m",
+    ): "needs a run that trains; tests/service/test_cli.py has two ranks",
+    **{
+        ("sidecar.md", command): "needs other nodes; tests/service/test_nodes.py starts two sidecars"
+        for command in (
+            "tierd --of gpu1,gpu2:8471 --of-token-file FILE",
+            "tierd --once --of gpu1,gpu2 --of-token-file FILE",
+            "tierd --of-file /etc/tierd/nodes",
+        )
+    },
+    **{
+        ("sidecar.md", command): "needs a collector; tests/service/test_otlp.py has one"
+        for command in (
+            "tierd --otlp http://collector:4318",
+            "tierd --otlp http://collector:4318 --otlp-steps",
+        )
+    },
     ("sidecar.md", "tierd top"): "needs a terminal; tests/service/test_terminal.py watches it in one",
     (
         "sidecar.md",

@@ -134,7 +134,7 @@ def run_page(page: str, *, slow: bool) -> None:
                     elif key not in stand_ins.NOT_RUN and (slow or key not in stand_ins.SLOW):
                         run_command(page, command, printed)
     if lacking:
-        pytest.skip(f"all that can ran; for the rest there is no {' and no '.join(sorted(lacking))} here")
+        pytest.skip(f"not installed: {', '.join(sorted(lacking))}; the blocks without these tools have run")
 
 
 @pytest.mark.parametrize("page", WITH_CODE)

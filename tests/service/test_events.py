@@ -172,8 +172,8 @@ def test_a_real_stream_moves_and_ends_with_its_client(
 ) -> None:
     """As many as there may be listen; one more is told when to come again, and comes when another leaves."""
     writer = publishing(directory, SAID)
-    # What is published is seen at the next look at the directory.
-    until(lambda: sidecar.get("/v1/status")["runs"])
+    # What is published is seen at the next look at the directory, and the page may be open before its first figures.
+    until(lambda: [run["step"] for run in sidecar.get("/v1/status")["runs"]] == [SAID.step])
     host = sidecar.url.removeprefix("http://")
     connections = [http.client.HTTPConnection(host, timeout=20) for _ in range(MAX_SUBSCRIBERS)]
     streams = []
